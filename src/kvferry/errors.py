@@ -1,0 +1,52 @@
+"""Every error that kvferry raises, in one tree.
+
+    KvferryError
+    ├── DescriptionError      a model, shape, interior or tensor cannot be described
+    ├── IncompatibleError     the two sides do not hold the same logical cache
+    ├── CoverError            no choice of sources covers what the destination needs
+    ├── TopologyError         a registration or a question about a remote engine is wrong
+    ├── BindError             block tables, bases or token counts do not fit the plan
+    │   └── LimitError        more descriptors than the caller allows
+    └── TransferError         a carrier could not move bytes
+        └── PermissionDenied  the operating system forbids the access
+
+Messages say what was expected, what was found on each side, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class KvferryError(Exception):
+    """Base of all errors of this project."""
+
+
+class DescriptionError(KvferryError, ValueError):
+    """A cache cannot be described as asked."""
+
+
+class IncompatibleError(KvferryError):
+    """Two engines do not hold the same logical cache; nothing may move between them."""
+
+
+class CoverError(KvferryError):
+    """Some byte that the destination needs has no source, or more than one."""
+
+
+class TopologyError(KvferryError):
+    """A remote engine is unknown, or was registered with contradicting facts."""
+
+
+class BindError(KvferryError, ValueError):
+    """A plan cannot be bound to these block tables, addresses or token counts."""
+
+
+class LimitError(BindError):
+    """Binding would make more descriptors than the caller's limit."""
+
+
+class TransferError(KvferryError):
+    """A carrier failed to move bytes."""
+
+
+class PermissionDenied(TransferError):
+    """The operating system does not let this process reach the peer's memory."""

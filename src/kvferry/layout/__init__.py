@@ -1,0 +1,22 @@
+"""Describe: components, groups, shapes, interiors, and where each rank keeps its part."""
+
+from kvferry.layout.model import CacheModel, Component, Group, Residency, require_same_cache
+from kvferry.layout.rank import Part, Placement, RankLayout, Region
+from kvferry.layout.shape import ORDERS, EngineShape, Rank, Span, shard
+
+__all__ = [
+    "ORDERS",
+    "CacheModel",
+    "Component",
+    "EngineShape",
+    "Group",
+    "Part",
+    "Placement",
+    "Rank",
+    "RankLayout",
+    "Region",
+    "Residency",
+    "Span",
+    "require_same_cache",
+    "shard",
+]

@@ -1,0 +1,344 @@
+"""A model's cache from its Hugging Face `config.json`.
+
+Each family of architectures is one function from the configuration to groups. What is not
+recognised is refused, never guessed: a wrong description would copy wrong bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import DescriptionError
+from kvferry.layout.model import CacheModel, Component, Group, Residency
+
+Config = Mapping[str, Any]
+
+ELEMENT_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "fp8": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "int8": 1,
+}
+
+
+def model_from_config(
+    config: str | Path | Config,
+    *,
+    name: str = "",
+    cache_dtype: str = "auto",
+    state_dtype: str = "auto",
+    draft_layers: int = 0,
+) -> CacheModel:
+    """Describe the cache of the model that a `config.json` (path, folder or dict) configures.
+
+    cache_dtype   type of attention caches; "auto": the model's own
+    state_dtype   type of recurrent states; "auto": the model's own
+    draft_layers  layers of an MTP or Eagle draft model that has the target's attention
+    """
+    data = _read(config)
+    text = {**data, **data["text_config"]} if isinstance(data.get("text_config"), Mapping) else data
+    model_type = str(text.get("model_type", ""))
+    describe = FAMILIES.get(model_type)
+    if describe is None:
+        raise DescriptionError(
+            f"model_type {model_type!r} is not known; known are {', '.join(sorted(FAMILIES))}. "
+            "Describe its cache by hand: CacheModel(name, groups=(Group(...), ...))"
+        )
+    own = str(text.get("dtype") or text.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    reader = Reader(text, *_dtypes(own, cache_dtype, state_dtype))
+    groups = list(describe(reader))
+    if draft_layers:
+        groups.append(reader.draft(groups, draft_layers))
+    label = name or str(data.get("_name_or_path") or model_type)
+    return CacheModel(label, tuple(groups), total_layers=reader.layers)
+
+
+def _read(config: str | Path | Config) -> Config:
+    if isinstance(config, Mapping):
+        return config
+    path = Path(config)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DescriptionError(f"cannot read a model configuration from {path}: {error}") from None
+    if not isinstance(data, dict):
+        raise DescriptionError(f"{path} holds no JSON object, so it is no model configuration")
+    return data
+
+
+def _dtypes(own: str, cache: str, state: str) -> tuple[str, str]:
+    chosen = tuple(own if asked == "auto" else asked for asked in (cache, state))
+    for dtype in chosen:
+        if dtype not in ELEMENT_BYTES:
+            raise DescriptionError(
+                f"cache type {dtype!r} is not known; known are {', '.join(ELEMENT_BYTES)}"
+            )
+    return chosen[0], chosen[1]
+
+
+class Reader:
+    """Reads a configuration; each method describes one kind of layer."""
+
+    def __init__(self, config: Config, cache_dtype: str, state_dtype: str) -> None:
+        self.config = config
+        self.cache_dtype = cache_dtype
+        self.state_dtype = state_dtype
+        self.layers = self.integer("num_hidden_layers", "n_layer", "num_layers")
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        for name in names:
+            value = self.config.get(name)
+            if isinstance(value, int):
+                return value
+        if default is None:
+            raise DescriptionError(
+                f"the configuration of {self.config.get('model_type')!r} has no {names[0]!r}"
+            )
+        return default
+
+    def component(self, name: str, units: int, *dims: int, **options: Any) -> Component:
+        dtype = options.pop("dtype", self.cache_dtype)
+        return Component(name, units, dims, ELEMENT_BYTES[dtype], content=dtype, **options)
+
+    @property
+    def head_dim(self) -> int:
+        heads = self.integer("num_attention_heads")
+        return self.integer("head_dim", default=self.integer("hidden_size") // heads)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.integer("num_key_value_heads", default=self.integer("num_attention_heads"))
+
+    def attention(
+        self, name: str, layers: Iterable[int], residency: Residency | None = None
+    ) -> list[Group]:
+        """K and V of some layers; nothing for no layers."""
+        held = tuple(layers)
+        if not held:
+            return []
+        components = tuple(self.component(c, self.kv_heads, self.head_dim) for c in "kv")
+        return [Group(name, held, components, residency or Residency())]
+
+    def window(self, layers: Iterable[int], key: str = "sliding_window") -> list[Group]:
+        return self.attention("window", layers, Residency("window", self.integer(key)))
+
+    def latent(self) -> list[Group]:
+        """MLA: one latent of kv_lora_rank and the shared rope part, replicated over ranks."""
+        width = self.integer("kv_lora_rank") + self.integer("qk_rope_head_dim")
+        component = self.component("latent", 1, width, sharding="replicated")
+        return [Group("mla", tuple(range(self.layers)), (component,))]
+
+    def indexer(self) -> list[Group]:
+        """Sparse attention's index keys: fp8 with one fp32 scale per 128 values, replicated."""
+        width = self.integer("index_head_dim")
+        component = Component(
+            "index", 1, (width + 4 * width // 128,), 1, "replicated", "fp8_with_scale"
+        )
+        return [Group("indexer", tuple(range(self.layers)), (component,), role="indexer")]
+
+    def mamba2(
+        self, layers: Sequence[int], heads: int, head_dim: int, groups: int, state: int, conv: int
+    ) -> list[Group]:
+        """x | B | C convolution sections and the SSM state. One group of B and C is replicated."""
+        shared = "replicated" if groups == 1 else "split"
+        options = {"dtype": self.state_dtype}
+        components = (
+            self.component("conv_x", heads, head_dim, conv - 1, **options),
+            self.component("conv_B", groups, state, conv - 1, sharding=shared, **options),
+            self.component("conv_C", groups, state, conv - 1, sharding=shared, **options),
+            self.component("ssm", heads, head_dim, state, **options),
+        )
+        return [Group("state", tuple(layers), components, Residency("state"))] if layers else []
+
+    def mamba1(self, layers: Sequence[int], inner: int, state: int, conv: int) -> list[Group]:
+        options = {"dtype": self.state_dtype}
+        components = (
+            self.component("conv_x", inner, 1, conv - 1, **options),
+            self.component("ssm", inner, state, **options),
+        )
+        return [Group("state", tuple(layers), components, Residency("state"))] if layers else []
+
+    def delta_net(self, layers: Sequence[int]) -> list[Group]:
+        """Gated delta net: q | k | v convolution sections and one matrix state a value head."""
+        k_heads = self.integer("linear_num_key_heads")
+        v_heads = self.integer("linear_num_value_heads")
+        k_dim = self.integer("linear_key_head_dim")
+        v_dim = self.integer("linear_value_head_dim")
+        rows = self.integer("linear_conv_kernel_dim") - 1
+        options = {"dtype": self.state_dtype}
+        components = (
+            self.component("conv_q", k_heads, k_dim, rows, **options),
+            self.component("conv_k", k_heads, k_dim, rows, **options),
+            self.component("conv_v", v_heads, v_dim, rows, **options),
+            self.component("ssm", v_heads, v_dim, k_dim, **options),
+        )
+        return [Group("state", tuple(layers), components, Residency("state"))] if layers else []
+
+    def draft(self, groups: Sequence[Group], layers: int) -> Group:
+        """Draft layers that cache what the target's first attention group caches."""
+        like = next((g for g in groups if not g.is_state and g.role == "target"), None)
+        if like is None:
+            raise DescriptionError("a model without attention layers has no draft layers like them")
+        return Group("draft", tuple(range(layers)), like.components, role="draft")
+
+    def layers_of(self, *kinds: str) -> list[int]:
+        """Ordinals whose `layer_types` entry is one of `kinds`."""
+        types = self.config.get("layer_types") or []
+        return [i for i, kind in enumerate(types[: self.layers]) if kind in kinds]
+
+
+def _dense(r: Reader) -> list[Group]:
+    """Llama and its like; a sliding window on all, some or no layers."""
+    window = r.config.get("sliding_window")
+    if r.config.get("use_sliding_window") is False or not window:
+        return r.attention("attention", range(r.layers))
+    if r.config.get("layer_types"):
+        return _by_layer_types(r)
+    first = int(r.config.get("max_window_layers") or 0) if "use_sliding_window" in r.config else 0
+    return r.attention("attention", range(first)) + r.window(range(first, r.layers))
+
+
+def _by_layer_types(r: Reader) -> list[Group]:
+    full = r.layers_of("full_attention", "attention")
+    sliding = r.layers_of("sliding_attention")
+    chunked = r.layers_of("chunked_attention")
+    unknown = set(range(r.layers)) - {*full, *sliding, *chunked}
+    if unknown:
+        kinds = sorted({str((r.config.get("layer_types") or [])[i : i + 1]) for i in unknown})
+        raise DescriptionError(f"layer types {', '.join(kinds)} are not known for this model")
+    groups = r.attention("attention", full)
+    groups += r.window(sliding) if sliding else []
+    if chunked:
+        span = Residency("chunk", r.integer("attention_chunk_size"))
+        groups += r.attention("chunk", chunked, span)
+    return groups
+
+
+def _gemma(r: Reader) -> list[Group]:
+    if r.config.get("layer_types"):
+        return _by_layer_types(r)
+    period = r.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    full = [i for i in range(r.layers) if (i + 1) % period == 0]
+    return r.attention("attention", full) + r.window(sorted({*range(r.layers)} - {*full}))
+
+
+def _gemma2(r: Reader) -> list[Group]:
+    if r.config.get("layer_types"):
+        return _by_layer_types(r)
+    return r.attention("attention", range(1, r.layers, 2)) + r.window(range(0, r.layers, 2))
+
+
+def _llama4(r: Reader) -> list[Group]:
+    if not r.config.get("attention_chunk_size"):
+        return r.attention("attention", range(r.layers))
+    rope = r.config.get("no_rope_layers") or [int((i + 1) % 4 != 0) for i in range(r.layers)]
+    chunked = [i for i in range(r.layers) if rope[i]]
+    full = [i for i in range(r.layers) if not rope[i]]
+    span = Residency("chunk", r.integer("attention_chunk_size"))
+    return r.attention("attention", full) + r.attention("chunk", chunked, span)
+
+
+def _deepseek(r: Reader) -> list[Group]:
+    return r.latent() + (r.indexer() if r.config.get("index_head_dim") else [])
+
+
+def _bamba(r: Reader) -> list[Group]:
+    attention = [int(i) for i in r.config.get("attn_layer_indices") or []]
+    return _mamba2_hybrid(r, attention)
+
+
+def _granite_hybrid(r: Reader) -> list[Group]:
+    return _mamba2_hybrid(r, r.layers_of("attention", "full_attention"))
+
+
+def _mamba2_hybrid(r: Reader, attention: list[int]) -> list[Group]:
+    mamba = sorted({*range(r.layers)} - {*attention})
+    heads = r.integer("mamba_n_heads")
+    inner = r.integer("mamba_expand", default=2) * r.integer("hidden_size")
+    head_dim = r.config.get("mamba_d_head")
+    return r.attention("attention", attention) + r.mamba2(
+        mamba,
+        heads=heads,
+        head_dim=head_dim if isinstance(head_dim, int) else inner // heads,
+        groups=r.integer("mamba_n_groups"),
+        state=r.integer("mamba_d_state"),
+        conv=r.integer("mamba_d_conv"),
+    )
+
+
+def _jamba(r: Reader) -> list[Group]:
+    period, offset = r.integer("attn_layer_period"), r.integer("attn_layer_offset")
+    attention = [i for i in range(r.layers) if i % period == offset]
+    mamba = sorted({*range(r.layers)} - {*attention})
+    inner = r.integer("mamba_expand") * r.integer("hidden_size")
+    return r.attention("attention", attention) + r.mamba1(
+        mamba, inner, r.integer("mamba_d_state"), r.integer("mamba_d_conv")
+    )
+
+
+def _mamba(r: Reader) -> list[Group]:
+    inner = r.integer("intermediate_size", default=r.integer("expand", default=2) * r.integer("hidden_size"))
+    return r.mamba1(range(r.layers), inner, r.integer("state_size"), r.integer("conv_kernel"))
+
+
+def _mamba2(r: Reader) -> list[Group]:
+    return r.mamba2(
+        range(r.layers),
+        heads=r.integer("num_heads"),
+        head_dim=r.integer("head_dim"),
+        groups=r.integer("n_groups"),
+        state=r.integer("state_size"),
+        conv=r.integer("conv_kernel"),
+    )
+
+
+def _nemotron_h(r: Reader) -> list[Group]:
+    pattern = str(r.config.get("hybrid_override_pattern", ""))
+    return r.attention("attention", [i for i, kind in enumerate(pattern) if kind == "*"]) + r.mamba2(
+        [i for i, kind in enumerate(pattern) if kind == "M"],
+        heads=r.integer("mamba_num_heads"),
+        head_dim=r.integer("mamba_head_dim"),
+        groups=r.integer("n_groups"),
+        state=r.integer("ssm_state_size"),
+        conv=r.integer("conv_kernel"),
+    )
+
+
+def _qwen3_next(r: Reader) -> list[Group]:
+    full = r.layers_of("full_attention")
+    if not full:
+        interval = r.integer("full_attention_interval", default=4)
+        full = [i for i in range(r.layers) if (i + 1) % interval == 0]
+    linear = sorted({*range(r.layers)} - {*full})
+    return r.attention("attention", full) + r.delta_net(linear)
+
+
+FAMILIES: dict[str, Callable[[Reader], list[Group]]] = {
+    **dict.fromkeys(
+        "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe phi3 glm4 glm4_moe olmo2 granite "
+        "granitemoe ernie4_5 starcoder2 seed_oss minimax_m2 ministral".split(),
+        _dense,
+    ),
+    **dict.fromkeys(["gpt_oss", "cohere2", "exaone4"], _by_layer_types),
+    **dict.fromkeys(["gemma3", "gemma3_text"], _gemma),
+    "gemma2": _gemma2,
+    **dict.fromkeys(["llama4", "llama4_text"], _llama4),
+    **dict.fromkeys(
+        ["deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"], _deepseek
+    ),
+    "bamba": _bamba,
+    "granitemoehybrid": _granite_hybrid,
+    "jamba": _jamba,
+    **dict.fromkeys(["mamba", "falcon_mamba"], _mamba),
+    "mamba2": _mamba2,
+    "nemotron_h": _nemotron_h,
+    **dict.fromkeys(["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"], _qwen3_next),
+}

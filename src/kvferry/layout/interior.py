@@ -1,0 +1,196 @@
+"""What lies inside a page, by name.
+
+Strides that an engine registers say where a page begins, not what is in it: vLLM's CPU attention
+registers `[block, head, slot, 2 * head_dim]` and keeps K transposed inside. So an interior is told
+by the attention backend and never guessed. Each has a *level*: how much of `[head, slot, content]`
+it arranges by itself, the rest following the engine's memory order.
+
+    name        level  inside
+    joined      cell   per head and slot, the components side by side (K|V, K|scale|V|scale)
+    split       cell   each component in an array of its own, in the same order
+    cpu         head   per head, K as [dim][slot], then V as [slot][dim]
+    planes      page   per page, one plane a component, each [head][slot] or [slot][head]
+    nvfp4       page   planes K data, K scale, V data, V scale
+    mla_scaled  page   planes latent, scale
+    state       page   convolution state (sections side by side in channels), then the other states
+    opaque      page   unknown: moved whole, between identical pages only
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from kvferry.errors import DescriptionError
+from kvferry.layout.model import Component, Group
+
+Level = Literal["cell", "head", "page"]
+OPAQUE = "*"  # the one component of an opaque page
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a component lies within what its interior arranges. Strides in bytes."""
+
+    component: str
+    offset: int
+    dim_strides: tuple[int, ...]
+    slot_stride: int = 0  # 0: set by the engine's order
+    unit_stride: int = 0  # 0: set by the engine's order
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """One array's share of a page: `bytes` of a cell, of a head or of the whole page."""
+
+    level: Level
+    bytes: int
+    units: int  # heads that the engine's order walks; 1 where the page arranges them itself
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PageQuestion:
+    """What an interior may depend on."""
+
+    group: Group
+    units: tuple[int, ...]  # units of each component on this rank
+    slots: int  # entries in one kernel block
+    token_major: bool
+    conv_order: str
+
+    def common_units(self, interior: str) -> int:
+        if len(set(self.units)) != 1:
+            names = [c.name for c in self.group.components]
+            raise DescriptionError(
+                f"interior {interior!r} needs components with equally many heads on a rank, "
+                f"but group {self.group.name!r} has {dict(zip(names, self.units, strict=True))}"
+            )
+        return self.units[0]
+
+
+def dense_strides(sizes: Sequence[int], element_bytes: int) -> tuple[int, ...]:
+    """Strides of a dense array, outermost first."""
+    products = accumulate(reversed(sizes[1:]), lambda a, b: a * b, initial=element_bytes)
+    return tuple(reversed(list(products)))
+
+
+def _content(component: Component, offset: int) -> Place:
+    return Place(component.name, offset, dense_strides(component.dims, component.element_bytes))
+
+
+def _joined(q: PageQuestion) -> tuple[Inside, ...]:
+    units = q.common_units("joined")
+    places, offset = [], 0
+    for component in q.group.components:
+        places.append(_content(component, offset))
+        offset += component.unit_bytes
+    return (Inside("cell", offset, units, tuple(places)),)
+
+
+def _split(q: PageQuestion) -> tuple[Inside, ...]:
+    return tuple(
+        Inside("cell", c.unit_bytes, units, (_content(c, 0),))
+        for c, units in zip(q.group.components, q.units, strict=True)
+    )
+
+
+def _cpu(q: PageQuestion) -> tuple[Inside, ...]:
+    units = q.common_units("cpu")
+    names = [c.name for c in q.group.components]
+    if names != ["k", "v"] or any(len(c.dims) != 1 for c in q.group.components):
+        raise DescriptionError(
+            f"interior 'cpu' holds components k and v with one dim each, found {names}"
+        )
+    k, v = q.group.components
+    k_plane = k.unit_bytes * q.slots
+    places = (
+        Place("k", 0, (q.slots * k.element_bytes,), slot_stride=k.element_bytes),
+        Place("v", k_plane, (v.element_bytes,), slot_stride=v.unit_bytes),
+    )
+    return (Inside("head", k_plane + v.unit_bytes * q.slots, units, places),)
+
+
+def _planes(q: PageQuestion) -> tuple[Inside, ...]:
+    places, offset = [], 0
+    for c, units in zip(q.group.components, q.units, strict=True):
+        sizes = (q.slots, units) if q.token_major else (units, q.slots)
+        outer, inner = dense_strides(sizes, c.unit_bytes)
+        slot, unit = (outer, inner) if q.token_major else (inner, outer)
+        dims = dense_strides(c.dims, c.element_bytes)
+        places.append(Place(c.name, offset, dims, slot, unit))
+        offset += math.prod(sizes) * c.unit_bytes
+    return (Inside("page", offset, 1, tuple(places)),)
+
+
+def _named_planes(name: str, expected: list[str]) -> Callable[[PageQuestion], tuple[Inside, ...]]:
+    def planes(q: PageQuestion) -> tuple[Inside, ...]:
+        found = [c.name for c in q.group.components]
+        if found != expected:
+            raise DescriptionError(
+                f"interior {name!r} has the planes {expected}, "
+                f"but group {q.group.name!r} has components {found}"
+            )
+        return _planes(q)
+
+    return planes
+
+
+def _state(q: PageQuestion) -> tuple[Inside, ...]:
+    """Convolution sections (named conv_*) share one channels x rows array; the rest follows it."""
+    pairs = list(zip(q.group.components, q.units, strict=True))
+    conv = [(c, units) for c, units in pairs if c.name.startswith("conv_")]
+    channels = sum(units * c.dims[0] for c, units in conv)
+    places, first, offset = [], 0, 0
+    for c, units in conv:
+        if len(c.dims) != 2 or c.dims[1] != conv[0][0].dims[1]:
+            raise DescriptionError(
+                f"convolution section {c.name!r} must be (channels, rows) with the rows of "
+                f"{conv[0][0].name!r}, found {c.dims} and {conv[0][0].dims}"
+            )
+        per_unit, rows = c.dims
+        channel = rows * c.element_bytes if q.conv_order == "DS" else c.element_bytes
+        row = c.element_bytes if q.conv_order == "DS" else channels * c.element_bytes
+        places.append(
+            Place(c.name, first * channel, (channel, row), unit_stride=per_unit * channel)
+        )
+        first += units * per_unit
+        offset += units * c.unit_bytes
+    for c, units in pairs:
+        if not c.name.startswith("conv_"):
+            dims = dense_strides(c.dims, c.element_bytes)
+            places.append(Place(c.name, offset, dims, unit_stride=c.unit_bytes))
+            offset += units * c.unit_bytes
+    return (Inside("page", offset, 1, tuple(places)),)
+
+
+def _opaque(q: PageQuestion) -> tuple[Inside, ...]:
+    size = q.slots * sum(
+        units * c.unit_bytes for c, units in zip(q.group.components, q.units, strict=True)
+    )
+    return (Inside("page", size, 1, (Place(OPAQUE, 0, (1,)),)),)
+
+
+INTERIORS: dict[str, Callable[[PageQuestion], tuple[Inside, ...]]] = {
+    "joined": _joined,
+    "split": _split,
+    "cpu": _cpu,
+    "planes": _planes,
+    "nvfp4": _named_planes("nvfp4", ["k", "k_scale", "v", "v_scale"]),
+    "mla_scaled": _named_planes("mla_scaled", ["latent", "scale"]),
+    "state": _state,
+    "opaque": _opaque,
+}
+
+
+def arrange(interior: str, question: PageQuestion) -> tuple[Inside, ...]:
+    """The arrays that hold a group's pages, and where each component lies in them."""
+    if interior not in INTERIORS:
+        raise DescriptionError(
+            f"interior {interior!r} is not known; name one of {', '.join(INTERIORS)}. "
+            "A page whose inside is unknown is 'opaque': it moves whole, between identical pages"
+        )
+    return INTERIORS[interior](question)

@@ -1,0 +1,40 @@
+"""Caches of well-known models, so that nothing needs to be downloaded to plan with them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import DescriptionError
+from kvferry.layout.hf import model_from_config
+from kvferry.layout.model import CacheModel
+
+
+@cache
+def presets() -> dict[str, dict[str, Any]]:
+    """What the cache depends on in each model's public configuration, by name."""
+    text = files("kvferry.layout").joinpath("presets.json").read_text()
+    loaded: dict[str, dict[str, Any]] = json.loads(text)
+    return loaded
+
+
+def load_model(
+    name: str, *, cache_dtype: str = "auto", state_dtype: str = "auto", draft_layers: int = 0
+) -> CacheModel:
+    """A preset by name, or a model by the path of its `config.json` or folder."""
+    options: dict[str, Any] = {
+        "cache_dtype": cache_dtype,
+        "state_dtype": state_dtype,
+        "draft_layers": draft_layers,
+    }
+    if name in presets():
+        return model_from_config(presets()[name], name=name, **options)
+    if Path(name).exists():
+        return model_from_config(Path(name), name=Path(name).stem, **options)
+    raise DescriptionError(
+        f"{name!r} is neither a preset nor a path of a config.json; presets are "
+        f"{', '.join(presets())}"
+    )

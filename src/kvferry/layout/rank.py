@@ -1,0 +1,290 @@
+"""Where one rank keeps its part of the cache: regions, and affine placements in them.
+
+The byte of (layer, block b, slot s, unit u, dims d...) of a component lies at
+
+    offsets[layer] + b * block_stride + (s // kernel_entries) * kernel_stride
+                   + (s % kernel_entries) * slot_stride + (u - units.start) * unit_stride + d . dim_strides
+
+in region `regions[layer]`. Regions are numbered, not addressed: an address is bound per request.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import DescriptionError
+from kvferry.layout.interior import OPAQUE, Inside, PageQuestion, Place, arrange
+from kvferry.layout.model import CacheModel, Group
+from kvferry.layout.shape import EngineShape, Rank, Span
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One allocation that a rank registers."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """One component of some layers on one rank. Strides in bytes."""
+
+    component: str
+    units: Span
+    block_stride: int
+    kernel_stride: int
+    slot_stride: int
+    unit_stride: int
+    dim_strides: tuple[int, ...]
+    regions: Ints  # of each layer
+    offsets: Ints  # of each layer: block 0, slot 0, first unit held
+
+    def strides(self) -> tuple[int, ...]:
+        return (
+            self.block_stride,
+            self.kernel_stride,
+            self.slot_stride,
+            self.unit_stride,
+            *self.dim_strides,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Layers of one group on one rank that share a block table and all strides."""
+
+    group: str
+    layers: Ints  # ordinals, ascending
+    table: int  # which of the request's block tables names its blocks
+    pool: int  # tables of one pool share memory, so one request never uses a block in two of them
+    num_blocks: int
+    block_entries: int
+    kernel_entries: int
+    page_bytes: int  # used bytes of one page of all heads; 0 where a page is not contiguous
+    page_slack: int  # bytes after a page that belong to nobody
+    interior: str
+    placements: tuple[Placement, ...]
+
+    @property
+    def is_opaque(self) -> bool:
+        return self.placements[0].component == OPAQUE
+
+    def placement(self, component: str) -> Placement:
+        for placement in self.placements:
+            if placement.component == component:
+                return placement
+        raise DescriptionError(f"group {self.group!r} places no component {component!r}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankLayout:
+    """All that one rank holds. `tables` counts the block tables a request has on its engine."""
+
+    rank: Rank
+    shape: EngineShape
+    parts: tuple[Part, ...]
+    regions: tuple[Region, ...]
+    tables: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(region.bytes for region in self.regions)
+
+    def parts_of(self, group: str) -> tuple[Part, ...]:
+        return tuple(part for part in self.parts if part.group == group)
+
+    @classmethod
+    def build(
+        cls, model: CacheModel, shape: EngineShape, rank: Rank, num_blocks: int
+    ) -> RankLayout:
+        """The layout that the shape itself implies: one array a group, dense but for padding."""
+        return _Builder(model, shape, rank, num_blocks).build()
+
+
+def page_question(group: Group, shape: EngineShape, rank: Rank) -> PageQuestion:
+    """What the interior of this group's pages depends on, on this rank."""
+    return PageQuestion(
+        group=group,
+        units=tuple(shape.units(group, c, rank.tp).size for c in group.components),
+        slots=shape.entries(group)[1],
+        token_major=shape.order.index("N") < shape.order.index("H"),
+        conv_order=shape.conv_order,
+    )
+
+
+def held_units(group: Group, shape: EngineShape, rank: Rank, component: str) -> Span:
+    """Units a placement holds; of an opaque page, those of the group's first component."""
+    known = group.components[0] if component == OPAQUE else group.component(component)
+    return shape.units(group, known, rank.tp)
+
+
+@dataclass(slots=True)
+class _Builder:
+    model: CacheModel
+    shape: EngineShape
+    rank: Rank
+    num_blocks: int
+    regions: list[Region] = field(default_factory=list)
+
+    def build(self) -> RankLayout:
+        if self.num_blocks < 1:
+            raise DescriptionError(f"num_blocks must be at least 1, found {self.num_blocks}")
+        arranged = []
+        for table, group in enumerate(self.model.groups):
+            layers = self.shape.layers(self.model, group, self.rank.pp)
+            question = page_question(group, self.shape, self.rank)
+            insides = arrange(self.shape.interior_for(group), question)
+            if layers:
+                arranged.append((table, group, layers, insides))
+        shared_page = self._shared_page(arranged) if self.shape.overlay else 0
+        most_layers = max((len(layers) for _, _, layers, _ in arranged), default=0)
+        parts = []
+        for table, group, layers, insides in arranged:
+            parts.append(self._part(table, group, layers, insides, shared_page, most_layers))
+        return RankLayout(
+            self.rank, self.shape, tuple(parts), tuple(self.regions), len(self.model.groups)
+        )
+
+    def _shared_page(self, arranged: list[tuple[int, Group, Any, tuple[Inside, ...]]]) -> int:
+        pages = []
+        for _, group, _, insides in arranged:
+            if len(insides) != 1:
+                raise DescriptionError(
+                    f"group {group.name!r}: interior 'split' keeps several arrays, "
+                    "which cannot overlay other groups in one storage"
+                )
+            _, kernel = self.shape.entries(group)
+            pages.append(self._page_bytes(insides[0], kernel) * self._ratio(group))
+        return _round_up(max(pages, default=1), self.shape.page_align)
+
+    def _ratio(self, group: Group) -> int:
+        block, kernel = self.shape.entries(group)
+        return block // kernel
+
+    def _page_bytes(self, inside: Inside, slots: int) -> int:
+        """Bytes of one kernel block of all heads in one array."""
+        if inside.level == "cell":
+            return inside.bytes * inside.units * slots
+        return inside.bytes * (inside.units if inside.level == "head" else 1)
+
+    def _part(
+        self,
+        table: int,
+        group: Group,
+        layers: tuple[int, ...],
+        insides: tuple[Inside, ...],
+        shared_page: int,
+        most_layers: int,
+    ) -> Part:
+        block, kernel = self.shape.entries(group)
+        held = max(most_layers, 1) if shared_page else len(layers)
+        placements: list[Placement] = []
+        page, slack = 0, 0
+        for index, inside in enumerate(insides):
+            page = self._page_bytes(inside, kernel) * self._ratio(group)
+            target = shared_page or _round_up(page, self.shape.page_align)
+            strides, size = self._strides(group, inside, held, page, target)
+            paged = self._grid(group, inside)[-1] in "LB"
+            slack = target - page if paged else 0
+            region = 0 if shared_page else len(self.regions)
+            if not shared_page or not self.regions:
+                suffix = f".{inside.places[0].component}" if len(insides) > 1 else ""
+                name = "cache" if shared_page else group.name + suffix
+                self.regions.append(Region(name, size))
+            rows = np.arange(len(layers), dtype=np.int64) * strides["L"]
+            placements += [
+                self._placement(group, place, strides, region, rows) for place in inside.places
+            ]
+            if index == 0 and not paged:
+                page = 0
+        return Part(
+            group=group.name,
+            layers=np.asarray(layers, dtype=np.int64),
+            table=table,
+            pool=0 if shared_page else table,
+            num_blocks=self.num_blocks,
+            block_entries=block,
+            kernel_entries=kernel,
+            page_bytes=page if len(insides) == 1 else 0,
+            page_slack=slack if len(insides) == 1 else 0,
+            interior=self.shape.interior_for(group),
+            placements=tuple(placements),
+        )
+
+    def _grid(self, group: Group, inside: Inside) -> str:
+        """Axes that the engine's order walks around this interior, outermost first."""
+        order = self.shape.order.removesuffix("C")
+        if inside.level == "page" or inside.units == 1:
+            # heads that the page arranges itself (or a single one) take no part in the order
+            crossed = inside.level == "page" and order[:2] not in ("LB", "BL")
+            if crossed and not group.is_state and max(page_question(group, self.shape, self.rank).units) > 1:
+                self._refuse_order(group)
+            order = order.replace("H", "")
+        if inside.level == "cell":
+            return order
+        if "H" in order and order.index("N") < order.index("H"):
+            self._refuse_order(group)
+        return order.replace("N", "")
+
+    def _refuse_order(self, group: Group) -> None:
+        raise DescriptionError(
+            f"group {group.name!r}: interior {self.shape.interior_for(group)!r} does not exist in "
+            f"order {self.shape.order}, whose heads lie outside what it arranges; choose "
+            "LBHNC or BLHNC"
+        )
+
+    def _strides(
+        self, group: Group, inside: Inside, layers: int, page: int, target: int
+    ) -> tuple[dict[str, int], int]:
+        """Strides of the axes L, B (kernel blocks), H and N of one array, and its size."""
+        block, kernel = self.shape.entries(group)
+        grid = self._grid(group, inside)
+        sizes = {"L": layers, "B": self.num_blocks * (block // kernel)}
+        sizes |= {"H": inside.units, "N": kernel}
+        outer = max(grid.index("L"), grid.index("B")) + 1
+        if target != page:
+            if set(grid[:outer]) != {"L", "B"}:
+                raise DescriptionError(
+                    f"order {self.shape.order} cannot pad pages to {target} bytes: heads lie "
+                    "outside the page; choose page_align=1 or an order that begins with LB or BL"
+                )
+            if block != kernel:
+                raise DescriptionError(
+                    f"pages of group {group.name!r} cannot be padded to {target} bytes and split "
+                    f"into kernel blocks of {kernel} entries; drop one of the two"
+                )
+        strides, current = {"H": 0, "N": 0}, inside.bytes
+        for index in reversed(range(len(grid))):
+            axis = grid[index]
+            if index == outer - 1 and target != page:
+                current = target
+            strides[axis] = current
+            current *= sizes[axis]
+        return strides, current
+
+    def _placement(
+        self, group: Group, place: Place, strides: dict[str, int], region: int, rows: Ints
+    ) -> Placement:
+        return Placement(
+            component=place.component,
+            units=held_units(group, self.shape, self.rank, place.component),
+            block_stride=strides["B"] * self._ratio(group),
+            kernel_stride=strides["B"],
+            slot_stride=place.slot_stride or strides["N"],
+            unit_stride=place.unit_stride or strides["H"],
+            dim_strides=place.dim_strides,
+            regions=np.full(len(rows), region, dtype=np.int64),
+            offsets=rows + place.offset,
+        )
+
+
+def _round_up(value: int, step: int) -> int:
+    return math.ceil(value / step) * step

@@ -1,0 +1,270 @@
+"""An engine's shape: how it cuts the logical cache over ranks, and how it pages and orders it.
+
+Everything here is a pure function of the shape; no address is known yet. The rules are vLLM's
+where vLLM has one, continued in the natural way where it would refuse:
+
+- units (heads, channels) are split evenly; where they are fewer than the ranks, neighbouring ranks
+  replicate them; where they do not divide, the split is balanced;
+- pipeline stages take consecutive layers; a remainder goes to the stages before the last;
+- with decode context parallelism (dcp), rank r of a dcp group holds the tokens whose
+  `position // interleave % dcp` is `r % dcp`; a block then spans `block_size * dcp` positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from kvferry.errors import DescriptionError
+from kvferry.layout.model import CacheModel, Component, Group
+
+ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+
+class Rank(NamedTuple):
+    """A worker of an engine. Sorts by stage, then by tensor parallel rank."""
+
+    pp: int
+    tp: int
+
+
+class Span(NamedTuple):
+    """A half-open range."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def shard(units: int, parts: int, part: int) -> Span:
+    """Units that one of `parts` ranks holds: balanced, replicated where units are fewer."""
+    if units >= parts:
+        return Span(part * units // parts, (part + 1) * units // parts)
+    held = part * units // parts
+    return Span(held, held + 1)
+
+
+def even_stages(layers: int, pp: int) -> tuple[int, ...]:
+    """Layers a stage; the remainder goes to the stages before the last, from the back."""
+    counts = [layers // pp] * pp
+    for i in range(layers % pp):
+        counts[-2 - i] += 1
+    return tuple(counts)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """Parallelism, paging and memory order of one engine.
+
+    The `*_of` fields override the engine-wide value for single groups, by group name, as pairs.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    stages: tuple[int, ...] = ()  # layers of each stage; empty: even
+    dcp: int = 1
+    interleave: int = 1  # consecutive tokens of one dcp rank
+    role_tp: tuple[tuple[str, int], ...] = ()  # a draft model's own tp: (("draft", 1),)
+    block_size: int = 16  # tokens in a block
+    block_size_of: tuple[tuple[str, int], ...] = ()
+    kernel_block_size: int = 0  # tokens in a kernel's block; 0: the same
+    order: str = "LBHNC"
+    interior: str = "joined"  # of attention groups; states are always "state"
+    interior_of: tuple[tuple[str, str], ...] = ()
+    conv_order: Literal["DS", "SD"] = "DS"  # channels outermost, or rows outermost
+    page_align: int = 1  # pages are padded up to a multiple of this many bytes
+    overlay: bool = False  # groups share one storage and one block pool
+    full_residency: bool = False  # windows and chunks keep every block (no hybrid manager)
+    null_block: int | None = 0  # an id that means "no block"; never read or written
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "dcp", "interleave", "block_size", "page_align"):
+            if getattr(self, name) < 1:
+                raise DescriptionError(f"{name} must be at least 1, found {getattr(self, name)}")
+        if self.order not in ORDERS:
+            raise DescriptionError(f"order must be one of {', '.join(ORDERS)}, found {self.order}")
+        if self.stages and (len(self.stages) != self.pp or min(self.stages) < 1):
+            raise DescriptionError(
+                f"stages must name the layers of each of the {self.pp} stages, found {self.stages}"
+            )
+        if self.tp % self.dcp:
+            raise DescriptionError(f"dcp must divide tp, found dcp={self.dcp}, tp={self.tp}")
+        for group, tokens in (("", self.block_size), *self.block_size_of):
+            if self.dcp > 1 and tokens % self.interleave:
+                raise DescriptionError(
+                    f"interleave must divide the block size{f' of {group!r}' if group else ''}, "
+                    f"found interleave={self.interleave}, block size {tokens}"
+                )
+        for role, tp in self.role_tp:
+            if tp < 1 or self.tp % tp:
+                raise DescriptionError(
+                    f"the tp of role {role!r} must divide the engine's, found {tp} and {self.tp}"
+                )
+        if self.kernel_block_size and self.order not in ("LBHNC", "LBNHC"):
+            raise DescriptionError(
+                f"kernel blocks exist only in orders LBHNC and LBNHC, found {self.order}"
+            )
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        return tuple(Rank(p, t) for p in range(self.pp) for t in range(self.tp))
+
+    def tp_for(self, group: Group) -> int:
+        return dict(self.role_tp).get(group.role, self.tp)
+
+    def units(self, group: Group, component: Component, tp_rank: int) -> Span:
+        """Units of a component that a tensor parallel rank holds."""
+        if component.sharding == "replicated":
+            return Span(0, component.units)
+        tp = self.tp_for(group)
+        return shard(component.units, tp, tp_rank * tp // self.tp)
+
+    def dcp_for(self, group: Group) -> int:
+        return self.dcp if group.context_parallel and not group.is_state else 1
+
+    def stage_layers(self, model: CacheModel, pp_rank: int) -> Span:
+        """Target layers of a pipeline stage."""
+        counts = self.stages or even_stages(model.num_layers, self.pp)
+        if sum(counts) != model.num_layers:
+            raise DescriptionError(
+                f"stages {counts} hold {sum(counts)} layers, "
+                f"but model {model.name!r} has {model.num_layers}"
+            )
+        start = sum(counts[:pp_rank])
+        return Span(start, start + counts[pp_rank])
+
+    def layers(self, model: CacheModel, group: Group, pp_rank: int) -> tuple[int, ...]:
+        """Ordinals of a group that a stage holds. A draft model runs on the last stage."""
+        if group.role == "draft":
+            return group.layers if pp_rank == self.pp - 1 else ()
+        held = self.stage_layers(model, pp_rank)
+        return tuple(layer for layer in group.layers if held.start <= layer < held.stop)
+
+    def block_tokens(self, group: Group) -> int:
+        """Tokens of a group in one block of one rank (a ring's capacity)."""
+        return dict(self.block_size_of).get(group.name, self.block_size)
+
+    def entries(self, group: Group) -> tuple[int, int]:
+        """Entries of a group in one block, and in one kernel block."""
+        if group.is_state:
+            return 1, 1
+        tokens = self.block_tokens(group)
+        kernel = self.kernel_block_size or tokens
+        if tokens % kernel:
+            kernel = tokens  # a group whose blocks the kernel does not split
+        per = group.tokens_per_entry
+        if tokens % per or kernel % per:
+            raise DescriptionError(
+                f"group {group.name!r} stores one entry per {per} tokens, which does not divide "
+                f"its block of {tokens} tokens (kernel block {kernel}); choose another block size"
+            )
+        return tokens // per, kernel // per
+
+    def interior_for(self, group: Group) -> str:
+        if group.is_state:
+            return "state"
+        return dict(self.interior_of).get(group.name, self.interior)
+
+    def describe(self) -> str:
+        """One line, in the words that `parse` takes."""
+        words = [f"tp={self.tp}"]
+        if self.pp > 1:
+            words.append(f"pp={'+'.join(map(str, self.stages)) if self.stages else self.pp}")
+        if self.dcp > 1:
+            words.append(f"dcp={self.dcp}")
+            words.append(f"interleave={self.interleave}")
+        words += [f"{role}_tp={tp}" for role, tp in self.role_tp]
+        words.append(f"block={self.block_size}")
+        words += [f"block.{name}={size}" for name, size in self.block_size_of]
+        if self.kernel_block_size:
+            words.append(f"kernel={self.kernel_block_size}")
+        words.append(f"order={self.order}")
+        if self.interior != "joined":
+            words.append(f"interior={self.interior}")
+        words += [f"interior.{name}={interior}" for name, interior in self.interior_of]
+        if self.conv_order != "DS":
+            words.append(f"conv={self.conv_order}")
+        if self.page_align != 1:
+            words.append(f"align={self.page_align}")
+        if self.overlay:
+            words.append("overlay=1")
+        if self.full_residency:
+            words.append("full=1")
+        return ",".join(words)
+
+    @classmethod
+    def parse(cls, text: str) -> EngineShape:
+        """Read `tp=4,pp=2,block=16,order=LBNHC`; `pp=30+50` gives uneven stages."""
+        return _Parser(text).shape()
+
+
+@dataclass(slots=True)
+class _Parser:
+    text: str
+    fields: dict[str, object] = field(default_factory=dict)
+
+    _PLAIN = {
+        "tp": "tp",
+        "dcp": "dcp",
+        "interleave": "interleave",
+        "block": "block_size",
+        "kernel": "kernel_block_size",
+        "align": "page_align",
+    }
+
+    def shape(self) -> EngineShape:
+        for word in filter(None, (w.strip() for w in self.text.split(","))):
+            key, found, value = word.partition("=")
+            if not found:
+                self._refuse(word)
+            self._take(key, value)
+        return EngineShape(**self.fields)  # type: ignore[arg-type]
+
+    def _take(self, key: str, value: str) -> None:
+        if key in self._PLAIN:
+            self.fields[self._PLAIN[key]] = self._integer(key, value)
+        elif key == "pp":
+            stages = tuple(self._integer(key, part) for part in value.split("+"))
+            if len(stages) > 1:
+                self.fields |= {"pp": len(stages), "stages": stages}
+            else:
+                self.fields["pp"] = stages[0]
+        elif key in ("overlay", "full"):
+            name = "overlay" if key == "overlay" else "full_residency"
+            self.fields[name] = bool(self._integer(key, value))
+        elif key in ("order", "interior"):
+            self.fields[key] = value
+        elif key == "conv":
+            if value not in ("DS", "SD"):
+                raise DescriptionError(f"conv must be DS or SD, found {value!r}")
+            self.fields["conv_order"] = value
+        elif key.endswith("_tp"):
+            self._append("role_tp", key.removesuffix("_tp"), self._integer(key, value))
+        elif key.startswith("block."):
+            self._append("block_size_of", key.removeprefix("block."), self._integer(key, value))
+        elif key.startswith("interior."):
+            self._append("interior_of", key.removeprefix("interior."), value)
+        else:
+            self._refuse(f"{key}={value}")
+
+    def _append(self, name: str, key: str, value: object) -> None:
+        pairs = self.fields.setdefault(name, ())
+        assert isinstance(pairs, tuple)
+        self.fields[name] = (*pairs, (key, value))
+
+    def _integer(self, key: str, value: str) -> int:
+        try:
+            return int(value)
+        except ValueError:
+            raise DescriptionError(f"{key} takes a whole number, found {value!r}") from None
+
+    def _refuse(self, word: str) -> None:
+        raise DescriptionError(
+            f"cannot read {word!r} in the shape {self.text!r}; use words such as tp=4, pp=2 or "
+            "pp=30+50, dcp=2, interleave=1, draft_tp=1, block=16, block.GROUP=32, kernel=16, "
+            f"order={'|'.join(ORDERS)}, interior=joined|split|planes|cpu|opaque, conv=DS|SD, "
+            "align=512, overlay=1, full=1"
+        )

@@ -1,0 +1,22 @@
+"""Plan: which bytes of one engine go where in another."""
+
+from kvferry.plan.assign import Edge, Share
+from kvferry.plan.bind import Batch, Bound, Copies, bind
+from kvferry.plan.cover import Uncovered, everything_plan, uncovered
+from kvferry.plan.edge import EdgePlan
+from kvferry.plan.pair import PairPlan, plan_pair
+
+__all__ = [
+    "Batch",
+    "Bound",
+    "Copies",
+    "Edge",
+    "EdgePlan",
+    "PairPlan",
+    "Share",
+    "Uncovered",
+    "bind",
+    "everything_plan",
+    "plan_pair",
+    "uncovered",
+]

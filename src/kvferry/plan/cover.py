@@ -1,0 +1,181 @@
+"""Proof of exact cover, and the names of what a load leaves uncovered.
+
+`require_exact_cover` counts, from the edges alone, how often each (layer, unit, dcp class) that a
+destination rank holds is assigned; anything but once is refused. It shares nothing with the code
+that made the edges but the shapes. `uncovered` names the bytes of loaded blocks that no source
+writes (the tail after the last token), so that the destination can zero them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvferry.errors import CoverError
+from kvferry.layout.interior import OPAQUE
+from kvferry.layout.model import CacheModel, Component, Group
+from kvferry.layout.rank import Ints, RankLayout
+from kvferry.layout.shape import EngineShape, Rank, Span
+from kvferry.plan.assign import Edge, Share, meet
+from kvferry.plan.bind import Binder, Bound
+from kvferry.plan.edge import EdgePlan, Piece, plan_edge
+from kvferry.plan.tokens import Moved, Paging, moved, paging_for
+
+
+def require_exact_cover(
+    model: CacheModel, src: EngineShape, dst: EngineShape, edges: Sequence[Edge]
+) -> None:
+    """Refuse edges that leave out or repeat anything that some destination rank holds."""
+    counts: dict[tuple[Rank, str, str], tuple[Ints, Ints, Ints]] = {}
+    for rank in dst.ranks:
+        for group in model.groups:
+            layers = np.asarray(dst.layers(model, group, rank.pp), dtype=np.int64)
+            for component in group.components if len(layers) else ():
+                cuts = _cuts(group, component, src, dst, rank)
+                shape = (len(layers), len(cuts) - 1, src.dcp_for(group))
+                counts[rank, group.name, component.name] = (
+                    layers,
+                    cuts,
+                    np.zeros(shape, dtype=np.int64),
+                )
+    for edge in edges:
+        for share in edge.shares:
+            phase = edge.src.tp % src.dcp_for(model.group(share.group))
+            for name in share.components:
+                layers, cuts, count = counts[edge.dst, share.group, name]
+                rows = np.searchsorted(layers, share.layers)
+                first, last = np.searchsorted(cuts, [share.units.start, share.units.stop])
+                count[rows, first:last, phase] += 1
+    for (rank, group_name, name), (layers, cuts, count) in counts.items():
+        expected = _expected(model.group(group_name), src, dst, rank)
+        wrong = np.argwhere(count != expected)
+        if len(wrong):
+            layer, unit, phase = wrong[0].tolist()
+            raise CoverError(
+                f"rank {tuple(rank)} of the destination would get component {name!r} of group "
+                f"{group_name!r}, layer {layers[layer]}, units {cuts[unit]}..{cuts[unit + 1] - 1} "
+                f"(dcp rank {phase} of the source) {count[layer, unit, phase]} times; expected "
+                f"{expected[phase]}"
+            )
+
+
+def _cuts(
+    group: Group, component: Component, src: EngineShape, dst: EngineShape, rank: Rank
+) -> Ints:
+    """Boundaries of units inside what a rank holds."""
+    held = dst.units(group, component, rank.tp)
+    edges = {e for r in range(src.tp) for e in src.units(group, component, r)}
+    edges |= {e for r in range(dst.tp) for e in dst.units(group, component, r)}
+    inside = sorted({e for e in edges if held.start <= e <= held.stop} | {*held})
+    return np.asarray(inside, dtype=np.int64)
+
+
+def _expected(group: Group, src: EngineShape, dst: EngineShape, rank: Rank) -> Ints:
+    """How often each dcp class of the source is due: once where the two have tokens in common."""
+    src_dcp, dst_dcp = src.dcp_for(group), dst.dcp_for(group)
+    mine = rank.tp % dst_dcp
+    due = [
+        meet(src_dcp, src.interleave, phase, dst_dcp, dst.interleave, mine)
+        for phase in range(src_dcp)
+    ]
+    return np.asarray(due, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Uncovered:
+    """Bytes of loaded destination blocks that the load does not write, and blocks not to hash."""
+
+    address: Ints
+    length: Ints
+    uncacheable: dict[str, Span]  # by group: numbers of blocks whose head the source has dropped
+
+    @property
+    def bytes(self) -> int:
+        return int(self.length.sum())
+
+
+def everything_plan(model: CacheModel, layout: RankLayout) -> EdgePlan:
+    """A plan from a rank to itself over all that it holds, in its own slots; made once, kept."""
+    shares = [
+        Share(group.name, (c.name,), layout.shape.units(group, c, layout.rank.tp), part.layers)
+        for group in model.groups
+        for part in layout.parts_of(group.name)
+        if part.placements[0].component != OPAQUE
+        for c in group.components
+    ]
+    plan = plan_edge(model, Edge(layout.rank, layout.rank, tuple(shares)), layout, layout)
+    return replace(plan, pieces=tuple(_without_context(piece) for piece in plan.pieces))
+
+
+def _without_context(piece: Piece) -> Piece:
+    """Local slots stand for themselves: no dcp, no ring."""
+    paging = piece.dst.paging
+    local = Paging(paging.block_entries, paging.kernel_entries)
+    src, dst = (replace(side, paging=local) for side in (piece.src, piece.dst))
+    return Piece(piece.group, piece.opaque, src, dst, piece.slabs)
+
+
+def uncovered(
+    plan: EdgePlan,
+    src: EngineShape,
+    *,
+    tokens: int,
+    dst_tables: Sequence[ArrayLike],
+    dst_bases: ArrayLike,
+    skip: int = 0,
+    allow_uncacheable: bool = False,
+) -> Uncovered:
+    """What a load of this request leaves unwritten on the rank of `plan` (an `everything_plan`)."""
+    tables = [np.asarray(t, dtype=np.int64) for t in dst_tables]
+    bases = np.asarray(dst_bases, dtype=np.int64)
+    binder = Binder(tables, tables, bases, bases)
+    dst = plan.dst_shape
+    spans: dict[str, list[Span]] = {}
+    uncacheable: dict[str, Span] = {}
+    for name, group in plan.groups.items():
+        range_ = moved(group, src, dst, tokens, skip, allow_uncacheable)
+        paging = paging_for(group, dst, plan.dst.tp)
+        spans[name] = _gaps(group, dst, paging, range_, tokens)
+        if range_.lacks_head:
+            first = range_.wanted // paging.span
+            uncacheable[name] = Span(first, -(-range_.range.start // paging.span))
+    batches = [
+        batch
+        for piece in plan.pieces
+        for span in spans[piece.group]
+        for batch in binder.batches(piece, span)
+    ]
+    copies = Bound(tuple(batches), 0, sum(b.descriptors for b in batches)).copies()
+    return Uncovered(copies.dst, copies.length, uncacheable)
+
+
+def _gaps(
+    group: Group, dst: EngineShape, paging: Paging, range_: Moved, tokens: int
+) -> list[Span]:
+    """Local slots of loaded blocks that no entry of the load fills."""
+    if group.is_state or range_.range.size <= 0:
+        return []
+    capacity = paging.block_entries
+    if paging.ring:
+        return _ring_gaps(range_.range, capacity)
+    blocks = -(-tokens // (dst.block_tokens(group) * paging.context))
+    tail = Span(paging.local_count(range_.range.stop), blocks * capacity)
+    gaps = [tail] if tail.size > 0 else []
+    if range_.lacks_head:
+        first = paging.local_count(range_.wanted // paging.span * paging.span)
+        head = Span(first, paging.local_count(range_.range.start))
+        gaps += [head] if head.size > 0 else []
+    return gaps
+
+
+def _ring_gaps(held: Span, capacity: int) -> list[Span]:
+    """The free slots of a ring, which may lie on both sides of what it holds."""
+    if held.size >= capacity:
+        return []
+    start, stop = held.start % capacity, (held.stop - 1) % capacity + 1
+    if start < stop:
+        return [s for s in (Span(0, start), Span(stop, capacity)) if s.size]
+    return [Span(stop, start)] if start > stop else []

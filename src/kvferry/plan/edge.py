@@ -1,0 +1,356 @@
+"""The address-free plan of one pair of ranks.
+
+An `EdgePlan` is a list of pieces. A piece moves some components of some layers of one group, for
+which both sides have one block table and one set of strides. What it needs per kind of segment
+(so many entries, once or folded) is worked out once, as a *template* of strided runs over rows;
+a row is one place per layer, or one for all of them where both memories allow it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvferry.errors import IncompatibleError
+from kvferry.layout.interior import OPAQUE
+from kvferry.layout.model import CacheModel, Group
+from kvferry.layout.rank import Ints, Part, Placement, RankLayout
+from kvferry.layout.shape import EngineShape, Rank, Span
+from kvferry.plan.assign import Edge, Share
+from kvferry.plan.runs import Axis, Box, Pattern, Pinned, axis_offsets, merge
+from kvferry.plan.tokens import Paging, paging_for
+
+IRREGULAR = -1  # stride of layers that have none; no run ever matches it
+FORMAT = 1  # of a serialised plan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """One rank's end of a piece."""
+
+    table: int
+    pool: int
+    num_blocks: int
+    null_block: int | None
+    paging: Paging
+    block_stride: int
+    kernel_stride: int
+    page_bytes: int
+    page_slack: int
+    regions: Ints  # of each layer
+    offsets: Ints  # of each layer: its page 0
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """One component as a piece moves it: offsets from the page, axes within it."""
+
+    src_offset: int
+    dst_offset: int
+    element_bytes: int
+    axes: tuple[Axis, ...]
+    src_slot: int
+    dst_slot: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Patterns that differ in offsets only: one row for each offset and layer."""
+
+    src_regions: Ints
+    src_offsets: Ints
+    dst_regions: Ints
+    dst_offsets: Ints
+    axes: tuple[Axis, ...]
+    src_steps: Ints  # offsets of the repetitions that `axes` describe
+    dst_steps: Ints
+    length: int
+    entry_bytes: int
+    src_slot: int
+    dst_slot: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Template:
+    """How one kind of segment moves. Linear templates of different lengths are one and the same."""
+
+    runs: tuple[Runs, ...]
+    signature: tuple[object, ...]
+    linear: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    group: str
+    opaque: bool
+    src: Side
+    dst: Side
+    slabs: tuple[Slab, ...]
+    _templates: dict[tuple[int, ...], Template] = field(default_factory=dict, repr=False)
+
+    @property
+    def layers(self) -> int:
+        return len(self.src.offsets)
+
+    def template(self, form: tuple[int, int, int, int]) -> Template:
+        """Runs of a segment of `form`: entries, repeats, and the slots between repeats."""
+        if form not in self._templates:
+            self._templates[form] = self._make(*form)
+        return self._templates[form]
+
+    def _make(self, entries: int, repeats: int, src_step: int, dst_step: int) -> Template:
+        pinned = Pinned(
+            repeats == 1 and entries == self.src.paging.kernel_entries,
+            repeats == 1 and entries == self.dst.paging.kernel_entries,
+        )
+        layers = Axis(self.layers, _layer_stride(self.src), _layer_stride(self.dst), "layers")
+        boxes = [
+            Box(
+                slab.src_offset,
+                slab.dst_offset,
+                slab.element_bytes,
+                (
+                    *slab.axes,
+                    Axis(entries, slab.src_slot, slab.dst_slot, "entries"),
+                    Axis(repeats, src_step * slab.src_slot, dst_step * slab.dst_slot),
+                    layers,
+                ),
+                slab.src_slot,
+                slab.dst_slot,
+            )
+            for slab in self.slabs
+        ]
+        patterns = [self._pad(p, pinned) for p in merge(boxes, pinned)]
+        by_key: dict[tuple[object, ...], list[Pattern]] = {}
+        for pattern in patterns:
+            by_key.setdefault(pattern.shape_key(), []).append(pattern)
+        runs = tuple(self._runs(same) for same in by_key.values())
+        offsets = tuple((p.src_offset, p.dst_offset) for p in patterns)
+        linear = repeats == 1 and all(p.entry_bytes for p in patterns)
+        return Template(runs, (tuple(by_key), offsets, 0 if linear else entries), linear)
+
+    def _pad(self, pattern: Pattern, pinned: Pinned) -> Pattern:
+        """Let a whole page take its padding along, so that neighbouring pages become one run."""
+        src, dst = self.src, self.dst
+        whole = (
+            all(pinned)
+            and not pattern.axes
+            and pattern.src_offset == pattern.dst_offset == 0
+            and pattern.length == src.page_bytes == dst.page_bytes
+            and src.block_stride == dst.block_stride
+        )
+        padding = src.block_stride - pattern.length
+        if not whole or not 0 < padding <= min(src.page_slack, dst.page_slack):
+            return pattern
+        return Pattern(0, 0, src.block_stride, (), 0, 0, 0, pattern.spans_layers)
+
+    def _runs(self, patterns: Sequence[Pattern]) -> Runs:
+        first = patterns[0]
+        rows = slice(0, 1) if first.spans_layers else slice(None)
+
+        def spread(bases: Ints, offsets: list[int]) -> Ints:
+            return (np.asarray(offsets, dtype=np.int64)[:, None] + bases[None, rows]).reshape(-1)
+
+        none = [0] * len(patterns)
+        return Runs(
+            src_regions=spread(self.src.regions, none),
+            src_offsets=spread(self.src.offsets, [p.src_offset for p in patterns]),
+            dst_regions=spread(self.dst.regions, none),
+            dst_offsets=spread(self.dst.offsets, [p.dst_offset for p in patterns]),
+            axes=first.axes,
+            src_steps=axis_offsets(first.axes, "src"),
+            dst_steps=axis_offsets(first.axes, "dst"),
+            length=first.length,
+            entry_bytes=first.entry_bytes,
+            src_slot=first.src_slot,
+            dst_slot=first.dst_slot,
+        )
+
+
+def _layer_stride(side: Side) -> int:
+    """Constant distance between layers in one region, if there is one."""
+    if len(side.offsets) == 1:
+        return 0
+    if (side.regions != side.regions[0]).any():
+        return IRREGULAR
+    steps = np.diff(side.offsets)
+    return int(steps[0]) if (steps == steps[0]).all() else IRREGULAR
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EdgePlan:
+    """Which bytes of rank `src` go where in rank `dst`, for any request. See `kvferry.plan.bind`."""
+
+    src: Rank
+    dst: Rank
+    pieces: tuple[Piece, ...]
+    groups: dict[str, Group]
+    src_shape: EngineShape
+    dst_shape: EngineShape
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything that decides which bytes move, in plain values."""
+
+        def side(s: Side) -> dict[str, Any]:
+            p = s.paging
+            return {
+                "table": s.table,
+                "strides": [s.block_stride, s.kernel_stride],
+                "paging": [p.block_entries, p.kernel_entries, p.context, p.context_rank],
+                "interleave": p.interleave,
+                "ring": p.ring,
+                "regions": s.regions.tolist(),
+                "offsets": s.offsets.tolist(),
+            }
+
+        return {
+            "format": FORMAT,
+            "src": list(self.src),
+            "dst": list(self.dst),
+            "pieces": [
+                {
+                    "group": piece.group,
+                    "opaque": piece.opaque,
+                    "src": side(piece.src),
+                    "dst": side(piece.dst),
+                    "slabs": [
+                        [s.src_offset, s.dst_offset, s.element_bytes, s.src_slot, s.dst_slot]
+                        + [list(axis[:3]) for axis in s.axes]
+                        for s in piece.slabs
+                    ],
+                }
+                for piece in self.pieces
+            ],
+        }
+
+    def digest(self) -> str:
+        """Equal on both sides exactly when both would move the same bytes."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def plan_edge(model: CacheModel, edge: Edge, src: RankLayout, dst: RankLayout) -> EdgePlan:
+    """Intersect two ranks' layouts over what the edge assigns to them."""
+    pieces: list[Piece] = []
+    for share in edge.shares:
+        group = model.group(share.group)
+        for a in src.parts_of(share.group):
+            for b in dst.parts_of(share.group):
+                pieces += _pieces(group, share, a, b, src, dst)
+    groups = {share.group: model.group(share.group) for share in edge.shares}
+    return EdgePlan(edge.src, edge.dst, tuple(pieces), groups, src.shape, dst.shape)
+
+
+def _pieces(
+    group: Group, share: Share, a: Part, b: Part, src: RankLayout, dst: RankLayout
+) -> list[Piece]:
+    layers = np.intersect1d(share.layers, a.layers, assume_unique=True)
+    layers = np.intersect1d(layers, b.layers, assume_unique=True)
+    if len(layers) == 0:
+        return []
+    a_rows, b_rows = np.searchsorted(a.layers, layers), np.searchsorted(b.layers, layers)
+    opaque = a.is_opaque or b.is_opaque
+    if opaque:
+        _require_identical_pages(group, share, a, b, src, dst)
+    names = (OPAQUE,) if opaque else share.components
+    pieces: dict[tuple[Any, ...], tuple[Side, Side, list[Slab]]] = {}
+    for name in names:
+        pa, pb = a.placement(name), b.placement(name)
+        a_side = _side(group, a, pa, a_rows, src, opaque)
+        b_side = _side(group, b, pb, b_rows, dst, opaque)
+        key = (_side_key(a_side), _side_key(b_side))
+        made = pieces.setdefault(key, (a_side, b_side, []))
+        a_shift = int(pa.offsets[a_rows[0]] - made[0].offsets[0])
+        b_shift = int(pb.offsets[b_rows[0]] - made[1].offsets[0])
+        made[2].append(_slab(group, share.units, a, pa, pb, a_shift, b_shift, opaque))
+    return [Piece(group.name, opaque, a, b, tuple(slabs)) for a, b, slabs in pieces.values()]
+
+
+def _side(
+    group: Group, part: Part, placement: Placement, rows: Ints, rank: RankLayout, opaque: bool
+) -> Side:
+    affine = placement.kernel_stride == part.kernel_entries * placement.slot_stride
+    paging = paging_for(group, rank.shape, rank.rank.tp, affine)
+    if opaque:  # the unit of movement is a block: one entry in a block of one
+        paging = Paging(1, 1)
+    page = part.placements[0]  # every interior begins with its first component
+    shifts = placement.offsets[rows] - page.offsets[rows]
+    together = (page.regions[rows] == placement.regions[rows]) & (shifts == shifts[0])
+    origin = page if together.all() else placement
+    return Side(
+        table=part.table,
+        pool=part.pool,
+        num_blocks=part.num_blocks,
+        null_block=rank.shape.null_block,
+        paging=paging,
+        block_stride=placement.block_stride,
+        kernel_stride=placement.kernel_stride,
+        page_bytes=part.page_bytes,
+        page_slack=part.page_slack,
+        regions=origin.regions[rows],
+        offsets=origin.offsets[rows],
+    )
+
+
+def _side_key(side: Side) -> tuple[Any, ...]:
+    """Components with equal keys on both sides differ by constants and go into one piece."""
+    return (
+        side.paging,
+        side.block_stride,
+        side.kernel_stride,
+        side.regions.tobytes(),
+        side.offsets.tobytes(),
+    )
+
+
+def _slab(
+    group: Group,
+    units: Span,
+    a: Part,
+    pa: Placement,
+    pb: Placement,
+    a_shift: int,
+    b_shift: int,
+    opaque: bool,
+) -> Slab:
+    if opaque:
+        return Slab(a_shift, b_shift, a.page_bytes, (), 0, 0)
+    component = group.component(pa.component)
+    axes = [Axis(units.size, pa.unit_stride, pb.unit_stride)]
+    axes += map(Axis, component.dims, pa.dim_strides, pb.dim_strides)
+    return Slab(
+        src_offset=a_shift + (units.start - pa.units.start) * pa.unit_stride,
+        dst_offset=b_shift + (units.start - pb.units.start) * pb.unit_stride,
+        element_bytes=component.element_bytes,
+        axes=tuple(axes),
+        src_slot=pa.slot_stride,
+        dst_slot=pb.slot_stride,
+    )
+
+
+def _require_identical_pages(
+    group: Group, share: Share, a: Part, b: Part, src: RankLayout, dst: RankLayout
+) -> None:
+    def page(part: Part, rank: RankLayout) -> dict[str, object]:
+        shape = rank.shape
+        return {
+            "interior": part.interior,
+            "page bytes": part.page_bytes,
+            "block tokens": shape.block_tokens(group),
+            "heads": tuple(part.placements[0].units),
+            "dcp": (shape.dcp_for(group), rank.rank.tp % shape.dcp_for(group), shape.interleave),
+        }
+
+    ours, theirs = page(a, src), page(b, dst)
+    if ours != theirs or share.units != a.placements[0].units:
+        raise IncompatibleError(
+            f"group {group.name!r} has pages whose inside is unknown, so they move only between "
+            f"identical pages: rank {tuple(src.rank)} of the source has {ours}, rank "
+            f"{tuple(dst.rank)} of the destination has {theirs}; give both engines the same "
+            "shape, or name the interior"
+        )

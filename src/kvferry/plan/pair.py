@@ -1,0 +1,85 @@
+"""Two engines, planned: the entry to this room.
+
+    pair = plan_pair(model, EngineShape(tp=4), EngineShape(tp=8))
+    for edge in pair.edges:                                   # who talks to whom, from shapes alone
+        plan = pair.plan(edge, src_layout, dst_layout)        # address-free, made once, kept
+        bound = bind(plan, tokens=..., src_tables=..., ...)   # per request
+        bound.copies() or bound.batches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from kvferry.errors import CoverError
+from kvferry.layout.model import CacheModel, require_same_cache
+from kvferry.layout.rank import RankLayout
+from kvferry.layout.shape import EngineShape, Rank
+from kvferry.plan.assign import Edge, assign
+from kvferry.plan.cover import require_exact_cover
+from kvferry.plan.edge import EdgePlan, plan_edge
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairPlan:
+    """All edges between two engines; `model` is what both hold."""
+
+    model: CacheModel
+    src: EngineShape
+    dst: EngineShape
+    edges: tuple[Edge, ...]
+
+    def sources(self, dst: Rank) -> tuple[Rank, ...]:
+        """Source ranks that a destination rank reads from."""
+        return tuple(edge.src for edge in self.edges if edge.dst == dst)
+
+    def readers(self, src: Rank) -> tuple[Rank, ...]:
+        """Destination ranks that read from a source rank."""
+        return tuple(edge.dst for edge in self.edges if edge.src == src)
+
+    def edge(self, src: Rank, dst: Rank) -> Edge:
+        for edge in self.edges:
+            if edge.src == src and edge.dst == dst:
+                return edge
+        raise CoverError(
+            f"rank {tuple(src)} of the source sends nothing to rank {tuple(dst)} of the "
+            f"destination, which reads from {[tuple(r) for r in self.sources(dst)]}"
+        )
+
+    def plan(self, edge: Edge, src: RankLayout, dst: RankLayout) -> EdgePlan:
+        return plan_edge(self.model, edge, src, dst)
+
+
+def plan_pair(
+    model: CacheModel,
+    src: EngineShape,
+    dst: EngineShape,
+    *,
+    dst_model: CacheModel | None = None,
+    optional_roles: Iterable[str] = (),
+) -> PairPlan:
+    """Plan two engines, or refuse them with the reason.
+
+    Give `dst_model` where the destination described its cache itself; the two must then agree in
+    everything but the layers of `optional_roles`.
+    """
+    common = model
+    if dst_model is not None:
+        roles = frozenset(optional_roles)
+        require_same_cache(model, dst_model, roles)
+        common = _common(model, dst_model)
+    edges = assign(common, src, dst)
+    require_exact_cover(common, src, dst, edges)
+    return PairPlan(common, src, dst, edges)
+
+
+def _common(a: CacheModel, b: CacheModel) -> CacheModel:
+    """What both sides hold, in the source's order of groups."""
+    theirs = {g.name: set(g.layers) for g in b.groups}
+    groups = []
+    for group in a.groups:
+        layers = tuple(x for x in group.layers if x in theirs.get(group.name, ()))
+        if layers:
+            groups.append(replace(group, layers=layers))
+    return replace(a, groups=tuple(groups), total_layers=a.num_layers)

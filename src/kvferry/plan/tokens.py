@@ -1,0 +1,254 @@
+"""The token axis: which entries move, and how both pagings cut them.
+
+`moved` decides the range of entries from the residencies of both sides; `walk` cuts it at every
+block, kernel block and interleave boundary of either side, so that within a segment both sides
+are plain strides. Both are arithmetic on the request's length; block ids come later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+
+from kvferry.errors import BindError, DescriptionError
+from kvferry.layout.model import Group
+from kvferry.layout.rank import Ints
+from kvferry.layout.shape import EngineShape, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    """How one rank pages the entries of a group."""
+
+    block_entries: int
+    kernel_entries: int
+    context: int = 1  # dcp ranks that share the entries
+    context_rank: int = 0
+    interleave: int = 1  # consecutive entries of one dcp rank
+    ring: bool = False  # entry p lies at slot p mod block_entries of the only block
+
+    @property
+    def span(self) -> int:
+        """Positions that one block covers."""
+        return self.block_entries * self.context
+
+    @property
+    def step(self) -> int:
+        """Positions within which slots are consecutive: every multiple is a cut."""
+        if self.context == 1:
+            return self.kernel_entries
+        return gcd(self.kernel_entries, self.interleave)
+
+    def holds(self, positions: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        held: np.ndarray[tuple[int], np.dtype[np.bool_]] = (
+            positions // self.interleave % self.context == self.context_rank
+        )
+        return held
+
+    def local(self, positions: Ints) -> Ints:
+        """Index among this rank's own entries."""
+        if self.ring:
+            return positions % self.block_entries
+        if self.context == 1:
+            return positions
+        chunk = positions // (self.interleave * self.context)
+        return chunk * self.interleave + positions % self.interleave
+
+    def local_count(self, stop: int) -> int:
+        """How many entries before position `stop` this rank holds."""
+        cycle = self.interleave * self.context
+        rest = stop % cycle - self.context_rank * self.interleave
+        return stop // cycle * self.interleave + min(max(rest, 0), self.interleave)
+
+
+def paging_for(group: Group, shape: EngineShape, tp_rank: int, affine: bool = False) -> Paging:
+    """`affine`: kernel blocks follow each other seamlessly, so that they need no cuts."""
+    block, kernel = shape.entries(group)
+    context = shape.dcp_for(group)
+    interleave = shape.interleave if context > 1 else 1
+    if interleave % group.tokens_per_entry and context > 1:
+        raise DescriptionError(
+            f"group {group.name!r} stores one entry per {group.tokens_per_entry} tokens, which "
+            f"dcp with interleave {interleave} would tear apart; use a multiple as interleave"
+        )
+    return Paging(
+        block_entries=block,
+        kernel_entries=block if affine else kernel,
+        context=context,
+        context_rank=tp_rank % context,
+        interleave=max(1, interleave // group.tokens_per_entry),
+        ring=group.residency.kind == "ring",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Entries `range` of a group move; whole destination blocks from entry `wanted` on were due."""
+
+    range: Span
+    wanted: int
+
+    @property
+    def lacks_head(self) -> bool:
+        """The destination's first loaded block misses entries that the source has dropped."""
+        return self.wanted < self.range.start
+
+
+def moved(
+    group: Group,
+    src: EngineShape,
+    dst: EngineShape,
+    tokens: int,
+    skip: int,
+    allow_uncacheable: bool = False,
+) -> Moved:
+    """Entries of a request of `tokens` tokens to move when the destination has `skip` already.
+
+    Windows and chunks move every destination block that touches what is needed, whole, because
+    the destination will hash it whole. Where the source no longer holds the head of such a block,
+    that is refused, unless the caller promises to keep those blocks out of its prefix cache.
+    States and rings are never skipped: a prefix of them is something else.
+    """
+    if tokens < 1 or not 0 <= skip <= tokens:
+        raise BindError(f"expected 0 <= skip <= tokens and tokens >= 1, found {skip=}, {tokens=}")
+    if group.is_state:
+        return Moved(Span(0, 1), 0)
+    needed = group.residency.needed_from(tokens)
+    if group.residency.kind == "ring":
+        for side, shape in (("source", src), ("destination", dst)):
+            if shape.block_tokens(group) < group.residency.span:
+                raise BindError(
+                    f"group {group.name!r}: the {side}'s ring of {shape.block_tokens(group)} slots "
+                    f"is shorter than the {group.residency.span} tokens that must be held"
+                )
+        return Moved(Span(needed, tokens), needed)
+    wanted = max(skip, _block_floor(group, dst, needed))
+    held = _block_floor(group, src, needed)
+    start = min(tokens, max(wanted, held))
+    if start > wanted and not allow_uncacheable:
+        raise BindError(
+            f"group {group.name!r}: of {tokens} tokens the source keeps those from {held} on, but "
+            f"the destination would fill and hash whole blocks from token {wanted} on (source "
+            f"blocks of {src.block_tokens(group)}, destination blocks of "
+            f"{dst.block_tokens(group)}); use source blocks that are a multiple of the "
+            "destination's, or allow uncacheable blocks and keep them out of the prefix cache"
+        )
+    per = group.tokens_per_entry
+    stop = -(-tokens // per) if group.partial_entries else tokens // per
+    return Moved(Span(min(start // per, stop), stop), wanted // per)
+
+
+def _block_floor(group: Group, shape: EngineShape, token: int) -> int:
+    """First token that a side keeps in whole blocks, when `token` and later ones are needed."""
+    if shape.full_residency:
+        return 0
+    span = shape.block_tokens(group) * shape.dcp_for(group)
+    return token // span * span
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """Runs of entries that are consecutive slots on both sides, in ascending order of position.
+
+    A segment is `repeats` pieces of `entries` entries, `src_step` and `dst_step` slots apart.
+    """
+
+    src_block: Ints
+    src_slot: Ints
+    dst_block: Ints
+    dst_slot: Ints
+    kinds: Ints  # of each segment: row of `forms`
+    forms: Ints  # (kinds, 4): entries, repeats, src_step, dst_step
+
+    @property
+    def total_entries(self) -> int:
+        return int((self.forms[:, 0] * self.forms[:, 1])[self.kinds].sum())
+
+
+def walk(src: Paging, dst: Paging, span: Span) -> Segments:
+    """Cut the positions of `span` at every boundary of both sides; keep what both ranks hold."""
+    starts, entries = _cut(src.step, dst.step, span)
+    if src.context > 1 or dst.context > 1:
+        both = src.holds(starts) & dst.holds(starts)
+        starts, entries = starts[both], entries[both]
+    src_local, dst_local = src.local(starts), dst.local(starts)
+    src_block, src_slot = np.divmod(src_local, src.block_entries)
+    dst_block, dst_slot = np.divmod(dst_local, dst.block_entries)
+    if (src.context > 1 or dst.context > 1) and len(starts) > 1:
+        return _fold(src, dst, src_block, src_slot, dst_block, dst_slot, entries)
+    lengths, kinds = _distinct(entries)
+    forms = np.stack([lengths, *[np.full_like(lengths, x) for x in (1, 0, 0)]], axis=1)
+    return Segments(src_block, src_slot, dst_block, dst_slot, kinds, forms)
+
+
+def _cut(src_step: int, dst_step: int, span: Span) -> tuple[Ints, Ints]:
+    """Starts and lengths of the pieces of `span` between multiples of either step."""
+
+    def multiples(step: int) -> Ints:
+        return np.arange(span.start // step * step, span.stop, step, dtype=np.int64)
+
+    if span.size <= 0:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    fine, coarse = sorted((src_step, dst_step))
+    starts = multiples(fine)
+    if coarse % fine:
+        starts = np.union1d(starts, multiples(coarse))
+        starts = starts[max(0, int(np.searchsorted(starts, span.start, "right")) - 1) :]
+    starts[0] = span.start
+    return starts, np.diff(starts, append=span.stop)
+
+
+def _distinct(values: Ints) -> tuple[Ints, Ints]:
+    """np.unique with inverse, without the sort when one length dominates (it nearly always does)."""
+    if len(values) == 0 or bool((values == values[0]).all()):
+        return values[:1].copy(), np.zeros(len(values), dtype=np.int64)
+    distinct, kinds = np.unique(values, return_inverse=True)
+    return distinct, kinds.astype(np.int64)
+
+
+def _fold(
+    src: Paging,
+    dst: Paging,
+    src_block: Ints,
+    src_slot: Ints,
+    dst_block: Ints,
+    dst_slot: Ints,
+    entries: Ints,
+) -> Segments:
+    """Fold segments that repeat at constant distances inside one kernel block of both sides.
+
+    Context parallelism scatters single tokens; folded, a block is one strided run again.
+    """
+    src_sub, dst_sub = src_slot // src.kernel_entries, dst_slot // dst.kernel_entries
+    linked = entries[1:] == entries[:-1]
+    for axis in (src_block, dst_block, src_sub, dst_sub):
+        linked &= axis[1:] == axis[:-1]
+    src_step, dst_step = np.diff(src_slot), np.diff(dst_slot)
+    first = np.ones(len(entries), dtype=bool)
+    first[1:] = ~linked
+    # a change of distance also begins a new segment
+    steady = (src_step[1:] == src_step[:-1]) & (dst_step[1:] == dst_step[:-1])
+    first[2:] |= linked[1:] & linked[:-1] & ~steady
+    heads = np.flatnonzero(first)
+    repeats = np.diff(heads, append=len(entries))
+    steps = np.where(repeats > 1, np.minimum(heads, len(src_step) - 1), 0)
+    table = np.stack(
+        [
+            entries[heads],
+            repeats,
+            np.where(repeats > 1, src_step[steps], 0),
+            np.where(repeats > 1, dst_step[steps], 0),
+        ],
+        axis=1,
+    )
+    forms, kinds = np.unique(table, axis=0, return_inverse=True)
+    return Segments(
+        src_block[heads],
+        src_slot[heads],
+        dst_block[heads],
+        dst_slot[heads],
+        kinds.reshape(-1).astype(np.int64),
+        forms,
+    )
