@@ -17,8 +17,10 @@ own, with a deadline, and leaves one JSON file:
 Cases whose ``expect_error`` is set do not start; the run checks that this is still so, and for
 the reason given. Not attempted: speculative decoding, and ranks beyond tp 2 or pp 2.
 
-Two things depend on the processor: bf16 attention uses the isa ``amx`` and MLA the backend
-``AMX_MLA`` only where AMX exists. The recorded files come from a processor that has it.
+No request is run: an engine that starts is enough. Two things depend on the processor: bf16
+attention uses the isa ``amx``, and MLA the backend ``AMX_MLA``, only where AMX is advertised. The
+recorded files come from such a processor. Writing the cache needs no AMX tiles, so the probes also
+work in sandboxes that advertise AMX but trap on it (there a bf16 engine dies on its first request).
 """
 
 from __future__ import annotations
@@ -462,7 +464,8 @@ class AttentionProber:
                  (last - 1, N - 2, H // 2, 18), (2, 5, 0, D - 2)]
         if self.is_mla:  # both sides of the border between latent and rotary key
             rank = self.layer.impl.kv_lora_rank
-            inner += [(3, 7, 0, rank - 1), (3, 7, 0, rank)]
+            inner += [(b, s, 0, d) for b, s in ((3, 7), (4, N // 2), (last, N - 3))
+                      for d in (100, rank - 1, rank, D - 3)]
         return list(dict.fromkeys(corners + inner))
 
     def empty(self, tokens: int) -> dict[str, Any]:

@@ -33,12 +33,14 @@ def model_from_config(
     name: str = "",
     cache_dtype: str = "auto",
     state_dtype: str = "auto",
+    ssm_dtype: str = "auto",
     draft_layers: int = 0,
 ) -> CacheModel:
     """Describe the cache of the model that a `config.json` (path, folder or dict) configures.
 
     cache_dtype   type of attention caches; "auto": the model's own
-    state_dtype   type of recurrent states; "auto": the model's own
+    state_dtype   type of convolution states; "auto": the model's own
+    ssm_dtype     type of the other recurrent states; "auto": that of convolution states
     draft_layers  layers of an MTP or Eagle draft model that has the target's attention
     """
     data = _read(config)
@@ -51,7 +53,13 @@ def model_from_config(
             "Describe its cache by hand: CacheModel(name, groups=(Group(...), ...))"
         )
     own = str(text.get("dtype") or text.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    reader = Reader(text, *_dtypes(own, cache_dtype, state_dtype))
+    conv_dtype = own if state_dtype == "auto" else state_dtype
+    reader = Reader(
+        text,
+        cache_dtype=_known_dtype(own if cache_dtype == "auto" else cache_dtype),
+        conv_dtype=_known_dtype(conv_dtype),
+        ssm_dtype=_known_dtype(conv_dtype if ssm_dtype == "auto" else ssm_dtype),
+    )
     groups = list(describe(reader))
     if draft_layers:
         groups.append(reader.draft(groups, draft_layers))
@@ -74,23 +82,24 @@ def _read(config: str | Path | Config) -> Config:
     return data
 
 
-def _dtypes(own: str, cache: str, state: str) -> tuple[str, str]:
-    chosen = tuple(own if asked == "auto" else asked for asked in (cache, state))
-    for dtype in chosen:
-        if dtype not in ELEMENT_BYTES:
-            raise DescriptionError(
-                f"cache type {dtype!r} is not known; known are {', '.join(ELEMENT_BYTES)}"
-            )
-    return chosen[0], chosen[1]
+def _known_dtype(dtype: str) -> str:
+    if dtype not in ELEMENT_BYTES:
+        raise DescriptionError(
+            f"cache type {dtype!r} is not known; known are {', '.join(ELEMENT_BYTES)}"
+        )
+    return dtype
 
 
 class Reader:
     """Reads a configuration; each method describes one kind of layer."""
 
-    def __init__(self, config: Config, cache_dtype: str, state_dtype: str) -> None:
+    def __init__(
+        self, config: Config, *, cache_dtype: str, conv_dtype: str, ssm_dtype: str
+    ) -> None:
         self.config = config
         self.cache_dtype = cache_dtype
-        self.state_dtype = state_dtype
+        self.conv_dtype = conv_dtype
+        self.ssm_dtype = ssm_dtype
         self.layers = self.integer("num_hidden_layers", "n_layer", "num_layers")
 
     def integer(self, *names: str, default: int | None = None) -> int:
@@ -107,6 +116,10 @@ class Reader:
     def component(self, name: str, units: int, *dims: int, **options: Any) -> Component:
         dtype = options.pop("dtype", self.cache_dtype)
         return Component(name, units, dims, ELEMENT_BYTES[dtype], content=dtype, **options)
+
+    def conv(self, name: str, units: int, *dims: int, **options: Any) -> Component:
+        """A section of the convolution state: (channels of a unit, rows)."""
+        return self.component(name, units, *dims, dtype=self.conv_dtype, **options)
 
     @property
     def head_dim(self) -> int:
@@ -149,20 +162,18 @@ class Reader:
     ) -> list[Group]:
         """x | B | C convolution sections and the SSM state. One group of B and C is replicated."""
         shared = "replicated" if groups == 1 else "split"
-        options = {"dtype": self.state_dtype}
         components = (
-            self.component("conv_x", heads, head_dim, conv - 1, **options),
-            self.component("conv_B", groups, state, conv - 1, sharding=shared, **options),
-            self.component("conv_C", groups, state, conv - 1, sharding=shared, **options),
-            self.component("ssm", heads, head_dim, state, **options),
+            self.conv("conv_x", heads, head_dim, conv - 1),
+            self.conv("conv_B", groups, state, conv - 1, sharding=shared),
+            self.conv("conv_C", groups, state, conv - 1, sharding=shared),
+            self.component("ssm", heads, head_dim, state, dtype=self.ssm_dtype),
         )
         return [Group("state", tuple(layers), components, Residency("state"))] if layers else []
 
     def mamba1(self, layers: Sequence[int], inner: int, state: int, conv: int) -> list[Group]:
-        options = {"dtype": self.state_dtype}
         components = (
-            self.component("conv_x", inner, 1, conv - 1, **options),
-            self.component("ssm", inner, state, **options),
+            self.conv("conv_x", inner, 1, conv - 1),
+            self.component("ssm", inner, state, dtype=self.ssm_dtype),
         )
         return [Group("state", tuple(layers), components, Residency("state"))] if layers else []
 
@@ -173,12 +184,11 @@ class Reader:
         k_dim = self.integer("linear_key_head_dim")
         v_dim = self.integer("linear_value_head_dim")
         rows = self.integer("linear_conv_kernel_dim") - 1
-        options = {"dtype": self.state_dtype}
         components = (
-            self.component("conv_q", k_heads, k_dim, rows, **options),
-            self.component("conv_k", k_heads, k_dim, rows, **options),
-            self.component("conv_v", v_heads, v_dim, rows, **options),
-            self.component("ssm", v_heads, v_dim, k_dim, **options),
+            self.conv("conv_q", k_heads, k_dim, rows),
+            self.conv("conv_k", k_heads, k_dim, rows),
+            self.conv("conv_v", v_heads, v_dim, rows),
+            self.component("ssm", v_heads, v_dim, k_dim, dtype=self.ssm_dtype),
         )
         return [Group("state", tuple(layers), components, Residency("state"))] if layers else []
 
@@ -285,7 +295,9 @@ def _jamba(r: Reader) -> list[Group]:
 
 
 def _mamba(r: Reader) -> list[Group]:
-    inner = r.integer("intermediate_size", default=r.integer("expand", default=2) * r.integer("hidden_size"))
+    inner = r.integer(
+        "intermediate_size", default=r.integer("expand", default=2) * r.integer("hidden_size")
+    )
     return r.mamba1(range(r.layers), inner, r.integer("state_size"), r.integer("conv_kernel"))
 
 
@@ -302,7 +314,9 @@ def _mamba2(r: Reader) -> list[Group]:
 
 def _nemotron_h(r: Reader) -> list[Group]:
     pattern = str(r.config.get("hybrid_override_pattern", ""))
-    return r.attention("attention", [i for i, kind in enumerate(pattern) if kind == "*"]) + r.mamba2(
+    return r.attention(
+        "attention", [i for i, kind in enumerate(pattern) if kind == "*"]
+    ) + r.mamba2(
         [i for i, kind in enumerate(pattern) if kind == "M"],
         heads=r.integer("mamba_num_heads"),
         head_dim=r.integer("mamba_head_dim"),
@@ -321,12 +335,12 @@ def _qwen3_next(r: Reader) -> list[Group]:
     return r.attention("attention", full) + r.delta_net(linear)
 
 
+DENSE = """
+llama mistral ministral mixtral qwen2 qwen2_moe qwen3 qwen3_moe phi3 glm4 glm4_moe olmo2 granite
+granitemoe ernie4_5 starcoder2 seed_oss minimax_m2
+"""
 FAMILIES: dict[str, Callable[[Reader], list[Group]]] = {
-    **dict.fromkeys(
-        "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe phi3 glm4 glm4_moe olmo2 granite "
-        "granitemoe ernie4_5 starcoder2 seed_oss minimax_m2 ministral".split(),
-        _dense,
-    ),
+    **dict.fromkeys(DENSE.split(), _dense),
     **dict.fromkeys(["gpt_oss", "cohere2", "exaone4"], _by_layer_types),
     **dict.fromkeys(["gemma3", "gemma3_text"], _gemma),
     "gemma2": _gemma2,

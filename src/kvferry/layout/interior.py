@@ -8,7 +8,9 @@ it arranges by itself, the rest following the engine's memory order.
     name        level  inside
     joined      cell   per head and slot, the components side by side (K|V, K|scale|V|scale)
     split       cell   each component in an array of its own, in the same order
-    cpu         head   per head, K as [dim][slot], then V as [slot][dim]
+    cpu         head   per head, K as [dim][slot], then V as [slot][dim] (vLLM's vec and vec16)
+    cpu_amx     head   per head, K in tiles of 16 slots as [dim/2][slot][2], then V in tiles of 16
+                       dims as [slot/2][dim][2] (vLLM's CPU attention with AMX)
     planes      page   per page, one plane a component, each [head][slot] or [slot][head]
     nvfp4       page   planes K data, K scale, V data, V scale
     mla_scaled  page   planes latent, scale
@@ -37,9 +39,12 @@ class Place:
 
     component: str
     offset: int
+    dim_sizes: tuple[int, ...]  # the component's dims, or a finer cut of them
     dim_strides: tuple[int, ...]
     slot_stride: int = 0  # 0: set by the engine's order
     unit_stride: int = 0  # 0: set by the engine's order
+    tile_slots: int = 0  # > 0: slots come in tiles of so many, `tile_stride` apart
+    tile_stride: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +83,9 @@ def dense_strides(sizes: Sequence[int], element_bytes: int) -> tuple[int, ...]:
     return tuple(reversed(list(products)))
 
 
-def _content(component: Component, offset: int) -> Place:
-    return Place(component.name, offset, dense_strides(component.dims, component.element_bytes))
+def _content(component: Component, offset: int, slot: int = 0, unit: int = 0) -> Place:
+    strides = dense_strides(component.dims, component.element_bytes)
+    return Place(component.name, offset, component.dims, strides, slot, unit)
 
 
 def _joined(q: PageQuestion) -> tuple[Inside, ...]:
@@ -98,20 +104,58 @@ def _split(q: PageQuestion) -> tuple[Inside, ...]:
     )
 
 
-def _cpu(q: PageQuestion) -> tuple[Inside, ...]:
-    units = q.common_units("cpu")
+def _keys_and_values(q: PageQuestion, interior: str) -> tuple[Component, Component]:
     names = [c.name for c in q.group.components]
     if names != ["k", "v"] or any(len(c.dims) != 1 for c in q.group.components):
         raise DescriptionError(
-            f"interior 'cpu' holds components k and v with one dim each, found {names}"
+            f"interior {interior!r} holds components k and v with one dim each, found {names}"
         )
     k, v = q.group.components
+    return k, v
+
+
+def _cpu(q: PageQuestion) -> tuple[Inside, ...]:
+    k, v = _keys_and_values(q, "cpu")
     k_plane = k.unit_bytes * q.slots
     places = (
-        Place("k", 0, (q.slots * k.element_bytes,), slot_stride=k.element_bytes),
-        Place("v", k_plane, (v.element_bytes,), slot_stride=v.unit_bytes),
+        Place("k", 0, k.dims, (q.slots * k.element_bytes,), slot_stride=k.element_bytes),
+        _content(v, k_plane, slot=v.unit_bytes),
     )
-    return (Inside("head", k_plane + v.unit_bytes * q.slots, units, places),)
+    size = k_plane + v.unit_bytes * q.slots
+    return (Inside("head", size, q.common_units("cpu"), places),)
+
+
+AMX_TILE = 16  # rows of an AMX tile; a row holds pairs of elements
+
+
+def _cpu_amx(q: PageQuestion) -> tuple[Inside, ...]:
+    k, v = _keys_and_values(q, "cpu_amx")
+    if k.dims[0] % AMX_TILE or v.dims[0] % AMX_TILE or q.slots % AMX_TILE:
+        raise DescriptionError(
+            f"interior 'cpu_amx' needs head sizes and blocks that are multiples of {AMX_TILE}, "
+            f"found head sizes {k.dims[0]} and {v.dims[0]}, blocks of {q.slots}"
+        )
+    size, k_plane = k.element_bytes, k.unit_bytes * q.slots
+    keys = Place(
+        "k",
+        0,
+        (k.dims[0] // 2, 2),
+        (2 * AMX_TILE * size, size),
+        slot_stride=2 * size,
+        tile_slots=AMX_TILE,
+        tile_stride=AMX_TILE * k.unit_bytes,
+    )
+    values = Place(
+        "v",
+        k_plane,
+        (v.dims[0] // AMX_TILE, AMX_TILE),
+        (AMX_TILE * q.slots * size, 2 * size),
+        slot_stride=size,
+        tile_slots=2,
+        tile_stride=2 * AMX_TILE * size,
+    )
+    total = k_plane + v.unit_bytes * q.slots
+    return (Inside("head", total, q.common_units("cpu_amx"), (keys, values)),)
 
 
 def _planes(q: PageQuestion) -> tuple[Inside, ...]:
@@ -120,8 +164,7 @@ def _planes(q: PageQuestion) -> tuple[Inside, ...]:
         sizes = (q.slots, units) if q.token_major else (units, q.slots)
         outer, inner = dense_strides(sizes, c.unit_bytes)
         slot, unit = (outer, inner) if q.token_major else (inner, outer)
-        dims = dense_strides(c.dims, c.element_bytes)
-        places.append(Place(c.name, offset, dims, slot, unit))
+        places.append(_content(c, offset, slot, unit))
         offset += math.prod(sizes) * c.unit_bytes
     return (Inside("page", offset, 1, tuple(places)),)
 
@@ -154,15 +197,13 @@ def _state(q: PageQuestion) -> tuple[Inside, ...]:
         per_unit, rows = c.dims
         channel = rows * c.element_bytes if q.conv_order == "DS" else c.element_bytes
         row = c.element_bytes if q.conv_order == "DS" else channels * c.element_bytes
-        places.append(
-            Place(c.name, first * channel, (channel, row), unit_stride=per_unit * channel)
-        )
+        unit = per_unit * channel
+        places.append(Place(c.name, first * channel, c.dims, (channel, row), unit_stride=unit))
         first += units * per_unit
         offset += units * c.unit_bytes
     for c, units in pairs:
         if not c.name.startswith("conv_"):
-            dims = dense_strides(c.dims, c.element_bytes)
-            places.append(Place(c.name, offset, dims, unit_stride=c.unit_bytes))
+            places.append(_content(c, offset, unit=c.unit_bytes))
             offset += units * c.unit_bytes
     return (Inside("page", offset, 1, tuple(places)),)
 
@@ -171,13 +212,14 @@ def _opaque(q: PageQuestion) -> tuple[Inside, ...]:
     size = q.slots * sum(
         units * c.unit_bytes for c, units in zip(q.group.components, q.units, strict=True)
     )
-    return (Inside("page", size, 1, (Place(OPAQUE, 0, (1,)),)),)
+    return (Inside("page", size, 1, (Place(OPAQUE, 0, (1,), (1,)),)),)
 
 
 INTERIORS: dict[str, Callable[[PageQuestion], tuple[Inside, ...]]] = {
     "joined": _joined,
     "split": _split,
     "cpu": _cpu,
+    "cpu_amx": _cpu_amx,
     "planes": _planes,
     "nvfp4": _named_planes("nvfp4", ["k", "k_scale", "v", "v_scale"]),
     "mla_scaled": _named_planes("mla_scaled", ["latent", "scale"]),

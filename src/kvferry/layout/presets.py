@@ -21,15 +21,11 @@ def presets() -> dict[str, dict[str, Any]]:
     return loaded
 
 
-def load_model(
-    name: str, *, cache_dtype: str = "auto", state_dtype: str = "auto", draft_layers: int = 0
-) -> CacheModel:
-    """A preset by name, or a model by the path of its `config.json` or folder."""
-    options: dict[str, Any] = {
-        "cache_dtype": cache_dtype,
-        "state_dtype": state_dtype,
-        "draft_layers": draft_layers,
-    }
+def load_model(name: str, **options: Any) -> CacheModel:
+    """A preset by name, or a model by the path of its `config.json` or folder.
+
+    Options are those of `model_from_config`.
+    """
     if name in presets():
         return model_from_config(presets()[name], name=name, **options)
     if Path(name).exists():

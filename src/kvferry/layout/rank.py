@@ -2,10 +2,11 @@
 
 The byte of (layer, block b, slot s, unit u, dims d...) of a component lies at
 
-    offsets[layer] + b * block_stride + (s // kernel_entries) * kernel_stride
-                   + (s % kernel_entries) * slot_stride + (u - units.start) * unit_stride + d . dim_strides
+    offsets[layer] + b * block_stride + s // tile_slots * tile_stride + s % tile_slots * slot_stride
+                   + (u - units.start) * unit_stride + d . dim_strides
 
-in region `regions[layer]`. Regions are numbered, not addressed: an address is bound per request.
+in region `regions[layer]`. A tile is a kernel's block, where that is smaller than the engine's, or
+what the interior keeps together. Regions are numbered, not addressed: addresses are bound later.
 """
 
 from __future__ import annotations
@@ -40,21 +41,14 @@ class Placement:
     component: str
     units: Span
     block_stride: int
-    kernel_stride: int
+    tile_slots: int
+    tile_stride: int
     slot_stride: int
     unit_stride: int
+    dim_sizes: tuple[int, ...]
     dim_strides: tuple[int, ...]
     regions: Ints  # of each layer
     offsets: Ints  # of each layer: block 0, slot 0, first unit held
-
-    def strides(self) -> tuple[int, ...]:
-        return (
-            self.block_stride,
-            self.kernel_stride,
-            self.slot_stride,
-            self.unit_stride,
-            *self.dim_strides,
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +61,6 @@ class Part:
     pool: int  # tables of one pool share memory, so one request never uses a block in two of them
     num_blocks: int
     block_entries: int
-    kernel_entries: int
     page_bytes: int  # used bytes of one page of all heads; 0 where a page is not contiguous
     page_slack: int  # bytes after a page that belong to nobody
     interior: str
@@ -212,7 +205,6 @@ class _Builder:
             pool=0 if shared_page else table,
             num_blocks=self.num_blocks,
             block_entries=block,
-            kernel_entries=kernel,
             page_bytes=page if len(insides) == 1 else 0,
             page_slack=slack if len(insides) == 1 else 0,
             interior=self.shape.interior_for(group),
@@ -225,7 +217,11 @@ class _Builder:
         if inside.level == "page" or inside.units == 1:
             # heads that the page arranges itself (or a single one) take no part in the order
             crossed = inside.level == "page" and order[:2] not in ("LB", "BL")
-            if crossed and not group.is_state and max(page_question(group, self.shape, self.rank).units) > 1:
+            if (
+                crossed
+                and not group.is_state
+                and max(page_question(group, self.shape, self.rank).units) > 1
+            ):
                 self._refuse_order(group)
             order = order.replace("H", "")
         if inside.level == "cell":
@@ -273,17 +269,54 @@ class _Builder:
     def _placement(
         self, group: Group, place: Place, strides: dict[str, int], region: int, rows: Ints
     ) -> Placement:
-        return Placement(
-            component=place.component,
-            units=held_units(group, self.shape, self.rank, place.component),
-            block_stride=strides["B"] * self._ratio(group),
-            kernel_stride=strides["B"],
-            slot_stride=place.slot_stride or strides["N"],
-            unit_stride=place.unit_stride or strides["H"],
-            dim_strides=place.dim_strides,
+        return place_component(
+            group,
+            self.shape,
+            self.rank,
+            place,
+            kernel_block_stride=strides["B"],
+            slot_stride=strides["N"],
+            unit_stride=strides["H"],
             regions=np.full(len(rows), region, dtype=np.int64),
-            offsets=rows + place.offset,
+            pages=rows,
         )
+
+
+def place_component(
+    group: Group,
+    shape: EngineShape,
+    rank: Rank,
+    place: Place,
+    *,
+    kernel_block_stride: int,
+    slot_stride: int,
+    unit_stride: int,
+    regions: Ints,
+    pages: Ints,
+) -> Placement:
+    """A component's placement, given the strides around its page and where page 0 of each layer is.
+
+    The interior's own strides win over those of the engine's order.
+    """
+    block, kernel = shape.entries(group)
+    if place.tile_slots and block != kernel:
+        raise DescriptionError(
+            f"group {group.name!r}: interior {shape.interior_for(group)!r} tiles its slots, and "
+            f"cannot also be split into kernel blocks of {kernel} entries"
+        )
+    return Placement(
+        component=place.component,
+        units=held_units(group, shape, rank, place.component),
+        block_stride=kernel_block_stride * (block // kernel),
+        tile_slots=place.tile_slots or kernel,
+        tile_stride=place.tile_stride or kernel_block_stride,
+        slot_stride=place.slot_stride or slot_stride,
+        unit_stride=place.unit_stride or unit_stride,
+        dim_sizes=place.dim_sizes,
+        dim_strides=place.dim_strides,
+        regions=regions,
+        offsets=pages + place.offset,
+    )
 
 
 def _round_up(value: int, step: int) -> int:

@@ -4,7 +4,9 @@ Layers are intersected stage by stage, units at every boundary of either side, t
 Where several source ranks hold the same bytes, all that is wanted of them is laid out on one line,
 ordered by destination rank and layer, and the line is cut into equal parts, one a holder. So load
 is even to within a layer, a rank talks to few others, and both sides find the same cuts without
-talking, because everything is integer arithmetic on the two shapes.
+talking, because everything is integer arithmetic on the two shapes. What is small beside the bytes
+that have only one holder (a Mamba layer's shared B and C beside its heads) rides along with
+partners that are needed anyway, so that it opens no connections of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import lcm
 
 import numpy as np
@@ -25,6 +28,9 @@ from kvferry.layout.shape import EngineShape, Rank, Span
 # A state counts like this many tokens when load is spread; any constant keeps both sides agreeing.
 STATE_WEIGHT_ENTRIES = 1
 TOKEN_WEIGHT_ENTRIES = 4096
+# Replicated bytes ride along when they are at most this part of a stage's bytes with one holder:
+# then even the worst spread among partners adds little to the busiest rank.
+RIDE_ALONG_PART = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +70,14 @@ class _Demand:
     layers: Ints
     atoms: tuple[_Atom, ...]
 
+    @property
+    def layer_weight(self) -> int:
+        return sum(atom.weight for atom in self.atoms)
+
+    @property
+    def weight(self) -> int:
+        return self.layer_weight * len(self.layers)
+
 
 def assign(model: CacheModel, src: EngineShape, dst: EngineShape) -> tuple[Edge, ...]:
     """All edges between two engines that serve `model`, ordered by destination, then source."""
@@ -80,13 +94,11 @@ def assign(model: CacheModel, src: EngineShape, dst: EngineShape) -> tuple[Edge,
                     layers = np.asarray(both, dtype=np.int64)
                     for holders, demand in _demands(index, layers, dst_stage, atoms[index]):
                         lines[holders].append(demand)
-        for holders, demands in lines.items():
-            demands.sort(key=lambda d: (d.dst, d.group_index))
-            for holder, demand, layers in _cut(demands, holders):
-                group = model.groups[demand.group_index]
-                shares[demand.dst, Rank(stage, holder)] += [
-                    Share(group.name, atom.components, atom.units, layers) for atom in demand.atoms
-                ]
+        for holder, demand, layers in _spread(lines):
+            group = model.groups[demand.group_index]
+            shares[demand.dst, Rank(stage, holder)] += [
+                Share(group.name, atom.components, atom.units, layers) for atom in demand.atoms
+            ]
     return tuple(
         Edge(source, target, tuple(shares[target, source])) for target, source in sorted(shares)
     )
@@ -104,18 +116,35 @@ def _demands(
         yield holders, _Demand(Rank(dst_stage, rank), index, layers, tuple(mine))
 
 
-def _cut(
-    demands: list[_Demand], holders: tuple[int, ...]
+def _spread(
+    lines: dict[tuple[int, ...], list[_Demand]],
 ) -> Iterator[tuple[int, _Demand, Ints]]:
-    """Cut the line of demands into equal parts, one a holder, at layer boundaries."""
-    if len(holders) == 1:
+    """Choose a holder for every layer of every demand on one source stage."""
+    for demands in lines.values():
+        demands.sort(key=lambda d: (d.dst, d.group_index))
+    partners: dict[Rank, set[int]] = defaultdict(set)
+    fixed_weight = 0
+    for holders, demands in lines.items():
+        if len(holders) == 1:
+            fixed_weight += sum(d.weight for d in demands)
+            for demand in demands:
+                partners[demand.dst].add(holders[0])
+                yield holders[0], demand, demand.layers
+    for holders, demands in lines.items():
+        if len(holders) == 1:
+            continue
+        if sum(d.weight for d in demands) * RIDE_ALONG_PART > fixed_weight:
+            yield from _cut(demands, holders)
+            continue
         for demand in demands:
-            yield holders[0], demand, demand.layers
-        return
-    weights = [sum(atom.weight for atom in d.atoms) for d in demands]
-    item_weights = np.repeat(
-        np.asarray(weights, dtype=np.int64), [len(d.layers) for d in demands]
-    )
+            near = tuple(h for h in holders if h in partners[demand.dst])
+            yield from _cut([demand], near or holders)
+
+
+def _cut(demands: list[_Demand], holders: tuple[int, ...]) -> Iterator[tuple[int, _Demand, Ints]]:
+    """Cut the line of demands into equal parts, one a holder, at layer boundaries."""
+    weights = np.asarray([d.layer_weight for d in demands], dtype=np.int64)
+    item_weights = np.repeat(weights, [len(d.layers) for d in demands])
     ends = np.cumsum(item_weights)
     middles = 2 * ends - item_weights  # twice the middle of each layer's stretch of the line
     owner = middles * len(holders) // (2 * ends[-1])
@@ -143,12 +172,14 @@ def _atoms(group: Group, src: EngineShape, dst: EngineShape) -> Iterator[_Atom]:
         entries = STATE_WEIGHT_ENTRIES if group.is_state else TOKEN_WEIGHT_ENTRIES
         unit_weight = entries * sum(c.unit_bytes for c in components)
         src_dcp, dst_dcp = src.dcp_for(group), dst.dcp_for(group)
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in pairwise(cuts):
             for a in range(src_dcp):
                 holders = _covering(src_spans, start, stop, a, src_dcp)
                 for b in range(dst_dcp):
                     wanted = _covering(dst_spans, start, stop, b, dst_dcp)
-                    if not wanted or not meet(src_dcp, src.interleave, a, dst_dcp, dst.interleave, b):
+                    if not wanted or not meet(
+                        src_dcp, src.interleave, a, dst_dcp, dst.interleave, b
+                    ):
                         continue
                     if not holders:
                         raise CoverError(
@@ -171,7 +202,12 @@ def _covering(spans: list[Span], start: int, stop: int, phase: int, dcp: int) ->
 
 @lru_cache(maxsize=4096)
 def meet(
-    src_dcp: int, src_interleave: int, src_rank: int, dst_dcp: int, dst_interleave: int, dst_rank: int
+    src_dcp: int,
+    src_interleave: int,
+    src_rank: int,
+    dst_dcp: int,
+    dst_interleave: int,
+    dst_rank: int,
 ) -> bool:
     """Whether two dcp ranks have a token in common."""
     if src_dcp == 1 or dst_dcp == 1:

@@ -95,7 +95,9 @@ class Batch:
         return count
 
 
-def _outer_sum(out: np.ndarray[tuple[int, ...], np.dtype[np.int64]], a: Ints, b: Ints, c: Ints) -> None:
+def _outer_sum(
+    out: np.ndarray[tuple[int, ...], np.dtype[np.int64]], a: Ints, b: Ints, c: Ints
+) -> None:
     """out[i, j, k] = a[i] + b[j] + c[k], with no memory but `out`."""
     if len(c) == 1:
         np.add(a[:, None], (b + c[0])[None, :], out=out[:, :, 0])
@@ -372,14 +374,15 @@ def _by_template(piece: Piece, segments: Segments) -> Iterator[tuple[Runs, Ints 
 
 def _offsets(side: Side, ids: Ints, slots: Ints, slot_stride: int) -> Ints:
     """Byte offset of each segment's first slot from its row."""
-    kernel = side.paging.kernel_entries
-    offsets = ids * side.block_stride
-    if kernel == side.paging.block_entries:
-        if slot_stride and slots.any():
-            offsets += slots * slot_stride
+    offsets: Ints = ids * side.block_stride
+    if not slots.any():
         return offsets
-    sub, slot = np.divmod(slots, kernel)
-    return offsets + sub * side.kernel_stride + slot * slot_stride
+    if side.paging.tile == 1:
+        offsets += slots * slot_stride
+        return offsets
+    tile, slot = np.divmod(slots, side.paging.tile)
+    offsets += tile * side.tile_stride + slot * slot_stride
+    return offsets
 
 
 def _join(src: Ints, dst: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:

@@ -113,7 +113,7 @@ def everything_plan(model: CacheModel, layout: RankLayout) -> EdgePlan:
 def _without_context(piece: Piece) -> Piece:
     """Local slots stand for themselves: no dcp, no ring."""
     paging = piece.dst.paging
-    local = Paging(paging.block_entries, paging.kernel_entries)
+    local = Paging(paging.block_entries, paging.tile)
     src, dst = (replace(side, paging=local) for side in (piece.src, piece.dst))
     return Piece(piece.group, piece.opaque, src, dst, piece.slabs)
 
@@ -152,9 +152,7 @@ def uncovered(
     return Uncovered(copies.dst, copies.length, uncacheable)
 
 
-def _gaps(
-    group: Group, dst: EngineShape, paging: Paging, range_: Moved, tokens: int
-) -> list[Span]:
+def _gaps(group: Group, dst: EngineShape, paging: Paging, range_: Moved, tokens: int) -> list[Span]:
     """Local slots of loaded blocks that no entry of the load fills."""
     if group.is_state or range_.range.size <= 0:
         return []

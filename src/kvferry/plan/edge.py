@@ -22,8 +22,8 @@ from kvferry.layout.model import CacheModel, Group
 from kvferry.layout.rank import Ints, Part, Placement, RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.plan.assign import Edge, Share
-from kvferry.plan.runs import Axis, Box, Pattern, Pinned, axis_offsets, merge
-from kvferry.plan.tokens import Paging, paging_for
+from kvferry.plan.runs import Axis, Box, Pattern, Pinned, axis_offsets, merge, refine
+from kvferry.plan.tokens import Paging, paging_for, whole_tiles
 
 IRREGULAR = -1  # stride of layers that have none; no run ever matches it
 FORMAT = 1  # of a serialised plan
@@ -39,7 +39,7 @@ class Side:
     null_block: int | None
     paging: Paging
     block_stride: int
-    kernel_stride: int
+    tile_stride: int
     page_bytes: int
     page_slack: int
     regions: Ints  # of each layer
@@ -105,8 +105,8 @@ class Piece:
 
     def _make(self, entries: int, repeats: int, src_step: int, dst_step: int) -> Template:
         pinned = Pinned(
-            repeats == 1 and entries == self.src.paging.kernel_entries,
-            repeats == 1 and entries == self.dst.paging.kernel_entries,
+            repeats == 1 and entries == self.src.paging.block_entries,
+            repeats == 1 and entries == self.dst.paging.block_entries,
         )
         layers = Axis(self.layers, _layer_stride(self.src), _layer_stride(self.dst), "layers")
         boxes = [
@@ -116,7 +116,7 @@ class Piece:
                 slab.element_bytes,
                 (
                     *slab.axes,
-                    Axis(entries, slab.src_slot, slab.dst_slot, "entries"),
+                    *self._entry_axes(slab, entries),
                     Axis(repeats, src_step * slab.src_slot, dst_step * slab.dst_slot),
                     layers,
                 ),
@@ -133,6 +133,23 @@ class Piece:
         offsets = tuple((p.src_offset, p.dst_offset) for p in patterns)
         linear = repeats == 1 and all(p.entry_bytes for p in patterns)
         return Template(runs, (tuple(by_key), offsets, 0 if linear else entries), linear)
+
+    def _entry_axes(self, slab: Slab, entries: int) -> list[Axis]:
+        """A segment's entries: evenly spaced slots, or whole tiles of them."""
+        src, dst = self.src, self.dst
+        whole = whole_tiles(src.paging, dst.paging)
+        if whole <= 1 or entries % whole:
+            return [Axis(entries, slab.src_slot, slab.dst_slot, "entries")]
+
+        def tiled(paging: Paging, tile_stride: int, slot_stride: int) -> list[tuple[int, int]]:
+            if paging.tile == 1:
+                return [(entries, slot_stride)]
+            return [(entries // paging.tile, tile_stride), (paging.tile, slot_stride)]
+
+        return refine(
+            tiled(src.paging, src.tile_stride, slab.src_slot),
+            tiled(dst.paging, dst.tile_stride, slab.dst_slot),
+        )
 
     def _pad(self, pattern: Pattern, pinned: Pinned) -> Pattern:
         """Let a whole page take its padding along, so that neighbouring pages become one run."""
@@ -200,8 +217,8 @@ class EdgePlan:
             p = s.paging
             return {
                 "table": s.table,
-                "strides": [s.block_stride, s.kernel_stride],
-                "paging": [p.block_entries, p.kernel_entries, p.context, p.context_rank],
+                "strides": [s.block_stride, s.tile_stride],
+                "paging": [p.block_entries, p.tile, p.context, p.context_rank],
                 "interleave": p.interleave,
                 "ring": p.ring,
                 "regions": s.regions.tolist(),
@@ -274,10 +291,11 @@ def _pieces(
 def _side(
     group: Group, part: Part, placement: Placement, rows: Ints, rank: RankLayout, opaque: bool
 ) -> Side:
-    affine = placement.kernel_stride == part.kernel_entries * placement.slot_stride
-    paging = paging_for(group, rank.shape, rank.rank.tp, affine)
+    tiles = part.block_entries // placement.tile_slots
+    even = tiles == 1 or placement.tile_stride == placement.tile_slots * placement.slot_stride
+    paging = paging_for(group, rank.shape, rank.rank.tp, 1 if even else placement.tile_slots)
     if opaque:  # the unit of movement is a block: one entry in a block of one
-        paging = Paging(1, 1)
+        paging = Paging(1)
     page = part.placements[0]  # every interior begins with its first component
     shifts = placement.offsets[rows] - page.offsets[rows]
     together = (page.regions[rows] == placement.regions[rows]) & (shifts == shifts[0])
@@ -289,7 +307,7 @@ def _side(
         null_block=rank.shape.null_block,
         paging=paging,
         block_stride=placement.block_stride,
-        kernel_stride=placement.kernel_stride,
+        tile_stride=placement.tile_stride,
         page_bytes=part.page_bytes,
         page_slack=part.page_slack,
         regions=origin.regions[rows],
@@ -302,7 +320,7 @@ def _side_key(side: Side) -> tuple[Any, ...]:
     return (
         side.paging,
         side.block_stride,
-        side.kernel_stride,
+        side.tile_stride,
         side.regions.tobytes(),
         side.offsets.tobytes(),
     )
@@ -322,7 +340,10 @@ def _slab(
         return Slab(a_shift, b_shift, a.page_bytes, (), 0, 0)
     component = group.component(pa.component)
     axes = [Axis(units.size, pa.unit_stride, pb.unit_stride)]
-    axes += map(Axis, component.dims, pa.dim_strides, pb.dim_strides)
+    axes += refine(
+        list(zip(pa.dim_sizes, pa.dim_strides, strict=True)),
+        list(zip(pb.dim_sizes, pb.dim_strides, strict=True)),
+    )
     return Slab(
         src_offset=a_shift + (units.start - pa.units.start) * pa.unit_stride,
         dst_offset=b_shift + (units.start - pb.units.start) * pb.unit_stride,

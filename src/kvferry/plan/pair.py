@@ -1,10 +1,10 @@
 """Two engines, planned: the entry to this room.
 
-    pair = plan_pair(model, EngineShape(tp=4), EngineShape(tp=8))
-    for edge in pair.edges:                                   # who talks to whom, from shapes alone
-        plan = pair.plan(edge, src_layout, dst_layout)        # address-free, made once, kept
-        bound = bind(plan, tokens=..., src_tables=..., ...)   # per request
-        bound.copies() or bound.batches
+pair = plan_pair(model, EngineShape(tp=4), EngineShape(tp=8))
+for edge in pair.edges:                                   # who talks to whom, from shapes alone
+    plan = pair.plan(edge, src_layout, dst_layout)        # address-free, made once, kept
+    bound = bind(plan, tokens=..., src_tables=..., ...)   # per request
+    bound.copies() or bound.batches
 """
 
 from __future__ import annotations

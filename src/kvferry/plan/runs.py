@@ -18,11 +18,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvferry.errors import IncompatibleError
 from kvferry.layout.rank import Ints
 
 
 class Axis(NamedTuple):
-    count: int
+    times: int
     src_stride: int
     dst_stride: int
     role: str = ""  # "entries" and "layers" are told apart: they vary per request and per row
@@ -54,10 +55,6 @@ class Pattern:
     entry_bytes: int
     spans_layers: bool  # the length covers all layers at once
 
-    @property
-    def count(self) -> int:
-        return int(np.prod([a.count for a in self.axes], dtype=np.int64))
-
     def shape_key(self) -> tuple[object, ...]:
         """Patterns with equal keys differ in offsets only, and are bound together."""
         size = ("per entry", self.entry_bytes) if self.entry_bytes else self.length
@@ -83,7 +80,7 @@ def merge(boxes: Sequence[Box], pinned: Pinned) -> tuple[Pattern, ...]:
 
 def _swallow(box: Box) -> Box:
     """Let the length absorb every axis that continues it on both sides."""
-    axes = [a for a in box.axes if a.count > 1 or a.role == "entries"]
+    axes = [a for a in box.axes if a.times > 1 or a.role == "entries"]
     length, entry_bytes = box.length, box.entry_bytes
     found = True
     while found:
@@ -91,7 +88,7 @@ def _swallow(box: Box) -> Box:
         for axis in axes:
             if axis.src_stride == axis.dst_stride == length:
                 entry_bytes = length if axis.role == "entries" else 0
-                length *= axis.count
+                length *= axis.times
                 axes.remove(axis)
                 found = True
                 break
@@ -127,7 +124,7 @@ def _finish(box: Box) -> Pattern:
     """Merge neighbouring axes, order them for locality, and take the layer axis out."""
     spans_layers = not any(a.role == "layers" for a in box.axes)
     axes = sorted(
-        (a._replace(role="") for a in box.axes if a.role != "layers" and a.count > 1),
+        (a._replace(role="") for a in box.axes if a.role != "layers" and a.times > 1),
         key=lambda a: (a.src_stride, a.dst_stride),
     )
     merged: list[Axis] = []
@@ -135,10 +132,10 @@ def _finish(box: Box) -> Pattern:
         if merged:
             inner = merged[-1]
             if (
-                axis.src_stride == inner.src_stride * inner.count
-                and axis.dst_stride == inner.dst_stride * inner.count
+                axis.src_stride == inner.src_stride * inner.times
+                and axis.dst_stride == inner.dst_stride * inner.times
             ):
-                merged[-1] = inner._replace(count=inner.count * axis.count)
+                merged[-1] = inner._replace(times=inner.times * axis.times)
                 continue
         merged.append(axis)
     return Pattern(
@@ -153,11 +150,34 @@ def _finish(box: Box) -> Pattern:
     )
 
 
+def refine(src: Sequence[tuple[int, int]], dst: Sequence[tuple[int, int]]) -> list[Axis]:
+    """Axes that both sides walk alike, from (size, stride) pairs of one extent, outermost first.
+
+    Where one side keeps 64 elements in a row and the other 32 pairs, both are 32 pairs.
+    """
+    ours, theirs = list(src), list(dst)
+    axes: list[Axis] = []
+    while ours and theirs:
+        (a, a_stride), (b, b_stride) = ours.pop(), theirs.pop()
+        step = min(a, b)
+        if max(a, b) % step:
+            raise IncompatibleError(
+                f"the two sides cut the same elements into {a}s and {b}s, which do not fit "
+                f"together (source {list(src)}, destination {list(dst)})"
+            )
+        axes.append(Axis(step, a_stride, b_stride))
+        if a > step:
+            ours.append((a // step, a_stride * step))
+        if b > step:
+            theirs.append((b // step, b_stride * step))
+    return list(reversed(axes))
+
+
 def axis_offsets(axes: Sequence[Axis], side: str) -> Ints:
     """Offsets of all repetitions of a run, outermost axis slowest."""
     offsets = np.zeros(1, dtype=np.int64)
     for axis in axes:
         stride = axis.src_stride if side == "src" else axis.dst_stride
-        steps = np.arange(axis.count, dtype=np.int64) * stride
+        steps = np.arange(axis.times, dtype=np.int64) * stride
         offsets = (offsets[:, None] + steps[None, :]).reshape(-1)
     return offsets

@@ -1,14 +1,15 @@
 """The token axis: which entries move, and how both pagings cut them.
 
 `moved` decides the range of entries from the residencies of both sides; `walk` cuts it at every
-block, kernel block and interleave boundary of either side, so that within a segment both sides
-are plain strides. Both are arithmetic on the request's length; block ids come later.
+block and interleave boundary of either side, and at tiles (kernel blocks) where a segment does not
+consist of whole ones, so that within a segment both sides are plain strides. Both are arithmetic
+on the request's length; block ids come later.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, lcm
 
 import numpy as np
 
@@ -23,7 +24,7 @@ class Paging:
     """How one rank pages the entries of a group."""
 
     block_entries: int
-    kernel_entries: int
+    tile: int = 1  # entries between which slots are evenly spaced; 1: in the whole block
     context: int = 1  # dcp ranks that share the entries
     context_rank: int = 0
     interleave: int = 1  # consecutive entries of one dcp rank
@@ -36,10 +37,10 @@ class Paging:
 
     @property
     def step(self) -> int:
-        """Positions within which slots are consecutive: every multiple is a cut."""
+        """Positions within which slots are consecutive in one block: every multiple is a cut."""
         if self.context == 1:
-            return self.kernel_entries
-        return gcd(self.kernel_entries, self.interleave)
+            return self.block_entries
+        return gcd(self.tile, self.interleave) if self.tile > 1 else self.interleave
 
     def holds(self, positions: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         held: np.ndarray[tuple[int], np.dtype[np.bool_]] = (
@@ -63,9 +64,9 @@ class Paging:
         return stop // cycle * self.interleave + min(max(rest, 0), self.interleave)
 
 
-def paging_for(group: Group, shape: EngineShape, tp_rank: int, affine: bool = False) -> Paging:
-    """`affine`: kernel blocks follow each other seamlessly, so that they need no cuts."""
-    block, kernel = shape.entries(group)
+def paging_for(group: Group, shape: EngineShape, tp_rank: int, tile: int = 1) -> Paging:
+    """How a rank pages a group; `tile` where the slots of a block are not evenly spaced."""
+    block, _ = shape.entries(group)
     context = shape.dcp_for(group)
     interleave = shape.interleave if context > 1 else 1
     if interleave % group.tokens_per_entry and context > 1:
@@ -75,7 +76,7 @@ def paging_for(group: Group, shape: EngineShape, tp_rank: int, affine: bool = Fa
         )
     return Paging(
         block_entries=block,
-        kernel_entries=block if affine else kernel,
+        tile=tile,
         context=context,
         context_rank=tp_rank % context,
         interleave=max(1, interleave // group.tokens_per_entry),
@@ -152,7 +153,8 @@ def _block_floor(group: Group, shape: EngineShape, token: int) -> int:
 class Segments:
     """Runs of entries that are consecutive slots on both sides, in ascending order of position.
 
-    A segment is `repeats` pieces of `entries` entries, `src_step` and `dst_step` slots apart.
+    A segment is `repeats` pieces of `entries` entries, `src_step` and `dst_step` slots apart. It is
+    made of whole tiles of both sides, or lies within one tile of each.
     """
 
     src_block: Ints
@@ -169,7 +171,7 @@ class Segments:
 
 def walk(src: Paging, dst: Paging, span: Span) -> Segments:
     """Cut the positions of `span` at every boundary of both sides; keep what both ranks hold."""
-    starts, entries = _cut(src.step, dst.step, span)
+    starts, entries = _cut(src, dst, span)
     if src.context > 1 or dst.context > 1:
         both = src.holds(starts) & dst.holds(starts)
         starts, entries = starts[both], entries[both]
@@ -183,19 +185,50 @@ def walk(src: Paging, dst: Paging, span: Span) -> Segments:
     return Segments(src_block, src_slot, dst_block, dst_slot, kinds, forms)
 
 
-def _cut(src_step: int, dst_step: int, span: Span) -> tuple[Ints, Ints]:
-    """Starts and lengths of the pieces of `span` between multiples of either step."""
+def _cut(src: Paging, dst: Paging, span: Span) -> tuple[Ints, Ints]:
+    """Starts and lengths of the pieces of `span` between all boundaries."""
+    whole = whole_tiles(src, dst)
+    if not whole:
+        return _between(_steps(src) + _steps(dst), span)
+    # only what is left over at the ends of the span is less than whole tiles
+    body = Span(-(-span.start // whole) * whole, span.stop // whole * whole)
+    if body.size <= 0:
+        return _between(_steps(src) + _steps(dst), span)
+    parts = [
+        _between(_steps(src) + _steps(dst), Span(span.start, body.start)),
+        _between([src.step, dst.step], body),
+        _between(_steps(src) + _steps(dst), Span(body.stop, span.stop)),
+    ]
+    starts, entries = zip(*parts, strict=True)
+    return np.concatenate(starts), np.concatenate(entries)
+
+
+def whole_tiles(src: Paging, dst: Paging) -> int:
+    """Entries that are whole tiles of both sides wherever a block of either begins; 0: none."""
+    tiles = lcm(src.tile, dst.tile)
+    if src.context > 1 or dst.context > 1:
+        return 1 if tiles == 1 else 0
+    return 0 if src.block_entries % tiles or dst.block_entries % tiles else tiles
+
+
+def _steps(paging: Paging) -> list[int]:
+    return [paging.step, paging.tile] if paging.tile > 1 else [paging.step]
+
+
+def _between(steps: list[int], span: Span) -> tuple[Ints, Ints]:
+    """Starts and lengths of the pieces of `span` between multiples of any of the steps."""
 
     def multiples(step: int) -> Ints:
         return np.arange(span.start // step * step, span.stop, step, dtype=np.int64)
 
     if span.size <= 0:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    fine, coarse = sorted((src_step, dst_step))
+    fine, *coarser = sorted(set(steps))
     starts = multiples(fine)
-    if coarse % fine:
-        starts = np.union1d(starts, multiples(coarse))
-        starts = starts[max(0, int(np.searchsorted(starts, span.start, "right")) - 1) :]
+    for step in coarser:
+        if step % fine:
+            starts = np.union1d(starts, multiples(step))
+    starts = starts[max(0, int(np.searchsorted(starts, span.start, "right")) - 1) :]
     starts[0] = span.start
     return starts, np.diff(starts, append=span.stop)
 
@@ -217,14 +250,16 @@ def _fold(
     dst_slot: Ints,
     entries: Ints,
 ) -> Segments:
-    """Fold segments that repeat at constant distances inside one kernel block of both sides.
+    """Fold segments that repeat at constant distances inside one tile of both sides.
 
     Context parallelism scatters single tokens; folded, a block is one strided run again.
     """
-    src_sub, dst_sub = src_slot // src.kernel_entries, dst_slot // dst.kernel_entries
     linked = entries[1:] == entries[:-1]
-    for axis in (src_block, dst_block, src_sub, dst_sub):
+    for axis in (src_block, dst_block):
         linked &= axis[1:] == axis[:-1]
+    for slots, tile in ((src_slot, src.tile), (dst_slot, dst.tile)):
+        if tile > 1:
+            linked &= slots[1:] // tile == slots[:-1] // tile
     src_step, dst_step = np.diff(src_slot), np.diff(dst_slot)
     first = np.ones(len(entries), dtype=bool)
     first[1:] = ~linked

@@ -1,0 +1,110 @@
+"""The command line: `kvferry plan | demo | verify | bench | models`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvferry import __version__
+from kvferry.errors import KvferryError
+from kvferry.layout.shape import EngineShape
+
+app = typer.Typer(
+    help="Moves and shares KV caches between LLM engines of any shape.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+bench = typer.Typer(help="Measure, side by side with what else is installed.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+err = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Write a self-contained page here.")]
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Errors of ours are for people: one paragraph, no stack trace."""
+    try:
+        yield
+    except KvferryError as error:
+        err.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+@app.command()
+def models() -> None:
+    """List the models that can be named without a config.json."""
+    from kvferry.cli.plan import print_models
+
+    print_models(Console())
+
+
+@app.command()
+def plan(
+    src: Annotated[str, typer.Option("--from", help="Source shape: tp=4,pp=2,block=16,...")],
+    dst: Annotated[str, typer.Option("--to", help="Destination shape.")],
+    model: Annotated[
+        str, typer.Option(help="A preset (see `kvferry models`) or a config.json.")
+    ] = "llama-3.1-70b",
+    tokens: Annotated[int, typer.Option(help="Tokens of the request.")] = 32768,
+    skip: Annotated[int, typer.Option(help="Tokens that the destination already holds.")] = 0,
+    link: Annotated[str | None, typer.Option(help="Link of each rank, such as 400Gbit.")] = None,
+    cache_dtype: Annotated[str, typer.Option(help="auto, bfloat16, fp8_e4m3, ...")] = "auto",
+    draft_layers: Annotated[int, typer.Option(help="Layers of a draft model (MTP, Eagle).")] = 0,
+    contiguous: Annotated[bool, typer.Option(help="Blocks in a row, not scattered.")] = False,
+    as_json: Json = False,
+    html: Html = None,
+) -> None:
+    """Who sends what to whom, and what it costs, before anything runs."""
+    from kvferry.cli.plan import print_plan
+    from kvferry.cli.units import parse_link
+    from kvferry.layout.presets import load_model
+    from kvferry.plan.report import report
+
+    with refusals():
+        described = load_model(model, cache_dtype=cache_dtype, draft_layers=draft_layers)
+        speed = parse_link(link) if link else None
+        result = report(
+            described,
+            EngineShape.parse(src),
+            EngineShape.parse(dst),
+            tokens,
+            skip=skip,
+            scattered=not contiguous,
+        )
+    if as_json:
+        print_json(result.to_dict(speed))
+    else:
+        print_plan(Console(), result, speed)
+    if html is not None:
+        from kvferry.cli.picture import plan_page
+
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(plan_page(result, speed))
+        err.print(f"picture: {html}", highlight=False)

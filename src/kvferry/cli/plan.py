@@ -1,0 +1,79 @@
+"""Plans and models as terminal tables."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.cli.units import show_bytes, show_seconds
+from kvferry.layout.presets import load_model, presets
+from kvferry.plan.report import EdgeReport, PlanReport
+
+MOST_ROWS = 64  # a terminal shows the heaviest edges; --json and --html have all of them
+
+
+def print_models(console: Console) -> None:
+    table = Table("model", "layers", "groups", "cache a token", box=None, header_style="bold")
+    for name in presets():
+        model = load_model(name)
+        groups = ", ".join(
+            f"{g.name} x{len(g.layers)}" + (f" ({g.residency.span})" if g.residency.span else "")
+            for g in model.groups
+        )
+        table.add_row(name, str(model.num_layers), groups, show_bytes(model.token_bytes()))
+    console.print(table)
+
+
+def print_plan(console: Console, report: PlanReport, link_bytes_per_s: float | None) -> None:
+    console.print(f"[bold]{report.model}[/], {report.tokens:,} tokens", highlight=False)
+    console.print(f"  from  {report.src}", highlight=False)
+    console.print(f"  to    {report.dst}\n", highlight=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("source", "destination", "layers", "heads"):
+        table.add_column(title)
+    for title in ("bytes", "share", "runs", "descriptors", "mean run"):
+        table.add_column(title, justify="right")
+    shown = sorted(report.edges, key=lambda e: -e.bytes)[:MOST_ROWS]
+    for edge in sorted(shown, key=lambda e: (e.src, e.dst)):
+        table.add_row(*_row(edge, report.total_bytes))
+    console.print(table)
+    if len(shown) < len(report.edges):
+        console.print(f"  ... and {len(report.edges) - len(shown)} smaller edges (see --html)")
+    console.print()
+    for line in _summary(report, link_bytes_per_s):
+        console.print(line, highlight=False)
+
+
+def _row(edge: EdgeReport, total: int) -> list[str]:
+    layers = sorted({layer for share in edge.shares for layer in share.layers})
+    heads = {f"{s.units[0]}-{s.units[1] - 1}" for s in edge.shares}
+    return [
+        f"pp{edge.src.pp} tp{edge.src.tp}",
+        f"pp{edge.dst.pp} tp{edge.dst.tp}",
+        f"{layers[0]}-{layers[-1]}",
+        heads.pop() if len(heads) == 1 else "several",
+        show_bytes(edge.bytes),
+        f"{edge.bytes / total:.1%}" if total else "",
+        f"{edge.runs:,}",
+        f"{edge.descriptors:,}",
+        show_bytes(edge.mean_run_bytes),
+    ]
+
+
+def _summary(report: PlanReport, link_bytes_per_s: float | None) -> list[str]:
+    lines = [
+        f"moved         {show_bytes(report.total_bytes)} on {len(report.edges)} edges "
+        f"(the destination needs {show_bytes(report.lower_bound_bytes)})",
+        f"busiest rank  {show_bytes(report.busiest_source_bytes)} sent, "
+        f"{report.imbalance:.2f} x the least possible; "
+        f"{show_bytes(report.busiest_destination_bytes)} received",
+        f"descriptors   {sum(e.descriptors for e in report.edges):,} "
+        f"({sum(e.runs for e in report.edges):,} strided runs)",
+    ]
+    if link_bytes_per_s:
+        seconds = report.seconds(link_bytes_per_s)
+        lines.append(
+            f"predicted     {show_seconds(seconds)} at {link_bytes_per_s / 1e9:g} GB/s a rank "
+            "(bandwidth alone; short runs add the carrier's cost per descriptor)"
+        )
+    return lines

@@ -1,0 +1,198 @@
+"""What a pairing of two engines costs, before any of them runs.
+
+Every edge is planned and bound for one synthetic request, so that the numbers are those of the
+real thing: bytes, strided runs, descriptors. The lower bounds come from the shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from kvferry.layout.model import CacheModel
+from kvferry.layout.rank import Ints, RankLayout
+from kvferry.layout.shape import EngineShape, Rank
+from kvferry.plan.assign import Edge
+from kvferry.plan.bind import bind
+from kvferry.plan.pair import PairPlan, plan_pair
+from kvferry.plan.tokens import moved, paging_for
+
+
+@dataclass(frozen=True, slots=True)
+class ShareReport:
+    """Layers and units of one group that an edge carries."""
+
+    group: str
+    components: tuple[str, ...]
+    layers: tuple[int, ...]
+    units: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeReport:
+    src: Rank
+    dst: Rank
+    bytes: int
+    runs: int  # strided
+    descriptors: int
+    shares: tuple[ShareReport, ...]
+
+    @property
+    def mean_run_bytes(self) -> float:
+        return self.bytes / self.descriptors if self.descriptors else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    model: str
+    src: str
+    dst: str
+    tokens: int
+    skip: int
+    edges: tuple[EdgeReport, ...]
+    total_bytes: int
+    lower_bound_bytes: int  # what the destination ranks need, counted from the shapes
+    busiest_source_bytes: int
+    ideal_source_bytes: int  # no choice of replicas can make the busiest source carry less
+    busiest_destination_bytes: int
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest source's load over the least possible; 1.0 is perfect."""
+        return self.busiest_source_bytes / self.ideal_source_bytes if self.total_bytes else 1.0
+
+    def seconds(self, link_bytes_per_s: float) -> float:
+        """Time on the wire when every rank has one link, and all links run at once."""
+        busiest = max(self.busiest_source_bytes, self.busiest_destination_bytes)
+        return busiest / link_bytes_per_s
+
+    def to_dict(self, link_bytes_per_s: float | None = None) -> dict[str, Any]:
+        edges = [
+            {
+                **asdict(edge),
+                "src": list(edge.src),
+                "dst": list(edge.dst),
+                "mean_run_bytes": edge.mean_run_bytes,
+            }
+            for edge in self.edges
+        ]
+        result = {**asdict(self), "edges": edges, "imbalance": self.imbalance}
+        if link_bytes_per_s is not None:
+            result["link_bytes_per_s"] = link_bytes_per_s
+            result["predicted_seconds"] = self.seconds(link_bytes_per_s)
+        return result
+
+
+def report(
+    model: CacheModel,
+    src: EngineShape,
+    dst: EngineShape,
+    tokens: int,
+    *,
+    skip: int = 0,
+    scattered: bool = True,
+) -> PlanReport:
+    """Plan a pairing and bind one request of `tokens` tokens on every edge."""
+    pair = plan_pair(model, src, dst)
+    src_tables, src_blocks = synthetic_tables(model, src, tokens, scattered, seed=1)
+    dst_tables, dst_blocks = synthetic_tables(model, dst, tokens, scattered, seed=2)
+    layouts: dict[tuple[str, Rank], RankLayout] = {}
+    edges = []
+    for edge in pair.edges:
+        ends = []
+        for name, shape, rank, blocks in (
+            ("src", src, edge.src, src_blocks),
+            ("dst", dst, edge.dst, dst_blocks),
+        ):
+            if (name, rank) not in layouts:
+                layouts[name, rank] = RankLayout.build(model, shape, rank, blocks)
+            ends.append(layouts[name, rank])
+        bound = bind(
+            pair.plan(edge, *ends),
+            tokens=tokens,
+            skip=skip,
+            src_tables=src_tables,
+            dst_tables=dst_tables,
+            src_bases=np.zeros(len(ends[0].regions), dtype=np.int64),
+            dst_bases=np.zeros(len(ends[1].regions), dtype=np.int64),
+            allow_uncacheable=True,
+        )
+        edges.append(
+            EdgeReport(
+                edge.src, edge.dst, bound.bytes, bound.entries, bound.descriptors, _shares(edge)
+            )
+        )
+    by_src, by_dst = _loads(edges)
+    return PlanReport(
+        model=model.name,
+        src=src.describe(),
+        dst=dst.describe(),
+        tokens=tokens,
+        skip=skip,
+        edges=tuple(edges),
+        total_bytes=sum(edge.bytes for edge in edges),
+        lower_bound_bytes=sum(needed_bytes(pair, rank, tokens, skip) for rank in dst.ranks),
+        busiest_source_bytes=max(by_src.values(), default=0),
+        ideal_source_bytes=_ideal(pair, by_src),
+        busiest_destination_bytes=max(by_dst.values(), default=0),
+    )
+
+
+def synthetic_tables(
+    model: CacheModel, shape: EngineShape, tokens: int, scattered: bool, seed: int
+) -> tuple[list[Ints], int]:
+    """Block tables for one request (distinct ids over all groups), and the blocks they need."""
+    counts = []
+    for group in model.groups:
+        one = group.is_state or group.residency.kind == "ring"
+        span = shape.block_tokens(group) * shape.dcp_for(group)
+        counts.append(1 if one else -(-tokens // span))
+    first = 1 if shape.null_block == 0 else 0
+    ids = np.arange(first, first + sum(counts), dtype=np.int64)
+    if scattered:
+        ids = np.random.default_rng(seed).permutation(ids)
+    tables = np.split(ids, np.cumsum(counts)[:-1])
+    return [np.ascontiguousarray(t) for t in tables], first + sum(counts)
+
+
+def needed_bytes(pair: PairPlan, rank: Rank, tokens: int, skip: int) -> int:
+    """Bytes that one destination rank needs for a request, from its shape alone."""
+    total = 0
+    for group in pair.model.groups:
+        layers = len(pair.dst.layers(pair.model, group, rank.pp))
+        range_ = moved(group, pair.src, pair.dst, tokens, skip, allow_uncacheable=True).range
+        paging = paging_for(group, pair.dst, rank.tp)
+        entries = paging.local_count(range_.stop) - paging.local_count(range_.start)
+        total += (
+            layers
+            * entries
+            * sum(pair.dst.units(group, c, rank.tp).size * c.unit_bytes for c in group.components)
+        )
+    return total
+
+
+def _shares(edge: Edge) -> tuple[ShareReport, ...]:
+    return tuple(
+        ShareReport(s.group, s.components, tuple(s.layers.tolist()), (s.units.start, s.units.stop))
+        for s in edge.shares
+    )
+
+
+def _loads(edges: list[EdgeReport]) -> tuple[dict[Rank, int], dict[Rank, int]]:
+    by_src: dict[Rank, int] = defaultdict(int)
+    by_dst: dict[Rank, int] = defaultdict(int)
+    for edge in edges:
+        by_src[edge.src] += edge.bytes
+        by_dst[edge.dst] += edge.bytes
+    return by_src, by_dst
+
+
+def _ideal(pair: PairPlan, by_src: dict[Rank, int]) -> int:
+    """Each stage's bytes spread evenly over its ranks: the least load of the busiest one."""
+    stages: dict[int, int] = defaultdict(int)
+    for rank, load in by_src.items():
+        stages[rank.pp] += load
+    return max((-(-load // pair.src.tp) for load in stages.values()), default=1) or 1
