@@ -26,6 +26,7 @@ work in sandboxes that advertise AMX but trap on it (there a bf16 engine dies on
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -50,47 +51,125 @@ SENTINEL = 0x5A
 # Cases
 # ---------------------------------------------------------------------------------------------
 
-_COMMON: Json = dict(vocab_size=512, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2)
+_COMMON: Json = {
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 LLAMA: Json = dict(
-    config="LlamaConfig", architectures=["LlamaForCausalLM"], hidden_size=256, intermediate_size=256,
-    num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=64, **_COMMON,
+    config="LlamaConfig",
+    architectures=["LlamaForCausalLM"],
+    hidden_size=256,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    **_COMMON,
 )
 DEEPSEEK: Json = dict(
-    config="DeepseekV2Config", architectures=["DeepseekV2ForCausalLM"], hidden_size=256,
-    intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
-    kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64,
-    n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=64,
-    first_k_dense_replace=1, n_group=1, topk_group=1, topk_method="greedy", **_COMMON,
+    config="DeepseekV2Config",
+    architectures=["DeepseekV2ForCausalLM"],
+    hidden_size=256,
+    intermediate_size=256,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    kv_lora_rank=512,
+    q_lora_rank=None,
+    qk_nope_head_dim=64,
+    qk_rope_head_dim=64,
+    v_head_dim=64,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+    topk_method="greedy",
+    **_COMMON,
 )  # the CPU's MLA kernels exist for a latent of 512 + 64 only
 GEMMA3: Json = dict(
-    config="Gemma3TextConfig", architectures=["Gemma3ForCausalLM"], hidden_size=256,
-    intermediate_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=64, sliding_window=96, **_COMMON,
+    config="Gemma3TextConfig",
+    architectures=["Gemma3ForCausalLM"],
+    hidden_size=256,
+    intermediate_size=256,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    sliding_window=96,
+    **_COMMON,
 )
 GPT_OSS: Json = dict(
-    config="GptOssConfig", architectures=["GptOssForCausalLM"], hidden_size=256,
-    intermediate_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
-    head_dim=64, sliding_window=96, num_local_experts=4, num_experts_per_tok=2, **_COMMON,
+    config="GptOssConfig",
+    architectures=["GptOssForCausalLM"],
+    hidden_size=256,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+    sliding_window=96,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    **_COMMON,
 )
 MISTRAL: Json = dict(
-    config="MistralConfig", architectures=["MistralForCausalLM"], hidden_size=256,
-    intermediate_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
-    head_dim=64, sliding_window=96, **_COMMON,
+    config="MistralConfig",
+    architectures=["MistralForCausalLM"],
+    hidden_size=256,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+    sliding_window=96,
+    **_COMMON,
 )
 QWEN3_NEXT: Json = dict(
-    config="Qwen3NextConfig", architectures=["Qwen3NextForCausalLM"], hidden_size=256,
-    intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64,
-    linear_value_head_dim=64, linear_conv_kernel_dim=4, num_experts=4, num_experts_per_tok=2,
-    moe_intermediate_size=64, shared_expert_intermediate_size=64, **_COMMON,
+    config="Qwen3NextConfig",
+    architectures=["Qwen3NextForCausalLM"],
+    hidden_size=256,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=64,
+    linear_value_head_dim=64,
+    linear_conv_kernel_dim=4,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=64,
+    **_COMMON,
 )
 GRANITE: Json = dict(
-    config="GraniteMoeHybridConfig", architectures=["GraniteMoeHybridForCausalLM"], hidden_size=256,
-    intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-    layer_types=["mamba", "mamba", "attention", "mamba"], mamba_n_heads=8, mamba_d_head=64,
-    mamba_d_state=32, mamba_n_groups=2, mamba_d_conv=4, mamba_expand=2, num_local_experts=4,
-    num_experts_per_tok=2, shared_intermediate_size=64, position_embedding_type="rope", **_COMMON,
+    config="GraniteMoeHybridConfig",
+    architectures=["GraniteMoeHybridForCausalLM"],
+    hidden_size=256,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    layer_types=["mamba", "mamba", "attention", "mamba"],
+    mamba_n_heads=8,
+    mamba_d_head=64,
+    mamba_d_state=32,
+    mamba_n_groups=2,
+    mamba_d_conv=4,
+    mamba_expand=2,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    shared_intermediate_size=64,
+    position_embedding_type="rope",
+    **_COMMON,
 )
 
 
@@ -121,15 +200,22 @@ CASES: list[Case] = [
     Case("llama-tp1-bf16-fp8", LLAMA, dtype="bfloat16", engine={"kv_cache_dtype": "fp8_e4m3"}),
     Case("llama-tp1-fp8", LLAMA, engine={"kv_cache_dtype": "fp8_e4m3"}),
     Case("llama-tp1-head80", {**LLAMA, "head_dim": 80}),
-    Case("llama-mqa-tp2", {**LLAMA, "num_key_value_heads": 1}, tp=2),  # both ranks hold the one head
+    Case(
+        "llama-mqa-tp2", {**LLAMA, "num_key_value_heads": 1}, tp=2
+    ),  # both ranks hold the one head
     Case("deepseek-v2-tp1", DEEPSEEK, dtype="bfloat16"),
     Case("deepseek-v2-tp2", DEEPSEEK, tp=2, dtype="bfloat16"),
     Case("deepseek-v2-tp1-cpu-mla", DEEPSEEK, engine=_CPU_MLA),
     Case("deepseek-v2-tp2-cpu-mla", DEEPSEEK, tp=2, engine=_CPU_MLA),
-    Case("deepseek-v2-tp1-blhnc", DEEPSEEK, dtype="bfloat16", env={"VLLM_KV_CACHE_LAYOUT": "BLHNC"},
-         probe=False,
-         note="geometry only: the engine starts, but AMX_MLA's cache write ignores the block stride "
-              "(layer 0, block 1 is written one page, not one block of all layers, after block 0)"),
+    Case(
+        "deepseek-v2-tp1-blhnc",
+        DEEPSEEK,
+        dtype="bfloat16",
+        env={"VLLM_KV_CACHE_LAYOUT": "BLHNC"},
+        probe=False,
+        note="geometry only: the engine starts, but AMX_MLA's cache write ignores the block stride "
+        "(layer 0, block 1 is written one page, not one block of all layers, after block 0)",
+    ),
     Case("gemma3-tp1", GEMMA3),
     Case("gemma3-tp2", GEMMA3, tp=2),
     Case("gpt-oss-tp1", GPT_OSS, dtype="bfloat16"),
@@ -138,18 +224,35 @@ CASES: list[Case] = [
     Case("mistral-tp2", MISTRAL, tp=2),
     Case("qwen3-next-tp1", QWEN3_NEXT, dtype="bfloat16"),
     Case("qwen3-next-tp2", QWEN3_NEXT, tp=2, dtype="bfloat16"),
-    Case("qwen3-next-tp2-ds", QWEN3_NEXT, tp=2, dtype="bfloat16",
-         env={"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}),
+    Case(
+        "qwen3-next-tp2-ds",
+        QWEN3_NEXT,
+        tp=2,
+        dtype="bfloat16",
+        env={"VLLM_SSM_CONV_STATE_LAYOUT": "DS"},
+    ),
     Case("granite-hybrid-tp1", GRANITE),
     Case("granite-hybrid-tp2", GRANITE, tp=2),
     Case("granite-hybrid-1group-tp2", {**GRANITE, "mamba_n_groups": 1}, tp=2),
     # CPU attention takes multiples of 32 slots and head-major pages, nothing else.
-    Case("llama-tp1-block16", LLAMA, engine={"block_size": 16},
-         expect_error="No common block size for 16 (CPU_ATTN: [MultipleOf(32)])"),
-    Case("llama-tp1-lbnhc", LLAMA, env={"VLLM_KV_CACHE_LAYOUT": "LBNHC"},
-         expect_error="valid layouts: ['LBHNC']"),
-    Case("llama-tp1-blhnc", LLAMA, env={"VLLM_KV_CACHE_LAYOUT": "BLHNC"},
-         expect_error="valid layouts: ['LBHNC']"),
+    Case(
+        "llama-tp1-block16",
+        LLAMA,
+        engine={"block_size": 16},
+        expect_error="No common block size for 16 (CPU_ATTN: [MultipleOf(32)])",
+    ),
+    Case(
+        "llama-tp1-lbnhc",
+        LLAMA,
+        env={"VLLM_KV_CACHE_LAYOUT": "LBNHC"},
+        expect_error="valid layouts: ['LBHNC']",
+    ),
+    Case(
+        "llama-tp1-blhnc",
+        LLAMA,
+        env={"VLLM_KV_CACHE_LAYOUT": "BLHNC"},
+        expect_error="valid layouts: ['LBHNC']",
+    ),
 ]
 
 # ---------------------------------------------------------------------------------------------
@@ -289,8 +392,16 @@ class CaptureExtension:
                 rank["probes"] += probe_states(first, layers[first], storages, config.num_blocks)
                 continue
             spec = layer_spec(group.kv_cache_spec, first)
-            prober = AttentionProber(first, layers[first], spec, registered[first], storages,
-                                     kernel_block_size, config.num_blocks, runner.dtype)
+            prober = AttentionProber(
+                first,
+                layers[first],
+                spec,
+                registered[first],
+                storages,
+                kernel_block_size,
+                config.num_blocks,
+                runner.dtype,
+            )
             rank["probes"] += prober.probes()
             interiors[prober.key] = prober.verified_interior()
         storages.fill(0)
@@ -303,7 +414,9 @@ def check_same_as_runner(registered: Json, runner: Any) -> None:
     def key(t: Any) -> tuple:
         return t.data_ptr(), tuple(t.shape), t.stride(), t.dtype
 
-    if sorted(map(key, registered.values()), key=str) != sorted(map(key, runner.kv_caches), key=str):
+    if sorted(map(key, registered.values()), key=str) != sorted(
+        map(key, runner.kv_caches), key=str
+    ):
         raise RuntimeError("register_kv_caches received other tensors than the model runner has")
 
 
@@ -380,12 +493,21 @@ def layer_spec(spec: Any, layer: str) -> Any:
 def spec_json(spec: Any) -> Json:
     if hasattr(spec, "kv_cache_specs"):
         layers = {name: spec_json(s) for name, s in spec.kv_cache_specs.items()}
-        return {"type": type(spec).__name__, "block_size": spec.block_size,
-                "page_size_bytes": spec.page_size_bytes, "kv_cache_specs": layers}
+        return {
+            "type": type(spec).__name__,
+            "block_size": spec.block_size,
+            "page_size_bytes": spec.page_size_bytes,
+            "kv_cache_specs": layers,
+        }
     out = {"type": type(spec).__name__}
     out |= {f.name: jsonable(getattr(spec, f.name)) for f in dataclasses.fields(spec)}
-    for name in ("page_size_bytes", "num_heads", "num_states", "tokens_per_state",
-                 "state_content_size_bytes"):
+    for name in (
+        "page_size_bytes",
+        "num_heads",
+        "num_states",
+        "tokens_per_state",
+        "state_content_size_bytes",
+    ):
         out[name] = jsonable(getattr(spec, name))
     return out
 
@@ -420,8 +542,11 @@ def one_hot_value(dtype: Any) -> float:
     """A value that the dtype holds exactly and none of whose bytes is zero."""
     import torch
 
-    bits = {torch.float32: (torch.int32, 0x3F8F1F11), torch.bfloat16: (torch.int16, 0x3F8F),
-            torch.float16: (torch.int16, 0x3C11)}
+    bits = {
+        torch.float32: (torch.int32, 0x3F8F1F11),
+        torch.bfloat16: (torch.int16, 0x3F8F),
+        torch.float16: (torch.int16, 0x3C11),
+    }
     int_dtype, pattern = bits[dtype]
     return torch.tensor([pattern], dtype=int_dtype).view(dtype).item()
 
@@ -429,8 +554,17 @@ def one_hot_value(dtype: Any) -> float:
 class AttentionProber:
     """Writes through one attention layer's own cache update, and looks where it went."""
 
-    def __init__(self, name: str, layer: Any, spec: Any, tensor: Any, storages: Storages,
-                 kernel_block_size: int, num_blocks: int, dtype: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        layer: Any,
+        spec: Any,
+        tensor: Any,
+        storages: Storages,
+        kernel_block_size: int,
+        num_blocks: int,
+        dtype: Any,
+    ) -> None:
         self.name, self.layer, self.tensor, self.storages = name, layer, tensor, storages
         self.block_size, self.S, self.num_blocks = spec.block_size, kernel_block_size, num_blocks
         self.backend = layer.get_attn_backend().get_name()
@@ -450,29 +584,45 @@ class AttentionProber:
         if self.is_mla:
             latent = values["latent"][:, 0]
             rank = impl.kv_lora_rank
-            impl.do_kv_cache_update(latent[:, :rank].contiguous(), latent[:, None, rank:].contiguous(),
-                                    cache, slot_mapping, self.layer.kv_cache_dtype,
-                                    self.layer._k_scale)
+            impl.do_kv_cache_update(
+                latent[:, :rank].contiguous(),
+                latent[:, None, rank:].contiguous(),
+                cache,
+                slot_mapping,
+                self.layer.kv_cache_dtype,
+                self.layer._k_scale,
+            )
         else:
             impl.do_kv_cache_update(self.layer, values["k"], values["v"], cache, slot_mapping)
 
     def points(self) -> list[tuple[int, int, int, int]]:
         """(block, slot, head, dim): all corners of block 1, and some from the middle."""
-        N, H, D, last = self.block_size, self.H, self.D, self.num_blocks - 1
-        corners = [(1, s, h, d) for s in (0, N - 1) for h in (0, H - 1) for d in (0, D - 1)]
-        inner = [(last, N - 1, H - 1, D - 1), (last, N // 2 + 1, 0, D // 2 + 1), (2, 1, H - 1, 1),
-                 (last - 1, N - 2, H // 2, 18), (2, 5, 0, D - 2)]
+        slots, heads, dims, last = self.block_size, self.H, self.D, self.num_blocks - 1
+        corners = [
+            (1, s, h, d) for s in (0, slots - 1) for h in (0, heads - 1) for d in (0, dims - 1)
+        ]
+        inner = [
+            (last, slots - 1, heads - 1, dims - 1),
+            (last, slots // 2 + 1, 0, dims // 2 + 1),
+            (2, 1, heads - 1, 1),
+            (last - 1, slots - 2, heads // 2, 18),
+            (2, 5, 0, dims - 2),
+        ]
         if self.is_mla:  # both sides of the border between latent and rotary key
             rank = self.layer.impl.kv_lora_rank
-            inner += [(b, s, 0, d) for b, s in ((3, 7), (4, N // 2), (last, N - 3))
-                      for d in (100, rank - 1, rank, D - 3)]
+            inner += [
+                (b, s, 0, d)
+                for b, s in ((3, 7), (4, slots // 2), (last, slots - 3))
+                for d in (100, rank - 1, rank, dims - 3)
+            ]
         return list(dict.fromkeys(corners + inner))
 
     def empty(self, tokens: int) -> dict[str, Any]:
         import torch
 
-        return {c: torch.zeros(tokens, self.H, self.D, dtype=self.dtype)
-                for c in self.interior.formulas}
+        return {
+            c: torch.zeros(tokens, self.H, self.D, dtype=self.dtype) for c in self.interior.formulas
+        }
 
     def probes(self) -> list[Json]:
         rows = []
@@ -485,9 +635,19 @@ class AttentionProber:
                 storage, offset, nbytes = self.storages.locate()
                 if nbytes != self.tensor.element_size():
                     raise RuntimeError(f"{self.name}: one element wrote {nbytes} bytes")
-                rows.append({"layer": self.name, "component": component, "block": block,
-                             "slot": slot, "head": head, "dim": dim, "storage": storage,
-                             "byte_offset": offset, "nbytes": nbytes})
+                rows.append(
+                    {
+                        "layer": self.name,
+                        "component": component,
+                        "block": block,
+                        "slot": slot,
+                        "head": head,
+                        "dim": dim,
+                        "storage": storage,
+                        "byte_offset": offset,
+                        "nbytes": nbytes,
+                    }
+                )
                 if offset != self.byte_offset(component, block, slot, head, dim):
                     raise RuntimeError(f"formula {self.interior.name} is wrong for {rows[-1]}")
         return rows
@@ -497,7 +657,7 @@ class AttentionProber:
         size = self.tensor.element_size()
         token = block * self.block_size + slot
         names = {"S": self.S, "D": self.D, "head": head, "dim": dim, "slot": token % self.S}
-        inside = eval(self.interior.formulas[component], {}, names)  # noqa: S307 - constants above
+        inside = eval(self.interior.formulas[component], {}, names)
         start = self.tensor.storage_offset() + token // self.S * self.tensor.stride(0)
         return (start + inside) * size
 
@@ -509,12 +669,16 @@ class AttentionProber:
         size = self.tensor.element_size()
         quantised = size != self.dtype.itemsize
         generator = torch.Generator().manual_seed(1)
-        values = {c: torch.randn(v.shape, generator=generator).to(self.dtype)
-                  for c, v in self.empty(self.block_size).items()}
+        values = {
+            c: torch.randn(v.shape, generator=generator).to(self.dtype)
+            for c, v in self.empty(self.block_size).items()
+        }
         if quantised:
             # Quantised on the way, by truncation on the CPU: take values that e4m3 holds exactly.
-            values = {c: v.float().clamp(0.1, 2).to(torch.float8_e4m3fn).to(self.dtype)
-                      for c, v in values.items()}
+            values = {
+                c: v.float().clamp(0.1, 2).to(torch.float8_e4m3fn).to(self.dtype)
+                for c, v in values.items()
+            }
         self.storages.fill(SENTINEL)
         slots = [block * self.block_size + s for s in range(self.block_size)]
         self.write(slots, values)
@@ -532,7 +696,9 @@ class AttentionProber:
             stored = expected.to(torch.float8_e4m3fn) if quantised else expected
             same = torch.equal(found, stored.contiguous().view(torch.uint8).reshape(found.shape))
             if not same:
-                raise RuntimeError(f"{self.name}: {component} is not where {self.interior.name} says")
+                raise RuntimeError(
+                    f"{self.name}: {component} is not where {self.interior.name} says"
+                )
         if not bool((raw[~touched] == SENTINEL).all()):
             raise RuntimeError(f"{self.name}: the write changed bytes outside the block's formula")
         return {
@@ -540,7 +706,7 @@ class AttentionProber:
             "description": self.interior.description,
             "element_offset": self.interior.formulas,
             "symbols": "S = kernel block size, D = head size; add the page's start: "
-                       "storage_offset_bytes + kernel_block * strides[0] * element_size",
+            "storage_offset_bytes + kernel_block * strides[0] * element_size",
             "whole_block_bytes_checked": int(touched.sum()),
         }
 
@@ -558,7 +724,11 @@ def conv_sections(layer: Any) -> list[Json]:
     """Channel ranges of this rank's conv state, in the order in which the layer splits them."""
     tp = layer.tp_size
     if is_gdn(layer):  # rearrange_mixed_qkv
-        sizes = [("q", layer.key_dim // tp), ("k", layer.key_dim // tp), ("v", layer.value_dim // tp)]
+        sizes = [
+            ("q", layer.key_dim // tp),
+            ("k", layer.key_dim // tp),
+            ("v", layer.value_dim // tp),
+        ]
         replicated: set[str] = set()
     else:  # split_hidden_states_B_C_fn; n_groups was raised to tp where one group is replicated
         bc = layer.groups_ssm_state_size // tp
@@ -567,8 +737,14 @@ def conv_sections(layer: Any) -> list[Json]:
         replicated = {"B", "C"} if hf_groups % tp else set()
     sections, start = [], 0
     for name, channels in sizes:
-        sections.append({"name": name, "start_channel": start, "channels": channels,
-                         "replicated_over_tp": name in replicated})
+        sections.append(
+            {
+                "name": name,
+                "start_channel": start,
+                "channels": channels,
+                "replicated_over_tp": name in replicated,
+            }
+        )
         start += channels
     return sections
 
@@ -607,8 +783,9 @@ def conv_writer(layer: Any) -> Callable[[Any, int], None]:
         if is_gdn(layer):
             from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
-            gdn_attention._causal_conv1d_fwd_cpu(weight=layer.conv1d.weight, silu_activation=True,
-                                                 is_weight_packed=True, **common)
+            gdn_attention._causal_conv1d_fwd_cpu(
+                weight=layer.conv1d.weight, silu_activation=True, is_weight_packed=True, **common
+            )
         else:
             from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn
 
@@ -624,6 +801,7 @@ def write_gdn_state(layer: Any, block: int, index: tuple[int, int, int]) -> None
     sandboxes advertise but do not allow.
     """
     import torch
+
     from vllm import _custom_ops as ops
 
     v_head, k_at, v_at = index
@@ -637,10 +815,17 @@ def write_gdn_state(layer: Any, block: int, index: tuple[int, int, int]) -> None
     value[0, 0, v_head, v_at] = one_hot_value(torch.bfloat16)
     gates = torch.zeros(1, v_heads, dtype=torch.bfloat16)
     ops.fused_sigmoid_gating_delta_rule_update_cpu(
-        A_log=layer.A_log, dt_bias=layer.dt_bias, q=query, k=key, v=value, a=gates, b=gates,
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        q=query,
+        k=key,
+        v=value,
+        a=gates,
+        b=gates,
         initial_state_source=state.view(slots, heads, k_dim, v_dim),
         initial_state_indices=torch.tensor([block], dtype=torch.int32),
-        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32), use_qk_l2norm_in_kernel=True,
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        use_qk_l2norm_in_kernel=True,
     )
 
 
@@ -660,11 +845,17 @@ def write_mamba2_state(layer: Any, block: int, index: tuple[int, int, int]) -> N
     # dt such that softplus(dt + bias) is a number without zero bytes
     dt = torch.full((1, heads), 0.7, dtype=dtype)
     selective_state_update(
-        layer.kv_cache[1], x, dt[:, :, None].expand(-1, -1, head_dim),
-        layer.A[:, None, None].expand(-1, head_dim, d_state).to(torch.float32), b,
-        torch.zeros_like(b), layer.D[:, None].expand(-1, head_dim),
-        dt_bias=layer.dt_bias[:, None].expand(-1, head_dim), dt_softplus=True,
-        state_batch_indices=torch.tensor([block], dtype=torch.int32), out=torch.empty_like(x),
+        layer.kv_cache[1],
+        x,
+        dt[:, :, None].expand(-1, -1, head_dim),
+        layer.A[:, None, None].expand(-1, head_dim, d_state).to(torch.float32),
+        b,
+        torch.zeros_like(b),
+        layer.D[:, None].expand(-1, head_dim),
+        dt_bias=layer.dt_bias[:, None].expand(-1, head_dim),
+        dt_softplus=True,
+        state_batch_indices=torch.tensor([block], dtype=torch.int32),
+        out=torch.empty_like(x),
     )
 
 
@@ -700,32 +891,58 @@ def probe_states(name: str, layer: Any, storages: Storages, num_blocks: int) -> 
                 x[row, channel] = one_hot_value(conv.dtype)
                 write_conv(x, block)
                 storage, offset, nbytes = storages.locate()
-                expected = (conv.storage_offset() + block * conv.stride(0)
-                            + row * conv.stride(row_axis) + channel * conv.stride(channel_axis))
+                expected = (
+                    conv.storage_offset()
+                    + block * conv.stride(0)
+                    + row * conv.stride(row_axis)
+                    + channel * conv.stride(channel_axis)
+                )
                 if offset != expected * conv.element_size():
                     raise RuntimeError(f"{name}: conv row {row} channel {channel} at {offset}")
-                probes.append({"layer": name, "component": "conv", "block": block, "row": row,
-                               "channel": channel, "storage": storage, "byte_offset": offset,
-                               "nbytes": nbytes})
+                probes.append(
+                    {
+                        "layer": name,
+                        "component": "conv",
+                        "block": block,
+                        "row": row,
+                        "channel": channel,
+                        "storage": storage,
+                        "byte_offset": offset,
+                        "nbytes": nbytes,
+                    }
+                )
     axes = ["head", "k", "v"] if is_gdn(layer) else ["head", "head_dim", "state"]
     write_state = write_gdn_state if is_gdn(layer) else write_mamba2_state
     sizes = list(ssm.shape[1:])
     if is_gdn(layer):
         sizes[1:] = sizes[:0:-1]  # declared [head, v, k], written [head, k, v]
-    points = {(h, a, b) for h in (0, sizes[0] - 1) for a in (0, sizes[1] - 1)
-              for b in (0, sizes[2] - 1)} | {(0, 1, 2), (sizes[0] - 1, 3, 1)}
+    points = {
+        (h, a, b) for h in (0, sizes[0] - 1) for a in (0, sizes[1] - 1) for b in (0, sizes[2] - 1)
+    } | {(0, 1, 2), (sizes[0] - 1, 3, 1)}
     size = ssm.element_size()
     for index in sorted(points):
         storages.fill(0)
         write_state(layer, 2, index)
         storage, offset = nonzero_cover(storages, size)
-        expected = (ssm.storage_offset() + 2 * ssm.stride(0)
-                    + (index[0] * sizes[1] + index[1]) * sizes[2] + index[2])
+        expected = (
+            ssm.storage_offset()
+            + 2 * ssm.stride(0)
+            + (index[0] * sizes[1] + index[1]) * sizes[2]
+            + index[2]
+        )
         if offset != expected * size:
             raise RuntimeError(f"{name}: ssm {axes} {index} at {offset}, not {expected * size}")
-        probes.append({"layer": name, "component": "ssm", "block": 2,
-                       **dict(zip(axes, index, strict=True)), "storage": storage,
-                       "byte_offset": offset, "nbytes": size})
+        probes.append(
+            {
+                "layer": name,
+                "component": "ssm",
+                "block": 2,
+                **dict(zip(axes, index, strict=True)),
+                "storage": storage,
+                "byte_offset": offset,
+                "nbytes": size,
+            }
+        )
     return probes
 
 
@@ -749,13 +966,22 @@ def run_case(case: Case, out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         hf_config = write_model(case, Path(folder))
         llm = vllm.LLM(
-            model=folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True,
-            dtype=case.dtype, tensor_parallel_size=case.tp, pipeline_parallel_size=case.pp,
-            max_model_len=MAX_MODEL_LEN, max_num_seqs=2, num_gpu_blocks_override=NUM_BLOCKS,
-            kv_cache_memory_bytes=256 << 20, disable_log_stats=True,
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype=case.dtype,
+            tensor_parallel_size=case.tp,
+            pipeline_parallel_size=case.pp,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=2,
+            num_gpu_blocks_override=NUM_BLOCKS,
+            kv_cache_memory_bytes=256 << 20,
+            disable_log_stats=True,
             worker_extension_cls="capture_fixtures.CaptureExtension",
             kv_transfer_config={
-                "kv_connector": "RecordingConnector", "kv_role": "kv_both",
+                "kv_connector": "RecordingConnector",
+                "kv_role": "kv_both",
                 "kv_connector_module_path": "capture_fixtures",
             },
             **case.engine,
@@ -786,7 +1012,14 @@ def compact(value: Any, indent: int = 0, width: int = 110) -> str:
             return flat
         items = [f"{json.dumps(k)}: {compact(v, indent + 1)}" for k, v in value.items()]
         return "{\n" + pad + f",\n{pad}".join(items) + "\n" + " " * indent + "}"
-    return "[\n" + pad + f",\n{pad}".join(compact(v, indent + 1) for v in value) + "\n" + " " * indent + "]"
+    return (
+        "[\n"
+        + pad
+        + f",\n{pad}".join(compact(v, indent + 1) for v in value)
+        + "\n"
+        + " " * indent
+        + "]"
+    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -812,20 +1045,30 @@ def child_environment(case: Case) -> dict[str, str]:
 
 def spawn(case: Case, out: Path) -> tuple[bool, str]:
     """(whether it ended well, its output)."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", case.name, "--out", str(out)]
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--child",
+        case.name,
+        "--out",
+        str(out),
+    ]
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, env=child_environment(case), stdout=log,
-                                   stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env=child_environment(case),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             code = process.wait(CASE_DEADLINE_SECONDS)
         except subprocess.TimeoutExpired:
             code = -1
         finally:
             # the workers are in the child's session; nothing of it may outlive the case
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
         log.seek(0)
         return code == 0, log.read()
@@ -842,10 +1085,16 @@ def drive(cases: list[Case], out: Path) -> int:
         path = out / f"{case.name}.json"
         if case.expect_error is not None:
             expected = not done and case.expect_error in output
-            print(f"{'refused, as expected' if expected else 'EXPECTED A REFUSAL'} ({took})", flush=True)
+            print(
+                f"{'refused, as expected' if expected else 'EXPECTED A REFUSAL'} ({took})",
+                flush=True,
+            )
         else:
             expected = done
-            print(f"{path.stat().st_size / 1000:.1f} kB ({took})" if done else f"FAILED ({took})", flush=True)
+            print(
+                f"{path.stat().st_size / 1000:.1f} kB ({took})" if done else f"FAILED ({took})",
+                flush=True,
+            )
         if not expected:
             failures += 1
             print("\n".join("    " + line for line in output.splitlines()[-25:]), flush=True)
@@ -853,9 +1102,13 @@ def drive(cases: list[Case], out: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON files")
-    parser.add_argument("--only", action="append", metavar="NAME", help="run this case (repeatable)")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="run this case (repeatable)"
+    )
     parser.add_argument("--child", metavar="NAME", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     by_name = {case.name: case for case in CASES}

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden import NAMES, Golden, golden, ordinal
 
+from golden import NAMES, Golden, golden, ordinal
 from kvferry import Rank, bind, plan_pair
 from kvferry.layout import Part, Placement
 from kvferry.plan.report import synthetic_tables

@@ -108,3 +108,38 @@ def plan(
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(plan_page(result, speed))
         err.print(f"picture: {html}", highlight=False)
+
+
+@app.command()
+def verify(
+    pairs: Annotated[int, typer.Option(help="Random pairs of shapes to check.")] = 1000,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same pairs.")] = 1,
+    processes: Annotated[int, typer.Option(help="Processes that share the work.")] = 2,
+    replay: Annotated[int | None, typer.Option(help="Check this one pair of the seed.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare the planner with a brute-force oracle, byte for byte."""
+    from kvferry.cli.verify import run_sweep
+
+    raise typer.Exit(0 if run_sweep(pairs, seed, processes, replay, as_json) else 1)
+
+
+@bench.command("plan")
+def bench_plan(
+    as_json: Json = False,
+    html: Html = None,
+    quick: Annotated[bool, typer.Option(help="Fewer cases and repeats.")] = False,
+) -> None:
+    """Planning speed, beside vLLM's planner where it is installed."""
+    from kvferry.bench.plan import run
+    from kvferry.cli.bench import plan_bench_page, print_plan_bench
+
+    result = run(lambda line: err.print(line, style="dim", highlight=False), quick=quick)
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        print_plan_bench(Console(), result)
+    if html is not None:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(plan_bench_page(result))
+        err.print(f"plot: {html}", highlight=False)

@@ -29,13 +29,14 @@ def print_plan(console: Console, report: PlanReport, link_bytes_per_s: float | N
     console.print(f"  from  {report.src}", highlight=False)
     console.print(f"  to    {report.dst}\n", highlight=False)
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("source", "destination", "layers", "heads"):
+    for title in ("from", "to", "layers", "heads"):
         table.add_column(title)
-    for title in ("bytes", "share", "runs", "descriptors", "mean run"):
+    titles = ["bytes", "share", "runs", "copies", "mean run"]
+    for title in [*titles, "time"] if link_bytes_per_s else titles:
         table.add_column(title, justify="right")
     shown = sorted(report.edges, key=lambda e: -e.bytes)[:MOST_ROWS]
     for edge in sorted(shown, key=lambda e: (e.src, e.dst)):
-        table.add_row(*_row(edge, report.total_bytes))
+        table.add_row(*_row(edge, report.total_bytes, link_bytes_per_s))
     console.print(table)
     if len(shown) < len(report.edges):
         console.print(f"  ... and {len(report.edges) - len(shown)} smaller edges (see --html)")
@@ -44,13 +45,13 @@ def print_plan(console: Console, report: PlanReport, link_bytes_per_s: float | N
         console.print(line, highlight=False)
 
 
-def _row(edge: EdgeReport, total: int) -> list[str]:
+def _row(edge: EdgeReport, total: int, link_bytes_per_s: float | None) -> list[str]:
     layers = sorted({layer for share in edge.shares for layer in share.layers})
-    heads = {f"{s.units[0]}-{s.units[1] - 1}" for s in edge.shares}
-    return [
+    heads = {_range(s.units[0], s.units[1] - 1) for s in edge.shares}
+    cells = [
         f"pp{edge.src.pp} tp{edge.src.tp}",
         f"pp{edge.dst.pp} tp{edge.dst.tp}",
-        f"{layers[0]}-{layers[-1]}",
+        _range(layers[0], layers[-1]),
         heads.pop() if len(heads) == 1 else "several",
         show_bytes(edge.bytes),
         f"{edge.bytes / total:.1%}" if total else "",
@@ -58,6 +59,11 @@ def _row(edge: EdgeReport, total: int) -> list[str]:
         f"{edge.descriptors:,}",
         show_bytes(edge.mean_run_bytes),
     ]
+    return [*cells, show_seconds(edge.bytes / link_bytes_per_s)] if link_bytes_per_s else cells
+
+
+def _range(first: int, last: int) -> str:
+    return f"{first}-{last}" if last > first else str(first)
 
 
 def _summary(report: PlanReport, link_bytes_per_s: float | None) -> list[str]:

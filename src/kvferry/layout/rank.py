@@ -65,16 +65,33 @@ class Part:
     page_slack: int  # bytes after a page that belong to nobody
     interior: str
     placements: tuple[Placement, ...]
+    # bytes from the first placement to each other one, where the same for all layers; else None
+    shifts: tuple[int | None, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        shifts = tuple(_constant_shift(self.placements[0], p) for p in self.placements)
+        object.__setattr__(self, "shifts", shifts)
 
     @property
     def is_opaque(self) -> bool:
         return self.placements[0].component == OPAQUE
 
-    def placement(self, component: str) -> Placement:
-        for placement in self.placements:
+    def index(self, component: str) -> int:
+        for index, placement in enumerate(self.placements):
             if placement.component == component:
-                return placement
+                return index
         raise DescriptionError(f"group {self.group!r} places no component {component!r}")
+
+    def placement(self, component: str) -> Placement:
+        return self.placements[self.index(component)]
+
+
+def _constant_shift(origin: Placement, other: Placement) -> int | None:
+    if other is origin:
+        return 0
+    shifts = other.offsets - origin.offsets
+    together = (origin.regions == other.regions) & (shifts == shifts[0])
+    return int(shifts[0]) if together.all() else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,7 +164,7 @@ class _Builder:
         )
 
     def _shared_page(self, arranged: list[tuple[int, Group, Any, tuple[Inside, ...]]]) -> int:
-        pages = []
+        pages, walks = [], set()
         for _, group, _, insides in arranged:
             if len(insides) != 1:
                 raise DescriptionError(
@@ -156,7 +173,20 @@ class _Builder:
                 )
             _, kernel = self.shape.entries(group)
             pages.append(self._page_bytes(insides[0], kernel) * self._ratio(group))
+            walks.add(self._walk(group, insides[0]))
+        if len(walks) > 1:
+            raise DescriptionError(
+                f"order {self.shape.order} keeps heads outside blocks, and the groups "
+                f"{[group.name for _, group, _, _ in arranged]} do not have the same: blocks of "
+                "one would overlay parts of several of another; choose an order that begins "
+                "with LB or BL"
+            )
         return _round_up(max(pages, default=1), self.shape.page_align)
+
+    def _walk(self, group: Group, inside: Inside) -> tuple[str, int]:
+        """How the blocks of one array lie: axes outside of them, and heads among these."""
+        outer = self._grid(group, inside).partition("B")[0]
+        return outer, inside.units if "H" in outer else 1
 
     def _ratio(self, group: Group) -> int:
         block, kernel = self.shape.entries(group)
@@ -304,13 +334,16 @@ def place_component(
             f"group {group.name!r}: interior {shape.interior_for(group)!r} tiles its slots, and "
             f"cannot also be split into kernel blocks of {kernel} entries"
         )
+    slot = place.slot_stride or slot_stride
+    if kernel == 1 < block:  # with one slot in a tile, slots are as far apart as tiles
+        slot = kernel_block_stride
     return Placement(
         component=place.component,
         units=held_units(group, shape, rank, place.component),
         block_stride=kernel_block_stride * (block // kernel),
         tile_slots=place.tile_slots or kernel,
         tile_stride=place.tile_stride or kernel_block_stride,
-        slot_stride=place.slot_stride or slot_stride,
+        slot_stride=slot,
         unit_stride=place.unit_stride or unit_stride,
         dim_sizes=place.dim_sizes,
         dim_strides=place.dim_strides,

@@ -218,8 +218,8 @@ def _span(plan: EdgePlan, piece: Piece, range_: Moved) -> Span:
     if not piece.opaque:
         return range_.range
     group = plan.groups[piece.group]
-    if group.is_state:
-        return range_.range
+    if group.is_state or group.residency.kind == "ring":
+        return Span(0, 1)
     block, _ = plan.dst_shape.entries(group)
     per_block = block * plan.dst_shape.dcp_for(group)
     if range_.range.size <= 0:
@@ -257,7 +257,7 @@ class Binder:
         ]
 
     def _note_written(self, side: Side, ids: Ints) -> None:
-        """Remember a table's widest set of blocks: groups of one table write other bytes of them."""
+        """Remember the most blocks a table has: its groups write different bytes of them."""
         tables = self._written.setdefault(side.pool, {})
         if side.table not in tables or len(ids) > len(tables[side.table]):
             tables[side.table] = ids

@@ -30,11 +30,20 @@ def require_exact_cover(
 ) -> None:
     """Refuse edges that leave out or repeat anything that some destination rank holds."""
     counts: dict[tuple[Rank, str, str], tuple[Ints, Ints, Ints]] = {}
+    boundaries = {
+        (g.name, c.name): _boundaries(g, c, src) | _boundaries(g, c, dst)
+        for g in model.groups
+        for c in g.components
+    }
     for rank in dst.ranks:
         for group in model.groups:
             layers = np.asarray(dst.layers(model, group, rank.pp), dtype=np.int64)
             for component in group.components if len(layers) else ():
-                cuts = _cuts(group, component, src, dst, rank)
+                held = dst.units(group, component, rank.tp)
+                inside = boundaries[group.name, component.name]
+                cuts = np.asarray(
+                    sorted(e for e in inside if held.start <= e <= held.stop), dtype=np.int64
+                )
                 shape = (len(layers), len(cuts) - 1, src.dcp_for(group))
                 counts[rank, group.name, component.name] = (
                     layers,
@@ -62,15 +71,9 @@ def require_exact_cover(
             )
 
 
-def _cuts(
-    group: Group, component: Component, src: EngineShape, dst: EngineShape, rank: Rank
-) -> Ints:
-    """Boundaries of units inside what a rank holds."""
-    held = dst.units(group, component, rank.tp)
-    edges = {e for r in range(src.tp) for e in src.units(group, component, r)}
-    edges |= {e for r in range(dst.tp) for e in dst.units(group, component, r)}
-    inside = sorted({e for e in edges if held.start <= e <= held.stop} | {*held})
-    return np.asarray(inside, dtype=np.int64)
+def _boundaries(group: Group, component: Component, shape: EngineShape) -> set[int]:
+    """Where the units of some rank begin or end."""
+    return {edge for r in range(shape.tp) for edge in shape.units(group, component, r)}
 
 
 def _expected(group: Group, src: EngineShape, dst: EngineShape, rank: Rank) -> Ints:
@@ -158,22 +161,22 @@ def _gaps(group: Group, dst: EngineShape, paging: Paging, range_: Moved, tokens:
         return []
     capacity = paging.block_entries
     if paging.ring:
-        return _ring_gaps(range_.range, capacity)
+        return _ring_gaps(paging, range_.range)
     blocks = -(-tokens // (dst.block_tokens(group) * paging.context))
     tail = Span(paging.local_count(range_.range.stop), blocks * capacity)
     gaps = [tail] if tail.size > 0 else []
     if range_.lacks_head:
-        first = paging.local_count(range_.wanted // paging.span * paging.span)
+        # from `wanted` on: what lies before it in the same block, the destination already has
+        first = paging.local_count(range_.wanted)
         head = Span(first, paging.local_count(range_.range.start))
         gaps += [head] if head.size > 0 else []
     return gaps
 
 
-def _ring_gaps(held: Span, capacity: int) -> list[Span]:
-    """The free slots of a ring, which may lie on both sides of what it holds."""
-    if held.size >= capacity:
-        return []
-    start, stop = held.start % capacity, (held.stop - 1) % capacity + 1
-    if start < stop:
-        return [s for s in (Span(0, start), Span(stop, capacity)) if s.size]
-    return [Span(stop, start)] if start > stop else []
+def _ring_gaps(paging: Paging, held: Span) -> list[Span]:
+    """The free slots of a ring: on both sides of what it holds, and between with dcp."""
+    positions = np.arange(held.start, held.stop, dtype=np.int64)
+    free = np.ones(paging.block_entries, dtype=np.int64)
+    free[paging.local(positions[paging.holds(positions)])] = 0
+    edges = np.flatnonzero(np.diff(free, prepend=0, append=0))
+    return [Span(int(a), int(b)) for a, b in edges.reshape(-1, 2)]

@@ -201,7 +201,7 @@ def _layer_stride(side: Side) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EdgePlan:
-    """Which bytes of rank `src` go where in rank `dst`, for any request. See `kvferry.plan.bind`."""
+    """Which bytes of rank `src` go where in rank `dst`, for any request; `bind` it to one."""
 
     src: Rank
     dst: Rank
@@ -266,40 +266,53 @@ def plan_edge(model: CacheModel, edge: Edge, src: RankLayout, dst: RankLayout) -
 def _pieces(
     group: Group, share: Share, a: Part, b: Part, src: RankLayout, dst: RankLayout
 ) -> list[Piece]:
-    layers = np.intersect1d(share.layers, a.layers, assume_unique=True)
-    layers = np.intersect1d(layers, b.layers, assume_unique=True)
+    layers = _held(b.layers, _held(a.layers, share.layers))
     if len(layers) == 0:
         return []
-    a_rows, b_rows = np.searchsorted(a.layers, layers), np.searchsorted(b.layers, layers)
+    a_rows, b_rows = a.layers.searchsorted(layers), b.layers.searchsorted(layers)
     opaque = a.is_opaque or b.is_opaque
     if opaque:
+        if group.components[0].name not in share.components:
+            return []  # the page moves whole, once: with its first component
         _require_identical_pages(group, share, a, b, src, dst)
-    names = (OPAQUE,) if opaque else share.components
-    pieces: dict[tuple[Any, ...], tuple[Side, Side, list[Slab]]] = {}
-    for name in names:
-        pa, pb = a.placement(name), b.placement(name)
-        a_side = _side(group, a, pa, a_rows, src, opaque)
-        b_side = _side(group, b, pb, b_rows, dst, opaque)
-        key = (_side_key(a_side), _side_key(b_side))
-        made = pieces.setdefault(key, (a_side, b_side, []))
-        a_shift = int(pa.offsets[a_rows[0]] - made[0].offsets[0])
-        b_shift = int(pb.offsets[b_rows[0]] - made[1].offsets[0])
-        made[2].append(_slab(group, share.units, a, pa, pb, a_shift, b_shift, opaque))
-    return [Piece(group.name, opaque, a, b, tuple(slabs)) for a, b, slabs in pieces.values()]
+    # components that lie at constant distances on both sides go into one piece
+    made: dict[tuple[object, ...], tuple[Side, Side, list[Slab]]] = {}
+    for name in (OPAQUE,) if opaque else share.components:
+        i, j = a.index(name), b.index(name)
+        key = (*_array_key(a, i), *_array_key(b, j))
+        if key not in made:
+            sides = _side(group, a, i, a_rows, src, opaque), _side(group, b, j, b_rows, dst, opaque)
+            made[key] = (*sides, [])
+        made[key][2].append(_slab(group, share.units, a, i, b, j, opaque))
+    return [Piece(group.name, opaque, x, y, tuple(slabs)) for x, y, slabs in made.values()]
 
 
-def _side(
-    group: Group, part: Part, placement: Placement, rows: Ints, rank: RankLayout, opaque: bool
-) -> Side:
-    tiles = part.block_entries // placement.tile_slots
-    even = tiles == 1 or placement.tile_stride == placement.tile_slots * placement.slot_stride
-    paging = paging_for(group, rank.shape, rank.rank.tp, 1 if even else placement.tile_slots)
+def _held(held: Ints, wanted: Ints) -> Ints:
+    """The wanted layers that are held; both ascending."""
+    found = held.take(held.searchsorted(wanted), mode="clip") == wanted
+    return wanted if found.all() else wanted[found]
+
+
+def _array_key(part: Part, index: int) -> tuple[object, ...]:
+    """Equal for components of a part whose pages have one origin and one set of outer strides."""
+    p = part.placements[index]
+    origin = 0 if part.shifts[index] is not None else index
+    return (origin, p.block_stride, p.tile_slots, p.tile_stride, _tile(part, p))
+
+
+def _tile(part: Part, placement: Placement) -> int:
+    """Slots in a tile, or 1 where tiles follow each other so evenly that they do not matter."""
+    even = placement.tile_stride == placement.tile_slots * placement.slot_stride
+    return 1 if even or part.block_entries == placement.tile_slots else placement.tile_slots
+
+
+def _side(group: Group, part: Part, index: int, rows: Ints, rank: RankLayout, opaque: bool) -> Side:
+    placement = part.placements[index]
+    origin = part.placements[0] if part.shifts[index] is not None else placement
     if opaque:  # the unit of movement is a block: one entry in a block of one
         paging = Paging(1)
-    page = part.placements[0]  # every interior begins with its first component
-    shifts = placement.offsets[rows] - page.offsets[rows]
-    together = (page.regions[rows] == placement.regions[rows]) & (shifts == shifts[0])
-    origin = page if together.all() else placement
+    else:
+        paging = paging_for(group, rank.shape, rank.rank.tp, _tile(part, placement))
     return Side(
         table=part.table,
         pool=part.pool,
@@ -315,30 +328,11 @@ def _side(
     )
 
 
-def _side_key(side: Side) -> tuple[Any, ...]:
-    """Components with equal keys on both sides differ by constants and go into one piece."""
-    return (
-        side.paging,
-        side.block_stride,
-        side.tile_stride,
-        side.regions.tobytes(),
-        side.offsets.tobytes(),
-    )
-
-
-def _slab(
-    group: Group,
-    units: Span,
-    a: Part,
-    pa: Placement,
-    pb: Placement,
-    a_shift: int,
-    b_shift: int,
-    opaque: bool,
-) -> Slab:
+def _slab(group: Group, units: Span, a: Part, i: int, b: Part, j: int, opaque: bool) -> Slab:
+    pa, pb = a.placements[i], b.placements[j]
+    a_shift, b_shift = a.shifts[i] or 0, b.shifts[j] or 0
     if opaque:
         return Slab(a_shift, b_shift, a.page_bytes, (), 0, 0)
-    component = group.component(pa.component)
     axes = [Axis(units.size, pa.unit_stride, pb.unit_stride)]
     axes += refine(
         list(zip(pa.dim_sizes, pa.dim_strides, strict=True)),
@@ -347,7 +341,7 @@ def _slab(
     return Slab(
         src_offset=a_shift + (units.start - pa.units.start) * pa.unit_stride,
         dst_offset=b_shift + (units.start - pb.units.start) * pb.unit_stride,
-        element_bytes=component.element_bytes,
+        element_bytes=group.component(pa.component).element_bytes,
         axes=tuple(axes),
         src_slot=pa.slot_stride,
         dst_slot=pb.slot_stride,
@@ -358,13 +352,17 @@ def _require_identical_pages(
     group: Group, share: Share, a: Part, b: Part, src: RankLayout, dst: RankLayout
 ) -> None:
     def page(part: Part, rank: RankLayout) -> dict[str, object]:
-        shape = rank.shape
+        shape, dcp = rank.shape, rank.shape.dcp_for(group)
+        heads = tuple(tuple(shape.units(group, c, rank.rank.tp)) for c in group.components)
+        orders_heads = max(stop - start for start, stop in heads) > 1
         return {
             "interior": part.interior,
             "page bytes": part.page_bytes,
             "block tokens": shape.block_tokens(group),
-            "heads": tuple(part.placements[0].units),
-            "dcp": (shape.dcp_for(group), rank.rank.tp % shape.dcp_for(group), shape.interleave),
+            "kernel block entries": shape.entries(group)[1],
+            "heads": heads,
+            "order": shape.order.replace("L", "").replace("B", "") if orders_heads else "",
+            "dcp": (dcp, rank.rank.tp % dcp, shape.interleave) if dcp > 1 else 1,
         }
 
     ours, theirs = page(a, src), page(b, dst)

@@ -138,7 +138,9 @@ def moved(
         )
     per = group.tokens_per_entry
     stop = -(-tokens // per) if group.partial_entries else tokens // per
-    return Moved(Span(min(start // per, stop), stop), wanted // per)
+    # where no token moves, neither does the entry that the last one is only a part of
+    first = stop if start == tokens else min(start // per, stop)
+    return Moved(Span(first, stop), wanted // per if start > wanted else first)
 
 
 def _block_floor(group: Group, shape: EngineShape, token: int) -> int:
@@ -234,7 +236,7 @@ def _between(steps: list[int], span: Span) -> tuple[Ints, Ints]:
 
 
 def _distinct(values: Ints) -> tuple[Ints, Ints]:
-    """np.unique with inverse, without the sort when one length dominates (it nearly always does)."""
+    """np.unique with inverse, without the sort where all values are equal, as they often are."""
     if len(values) == 0 or bool((values == values[0]).all()):
         return values[:1].copy(), np.zeros(len(values), dtype=np.int64)
     distinct, kinds = np.unique(values, return_inverse=True)

@@ -121,12 +121,16 @@ class Engine:
     def needed_from(self, group: GroupDict, tokens: int) -> int:
         """First position that the next token, itself included, looks at."""
         kind, span = group["residency"]["kind"], group["residency"]["span"]
-        looks = {
-            "window": lambda p: tokens - p < span,
-            "chunk": lambda p: tokens // span == p // span,
-            "ring": lambda p: tokens - p <= span,
-        }.get(kind, lambda p: True)
-        return next(p for p in range(tokens + 1) if looks(p))
+        for position in range(tokens):
+            behind = tokens - position
+            if (
+                kind in ("full", "state")
+                or (kind == "window" and behind < span)
+                or (kind == "ring" and behind <= span)
+                or (kind == "chunk" and tokens // span == position // span)
+            ):
+                return position
+        return tokens
 
     def kept(self, group: GroupDict, tokens: int) -> set[int]:
         """Tokens of a request that are in blocks which the engine keeps."""

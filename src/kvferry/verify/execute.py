@@ -114,7 +114,7 @@ class Memory:
         for rank, layout in self.layouts.items():
             sizes = [region.bytes for region in layout.regions]
             if sizes != [len(a) for a in images[rank]]:
-                raise Mismatch(
+                raise MismatchError(
                     f"rank {tuple(rank)} has regions of {sizes} bytes, the oracle "
                     f"{[len(a) for a in images[rank]]}"
                 )
@@ -136,10 +136,11 @@ class Memory:
         """Index of every byte of these ranges in the array of `fill`."""
         ends = np.cumsum(lengths)
         steps = np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
-        return steps + np.repeat(addresses - self.first - (ends - lengths), lengths)
+        steps += np.repeat(addresses - self.first - (ends - lengths), lengths)
+        return steps
 
 
-class Mismatch(Exception):
+class MismatchError(Exception):
     """The product and the oracle disagree, or the product disagrees with itself."""
 
 
@@ -154,7 +155,7 @@ class Product:
         self.pair = self._plan_side(False)
         theirs = self._plan_side(True)
         if _edges(self.pair) != _edges(theirs):
-            raise Mismatch("the two sides find different edges")
+            raise MismatchError("the two sides find different edges")
         model, side = self.case["model"], self.case
         self.dst_model = build_model(model, side["dst"])
         src, dst = self._layouts(), self._layouts()
@@ -164,7 +165,7 @@ class Product:
             plan = self.pair.plan(mine, src["src"][mine.src], src["dst"][mine.dst])
             again = theirs.plan(other, dst["src"][mine.src], dst["dst"][mine.dst])
             if plan.digest() != again.digest():
-                raise Mismatch(f"the two sides plan {mine.src} -> {mine.dst} differently")
+                raise MismatchError(f"the two sides plan {mine.src} -> {mine.dst} differently")
             self.plans.append(plan)
         self._tables = {
             n: [np.asarray(side[n]["tables"][g.name]) for g in build_model(model, side[n]).groups]
@@ -214,7 +215,7 @@ class Product:
             ):
                 stray = memory.stray(addresses, copies.length, rank)
                 if stray is not None:
-                    raise Mismatch(
+                    raise MismatchError(
                         f"copy {stray} of {plan.src} -> {plan.dst} {name} outside a region"
                     )
             made.append(copies)
@@ -246,22 +247,22 @@ def _edges(pair: PairPlan) -> list[object]:
 def require_same_copies(bound: Bound, copies: Copies) -> None:
     """Slices and strided batches must say what the copies say, and the counts must be true."""
     if (bound.descriptors, bound.bytes) != (len(copies), int(copies.length.sum())):
-        raise Mismatch(f"says {bound.descriptors} copies of {bound.bytes} bytes: not what it gives")
+        raise MismatchError("the counts of copies and bytes are not those of the copies")
     most = max(1, len(copies) // 3)
     sliced = [np.concatenate([[0], *parts]) for parts in _sliced(bound, most)]
     strided = [np.concatenate([[0], *parts]) for parts in _strided(bound)]
     for index, expected in enumerate((copies.src, copies.dst, copies.length)):
         if not np.array_equal(sliced[index][1:], expected):
-            raise Mismatch(f"slices of {most} differ from the copies")
+            raise MismatchError(f"slices of {most} differ from the copies")
         if not np.array_equal(strided[index][1:], expected):
-            raise Mismatch("strided batches differ from the copies")
+            raise MismatchError("strided batches differ from the copies")
 
 
 def _sliced(bound: Bound, most: int) -> list[list[Ints]]:
     parts: list[list[Ints]] = [[], [], []]
     for piece in bound.slices(most):
         if len(piece) > most:
-            raise Mismatch(f"a slice of at most {most} copies has {len(piece)}")
+            raise MismatchError(f"a slice of at most {most} copies has {len(piece)}")
         for into, array in zip(parts, (piece.src, piece.dst, piece.length), strict=True):
             into.append(array.copy())
     return parts

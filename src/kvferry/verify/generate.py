@@ -18,6 +18,7 @@ SLOTS_OUTSIDE = ("LBNHC", "BLNHC")
 NON_DIVIDING_TP = ((2, 3), (2, 3), (3, 4), (3, 4), (4, 6), (2, 5), (3, 5), (3, 8), (6, 4))
 DIVIDING_TP = ((1, 1), (1, 2), (2, 2), (2, 2), (2, 4), (1, 4), (4, 4), (3, 6), (2, 8), (1, 3))
 UNRELATED_BLOCKS = ((4, 6), (4, 6), (2, 3), (3, 5), (8, 12), (9, 6), (10, 4), (16, 24), (48, 32))
+TILED_BLOCKS = ((16, 48), (32, 48), (16, 24), (16, 16), (32, 16), (16, 12))  # for tiles of 16
 RELATED_BLOCKS = (
     (4, 4),
     (8, 8),
@@ -63,8 +64,10 @@ class _Generator:
         blocks = self._either_way(
             UNRELATED_BLOCKS if self.chance(UNRELATED_SHARE) else RELATED_BLOCKS
         )
+        if kind == "amx":
+            blocks = self._either_way(TILED_BLOCKS)
         sides = [self._side(kind, model, *choice) for choice in zip(tp, pp, blocks, strict=True)]
-        if kind == "opaque" and self.chance(0.9):
+        if kind == "opaque" and self.chance(0.95):
             self._make_alike(sides[0], sides[1])
         if kind == "draft" and self.chance(0.2):
             rng.choice(sides)["absent_roles"] = ["draft"]
@@ -95,11 +98,10 @@ class _Generator:
         careless = self.chance(CARELESS_SHARE)
         order = rng.choice(ORDERS)
         heads = max(c["units"] for g in groups for c in g["components"])
-        if heads > 1 and order in HEADS_OUTSIDE and not careless:
-            if any(set(interiors(kind, g)) <= {"opaque", "nvfp4"} for g in groups):
-                order = rng.choice(("LBHNC", "BLNHC"))
+        if heads > 1 and kind in ("opaque", "nvfp4") and not careless:
+            order = rng.choice(("LBHNC", "LBNHC", "BLHNC", "BLNHC"))
         bare = careless or heads == 1 or order not in HEADS_OUTSIDE
-        overlay = len(groups) > 1 and bare and self.chance(0.4)
+        overlay = len(groups) > 1 and self.chance(0.4 if bare else 0.08)
         kernel, align = 0, 1
         if order.startswith("LB") and not overlay and self.chance(0.45):
             kernel = rng.choice([d for d in range(1, block + 1) if block % d == 0])
@@ -163,12 +165,14 @@ class _Generator:
         return sizes
 
     def _interior(self, kind: str, group: GroupDict, shape: ShapeDict, careless: bool) -> str:
-        choices = list(interiors(kind, group))
+        choices = interiors(kind, group)
+        if not careless and (shape["block_size"] % 16 or shape["kernel_block_size"]):
+            choices = [c for c in choices if c != "cpu_amx"]
         many = max(c["units"] for c in group["components"]) > 1
         if not careless and many and shape["order"] in HEADS_OUTSIDE:
             choices = [c for c in choices if c not in ("planes", "nvfp4")] or choices
         if not careless and many and shape["order"] in SLOTS_OUTSIDE:
-            choices = [c for c in choices if c != "cpu"]
+            choices = [c for c in choices if not c.startswith("cpu")]
         if not careless and shape["overlay"]:
             choices = [c for c in choices if c != "split"]
         return self.rng.choice(choices)
@@ -193,13 +197,21 @@ class _Generator:
 
     def _make_alike(self, src: SideDict, dst: SideDict) -> None:
         """Opaque pages move only between ranks that have them alike."""
-        for name in ("tp", "dcp", "interleave", "block_size", "block_size_of", "order", "interior",
-                     "interior_of", "kernel_block_size"):  # fmt: skip
-            dst["shape"][name] = src["shape"][name]  # type: ignore[literal-required]
-        if self.chance(0.5):
-            dst["shape"]["page_align"] = src["shape"]["page_align"]
-        if src["shape"]["kernel_block_size"]:
-            dst["shape"]["page_align"], dst["shape"]["overlay"] = 1, False
+        own = dst["shape"]
+        shape: ShapeDict = {**src["shape"], "pp": own["pp"], "stages": own["stages"]}
+        if not shape["kernel_block_size"] and shape["order"] not in HEADS_OUTSIDE:
+            shape["page_align"], shape["overlay"] = own["page_align"], own["overlay"]
+        shape["full_residency"] = own["full_residency"]
+        match self.rng.choice(("order", "kernel", "block", "tp", *[""] * 9)):  # or almost alike
+            case "order":
+                shape["order"] = self.rng.choice(("LBHNC", "LBNHC"))
+            case "kernel" if shape["order"].startswith("LB"):
+                shape["kernel_block_size"] = shape["block_size"]
+            case "block":
+                shape["block_size"] *= 2
+            case "tp":
+                shape["tp"] = 2 * shape["dcp"]
+        dst["shape"] = shape
 
     # the request
 
@@ -253,7 +265,7 @@ class _Generator:
         return [i for run in runs for i in (reversed(run) if up else run)]
 
     def _break(self, case: CaseDict) -> None:
-        """Break a table of a group that moves all its blocks; the oracle says whether it matters."""
+        """Break a table of a group that keeps all its blocks; the oracle says if it matters."""
         name = self.rng.choice([g["name"] for g in case["model"]["groups"]])
         group = next(g for g in case["model"]["groups"] if g["name"] == name)
         side = self.rng.choice((case["src"], case["dst"]))
@@ -286,36 +298,3 @@ def _copies(engine: Engine, group: GroupDict, dcp: int) -> bool:
         if len(found) < c["units"] * dcp:
             return False
     return True
-
-
-def features(case: CaseDict) -> tuple[str, ...]:
-    """What a case has, for the mix."""
-    src, dst, groups = case["src"]["shape"], case["dst"]["shape"], case["model"]["groups"]
-    both = (src, dst)
-
-    def unrelated(a: int, b: int) -> bool:
-        return max(a, b) % min(a, b) != 0
-
-    split = [c["units"] for g in groups for c in g["components"] if c["sharding"] == "split"]
-    found = {
-        "non_dividing_tp": unrelated(src["tp"], dst["tp"]),
-        "different_order": src["order"] != dst["order"],
-        "unrelated_blocks": unrelated(src["block_size"], dst["block_size"]),
-        "pp_both": min(src["pp"], dst["pp"]) > 1,
-        "uneven_stages": any(len(set(s["stages"])) > 1 for s in both),
-        "dcp": any(s["dcp"] > 1 for s in both),
-        "dcp_both": all(s["dcp"] > 1 for s in both),
-        "kernel_blocks": any(s["kernel_block_size"] not in (0, s["block_size"]) for s in both),
-        "overlay": any(s["overlay"] for s in both),
-        "padding": any(s["page_align"] > 1 for s in both),
-        "different_interior": (src["interior"], src["interior_of"])
-        != (dst["interior"], dst["interior_of"]),
-        "replicated_both": any(units < min(src["tp"], dst["tp"]) for units in split),
-        "role_tp": any(s["role_tp"] for s in both),
-        "one_sided_role": any(case[n]["absent_roles"] for n in ("src", "dst")),  # type: ignore[literal-required]
-        "full_residency": any(s["full_residency"] for s in both),
-        "skip": case["skip"] > 0,
-        "fault": bool(case["fault"]),
-        f"model_{case['kind']}": True,
-    }
-    return tuple(name for name, is_so in found.items() if is_so)

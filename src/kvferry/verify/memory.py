@@ -22,7 +22,7 @@ from kvferry.verify.engine import Engine, Ints, Worker
 NOBODY = -1  # in a map: padding
 
 
-class Unplaceable(Exception):
+class UnplaceableError(Exception):
     """The shape asks for an arrangement that does not exist; the product must refuse it too."""
 
 
@@ -37,7 +37,8 @@ class Sheet(NamedTuple):
         return set(self.axes[:2]) == {"L", "B"}
 
     def page_bytes(self, blocks: int) -> int:
-        return self.numbers.size // (self.numbers.shape[self.axes.index("L")] * blocks)
+        layers: int = self.numbers.shape[self.axes.index("L")]
+        return self.numbers.size // (layers * blocks)
 
 
 class View(NamedTuple):
@@ -98,12 +99,12 @@ class Memory:
         if not present:
             return []
         if any(len(s) > 1 for s in sheets.values()):
-            raise Unplaceable("several arrays cannot share a storage")
+            raise UnplaceableError("several arrays cannot share a storage")
         page = _up(max(s[0].page_bytes(blocks) for s in sheets.values()), align)
         layers = max(self.extent(g, worker)[0] for g in present)
         views = [_settle(g["name"], sheets[g["name"]][0], blocks, page, layers) for g in present]
         if any(not np.array_equal(v.blocks, views[0].blocks) for v in views):
-            raise Unplaceable("blocks of different ids share bytes")
+            raise UnplaceableError("blocks of different ids share bytes")
         return [views]
 
     def _arrange(self, group: GroupDict, worker: Worker) -> list[Sheet]:
@@ -117,21 +118,31 @@ class Memory:
             if interior == "joined":
                 cells = [np.concatenate(cells, axis=-1)]
             return [_ordered("LBNHC", cell, order) for cell in cells]
-        if interior == "cpu":
-            k, v = parts
-            heads = [k.transpose(0, 1, 3, 4, 2, 5), v.transpose(0, 1, 3, 2, 4, 5)]
+        if interior in ("cpu", "cpu_amx"):
+            heads = _cpu(*parts) if interior == "cpu" else self._amx(group, *parts)
             head = np.concatenate([a.reshape(*a.shape[:3], -1) for a in heads], axis=-1)
             if head.shape[2] > 1 and order.index("N") < order.index("H"):
-                raise Unplaceable("the page keeps slots inside heads")
+                raise UnplaceableError("the page keeps slots inside heads")
             return [_ordered("LBHC", head, order)]
         if interior == "state":
             return [_ordered("LBC", self._state(group, parts), order)]
         if order[:2] not in ("LB", "BL") and max(a.shape[3] for a in parts) > 1:
-            raise Unplaceable("the page keeps its heads together")
+            raise UnplaceableError("the page keeps its heads together")
         if order.index("H") < order.index("N"):
             parts = [a.swapaxes(2, 3) for a in parts]
         planes = [a.reshape(*a.shape[:2], -1) for a in parts]
         return [_ordered("LBC", np.concatenate(planes, axis=-1), order)]
+
+    def _amx(self, group: GroupDict, k: Ints, v: Ints) -> list[Ints]:
+        """K in tiles of 16 slots, [dim/2][slot][2]; V in tiles of 16 dims, [slot/2][dim][2]."""
+        if self.engine.kernel_entries(group) != self.engine.block_entries(group):
+            raise UnplaceableError("tiles inside kernel blocks")
+        layers, blocks, slots, units, dims, size = k.shape
+        if slots % 16 or dims % 16 or v.shape[4] % 16:
+            raise UnplaceableError("tiles of 16 do not fit")
+        tiles = k.reshape(layers, blocks, slots // 16, 16, units, dims // 2, 2, size)
+        pairs = v.reshape(layers, blocks, slots // 2, 2, units, v.shape[4] // 16, 16, size)
+        return [tiles.transpose(0, 1, 4, 2, 5, 3, 6, 7), pairs.transpose(0, 1, 4, 5, 2, 6, 3, 7)]
 
     def _state(self, group: GroupDict, parts: list[Ints]) -> Ints:
         sections, rest = [], []
@@ -150,6 +161,11 @@ class Memory:
         return np.concatenate(rest, axis=-1)
 
 
+def _cpu(k: Ints, v: Ints) -> list[Ints]:
+    """Per head, K as [dim][slot] and V as [slot][dim]."""
+    return [k.transpose(0, 1, 3, 4, 2, 5), v.transpose(0, 1, 3, 2, 4, 5)]
+
+
 def _ordered(axes: str, array: Ints, order: str) -> Sheet:
     """Transpose to the engine's order; a single head takes no part in it."""
     if "H" in axes and array.shape[axes.index("H")] == 1:
@@ -165,7 +181,7 @@ def _settle(group: str, sheet: Sheet, blocks: int, page: int, layers: int = 0) -
     if page != sheet.page_bytes(blocks):
         ratio = numbers.shape[axes.index("B")] // blocks
         if not sheet.paged or ratio > 1:
-            raise Unplaceable("a page that is not in one piece cannot be padded")
+            raise UnplaceableError("a page that is not in one piece cannot be padded")
         numbers = numbers.reshape(*numbers.shape[:2], -1)
         short = page - numbers.shape[2]
         numbers = np.pad(numbers, ((0, 0), (0, 0), (0, short)), constant_values=NOBODY)

@@ -51,6 +51,8 @@ def group(
 
 def _kv(rng: Random, heads: int) -> list[ComponentDict]:
     k = component(rng, "k", heads)
+    if rng.random() < 0.1:  # content of two axes
+        k["dims"] = [2, -(-k["dims"][0] // 2)]
     v: ComponentDict = {**k, "name": "v"}
     if rng.random() < 0.2:  # V of another size, as in MLA without absorption
         v = component(rng, "v", heads)
@@ -103,9 +105,15 @@ def _sliding(rng: Random) -> list[GroupDict]:
     heads = shared if rng.random() < 0.7 else rng.choice(HEADS)
     cut = rng.random() < 0.5
     span = rng.choice((1, 2, 4, 5, 8, 13, 16, 24))
+    parts, others = _kv(rng, shared), _kv(rng, heads)
+    if rng.random() < 0.4:  # pages of equal size, of as many or half as many heads
+        others = [{**c} for c in parts]
+        if shared % 2 == 0 and rng.random() < 0.3:
+            for c in others:
+                c["units"], c["dims"] = c["units"] // 2, [*c["dims"][:-1], c["dims"][-1] * 2]
     return [
-        group("full", full, _kv(rng, shared)),
-        group("window", window, _kv(rng, heads), "window", span, context_parallel=cut),
+        group("full", full, parts),
+        group("window", window, others, "window", span, context_parallel=cut),
     ]
 
 
@@ -169,6 +177,13 @@ def _gated_delta_net(rng: Random) -> list[GroupDict]:
     return _hybrid(rng, state)  # type: ignore[arg-type]
 
 
+def _amx(rng: Random) -> list[GroupDict]:
+    """Head sizes that tiles of 16 divide."""
+    k = component(rng, "k", rng.choice((1, 2, 2, 3, 4)), element=rng.choice((1, 2)))
+    k["dims"] = [rng.choice((16, 16, 32))]
+    return [group("attention", _layers(rng)[:3], [k, {**k, "name": "v"}])]
+
+
 def _draft(rng: Random) -> list[GroupDict]:
     layers = list(range(rng.randint(1, 2)))
     draft = group("draft", layers, _kv(rng, rng.choice((1, *HEADS))), role="draft")
@@ -202,7 +217,7 @@ def _compressed(rng: Random) -> list[GroupDict]:
 
 def _scaled(rng: Random, heads: int) -> list[ComponentDict]:
     k, scale = component(rng, "k", heads, element=1), component(rng, "k_scale", heads, element=1)
-    return [k, scale, {**k, "name": "v"}, {**scale, "name": "v_scale"}]  # type: ignore[list-item]
+    return [k, scale, {**k, "name": "v"}, {**scale, "name": "v_scale"}]
 
 
 def _nvfp4(rng: Random) -> list[GroupDict]:
@@ -221,6 +236,9 @@ def _mla_scaled(rng: Random) -> list[GroupDict]:
 def _opaque(rng: Random) -> list[GroupDict]:
     full, other = _two_kinds(rng)
     parts = _kv(rng, rng.choice(HEADS)) if rng.random() < 0.7 else _mla(rng)[0]["components"]
+    if rng.random() < 0.4:  # on every rank, unlike what lies beside it
+        replicated = rng.random() < 0.5
+        parts.append(component(rng, "extra", rng.choice((1, 3)) if replicated else 1, replicated))
     kinds = [("full", 0), ("window", rng.randint(1, 12)), ("ring", rng.randint(1, 8))]
     kind, span = rng.choice(kinds)
     return [
@@ -245,27 +263,21 @@ KINDS: dict[str, tuple[int, Callable[[Random], list[GroupDict]]]] = {  # weight,
     "nvfp4": (5, _nvfp4),
     "inline_scales": (3, _inline_scales),
     "mla_scaled": (4, _mla_scaled),
-    "opaque": (4, _opaque),
+    "opaque": (5, _opaque),
+    "amx": (3, _amx),
 }
 
 
-def interiors(kind: str, group: GroupDict) -> tuple[str, ...]:
+def interiors(kind: str, group: GroupDict) -> list[str]:
     """Interiors that a group of a kind of model can have."""
-    if group["name"].startswith("opaque"):
-        return ("opaque",)
-    return {
-        "nvfp4": ("nvfp4", "nvfp4", "planes", "split", "joined"),
-        "mla_scaled": ("mla_scaled", "mla_scaled", "joined", "split"),
-        "k": ("joined", "split", "cpu", "planes"),
-        "inline_scales": ("joined", "joined", "split", "planes"),
-    }.get(kind if kind in ("nvfp4", "mla_scaled", "inline_scales") else _first(group), _ANY)
-
-
-_ANY = ("joined", "split", "planes")
-
-
-def _first(group: GroupDict) -> str:
-    return group["components"][0]["name"]
+    names = [c["name"] for c in group["components"]]
+    if kind == "opaque":
+        return ["opaque"]
+    if kind in ("nvfp4", "mla_scaled"):
+        return [kind, kind, "planes", "split", "joined"]
+    if names == ["k", "v"] and all(len(c["dims"]) == 1 for c in group["components"]):
+        return ["joined", "split", "cpu", "planes", *["cpu_amx"] * (5 if kind == "amx" else 0)]
+    return ["joined", "joined", "split", "planes"]
 
 
 def make_model(rng: Random) -> tuple[str, ModelDict]:

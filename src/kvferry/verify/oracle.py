@@ -17,7 +17,7 @@ import numpy as np
 
 from kvferry.verify.case import CaseDict, GroupDict
 from kvferry.verify.engine import Engine, Ints, Placing, Worker
-from kvferry.verify.memory import NOBODY, Memory, Unplaceable
+from kvferry.verify.memory import NOBODY, Memory, UnplaceableError
 
 NOTHING = -1  # holds nothing; on the destination: must stay as it is
 FREE = -2  # padding of a loaded block: may be written or not
@@ -88,7 +88,7 @@ class Oracle:
             try:
                 for worker in memory.engine.workers():
                     memory.regions(worker)
-            except Unplaceable:
+            except UnplaceableError:
                 found.add("DescriptionError")
         for group in self.groups:
             if not self._covered(group):
@@ -122,7 +122,7 @@ class Oracle:
         return True
 
     def _same_if_opaque(self, group: GroupDict) -> bool:
-        """Whether ranks that share opaque pages have them alike."""
+        """Whether some source rank has the very same pages, where they are opaque."""
         if "opaque" not in (self.src.interior(group), self.dst.interior(group)):
             return True
 
@@ -138,19 +138,8 @@ class Oracle:
                 max(map(len, units)) > 1 and order.index("N") < order.index("H"),
             )
 
-        cycle = math.lcm(*(e.dcp(group) * e.shape["interleave"] for e in (self.src, self.dst)))
-        for a, b in product(range(self.src.shape["tp"]), range(self.dst.shape["tp"])):
-            shares_units = any(
-                set(self.src.units(group, c, a)) & set(self.dst.units(group, c, b))
-                for c in group["components"]
-            )
-            shares_tokens = any(
-                self.src.holds_token(group, a, t) and self.dst.holds_token(group, b, t)
-                for t in range(cycle)
-            )
-            if shares_units and shares_tokens and page(self.src, a) != page(self.dst, b):
-                return False
-        return True
+        pages = [page(self.src, tp) for tp in range(self.src.shape["tp"])]
+        return all(page(self.dst, tp) in pages for tp in range(self.dst.shape["tp"]))
 
     def _tables_fit(self, group: GroupDict) -> bool:
         """Whether both tables name a block for all that moves, on the destination each once."""
@@ -178,12 +167,13 @@ class Oracle:
 
     def _number(self) -> dict[str, list[Ints]]:
         """Ids of all logical bytes: for each component, [layer, entry, unit, dims..., byte]."""
-        ids, first = {}, 0
+        ids: dict[str, list[Ints]] = {}
+        first = 0
         for group in self.groups:
             per = group["tokens_per_entry"]
             state = group["residency"]["kind"] == "state"
             entries = 1 if state else -(-self.case["tokens"] // per)
-            ids[group["name"]] = arrays = []
+            arrays = ids[group["name"]] = []
             for c in group["components"]:
                 axes = (len(group["layers"]), entries, c["units"], *c["dims"], c["element_bytes"])
                 size = math.prod(axes)
@@ -283,7 +273,8 @@ class Oracle:
         views = self._views(side, group, worker, vector)
         for c, ids, view in zip(group["components"], self._ids[group["name"]], views, strict=True):
             units = engine.units(group, c, worker.tp)
-            view[:, blocks, placing.slots] = ids[np.ix_(rows, placing.entries, units)]
+            mine = ids[rows][:, placing.entries][:, :, units]
+            view[:, blocks, placing.slots] = mine
         return vector
 
     def _image(

@@ -22,8 +22,9 @@ from kvferry.layout import Rank
 from kvferry.plan import Copies
 from kvferry.verify.case import CaseDict
 from kvferry.verify.engine import Worker
-from kvferry.verify.execute import Memory, Mismatch, Product
-from kvferry.verify.generate import features, generate
+from kvferry.verify.execute import Memory, MismatchError, Product
+from kvferry.verify.generate import generate
+from kvferry.verify.mix import features
 from kvferry.verify.oracle import FREE, GAP, NOTHING, Oracle
 
 CHUNK = 40  # pairs a process takes at a time
@@ -88,7 +89,7 @@ def run(
     progress: Callable[[int, int], None] | None = None,
     first: int = 0,
 ) -> Report:
-    """Check `pairs` pairs from number `first` on; `progress` gets how many are done, of how many."""
+    """Check `pairs` pairs from number `first` on; `progress` is told how many of them are done."""
     began = time.perf_counter()
     report = Report(seed)
 
@@ -123,7 +124,7 @@ def check(seed: int, index: int) -> Result:
     result = Result(index, features=features(case))
     try:
         result.refused = check_case(case, thorough=index % THOROUGH_EVERY == 0)
-    except Mismatch as wrong:
+    except MismatchError as wrong:
         result.mismatch = str(wrong)
     except Exception:  # a crash of the product is a finding like any other
         result.mismatch = traceback.format_exc(limit=-3)
@@ -131,7 +132,7 @@ def check(seed: int, index: int) -> Result:
 
 
 def check_case(case: CaseDict, thorough: bool = True, corrupt: Corrupt | None = None) -> bool:
-    """Whether the case was refused, rightly; raises `Mismatch` where anything is not as it must be.
+    """Whether the case was refused, rightly. Anything that is not as it must be is raised.
 
     `corrupt` may change the copies before they run, to see that it is noticed.
     """
@@ -140,7 +141,7 @@ def check_case(case: CaseDict, thorough: bool = True, corrupt: Corrupt | None = 
     try:
         product = Product(case, thorough)
         if expected and not expected & {"BindError"}:
-            raise Mismatch(f"must be refused with {sorted(expected)}, but was planned")
+            raise MismatchError(f"must be refused with {sorted(expected)}, but was planned")
         lacking = oracle.lacking()
         if lacking and not expected:
             _require_refusals(product, lacking)
@@ -148,11 +149,11 @@ def check_case(case: CaseDict, thorough: bool = True, corrupt: Corrupt | None = 
     except KvferryError as error:
         if type(error).__name__ in expected:
             return True
-        raise Mismatch(
+        raise MismatchError(
             f"refused with {type(error).__name__}: {error}; expected {sorted(expected)}"
         ) from error
     if expected:
-        raise Mismatch(f"must be refused with {sorted(expected)}, but was bound")
+        raise MismatchError(f"must be refused with {sorted(expected)}, but was bound")
     _compare(product, oracle, copies if corrupt is None else corrupt(copies))
     return bool(lacking)
 
@@ -166,7 +167,7 @@ def _require_refusals(product: Product, lacking: set[str]) -> None:
         except BindError:
             refused = True
         if refused != bool(lacking & set(plan.groups)):
-            raise Mismatch(
+            raise MismatchError(
                 f"edge {plan.src} -> {plan.dst} was {'' if refused else 'not '}refused, though the "
                 f"groups that lack the head of a block are {sorted(lacking)}"
             )
@@ -193,7 +194,7 @@ def _compare_uncovered(product: Product, oracle: Oracle, gap: Any, free: Any) ->
     for rank in product.dst.layouts:
         told = product.uncovered(rank, allow)
         if product.dst.stray(told.address, told.length, rank) is not None:
-            raise Mismatch(f"rank {tuple(rank)}: an uncovered range is outside a region")
+            raise MismatchError(f"rank {tuple(rank)}: an uncovered range is outside a region")
         np.add.at(named, product.dst.bytes_of(told.address, told.length), 1)
         for name in {g.name for g in product.pair.model.groups}:
             _require_blocks(product, oracle, rank, name, told.uncacheable)
@@ -211,7 +212,7 @@ def _require_blocks(
         return  # the group moves whole pages, of which none is named
     found = set(range(*told[group])) if group in told else set()
     if found != expected:
-        raise Mismatch(
+        raise MismatchError(
             f"rank {tuple(rank)}, group {group!r}: blocks {sorted(found)} are named uncacheable, "
             f"expected {sorted(expected)}"
         )
@@ -224,7 +225,7 @@ def _require(what: str, wrong: Any, memory: Memory) -> None:
         return
     address = memory.first + int(places[0])
     region = int(np.searchsorted(memory.starts, address, side="right")) - 1
-    raise Mismatch(
+    raise MismatchError(
         f"{len(places)} bytes {what}; the first is byte {address - int(memory.starts[region])} of "
         f"a region of rank {tuple(memory.owners[region])}"
     )

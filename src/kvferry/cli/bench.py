@@ -1,0 +1,167 @@
+"""Benchmarks as a table and as a page with plots."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.bench.plan import BenchResult, CaseResult
+
+WIDTH, HEIGHT, MARGIN = 640, 360, 56  # pixels of a plot
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}{unit}" if value >= 100 else f"{value:.3g}{unit}"
+
+
+def _rows(result: BenchResult) -> list[list[str]]:
+    def row(c: CaseResult) -> list[str]:
+        return [
+            c.name,
+            _number(c.kvferry_ms),
+            _number(c.strided_ms),
+            _number(c.vllm_ms),
+            _number(c.ratio, "x"),
+            _number(c.strided_ratio, "x"),
+            _number(c.nixl_handover_ratio, "x"),
+            f"{c.descriptors:,}",
+            f"{c.vllm_descriptors:,}" if c.vllm_descriptors is not None else "-",
+            f"{c.strided_entries:,}",
+            _number(c.ns_per_descriptor),
+            {True: "yes", False: "NO", None: "-"}[c.same_bytes_as_vllm],
+        ]
+
+    return [row(c) for c in result.cases]
+
+
+TITLES = [
+    "case",
+    "arrays ms",
+    "strided ms",
+    "vLLM ms",
+    "ratio",
+    "strided",
+    "+ NIXL",
+    "descriptors",
+    "vLLM's",
+    "entries",
+    "ns each",
+    "same bytes",
+]
+
+
+def _notes(result: BenchResult) -> list[str]:
+    notes = [f"{c.name}: {c.note}" for c in result.cases if c.note]
+    for c in result.cases[:1]:
+        notes.append(
+            f"{c.name}: memory while binding {c.peak_bytes_per_descriptor:.1f} bytes a descriptor "
+            "(three integers are 24)"
+        )
+        if c.mooncake_list_ms is not None and c.mooncake_binding_ms is not None:
+            notes.append(
+                f"{c.name}, handed to Mooncake: bind {c.kvferry_ms:.3g} ms, lists "
+                f"{c.mooncake_list_ms:.3g} ms, its binding {c.mooncake_binding_ms:.3g} ms"
+            )
+        if c.nixl_ms is not None:
+            notes.append(f"{c.name}, handed to NIXL as arrays: {c.nixl_ms:.3g} ms for both ends")
+    notes.append(
+        f"all {result.all_plans_edges} plans of tp=8,pp=8 -> tp=64, 80 layers: "
+        f"{result.all_plans_ms:.1f} ms"
+    )
+    return notes
+
+
+def print_plan_bench(console: Console, result: BenchResult) -> None:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for index, title in enumerate(TITLES):
+        table.add_column(title, justify="left" if index == 0 else "right")
+    for row in _rows(result):
+        table.add_row(*row)
+    console.print(table)
+    for note in _notes(result):
+        console.print(f"  {note}", highlight=False)
+
+
+def plan_bench_page(result: BenchResult) -> str:
+    """One self-contained page: the table, and the cost by number of blocks."""
+    head = "".join(f"<th>{escape(t)}</th>" for t in TITLES)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in _rows(result)
+    )
+    notes = "".join(f"<li>{escape(note)}</li>" for note in _notes(result))
+    series = [
+        ("arrays", "#0072b2", [(float(b), ms) for b, ms, _ in result.curve]),
+        ("strided runs", "#d55e00", [(float(b), ms) for b, _, ms in result.curve]),
+    ]
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>kvferry bench plan</title>
+<style>
+ body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
+   color: #1b1f24; background: #fff }}
+ table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
+ th, td {{ padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #d8dee4 }}
+ th:first-child, td:first-child {{ text-align: left }}
+ svg text {{ font: 12px system-ui, sans-serif; fill: currentColor }}
+ @media (prefers-color-scheme: dark) {{ body {{ color: #e6edf3; background: #0d1117 }} }}
+</style></head><body>
+<h1>Planning, beside vLLM</h1>
+<p>80 layers of llama-3.1-70b, one request on one edge, times in milliseconds.</p>
+<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>
+<ul>{notes}</ul>
+<h2>Cost by number of blocks</h2>
+{_log_plot(series, "blocks of the request", "milliseconds")}
+</body></html>
+"""
+
+
+def _log_plot(
+    series: list[tuple[str, str, list[tuple[float, float]]]], x_title: str, y_title: str
+) -> str:
+    """Lines on two logarithmic axes, as SVG."""
+    xs = [x for _, _, points in series for x, _ in points]
+    ys = [y for _, _, points in series for _, y in points]
+    x_low, x_high = math.log2(min(xs)), math.log2(max(xs))
+    y_low, y_high = math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys)))
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        right = (math.log2(x) - x_low) / ((x_high - x_low) or 1)
+        up = (math.log10(y) - y_low) / ((y_high - y_low) or 1)
+        return (
+            MARGIN + right * (WIDTH - 2 * MARGIN),
+            HEIGHT - MARGIN - up * (HEIGHT - 2 * MARGIN),
+        )
+
+    def text(x: float, y: float, words: str, anchor: str = "middle", style: str = "") -> str:
+        look = f' style="{style}"' if style else ""
+        return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}"{look}>{escape(words)}</text>'
+
+    parts = [
+        text(place(x, 10.0**y_low)[0], HEIGHT - MARGIN + 18, f"{x:,.0f}") for x in sorted(set(xs))
+    ]
+    for power in range(y_low, y_high + 1):
+        _, at = place(min(xs), 10.0**power)
+        parts.append(
+            f'<line x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{at:.0f}" y2="{at:.0f}" '
+            'stroke="currentColor" stroke-opacity=".15"/>'
+        )
+        parts.append(text(MARGIN - 8, at + 4, f"{10.0**power:g}", "end"))
+    for index, (name, colour, points) in enumerate(series):
+        placed = [place(x, y) for x, y in points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>'
+        )
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in placed]
+        parts.append(text(MARGIN + 12, 24 + 18 * index, name, "start", f"fill:{colour}"))
+    parts.append(text(WIDTH / 2, HEIGHT - 12, x_title))
+    parts.append(text(MARGIN, 14, y_title, "end"))
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
+        f'aria-label="{escape(y_title)} by {escape(x_title)}">{"".join(parts)}</svg>'
+    )

@@ -1,0 +1,395 @@
+"""One rank of the demo, in a process of its own.
+
+A rank does what it is told over a pipe, one order at a time, and ends when the pipe closes:
+
+    greet           -> Greeting   its pid, and an address to try to read
+    probe(peers)    -> str        consumer: what keeps it from reading the producers' memory
+    set_up(method)  -> Greeting   allocates; a producer fills, a consumer plans its edges
+    pull(peers)     -> Pulled     consumer: loads every request from the producers
+    check()         -> Checked    consumer: compares every byte with what it should be
+
+While it works it reports bytes done as `Progress`; every order is answered by `Done` or `Failed`.
+Producers do nothing while consumers pull: reading is one-sided.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.cli.demo_cache import (
+    ABSENT,
+    CANARY,
+    POISON,
+    View,
+    make_views,
+    slot_entries,
+    write_byte,
+    write_entries,
+    wrong_byte,
+    wrong_entries,
+)
+from kvferry.cli.demo_work import Request, Work, destination_extent, source_extent
+from kvferry.errors import KvferryError
+from kvferry.layout.rank import RankLayout
+from kvferry.layout.shape import Rank, Span
+from kvferry.plan import Bound, Copies, EdgePlan, bind, everything_plan, plan_pair, uncovered
+from kvferry.transport.scatter import copy_scattered
+from kvferry.transport.vm import allow_any_reader, read, why_unreachable
+
+PAGE_BYTES = 4096
+COPIES_AT_A_TIME = 1 << 16  # bound into one buffer, used again and again
+MAP_NORESERVE = 0x4000  # blocks that no request uses are never touched
+
+Bytes = NDArray[np.uint8]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    name: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    error: KvferryError | None  # as it was raised, where it is one of ours
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """Where a rank can be reached."""
+
+    rank: Rank
+    pid: int
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    bytes: int
+    descriptors: int
+    copy_seconds: float  # spent in the carrier alone
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    arrived_bytes: int  # compared with their own values
+    guarded_bytes: int  # had to be zero, or unchanged
+    wrong_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFile:
+    """Memory without a name, which child processes inherit: it ends with the last that has it."""
+
+    descriptor: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inherited, (DupFd(self.descriptor),)
+
+
+def _inherited(duplicate: Any) -> SharedFile:
+    return SharedFile(duplicate.detach())
+
+
+Report = Callable[[int], None]
+
+
+def rank_main(
+    work: Work,
+    is_producer: bool,
+    rank: Rank,
+    fault: str,
+    files: list[SharedFile],
+    pipe: Connection,
+) -> None:
+    """Body of a rank's process. `files`: its own of a producer, of a consumer all producers'."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the demo itself decides, and closes the pipe
+    descriptors = [file.descriptor for file in files]
+    kind = Producer if is_producer else Consumer
+    worker = kind(work, rank, fault, descriptors, lambda done: pipe.send(Progress(done)))
+    while True:
+        try:
+            order: Order = pipe.recv()
+        except (EOFError, ConnectionError):
+            return
+        answer: Done | Failed
+        try:
+            answer = Done(getattr(worker, order.name)(*order.arguments))
+        except KvferryError as error:
+            answer = Failed(error, str(error))
+        except Exception:
+            answer = Failed(None, traceback.format_exc())
+        try:
+            pipe.send(answer)
+        except ConnectionError:
+            return
+
+
+@dataclass(slots=True, eq=False)
+class _Memory:
+    """One mapping that holds all regions of a rank, and its views."""
+
+    layout: RankLayout
+    bytes: Bytes
+    starts: Ints
+
+    @classmethod
+    def map(cls, layout: RankLayout, file: int | None) -> _Memory:
+        starts = region_starts(layout)
+        total = int(starts[-1])
+        if file is None:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+            mapped = mmap.mmap(-1, total, flags=flags)
+        else:
+            if os.fstat(file).st_size < total:
+                os.ftruncate(file, total)
+            mapped = mmap.mmap(file, total, flags=mmap.MAP_SHARED)
+        return cls(layout, np.frombuffer(mapped, dtype=np.uint8), starts[:-1])
+
+    @property
+    def address(self) -> int:
+        return self.bytes.ctypes.data
+
+    @property
+    def bases(self) -> Ints:
+        return self.starts + self.address
+
+    def views(self, work: Work) -> list[View]:
+        regions = {
+            region.name: self.bytes[start : start + region.bytes]
+            for region, start in zip(self.layout.regions, self.starts.tolist(), strict=True)
+        }
+        part = self.layout.parts[0]
+        return make_views(work.model, self.layout.shape, self.layout.rank, part.num_blocks, regions)
+
+
+def _map_rank(work: Work, is_producer: bool, rank: Rank, file: int | None) -> _Memory:
+    shape, blocks = (work.src, work.src_blocks) if is_producer else (work.dst, work.dst_blocks)
+    return _Memory.map(RankLayout.build(work.model, shape, rank, blocks), file)
+
+
+@dataclass(slots=True, eq=False)
+class Producer:
+    work: Work
+    rank: Rank
+    fault: str
+    files: list[int]
+    report: Report
+    memory: _Memory | None = None
+    spare: Bytes = field(default_factory=lambda: np.zeros(1, dtype=np.uint8))
+
+    def greet(self) -> Greeting:
+        allow_any_reader()
+        return Greeting(self.rank, os.getpid(), self.spare.ctypes.data)
+
+    def set_up(self, method: str) -> Greeting:
+        work = self.work
+        memory = _map_rank(work, True, self.rank, self.files[0] if method == "shared" else None)
+        self.memory = memory
+        views = memory.views(work)
+        for view in views:
+            index = work.model.groups.index(view.group)
+            used = np.concatenate([request.src_tables[index] for request in work.requests])
+            free = np.setdiff1d(np.arange(work.src_pools[index][-1] + 1), used)
+            write_byte(view, free, POISON)
+        for request in work.requests:
+            self.report(sum(self._fill(view, request) for view in views))
+        return Greeting(self.rank, os.getpid(), memory.address)
+
+    def _fill(self, view: View, request: Request) -> int:
+        work = self.work
+        index = work.model.groups.index(view.group)
+        extent = source_extent(view.group, work.src, request.tokens)
+        blocks = Span(extent.first_held, extent.blocks)
+        ids = request.src_tables[index][blocks.start :]
+        entries = slot_entries(view.group, work.src, self.rank.tp, blocks, extent.entries)
+        return write_entries(view, _key(work, request, view), ids, entries)
+
+
+@dataclass(slots=True, eq=False)
+class Consumer:
+    work: Work
+    rank: Rank
+    fault: str
+    files: list[int]
+    report: Report
+    memory: _Memory | None = None
+    plans: list[EdgePlan] = field(default_factory=list)
+    method: str = ""
+
+    def greet(self) -> Greeting:
+        return Greeting(self.rank, os.getpid(), 0)
+
+    def probe(self, peers: list[Greeting]) -> str:
+        reasons = (why_unreachable(peer.pid, peer.address) for peer in peers)
+        return next(filter(None, reasons), "")
+
+    def set_up(self, method: str) -> Greeting:
+        work = self.work
+        self.method = method
+        self.memory = _map_rank(work, False, self.rank, None)
+        for view in self.memory.views(work):
+            pool = work.dst_pools[work.model.groups.index(view.group)]
+            write_byte(view, np.arange(pool[-1] + 1), CANARY)
+        pair = plan_pair(work.model, work.src, work.dst)
+        for edge in pair.edges:
+            if edge.dst == self.rank:
+                layout = RankLayout.build(work.model, work.src, edge.src, work.src_blocks)
+                self.plans.append(pair.plan(edge, layout, self.memory.layout))
+        return Greeting(self.rank, os.getpid(), self.memory.address)
+
+    def pull(self, peers: list[Greeting]) -> Pulled:
+        """Load every request: copy what the plans say, zero what they leave uncovered."""
+        assert self.memory is not None
+        work, memory = self.work, self.memory
+        carriers = [self._carrier(plan, peers) for plan in self.plans]
+        everything = everything_plan(work.model, memory.layout)
+        buffer = Copies.empty(COPIES_AT_A_TIME)
+        moved, descriptors = 0, 0
+        copy_seconds = 0.0
+        for request in work.requests:
+            if self.fault == "die" and request.number > 0:
+                os._exit(3)
+            before = moved
+            for plan, (src_bases, carry) in zip(self.plans, carriers, strict=True):
+                bound = bind(
+                    plan,
+                    tokens=request.tokens,
+                    skip=request.skip,
+                    src_tables=request.src_tables,
+                    dst_tables=request.dst_tables,
+                    src_bases=src_bases,
+                    dst_bases=memory.bases,
+                    allow_uncacheable=True,
+                )
+                for copies in _buffered(bound, buffer):
+                    begun = time.perf_counter()
+                    moved += carry(copies)
+                    copy_seconds += time.perf_counter() - begun
+                descriptors += bound.descriptors
+            gaps = uncovered(
+                everything,
+                work.src,
+                tokens=request.tokens,
+                skip=request.skip,
+                dst_tables=request.dst_tables,
+                dst_bases=memory.starts,
+                allow_uncacheable=True,
+            )
+            zeros = np.zeros(int(gaps.length.max(initial=1)), dtype=np.uint8)
+            start = np.zeros_like(gaps.address)
+            copy_scattered(zeros, start, memory.bytes, gaps.address, gaps.length)
+            self.report(moved - before)
+        self._corrupt()
+        return Pulled(moved, descriptors, copy_seconds)
+
+    def _carrier(
+        self, plan: EdgePlan, peers: list[Greeting]
+    ) -> tuple[Ints, Callable[[Copies], int]]:
+        """Base addresses of a source's regions, and what copies from there to here."""
+        assert self.memory is not None
+        work, here = self.work, self.memory
+        index = next(i for i, peer in enumerate(peers) if peer.rank == plan.src)
+        peer = peers[index]
+        if self.method == "shared":
+            there = _map_rank(work, True, plan.src, self.files[index])
+
+            def carry(c: Copies) -> int:
+                src, dst = c.src - there.address, c.dst - here.address
+                return copy_scattered(there.bytes, src, here.bytes, dst, c.length)
+
+            return there.bases, carry
+        layout = RankLayout.build(work.model, work.src, plan.src, work.src_blocks)
+        return region_starts(layout)[:-1] + peer.address, lambda c: read(
+            peer.pid, c.src, c.dst, c.length
+        )
+
+    def check(self) -> Checked:
+        assert self.memory is not None
+        work = self.work
+        views = self.memory.views(work)
+        arrived, guarded, wrong = 0, 0, 0
+        loaded: dict[str, list[Ints]] = {group.name: [] for group in work.model.groups}
+        for request in work.requests:
+            before = arrived
+            for view in views:
+                extent = destination_extent(
+                    view.group, work.src, work.dst, request.tokens, request.skip
+                )
+                blocks = Span(extent.first_loaded, extent.blocks)
+                index = work.model.groups.index(view.group)
+                ids = request.dst_tables[index][blocks.start :]
+                entries = slot_entries(view.group, work.dst, self.rank.tp, blocks, extent.entries)
+                wrong += wrong_entries(view, _key(work, request, view), ids, entries)
+                loaded[view.group.name].append(ids)
+                slot_bytes = len(view.layers) * view.units.size * view.component.unit_bytes
+                present = int(np.count_nonzero(entries != ABSENT))
+                arrived += present * slot_bytes
+                guarded += (entries.size - present) * slot_bytes
+            self.report(arrived - before)
+        for view in views:
+            index = work.model.groups.index(view.group)
+            sharing = loaded.values() if work.dst.overlay else [loaded[view.group.name]]
+            written = np.concatenate([ids for group in sharing for ids in group])
+            free = np.setdiff1d(np.arange(work.dst_pools[index][-1] + 1), written)
+            wrong += wrong_byte(view, free, CANARY)
+            guarded += view.block_bytes * len(free)
+        return Checked(arrived, guarded, wrong)
+
+    def _corrupt(self) -> None:
+        """Do what a broken copy would, where a test asks for it."""
+        assert self.memory is not None
+        if self.fault not in ("flip", "stray"):
+            return
+        work, view = self.work, self.memory.views(self.work)[0]
+        index = work.model.groups.index(view.group)
+        if self.fault == "flip":
+            block = int(work.requests[0].dst_tables[index][-1])
+        else:
+            used = np.concatenate([r.dst_tables[index] for r in work.requests])
+            block = int(np.setdiff1d(work.dst_pools[index], used)[0])
+        bytes_ = view.array[-1, block, 0, 0, -1].view(np.uint8)
+        bytes_[..., :3] ^= 0xFF
+
+
+def _buffered(bound: Bound, buffer: Copies) -> Iterable[Copies]:
+    """All copies, in as few pieces as the buffer allows."""
+    if bound.descriptors <= len(buffer):
+        return [bound.copies(buffer)]
+    return bound.slices(len(buffer), buffer)
+
+
+def region_starts(layout: RankLayout) -> Ints:
+    """Where each region begins in a rank's mapping, and where the mapping ends."""
+    sizes = [-(-region.bytes // PAGE_BYTES) * PAGE_BYTES for region in layout.regions]
+    return np.cumsum([0, *sizes], dtype=np.int64)
+
+
+def _key(work: Work, request: Request, view: View) -> tuple[int, ...]:
+    """What distinguishes one component of one request from all others."""
+    group = work.model.groups.index(view.group)
+    return (work.seed, request.number, group, view.group.components.index(view.component))

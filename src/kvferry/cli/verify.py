@@ -1,0 +1,58 @@
+"""`kvferry verify`: the sweep, with progress, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvferry.verify.sweep import Report, Result, check, run
+
+SHOWN_MISMATCHES = 5
+
+
+def run_sweep(pairs: int, seed: int, processes: int, replay: int | None, as_json: bool) -> bool:
+    """Whether everything agreed."""
+    console = Console(stderr=as_json)
+    if replay is not None:
+        return _replay(console, check(seed, replay))
+    with Progress(
+        TextColumn("pairs"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
+        task = bar.add_task("pairs", total=pairs)
+        report = run(pairs, seed, processes, lambda done, _: bar.update(task, completed=done))
+    if as_json:
+        sys.stdout.write(json.dumps(report.to_dict()) + "\n")
+    else:
+        _print(console, report, seed)
+    return report.mismatches == 0
+
+
+def _replay(console: Console, result: Result) -> bool:
+    outcome = result.mismatch or ("refused, rightly" if result.refused else "agrees")
+    console.print(f"pair {result.index}: {outcome}", highlight=False, markup=False)
+    console.print(f"features: {', '.join(result.features)}", highlight=False)
+    return not result.mismatch
+
+
+def _print(console: Console, report: Report, seed: int) -> None:
+    table = Table("share of pairs", "", box=None, header_style="bold", pad_edge=False)
+    for name, share in report.mix.items():
+        table.add_row(name, f"{share:.1%}")
+    console.print(table)
+    console.print(
+        f"\n{report.pairs:,} pairs, {report.mismatches} mismatches, "
+        f"{report.refused:,} refused rightly, {report.seconds:.1f} s",
+        highlight=False,
+    )
+    for detail in report.to_dict()["details"][:SHOWN_MISMATCHES]:
+        console.print(f"pair {detail['index']}: {detail['what']}", highlight=False, markup=False)
+        console.print(f"  replay: kvferry verify --seed {seed} --replay {detail['index']}")

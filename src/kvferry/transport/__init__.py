@@ -1,0 +1,1 @@
+"""Carry: the ways in which bytes move from one rank to another."""

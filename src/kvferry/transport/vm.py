@@ -1,0 +1,185 @@
+"""Same-host memory copies by `process_vm_readv` and `process_vm_writev`.
+
+One-sided: the other process takes no part, and only needs to stay alive. Copies come as three
+integer arrays and leave as iovec tables, at most `VECTORS_PER_CALL` a system call, so that Python
+runs once per call and never per descriptor.
+
+Each side's neighbours are joined before anything is issued: the kernel pins pages once per remote
+vector, so heads that lie together at the source and apart at the destination cost one pin, not
+one each (twice the rate at 256 bytes a descriptor). Both tables always describe the same stream of
+bytes; a call moves as much of it as both of its lists cover, and the next one resumes there, in
+the middle of a vector where need be. A short transfer is therefore nothing special.
+
+The kernel checks every address on both sides: a wrong one is an error here, never a crash.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvferry.errors import PermissionDenied, TransferError
+
+VECTORS_PER_CALL = 1024  # Linux's UIO_MAXIOV
+IOVEC_BYTES = 16
+PR_SET_PTRACER = 0x59616D61
+PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+
+Ints = NDArray[np.int64]
+# pid, local table, local count, remote table, remote count -> bytes moved, or -1 with errno set
+Call = Callable[[int, int, int, int, int], int]
+
+
+def read(pid: int, src: ArrayLike, dst: ArrayLike, length: ArrayLike) -> int:
+    """Copy `length[i]` bytes from `src[i]` in process `pid` to `dst[i]` here; say how many."""
+    return move(system_call("process_vm_readv"), pid, local=dst, remote=src, length=length)
+
+
+def write(pid: int, src: ArrayLike, dst: ArrayLike, length: ArrayLike) -> int:
+    """Copy `length[i]` bytes from `src[i]` here to `dst[i]` in process `pid`; say how many."""
+    return move(system_call("process_vm_writev"), pid, local=src, remote=dst, length=length)
+
+
+def can_reach(pid: int, address: int) -> bool:
+    """Whether this process may read the other one's memory, tried on one byte."""
+    return not why_unreachable(pid, address)
+
+
+def why_unreachable(pid: int, address: int) -> str:
+    """What keeps this process from reading that byte; empty where nothing does."""
+    landing = np.zeros(1, dtype=np.uint8)
+    try:
+        read(pid, [address], [landing.ctypes.data], [1])
+    except TransferError as error:
+        return str(error)
+    return ""
+
+
+def allow_any_reader() -> bool:
+    """Let any process of the same user reach this one's memory, where Yama would forbid it.
+
+    False where the kernel has no such restriction to lift. Lasts as long as the process.
+    """
+    prctl = _libc().prctl
+    prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
+    prctl.restype = ctypes.c_int
+    return bool(prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0) == 0)
+
+
+def move(call: Call, pid: int, *, local: ArrayLike, remote: ArrayLike, length: ArrayLike) -> int:
+    """Move all copies through `call`, however little it moves at a time."""
+    ours, theirs, lengths = (np.asarray(a, dtype=np.int64) for a in (local, remote, length))
+    if not ours.shape == theirs.shape == lengths.shape or lengths.ndim != 1:
+        raise TransferError(
+            "copies are three arrays of one length, found "
+            f"local {ours.shape}, remote {theirs.shape}, length {lengths.shape}"
+        )
+    if not lengths.all():
+        some = lengths != 0
+        ours, theirs, lengths = ours[some], theirs[some], lengths[some]
+    if len(lengths) == 0:
+        return 0
+    if int(lengths.min()) < 0:
+        raise TransferError(f"a copy has a length of {int(lengths.min())} bytes")
+    here, there = _Vectors.join(ours, lengths), _Vectors.join(theirs, lengths)
+    total, done = int(lengths.sum()), 0
+    while done < total:
+        moved = call(pid, *here.head(), *there.head())
+        if moved <= 0:
+            raise _error(ctypes.get_errno() if moved < 0 else 0, pid, done, total)
+        done += moved
+        here.advance(done)
+        there.advance(done)
+    return total
+
+
+@dataclass(slots=True)
+class _Vectors:
+    """One side of the stream as an iovec table, and how far it has come."""
+
+    table: NDArray[np.int64]  # (n, 2): address, length
+    ends: Ints  # bytes of the stream up to the end of each vector
+    first: int = 0  # vector that the next call begins with
+
+    @classmethod
+    def join(cls, address: Ints, length: Ints) -> _Vectors:
+        apart = np.flatnonzero(address[1:] != address[:-1] + length[:-1]) + 1
+        heads = np.concatenate((np.zeros(1, dtype=np.int64), apart))
+        table = np.empty((len(heads), 2), dtype=np.int64)
+        table[:, 0] = address[heads]
+        table[:, 1] = np.add.reduceat(length, heads)
+        return cls(table, np.cumsum(table[:, 1]))
+
+    def head(self) -> tuple[int, int]:
+        count = min(VECTORS_PER_CALL, len(self.table) - self.first)
+        return self.table.ctypes.data + IOVEC_BYTES * self.first, count
+
+    def advance(self, done: int) -> None:
+        """Go to byte `done` of the stream, cutting the vector that it falls into."""
+        self.first = int(np.searchsorted(self.ends, done, side="right"))
+        if self.first < len(self.table):
+            vector = self.table[self.first]
+            left = int(self.ends[self.first]) - done
+            vector[0] += vector[1] - left
+            vector[1] = left
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+@cache
+def system_call(name: str) -> Call:
+    """`process_vm_readv` or `process_vm_writev` of this system's C library, typed."""
+    try:
+        function = getattr(_libc(), name)
+    except AttributeError:
+        raise TransferError(
+            f"this system's C library has no {name}; it exists on Linux only. Use another carrier"
+        ) from None
+    table = (ctypes.c_void_p, ctypes.c_ulong)
+    function.argtypes = (ctypes.c_int, *table, *table, ctypes.c_ulong)
+    function.restype = ctypes.c_ssize_t
+
+    def call(pid: int, local: int, local_count: int, remote: int, remote_count: int) -> int:
+        moved: int = function(pid, local, local_count, remote, remote_count, 0)
+        return moved
+
+    return call
+
+
+def _error(code: int, pid: int, done: int, total: int) -> TransferError:
+    after = f"after {done} of {total} bytes"
+    match code:
+        case errno.EPERM | errno.EACCES:
+            return PermissionDenied(
+                f"the system does not let process {os.getpid()} reach the memory of process {pid} "
+                f"({after}). Run both as the same user; with Yama, set kernel.yama.ptrace_scope=0 "
+                "or let the other process call prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY); in a "
+                "container, allow process_vm_readv (--cap-add SYS_PTRACE). Or use shared memory"
+            )
+        case errno.ENOSYS:
+            return PermissionDenied(
+                f"this kernel or sandbox has no process_vm_readv and process_vm_writev ({after}); "
+                "use shared memory or another carrier"
+            )
+        case errno.ESRCH:
+            return TransferError(f"the peer is gone: there is no process {pid} ({after})")
+        case errno.EFAULT:
+            return TransferError(
+                f"an address is not mapped, here or in process {pid} ({after}): the peer freed the "
+                "memory, or the layouts that were exchanged are not those of this memory"
+            )
+        case 0:
+            return TransferError(
+                f"process {pid}: the system moved nothing, without error ({after})"
+            )
+    return TransferError(f"process {pid}: {os.strerror(code)} ({after})")

@@ -1,0 +1,24 @@
+"""Planning stays far ahead of vLLM's planner, and moves the same bytes. Ratios of one run."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
+
+from kvferry.bench.plan import CASES, _measure
+from kvferry.layout.presets import load_model
+
+
+@pytest.mark.parametrize("name", ["scattered-2048", "contiguous-same-shape", "contiguous"])
+def test_faster_than_vllm_and_the_same_bytes(name: str) -> None:
+    case = next(c for c in CASES if c.name == name)
+    result = _measure(case, load_model("llama-3.1-70b"), beside=True, quick=True)
+    assert result.same_bytes_as_vllm
+    assert result.vllm_descriptors is not None
+    assert result.descriptors <= result.vllm_descriptors
+    if case.scattered:
+        assert result.ratio is not None and result.ratio > 500
+        assert result.strided_ratio is not None and result.strided_ratio > 1500
+        assert result.nixl_handover_ratio is not None and result.nixl_handover_ratio > 50
+        assert result.peak_bytes_per_descriptor < 30
