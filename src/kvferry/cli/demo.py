@@ -48,9 +48,12 @@ PICTURE_TOKENS = 4096  # of the one request that the picture shows
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What a run moved and found. `gb_per_s` is `bytes` over `transfer_seconds`: the wall time from
-    the order to pull until the last consumer rank had all its requests, planning per request included.
-    `copy_gb_per_s` is over the time that the busiest consumer rank spent copying."""
+    """What a run moved and found.
+
+    `gb_per_s` is `bytes` over `transfer_seconds`: the wall time from the order to pull until the
+    last consumer rank had all its requests, binding each request included. `copy_gb_per_s` is
+    over the time that the busiest consumer rank spent copying.
+    """
 
     requests: int
     bytes: int
@@ -269,11 +272,12 @@ def run_demo(
         raise DescriptionError(f"method must be one of {', '.join(METHODS)}, found {method!r}")
     watch = progress or Silent()
     started = time.monotonic()
+    _require_memory(2 * min_bytes)  # before block tables are made for it
     src, dst = EngineShape.parse(from_shape), EngineShape.parse(to_shape)
     work = make_work(
         find_model(model_name), src, dst, min_bytes=min_bytes, requests=requests, seed=seed
     )
-    _require_memory(work)
+    _require_memory(_needed_memory(work))
     held_bytes = _held_bytes(work)
     watch.say(
         f"{len(src.ranks)} producer ranks ({src.describe()}) and {len(dst.ranks)} consumer ranks "
@@ -360,12 +364,17 @@ def _block_bytes(work: Work, shape: EngineShape, rank: Rank) -> list[int]:
     ]
 
 
-def _require_memory(work: Work) -> None:
+def _needed_memory(work: Work) -> int:
+    """Bytes of all blocks in the pools of both engines."""
     needed = 0
     for shape, pools in ((work.src, work.src_pools), (work.dst, work.dst_pools)):
         for rank in shape.ranks:
             blocks = zip(_block_bytes(work, shape, rank), pools, strict=True)
             needed += sum(block * len(pool) for block, pool in blocks)
+    return needed
+
+
+def _require_memory(needed: int) -> None:
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

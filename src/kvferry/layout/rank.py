@@ -215,7 +215,7 @@ class _Builder:
             page = self._page_bytes(inside, kernel) * self._ratio(group)
             target = shared_page or _round_up(page, self.shape.page_align)
             strides, size = self._strides(group, inside, held, page, target)
-            paged = self._grid(group, inside)[-1] in "LB"
+            paged = set(self._grid(group, inside)[:2]) == {"L", "B"}
             slack = target - page if paged else 0
             region = 0 if shared_page else len(self.regions)
             if not shared_page or not self.regions:

@@ -72,7 +72,7 @@ def build_shape(side: SideDict) -> EngineShape:
 
 
 @dataclass
-class Memory:
+class AddressSpace:
     """All regions of all ranks of one engine in one address range."""
 
     layouts: dict[Rank, RankLayout]
@@ -84,7 +84,7 @@ class Memory:
     size: int
 
     @classmethod
-    def build(cls, side: str, layouts: dict[Rank, RankLayout]) -> Memory:
+    def build(cls, side: str, layouts: dict[Rank, RankLayout]) -> AddressSpace:
         starts, stops, owners = [], [], []
         bases = {}
         address = FIRST_ADDRESS[side]
@@ -159,7 +159,7 @@ class Product:
         model, side = self.case["model"], self.case
         self.dst_model = build_model(model, side["dst"])
         src, dst = self._layouts(), self._layouts()
-        self.src, self.dst = (Memory.build(n, src[n]) for n in ("src", "dst"))
+        self.src, self.dst = (AddressSpace.build(n, src[n]) for n in ("src", "dst"))
         self.plans: list[EdgePlan] = []
         for mine, other in zip(self.pair.edges, theirs.edges, strict=True):
             plan = self.pair.plan(mine, src["src"][mine.src], src["dst"][mine.dst])

@@ -100,10 +100,13 @@ class _Generator:
         heads = max(c["units"] for g in groups for c in g["components"])
         if heads > 1 and kind in ("opaque", "nvfp4") and not careless:
             order = rng.choice(("LBHNC", "LBNHC", "BLHNC", "BLNHC"))
+        tiled = kind == "amx" and self.chance(0.8)
+        if tiled:  # tiles are inside heads, and not inside kernel blocks
+            order = rng.choice(("LBHNC", "LHBNC", "BLHNC", "BHLNC"))
         bare = careless or heads == 1 or order not in HEADS_OUTSIDE
         overlay = len(groups) > 1 and self.chance(0.4 if bare else 0.08)
         kernel, align = 0, 1
-        if order.startswith("LB") and not overlay and self.chance(0.45):
+        if order.startswith("LB") and (careless or not (overlay or tiled)) and self.chance(0.45):
             kernel = rng.choice([d for d in range(1, block + 1) if block % d == 0])
         if bare and (not kernel or careless) and self.chance(0.4):
             align = rng.choice((8, 16, 24, 32, 64, 100, 128))

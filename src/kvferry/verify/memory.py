@@ -19,7 +19,7 @@ import numpy as np
 from kvferry.verify.case import GroupDict
 from kvferry.verify.engine import Engine, Ints, Worker
 
-NOBODY = -1  # in a map: padding
+NOBODY = -1  # in a map: padding. An index that takes the last value of an array
 
 
 class UnplaceableError(Exception):

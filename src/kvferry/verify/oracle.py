@@ -17,7 +17,7 @@ import numpy as np
 
 from kvferry.verify.case import CaseDict, GroupDict
 from kvferry.verify.engine import Engine, Ints, Placing, Worker
-from kvferry.verify.memory import NOBODY, Memory, UnplaceableError
+from kvferry.verify.memory import Memory, UnplaceableError
 
 NOTHING = -1  # holds nothing; on the destination: must stay as it is
 FREE = -2  # padding of a loaded block: may be written or not
@@ -286,8 +286,8 @@ class Oracle:
             region = np.full(len(views[0].numbers), NOTHING, dtype=np.int32)
             for view in views:
                 if view.group in vectors:
+                    # the number of padding is -1: it takes the last of the values
                     values = np.append(vectors[view.group], np.int32(FREE))
-                    assert NOBODY == -1, "padding takes the last of the values"
                     loaded = np.zeros(self._memories[side].engine.side["blocks"], dtype=bool)
                     loaded[used[view.group]] = True
                     mine = loaded[view.blocks]

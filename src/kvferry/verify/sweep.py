@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from kvferry.layout import Rank
 from kvferry.plan import Copies
 from kvferry.verify.case import CaseDict
 from kvferry.verify.engine import Worker
-from kvferry.verify.execute import Memory, MismatchError, Product
+from kvferry.verify.execute import AddressSpace, MismatchError, Product
 from kvferry.verify.generate import generate
 from kvferry.verify.mix import features
 from kvferry.verify.oracle import FREE, GAP, NOTHING, Oracle
@@ -107,7 +108,7 @@ def run(
         for chunk in chunks:
             take(_check_all(seed, chunk))
     else:
-        with ProcessPoolExecutor(processes) as pool:
+        with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
             for future in as_completed([pool.submit(_check_all, seed, c) for c in chunks]):
                 take(future.result())
     report.seconds = time.perf_counter() - began
@@ -218,7 +219,7 @@ def _require_blocks(
         )
 
 
-def _require(what: str, wrong: Any, memory: Memory) -> None:
+def _require(what: str, wrong: Any, memory: AddressSpace) -> None:
     """Refuse a mask of bytes with anything in it, naming the first place."""
     places = np.flatnonzero(wrong)
     if len(places) == 0:

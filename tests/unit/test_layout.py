@@ -1,0 +1,120 @@
+"""Descriptions: what models cache, how shapes cut it, where ranks keep it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout
+from kvferry.layout import ORDERS, shard
+from kvferry.layout.hf import model_from_config
+from kvferry.layout.presets import load_model, presets
+from kvferry.layout.shape import even_stages
+
+
+@given(st.integers(1, 200), st.integers(1, 64))
+def test_shards_cover_all_units_evenly(units: int, parts: int) -> None:
+    spans = [shard(units, parts, part) for part in range(parts)]
+    assert {u for span in spans for u in range(*span)} == set(range(units))
+    assert max(s.size for s in spans) - min(s.size for s in spans) <= 1
+    if units < parts:
+        assert [s.start for s in spans] == [p * units // parts for p in range(parts)]
+
+
+def test_stages_give_the_remainder_to_those_before_the_last() -> None:
+    assert even_stages(61, 4) == (15, 15, 16, 15)
+    assert even_stages(5, 3) == (2, 2, 1)
+
+
+def test_draft_tp_and_stage() -> None:
+    model = load_model("llama-3.1-8b", draft_layers=1)
+    draft = model.group("draft")
+    shape = EngineShape(tp=4, pp=2, role_tp=(("draft", 1),))
+    assert shape.layers(model, draft, 0) == () and shape.layers(model, draft, 1) == (0,)
+    assert shape.units(draft, draft.components[0], 3) == (0, 8)
+    assert shape.units(model.group("attention"), draft.components[0], 3) == (6, 8)
+
+
+TEXTS = [
+    "tp=4,pp=2,block=16,order=LBNHC",
+    "tp=8,pp=30+50,block=32,order=LBHNC",
+    "tp=8,dcp=2,interleave=4,draft_tp=1,block=16,block.window=32,order=LBHNC,align=512,overlay=1",
+    "tp=1,block=64,kernel=16,order=LBNHC,interior=planes,interior.window=joined,conv=SD,full=1",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_shapes_are_written_as_they_are_read(text: str) -> None:
+    assert EngineShape.parse(text).describe() == text
+
+
+class TestHuggingFace:
+    def test_presets_are_a_dozen_and_more(self) -> None:
+        assert len(presets()) >= 12
+        for name in presets():
+            assert load_model(name).groups
+
+    def test_bytes_of_a_token(self) -> None:
+        assert load_model("llama-3.1-70b").token_bytes() == 80 * 2 * 8 * 128 * 2
+        assert load_model("deepseek-v3").token_bytes() == 61 * 576 * 2
+        assert load_model("llama-3.1-70b", cache_dtype="fp8_e4m3").token_bytes() == 80 * 2 * 8 * 128
+
+    def test_windows_and_full_layers(self) -> None:
+        gemma = load_model("gemma-3-27b")
+        assert gemma.group("attention").layers[:2] == (5, 11)
+        assert gemma.group("window").residency.span == 1024
+        oss = load_model("gpt-oss-120b")
+        assert oss.group("window").layers[:2] == (0, 2)
+        assert [g.name for g in load_model("mistral-7b").groups] == ["window"]
+        assert load_model("llama-4-maverick").group("chunk").residency.kind == "chunk"
+
+    def test_states(self) -> None:
+        bamba = load_model("bamba-9b").group("state")
+        assert [c.name for c in bamba.components] == ["conv_x", "conv_B", "conv_C", "ssm"]
+        assert bamba.component("conv_B").sharding == "replicated"
+        qwen = load_model("qwen3-next-80b").group("state")
+        assert [c.units for c in qwen.components] == [16, 16, 32, 32]
+        assert load_model("jamba-1.5-mini").group("state").component("ssm").units == 8192
+
+    def test_indexer_is_a_role_of_its_own(self) -> None:
+        assert load_model("deepseek-v3.2").group("indexer").role == "indexer"
+
+    def test_from_a_file_a_folder_and_nested_text(self, tmp_path: Path) -> None:
+        inner = presets()["gemma-3-27b"]
+        config = {"model_type": "gemma3", "text_config": inner}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        by_folder = load_model(str(tmp_path))
+        by_file = model_from_config(tmp_path / "config.json")
+        assert by_folder.fingerprint() == by_file.fingerprint()
+        assert by_file.fingerprint() == load_model("gemma-3-27b").fingerprint()
+
+    def test_fingerprints_tell_formats_apart(self) -> None:
+        prints = {
+            load_model(name, cache_dtype=dtype).fingerprint()
+            for name in ("llama-3.1-8b", "mistral-7b", "deepseek-v3")
+            for dtype in ("bfloat16", "float16", "fp8_e4m3")
+        }
+        assert len(prints) == 9
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_placements_fill_their_region_without_overlap(order: str) -> None:
+    """Every byte of a dense region belongs to exactly one element."""
+    components = (Component("k", 4, (3,), 2), Component("v", 4, (5,), 2))
+    model = CacheModel("m", (Group("attention", (0, 1, 2), components),))
+    shape = EngineShape(tp=2, block_size=4, order=order)
+    layout = RankLayout.build(model, shape, Rank(0, 1), num_blocks=3)
+    (part,), (region,) = layout.parts, layout.regions
+    times = np.zeros(region.bytes, dtype=int)
+    for placement, component in zip(part.placements, components, strict=True):
+        for row, block, slot, unit, dim in np.ndindex(3, 3, 4, 2, component.dims[0]):
+            at = int(placement.offsets[row]) + block * placement.block_stride
+            at += slot * placement.slot_stride + unit * placement.unit_stride
+            at += dim * placement.dim_strides[0]
+            times[at : at + 2] += 1
+    assert (times == 1).all()
