@@ -1,6 +1,6 @@
-"""Helpers beside the test folders (golden.py) can be imported from all of them."""
+"""What several test folders share lies in tests/support, and is imported by its plain name."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "support"))

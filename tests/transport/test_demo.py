@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.cli import demo as demo_module
-from kvferry.cli.demo import Lines, demo, describe, run_demo
-from kvferry.cli.demo_cache import make_views, write_entries, wrong_entries
-from kvferry.cli.demo_rank import Consumer, Producer
-from kvferry.cli.demo_work import DEMO_FROM, DEMO_TO, demo_model, find_model, make_work
+from kvferry.cli.demo import Lines, demo, describe
+from kvferry.demo import run as demo_module
+from kvferry.demo.cache import make_views, write_entries, wrong_entries
+from kvferry.demo.rank import Consumer, Producer
+from kvferry.demo.run import run_demo
+from kvferry.demo.work import DEMO_FROM, DEMO_TO, demo_model, find_model, make_work
 from kvferry.errors import DescriptionError, PermissionDenied, TransferError
 from kvferry.layout.shape import EngineShape, Rank, Span
 
@@ -61,13 +62,13 @@ def test_a_rank_that_dies_ends_the_demo() -> None:
 def test_memory_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """auto falls back and says why; vm gives the reason as an error."""
 
-    class Crew(demo_module._Crew):
+    class Crew(demo_module.Crew):
         def ask(self, members, order, advance):  # type: ignore[no-untyped-def]
             if order.name == "probe":
                 return ["the system does not let us"]
             return super().ask(members, order, advance)
 
-    monkeypatch.setattr(demo_module, "_Crew", Crew)
+    monkeypatch.setattr(demo_module, "Crew", Crew)
     result = run_demo(*TWO_RANKS, method="auto", **SMALL)
     assert result.ok
     assert result.method == "shared"

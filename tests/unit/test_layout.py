@@ -10,11 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout
+from kvferry import (
+    CacheModel,
+    Component,
+    EngineShape,
+    Group,
+    Rank,
+    RankLayout,
+    bind,
+    plan_pair,
+)
 from kvferry.layout import ORDERS, shard
 from kvferry.layout.hf import model_from_config
 from kvferry.layout.presets import load_model, presets
+from kvferry.layout.rank import Region
 from kvferry.layout.shape import even_stages
+from kvferry.layout.tensors import TensorView, layout_from_tensors
 
 
 @given(st.integers(1, 200), st.integers(1, 64))
@@ -118,3 +129,51 @@ def test_placements_fill_their_region_without_overlap(order: str) -> None:
             at += dim * placement.dim_strides[0]
             times[at : at + 2] += 1
     assert (times == 1).all()
+
+
+class TestTensors:
+    """Layers at uneven distances, as an engine that packs several groups may leave them."""
+
+    page = 4 * 4 * 2 * 3 * 2
+    components = (Component("k", 4, (3,), 2), Component("v", 4, (3,), 2))
+    model = CacheModel("m", (Group("attention", (0, 1, 2), components),))
+
+    def layout(self, pages: tuple[int, ...], shape: EngineShape) -> RankLayout:
+        view = {"shape": (2, 4, 4, 6), "strides": (8 * self.page // 2, 24, 6, 1)}
+        tensors = {
+            ("attention", i): [TensorView(0, at * self.page, element_bytes=2, **view)]
+            for i, at in enumerate(pages)
+        }
+        region = Region("cache", 16 * self.page)
+        return layout_from_tensors(self.model, shape, Rank(0, 0), [region], tensors)
+
+    @pytest.mark.parametrize(("pages", "runs"), [((0, 1, 2), 1), ((0, 1, 3), 3)])
+    def test_only_even_layers_become_one_run(self, pages: tuple[int, ...], runs: int) -> None:
+        shape = EngineShape(block_size=4)
+        layout = self.layout(pages, shape)
+        pair = plan_pair(self.model, shape, shape)
+        copies = bind(
+            pair.plan(pair.edges[0], layout, layout),
+            tokens=4,
+            src_tables=[[1]],
+            dst_tables=[[1]],
+            src_bases=[0],
+            dst_bases=[0],
+        ).copies()
+        assert len(copies) == runs and int(copies.length.sum()) == 3 * self.page
+        starts = {(8 + page) * self.page for page in pages}
+        assert set(copies.src.tolist()) == (starts if runs == 3 else {8 * self.page})
+
+    def test_layers_of_two_tables_are_two_parts_of_one_pool(self) -> None:
+        view = TensorView(0, 0, (2, 4, 4, 6), (96, 24, 6, 1), 2)
+        keys = [("attention", i) for i in range(3)]
+        layout = layout_from_tensors(
+            self.model,
+            EngineShape(block_size=4),
+            Rank(0, 0),
+            [Region("cache", 2 * self.page)],
+            {key: [view] for key in keys},
+            tables={key: i for i, key in enumerate(keys)},
+        )
+        assert [(p.table, p.pool) for p in layout.parts] == [(0, 0), (1, 0), (2, 0)]
+        assert layout.tables == 3

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from kvferry import Bound, CacheModel, Copies, EngineShape, RankLayout, bind, plan_pair
+from kvferry.errors import CoverError
 from kvferry.layout.presets import load_model, presets
 from kvferry.plan import everything_plan, uncovered
+from kvferry.plan.cover import require_exact_cover
 from kvferry.plan.report import report, synthetic_tables
 
 SHAPES = [
@@ -244,6 +246,21 @@ for edge in pair.edges:
             b = RankLayout.build(model, shape, edge.dst, 64)
             digests.add(pair.plan(edge, a, b).digest())
         assert len(digests) == len(SHAPES)
+
+
+class TestExactCover:
+    model = load_model("llama-3.1-8b")
+    src, dst = EngineShape(tp=3, pp=2), EngineShape(tp=4)
+
+    def test_a_missing_edge_is_refused(self) -> None:
+        edges = plan_pair(self.model, self.src, self.dst).edges
+        with pytest.raises(CoverError, match="0 times; expected 1"):
+            require_exact_cover(self.model, self.src, self.dst, edges[1:])
+
+    def test_a_doubled_edge_is_refused(self) -> None:
+        edges = plan_pair(self.model, self.src, self.dst).edges
+        with pytest.raises(CoverError, match="2 times; expected 1"):
+            require_exact_cover(self.model, self.src, self.dst, [*edges, edges[0]])
 
 
 def test_edges_are_known_from_shapes_alone() -> None:

@@ -15,7 +15,8 @@ from typing import Any
 
 
 def installed() -> bool:
-    return importlib.util.find_spec("vllm") is not None
+    found = importlib.util.find_spec("vllm")
+    return found is not None and found.origin is not None  # not just a folder of that name
 
 
 @dataclass(frozen=True, slots=True)

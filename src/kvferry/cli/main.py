@@ -83,9 +83,9 @@ def plan(
 ) -> None:
     """Who sends what to whom, and what it costs, before anything runs."""
     from kvferry.cli.plan import print_plan
-    from kvferry.cli.units import parse_link
     from kvferry.layout.presets import load_model
     from kvferry.plan.report import report
+    from kvferry.units import parse_link
 
     with refusals():
         described = load_model(model, cache_dtype=cache_dtype, draft_layers=draft_layers)
@@ -108,6 +108,39 @@ def plan(
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(plan_page(result, speed))
         err.print(f"picture: {html}", highlight=False)
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help="demo, a preset or a config.json.")] = "demo",
+    src: Annotated[str | None, typer.Option("--from", help="Source shape.")] = None,
+    dst: Annotated[str | None, typer.Option("--to", help="Destination shape.")] = None,
+    requests: Annotated[int, typer.Option(help="Requests to move.")] = 300,
+    gib: Annotated[float, typer.Option(help="GiB to move at least.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
+    method: Annotated[str, typer.Option(help="auto, vm or shared.")] = "auto",
+    as_json: Json = False,
+    html: Annotated[Path, typer.Option(help="Where to draw the plan.")] = Path(
+        "out/demo-plan.html"
+    ),
+) -> None:
+    """Move real memory between ranks of two engines on this machine, and check every byte."""
+    from kvferry.cli.demo import demo as run
+    from kvferry.demo.work import DEMO_FROM, DEMO_TO
+
+    with refusals():
+        status = run(
+            model,
+            src or DEMO_FROM,
+            dst or DEMO_TO,
+            gib=gib,
+            requests=requests,
+            seed=seed,
+            method=method,
+            as_json=as_json,
+            html=html,
+        )
+    raise typer.Exit(status)
 
 
 @app.command()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.cli.units import show_bytes, show_seconds
 from kvferry.layout.presets import load_model, presets
 from kvferry.plan.report import EdgeReport, PlanReport
+from kvferry.units import show_bytes, show_seconds
 
 MOST_ROWS = 64  # a terminal shows the heaviest edges; --json and --html have all of them
 

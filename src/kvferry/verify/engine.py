@@ -31,7 +31,7 @@ class Placing(NamedTuple):
     slots: Ints
 
     def only(self, wanted: set[int]) -> Placing:
-        keep = np.array([e in wanted for e in self.entries.tolist()], dtype=bool)
+        keep = np.isin(self.entries, list(wanted))
         return Placing(self.entries[keep], self.blocks[keep], self.slots[keep])
 
 
@@ -143,6 +143,19 @@ class Engine:
         per_block = self.block_positions(group)
         wanted = {p // per_block for p in range(first, tokens + 1)}
         return {p for p in range(tokens) if p // per_block in wanted}
+
+    def block_id(self, group: GroupDict, number: int) -> int | None:
+        """The id of a request's block by its number, if the table names one."""
+        table = self.side["tables"][group["name"]]
+        if number >= len(table) or table[number] == self.shape["null_block"]:
+            return None
+        return table[number] if 0 <= table[number] < self.side["blocks"] else None
+
+    def allocated(self, group: GroupDict, placing: Placing) -> Placing:
+        """Entries whose block has an id."""
+        named = {n for n in set(placing.blocks.tolist()) if self.block_id(group, n) is not None}
+        keep = np.isin(placing.blocks, list(named))
+        return Placing(placing.entries[keep], placing.blocks[keep], placing.slots[keep])
 
     def placing(self, group: GroupDict, tp: int, entries: int) -> Placing:
         """Where a rank keeps the first `entries` entries of a sequence: counted, one by one."""

@@ -145,17 +145,14 @@ class Oracle:
         """Whether both tables name a block for all that moves, on the destination each once."""
         moved = self.loads[group["name"]].moved
         for engine in (self.src, self.dst):
-            table, null = engine.side["tables"][group["name"]], engine.shape["null_block"]
             numbers: set[int] = set()
             for tp in range(engine.shape["tp"]):
                 placing = engine.placing(group, tp, max(moved, default=-1) + 1).only(moved)
                 numbers |= set(placing.blocks.tolist())
-            if any(number >= len(table) for number in numbers):
+            if any(engine.block_id(group, number) is None for number in numbers):
                 return False
-            ids = [table[number] for number in numbers]
-            if any(i == null or not 0 <= i < engine.side["blocks"] for i in ids):
-                return False
-            if engine is self.dst and len(set(ids)) < len(ids):
+            ids = {engine.block_id(group, number) for number in numbers}
+            if engine is self.dst and len(ids) < len(numbers):
                 return False
         return True
 
@@ -188,7 +185,7 @@ class Oracle:
             if self.src.layers(group, worker.pp):
                 name, entries = group["name"], self._held(group)
                 placing = self.src.placing(group, worker.tp, max(entries, default=-1) + 1)
-                placing = placing.only(entries)
+                placing = self.src.allocated(group, placing.only(entries))
                 vectors[name] = self._vector(0, group, worker, placing)
                 used[name] = self._used(self.src, group, set(placing.blocks.tolist()))
         return self._image(0, worker, vectors, used)

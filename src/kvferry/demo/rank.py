@@ -14,7 +14,6 @@ Producers do nothing while consumers pull: reading is one-sided.
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import time
@@ -22,13 +21,12 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import DupFd
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.cli.demo_cache import (
+from kvferry.demo.cache import (
     ABSENT,
     CANARY,
     POISON,
@@ -40,7 +38,8 @@ from kvferry.cli.demo_cache import (
     wrong_byte,
     wrong_entries,
 )
-from kvferry.cli.demo_work import Request, Work, destination_extent, source_extent
+from kvferry.demo.memory import Memory, SharedFile, region_starts
+from kvferry.demo.work import Request, Work, destination_extent, source_extent
 from kvferry.errors import KvferryError
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import Rank, Span
@@ -48,11 +47,8 @@ from kvferry.plan import Bound, Copies, EdgePlan, bind, everything_plan, plan_pa
 from kvferry.transport.scatter import copy_scattered
 from kvferry.transport.vm import allow_any_reader, read, why_unreachable
 
-PAGE_BYTES = 4096
 COPIES_AT_A_TIME = 1 << 16  # bound into one buffer, used again and again
-MAP_NORESERVE = 0x4000  # blocks that no request uses are never touched
 
-Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 
 
@@ -101,20 +97,6 @@ class Checked:
     wrong_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class SharedFile:
-    """Memory without a name, which child processes inherit: it ends with the last that has it."""
-
-    descriptor: int
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _inherited, (DupFd(self.descriptor),)
-
-
-def _inherited(duplicate: Any) -> SharedFile:
-    return SharedFile(duplicate.detach())
-
-
 Report = Callable[[int], None]
 
 
@@ -149,47 +131,15 @@ def rank_main(
             return
 
 
-@dataclass(slots=True, eq=False)
-class _Memory:
-    """One mapping that holds all regions of a rank, and its views."""
-
-    layout: RankLayout
-    bytes: Bytes
-    starts: Ints
-
-    @classmethod
-    def map(cls, layout: RankLayout, file: int | None) -> _Memory:
-        starts = region_starts(layout)
-        total = int(starts[-1])
-        if file is None:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-            mapped = mmap.mmap(-1, total, flags=flags)
-        else:
-            if os.fstat(file).st_size < total:
-                os.ftruncate(file, total)
-            mapped = mmap.mmap(file, total, flags=mmap.MAP_SHARED)
-        return cls(layout, np.frombuffer(mapped, dtype=np.uint8), starts[:-1])
-
-    @property
-    def address(self) -> int:
-        return self.bytes.ctypes.data
-
-    @property
-    def bases(self) -> Ints:
-        return self.starts + self.address
-
-    def views(self, work: Work) -> list[View]:
-        regions = {
-            region.name: self.bytes[start : start + region.bytes]
-            for region, start in zip(self.layout.regions, self.starts.tolist(), strict=True)
-        }
-        part = self.layout.parts[0]
-        return make_views(work.model, self.layout.shape, self.layout.rank, part.num_blocks, regions)
+def _views(work: Work, memory: Memory) -> list[View]:
+    layout = memory.layout
+    blocks = layout.parts[0].num_blocks if layout.parts else 0
+    return make_views(work.model, layout.shape, layout.rank, blocks, memory.regions())
 
 
-def _map_rank(work: Work, is_producer: bool, rank: Rank, file: int | None) -> _Memory:
+def _map_rank(work: Work, is_producer: bool, rank: Rank, file: int | None) -> Memory:
     shape, blocks = (work.src, work.src_blocks) if is_producer else (work.dst, work.dst_blocks)
-    return _Memory.map(RankLayout.build(work.model, shape, rank, blocks), file)
+    return Memory.map(RankLayout.build(work.model, shape, rank, blocks), file)
 
 
 @dataclass(slots=True, eq=False)
@@ -199,8 +149,8 @@ class Producer:
     fault: str
     files: list[int]
     report: Report
-    memory: _Memory | None = None
-    spare: Bytes = field(default_factory=lambda: np.zeros(1, dtype=np.uint8))
+    memory: Memory | None = None
+    spare: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(1, dtype=np.uint8))
 
     def greet(self) -> Greeting:
         allow_any_reader()
@@ -210,7 +160,7 @@ class Producer:
         work = self.work
         memory = _map_rank(work, True, self.rank, self.files[0] if method == "shared" else None)
         self.memory = memory
-        views = memory.views(work)
+        views = _views(work, memory)
         for view in views:
             index = work.model.groups.index(view.group)
             used = np.concatenate([request.src_tables[index] for request in work.requests])
@@ -237,7 +187,7 @@ class Consumer:
     fault: str
     files: list[int]
     report: Report
-    memory: _Memory | None = None
+    memory: Memory | None = None
     plans: list[EdgePlan] = field(default_factory=list)
     method: str = ""
 
@@ -252,7 +202,7 @@ class Consumer:
         work = self.work
         self.method = method
         self.memory = _map_rank(work, False, self.rank, None)
-        for view in self.memory.views(work):
+        for view in _views(work, self.memory):
             pool = work.dst_pools[work.model.groups.index(view.group)]
             write_byte(view, np.arange(pool[-1] + 1), CANARY)
         pair = plan_pair(work.model, work.src, work.dst)
@@ -331,7 +281,7 @@ class Consumer:
     def check(self) -> Checked:
         assert self.memory is not None
         work = self.work
-        views = self.memory.views(work)
+        views = _views(work, self.memory)
         arrived, guarded, wrong = 0, 0, 0
         loaded: dict[str, list[Ints]] = {group.name: [] for group in work.model.groups}
         for request in work.requests:
@@ -365,7 +315,7 @@ class Consumer:
         assert self.memory is not None
         if self.fault not in ("flip", "stray"):
             return
-        work, view = self.work, self.memory.views(self.work)[0]
+        work, view = self.work, _views(self.work, self.memory)[0]
         index = work.model.groups.index(view.group)
         if self.fault == "flip":
             block = int(work.requests[0].dst_tables[index][-1])
@@ -381,12 +331,6 @@ def _buffered(bound: Bound, buffer: Copies) -> Iterable[Copies]:
     if bound.descriptors <= len(buffer):
         return [bound.copies(buffer)]
     return bound.slices(len(buffer), buffer)
-
-
-def region_starts(layout: RankLayout) -> Ints:
-    """Where each region begins in a rank's mapping, and where the mapping ends."""
-    sizes = [-(-region.bytes // PAGE_BYTES) * PAGE_BYTES for region in layout.regions]
-    return np.cumsum([0, *sizes], dtype=np.int64)
 
 
 def _key(work: Work, request: Request, view: View) -> tuple[int, ...]:

@@ -163,17 +163,11 @@ def make_work(
     while total < min_bytes:
         requests = requests * min_bytes // max(total, 1) + 1
         lengths, skips, total = _draw(rng, requests, align, min_bytes, cost)
-    sides = []
-    for shape in (src, dst):
-        extents = [
-            [
-                source_extent(g, src, t) if shape is src else destination_extent(g, src, dst, t, s)
-                for g in model.groups
-            ]
-            for t, s in zip(lengths, skips, strict=True)
-        ]
-        sides.append(_tables(shape, extents, rng))
-    (src_tables, src_pools), (dst_tables, dst_pools) = sides
+    drawn = list(zip(lengths, skips, strict=True))
+    held = [[source_extent(g, src, t) for g in model.groups] for t, _ in drawn]
+    due = [[destination_extent(g, src, dst, t, s) for g in model.groups] for t, s in drawn]
+    src_tables, src_pools = _tables(src, held, rng)
+    dst_tables, dst_pools = _tables(dst, due, rng)
     made = [
         Request(i, lengths[i], skips[i], src_tables[i], dst_tables[i]) for i in range(len(lengths))
     ]
@@ -186,7 +180,7 @@ def _draw(
     """Lengths and held prefixes, scaled until they move enough (or more would not help)."""
     weights = rng.lognormal(0.0, TOKENS_SPREAD, requests)
     prefixes = np.where(rng.random(requests) < SKIP_PART, rng.random(requests), 0.0)
-    scale, before = 16.0, 0
+    scale, before = 1.0, 0  # tokens of a request of middling length
     for _ in range(ROUNDS):
         lengths = np.maximum(1, np.ceil(weights * scale)).astype(np.int64)
         skips = (prefixes * lengths).astype(np.int64) // align * align

@@ -292,7 +292,7 @@ class _Pager:
                 yield c, plane.reshape(*outer, -1, c.unit_bytes)
 
 
-def _same_memory(before: NDArray[Any], after: NDArray[Any]) -> Any:
+def _same_memory(before: Bytes, after: Bytes) -> Bytes:
     """A reshape that had to copy would be a view of nothing."""
     assert np.may_share_memory(before, after)
     return after

@@ -20,7 +20,7 @@ from kvferry.layout import CacheModel, EngineShape, Rank, RankLayout, Region
 from kvferry.layout.hf import model_from_config
 from kvferry.layout.tensors import TensorView, layout_from_tensors
 
-FIXTURES = Path(__file__).parent / "fixtures" / "vllm-0.32"
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "vllm-0.32"
 NAMES = sorted(path.stem for path in FIXTURES.glob("*.json"))
 INTERIORS = {"k_transposed": "cpu", "amx_pairs": "cpu_amx", "latent_rows": "joined"}
 

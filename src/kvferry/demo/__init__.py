@@ -1,0 +1,1 @@
+"""Two engines on one machine: real processes, real memory, every byte checked."""

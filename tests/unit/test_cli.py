@@ -1,0 +1,72 @@
+"""The command line: stable JSON, exit codes, errors without stack traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from kvferry import __version__
+from kvferry.cli.main import app
+from kvferry.units import parse_link, show_bytes, show_seconds
+
+runner = CliRunner()
+PLAN = ["plan", "--from", "tp=4,pp=2,block=16,order=LBNHC", "--to", "tp=8,block=32"]
+
+
+def test_plan_json_has_the_stable_keys() -> None:
+    result = runner.invoke(app, [*PLAN, "--tokens", "4096", "--link", "400Gbit", "--json"])
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert data["total_bytes"] == data["lower_bound_bytes"] == 4096 * 327680
+    assert len(data["edges"]) == 16
+    for edge in data["edges"]:
+        assert len(edge["src"]) == len(edge["dst"]) == 2
+        assert edge["bytes"] > 0 and edge["descriptors"] > 0
+    assert data["predicted_seconds"] == 4096 * 327680 / 8 / 50e9
+
+
+def test_plan_table_and_page(tmp_path: Path) -> None:
+    page = tmp_path / "new" / "plan.html"
+    result = runner.invoke(app, [*PLAN, "--html", str(page)])
+    assert result.exit_code == 0, result.output
+    assert "pp1 tp3" in result.stdout and "busiest rank" in result.stdout
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_refusals_are_one_paragraph() -> None:
+    result = runner.invoke(app, ["plan", "--from", "tp=0", "--to", "tp=1"])
+    assert result.exit_code == 2
+    assert "tp must be at least 1" in result.stderr and "Traceback" not in result.output
+
+
+def test_models_and_version() -> None:
+    assert "deepseek-v3" in runner.invoke(app, ["models"]).stdout
+    assert runner.invoke(app, ["--version"]).stdout.strip() == __version__
+
+
+def test_verify_json_has_the_stable_keys() -> None:
+    command = ["verify", "--pairs", "12", "--seed", "7", "--processes", "1", "--json"]
+    result = runner.invoke(app, command)
+    data = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert data["pairs"] == 12 and data["mismatches"] == 0
+    assert {"refused", "mix", "seconds"} <= set(data)
+    assert runner.invoke(app, ["verify", "--seed", "7", "--replay", "3"]).exit_code == 0
+
+
+def test_bench_plan_json_has_the_stable_keys(tmp_path: Path) -> None:
+    page = tmp_path / "bench.html"
+    result = runner.invoke(app, ["bench", "plan", "--quick", "--json", "--html", str(page)])
+    assert result.exit_code == 0, result.output
+    cases = json.loads(result.stdout)["cases"]
+    keys = "name kvferry_ms strided_ms vllm_ms ratio strided_ratio nixl_handover_ratio"
+    assert {*keys.split(), "descriptors", "vllm_descriptors"} <= set(cases[0])
+    assert "<svg" in page.read_text()
+
+
+def test_units() -> None:
+    assert parse_link("400Gbit") == parse_link("50GB/s") == 50e9
+    assert show_bytes(1536) == "1.5 KiB" and show_bytes(3) == "3 B"
+    assert show_seconds(0.0268) == "26.8 ms"
