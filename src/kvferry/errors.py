@@ -7,8 +7,16 @@
     ├── TopologyError         a registration or a question about a remote engine is wrong
     ├── BindError             block tables, bases or token counts do not fit the plan
     │   └── LimitError        more descriptors than the caller allows
-    └── TransferError         a carrier could not move bytes
-        └── PermissionDenied  the operating system forbids the access
+    ├── TransferError         a carrier could not move bytes
+    │   ├── PermissionDenied  the operating system forbids the access
+    │   ├── OutOfBounds       an address outside of what the peer registered
+    │   ├── PeerLost          the peer died, restarted or closed the connection
+    │   ├── DeadlineExceeded  not done in time
+    │   └── Cancelled         given up by the caller
+    └── HandoverError         producer and consumer do not come together
+        ├── AuthenticationError  a peer without the shared secret
+        ├── StaleTicket       the hold is closed, expired or of another incarnation
+        └── ProtocolError     a message that this version does not understand
 
 Messages say what was expected, what was found on each side, and what to do about it.
 """
@@ -50,3 +58,35 @@ class TransferError(KvferryError):
 
 class PermissionDenied(TransferError):
     """The operating system does not let this process reach the peer's memory."""
+
+
+class OutOfBounds(TransferError):
+    """A copy reaches outside of the regions that the peer registered."""
+
+
+class PeerLost(TransferError):
+    """The peer is gone: it died, restarted, or closed the connection."""
+
+
+class DeadlineExceeded(TransferError):
+    """The transfer was not done in time. What it had written stays written."""
+
+
+class Cancelled(TransferError):
+    """The caller gave the transfer up."""
+
+
+class HandoverError(KvferryError):
+    """A hand-over from producer to consumer failed before bytes moved, or after."""
+
+
+class AuthenticationError(HandoverError):
+    """A peer does not know the shared secret, or none was configured where one is needed."""
+
+
+class StaleTicket(HandoverError):
+    """The hold behind a ticket is closed, expired, or was another incarnation's."""
+
+
+class ProtocolError(HandoverError):
+    """A message that cannot be read, or that makes no sense here."""

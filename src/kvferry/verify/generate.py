@@ -140,7 +140,7 @@ class _Generator:
             shape["interior"] = next(iter(shape["interior_of"].values()))
             shape["interior_of"] = {}
         side: SideDict = {"shape": shape, "blocks": 1, "tables": {}, "absent_roles": []}
-        if tp > 1 and self.chance(0.5 if kind in ("mla", "mla_scaled", "mqa") else 0.35):
+        if tp > 1 and self.chance(0.45):
             self._share_tokens(Engine(model, side), careless)
         return side
 

@@ -1,0 +1,79 @@
+"""What a carrier has to give: one-sided reads and writes over registered memory.
+
+    carrier.register(regions)                   make own memory reachable, before any peer connects
+    carrier.endpoint()                          what a peer needs to reach it; plain bytes
+    peer = carrier.connect(endpoint, deadline)  once per peer
+    transfer = carrier.read(peer, copies)       remote `src` to local `dst`; returns at once
+    transfer = carrier.write(peer, copies)      local `src` to remote `dst`; returns at once
+    transfer.wait(deadline)                     until done, or the error that ended it
+    carrier.close()                             idempotent; ends all transfers
+
+Addresses are absolute, each in the address space of the process that owns it. Every remote range
+must lie inside one region that the peer registered; who checks that differs by carrier (tcp: the
+peer; local: the initiator, against what the endpoint says), that it is checked does not. *Done*
+means visible at the destination. Deadlines are absolute, on `time.monotonic()`.
+
+A carrier splits batches that its backend cannot take whole; no caller has to know. One suite of
+tests (tests/transport/test_conformance.py) runs on all carriers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+class CopyArrays(Protocol):
+    """`length[i]` bytes from address `src[i]` to address `dst[i]`; `kvferry.plan.Copies` is one."""
+
+    @property
+    def src(self) -> Ints: ...
+    @property
+    def dst(self) -> Ints: ...
+    @property
+    def length(self) -> Ints: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRegion:
+    """Memory of this process that peers may reach."""
+
+    address: int
+    bytes: int
+
+
+class TransferState(Enum):
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Transfer(Protocol):
+    """A read or a write under way. All methods may be called from any thread, any number of times."""
+
+    def wait(self, deadline: float) -> None:
+        """Return when done; raise what ended it, or `DeadlineExceeded` (the transfer goes on)."""
+
+    def poll(self) -> TransferState: ...
+
+    def cancel(self) -> None:
+        """Give it up. Returns when no byte of it can arrive any more, within the carrier's bound."""
+
+
+class Carrier(Protocol):
+    name: str
+    can_revoke: bool  # whether the owner of the memory can stop a peer's writes
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None: ...
+    def endpoint(self) -> bytes: ...
+    def connect(self, endpoint: bytes, deadline: float) -> Any: ...
+    def read(self, peer: Any, copies: CopyArrays) -> Transfer: ...
+    def write(self, peer: Any, copies: CopyArrays) -> Transfer: ...
+    def close(self) -> None: ...
