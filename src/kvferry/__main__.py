@@ -1,0 +1,5 @@
+"""`python -m kvferry` is the `kvferry` command."""
+
+from kvferry.cli.main import app
+
+app()
