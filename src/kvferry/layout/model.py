@@ -115,6 +115,11 @@ class Group:
             raise DescriptionError(
                 f"group {self.name!r}: needs components with distinct names, found {names}"
             )
+        if self.residency.kind in ("ring", "state") and self.tokens_per_entry != 1:
+            raise DescriptionError(
+                f"group {self.name!r}: a {self.residency.kind} stores one entry a token or state, "
+                f"found tokens_per_entry={self.tokens_per_entry}"
+            )
         if self.tokens_per_entry < 1:
             raise DescriptionError(
                 f"group {self.name!r}: tokens_per_entry must be at least 1, "

@@ -9,9 +9,13 @@
     carrier.close()                             idempotent; ends all transfers
 
 Addresses are absolute, each in the address space of the process that owns it. Every remote range
-must lie inside one region that the peer registered; who checks that differs by carrier (tcp: the
-peer; local: the initiator, against what the endpoint says), that it is checked does not. *Done*
+must lie inside one region that the peer registered, and every local one inside one of this
+carrier's own; who checks that differs by carrier (tcp: the peer; local: the initiator, against what
+the endpoint says), that it is checked does not. All are checked before the first byte moves. *Done*
 means visible at the destination. Deadlines are absolute, on `time.monotonic()`.
+
+Errors of the copies themselves come from `wait`, as all others do. The arrays must stay as they are
+until the transfer has ended. Copies of one batch may be done in any order.
 
 A carrier splits batches that its backend cannot take whole; no caller has to know. One suite of
 tests (tests/transport/test_conformance.py) runs on all carriers.
@@ -56,7 +60,7 @@ class TransferState(Enum):
 
 
 class Transfer(Protocol):
-    """A read or a write under way. All methods may be called from any thread, any number of times."""
+    """A read or a write under way. Any method, from any thread, any number of times."""
 
     def wait(self, deadline: float) -> None:
         """Return when done; raise what ended it, or `DeadlineExceeded` (the transfer goes on)."""
@@ -64,7 +68,10 @@ class Transfer(Protocol):
     def poll(self) -> TransferState: ...
 
     def cancel(self) -> None:
-        """Give it up. Returns when no byte of it can arrive any more, within the carrier's bound."""
+        """Give it up. Returns when no byte of it can arrive any more.
+
+        Bounded: `DeadlineExceeded` where the peer does not confirm that in time.
+        """
 
 
 class Carrier(Protocol):

@@ -1,7 +1,7 @@
 """Same-host memory copies by `process_vm_readv` and `process_vm_writev`.
 
 One-sided: the other process takes no part, and only needs to stay alive. Copies come as three
-integer arrays and leave as iovec tables, at most `VECTORS_PER_CALL` a system call, so that Python
+integer arrays and leave as iovec tables, at most 1,024 a system call, so that Python
 runs once per call and never per descriptor.
 
 Each side's neighbours are joined before anything is issued: the kernel pins pages once per remote
@@ -19,20 +19,17 @@ import ctypes
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from kvferry.errors import PermissionDenied, TransferError
+from kvferry.errors import PeerLost, PermissionDenied, TransferError
+from kvferry.transport.iovec import Vectors, libc
 
-VECTORS_PER_CALL = 1024  # Linux's UIO_MAXIOV
-IOVEC_BYTES = 16
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
-Ints = NDArray[np.int64]
 # pid, local table, local count, remote table, remote count -> bytes moved, or -1 with errno set
 Call = Callable[[int, int, int, int, int], int]
 
@@ -67,7 +64,7 @@ def allow_any_reader() -> bool:
 
     False where the kernel has no such restriction to lift. Lasts as long as the process.
     """
-    prctl = _libc().prctl
+    prctl = libc().prctl
     prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
     prctl.restype = ctypes.c_int
     return bool(prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0) == 0)
@@ -88,7 +85,7 @@ def move(call: Call, pid: int, *, local: ArrayLike, remote: ArrayLike, length: A
         return 0
     if int(lengths.min()) < 0:
         raise TransferError(f"a copy has a length of {int(lengths.min())} bytes")
-    here, there = _Vectors.join(ours, lengths), _Vectors.join(theirs, lengths)
+    here, there = Vectors.join(ours, lengths), Vectors.join(theirs, lengths)
     total, done = int(lengths.sum()), 0
     while done < total:
         moved = call(pid, *here.head(), *there.head())
@@ -100,47 +97,11 @@ def move(call: Call, pid: int, *, local: ArrayLike, remote: ArrayLike, length: A
     return total
 
 
-@dataclass(slots=True)
-class _Vectors:
-    """One side of the stream as an iovec table, and how far it has come."""
-
-    table: NDArray[np.int64]  # (n, 2): address, length
-    ends: Ints  # bytes of the stream up to the end of each vector
-    first: int = 0  # vector that the next call begins with
-
-    @classmethod
-    def join(cls, address: Ints, length: Ints) -> _Vectors:
-        apart = np.flatnonzero(address[1:] != address[:-1] + length[:-1]) + 1
-        heads = np.concatenate((np.zeros(1, dtype=np.int64), apart))
-        table = np.empty((len(heads), 2), dtype=np.int64)
-        table[:, 0] = address[heads]
-        table[:, 1] = np.add.reduceat(length, heads)
-        return cls(table, np.cumsum(table[:, 1]))
-
-    def head(self) -> tuple[int, int]:
-        count = min(VECTORS_PER_CALL, len(self.table) - self.first)
-        return self.table.ctypes.data + IOVEC_BYTES * self.first, count
-
-    def advance(self, done: int) -> None:
-        """Go to byte `done` of the stream, cutting the vector that it falls into."""
-        self.first = int(np.searchsorted(self.ends, done, side="right"))
-        if self.first < len(self.table):
-            vector = self.table[self.first]
-            left = int(self.ends[self.first]) - done
-            vector[0] += vector[1] - left
-            vector[1] = left
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
 @cache
 def system_call(name: str) -> Call:
     """`process_vm_readv` or `process_vm_writev` of this system's C library, typed."""
     try:
-        function = getattr(_libc(), name)
+        function = getattr(libc(), name)
     except AttributeError:
         raise TransferError(
             f"this system's C library has no {name}; it exists on Linux only. Use another carrier"
@@ -172,7 +133,7 @@ def _error(code: int, pid: int, done: int, total: int) -> TransferError:
                 "use shared memory or another carrier"
             )
         case errno.ESRCH:
-            return TransferError(f"the peer is gone: there is no process {pid} ({after})")
+            return PeerLost(f"the peer is gone: there is no process {pid} ({after})")
         case errno.EFAULT:
             return TransferError(
                 f"an address is not mapped, here or in process {pid} ({after}): the peer freed the "

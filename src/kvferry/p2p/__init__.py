@@ -1,0 +1,1 @@
+"""Peer to peer: tickets, holds, producers and consumers, for any engine."""

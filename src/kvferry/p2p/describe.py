@@ -1,0 +1,192 @@
+"""Engines as they describe themselves at the handshake, and back.
+
+The structs of `wire` are plain values; here they become models, shapes and layouts again, with
+every check that a model made by hand would pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+
+from kvferry.errors import DescriptionError, IncompatibleError, ProtocolError
+from kvferry.layout.model import CacheModel, Component, Group, Residency
+from kvferry.layout.rank import Part, Placement, RankLayout, Region
+from kvferry.layout.shape import EngineShape, Rank, Span
+from kvferry.wire.messages import (
+    ComponentInfo,
+    EngineInfo,
+    GroupInfo,
+    PartInfo,
+    PlacementInfo,
+    RankInfo,
+    RegionInfo,
+)
+
+
+def engine_info(
+    engine_id: str,
+    incarnation: str,
+    model: CacheModel,
+    shape: EngineShape,
+    meaning: Mapping[str, str],
+) -> EngineInfo:
+    groups = [
+        GroupInfo(
+            g.name,
+            list(g.layers),
+            [ComponentInfo(**asdict(c)) for c in g.components],
+            (g.residency.kind, g.residency.span),
+            g.role,
+            g.tokens_per_entry,
+            g.partial_entries,
+            g.context_parallel,
+        )
+        for g in model.groups
+    ]
+    return EngineInfo(
+        engine_id, incarnation, model.name, groups, model.total_layers, asdict(shape), dict(meaning)
+    )
+
+
+def read_model(info: EngineInfo) -> CacheModel:
+    try:
+        groups = tuple(
+            Group(
+                name=g.name,
+                layers=tuple(g.layers),
+                components=tuple(_component(c) for c in g.components),
+                residency=Residency(*g.residency),  # type: ignore[arg-type]
+                role=g.role,
+                tokens_per_entry=g.tokens_per_entry,
+                partial_entries=g.partial_entries,
+                context_parallel=g.context_parallel,
+            )
+            for g in info.groups
+        )
+        return CacheModel(info.model, groups, info.total_layers)
+    except DescriptionError as error:
+        raise ProtocolError(
+            f"engine {info.engine_id!r} describes no possible model: {error}"
+        ) from None
+
+
+def _component(c: ComponentInfo) -> Component:
+    return Component(c.name, c.units, c.dims, c.element_bytes, c.sharding, c.content)  # type: ignore[arg-type]
+
+
+def read_shape(info: EngineInfo) -> EngineShape:
+    known = {f.name for f in fields(EngineShape)}
+    unknown = sorted(set(info.shape) - known)
+    if unknown:
+        raise ProtocolError(
+            f"engine {info.engine_id!r} has a shape with {unknown}, which this version does not "
+            "know; run the same kvferry version on both sides"
+        )
+    try:
+        return EngineShape(**{name: _frozen(value) for name, value in info.shape.items()})
+    except (DescriptionError, TypeError) as error:
+        raise ProtocolError(f"engine {info.engine_id!r} has no possible shape: {error}") from None
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(v) for v in value) if isinstance(value, list | tuple) else value
+
+
+def rank_info(
+    layout: RankLayout,
+    bases: Sequence[int],
+    address: str,
+    incarnation: str,
+    carriers: Mapping[str, bytes],
+) -> RankInfo:
+    regions = [
+        RegionInfo(region.name, base, region.bytes)
+        for region, base in zip(layout.regions, bases, strict=True)
+    ]
+    parts = [
+        PartInfo(
+            part.group,
+            part.layers.tolist(),
+            part.table,
+            part.pool,
+            part.num_blocks,
+            part.block_entries,
+            part.page_bytes,
+            part.page_slack,
+            part.interior,
+            [
+                PlacementInfo(
+                    p.component,
+                    (p.units.start, p.units.stop),
+                    p.block_stride,
+                    p.tile_slots,
+                    p.tile_stride,
+                    p.slot_stride,
+                    p.unit_stride,
+                    p.dim_sizes,
+                    p.dim_strides,
+                    p.regions.tolist(),
+                    p.offsets.tolist(),
+                )
+                for p in part.placements
+            ],
+        )
+        for part in layout.parts
+    ]
+    rank = layout.rank
+    return RankInfo(
+        rank.pp, rank.tp, address, incarnation, dict(carriers), regions, parts, layout.tables
+    )
+
+
+def read_layout(info: RankInfo, shape: EngineShape) -> tuple[RankLayout, list[int]]:
+    """A rank's layout and the addresses of its regions."""
+    parts = tuple(
+        Part(
+            group=part.group,
+            layers=np.asarray(part.layers, dtype=np.int64),
+            table=part.table,
+            pool=part.pool,
+            num_blocks=part.num_blocks,
+            block_entries=part.block_entries,
+            page_bytes=part.page_bytes,
+            page_slack=part.page_slack,
+            interior=part.interior,
+            placements=tuple(_placement(p) for p in part.placements),
+        )
+        for part in info.parts
+    )
+    regions = tuple(Region(region.name, region.bytes) for region in info.regions)
+    layout = RankLayout(Rank(info.pp_rank, info.tp_rank), shape, parts, regions, info.tables)
+    return layout, [region.address for region in info.regions]
+
+
+def _placement(p: PlacementInfo) -> Placement:
+    return Placement(
+        component=p.component,
+        units=Span(*p.units),
+        block_stride=p.block_stride,
+        tile_slots=p.tile_slots,
+        tile_stride=p.tile_stride,
+        slot_stride=p.slot_stride,
+        unit_stride=p.unit_stride,
+        dim_sizes=tuple(p.dim_sizes),
+        dim_strides=tuple(p.dim_strides),
+        regions=np.asarray(p.regions, dtype=np.int64),
+        offsets=np.asarray(p.offsets, dtype=np.int64),
+    )
+
+
+def require_same_meaning(ours: EngineInfo, theirs: EngineInfo) -> None:
+    """Refuse engines whose bytes mean different things though their shapes may fit."""
+    for key in sorted({*ours.meaning, *theirs.meaning}):
+        a, b = ours.meaning.get(key), theirs.meaning.get(key)
+        if a != b:
+            raise IncompatibleError(
+                f"{key}: engine {ours.engine_id!r} has {a!r}, engine {theirs.engine_id!r} has "
+                f"{b!r}; both must serve the same model in the same way"
+            )

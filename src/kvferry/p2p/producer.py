@@ -1,0 +1,234 @@
+"""A producer: the directory of an engine, and the rank that holds blocks for readers.
+
+What happens when a request finishes prefill:
+
+1. The scheduler issues a `Ticket` (engine, incarnation, an unguessable hold id, a digest of the
+   prompt) into the response, and sends the hold with its blocks to all workers with the next step.
+2. Each worker calls `ProducerRank.open_hold`. Claims that came earlier were parked, and are
+   answered now; a claim of another incarnation or of a closed hold is refused at once.
+3. Consumer ranks read the blocks by a carrier, without any help from here, and then each sends one
+   last word. The answer says whether the hold was still open: only that makes a load count.
+4. When all readers have spoken, or the lease ran out, the hold is closed, and only then appears in
+   `take_closed`, which the engine reports so that the blocks are freed.
+
+When a consumer dies, its holds run out. When it stalls past the lease, the hold is closed before
+the blocks are reused, and its last word is refused, so that it discards what it read. When this
+process dies, consumers lose their connection; a new one has another incarnation, which voids old
+tickets.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+from kvferry.errors import KvferryError
+from kvferry.layout.model import require_same_cache
+from kvferry.p2p.describe import read_model, read_shape, require_same_meaning
+from kvferry.p2p.holds import Closed, Hold, HoldTable
+from kvferry.p2p.server import Server
+from kvferry.plan.assign import assign
+from kvferry.wire.messages import (
+    VERSION,
+    Claim,
+    Claimed,
+    Closing,
+    Complete,
+    EngineInfo,
+    Hello,
+    RankInfo,
+    Refused,
+    Renew,
+    Renewed,
+    ReplyBody,
+    Request,
+    Welcome,
+)
+from kvferry.wire.sockets import Sockets
+
+DEFAULT_LEASE_SECONDS = 60.0
+MOST_PATIENCE_SECONDS = 600.0
+
+
+def refuse_version(version: int) -> Refused | None:
+    if version == VERSION:
+        return None
+    return Refused(
+        "version",
+        f"the peer speaks version {version}, this engine {VERSION}; run the same kvferry on both",
+    )
+
+
+class Directory(Server):
+    """Tells consumers who the engine's ranks are; runs beside the scheduler."""
+
+    def __init__(
+        self, sockets: Sockets, engine: EngineInfo, *, host: str | None = None, port: int = 0
+    ) -> None:
+        super().__init__(sockets, host, port, "kvferry-directory")
+        self.engine = engine
+        self._ranks: list[RankInfo] = []
+        self._accepted: dict[tuple[str, str], Refused | None] = {}
+
+    def set_ranks(self, ranks: list[RankInfo]) -> None:
+        """All workers' own descriptions, of all stages."""
+        self.submit(lambda: setattr(self, "_ranks", list(ranks)))
+
+    def answer(self, sender: bytes, request: Request) -> ReplyBody | None:
+        body = request.body
+        if not isinstance(body, Hello):
+            return Refused("malformed", "this is the directory; it answers only a hello")
+        refused = refuse_version(body.version)
+        if refused is None:
+            key = (body.engine.engine_id, body.engine.incarnation)
+            if key not in self._accepted:
+                self._accepted[key] = self._judge(body.engine)
+            refused = self._accepted[key]
+        return refused or Welcome(self.engine, self._ranks)
+
+    def _judge(self, consumer: EngineInfo) -> Refused | None:
+        """Refuse here what the consumer would refuse, so that both logs say it."""
+        try:
+            require_same_meaning(self.engine, consumer)
+            ours, theirs = read_model(self.engine), read_model(consumer)
+            require_same_cache(ours, theirs, frozenset({"draft"}))
+            assign(ours, read_shape(self.engine), read_shape(consumer))
+        except KvferryError as error:
+            return Refused("model", str(error))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sender:
+    """Where a parked claim is to be answered."""
+
+    identity: bytes
+    request_id: int
+    claim: Claim
+
+
+class ProducerRank(Server):
+    """The holds of one worker, and the thread that answers for them."""
+
+    def __init__(
+        self,
+        sockets: Sockets,
+        incarnation: str,
+        *,
+        host: str | None = None,
+        port: int = 0,
+        lease_seconds: float = DEFAULT_LEASE_SECONDS,
+    ) -> None:
+        super().__init__(sockets, host, port, "kvferry-producer")
+        self.incarnation = incarnation
+        self._table: HoldTable[_Sender] = HoldTable(lease_seconds)
+        self._closed: list[Closed] = []
+        self._closed_lock = threading.Lock()
+
+    # Called by the engine
+
+    def open_hold(
+        self, hold_id: str, request_id: str, digest: str, tokens: int, tables: list[list[int]]
+    ) -> None:
+        """Make a request's blocks claimable. Its last kernels must have finished writing."""
+
+        def work() -> None:
+            waited = self._table.add(hold_id, request_id, digest, tokens, tables, time.monotonic())
+            for sender in waited:
+                body = self._claim(sender.claim)
+                if body is not None:
+                    self.reply(sender.identity, sender.request_id, body)
+
+        self.submit(work)
+
+    def withdraw(self, hold_id: str) -> None:
+        """Close a hold now: its request was aborted, or the engine shuts down."""
+
+        def work() -> None:
+            closed = self._table.withdraw(hold_id)
+            if closed is not None:
+                self._report(closed)
+
+        self.submit(work)
+
+    def take_closed(self) -> list[Closed]:
+        """Holds closed since the last call, each exactly once. Safe from any thread."""
+        with self._closed_lock:
+            closed, self._closed = self._closed, []
+        return closed
+
+    @property
+    def open_holds(self) -> int:
+        return len(self._table.open)
+
+    # Called by the server's thread
+
+    def answer(self, sender: bytes, request: Request) -> ReplyBody | None:
+        body = request.body
+        if isinstance(body, Hello):
+            return Refused("malformed", "this is a rank; the directory answers a hello")
+        refused = refuse_version(body.version)
+        if refused is not None:
+            return refused
+        if body.incarnation != self.incarnation:
+            return Refused(
+                "stale", "the ticket is from before this engine restarted; prefill again"
+            )
+        match body:
+            case Claim():
+                reply = self._claim(body)
+                if reply is None:
+                    patience = min(max(body.patience_seconds, 0.0), MOST_PATIENCE_SECONDS)
+                    until = time.monotonic() + patience
+                    self._table.park(body.hold_id, _Sender(sender, request.id, body), until)
+                return reply
+            case Complete():
+                return self._complete(body)
+            case Renew():
+                now = time.monotonic()
+                found = {h: self._table.find(h, now) for h in body.hold_ids}
+                return Renewed([h for h, hold in found.items() if isinstance(hold, str)])
+
+    def _claim(self, claim: Claim) -> ReplyBody | None:
+        """An answer, or None where the hold is not known yet."""
+        hold = self._table.find(claim.hold_id, time.monotonic())
+        if hold is None:
+            return None
+        if not isinstance(hold, Hold):
+            return Refused("closed", f"the hold is closed ({hold}); prefill again")
+        if claim.digest != hold.digest:
+            return Refused(
+                "digest", "the ticket is for another prompt than the request it came with"
+            )
+        hold.announce(claim.reader, claim.readers)
+        self.counters["claims"] += 1
+        return Claimed(hold.tokens, hold.tables)
+
+    def _complete(self, last: Complete) -> ReplyBody:
+        was_open, closed = self._table.last_word(
+            last.hold_id, last.reader, last.readers, last.outcome
+        )
+        self.counters[f"last words: {last.outcome}"] += 1
+        if closed is not None:
+            self._report(closed)
+        return Closing(was_open)
+
+    def tick(self, now: float) -> None:
+        closed, impatient = self._table.expire(now)
+        for one in closed:
+            self._report(one)
+        for sender in impatient:
+            self.reply(
+                sender.identity,
+                sender.request_id,
+                Refused("expired", "the hold did not arrive while the claim could wait"),
+            )
+
+    def next_deadline(self) -> float | None:
+        return self._table.next_deadline()
+
+    def _report(self, closed: Closed) -> None:
+        self.counters[f"closed: {closed.why}"] += 1
+        with self._closed_lock:
+            self._closed.append(closed)

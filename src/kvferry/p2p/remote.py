@@ -1,0 +1,141 @@
+"""A remote engine as a consumer rank knows it: one handshake per incarnation, all plans kept.
+
+The directory's welcome is checked (model, meaning, layouts), the pair is planned, and for every
+source rank that concerns this rank there is a `Source`: whom to ask, and how to read from it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.errors import HandoverError, IncompatibleError, StaleTicket, TransferError
+from kvferry.layout.model import CacheModel
+from kvferry.layout.rank import RankLayout
+from kvferry.layout.shape import EngineShape, Rank
+from kvferry.p2p.describe import read_layout, read_model, read_shape, require_same_meaning
+from kvferry.plan.edge import EdgePlan
+from kvferry.plan.pair import PairPlan, plan_pair
+from kvferry.transport.base import Carrier
+from kvferry.wire.messages import EngineInfo, RankInfo, Refused, ReplyBody, Welcome
+
+log = logging.getLogger("kvferry")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """A producer rank that this rank must speak to; `plan` is None where it reads nothing there."""
+
+    rank: Rank
+    address: str
+    incarnation: str
+    readers: int  # ranks of our engine that speak to it
+    plan: EdgePlan | None
+    bases: tuple[int, ...]
+    carrier: Carrier | None
+    peer: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Remote:
+    engine: EngineInfo
+    shape: EngineShape
+    pair: PairPlan
+    sources: tuple[Source, ...]
+
+
+def targets(pair: PairPlan, rank: Rank) -> list[Rank]:
+    """Source ranks a destination rank speaks to: those it reads, and its part of those unread.
+
+    Every source rank hears from someone, so that none waits for a word that nobody sends.
+    """
+    read = {edge.src for edge in pair.edges}
+    ranks = pair.dst.ranks
+    mine = set(pair.sources(rank))
+    for number, source in enumerate(pair.src.ranks):
+        if source not in read and ranks[number * len(ranks) // len(pair.src.ranks)] == rank:
+            mine.add(source)
+    return sorted(mine)
+
+
+def meet(
+    welcome: ReplyBody,
+    incarnation: str,
+    ours: EngineInfo,
+    model: CacheModel,
+    layout: RankLayout,
+    carriers: Sequence[Carrier],
+    deadline: float,
+    optional_roles: frozenset[str] = frozenset(),
+) -> Remote:
+    """Turn a directory's answer into plans and connections, or refuse it with the reason."""
+    if isinstance(welcome, Refused):
+        raise IncompatibleError(f"the prefill engine refuses us: {welcome.message}")
+    if not isinstance(welcome, Welcome):
+        raise HandoverError(f"the directory answered a hello with a {type(welcome).__name__}")
+    if welcome.engine.incarnation != incarnation:
+        raise StaleTicket(
+            f"engine {welcome.engine.engine_id!r} was restarted since it issued the ticket; "
+            "prefill again"
+        )
+    require_same_meaning(ours, welcome.engine)
+    shape = read_shape(welcome.engine)
+    pair = plan_pair(
+        read_model(welcome.engine),
+        shape,
+        layout.shape,
+        dst_model=model,
+        optional_roles=optional_roles,
+    )
+    by_rank = {Rank(info.pp_rank, info.tp_rank): info for info in welcome.ranks}
+    missing = sorted(set(shape.ranks) - set(by_rank))
+    if missing:
+        raise HandoverError(
+            f"engine {welcome.engine.engine_id!r} has not told of its ranks "
+            f"{[tuple(r) for r in missing]} yet"
+        )
+    speaking = {rank: targets(pair, rank) for rank in layout.shape.ranks}
+    readers = {s: sum(s in spoken for spoken in speaking.values()) for s in shape.ranks}
+    sources = tuple(
+        _source(pair, by_rank[s], layout, shape, readers[s], carriers, deadline)
+        for s in speaking[layout.rank]
+    )
+    return Remote(welcome.engine, shape, pair, sources)
+
+
+def _source(
+    pair: PairPlan,
+    info: RankInfo,
+    layout: RankLayout,
+    shape: EngineShape,
+    readers: int,
+    carriers: Sequence[Carrier],
+    deadline: float,
+) -> Source:
+    rank = Rank(info.pp_rank, info.tp_rank)
+    plan, carrier, peer = None, None, None
+    bases: list[int] = []
+    if rank in pair.sources(layout.rank):
+        remote_layout, bases = read_layout(info, shape)
+        plan = pair.plan(pair.edge(rank, layout.rank), remote_layout, layout)
+        carrier, peer = connect(info.carriers, carriers, deadline)
+    return Source(rank, info.address, info.incarnation, readers, plan, tuple(bases), carrier, peer)
+
+
+def connect(
+    offered: Mapping[str, bytes], carriers: Sequence[Carrier], deadline: float
+) -> tuple[Carrier, Any]:
+    """The first of our carriers that the peer has and that reaches it."""
+    reasons = []
+    for carrier in carriers:
+        if carrier.name not in offered:
+            reasons.append(f"{carrier.name}: the peer does not offer it")
+            continue
+        try:
+            return carrier, carrier.connect(offered[carrier.name], deadline)
+        except TransferError as error:
+            reasons.append(f"{carrier.name}: {error}")
+            log.info("carrier %s does not reach the peer: %s", carrier.name, error)
+    raise HandoverError(f"no carrier reaches the peer ({'; '.join(reasons)})")

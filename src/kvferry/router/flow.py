@@ -1,0 +1,211 @@
+"""What happens to a request, from prefill to the last byte.
+
+    1. A prefill engine gets the request for one token, with `do_remote_decode`. Its answer holds
+       a ticket: `kv_transfer_params`.
+    2. A decode engine gets the request as the client wrote it, and the ticket as it came.
+    3. Its answer goes to the client byte for byte: streams as they come, others when complete.
+
+Failures, all before the first byte to the client:
+
+    prefill engine fails            another one, up to `tries` in all
+    none is up, or all tries fail   decode-only: the decode engine computes the prompt itself
+    it answers without a ticket     decode-only: there is nothing to hand over
+    decode engine takes no          another one, with the same ticket: nobody has used it
+      connection
+    decode engine fails otherwise   another one. It may have claimed the ticket, and a ticket is
+      (5xx, broken, silent)         used once: prefill again
+    all tries fail                  the engine's own 5xx if there was one; else 504 where it was
+                                    silent, 502 where it broke off, 503 where none took part
+    any engine answers 4xx          that is the answer
+
+After the first byte nothing is tried again: tokens that the client has cannot be taken back. The
+client's connection is closed in the middle of the answer, which every HTTP client notices.
+
+A client that leaves cancels this flow wherever it is; open connections to engines are closed, and
+engines abort. Tickets that nobody claims run out by their lease at the prefill engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import msgspec
+
+from kvferry.router.api import ApiError, Generation, Headers, Incoming, ticket_of
+from kvferry.router.config import RouterConfig
+from kvferry.router.engines import Engine, Group
+from kvferry.router.metrics import Metrics
+from kvferry.router.upstream import Answer, EngineFailure, Upstream
+
+
+class Reply(Protocol):
+    """The way back to the client."""
+
+    started: bool
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None: ...
+    async def start(self, status: int, headers: Headers) -> None: ...
+    async def chunk(self, data: bytes) -> None: ...
+    async def end(self) -> None: ...
+
+
+class Router:
+    """Engines, connections and counters: all that requests share."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.limits = config.limits
+        self.prefill = Group(config.prefill, "prefill", config.limits)
+        self.decode = Group(config.decode, "decode", config.limits)
+        self.upstream = Upstream(config.limits)
+        self.metrics = Metrics()
+
+    @property
+    def engines(self) -> list[Engine]:
+        return self.prefill.engines + self.decode.engines
+
+    async def generate(self, asked: Incoming, reply: Reply) -> None:
+        """Serves a completion. Raises ApiError, or EngineFailure when a begun stream breaks."""
+        await _Trip(self, asked, Generation(asked.body), reply).run()
+
+    async def pass_on(self, asked: Incoming, reply: Reply) -> None:
+        """Serves what any decode engine can answer, such as the list of models."""
+        await _Trip(self, asked, None, reply).run()
+
+
+class _Trip:
+    """One request on its way."""
+
+    def __init__(
+        self, router: Router, asked: Incoming, wanted: Generation | None, reply: Reply
+    ) -> None:
+        self._router = router
+        self._limits = router.limits
+        self._asked = asked
+        self._wanted = wanted
+        self._reply = reply
+        self._ticket = b""
+        self._decode_only: str | None = None  # why, once that is decided
+        self._prefills = 0
+        self._failed_prefill: set[Engine] = set()
+        self._tried_decode: set[Engine] = set()
+
+    async def run(self) -> None:
+        if self._wanted is not None:
+            self._fall_back(self._wanted.decode_only_because())
+        failure: EngineFailure | None = None
+        while len(self._tried_decode) < self._limits.tries:
+            # Asked before the prefill: without a decode engine it would be for nothing.
+            if not self._router.decode.some_up(besides=self._tried_decode):
+                break
+            if self._wanted is not None and not self._ticket and self._decode_only is None:
+                refusal = await self._prefill(self._wanted)
+                if refusal is not None:
+                    await self._reply.whole(refusal.status, refusal.headers, refusal.body)
+                    return
+            engine = self._router.decode.pick(besides=self._tried_decode)
+            if engine is None:
+                break
+            if self._tried_decode:
+                self._router.metrics.retries["decode"] += 1
+            self._tried_decode.add(engine)
+            try:
+                await self._decode(engine)
+                return
+            except EngineFailure as error:
+                if self._reply.started:
+                    raise
+                failure = error
+                self._asked.trail.append(str(error))
+                if error.delivered:
+                    self._ticket = b""
+        await self._give_up(failure)
+
+    async def _prefill(self, wanted: Generation) -> Answer | None:
+        """Gets a ticket, or decides for decode-only. Returns an answer that is the client's."""
+        group, failed = self._router.prefill, self._failed_prefill
+        stage = "prefill_again" if self._prefills else "prefill"
+        while len(failed) < self._limits.tries:
+            engine = group.pick(besides=failed)
+            if engine is None:
+                break
+            if self._prefills:
+                self._router.metrics.retries[stage] += 1
+            self._prefills += 1
+            stage = "prefill"
+            try:
+                ticket = await self._ask_for_ticket(engine, wanted)
+            except EngineFailure as error:
+                self._asked.trail.append(str(error))
+                failed.add(engine)
+                continue
+            if isinstance(ticket, Answer):
+                return ticket
+            self._ticket = ticket
+            if not ticket:
+                self._fall_back("no_ticket")
+            return None
+        self._fall_back("prefill_failed" if failed else "no_prefill_engine")
+        return None
+
+    async def _ask_for_ticket(self, engine: Engine, wanted: Generation) -> bytes | Answer:
+        """The ticket (b"" for none), or a 4xx. Raises EngineFailure."""
+        headers = [(k, v) for k, v in self._asked.headers if k != b"accept-encoding"]
+        headers.append((b"accept-encoding", b"identity"))  # this answer is for us to read
+        asked = replace(self._asked, headers=headers)
+        seconds = self._limits.prefill_seconds
+        async with self._router.upstream.ask(engine, asked, wanted.for_prefill(), seconds) as got:
+            self._asked.trail.append(f"prefill {engine.url} {got.status}")
+            if 400 <= got.status < 500:
+                return got
+            if got.status != 200:
+                raise EngineFailure(engine, f"answered {got.status} to a prefill")
+            try:
+                return ticket_of(got.body)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise EngineFailure(engine, f"its answer cannot be read: {error}") from None
+
+    async def _decode(self, engine: Engine) -> None:
+        """Brings one decode engine's answer to the client. Raises EngineFailure."""
+        asked, wanted = self._asked, self._wanted
+        streamed = wanted is None or wanted.streamed
+        seconds = self._limits.first_byte_seconds if streamed else self._limits.answer_seconds
+        body = asked.body if wanted is None else wanted.for_decode(self._ticket)
+        async with self._router.upstream.ask(engine, asked, body, seconds) as got:
+            asked.trail.append(f"decode {engine.url} {got.status}")
+            headers = got.headers + self._path_header()
+            if got.stream is None:
+                await self._reply.whole(got.status, headers, got.body)
+                return
+            await self._reply.start(got.status, headers)
+            data = got.body
+            while data:
+                await self._reply.chunk(data)
+                data = await got.stream.next()
+            await self._reply.end()
+
+    async def _give_up(self, failure: EngineFailure | None) -> None:
+        decode, wait = self._router.decode, self._limits.probe_every_seconds
+        if failure is None or not failure.delivered:
+            count = len(decode.engines)
+            raise ApiError(503, "no_decode_engine", f"none of {count} decode engines is up", wait)
+        if failure.answer is not None:
+            answer = failure.answer
+            headers = answer.headers + self._path_header()
+            await self._reply.whole(answer.status, headers, answer.body)
+            return
+        if failure.timed_out:
+            raise ApiError(504, "engine_timeout", "the decode engine did not answer in time")
+        raise ApiError(502, "engine_failed", "the decode engine broke off before it answered")
+
+    def _fall_back(self, reason: str | None) -> None:
+        if reason is not None:
+            self._decode_only = reason
+            self._router.metrics.fallbacks[reason] += 1
+            self._asked.trail.append(f"decode-only: {reason}")
+
+    def _path_header(self) -> Headers:
+        if self._wanted is None:
+            return []
+        path = b"decode-only" if self._decode_only else b"prefill+decode"
+        return [(b"x-kvferry-path", path)]

@@ -1,0 +1,250 @@
+"""The carrier on one host: the kernel copies between the two processes, one-sided.
+
+`register` lets processes of the same user reach this one's memory. `connect` checks that they can:
+it reads the owner's *token*, sixteen random bytes that the endpoint names, and a byte of every
+region. The token is read again before and after every transfer. A process that died, a recycled
+pid, another container's process of the same number, a carrier that was closed: none of them has it
+at that address, so none can be taken for the peer.
+
+Where this is not permitted (Yama, seccomp, another pid namespace or host), the carrier falls back
+to tcp by itself and says so once; the endpoint carries what that needs. It is a capability: hand it
+only to peers that have authenticated.
+
+The owner cannot stop a peer's writes here (`can_revoke` is false), and the kernel checks addresses
+but not regions: the initiator does, against what the endpoint says.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvferry.errors import PeerLost, PermissionDenied, ProtocolError, TransferError
+from kvferry.transport import vm
+from kvferry.transport.base import CopyArrays, MemoryRegion, Transfer
+from kvferry.transport.jobs import Job, Workers, share
+from kvferry.transport.regions import Arrays, RegionTable, require_all, slices
+from kvferry.transport.tcp import LOOPBACK, TcpCarrier, TcpPeer
+
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES = 16
+SLICE_BYTES = 8 << 20  # about two milliseconds: between two looks at cancel
+# One thread reaches 80 % of memcpy over the same scatter (the kernel pins every page), two pass it.
+THREADS_PER_TRANSFER = 2
+
+
+class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
+    """Which process this is, where its token and its memory lie, and the other way to it."""
+
+    carrier: str
+    boot: str
+    pid_namespace: str
+    pid: int
+    start_ticks: int  # since boot: tells a process from an earlier one of its number
+    token_address: int
+    token: bytes
+    regions: list[tuple[int, int]]
+    tcp: bytes
+    tcp_secret: bytes
+
+    @classmethod
+    def decode(cls, raw: bytes) -> LocalEndpoint:
+        try:
+            endpoint = msgspec.msgpack.decode(raw, type=cls)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"this is not the endpoint of a local carrier: {error}") from None
+        if endpoint.carrier != "local" or len(endpoint.token) != TOKEN_BYTES:
+            raise ProtocolError(f"this is not a local carrier's endpoint: {endpoint.carrier!r}")
+        return endpoint
+
+
+class LocalPeer:
+    """A process whose memory this one reaches; `tcp` is set where it does so by tcp."""
+
+    def __init__(self, endpoint: LocalEndpoint, tcp: TcpPeer | None = None) -> None:
+        self.tcp = tcp
+        self.pid = endpoint.pid
+        self.regions = RegionTable.of([MemoryRegion(a, n) for a, n in endpoint.regions])
+        self._token, self._token_address = endpoint.token, endpoint.token_address
+
+    def require_alive(self) -> None:
+        """Raise `PeerLost` unless the process that made the endpoint is still there, open."""
+        found = np.zeros(TOKEN_BYTES, dtype=np.uint8)
+        try:
+            vm.read(self.pid, [self._token_address], [found.ctypes.data], [TOKEN_BYTES])
+        except PermissionDenied:
+            raise
+        except TransferError as error:
+            raise PeerLost(f"process {self.pid} is gone or closed its carrier: {error}") from None
+        if found.tobytes() != self._token:
+            raise PeerLost(
+                f"process {self.pid} is not the peer any more: it closed its carrier, or another "
+                "process has its number now"
+            )
+
+    def require_reachable(self) -> None:
+        """Try one byte of every region."""
+        count = len(self.regions)
+        if count:
+            landing = np.zeros(count, dtype=np.uint8)
+            where = landing.ctypes.data + np.arange(count)
+            vm.read(self.pid, self.regions.starts, where, np.ones(count, dtype=np.int64))
+
+
+class LocalCarrier:
+    """`secret` is for the fallback only; without one, each carrier makes its own."""
+
+    name = "local"
+    can_revoke = False
+
+    def __init__(
+        self,
+        *,
+        secret: bytes | str | None = None,
+        host: str = LOOPBACK,
+        workers: int = 4,
+        threads_per_transfer: int = THREADS_PER_TRANSFER,
+        force_fallback: bool = False,
+    ) -> None:
+        self._own_secret = b"" if secret else secrets.token_bytes(32)
+        self._tcp = TcpCarrier(secret=secret or self._own_secret, host=host)
+        self._workers = Workers("kvferry-local", workers)
+        self._helping = threads_per_transfer - 1
+        self._helpers = Workers("kvferry-local-help", workers * self._helping)
+        self._token = np.frombuffer(secrets.token_bytes(TOKEN_BYTES), dtype=np.uint8).copy()
+        self._secret_token = self._token.tobytes()
+        self._regions: list[MemoryRegion] = []
+        self._table = RegionTable.of([])
+        self._force_fallback = force_fallback
+        self._said_fallback = False
+        self._closed = False
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """What peers that fell back to tcp were served."""
+        return self._tcp.counters
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        vm.allow_any_reader()
+        self._tcp.register(regions)
+        self._regions += regions
+        self._table = RegionTable.of(self._regions)
+
+    def endpoint(self) -> bytes:
+        return msgspec.msgpack.encode(
+            LocalEndpoint(
+                carrier="local",
+                boot=_boot(),
+                pid_namespace=_pid_namespace(),
+                pid=os.getpid(),
+                start_ticks=_start_ticks(os.getpid()),
+                token_address=self._token.ctypes.data,
+                token=self._secret_token,
+                regions=[(r.address, r.bytes) for r in self._table.regions()],
+                tcp=self._tcp.endpoint(),
+                tcp_secret=self._own_secret,
+            )
+        )
+
+    def connect(self, endpoint: bytes, deadline: float) -> LocalPeer:
+        found = LocalEndpoint.decode(endpoint)
+        why = self._why_not_directly(found)
+        if not why:
+            return LocalPeer(found)
+        if not self._said_fallback:
+            self._said_fallback = True
+            log.warning("the local carrier falls back to tcp, which is slower: %s", why)
+        return LocalPeer(
+            found, self._tcp.connect(found.tcp, deadline, secret=found.tcp_secret or None)
+        )
+
+    def read(self, peer: LocalPeer, copies: CopyArrays) -> Transfer:
+        if peer.tcp is not None:
+            return self._tcp.read(peer.tcp, copies)
+        return self._submit(peer, copies, vm.read, reading=True)
+
+    def write(self, peer: LocalPeer, copies: CopyArrays) -> Transfer:
+        if peer.tcp is not None:
+            return self._tcp.write(peer.tcp, copies)
+        return self._submit(peer, copies, vm.write, reading=False)
+
+    def close(self) -> None:
+        self._token[:] = 0  # readers notice
+        self._closed = True
+        self._workers.close()
+        self._helpers.close()
+        self._tcp.close()
+
+    def _why_not_directly(self, endpoint: LocalEndpoint) -> str:
+        """What stands between this process and the peer's memory; raises if the peer is gone."""
+        if self._force_fallback:
+            return "it was told to"
+        if endpoint.boot != _boot():
+            return "the peer runs on another host"
+        if endpoint.pid_namespace != _pid_namespace():
+            return "the peer runs in another pid namespace (container)"
+        if _start_ticks(endpoint.pid) != endpoint.start_ticks:
+            raise PeerLost(
+                f"process {endpoint.pid} is gone, or another process has its number now: the peer "
+                "restarted. Ask for its new endpoint"
+            )
+        try:
+            peer = LocalPeer(endpoint)
+            peer.require_alive()
+            peer.require_reachable()
+        except PermissionDenied as error:
+            return str(error)
+        return ""
+
+    def _submit(
+        self,
+        peer: LocalPeer,
+        copies: CopyArrays,
+        move: Callable[..., int],
+        *,
+        reading: bool,
+    ) -> Transfer:
+        def work(job: Job) -> None:
+            arrays = Arrays.of(copies)
+            src, dst = (peer.regions, self._table) if reading else (self._table, peer.regions)
+            require_all(arrays, src, dst, reading=reading)
+            peer.require_alive()
+
+            def carry(part: Arrays) -> None:
+                move(peer.pid, part.src, part.dst, part.length)
+
+            share(job, slices(arrays, SLICE_BYTES), carry, self._helpers, self._helping)
+            peer.require_alive()  # it was the same process, and open, all along
+
+        return self._workers.submit(Job(work, "a local read" if reading else "a local write"))
+
+
+def _boot() -> str:
+    return _text("/proc/sys/kernel/random/boot_id")
+
+
+def _pid_namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _start_ticks(pid: int) -> int:
+    """When the process started; -1 where there is none."""
+    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name may hold anything
+    return int(fields[19]) if len(fields) > 19 else -1
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,152 @@
+"""Copies and the memory they may touch: checked in whole arrays, cut into bounded slices.
+
+Everything here works on windows of at most `WINDOW` descriptors, so that no NumPy call holds the
+interpreter's lock for long, however many copies a batch has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.errors import OutOfBounds, TransferError
+from kvferry.transport.base import CopyArrays, Ints, MemoryRegion
+
+WINDOW = 1 << 15  # descriptors that one NumPy call looks at: well under a millisecond each
+
+
+@dataclass(frozen=True, slots=True)
+class RegionTable:
+    """Registered memory, sorted by address. Regions that overlap or touch count as one."""
+
+    starts: Ints
+    ends: Ints
+
+    @classmethod
+    def of(cls, regions: Sequence[MemoryRegion]) -> RegionTable:
+        """The table of these regions; refuses what cannot be memory."""
+        merged: list[list[int]] = []
+        for region in sorted(regions, key=lambda r: r.address):
+            end = region.address + region.bytes
+            if region.address < 0 or region.bytes < 0 or end >= 1 << 63:
+                raise TransferError(
+                    f"a region of {region.bytes} bytes at {region.address:#x} cannot be registered"
+                )
+            if region.bytes == 0:
+                continue
+            if merged and region.address <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], end)
+            else:
+                merged.append([region.address, end])
+        table = np.array(merged, dtype=np.int64).reshape(-1, 2)
+        return cls(np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1]))
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def regions(self) -> list[MemoryRegion]:
+        pairs = zip(self.starts.tolist(), self.ends.tolist(), strict=True)
+        return [MemoryRegion(start, end - start) for start, end in pairs]
+
+    def first_outside(self, address: Ints, length: Ints) -> int:
+        """Index of the first range that is not inside one region, or -1. Nothing overflows."""
+        if len(address) == 0:
+            return -1
+        if len(self.starts) == 0:
+            outside = length != 0
+        else:
+            at = np.searchsorted(self.starts, address, side="right") - 1
+            # `room` is a difference of two addresses of which the lower one is not negative
+            room = np.where(at >= 0, self.ends[at] - np.maximum(address, 0), -1)
+            outside = (length > room) & (length != 0) | (length < 0)
+        return int(np.argmax(outside)) if bool(outside.any()) else -1
+
+    def require(self, whose: str, address: Ints, length: Ints) -> None:
+        """Raise `OutOfBounds` naming the first range that leaves the regions."""
+        bad = self.first_outside(address, length)
+        if bad >= 0:
+            raise OutOfBounds(
+                f"{int(length[bad])} bytes at {int(address[bad]):#x} (copy {bad}) are not inside "
+                f"the memory that {whose} registered ({len(self)} regions); nothing was copied"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """Three integer arrays of one length; a `CopyArrays` that has been looked at."""
+
+    src: Ints
+    dst: Ints
+    length: Ints
+
+    @classmethod
+    def of(cls, copies: CopyArrays) -> Arrays:
+        arrays = [np.asarray(a) for a in (copies.src, copies.dst, copies.length)]
+        src, dst, length = arrays
+        if not src.shape == dst.shape == length.shape or length.ndim != 1:
+            raise TransferError(
+                "copies are three arrays of one length, found "
+                f"src {src.shape}, dst {dst.shape}, length {length.shape}"
+            )
+        if len(length) and any(a.dtype.kind not in "iu" for a in arrays):
+            raise TransferError(
+                "copies are arrays of integers, found "
+                f"src {src.dtype}, dst {dst.dtype}, length {length.dtype}"
+            )
+        # what does not fit becomes negative, and is refused as out of bounds
+        return cls(*(a.astype(np.int64, copy=False) for a in arrays))
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    def windows(self) -> Iterator[Arrays]:
+        for start in range(0, len(self), WINDOW):
+            part = slice(start, start + WINDOW)
+            yield Arrays(self.src[part], self.dst[part], self.length[part])
+
+    def without_empty(self) -> Arrays:
+        if bool(self.length.all()):
+            return self
+        some = self.length != 0
+        return Arrays(self.src[some], self.dst[some], self.length[some])
+
+
+def require_all(copies: Arrays, src: RegionTable, dst: RegionTable, *, reading: bool) -> None:
+    """Both ends of every copy lie in registered memory, or `OutOfBounds` before a byte moves."""
+    ours, theirs = "this carrier", "the peer"
+    for part in copies.windows():
+        src.require(theirs if reading else ours, part.src, part.length)
+        dst.require(ours if reading else theirs, part.dst, part.length)
+
+
+def slices(copies: Arrays, max_bytes: int) -> Iterator[Arrays]:
+    """The same copies in order, at most `WINDOW` and `max_bytes` at a time, none empty.
+
+    A copy that is longer than `max_bytes` comes in pieces.
+    """
+    for window in copies.windows():
+        part = window.without_empty()
+        if len(part) == 0:
+            continue
+        ends = np.cumsum(part.length)
+        first, done = 0, 0  # copies and bytes that were handed out
+        while first < len(part):
+            last = int(np.searchsorted(ends, done + max_bytes, side="right"))
+            if last > first:
+                yield Arrays(part.src[first:last], part.dst[first:last], part.length[first:last])
+            else:
+                yield from _pieces(part, first, max_bytes)
+                last = first + 1
+            first, done = last, int(ends[last - 1])
+
+
+def _pieces(part: Arrays, at: int, max_bytes: int) -> Iterator[Arrays]:
+    total = int(part.length[at])
+    for offset in range(0, total, max_bytes):
+        yield Arrays(
+            part.src[at : at + 1] + offset,
+            part.dst[at : at + 1] + offset,
+            np.array([min(max_bytes, total - offset)], dtype=np.int64),
+        )

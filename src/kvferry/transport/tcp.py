@@ -1,0 +1,267 @@
+"""The carrier between any two hosts: one-sided reads and writes over TCP.
+
+The owner of memory runs a `Server` (tcp_server.py); who reads or writes connects to it
+(tcp_client.py). Frames and their authentication are in tcp_frames.py. A transfer has a connection
+of its own, from a small pool per peer, so that cancelling it is closing that connection, and
+transfers do not wait for each other. A batch is cut into frames that the server's limits allow.
+
+    cancelled read    nothing is received any more once `cancel` returns
+    cancelled write   this side stops sending and waits until the server has closed: then all that
+                      was on the way has either been applied or is gone
+    revoked           the owner closes all connections of a peer, and lets it in no more
+
+Without a secret, it listens on loopback only, unless a host was configured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from kvferry.errors import Cancelled, KvferryError, TransferError
+from kvferry.transport.base import CopyArrays, MemoryRegion, Transfer
+from kvferry.transport.jobs import CANCEL_SECONDS, Job, Workers
+from kvferry.transport.regions import Arrays, RegionTable, require_all, slices
+from kvferry.transport.tcp_client import MAX_REGIONS, Connection, TcpEndpoint
+from kvferry.transport.tcp_frames import INCARNATION_BYTES, MAX_PAYLOAD_BYTES
+from kvferry.transport.tcp_server import Server, ServerLimits
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 10.0  # for the connections after a peer's first, which has the caller's deadline
+CONNECTIONS_PER_PEER = 4
+LOOPBACK = "127.0.0.1"
+EVERYWHERE = ("0.0.0.0", "::")
+
+
+class TcpPeer:
+    """A server that this carrier is connected to, and the connections that are not in use."""
+
+    def __init__(self, carrier: TcpCarrier, endpoint: TcpEndpoint, secret: bytes) -> None:
+        self.endpoint = endpoint
+        self.regions = RegionTable.of([])
+        self._carrier, self._secret = carrier, secret
+        self._idle: list[Connection] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        self.workers = Workers("kvferry-tcp", CONNECTIONS_PER_PEER)
+
+    def connect(self, deadline: float) -> None:
+        connection = self._open(deadline)
+        self.regions = connection.regions
+        self.put(connection)
+
+    def take(self) -> Connection:
+        """A connection for one transfer: an idle one that still works, or a new one."""
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise Cancelled("the carrier was closed")
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                return self._open(time.monotonic() + CONNECT_SECONDS)
+            if connection.usable():
+                return connection
+            connection.stream.close()
+
+    def put(self, connection: Connection, *, keep: bool = True) -> None:
+        """Give it back, or close it: where it is out of step, and where it was shut down."""
+        with self._lock:
+            keep = keep and not self._closed and connection.in_step
+            if keep:
+                self._idle.append(connection)
+        if not keep:
+            connection.stream.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self.workers.close()
+        for connection in self._idle:
+            connection.stream.close()
+        self._idle.clear()
+
+    def _open(self, deadline: float) -> Connection:
+        return Connection.open(
+            self.endpoint,
+            self._secret,
+            self._carrier.incarnation,
+            deadline,
+            self._carrier.limits.stall_seconds,
+        )
+
+
+class TcpCarrier:
+    """`host` and `port` say where to listen, `advertise` what peers dial. See the module's text."""
+
+    name = "tcp"
+    can_revoke = True
+
+    def __init__(
+        self,
+        *,
+        secret: bytes | str | None = None,
+        host: str | None = None,
+        port: int = 0,
+        advertise: str | None = None,
+        limits: ServerLimits | None = None,
+    ) -> None:
+        self._secret = secret.encode() if isinstance(secret, str) else secret or b""
+        if host is None:
+            host = EVERYWHERE[0] if self._secret else LOOPBACK
+        elif not self._secret and not _is_loopback(host):
+            log.warning(
+                "the tcp carrier listens on %s without a shared secret: whoever reaches this "
+                "address can read and write the caches registered here",
+                host,
+            )
+        self._host, self._port, self._advertise = host, port, advertise
+        self.limits = limits or ServerLimits()
+        self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
+        self._server = Server(self._secret, self.incarnation, self.limits)
+        self._regions: list[MemoryRegion] = []
+        self._lock = threading.Lock()
+        self._endpoint: bytes | None = None
+        self._peers: list[TcpPeer] = []
+        self._closed = False
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """What the server has served and refused, by kind."""
+        return self._server.counters
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        table = RegionTable.of([*self._regions, *regions])
+        if len(table) > MAX_REGIONS:
+            raise TransferError(
+                f"{len(table)} separate regions; the tcp carrier takes at most {MAX_REGIONS}"
+            )
+        self._regions += regions
+        self._server.regions = table
+
+    def endpoint(self) -> bytes:
+        """Listens from the first call on."""
+        with self._lock:
+            if self._closed:
+                raise TransferError("the carrier is closed")
+            if self._endpoint is None:
+                family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+                try:
+                    listener = socket.create_server(
+                        (self._host, self._port), family=family, backlog=128
+                    )
+                except OSError as error:
+                    raise TransferError(
+                        f"cannot listen on {self._host}:{self._port}: {error}"
+                    ) from None
+                port = listener.getsockname()[1]
+                self._server.listen(listener)
+                host = self._advertise or _reachable(self._host)
+                self._endpoint = msgspec.msgpack.encode(
+                    TcpEndpoint("tcp", host, port, self.incarnation)
+                )
+            return self._endpoint
+
+    def connect(self, endpoint: bytes, deadline: float, *, secret: bytes | None = None) -> TcpPeer:
+        """`secret`: the peer's, where it differs from this carrier's own."""
+        peer = TcpPeer(
+            self, TcpEndpoint.decode(endpoint), self._secret if secret is None else secret
+        )
+        peer.connect(deadline)
+        with self._lock:
+            if not self._closed:
+                self._peers.append(peer)
+                return peer
+        peer.close()
+        raise Cancelled("the carrier was closed")
+
+    def read(self, peer: TcpPeer, copies: CopyArrays) -> Transfer:
+        def work(job: Job) -> None:
+            arrays = self._require(peer, copies, reading=True)
+            if arrays is None:
+                return
+            connection = peer.take()
+            try:
+                with job.woken_by(connection.stream.abort):
+                    for part in slices(arrays, MAX_PAYLOAD_BYTES):
+                        job.checkpoint()
+                        connection.read(part)
+            finally:
+                peer.put(connection, keep=not job.cancelled)
+
+        return peer.workers.submit(Job(work, "a tcp read"))
+
+    def write(self, peer: TcpPeer, copies: CopyArrays) -> Transfer:
+        def work(job: Job) -> None:
+            arrays = self._require(peer, copies, reading=False)
+            if arrays is None:
+                return
+            connection = peer.take()
+            try:
+                with job.woken_by(connection.stream.stop_sending):
+                    for part in slices(arrays, MAX_PAYLOAD_BYTES):
+                        job.checkpoint()
+                        connection.write(part)
+            except KvferryError:
+                # what was sent may still be on its way into the peer's memory: see it end
+                if job.cancelled or not connection.in_step:
+                    job.late_bytes = not connection.stream.drain(CANCEL_SECONDS)
+                raise
+            finally:
+                peer.put(connection, keep=not job.cancelled)
+
+        return peer.workers.submit(Job(work, "a tcp write"))
+
+    def revoke(self, endpoint: bytes, seconds: float = CANCEL_SECONDS) -> None:
+        """Stop the carrier with this endpoint from reaching memory here, now and later.
+
+        When it returns, no byte of that peer arrives any more. `DeadlineExceeded` if a connection
+        does not end in time.
+        """
+        self._server.revoke(TcpEndpoint.decode(endpoint).incarnation, seconds)
+
+    def readmit(self, endpoint: bytes) -> None:
+        self._server.readmit(TcpEndpoint.decode(endpoint).incarnation)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            peers, self._peers = self._peers, []
+        for peer in peers:
+            peer.close()
+        self._server.close(CANCEL_SECONDS)
+
+    def _require(self, peer: TcpPeer, copies: CopyArrays, *, reading: bool) -> Arrays | None:
+        """The copies, checked; None if there is nothing to do."""
+        arrays = Arrays.of(copies)
+        ours = self._server.regions
+        src, dst = (peer.regions, ours) if reading else (ours, peer.regions)
+        require_all(arrays, src, dst, reading=reading)
+        return arrays if any(bool(part.length.any()) for part in arrays.windows()) else None
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _reachable(host: str) -> str:
+    """The address under which peers find a server that listens everywhere."""
+    if host not in EVERYWHERE:
+        return host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    somewhere = "2001:db8::1" if ":" in host else "192.0.2.1"  # documentation: nothing is sent
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((somewhere, 9))
+        found: str = probe.getsockname()[0]
+        return found
+    return LOOPBACK if family == socket.AF_INET else "::1"

@@ -1,0 +1,307 @@
+"""The tcp carrier's receiving end: serves registered memory to peers that know the secret.
+
+One thread accepts, one serves each connection. What a connection may cost is bounded from its first
+byte: a deadline for the handshake, no more than `max_pending` connections that have not finished
+it, no allocation above one frame's table. Nothing is written before every descriptor of a frame was
+checked. Whatever a peer sends, the answer is a frame of data, a frame of error or a closed
+connection, and one of the `counters`; it is never the end of a thread that others need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from kvferry.errors import DeadlineExceeded, PeerLost, ProtocolError, TransferError
+from kvferry.transport.iovec import Vectors
+from kvferry.transport.regions import RegionTable
+from kvferry.transport.tcp_frames import (
+    AUTH_BYTES,
+    HEADER,
+    INCARNATION_BYTES,
+    MAX_PAYLOAD_BYTES,
+    NONCE_BYTES,
+    ROW_BYTES,
+    Code,
+    Header,
+    Kind,
+    Session,
+    error_frame,
+    table_bytes,
+    table_of,
+)
+from kvferry.transport.tcp_stream import Stream
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """What peers may use of this server."""
+
+    max_connections: int = 256
+    max_pending: int = 64  # connections that have not authenticated yet
+    handshake_seconds: float = 5.0
+    frame_seconds: float = 10.0  # from a frame's first byte to the end of its table
+    stall_seconds: float = 30.0  # without any progress of a payload
+    idle_seconds: float = 900.0  # between two requests
+    goodbye_seconds: float = 1.0  # for a refused peer to read why
+
+
+class Refused(Exception):
+    """A frame that is answered with an error."""
+
+    def __init__(self, code: Code, text: str, *, fatal: bool = False) -> None:
+        super().__init__(text)
+        self.code, self.text = code, text
+        self.fatal = fatal  # the connection ends: what follows cannot be told apart any more
+
+
+class Server:
+    """Serves `regions` on every connection of `listener`."""
+
+    def __init__(self, secret: bytes, incarnation: bytes, limits: ServerLimits) -> None:
+        self._secret, self._incarnation, self._limits = secret, incarnation, limits
+        self._lock = threading.Lock()
+        self._left = threading.Condition(self._lock)  # a connection has ended
+        self._pending: set[Stream] = set()
+        self._serving: dict[Stream, bytes] = {}  # to the client's incarnation
+        self._threads: set[threading.Thread] = set()
+        self._barred: set[bytes] = set()
+        self._closed = False
+        self._listener: socket.socket | None = None
+        self.regions = RegionTable.of([])
+        self.counters: Counter[str] = Counter()
+
+    def listen(self, listener: socket.socket) -> None:
+        self._listener = listener
+        threading.Thread(
+            target=self._accept, args=(listener,), name="kvferry-tcp-accept", daemon=True
+        ).start()
+
+    def attach(self, sock: socket.socket) -> bool:
+        """Serve one connection on a thread of its own; whether there is room for it."""
+        try:
+            stream = Stream(sock, self._limits.stall_seconds)
+        except OSError:  # gone already
+            sock.close()
+            return False
+        with self._lock:
+            full = (
+                self._closed
+                or len(self._pending) >= self._limits.max_pending
+                or len(self._pending) + len(self._serving) >= self._limits.max_connections
+            )
+            if not full:
+                self._pending.add(stream)
+        if full:
+            self._count("busy")
+            with contextlib.suppress(TransferError):
+                text = "no room for another connection; try again later"
+                stream.send(error_frame(0, Code.BUSY, text), time.monotonic() + 0.1)
+            stream.close()
+            return False
+        thread = threading.Thread(
+            target=self._serve, args=(stream,), name="kvferry-tcp-serve", daemon=True
+        )
+        with self._lock:
+            self._threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread for it
+            self._count("busy")
+            self._leave(stream, thread)
+            return False
+        return True
+
+    def revoke(self, incarnation: bytes, seconds: float) -> None:
+        """End what this peer has under way and let it in no more; no byte of it arrives later."""
+        with self._lock:
+            self._barred.add(incarnation)
+        self._end_and_wait(incarnation, seconds)
+        self._count("revoked")
+
+    def readmit(self, incarnation: bytes) -> None:
+        with self._lock:
+            self._barred.discard(incarnation)
+
+    def close(self, seconds: float) -> None:
+        """Idempotent. Returns when no connection touches memory any more."""
+        with self._lock:
+            self._closed = True
+            listener, self._listener = self._listener, None
+        if listener is not None:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            listener.close()
+        with contextlib.suppress(DeadlineExceeded):
+            self._end_and_wait(None, seconds)
+        with self._lock:
+            threads = list(self._threads)
+        until = time.monotonic() + seconds
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _end_and_wait(self, incarnation: bytes | None, seconds: float) -> None:
+        def theirs() -> list[Stream]:
+            if incarnation is None:
+                return [*self._serving, *self._pending]
+            return [s for s, who in self._serving.items() if who == incarnation]
+
+        with self._left:
+            for stream in theirs():
+                stream.abort()
+            if not self._left.wait_for(lambda: not theirs(), seconds):
+                raise DeadlineExceeded(f"a peer's connections did not end within {seconds:g} s")
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closed:
+            try:
+                sock, _ = listener.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                self._count("accept_failed")  # out of descriptors, or the client went away
+                log.debug("accept failed: %s", error)
+                time.sleep(0.05)
+                continue
+            self._count("connections")
+            try:
+                self.attach(sock)
+            except Exception:
+                self._count("internal")
+                log.exception("a connection could not be served")
+
+    def _serve(self, stream: Stream) -> None:
+        try:
+            self._converse(stream)
+        except Refused as refused:
+            self._answer(stream, 0, refused)
+            stream.drain(self._limits.goodbye_seconds)
+        except DeadlineExceeded:
+            self._count("late")
+        except PeerLost:
+            self._count("truncated")
+        except TransferError as error:  # our memory is not mapped
+            self._count("internal")
+            log.warning("a peer's request failed on this side: %s", error)
+        except Exception:
+            self._count("internal")
+            log.exception("a connection ended by an error of ours")
+        finally:
+            self._leave(stream, threading.current_thread())
+
+    def _leave(self, stream: Stream, thread: threading.Thread) -> None:
+        with self._left:
+            self._pending.discard(stream)
+            self._serving.pop(stream, None)
+            self._threads.discard(thread)
+            self._left.notify_all()
+        stream.close()
+
+    def _converse(self, stream: Stream) -> None:
+        self._handshake(stream)
+        last = 0  # number of the newest request
+        while stream.wait_readable(self._limits.idle_seconds):
+            deadline = time.monotonic() + self._limits.frame_seconds
+            raw = stream.recv(HEADER.size, deadline, end_ok=True)
+            if not raw:
+                return
+            header = _unpack(raw)
+            body = stream.recv(header.body_bytes, deadline)
+            try:
+                if header.request <= last:
+                    raise Refused(Code.REPLAYED, f"request {header.request} came before")
+                last = header.request
+                vectors = self._checked(header, body)
+            except Refused as refused:
+                self._answer(stream, header.request, refused)
+                continue
+            if header.kind == Kind.READ:
+                answer = Header(Kind.DATA, header.request, 0, header.payload_bytes)
+                stream.send(answer.pack())
+                stream.send_vectors(vectors)
+                self._count("reads")
+            else:
+                stream.send(Header(Kind.GO, header.request).pack())
+                stream.recv_vectors(vectors)
+                stream.send(Header(Kind.APPLIED, header.request).pack())
+                self._count("writes")
+        self._count("idle")
+
+    def _handshake(self, stream: Stream) -> None:
+        deadline = time.monotonic() + self._limits.handshake_seconds
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        hello = nonce + self._incarnation
+        stream.send(Header(Kind.HELLO, 0, len(hello)).pack() + hello, deadline)
+        raw = stream.recv(HEADER.size, deadline, end_ok=True)
+        if not raw:
+            raise PeerLost("the peer closed before it said anything")
+        header = _unpack(raw)
+        if header.kind != Kind.AUTH or header.body_bytes != AUTH_BYTES:
+            raise Refused(Code.UNAUTHENTICATED, "a peer must authenticate first", fatal=True)
+        body = stream.recv(AUTH_BYTES, deadline)
+        client_nonce, rest = body[:NONCE_BYTES], body[NONCE_BYTES:]
+        client, mac = rest[:INCARNATION_BYTES], rest[INCARNATION_BYTES:]
+        session = Session(nonce, client_nonce, self._incarnation, client)
+        if not hmac.compare_digest(mac, session.client_mac(self._secret)):
+            text = "the shared secrets differ, or one side has none; give both the same"
+            raise Refused(Code.UNAUTHENTICATED, text, fatal=True)
+        with self._lock:
+            barred = client in self._barred
+            if not barred and not self._closed:
+                self._pending.discard(stream)
+                self._serving[stream] = client
+        if barred:
+            raise Refused(Code.REVOKED, "this peer's access was revoked", fatal=True)
+        table = table_bytes(self.regions.starts, self.regions.ends - self.regions.starts)
+        welcome = session.server_mac(self._secret, table) + table
+        stream.send(Header(Kind.WELCOME, 0, len(welcome)).pack() + welcome, deadline)
+
+    def _checked(self, header: Header, body: bytes) -> Vectors:
+        """The frame's ranges, all of them inside registered memory."""
+        if header.kind not in (Kind.READ, Kind.WRITE):
+            raise Refused(Code.MALFORMED, f"a frame of kind {header.kind} is not a request")
+        if len(body) == 0 or len(body) % ROW_BYTES:
+            raise Refused(Code.MALFORMED, f"{len(body)} bytes are not a table of ranges")
+        address, length = table_of(body)
+        if int(length.min()) <= 0 or int(length.max()) > MAX_PAYLOAD_BYTES:
+            raise Refused(Code.OUT_OF_BOUNDS, "a range is empty, negative or too long")
+        bad = self.regions.first_outside(address, length)
+        if bad >= 0:
+            text = (
+                f"{int(length[bad])} bytes at {int(address[bad]):#x} are not inside the memory "
+                "that is registered here; nothing was copied"
+            )
+            raise Refused(Code.OUT_OF_BOUNDS, text)
+        if int(length.sum()) != header.payload_bytes:
+            raise Refused(Code.MALFORMED, "a frame's ranges do not sum to its payload")
+        return Vectors.join(address, length)
+
+    def _answer(self, stream: Stream, request: int, refused: Refused) -> None:
+        self._count(refused.code.name.lower())
+        deadline = time.monotonic() + self._limits.goodbye_seconds
+        frame = error_frame(request, refused.code, refused.text)
+        if refused.fatal:
+            with contextlib.suppress(TransferError):  # who does not listen is not told
+                stream.send(frame, deadline)
+        else:
+            stream.send(frame, deadline)
+
+    def _count(self, what: str) -> None:
+        with self._lock:
+            self.counters[what] += 1
+
+
+def _unpack(raw: bytes) -> Header:
+    try:
+        return Header.unpack(raw)
+    except ProtocolError as error:
+        raise Refused(Code.MALFORMED, str(error), fatal=True) from None

@@ -1,0 +1,206 @@
+"""One connected socket: exact and vectored I/O, and a deadline on every operation.
+
+The socket blocks, with the kernel's own timeouts. A call waits for the whole of what it was given
+(`MSG_WAITALL`), so that Python runs once per 1,024 vectors. It comes back early when the time is
+up, when the peer closes, and when another thread calls `abort()`.
+
+One thread uses a stream at a time, and only it closes the descriptor; `abort()` from elsewhere
+just shuts the connection down. So no call ever runs on a descriptor that was given away again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
+from kvferry.transport.iovec import Vectors, libc
+
+SOCKET_BUFFER_BYTES = 4 << 20
+SHORTEST_TIMEOUT_SECONDS = 0.001  # zero would mean: for ever
+_TIMEVAL = struct.Struct("ll")
+
+# descriptor, message header, flags -> bytes moved, or -1 with errno set
+_Call = Callable[[int, Any, int], int]
+
+
+class _MessageHeader(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_void_p),
+        ("name_bytes", ctypes.c_uint32),
+        ("vectors", ctypes.c_void_p),
+        ("vector_count", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_bytes", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    ]
+
+
+class Stream:
+    """Everything raises `PeerLost` when the other side is gone, `DeadlineExceeded` when late."""
+
+    def __init__(self, sock: socket.socket, stall_seconds: float) -> None:
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._aborted = False
+        self._message = _MessageHeader()
+        self._timeouts = {socket.SO_RCVTIMEO: -1.0, socket.SO_SNDTIMEO: -1.0}
+        self.stall_seconds = stall_seconds
+        self.bytes_in = self.bytes_out = 0
+        sock.settimeout(None)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def send(self, data: bytes, deadline: float | None = None) -> None:
+        """All of `data`, by the deadline, or with progress every `stall_seconds`."""
+        view = memoryview(data)
+        while view:
+            self._limit(socket.SO_SNDTIMEO, deadline)
+            try:
+                view = view[self._sock.send(view, socket.MSG_NOSIGNAL) :]
+            except OSError as error:
+                raise self._error(error.errno or errno.EIO, "sending to") from None
+        self.bytes_out += len(data)
+
+    def recv(self, count: int, deadline: float | None = None, *, end_ok: bool = False) -> bytes:
+        """Exactly `count` bytes; none where the peer closed before the first and that is fine."""
+        data = bytearray(count)
+        view = memoryview(data)
+        while view:
+            self._limit(socket.SO_RCVTIMEO, deadline)
+            try:
+                got = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
+            except OSError as error:
+                raise self._error(error.errno or errno.EIO, "waiting for") from None
+            if got == 0:
+                if end_ok and len(view) == count:
+                    return b""
+                raise self._error(0, "waiting for")
+            view = view[got:]
+        self.bytes_in += count
+        return bytes(data)
+
+    def send_vectors(self, vectors: Vectors, check: Callable[[], None] | None = None) -> None:
+        self._limit(socket.SO_SNDTIMEO, None)
+        self._move(_message_call("sendmsg"), socket.MSG_NOSIGNAL, vectors, check)
+        self.bytes_out += vectors.bytes
+
+    def recv_vectors(self, vectors: Vectors, check: Callable[[], None] | None = None) -> None:
+        """Bytes go straight to where the vectors point."""
+        self._limit(socket.SO_RCVTIMEO, None)
+        self._move(_message_call("recvmsg"), socket.MSG_WAITALL, vectors, check)
+        self.bytes_in += vectors.bytes
+
+    def wait_readable(self, seconds: float) -> bool:
+        """Whether there is something to read, or an end to see, within that time."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
+    def drain(self, seconds: float) -> bool:
+        """Say that no more will be sent, and throw away what comes; whether the peer closed."""
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+        try:
+            while True:
+                self._limit(socket.SO_RCVTIMEO, deadline)
+                if not self._sock.recv(1 << 16):
+                    return True
+        except DeadlineExceeded:
+            return False
+        except OSError as error:
+            return error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK)
+
+    def stop_sending(self) -> None:
+        """From any thread: end what is being sent; what comes in is still read."""
+        self._shutdown(socket.SHUT_WR)
+
+    def abort(self) -> None:
+        """From any thread: end whatever runs on this stream, and all that will."""
+        self._aborted = True
+        self._shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """By the thread that uses the stream. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._sock.close()
+
+    def _shutdown(self, how: int) -> None:
+        with self._lock:
+            if not self._closed:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(how)
+
+    def _move(
+        self, call: _Call, flags: int, vectors: Vectors, check: Callable[[], None] | None
+    ) -> None:
+        message, doing = self._message, "moving bytes to or from"
+        total, done = vectors.bytes, 0
+        while done < total:
+            if check is not None:
+                check()
+            if self._aborted:
+                raise self._error(0, doing)
+            message.vectors, message.vector_count = vectors.head()
+            moved = call(self._fd, ctypes.byref(message), flags)
+            if moved > 0:
+                done += moved
+                vectors.advance(done)
+                continue
+            code = ctypes.get_errno() if moved < 0 else 0
+            if code != errno.EINTR:
+                raise self._error(code, doing)
+
+    def _limit(self, option: int, deadline: float | None) -> None:
+        """Tell the kernel how long the next call may take."""
+        seconds = self.stall_seconds
+        if deadline is not None:
+            seconds = min(seconds, deadline - time.monotonic())
+            if seconds <= 0:
+                raise DeadlineExceeded("the peer did not answer by the deadline")
+        seconds = max(seconds, SHORTEST_TIMEOUT_SECONDS)
+        if self._timeouts[option] != seconds:
+            whole = int(seconds)
+            value = _TIMEVAL.pack(whole, int((seconds - whole) * 1e6))
+            self._sock.setsockopt(socket.SOL_SOCKET, option, value)
+            self._timeouts[option] = seconds
+
+    def _error(self, code: int, doing: str) -> TransferError:
+        """What this error number means."""
+        if self._aborted:
+            return PeerLost(f"the connection was ended on this side while {doing} the peer")
+        if code in (errno.EAGAIN, errno.EWOULDBLOCK):
+            return DeadlineExceeded(
+                f"{doing} the peer took longer than allowed (no progress for up to "
+                f"{self.stall_seconds:g} s)"
+            )
+        if code == errno.EFAULT:
+            return TransferError("an address on this side is not mapped; was the memory freed?")
+        why = os.strerror(code) if code else "the connection was closed"
+        return PeerLost(f"{doing} the peer: {why}")
+
+
+@cache
+def _message_call(name: str) -> _Call:
+    """`sendmsg` or `recvmsg` of the C library, which release the interpreter's lock."""
+    function = getattr(libc(), name)
+    function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+    function.restype = ctypes.c_ssize_t
+    call: _Call = function
+    return call

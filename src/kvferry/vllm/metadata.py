@@ -1,0 +1,42 @@
+"""What schedulers and workers tell each other, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
+
+from kvferry.p2p.consumer import Load
+from kvferry.p2p.ticket import Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class HoldOrder:
+    """Open this hold: the request has finished, and its blocks stay."""
+
+    hold_id: str
+    request_id: str
+    digest: str
+    tokens: int
+    tables: tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class FerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """One step's orders, the same for all workers."""
+
+    holds: list[HoldOrder] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)
+    releases: list[Ticket] = field(default_factory=list)
+
+
+@dataclass
+class FerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """A worker's description, for the directory."""
+
+    engine: bytes  # msgpack of EngineInfo
+    rank: bytes  # msgpack of RankInfo

@@ -1,0 +1,252 @@
+"""The scheduler's side: tickets out, tickets in, and what workers are to do about them.
+
+A producer's request finishes: its blocks stay, a hold is ordered, and the ticket goes into the
+response. A consumer's request arrives with a ticket: its tokens count as external, an asynchronous
+load is ordered when blocks are there, and whatever becomes of the request, every source hears one
+last word (from the load, or `not needed`). A load that failed is not tried again: the request is
+matched no more, and vLLM's `kv_load_failure_policy` decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvferry.errors import DescriptionError, ProtocolError
+from kvferry.p2p.consumer import Load
+from kvferry.p2p.producer import Directory
+from kvferry.p2p.ticket import Ticket, prompt_digest
+from kvferry.vllm.config import FerryConfig
+from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, HoldOrder
+from kvferry.wire.messages import EngineInfo, RankInfo
+from kvferry.wire.sockets import Sockets
+
+log = logging.getLogger("kvferry")
+
+SIBLING_SECONDS = 1.0  # samples of one request arrive together; the last within this
+CHILD = re.compile(r"^\d+_")  # vLLM's request ids of the samples of one `n > 1` request
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A consumer's request with a ticket."""
+
+    ticket: Ticket
+    loading: bool = False  # a load was ordered: its last word is the load's
+    over: bool = False  # loaded, failed or not needed: never matched again
+    shared: bool = False  # other requests may come with the same ticket
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A ticket that several requests came with (`n > 1`): released when the last is through."""
+
+    ticket: Ticket
+    requests: set[str] = field(default_factory=set)
+    release_at: float | None = None  # a sibling may still be on its way until then
+
+
+@dataclass(slots=True)
+class FerryScheduler:
+    config: FerryConfig
+    engine_id: str
+    tables: int
+    _orders: FerryMetadata = field(default_factory=FerryMetadata)
+    _wanted: dict[str, _Wanted] = field(default_factory=dict)
+    _shared: dict[str, _Shared] = field(default_factory=dict)  # by hold
+    _sockets: Sockets | None = None
+    _directory: Directory | None = None
+    _shape: tuple[int, int] = (1, 1)
+    _incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def set_handshakes(self, handshakes: Mapping[tuple[int, int], Any]) -> None:
+        """All workers' descriptions, by (pp_rank, tp_rank): start the directory."""
+        engines, ranks = [], []
+        for (pp_rank, tp_rank), handshake in sorted(handshakes.items()):
+            if not isinstance(handshake, FerryHandshake):
+                raise DescriptionError(
+                    f"worker (pp {pp_rank}, tp {tp_rank}) sent a {type(handshake).__name__}; all "
+                    "workers must run kvferry's connector"
+                )
+            engines.append(msgspec.msgpack.decode(handshake.engine, type=EngineInfo))
+            ranks.append(msgspec.msgpack.decode(handshake.rank, type=RankInfo))
+        first = engines[0]
+        for engine, rank in zip(engines, ranks, strict=True):
+            if (engine.shape, engine.groups) != (first.shape, first.groups):
+                raise DescriptionError(
+                    f"worker (pp {rank.pp_rank}, tp {rank.tp_rank}) describes the engine as "
+                    f"{engine.shape}, worker 0 as {first.shape}"
+                )
+        told = msgspec.structs.replace(first, incarnation=self._incarnation)
+        self._shape = (int(first.shape["tp"]), int(first.shape["pp"]))
+        self._sockets = Sockets(self.config.secret)
+        self._directory = Directory(
+            self._sockets, told, host=self.config.host, port=self.config.port
+        )
+        self._directory.start()
+        self._directory.set_ranks(ranks)
+        log.info(
+            "kvferry: engine %s offers its caches at port %d", self.engine_id, self._directory.port
+        )
+
+    # Consumer
+
+    def on_new_request(self, request: Any) -> None:
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_prefill"):
+            return
+        try:
+            ticket = Ticket.from_params(params)
+            self._require_prompt(ticket, request)
+        except ProtocolError as error:
+            log.warning("request %s: computed here, because %s", request.request_id, error)
+            return
+        shared = bool(CHILD.match(request.request_id))
+        self._wanted[request.request_id] = _Wanted(ticket, shared=shared)
+        if shared:
+            family = self._shared.setdefault(ticket.hold_id, _Shared(ticket))
+            family.requests.add(request.request_id)
+            family.release_at = None
+
+    def _require_prompt(self, ticket: Ticket, request: Any) -> None:
+        if ticket.digest != request_digest(request):
+            raise ProtocolError("its ticket is for another prompt")
+        if ticket.tokens > request.num_tokens:
+            raise ProtocolError(
+                f"its ticket is for {ticket.tokens} tokens, and it has {request.num_tokens}"
+            )
+
+    def matched(self, request: Any, computed: int) -> tuple[int, bool]:
+        wanted = self._wanted.get(request.request_id)
+        if wanted is None or wanted.over or wanted.loading:
+            return 0, False
+        count = wanted.ticket.tokens - computed
+        return (count, True) if count > 0 else (0, False)
+
+    def allocated(self, request: Any, block_ids: Iterable[Iterable[int]], external: int) -> None:
+        wanted = self._wanted.get(request.request_id)
+        if wanted is None or wanted.over:
+            return
+        if external == 0:
+            if not wanted.loading:  # all of it was here already
+                self._through(request.request_id, wanted)
+            wanted.over = True
+            return
+        if wanted.loading:
+            return
+        wanted.loading = True
+        self._orders.loads.append(
+            Load(
+                request_id=request.request_id,
+                ticket=wanted.ticket,
+                tables=tuple(tuple(ids) for ids in block_ids),
+                skip=wanted.ticket.tokens - external,
+                seconds=self.config.load_seconds,
+                keep_open=wanted.shared,
+            )
+        )
+
+    def received(self, request_ids: Iterable[str]) -> None:
+        """Loads that all workers have ended, well or not."""
+        for request_id in request_ids:
+            wanted = self._wanted.get(request_id)
+            if wanted is not None:
+                wanted.over = True
+                if wanted.shared:
+                    self._through(request_id, wanted)
+
+    def _through(self, request_id: str, wanted: _Wanted) -> None:
+        """A request needs its ticket no more."""
+        if not wanted.shared:
+            self._orders.releases.append(wanted.ticket)
+            return
+        family = self._shared.get(wanted.ticket.hold_id)
+        if family is not None:
+            family.requests.discard(request_id)
+            if not family.requests:
+                family.release_at = time.monotonic() + SIBLING_SECONDS
+
+    # Producer
+
+    def finished(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over: whether its blocks stay, and what goes into its response."""
+        wanted = self._wanted.pop(request.request_id, None)
+        if wanted is not None and not wanted.over:
+            if wanted.loading:
+                self._orders.cancels.append(request.request_id)
+            else:
+                self._through(request.request_id, wanted)
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_decode") or self._directory is None:
+            return False, None
+        if not _completed(request):
+            return False, None
+        tokens = len(request.prompt_token_ids)
+        ticket = Ticket(
+            engine_id=self.engine_id,
+            incarnation=self._incarnation,
+            hold_id=secrets.token_hex(16),
+            digest=request_digest(request),
+            tokens=tokens,
+            host=self.config.host or "127.0.0.1",
+            port=self._directory.port,
+            request_id=request.request_id,
+            tp_size=self._shape[0],
+            pp_size=self._shape[1],
+        )
+        self._orders.holds.append(
+            HoldOrder(
+                ticket.hold_id,
+                request.request_id,
+                ticket.digest,
+                tokens,
+                tuple(tuple(ids) for ids in block_ids),
+            )
+        )
+        return True, ticket.to_params()
+
+    def take_orders(self) -> FerryMetadata:
+        now = time.monotonic()
+        for hold_id, family in list(self._shared.items()):
+            if family.release_at is not None and family.release_at <= now:
+                self._orders.releases.append(family.ticket)
+                del self._shared[hold_id]
+        orders, self._orders = self._orders, FerryMetadata()
+        return orders
+
+    def close(self) -> None:
+        if self._directory is not None:
+            self._directory.close()
+        if self._sockets is not None:
+            self._sockets.close()
+
+
+def _completed(request: Any) -> bool:
+    """Whether the prompt was computed whole: an aborted request has nothing to hand over."""
+    from vllm.v1.request import RequestStatus
+
+    return request.status in (
+        RequestStatus.FINISHED_LENGTH_CAPPED,
+        RequestStatus.FINISHED_STOPPED,
+    )
+
+
+def request_digest(request: Any) -> str:
+    """What the prompt's cache depends on: tokens, LoRA, images, salt."""
+    extra = []
+    if getattr(request, "lora_request", None) is not None:
+        extra.append(f"lora {request.lora_request.lora_name}")
+    for feature in getattr(request, "mm_features", None) or ():
+        extra.append(f"mm {feature.identifier} {feature.mm_position.offset}")
+    if getattr(request, "cache_salt", None):
+        extra.append(f"salt {request.cache_salt}")
+    return prompt_digest(request.prompt_token_ids, extra)

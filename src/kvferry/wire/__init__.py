@@ -1,0 +1,1 @@
+"""Wire: every message, its version, and the sockets that carry it."""

@@ -1,0 +1,135 @@
+"""ZMQ sockets that talk to those who know the secret, and to nobody else.
+
+With a secret, both ends derive CURVE keys from it: a client reaches only a server with the right
+key, and the server admits only clients with the right key, so every message is authenticated,
+encrypted and cannot be replayed. Without a secret a server binds to loopback, unless a host was
+configured explicitly, which is said once in the log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import logging
+import threading
+from dataclasses import dataclass, field
+
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+from kvferry.errors import AuthenticationError
+from kvferry.wire.messages import MAX_FRAME_BYTES
+
+log = logging.getLogger("kvferry")
+
+LINGER_MS = 0  # a closing socket drops what it could not send; deadlines handle the rest
+
+
+def _keypair(secret: str, who: str) -> tuple[bytes, bytes]:
+    """Public and secret CURVE key that everybody who knows the secret can derive."""
+    seed = hashlib.scrypt(secret.encode(), salt=f"kvferry {who}".encode(), n=1 << 14, r=8, p=1)
+    private = z85.encode(seed[:32])
+    return zmq.curve_public(private), private
+
+
+@dataclass(slots=True)
+class Sockets:
+    """Makes sockets of one process, all with the same secret."""
+
+    secret: str | None = None
+    context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=zmq.Context)
+    _authenticator: ThreadAuthenticator | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _keys: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
+
+    def server(self, host: str | None, port: int = 0) -> tuple[zmq.Socket[bytes], int]:
+        """A bound ROUTER socket and its port. `host` None: loopback."""
+        socket = self.context.socket(zmq.ROUTER)
+        self._prepare(socket)
+        # a peer that reconnects under its old identity replaces the dead connection
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if self.secret:
+            self._admit()
+            public, private = self._key("server")
+            socket.curve_publickey, socket.curve_secretkey = public, private
+            socket.curve_server = True
+        elif host is not None and not is_loopback(host):
+            log.warning(
+                "kvferry listens on %s without a secret: anyone who can reach it can read KV "
+                "caches; set a secret on all engines, or bind to loopback",
+                host,
+            )
+        bound = host or "127.0.0.1"
+        address = f"tcp://{bound}"
+        if port:
+            socket.bind(f"{address}:{port}")
+        else:
+            port = socket.bind_to_random_port(address)
+        return socket, port
+
+    def client(self, address: str) -> zmq.Socket[bytes]:
+        """A DEALER socket to `host:port`; connecting is lazy and survives restarts."""
+        if not self.secret and not is_loopback(address.rsplit(":", 1)[0]):
+            raise AuthenticationError(
+                f"the peer {address} is on another host, and no secret is configured; set the same "
+                "secret on both engines"
+            )
+        socket = self.context.socket(zmq.DEALER)
+        self._prepare(socket)
+        if self.secret:
+            server_public, _ = self._key("server")
+            public, private = self._key("client")
+            socket.curve_serverkey = server_public
+            socket.curve_publickey, socket.curve_secretkey = public, private
+        socket.connect(f"tcp://{address}")
+        return socket
+
+    def close(self) -> None:
+        with self._lock:
+            if self._authenticator is not None:
+                self._authenticator.stop()
+                self._authenticator = None
+        self.context.destroy(linger=LINGER_MS)
+
+    def _prepare(self, socket: zmq.Socket[bytes]) -> None:
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
+        socket.setsockopt(zmq.IPV6, 1)
+
+    def _key(self, who: str) -> tuple[bytes, bytes]:
+        assert self.secret is not None
+        with self._lock:
+            if who not in self._keys:
+                self._keys[who] = _keypair(self.secret, who)
+            return self._keys[who]
+
+    def _admit(self) -> None:
+        """Start the thread that admits clients with the derived key, once."""
+        public, _ = self._key("client")
+        with self._lock:
+            if self._authenticator is None:
+                self._authenticator = ThreadAuthenticator(self.context)
+                self._authenticator.start()
+                self._authenticator.configure_curve_callback(
+                    domain="*", credentials_provider=_OnlyThisKey(z85.decode(public))
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _OnlyThisKey:
+    key: bytes
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self.key
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

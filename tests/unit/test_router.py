@@ -1,0 +1,644 @@
+"""The router before real HTTP servers on loopback that speak the little that it needs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from kvferry.errors import DescriptionError
+from kvferry.router.api import Generation, ticket_of
+from kvferry.router.config import Limits, RouterConfig, base_url
+from kvferry.router.engines import Group
+from kvferry.router.serve import make_app
+
+QUICK = Limits(
+    connect_seconds=1.0,
+    prefill_seconds=2.0,
+    first_byte_seconds=2.0,
+    answer_seconds=2.0,
+    chunk_seconds=2.0,
+    client_seconds=5.0,
+    probe_every_seconds=0.05,
+    probe_seconds=1.0,
+)
+PARAMS = (
+    b'{"do_remote_prefill": true, "remote_engine_id": "%s", "remote_block_ids": [[1,  2]],'
+    b' "remote_port": 5600, "odd": 1.50, "big": 123456789012345678901234567890}'
+)
+WHOLE = (
+    b'{ "id":"x", "choices" : [{"text":"a"},{"text":"b"}],"usage":{"prompt_tokens":7,"odd":1.0} }\n'
+)
+CHUNKS = [b'data: {"t": "%d"}\n\n' % i for i in range(3)] + [b"data: [DONE]\n\n"]
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.005)
+
+
+@dataclass
+class Seen:
+    path: str
+    headers: dict[str, str]
+    raw: bytes
+    done: str = ""  # "", "answered" or "aborted"
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return json.loads(self.raw)
+
+
+@dataclass
+class FakeEngine:
+    """An engine that answers as told: `script` for the next requests, `always` for the others.
+
+    ok, no_ticket, an HTTP status; drop: closes the connection in an answer; hang: answers
+    nothing; break: closes the connection after two chunks; gate: a chunk per release of `gate`.
+    """
+
+    name: str
+    always: str = "ok"
+    script: list[str] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    health: int = 200
+    gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/health":
+            await respond(send, self.health, b"", "text/plain")
+            return
+        raw, more = b"", True
+        while more:
+            message = await receive()
+            raw, more = raw + message.get("body", b""), message.get("more_body", False)
+        headers = {k.decode(): v.decode() for k, v in scope["headers"]}
+        seen = Seen(scope["path"], headers, raw)
+        self.seen.append(seen)
+        work = asyncio.create_task(self.answer(seen, send))
+        gone = asyncio.create_task(receive())
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            seen.done = "answered" if work.done() else "aborted"
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def answer(self, seen: Seen, send: Any) -> None:
+        act = self.script.pop(0) if self.script else self.always
+        if act == "drop":
+            headers = [(b"content-length", b"9")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            return
+        if act == "hang":
+            await asyncio.sleep(60)
+        if act.isdigit():
+            await respond(send, int(act), b'{"error": {"message":  "%s"}}' % act.encode())
+        elif seen.path == "/v1/models":
+            await respond(send, 200, b'{"object":"list",  "data":[{"id":"m"}]}')
+        elif (seen.body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+            params = b"null" if act == "no_ticket" else PARAMS % self.name.encode()
+            await respond(send, 200, b'{"id": "p", "kv_transfer_params":' + params + b"}")
+        elif seen.body.get("stream"):
+            await self.stream(act, send)
+        else:
+            await respond(send, 200, WHOLE)
+
+    async def stream(self, act: str, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-engine", b"e")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if act == "break_early":
+            return
+        for i, chunk in enumerate(CHUNKS):
+            while act == "gate" and not self.gate.acquire(blocking=False):
+                await asyncio.sleep(0.002)
+            if act == "break" and i == 2:
+                return
+            if act == "stall" and i == 2:
+                await asyncio.sleep(60)
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def respond(send: Any, status: int, body: bytes, kind: str = "application/json") -> None:
+    headers = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class Server:
+    """An ASGI application under uvicorn in a thread; can be killed and started again."""
+
+    def __init__(self, app: Any, lifespan: str = "off") -> None:
+        self.app, self.lifespan, self.port = app, lifespan, 0
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        sock = socket.socket(proto=socket.IPPROTO_TCP)  # else asyncio sets no TCP_NODELAY
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", self.port))
+        self.port = sock.getsockname()[1]
+        config = uvicorn.Config(
+            self.app, log_config=None, ws="none", lifespan=self.lifespan, server_header=False
+        )
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, args=([sock],), daemon=True)
+        self.thread.start()
+        wait_for(lambda: self.server.started)
+
+    def tell_to_stop(self, *, at_once: bool = True) -> None:
+        self.server.should_exit = True
+        self.server.force_exit = at_once
+
+    def kill(self) -> None:
+        self.tell_to_stop()
+        self.join()
+
+    def join(self) -> None:
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+
+
+@dataclass
+class Cluster:
+    prefill: list[FakeEngine]
+    decode: list[FakeEngine]
+    servers: dict[str, Server]
+    client: httpx.Client
+
+    def complete(self, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
+        body = {"model": "m", "prompt": "hello", **more}
+        return self.client.post("/v1/completions", json=body, headers=headers)
+
+    def metric(self, name: str, label: str = "") -> int:
+        text = self.client.get("/metrics").text
+        found = re.search(rf"^kvferry_router_{name}(?:{{{label}}})? (\d+)$", text, re.MULTILINE)
+        assert found is not None, text
+        return int(found[1])
+
+    def up(self) -> dict[str, bool]:
+        engines = self.client.get("/health").json()["engines"]
+        names = {s.url: name for name, s in self.servers.items()}
+        return {names[e["url"]]: e["healthy"] for e in engines}
+
+
+@contextmanager
+def cluster(prefill: int = 1, decode: int = 1, limits: Limits = QUICK) -> Iterator[Cluster]:
+    ps = [FakeEngine(f"p{i}") for i in range(prefill)]
+    ds = [FakeEngine(f"d{i}") for i in range(decode)]
+    with ExitStack() as stack:
+        servers = {engine.name: Server(engine) for engine in ps + ds}
+        for server in servers.values():
+            stack.callback(server.join)
+        config = RouterConfig(
+            tuple(servers[p.name].url for p in ps), tuple(servers[d.name].url for d in ds), limits
+        )
+        router = Server(make_app(config), lifespan="on")
+        stack.callback(router.join)
+        for server in servers.values():
+            stack.callback(server.tell_to_stop)
+        stack.callback(router.tell_to_stop, at_once=False)
+        client = stack.enter_context(httpx.Client(base_url=router.url, trust_env=False, timeout=10))
+        yield Cluster(ps, ds, servers, client)
+
+
+def quick(**changes: Any) -> Limits:
+    return Limits(**{n: changes.get(n, getattr(QUICK, n)) for n in Limits.__slots__})
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_prefill_then_decode_with_its_ticket(path: str) -> None:
+    with cluster() as c:
+        sent = {
+            "model": "m",
+            "messages": [{"role": "user", "content": "hé"}],
+            "max_tokens": 9,
+            "min_tokens": 4,
+            "n": 2,
+            "stream_options": {"include_usage": True},
+            "temperature": 0.0,
+            "kv_transfer_params": {"remote_host": "evil"},
+        }
+        headers = {"X-Request-Id": "abc-1", "Authorization": "Bearer s3cret", "X-Own": "1"}
+        got = c.client.post(path, json=sent, headers=headers)
+        assert got.status_code == 200
+        assert got.content == WHOLE  # n choices and usage as they came, to the byte
+        assert got.headers["x-kvferry-path"] == "prefill+decode"
+        assert got.headers.get_list("x-request-id") == ["abc-1"]
+
+        (p,), (d,) = c.prefill[0].seen, c.decode[0].seen
+        assert p.path == d.path == path
+        for seen in (p, d):
+            assert seen.headers["x-request-id"] == "abc-1"
+            assert seen.headers["authorization"] == "Bearer s3cret"
+            assert seen.headers["x-own"] == "1"
+        left_out = ("min_tokens", "stream_options")
+        assert p.body == {k: v for k, v in sent.items() if k not in left_out} | {
+            "max_tokens": 1,
+            "max_completion_tokens": 1,
+            "n": 1,
+            "stream": False,
+            "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+        }
+        ticket = PARAMS % b"p0"
+        assert d.raw.count(ticket) == 1  # unchanged to the byte
+        assert d.body == sent | {"kv_transfer_params": json.loads(ticket)}
+        assert c.metric("requests_total", 'outcome="ok"') == 1
+        assert c.metric("in_flight") == 0
+
+
+def test_request_id_is_made_where_none_or_a_bad_one_came() -> None:
+    with cluster() as c:
+        ids = [c.complete().headers["x-request-id"] for _ in range(2)]
+        ids.append(c.complete({"X-Request-Id": "has space"}).headers["x-request-id"])
+        assert len(set(ids)) == 3
+        assert all(re.fullmatch("[0-9a-f]{32}", i) for i in ids)
+        assert [s.headers["x-request-id"] for s in c.prefill[0].seen] == ids
+        assert [s.headers["x-request-id"] for s in c.decode[0].seen] == ids
+
+
+def test_streams_arrive_chunk_by_chunk_and_unchanged() -> None:
+    with cluster() as c:
+        c.decode[0].always = "gate"
+        c.decode[0].gate.release()
+        body = {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}
+        with c.client.stream("POST", "/v1/completions", json=body) as got:
+            assert got.headers["content-type"] == "text/event-stream; charset=utf-8"
+            assert got.headers["x-engine"] == "e"
+            assert got.headers["x-kvferry-path"] == "prefill+decode"
+            chunks = got.iter_raw()
+            for i, expected in enumerate(CHUNKS):  # each comes while the engine holds the next
+                assert next(chunks) == expected
+                if i == 0:
+                    assert c.metric("in_flight") == 1
+                c.decode[0].gate.release()
+            assert list(chunks) == []
+        assert c.prefill[0].seen[0].body["stream"] is False
+        assert "stream_options" not in c.prefill[0].seen[0].body
+        assert c.decode[0].seen[0].body["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize("act", ["500", "503", "drop", "hang", "302"])
+def test_prefill_is_tried_elsewhere(act: str) -> None:
+    with cluster(prefill=2, limits=quick(prefill_seconds=0.3)) as c:
+        c.prefill[0].script = c.prefill[1].script = script = [act]  # whoever is first
+        got = c.complete()
+        assert got.content == WHOLE and script == []
+        assert got.headers["x-kvferry-path"] == "prefill+decode"
+        assert [len(p.seen) for p in c.prefill] == [1, 1]
+        assert c.metric("retries_total", 'stage="prefill"') == 1
+        assert c.metric("fallbacks_total", 'reason="prefill_failed"') == 0
+
+
+@pytest.mark.parametrize(("act", "tries"), [("500", 2), ("drop", 2), ("not_json", 1)])
+def test_prefill_that_fails_everywhere_falls_back(act: str, tries: int) -> None:
+    with cluster(prefill=3, limits=quick(tries=tries)) as c:
+        for p in c.prefill:
+            p.always = act if act != "not_json" else "ok"
+            p.name = p.name if act != "not_json" else '"broken'
+        got = c.complete()
+        assert got.content == WHOLE
+        assert got.headers["x-kvferry-path"] == "decode-only"
+        assert sum(len(p.seen) for p in c.prefill) == tries
+        assert "kv_transfer_params" not in c.decode[0].seen[0].body
+        assert c.metric("fallbacks_total", 'reason="prefill_failed"') == 1
+        assert c.metric("requests_total", 'outcome="ok"') == 1
+
+
+@pytest.mark.parametrize("act", ["500", "drop", "hang", "break_early"])
+def test_a_ticket_that_decode_may_have_used_is_not_used_again(act: str) -> None:
+    limits = quick(answer_seconds=0.3, first_byte_seconds=0.3)
+    with cluster(decode=2, limits=limits) as c:
+        c.decode[0].script = c.decode[1].script = [act]
+        streamed = act == "break_early"
+        got = c.complete(stream=streamed)
+        assert got.content == (b"".join(CHUNKS) if streamed else WHOLE)
+        assert got.headers["x-kvferry-path"] == "prefill+decode"
+        assert [len(d.seen) for d in c.decode] == [1, 1]
+        assert len(c.prefill[0].seen) == 2
+        assert c.metric("retries_total", 'stage="decode"') == 1
+        assert c.metric("retries_total", 'stage="prefill_again"') == 1
+        assert c.metric("retries_total", 'stage="prefill"') == 0
+
+
+def test_a_ticket_that_no_decode_engine_saw_is_used_elsewhere() -> None:
+    with cluster(decode=2, limits=quick(probe_every_seconds=60)) as c:
+        c.servers["d0"].kill()  # the router has not noticed
+        got = [c.complete() for _ in range(2)]
+        assert [g.headers["x-kvferry-path"] for g in got] == ["prefill+decode"] * 2
+        assert len(c.prefill[0].seen) == len(c.decode[1].seen) == 2
+        assert c.metric("retries_total", 'stage="decode"') == 1  # then it had noticed
+        assert c.up() == {"p0": True, "d0": False, "d1": True}
+        health = c.client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (200, "degraded")
+
+
+@pytest.mark.parametrize(("act", "limits"), [("break", QUICK), ("stall", quick(chunk_seconds=0.3))])
+def test_after_the_first_byte_the_stream_breaks(act: str, limits: Limits) -> None:
+    with cluster(decode=2, limits=limits) as c:
+        for d in c.decode:
+            d.always = act
+        body = {"prompt": "x", "stream": True}
+        got = []
+        with c.client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            with pytest.raises(httpx.RemoteProtocolError):
+                got.extend(answer.iter_raw())
+        assert got == [] or b"".join(got) == b"".join(CHUNKS[:2])
+        assert sum(len(d.seen) for d in c.decode) == len(c.prefill[0].seen) == 1
+        wait_for(lambda: c.metric("requests_total", 'outcome="broken_stream"') == 1)
+        assert c.metric("retries_total", 'stage="decode"') == 0
+
+
+def test_prefill_engine_goes_and_comes_back() -> None:
+    with cluster() as c:
+        assert c.complete().headers["x-kvferry-path"] == "prefill+decode"
+        c.servers["p0"].kill()
+        got = c.complete()
+        assert got.headers["x-kvferry-path"] == "decode-only" and got.content == WHOLE
+        wait_for(lambda: c.up() == {"p0": False, "d0": True})
+        assert c.complete().headers["x-kvferry-path"] == "decode-only"
+        assert c.metric("fallbacks_total", 'reason="no_prefill_engine"') >= 1
+        url = re.escape(c.servers["p0"].url)
+        assert c.metric("engine_up", f'engine="{url}",role="prefill"') == 0
+        c.servers["p0"].start()
+        wait_for(lambda: c.up()["p0"])
+        assert c.complete().headers["x-kvferry-path"] == "prefill+decode"
+
+
+def test_probes_take_an_engine_out_and_in_by_thresholds() -> None:
+    with cluster(limits=quick(fail_after=3)) as c:
+        c.prefill[0].health = 500
+        wait_for(lambda: not c.up()["p0"])
+        reasons = [e["reason"] for e in c.client.get("/health").json()["engines"]]
+        assert reasons == ["/health answered 500", None]
+        c.prefill[0].health = 200
+        wait_for(lambda: c.up()["p0"])
+    group = Group(["http://a", "http://b"], "decode", quick(fail_after=2, recover_after=2))
+    a, b = group.engines
+    assert group.pick() is None
+    a.probed_well()  # the first probe counts alone
+    b.failed("x")
+    b.probed_well()
+    assert (a.up, b.up) == (True, False)
+    b.probed_well()
+    a.failed("once")
+    a.answered()
+    a.failed("once")
+    assert (a.up, b.up) == (True, True)
+    a.failed("twice")
+    b.failed("refused", refused=True)
+    assert (a.up, b.up, a.reason) == (False, False, "twice")
+
+
+def test_least_in_flight_then_in_turn() -> None:
+    group = Group(["http://a", "http://b", "http://c"], "decode", QUICK)
+    a, b, c = group.engines
+    for engine in group.engines:
+        engine.probed_well()
+    assert [group.pick() for _ in range(4)] == [a, b, c, a]
+    with b.busy(), c.busy():
+        assert group.pick() is a
+        with a.busy(), a.busy():
+            assert [group.pick() for _ in range(2)] == [b, c]
+            assert group.pick(besides={b, c}) is a
+    assert [e.in_flight for e in group.engines] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("status", [400, 404, 429])
+def test_4xx_is_the_answer(status: int) -> None:
+    with cluster(prefill=2, decode=2) as c:
+        for engines in (c.decode, c.prefill):
+            for engine in engines:
+                engine.always = str(status)
+            got = c.complete()
+            assert got.status_code == status
+            assert got.content == b'{"error": {"message":  "%d"}}' % status
+        assert sum(len(d.seen) for d in c.decode) == 1  # not asked when the prefill refuses
+        assert sum(len(p.seen) for p in c.prefill) == 2
+
+
+def test_without_decode_engine_503() -> None:
+    with cluster() as c:
+        c.servers["d0"].kill()
+        wait_for(lambda: not c.up()["d0"])
+        got = c.complete(stream=True)
+        assert got.status_code == 503
+        assert got.headers["retry-after"] == "1" and "x-request-id" in got.headers
+        assert got.json()["error"] == {
+            "message": "none of 1 decode engines is up",
+            "type": "server_error",
+            "param": None,
+            "code": "no_decode_engine",
+        }
+        assert c.prefill[0].seen == []  # no prefill for nobody
+        assert c.client.get("/v1/models").status_code == 503
+        health = c.client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "down")
+        assert c.metric("requests_total", 'outcome="unavailable"') == 2
+
+
+@pytest.mark.parametrize(
+    ("act", "status"), [("500", 500), ("drop", 502), ("hang", 504), ("killed", 503)]
+)
+def test_when_every_try_fails(act: str, status: int) -> None:
+    with cluster(limits=quick(answer_seconds=0.3, probe_every_seconds=60)) as c:
+        c.decode[0].always = act
+        if act == "killed":
+            c.servers["d0"].kill()
+        got = c.complete()
+        assert got.status_code == status
+        assert got.json()["error"]["message"]
+        outcome = "unavailable" if status == 503 else "engine_error"
+        assert c.metric("requests_total", f'outcome="{outcome}"') == 1
+
+
+def test_a_client_that_leaves_aborts_at_the_engines() -> None:
+    with cluster() as c:
+        c.decode[0].always = "gate"
+        c.decode[0].gate.release()
+        body = {"prompt": "x", "stream": True}
+        with c.client.stream("POST", "/v1/completions", json=body) as got:
+            assert next(got.iter_raw()) == CHUNKS[0]
+        wait_for(lambda: c.decode[0].seen[0].done == "aborted", 2)
+        c.prefill[0].always = "hang"
+        with pytest.raises(httpx.ReadTimeout):
+            c.client.post("/v1/completions", json=body, timeout=0.2)
+        wait_for(lambda: c.prefill[0].seen[1].done == "aborted", 1)
+        wait_for(lambda: c.metric("requests_total", 'outcome="client_gone"') == 2)
+        assert c.metric("in_flight") == 0
+        assert all(c.up().values())  # not the engines' fault
+
+
+def test_too_many_requests() -> None:
+    with cluster(limits=quick(max_in_flight=1)) as c:
+        c.decode[0].script = ["gate"]
+        body = {"prompt": "x", "stream": True}
+        c.decode[0].gate.release()
+        with c.client.stream("POST", "/v1/completions", json=body) as got:
+            chunks = got.iter_raw()
+            next(chunks)
+            refused = c.complete()
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            c.decode[0].gate.release(10)
+            assert b"".join(chunks) == b"".join(CHUNKS[1:])
+        wait_for(lambda: c.metric("in_flight") == 0)
+        assert c.complete().status_code == 200
+        assert c.metric("requests_total", 'outcome="busy"') == 1
+
+
+def test_bodies_that_are_refused() -> None:
+    with cluster(limits=quick(max_body_bytes=1000, client_seconds=0.3)) as c:
+        assert c.complete(prompt="x" * 900).status_code == 200
+        for content in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):
+            got = c.client.post("/v1/completions", content=content)
+            assert got.status_code == 413
+            assert got.json()["error"]["code"] == "body_too_large"
+        for content in (b"", b"[1]", b'{"prompt": ', b"\xff", b'{"a":' + b"[" * 900):
+            got = c.client.post("/v1/completions", content=content)
+            assert (got.status_code, got.json()["error"]["code"]) == (400, "invalid_json")
+        with socket.create_connection((c.client.base_url.host, c.client.base_url.port or 0)) as s:
+            s.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+            assert s.recv(99).startswith(b"HTTP/1.1 408")  # a body that never comes
+        assert len(c.prefill[0].seen) == 1
+        assert c.client.get("/v1/completions").status_code == 405
+        assert c.client.post("/v1/embeddings").json()["error"]["code"] == "not_found"
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"prompt": ["a", "b"]}, "batch"),  # one ticket would serve both: wrong tokens
+        ({"prompt": [[1, 2], [3]]}, "batch"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 1}, "prompt_logprobs"),
+        ({"prompt": [1, 2]}, None),
+        ({"prompt": ["a"], "echo": True, "prompt_logprobs": None}, None),
+        ({"prompt": [[1, 2]], "logprobs": 1}, None),
+    ],
+)
+def test_what_cannot_be_handed_over(more: dict[str, Any], reason: str | None) -> None:
+    assert Generation(json.dumps({"prompt": "x"} | more).encode()).decode_only_because() == reason
+
+
+def test_decode_only_requests_go_as_they_came() -> None:
+    with cluster() as c:
+        raw = b'{ "prompt":["a", "b"],"seed":1.0 }'
+        got = c.client.post("/v1/completions", content=raw)
+        assert got.headers["x-kvferry-path"] == "decode-only"
+        assert c.decode[0].seen[0].raw == raw and c.prefill[0].seen == []
+        assert c.metric("fallbacks_total", 'reason="batch"') == 1
+        c.prefill[0].always = "no_ticket"
+        got = c.complete(kv_transfer_params={"remote_host": "evil"})
+        assert got.headers["x-kvferry-path"] == "decode-only"
+        assert c.decode[0].seen[1].body == {"model": "m", "prompt": "hello"}
+        assert c.metric("fallbacks_total", 'reason="no_ticket"') == 1
+    assert ticket_of(b'{"kv_transfer_params": {} }') == ticket_of(b"{}") == b""
+    with cluster(prefill=0) as c:
+        assert c.complete().headers["x-kvferry-path"] == "decode-only"
+        assert c.client.get("/health").json()["status"] == "ok"
+
+
+def test_models_health_metrics_and_page() -> None:
+    with cluster(decode=2) as c:
+        c.decode[0].script = c.decode[1].script = ["500"]
+        headers = {"Authorization": "Bearer s3cret"}
+        got = c.client.get("/v1/models", headers=headers)
+        assert got.content == b'{"object":"list",  "data":[{"id":"m"}]}'
+        assert {d.seen[0].headers["authorization"] for d in c.decode} == {"Bearer s3cret"}
+        assert "x-kvferry-path" not in got.headers
+        health = c.client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (200, "ok")
+        text = c.client.get("/metrics")
+        assert text.headers["content-type"].startswith("text/plain; version=0.0.4")
+        sample = re.compile(r'kvferry_router_\w+({\w+="[^"]*"(,\w+="[^"]*")*})? \d+')
+        for line in text.text.splitlines():
+            assert line.startswith("# ") or sample.fullmatch(line), line
+        page = c.client.get("/")
+        assert page.headers["content-type"].startswith("text/html")
+        assert all(s.url in page.text for s in c.servers.values())
+        assert not re.search(r"(src|href)=|@import|url\(", page.text)
+        assert "s3cret" not in page.text + text.text + health.text
+
+
+def test_serve_drains_and_keeps_secrets_out_of_its_log() -> None:
+    engine = FakeEngine("d0", always="gate")
+    server = Server(engine)
+    code = f"from kvferry.router.serve import serve; serve([], [{server.url!r}], port=0)"
+    router = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    try:
+        assert router.stderr is not None
+        log = ""
+        while not (found := re.search(r"running on (http://127.0.0.1:\d+)", log)):
+            line = router.stderr.readline()
+            assert line, log
+            log += line
+        body = {"prompt": "x", "stream": True}
+        headers = {"Authorization": "Bearer s3cret", "X-Request-Id": "req-7"}
+        engine.gate.release()
+        url = found[1] + "/v1/completions"
+        with (
+            httpx.Client(trust_env=False) as client,
+            client.stream("POST", url, json=body, headers=headers) as got,
+        ):
+            chunks = got.iter_raw()
+            assert next(chunks) == CHUNKS[0]
+            router.send_signal(signal.SIGTERM)
+            for line in router.stderr:
+                log += line
+                if "Shutting down" in line:
+                    break
+            with pytest.raises(httpx.ConnectError):  # no new requests
+                httpx.get(found[1] + "/health", trust_env=False)
+            engine.gate.release(10)
+            assert b"".join(chunks) == b"".join(CHUNKS[1:])  # those in flight end well
+        log += router.communicate(timeout=5)[1]
+        assert "req-7 POST /v1/completions: ok 200" in log
+        assert "s3cret" not in log
+    finally:
+        router.kill()
+        router.communicate()
+        server.kill()
+
+
+def test_configurations_that_are_refused() -> None:
+    assert base_url("host:80/") == "http://host:80"
+    assert base_url("https://[::1]:8000/v1") == "https://[::1]:8000"
+    assert RouterConfig((), ("h:1",)).decode == ("http://h:1",)
+    for prefill, decode in (
+        (("h:1",), ()),
+        (("h:1",), ("http://h:1/",)),
+        ((), ("ftp://h",)),
+        ((), ("http://h:port",)),
+        ((), ("http://h/?a=1",)),
+    ):
+        with pytest.raises(DescriptionError):
+            RouterConfig(prefill, decode)
+    with pytest.raises(DescriptionError) as error:
+        base_url("http://me:s3cret@h:1")
+    assert "s3cret" not in str(error.value)
+    with pytest.raises(DescriptionError, match="tries must be more than 0"):
+        Limits(tries=0)
