@@ -53,6 +53,7 @@ class Engine:
     pp: int = 1
     block_size: int = 0  # 0: vLLM's choice
     connector: dict[str, Any] | None = None  # kv_connector_extra_config; None: no connector
+    on_failure: str = "fail"  # vLLM's kv_load_failure_policy
     arguments: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
@@ -80,6 +81,7 @@ class Engine:
                 "kv_connector_module_path": "kvferry.vllm",
                 "kv_role": "kv_both",
                 "engine_id": self.name,
+                "kv_load_failure_policy": self.on_failure,
                 "kv_connector_extra_config": self.connector,
             }
             command += ["--kv-transfer-config", json.dumps(transfer)]

@@ -6,8 +6,10 @@ counts only if the hold was still open after its last byte.
 
 A hold's life on one rank:
 
-    (unknown) --claim--> parked, until the hold arrives or the claim's patience ends
-    (unknown) --open---> OPEN, claims are answered with its blocks
+    (unknown) --claim------> parked, until the hold arrives or the claim's patience ends
+    (unknown) --last word--> kept until the hold arrives (failed, or not needed: never done)
+    (unknown) --withdrawn--> CLOSED "withdrawn" as soon as it arrives; parked claims are refused
+    (unknown) --open-------> OPEN, claims are answered with its blocks; then early words count
     OPEN --all readers spoke--> CLOSED "delivered"
     OPEN --lease ran out------> CLOSED "expired"
     OPEN --withdrawn----------> CLOSED "withdrawn" (aborted, preempted, shut down)
@@ -16,24 +18,27 @@ A hold's life on one rank:
 Readers are counted by distinct (engine, incarnation, rank). Each sends exactly one last word; an
 engine is through when as many ranks as it announced have spoken; the hold closes when all engines
 that showed up are through. The lease is renewed by consumers' schedulers, and by every claim. No
-clock but this rank's own is read.
+clock but this rank's own is read. What peers can make a rank remember is bounded.
 
 This module is the state machine alone: no sockets, no threads, time is passed in.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
-from kvferry.wire.messages import Outcome, Reader
+from kvferry.wire.messages import MAX_READERS, Outcome, Reader
 
 Why = Literal["delivered", "expired", "withdrawn"]
 Parked = TypeVar("Parked")
 
 TOMBSTONES = 65_536  # closed holds remembered, so that late claims are refused at once
+MOST_PARKED = 16_384  # claims; a peer that has more of them waiting is refused
+MOST_EARLY = 16_384  # words about holds that have not arrived; the oldest are forgotten
+MOST_ENGINES = 64  # that may read one hold
 
 
 @dataclass(slots=True)
@@ -48,10 +53,23 @@ class Hold:
     spoke: dict[tuple[str, str], set[tuple[int, int]]] = field(default_factory=dict)
     outcomes: dict[Outcome, int] = field(default_factory=dict)
 
-    def announce(self, reader: Reader, readers: int) -> None:
+    def announce(self, reader: Reader, readers: int) -> bool:
+        """Count on a reader's engine; False where too many engines came."""
         engine = (reader.engine_id, reader.incarnation)
+        if engine not in self.expected and len(self.expected) >= MOST_ENGINES:
+            return False
         self.expected[engine] = max(self.expected.get(engine, 0), readers)
         self.spoke.setdefault(engine, set())
+        return True
+
+    def hear(self, reader: Reader, readers: int, outcome: Outcome) -> None:
+        """A reader's last word; only its first counts."""
+        if self.announce(reader, readers):
+            spoke = self.spoke[reader.engine_id, reader.incarnation]
+            rank = (reader.pp_rank, reader.tp_rank)
+            if rank not in spoke and len(spoke) < MAX_READERS:
+                spoke.add(rank)
+                self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
 
     @property
     def delivered(self) -> bool:
@@ -76,14 +94,28 @@ class _Waiting(Generic[Parked]):
     until: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """A last word about a hold that has not arrived."""
+
+    hold_id: str
+    reader: Reader
+    readers: int
+    outcome: Outcome
+    until: float
+
+
 @dataclass(slots=True)
 class HoldTable(Generic[Parked]):
     """All holds of one rank."""
 
     lease_seconds: float
     open: dict[str, Hold] = field(default_factory=dict)
+    parked: int = 0  # claims that wait
     _tombstones: OrderedDict[str, Why] = field(default_factory=OrderedDict)
+    _unborn: OrderedDict[str, None] = field(default_factory=OrderedDict)  # withdrawn, not arrived
     _parked: dict[str, list[_Waiting[Parked]]] = field(default_factory=dict)
+    _early: deque[_Early] = field(default_factory=deque)  # oldest first
 
     def add(
         self,
@@ -93,74 +125,106 @@ class HoldTable(Generic[Parked]):
         tokens: int,
         tables: list[list[int]],
         now: float,
-    ) -> list[Parked]:
-        """Open a hold; returns the claims that waited for it."""
+    ) -> tuple[list[Parked], Closed | None]:
+        """Open a hold. Returns the claims that waited for it: answer them, then call `settle`.
+
+        A hold that was withdrawn before it arrived is closed at once, and returned as such.
+        """
+        if hold_id in self._unborn:
+            del self._unborn[hold_id]
+            self._bury(hold_id, "withdrawn")
+            return [], Closed(hold_id, request_id, "withdrawn", {})
         if hold_id in self.open or hold_id in self._tombstones:
-            return []
+            return [], None
         self.open[hold_id] = Hold(
             hold_id, request_id, digest, tokens, tables, now + self.lease_seconds
         )
-        return [waiting.claim for waiting in self._parked.pop(hold_id, [])]
+        return self._unpark(hold_id), None
+
+    def settle(self, hold_id: str) -> Closed | None:
+        """Count the words that came before the hold did; the hold, if they close it."""
+        early = [word for word in self._early if word.hold_id == hold_id]
+        hold = self.open.get(hold_id)
+        if hold is None or not early:
+            return None
+        self._early = deque(word for word in self._early if word.hold_id != hold_id)
+        for word in early:
+            hold.hear(word.reader, word.readers, word.outcome)
+        return self._close(hold, "delivered") if hold.delivered else None
 
     def find(self, hold_id: str, now: float) -> Hold | Why | None:
         """An open hold (its lease renewed), why it is closed, or None where it is not known yet."""
         hold = self.open.get(hold_id)
         if hold is None:
-            return self._tombstones.get(hold_id)
+            return "withdrawn" if hold_id in self._unborn else self._tombstones.get(hold_id)
         hold.expires = now + self.lease_seconds
         return hold
 
-    def park(self, hold_id: str, claim: Parked, until: float) -> None:
+    def park(self, hold_id: str, claim: Parked, until: float) -> bool:
+        """Let a claim wait for its hold; False where too many wait."""
+        if self.parked >= MOST_PARKED:
+            return False
         self._parked.setdefault(hold_id, []).append(_Waiting(claim, until))
-
-    @property
-    def parked(self) -> int:
-        return sum(len(waiting) for waiting in self._parked.values())
+        self.parked += 1
+        return True
 
     def last_word(
-        self, hold_id: str, reader: Reader, readers: int, outcome: Outcome
+        self, hold_id: str, reader: Reader, readers: int, outcome: Outcome, now: float
     ) -> tuple[bool, Closed | None]:
         """Whether the hold was open when a reader spoke, and the hold if that closed it."""
         hold = self.open.get(hold_id)
         if hold is None:
+            if outcome != "done" and self.find(hold_id, now) is None:
+                until = now + self.lease_seconds
+                self._early.append(_Early(hold_id, reader, readers, outcome, until))
+                if len(self._early) > MOST_EARLY:
+                    self._early.popleft()
             return False, None
-        hold.announce(reader, readers)
-        spoke = hold.spoke[reader.engine_id, reader.incarnation]
-        rank = (reader.pp_rank, reader.tp_rank)
-        if rank not in spoke:
-            spoke.add(rank)
-            hold.outcomes[outcome] = hold.outcomes.get(outcome, 0) + 1
+        hold.hear(reader, readers, outcome)
         return True, self._close(hold, "delivered") if hold.delivered else None
 
-    def withdraw(self, hold_id: str) -> Closed | None:
+    def withdraw(self, hold_id: str) -> tuple[Closed | None, list[Parked]]:
+        """Close a hold, or keep it from opening; then also the claims that waited for it."""
         hold = self.open.get(hold_id)
         if hold is not None:
-            return self._close(hold, "withdrawn")
-        self._bury(hold_id, "withdrawn")  # it must not open later either
-        return None
+            return self._close(hold, "withdrawn"), []
+        if hold_id not in self._tombstones:
+            self._unborn[hold_id] = None
+            while len(self._unborn) > TOMBSTONES:
+                self._unborn.popitem(last=False)
+        return None, self._unpark(hold_id)
 
     def expire(self, now: float) -> tuple[list[Closed], list[Parked]]:
         """Holds whose lease ran out, and claims whose patience did."""
         closed = [
             self._close(hold, "expired") for hold in list(self.open.values()) if hold.expires <= now
         ]
+        while self._early and self._early[0].until <= now:
+            self._early.popleft()
         return closed, list(self._impatient(now))
 
     def _impatient(self, now: float) -> Iterator[Parked]:
         for hold_id, waiting in list(self._parked.items()):
-            for one in waiting:
-                if one.until <= now:
-                    yield one.claim
             left = [one for one in waiting if one.until > now]
+            if len(left) == len(waiting):
+                continue
+            self.parked -= len(waiting) - len(left)
+            yield from (one.claim for one in waiting if one.until <= now)
             if left:
                 self._parked[hold_id] = left
             else:
                 del self._parked[hold_id]
 
     def next_deadline(self) -> float | None:
+        """When `expire` has something to do; early words can wait."""
         times = [hold.expires for hold in self.open.values()]
         times += [one.until for waiting in self._parked.values() for one in waiting]
         return min(times, default=None)
+
+    def _unpark(self, hold_id: str) -> list[Parked]:
+        waiting = self._parked.pop(hold_id, [])
+        self.parked -= len(waiting)
+        return [one.claim for one in waiting]
 
     def _close(self, hold: Hold, why: Why) -> Closed:
         del self.open[hold.hold_id]

@@ -19,14 +19,19 @@ tickets.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import threading
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
+
+import msgspec
 
 from kvferry.errors import KvferryError
 from kvferry.layout.model import require_same_cache
 from kvferry.p2p.describe import read_model, read_shape, require_same_meaning
-from kvferry.p2p.holds import Closed, Hold, HoldTable
+from kvferry.p2p.holds import MOST_ENGINES, Closed, Hold, HoldTable, Why
 from kvferry.p2p.server import Server
 from kvferry.plan.assign import assign
 from kvferry.wire.messages import (
@@ -49,6 +54,9 @@ from kvferry.wire.sockets import Sockets
 
 DEFAULT_LEASE_SECONDS = 60.0
 MOST_PATIENCE_SECONDS = 600.0
+MOST_JUDGED = 256  # verdicts about consumers that the directory remembers
+
+log = logging.getLogger("kvferry")
 
 
 def refuse_version(version: int) -> Refused | None:
@@ -69,7 +77,7 @@ class Directory(Server):
         super().__init__(sockets, host, port, "kvferry-directory")
         self.engine = engine
         self._ranks: list[RankInfo] = []
-        self._accepted: dict[tuple[str, str], Refused | None] = {}
+        self._judged: OrderedDict[bytes, Refused | None] = OrderedDict()
 
     def set_ranks(self, ranks: list[RankInfo]) -> None:
         """All workers' own descriptions, of all stages."""
@@ -81,11 +89,19 @@ class Directory(Server):
             return Refused("malformed", "this is the directory; it answers only a hello")
         refused = refuse_version(body.version)
         if refused is None:
-            key = (body.engine.engine_id, body.engine.incarnation)
-            if key not in self._accepted:
-                self._accepted[key] = self._judge(body.engine)
-            refused = self._accepted[key]
+            refused = self._verdict(body.engine)
         return refused or Welcome(self.engine, self._ranks)
+
+    def _verdict(self, consumer: EngineInfo) -> Refused | None:
+        """Judge a description once; all ranks of an engine send the same."""
+        key = hashlib.sha256(msgspec.msgpack.encode(consumer)).digest()
+        if key not in self._judged:
+            self._judged[key] = self._judge(consumer)
+            if self._judged[key] is not None:
+                log.warning("engine %.80r is refused: %s", consumer.engine_id, self._judged[key])
+            while len(self._judged) > MOST_JUDGED:
+                self._judged.popitem(last=False)
+        return self._judged[key]
 
     def _judge(self, consumer: EngineInfo) -> Refused | None:
         """Refuse here what the consumer would refuse, so that both logs say it."""
@@ -97,6 +113,10 @@ class Directory(Server):
         except KvferryError as error:
             return Refused("model", str(error))
         return None
+
+
+def _refuse_closed(why: Why) -> Refused:
+    return Refused("closed", f"the hold is closed ({why}); prefill again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,21 +154,27 @@ class ProducerRank(Server):
         """Make a request's blocks claimable. Its last kernels must have finished writing."""
 
         def work() -> None:
-            waited = self._table.add(hold_id, request_id, digest, tokens, tables, time.monotonic())
+            now = time.monotonic()
+            waited, closed = self._table.add(hold_id, request_id, digest, tokens, tables, now)
             for sender in waited:
                 body = self._claim(sender.claim)
                 if body is not None:
                     self.reply(sender.identity, sender.request_id, body)
+            closed = closed or self._table.settle(hold_id)
+            if closed is not None:
+                self._report(closed)
 
         self.submit(work)
 
     def withdraw(self, hold_id: str) -> None:
-        """Close a hold now: its request was aborted, or the engine shuts down."""
+        """Close a hold now, or when it arrives: its request was aborted, or preempted."""
 
         def work() -> None:
-            closed = self._table.withdraw(hold_id)
+            closed, waited = self._table.withdraw(hold_id)
             if closed is not None:
                 self._report(closed)
+            for sender in waited:
+                self.reply(sender.identity, sender.request_id, _refuse_closed("withdrawn"))
 
         self.submit(work)
 
@@ -161,6 +187,10 @@ class ProducerRank(Server):
     @property
     def open_holds(self) -> int:
         return len(self._table.open)
+
+    @property
+    def parked_claims(self) -> int:
+        return self._table.parked
 
     # Called by the server's thread
 
@@ -177,18 +207,16 @@ class ProducerRank(Server):
             )
         match body:
             case Claim():
-                reply = self._claim(body)
-                if reply is None:
-                    patience = min(max(body.patience_seconds, 0.0), MOST_PATIENCE_SECONDS)
-                    until = time.monotonic() + patience
-                    self._table.park(body.hold_id, _Sender(sender, request.id, body), until)
-                return reply
+                return self._claim(body) or self._park(sender, request.id, body)
             case Complete():
                 return self._complete(body)
             case Renew():
                 now = time.monotonic()
                 found = {h: self._table.find(h, now) for h in body.hold_ids}
-                return Renewed([h for h, hold in found.items() if isinstance(hold, str)])
+                return Renewed(
+                    [h for h, hold in found.items() if isinstance(hold, Hold)],
+                    [h for h, hold in found.items() if isinstance(hold, str)],
+                )
 
     def _claim(self, claim: Claim) -> ReplyBody | None:
         """An answer, or None where the hold is not known yet."""
@@ -196,18 +224,29 @@ class ProducerRank(Server):
         if hold is None:
             return None
         if not isinstance(hold, Hold):
-            return Refused("closed", f"the hold is closed ({hold}); prefill again")
+            return _refuse_closed(hold)
         if claim.digest != hold.digest:
             return Refused(
                 "digest", "the ticket is for another prompt than the request it came with"
             )
-        hold.announce(claim.reader, claim.readers)
+        if not hold.announce(claim.reader, claim.readers):
+            return Refused("busy", f"{MOST_ENGINES} engines read this hold already")
         self.counters["claims"] += 1
         return Claimed(hold.tokens, hold.tables)
 
+    def _park(self, sender: bytes, request_id: int, claim: Claim) -> ReplyBody | None:
+        patience = claim.patience_seconds
+        if not patience > 0:  # nor NaN
+            return Refused("expired", "the hold has not arrived, and the claim does not wait")
+        until = time.monotonic() + min(patience, MOST_PATIENCE_SECONDS)
+        if not self._table.park(claim.hold_id, _Sender(sender, request_id, claim), until):
+            return Refused("busy", "too many claims wait for holds that have not arrived")
+        self.counters["parked"] += 1
+        return None
+
     def _complete(self, last: Complete) -> ReplyBody:
         was_open, closed = self._table.last_word(
-            last.hold_id, last.reader, last.readers, last.outcome
+            last.hold_id, last.reader, last.readers, last.outcome, time.monotonic()
         )
         self.counters[f"last words: {last.outcome}"] += 1
         if closed is not None:

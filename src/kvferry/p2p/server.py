@@ -6,6 +6,7 @@ handed in through `submit`, so that all state belongs to this one thread and nee
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -17,7 +18,15 @@ from typing import Any
 import zmq
 
 from kvferry.errors import KvferryError, ProtocolError
-from kvferry.wire.messages import Refused, Reply, ReplyBody, Request, decode_request, encode
+from kvferry.wire.messages import (
+    Refused,
+    Reply,
+    ReplyBody,
+    Request,
+    decode_request,
+    encode,
+    read_id,
+)
 from kvferry.wire.sockets import Sockets
 
 log = logging.getLogger("kvferry")
@@ -52,17 +61,24 @@ class Server:
         self._work.put(work)
         with self._wake_lock:
             if not self._stop.is_set():
-                self._waker.send(b"", zmq.NOBLOCK)
+                self._wake()
 
     def close(self) -> None:
-        if self._stop.is_set():
-            return
         with self._wake_lock:
+            if self._stop.is_set():
+                return
             self._stop.set()
-            self._waker.send(b"", zmq.NOBLOCK)
-        if self._thread.is_alive():
+            self._wake()
+        if self._thread.ident is None:  # it was never started
+            self._socket.close(linger=0)
+            self._woken.close(linger=0)
+        else:
             self._thread.join(CLOSE_SECONDS)
         self._waker.close(linger=0)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(zmq.Again):  # it has many wakes before it already
+            self._waker.send(b"", zmq.NOBLOCK)
 
     # What a server does
 
@@ -118,7 +134,7 @@ class Server:
     def _patience_ms(self) -> int:
         due = self.next_deadline()
         seconds = IDLE_SECONDS if due is None else min(IDLE_SECONDS, due - time.monotonic())
-        return max(0, int(seconds * 1000) + 1)
+        return max(0, int(seconds * 1000) + 1)  # not before the deadline
 
     def _drain_wakes(self) -> None:
         while self._woken.poll(0):
@@ -145,13 +161,16 @@ class Server:
             request = decode_request(frame)
         except ProtocolError as error:
             self.counters["malformed"] += 1
-            self.reply(sender, 0, Refused("malformed", str(error)))
+            self.reply(sender, read_id(frame) or 0, Refused("malformed", str(error)))
             return
         try:
             body = self.answer(sender, request)
         except KvferryError as error:
-            self.counters["refused"] += 1
             body = Refused("malformed", str(error))
+        except Exception as error:
+            self.counters["internal errors"] += 1
+            log.exception("kvferry's %s could not answer", self._thread.name)
+            body = Refused("malformed", f"this message could not be answered: {error!r}")
         if body is not None:
             if isinstance(body, Refused):
                 self.counters[f"refused {body.reason}"] += 1

@@ -245,7 +245,7 @@ class Server:
         if not raw:
             raise PeerLost("the peer closed before it said anything")
         header = _unpack(raw)
-        if header.kind != Kind.AUTH or header.body_bytes != AUTH_BYTES:
+        if header != Header(Kind.AUTH, 0, AUTH_BYTES):
             raise Refused(Code.UNAUTHENTICATED, "a peer must authenticate first", fatal=True)
         body = stream.recv(AUTH_BYTES, deadline)
         client_nonce, rest = body[:NONCE_BYTES], body[NONCE_BYTES:]

@@ -2,7 +2,8 @@
 
 A request is one frame with a `Request`, answered by one frame with a `Reply` of the same `id`.
 Messages are msgspec structs in MessagePack, told apart by a tag. A message that cannot be decoded
-is answered with `Refused` where its id can be read, and counted; it never ends a server.
+is answered with `Refused` where its id can be read, and counted; it never ends a server. Texts and
+counts have bounds, because servers keep some of what they are sent.
 
     Hello     -> Welcome           the directory: who this engine is, and all its ranks
     Claim     -> Claimed | Refused a consumer rank asks for a hold; answered when it is readable
@@ -12,23 +13,30 @@ is answered with `Refused` where its id can be read, and counted; it never ends 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from kvferry.errors import ProtocolError
 
 VERSION = 1
-MAX_FRAME_BYTES = 64 << 20  # a directory of 64 ranks with 100 layers each is below 1 MB
+MAX_REQUEST_BYTES = 1 << 20  # an engine of 100 groups with 100 layers each is below 100 kB
+MAX_REPLY_BYTES = 64 << 20  # a directory of 64 ranks with 100 layers each is below 1 MB
+MAX_READERS = 1 << 16
 
 Outcome = Literal["done", "failed", "not needed"]
-Reason = Literal["stale", "digest", "version", "model", "malformed", "expired", "closed"]
+Reason = Literal["stale", "digest", "version", "model", "malformed", "expired", "closed", "busy"]
+ResidencyName = Literal["full", "window", "chunk", "ring", "state"]
+ShardingName = Literal["split", "replicated"]
+Text = Annotated[str, msgspec.Meta(max_length=512)]  # an id, a digest, an address
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
+Readers = Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)]
 
 
 class RegionInfo(msgspec.Struct, frozen=True):
     name: str
-    address: int
-    bytes: int
+    address: Count
+    bytes: Count
 
 
 class PlacementInfo(msgspec.Struct, frozen=True):
@@ -63,8 +71,8 @@ class RankInfo(msgspec.Struct, frozen=True):
 
     pp_rank: int
     tp_rank: int
-    address: str  # of its own server, host:port
-    incarnation: str
+    address: Text  # of its own server, host:port
+    incarnation: Text
     carriers: dict[str, bytes]  # endpoints by carrier name
     regions: list[RegionInfo]
     parts: list[PartInfo]
@@ -76,7 +84,7 @@ class ComponentInfo(msgspec.Struct, frozen=True):
     units: int
     dims: tuple[int, ...]
     element_bytes: int
-    sharding: str
+    sharding: ShardingName
     content: str
 
 
@@ -84,7 +92,7 @@ class GroupInfo(msgspec.Struct, frozen=True):
     name: str
     layers: list[int]
     components: list[ComponentInfo]
-    residency: tuple[str, int]
+    residency: tuple[ResidencyName, int]
     role: str
     tokens_per_entry: int
     partial_entries: bool
@@ -94,8 +102,8 @@ class GroupInfo(msgspec.Struct, frozen=True):
 class EngineInfo(msgspec.Struct, frozen=True):
     """What an engine tells about itself at the handshake."""
 
-    engine_id: str
-    incarnation: str
+    engine_id: Text
+    incarnation: Text
     model: str
     groups: list[GroupInfo]
     total_layers: int
@@ -116,19 +124,19 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 class Reader(msgspec.Struct, frozen=True):
     """A consumer rank, as holds count them."""
 
-    engine_id: str
-    incarnation: str
-    pp_rank: int
-    tp_rank: int
+    engine_id: Text
+    incarnation: Text
+    pp_rank: Count
+    tp_rank: Count
 
 
 class Claim(msgspec.Struct, frozen=True, tag="claim"):
     version: int
-    incarnation: str  # of the producer, as the ticket says
-    hold_id: str
-    digest: str
+    incarnation: Text  # of the producer, as the ticket says
+    hold_id: Text
+    digest: Text
     reader: Reader
-    readers: int  # ranks of that engine that will speak to this producer rank
+    readers: Readers  # ranks of that engine that will speak to this producer rank
     patience_seconds: float  # how long the claim may be parked
 
 
@@ -139,10 +147,10 @@ class Claimed(msgspec.Struct, frozen=True, tag="claimed"):
 
 class Complete(msgspec.Struct, frozen=True, tag="complete"):
     version: int
-    incarnation: str
-    hold_id: str
+    incarnation: Text
+    hold_id: Text
     reader: Reader
-    readers: int
+    readers: Readers
     outcome: Outcome
 
 
@@ -152,12 +160,13 @@ class Closing(msgspec.Struct, frozen=True, tag="closing"):
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
     version: int
-    incarnation: str
-    hold_ids: list[str]
+    incarnation: Text
+    hold_ids: list[Text]
 
 
 class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
-    closed: list[str]  # those that are not open any more
+    open: list[str]  # those that are, and were renewed
+    closed: list[str]  # those that are not any more; what is in neither list is not known yet
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -179,9 +188,17 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     body: ReplyBody
 
 
+class _Envelope(msgspec.Struct, array_like=True):
+    """A request whose body is not looked at."""
+
+    id: int
+    body: msgspec.Raw
+
+
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
+_envelopes = msgspec.msgpack.Decoder(_Envelope)
 
 
 def encode(message: Request | Reply) -> bytes:
@@ -189,18 +206,27 @@ def encode(message: Request | Reply) -> bytes:
 
 
 def decode_request(frame: bytes) -> Request:
-    request: Request = _decode(_requests, frame)
+    request: Request = _decode(_requests, frame, MAX_REQUEST_BYTES)
     return request
 
 
 def decode_reply(frame: bytes) -> Reply:
-    reply: Reply = _decode(_replies, frame)
+    reply: Reply = _decode(_replies, frame, MAX_REPLY_BYTES)
     return reply
 
 
-def _decode(decoder: Any, frame: bytes) -> Any:
-    if len(frame) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a message of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are read")
+def read_id(frame: bytes) -> int | None:
+    """The id of a request that cannot be decoded, so that its sender learns of it; or None."""
+    try:
+        envelope: _Envelope = _decode(_envelopes, frame, MAX_REQUEST_BYTES)
+    except ProtocolError:
+        return None
+    return envelope.id
+
+
+def _decode(decoder: Any, frame: bytes, most: int) -> Any:
+    if len(frame) > most:
+        raise ProtocolError(f"a message of {len(frame)} bytes; at most {most} are read")
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as e:

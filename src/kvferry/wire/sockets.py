@@ -12,6 +12,7 @@ import hashlib
 import ipaddress
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq
@@ -19,8 +20,8 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from kvferry.errors import AuthenticationError
-from kvferry.wire.messages import MAX_FRAME_BYTES
+from kvferry.errors import AuthenticationError, HandoverError
+from kvferry.wire.messages import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 
 log = logging.getLogger("kvferry")
 
@@ -47,9 +48,7 @@ class Sockets:
     def server(self, host: str | None, port: int = 0) -> tuple[zmq.Socket[bytes], int]:
         """A bound ROUTER socket and its port. `host` None: loopback."""
         socket = self.context.socket(zmq.ROUTER)
-        self._prepare(socket)
-        # a peer that reconnects under its old identity replaces the dead connection
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._prepare(socket, MAX_REQUEST_BYTES)
         if self.secret:
             self._admit()
             public, private = self._key("server")
@@ -63,27 +62,42 @@ class Sockets:
             )
         bound = host or "127.0.0.1"
         address = f"tcp://{bound}"
-        if port:
-            socket.bind(f"{address}:{port}")
-        else:
-            port = socket.bind_to_random_port(address)
+        try:
+            if port:
+                socket.bind(f"{address}:{port}")
+            else:
+                port = socket.bind_to_random_port(address)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise HandoverError(f"cannot listen at {bound}:{port}: {error}") from None
         return socket, port
 
-    def client(self, address: str) -> zmq.Socket[bytes]:
-        """A DEALER socket to `host:port`; connecting is lazy and survives restarts."""
+    def client(
+        self, address: str, prepare: Callable[[zmq.Socket[bytes]], None] | None = None
+    ) -> zmq.Socket[bytes]:
+        """A DEALER socket to `host:port`; connecting goes on in the background.
+
+        `prepare` sets options and monitors, which count only if set before connecting.
+        """
         if not self.secret and not is_loopback(address.rsplit(":", 1)[0]):
             raise AuthenticationError(
                 f"the peer {address} is on another host, and no secret is configured; set the same "
                 "secret on both engines"
             )
         socket = self.context.socket(zmq.DEALER)
-        self._prepare(socket)
-        if self.secret:
-            server_public, _ = self._key("server")
-            public, private = self._key("client")
-            socket.curve_serverkey = server_public
-            socket.curve_publickey, socket.curve_secretkey = public, private
-        socket.connect(f"tcp://{address}")
+        try:
+            self._prepare(socket, MAX_REPLY_BYTES)
+            if self.secret:
+                server_public, _ = self._key("server")
+                public, private = self._key("client")
+                socket.curve_serverkey = server_public
+                socket.curve_publickey, socket.curve_secretkey = public, private
+            if prepare is not None:
+                prepare(socket)
+            socket.connect(f"tcp://{address}")
+        except BaseException:
+            socket.close(linger=0)
+            raise
         return socket
 
     def close(self) -> None:
@@ -93,9 +107,10 @@ class Sockets:
                 self._authenticator = None
         self.context.destroy(linger=LINGER_MS)
 
-    def _prepare(self, socket: zmq.Socket[bytes]) -> None:
+    def _prepare(self, socket: zmq.Socket[bytes], most_bytes: int) -> None:
         socket.setsockopt(zmq.LINGER, LINGER_MS)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)  # a peer that sends more is cut off
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
         socket.setsockopt(zmq.IPV6, 1)
 

@@ -1,0 +1,227 @@
+"""The tcp carrier's own promises: secrets, the owner's checks, revoking, connections."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from carrier_peer import copies, soon
+
+from kvferry.errors import (
+    AuthenticationError,
+    DeadlineExceeded,
+    KvferryError,
+    OutOfBounds,
+    PeerLost,
+    TransferError,
+)
+from kvferry.transport import MemoryRegion, TransferState
+from kvferry.transport.regions import RegionTable
+from kvferry.transport.tcp import CONNECTIONS_PER_PEER, TcpCarrier
+from kvferry.transport.tcp_server import ServerLimits
+
+SIZE = 8 << 20
+EVERYTHING = RegionTable.of([MemoryRegion(0, (1 << 62))])
+
+
+class End:
+    """A carrier and its memory."""
+
+    def __init__(self, secret: str | None = "s", limits: ServerLimits | None = None) -> None:
+        self.memory = np.zeros(SIZE, dtype=np.uint8)
+        self.carrier = TcpCarrier(secret=secret, host="127.0.0.1", limits=limits)
+        self.carrier.register([MemoryRegion(self.address, SIZE)])
+
+    @property
+    def address(self) -> int:
+        return self.memory.ctypes.data
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[End, End]]:
+    a, b = End(), End()
+    yield a, b
+    a.carrier.close()
+    b.carrier.close()
+
+
+def long_write(src: End, dst: End) -> tuple[np.ndarray, ...]:
+    rounds = 2000
+    return (
+        np.full(rounds, src.address),
+        np.full(rounds, dst.address),
+        np.full(rounds, SIZE),
+    )
+
+
+@pytest.mark.parametrize("secrets", [("right", "wrong"), ("right", None), (None, "wrong")])
+def test_secrets_that_differ(secrets: tuple[str | None, str | None]) -> None:
+    owner, user = End(secrets[0]), End(secrets[1])
+    with pytest.raises(AuthenticationError, match="secret"):
+        user.carrier.connect(owner.carrier.endpoint(), soon())
+    assert owner.carrier.counters["unauthenticated"] == 1
+    owner.carrier.close()
+    user.carrier.close()
+
+
+def test_the_owner_checks_every_descriptor_itself(ends: tuple[End, End]) -> None:
+    """A peer that does not look before it asks gets the same answer, and the connection lives."""
+    owner, user = ends
+    outside = np.zeros(4096, dtype=np.uint8)  # mapped there, not registered
+    peer = user.carrier.connect(owner.carrier.endpoint(), soon())
+    peer.regions = EVERYTHING
+    for there in (outside.ctypes.data, owner.address - 1, owner.address + SIZE - 5, 8):
+        user.memory[:] = 1
+        good = owner.address + np.arange(100) * 64
+        addresses = np.append(good, there)
+        local = np.full(101, user.address)
+        lengths = np.full(101, 10)
+        with pytest.raises(OutOfBounds, match="the peer refused"):
+            user.carrier.write(peer, copies(local, addresses, lengths)).wait(soon())
+        with pytest.raises(OutOfBounds, match="the peer refused"):
+            user.carrier.read(peer, copies(addresses, local, lengths)).wait(soon())
+    assert not owner.memory.any()
+    assert not outside.any()
+    assert owner.carrier.counters["out_of_bounds"] == 8
+    assert owner.carrier.counters["connections"] == 1
+    user.carrier.write(peer, copies(user.address, owner.address, 10)).wait(soon())
+    assert owner.memory[:10].all()
+
+
+def test_revoke_stops_a_writer_for_good(ends: tuple[End, End]) -> None:
+    owner, user = ends
+    user.memory[:] = 9
+    peer = user.carrier.connect(owner.carrier.endpoint(), soon())
+    transfers = [
+        user.carrier.write(peer, copies(*long_write(user, owner)))
+        for _ in range(CONNECTIONS_PER_PEER + 2)
+    ]
+    time.sleep(0.1)
+    assert owner.memory.any()
+    owner.carrier.revoke(user.carrier.endpoint())
+    owner.memory[:] = 0
+    for transfer in transfers:
+        with pytest.raises(PeerLost):
+            transfer.wait(soon(5))
+    with pytest.raises(PeerLost, match="revoked"):
+        user.carrier.connect(owner.carrier.endpoint(), soon())
+    time.sleep(0.05)
+    assert not owner.memory.any()
+    owner.carrier.readmit(user.carrier.endpoint())
+    user.carrier.write(peer, copies(user.address, owner.address, 10)).wait(soon())
+    assert owner.memory[:10].all()
+
+
+def test_the_owner_closes_while_it_is_written_to(ends: tuple[End, End]) -> None:
+    owner, user = ends
+    user.memory[:] = 9
+    peer = user.carrier.connect(owner.carrier.endpoint(), soon())
+    transfer = user.carrier.write(peer, copies(*long_write(user, owner)))
+    time.sleep(0.05)
+    owner.carrier.close()
+    owner.memory[:] = 0  # it may be freed now
+    with pytest.raises(PeerLost):
+        transfer.wait(soon(5))
+    assert not owner.memory.any()
+
+
+def test_connections_are_reused_and_few(ends: tuple[End, End]) -> None:
+    owner, user = ends
+    peer = user.carrier.connect(owner.carrier.endpoint(), soon())
+    for _ in range(20):
+        user.carrier.read(peer, copies(owner.address, user.address, 100)).wait(soon())
+    assert owner.carrier.counters["connections"] == 1
+    many = [user.carrier.read(peer, copies(owner.address, user.address, SIZE)) for _ in range(50)]
+    for transfer in many:
+        transfer.wait(soon())
+    assert owner.carrier.counters["connections"] <= CONNECTIONS_PER_PEER
+
+
+def test_a_connection_that_the_owner_dropped_is_replaced() -> None:
+    owner = End(limits=ServerLimits(idle_seconds=0.1))
+    user = End()
+    peer = user.carrier.connect(owner.carrier.endpoint(), soon())
+    until = soon(5)
+    while not owner.carrier.counters["idle"] and time.monotonic() < until:
+        time.sleep(0.02)
+    user.carrier.read(peer, copies(owner.address, user.address, 100)).wait(soon())
+    assert owner.carrier.counters["connections"] == 2
+    owner.carrier.close()
+    user.carrier.close()
+
+
+def test_no_room_is_an_error_and_passes() -> None:
+    owner = End(limits=ServerLimits(max_connections=1))
+    first, second = End(), End()
+    first.carrier.connect(owner.carrier.endpoint(), soon())
+    with pytest.raises(TransferError, match="no room"):
+        second.carrier.connect(owner.carrier.endpoint(), soon())
+    first.carrier.close()
+    until = soon(5)
+    while True:
+        try:
+            second.carrier.connect(owner.carrier.endpoint(), soon())
+            break
+        except KvferryError:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+    for end in (owner, second):
+        end.carrier.close()
+
+
+def test_a_peer_without_progress_is_given_up() -> None:
+    """The owner's accept queue takes the connection, but nobody ever answers."""
+    import socket
+
+    import msgspec
+
+    from kvferry.transport.tcp_client import TcpEndpoint
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = TcpEndpoint("tcp", "127.0.0.1", silent.getsockname()[1], b"i" * 16)
+        user = End()
+        begin = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            user.carrier.connect(msgspec.msgpack.encode(endpoint), soon(0.3))
+        assert time.monotonic() - begin < 3
+        user.carrier.close()
+
+
+def test_memory_that_was_freed_is_an_error_not_a_crash() -> None:
+    import mmap
+
+    owner, user = End(), End()
+    freed = mmap.mmap(-1, 1 << 20)
+    address = np.frombuffer(freed, dtype=np.uint8).ctypes.data
+    owner.carrier.register([MemoryRegion(address, 1 << 20)])
+    user.carrier.register([MemoryRegion(address, 1 << 20)])  # and on this side
+    freed.close()
+    peer = user.carrier.connect(owner.carrier.endpoint(), soon())
+    for start, pair in (
+        (user.carrier.read, (address, user.address)),
+        (user.carrier.write, (user.address, address)),
+        (user.carrier.read, (owner.address, address)),
+        (user.carrier.write, (address, owner.address)),
+    ):
+        transfer = start(peer, copies(*pair, 1 << 20))
+        with pytest.raises(TransferError):
+            transfer.wait(soon(5))
+        assert transfer.poll() is TransferState.FAILED
+    user.carrier.read(peer, copies(owner.address, user.address, 10)).wait(soon())
+    for end in (owner, user):
+        end.carrier.close()
+
+
+def test_nothing_is_left_behind(ends: tuple[End, End]) -> None:
+    owner, user = ends
+    peer = user.carrier.connect(owner.carrier.endpoint(), soon())
+    user.carrier.read(peer, copies(owner.address, user.address, 100)).wait(soon())
+    user.carrier.close()
+    owner.carrier.close()
+    left = [t.name for t in threading.enumerate() if t.name.startswith("kvferry-tcp")]
+    assert left == []
+    with pytest.raises(TransferError, match="closed"):
+        owner.carrier.endpoint()

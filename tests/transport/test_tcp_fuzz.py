@@ -1,0 +1,309 @@
+"""100,000 bad frames at the tcp server: nothing is written, nothing grows, all are counted."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from carrier_peer import soon
+
+from kvferry.transport.base import MemoryRegion
+from kvferry.transport.regions import RegionTable
+from kvferry.transport.tcp_frames import (
+    AUTH_BYTES,
+    ERROR_CODE,
+    HEADER,
+    HELLO_BYTES,
+    INCARNATION_BYTES,
+    MAGIC,
+    MAX_BODY_BYTES,
+    MAX_PAYLOAD_BYTES,
+    NONCE_BYTES,
+    VERSION,
+    Code,
+    Header,
+    Kind,
+    Session,
+    table_bytes,
+)
+from kvferry.transport.tcp_server import Server, ServerLimits
+
+SECRET = b"known to friends"
+INCARNATION = b"s" * INCARNATION_BYTES
+CLIENT = b"c" * INCARNATION_BYTES
+CANARY = 1 << 20
+STEP_FRAMES = 85_000  # answered one by one, on connections that go on
+LAST_FRAMES = 15_000  # that end their connection
+AT_ONCE = 40  # connections; fewer than may be pending
+GROWTH_BYTES = 48 << 20
+
+Rng = np.random.Generator
+
+
+class Target:
+    """A server over memory that is watched."""
+
+    def __init__(self) -> None:
+        self.memory = np.random.default_rng(0).integers(0, 256, 3 * CANARY, dtype=np.uint8)
+        self.before = self.memory.copy()
+        self.address = self.memory.ctypes.data + CANARY  # the third in the middle is registered
+        self.server = Server(SECRET, INCARNATION, ServerLimits())
+        self.server.regions = RegionTable.of([MemoryRegion(self.address, CANARY)])
+
+    def open(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(30)
+        assert self.server.attach(theirs)
+        return ours
+
+    def friend(self) -> socket.socket:
+        """A connection that has authenticated."""
+        sock = self.open()
+        hello = exactly(sock, HEADER.size + HELLO_BYTES)[HEADER.size :]
+        sock.sendall(auth(hello, SECRET))
+        header = Header.unpack(exactly(sock, HEADER.size))
+        assert header.kind == Kind.WELCOME
+        exactly(sock, header.body_bytes)
+        return sock
+
+    def bad_table(self, rng: Rng) -> bytes:
+        """Ranges of which at least one is not inside the registered memory."""
+        count = int(rng.integers(1, 6))
+        address = self.address + rng.integers(0, CANARY - 64, count)
+        length = rng.integers(1, 64, count)
+        at = rng.integers(count)
+        what = int(rng.integers(6))
+        if what == 0:
+            address[at] = self.address - 1
+        elif what == 1:
+            address[at], length[at] = self.address + CANARY - 1, 2
+        elif what == 2:
+            address[at] = rng.integers(-(1 << 63), (1 << 63) - 1)
+        elif what == 3:
+            length[at] = rng.integers(-(1 << 63), 1)
+        elif what == 4:
+            length[at] = rng.integers(CANARY + 1, (1 << 63) - 1)
+        else:
+            address[at], length[at] = (1 << 63) - 1, (1 << 63) - 1
+        return table_bytes(address, length)
+
+    def good_table(self, rng: Rng) -> tuple[bytes, int]:
+        count = int(rng.integers(1, 6))
+        length = rng.integers(1, 64, count)
+        return table_bytes(self.address + rng.integers(0, CANARY - 64, count), length), int(
+            length.sum()
+        )
+
+
+@pytest.fixture
+def target() -> Target:
+    return Target()
+
+
+def exactly(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = sock.recv(count - len(data))
+        assert more, "the server closed the connection"
+        data += more
+    return data
+
+
+def auth(hello: bytes, secret: bytes) -> bytes:
+    nonce = os.urandom(NONCE_BYTES)
+    session = Session(hello[:NONCE_BYTES], nonce, hello[NONCE_BYTES:], CLIENT)
+    body = nonce + CLIENT + session.client_mac(secret)
+    return Header(Kind.AUTH, 0, len(body)).pack() + body
+
+
+def rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def frame(kind: int, request: int, body: bytes, payload_bytes: int) -> bytes:
+    return Header(kind, request, len(body), payload_bytes).pack() + body
+
+
+def in_step(target: Target, rng: Rng, request: int) -> tuple[bytes, Code]:
+    """A bad frame after which the next one can be read, and what it must be answered with."""
+    kind = int(rng.choice([Kind.READ, Kind.WRITE]))
+    table, total = target.good_table(rng)
+    match int(rng.integers(7)):
+        case 0:  # a good one, again
+            return frame(kind, int(rng.integers(0, request)), table, total), Code.REPLAYED
+        case 1:
+            other = int(rng.choice([0, 1, 2, 3, 5, 7, 8, 9, 10, 255, 65535]))
+            return frame(other, request, table, total), Code.MALFORMED
+        case 2:
+            cut = int(rng.integers(1, 16))
+            return frame(kind, request, table[:-cut], total), Code.MALFORMED
+        case 3:
+            wrong = int(rng.choice([0, total - 1, total + 1, MAX_PAYLOAD_BYTES]))
+            return frame(kind, request, table, wrong), Code.MALFORMED
+        case 4:
+            return frame(kind, request, b"", total), Code.MALFORMED
+        case 5:
+            return frame(kind, request, os.urandom(32), total), Code.OUT_OF_BOUNDS
+        case _:
+            return frame(kind, request, target.bad_table(rng), total), Code.OUT_OF_BOUNDS
+
+
+def test_frames_that_are_answered(target: Target) -> None:
+    rng = np.random.default_rng(11)
+    expected: Counter[str] = Counter()
+    per_connection, burst = 5_000, 100
+    growth_from = 0
+    for connection in range(STEP_FRAMES // per_connection):
+        with target.friend() as sock:
+            request = 1
+            for _ in range(per_connection // burst):
+                bad = []
+                for _ in range(burst):
+                    bad.append(in_step(target, rng, request))
+                    request += bad[-1][1] is not Code.REPLAYED
+                sock.sendall(b"".join(data for data, _ in bad))
+                for _, code in bad:
+                    header = Header.unpack(exactly(sock, HEADER.size))
+                    body = exactly(sock, header.body_bytes)
+                    assert header.kind == Kind.ERROR
+                    assert ERROR_CODE.unpack_from(body)[0] == code
+                    expected[code.name.lower()] += 1
+            # after all that, the same connection still serves what is good
+            table, total = target.good_table(rng)
+            sock.sendall(frame(Kind.READ, request, table, total))
+            header = Header.unpack(exactly(sock, HEADER.size))
+            assert (header.kind, header.payload_bytes) == (Kind.DATA, total)
+            exactly(sock, total)
+            expected["reads"] += 1
+        if connection == 2:
+            growth_from = rss_bytes()
+    assert np.array_equal(target.memory, target.before)
+    assert rss_bytes() - growth_from < GROWTH_BYTES
+    target.server.close(10)
+    assert target.server.counters == expected
+    assert expected.total() - expected["reads"] == STEP_FRAMES
+
+
+def final_frames(target: Target, recorded_auth: bytes) -> list[Callable[[Rng, bytes], bytes]]:
+    """Ways to end a connection, given the server's greeting; nobody has authenticated."""
+
+    def header(rng: Rng) -> tuple[bytes, int]:
+        table, total = target.good_table(rng)
+        return frame(Kind.WRITE, 1, table, total) + b"x" * total, total
+
+    def mutated(rng: Rng, hello: bytes) -> bytes:
+        """An authentication with a few bits flipped."""
+        data = bytearray(auth(hello, SECRET))
+        for at in rng.choice(len(data), int(rng.integers(1, 4)), replace=False).tolist():
+            data[at] ^= 1 << int(rng.integers(8))
+        return bytes(data) + header(rng)[0]
+
+    def huge(rng: Rng, hello: bytes) -> bytes:
+        body = int(rng.integers(MAX_BODY_BYTES + 1, (1 << 63) - 1))
+        return HEADER.pack(MAGIC, VERSION, int(Kind.AUTH), 0, body, body) + os.urandom(64)
+
+    def version(rng: Rng, hello: bytes) -> bytes:
+        good = auth(hello, SECRET)
+        return good[:4] + struct.pack("<H", int(rng.integers(2, 65536))) + good[6:]
+
+    return [
+        lambda rng, hello: rng.bytes(int(rng.integers(1, 400))),
+        lambda rng, hello: header(rng)[0],
+        lambda rng, hello: recorded_auth + header(rng)[0],
+        lambda rng, hello: auth(hello, rng.bytes(16)) + header(rng)[0],
+        lambda rng, hello: auth(hello, b"") + header(rng)[0],
+        lambda rng, hello: auth(hello, SECRET)[: int(rng.integers(1, HEADER.size + AUTH_BYTES))],
+        lambda rng, hello: hello,
+        lambda rng, hello: b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        mutated,
+        huge,
+        version,
+    ]
+
+
+def friends_last_words(target: Target, rng: Rng) -> bytes:
+    """What ends an authenticated connection: cut or broken before a payload could begin."""
+    table, total = target.good_table(rng)
+    good = frame(Kind.WRITE, 1, table, total)
+    match int(rng.integers(4)):
+        case 0:
+            return good[: int(rng.integers(1, len(good)))]
+        case 1:
+            return rng.bytes(HEADER.size + 64)
+        case 2:
+            return good[:4] + b"\xff\xff" + good[6:] + b"x" * total
+        case _:
+            return HEADER.pack(MAGIC, VERSION, 6, 1, 16, MAX_PAYLOAD_BYTES + 1) + table[:16]
+
+
+def test_frames_that_end_their_connection(target: Target) -> None:
+    rng = np.random.default_rng(12)
+    with target.open() as sock:
+        hello = exactly(sock, HEADER.size + HELLO_BYTES)[HEADER.size :]
+        recorded = auth(hello, SECRET)  # worth something on this connection only
+    ways = final_frames(target, recorded)
+    growth_from, sent = 0, 1
+    while sent <= LAST_FRAMES:
+        socks = [target.open() for _ in range(AT_ONCE)]
+        friends = rng.random(AT_ONCE) < 0.2
+        for sock, friend in zip(socks, friends, strict=True):
+            hello = exactly(sock, HEADER.size + HELLO_BYTES)[HEADER.size :]
+            if friend:
+                data = auth(hello, SECRET) + friends_last_words(target, rng)
+            else:
+                data = ways[int(rng.integers(len(ways)))](rng, hello)
+            try:
+                sock.sendall(data)
+                sock.shutdown(socket.SHUT_WR)
+            except BrokenPipeError:
+                pass  # refused before all was said
+        for sock in socks:
+            try:
+                while sock.recv(4096):
+                    pass
+            except ConnectionResetError:
+                pass
+            sock.close()
+        sent += AT_ONCE
+        if sent < 2000:
+            growth_from = rss_bytes()
+    assert np.array_equal(target.memory, target.before)
+    assert rss_bytes() - growth_from < GROWTH_BYTES
+    target.server.close(10)
+    counters = target.server.counters
+    assert set(counters) == {"malformed", "unauthenticated", "truncated"}
+    assert counters.total() == sent
+    assert not [t for t in threading.enumerate() if t.name.startswith("kvferry-tcp")]
+
+
+def test_slow_and_silent_peers_are_let_go() -> None:
+    target = Target()
+    limits = ServerLimits(handshake_seconds=0.2, frame_seconds=0.2, idle_seconds=0.3, max_pending=3)
+    target.server = Server(SECRET, INCARNATION, limits)
+    target.server.regions = RegionTable.of([MemoryRegion(target.address, CANARY)])
+    silent = [target.open() for _ in range(3)]
+    ours, theirs = socket.socketpair()
+    assert not target.server.attach(theirs)  # no room while three have said nothing
+    assert Header.unpack(exactly(ours, HEADER.size)).kind == Kind.ERROR
+    ours.close()
+    until = soon(5)
+    while target.server.counters["late"] < 3 and time.monotonic() < until:
+        time.sleep(0.02)
+    friend = target.friend()  # and there is room again
+    friend.sendall(frame(Kind.READ, 1, b"x" * 16, 16)[:20])  # half a header
+    idle = target.friend()
+    until = soon(5)
+    while target.server.counters.total() < 6 and time.monotonic() < until:
+        time.sleep(0.02)
+    assert target.server.counters == {"busy": 1, "late": 4, "idle": 1}
+    for sock in (*silent, friend, idle):
+        sock.close()
+    target.server.close(5)
