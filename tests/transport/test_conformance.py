@@ -269,6 +269,27 @@ def test_many_transfers_at_once(pair: Pair, direction: str) -> None:
 
 
 @both_ways
+def test_other_threads_keep_running(pair: Pair, direction: str) -> None:
+    """No call holds the interpreter's lock for long. The best of a few: the machine is shared."""
+    count = 200_000
+    where = FIRST[0] + np.random.default_rng(2).permutation(count) * 128
+    length = np.full(count, 64)
+
+    def longest_gap() -> float:
+        gaps, last = [], time.perf_counter()
+        transfer = pair.start(direction, where, where[::-1], length)
+        while transfer.poll() is TransferState.RUNNING:
+            time.sleep(0.0002)
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+        transfer.wait(soon())
+        return max(gaps)
+
+    assert min(longest_gap() for _ in range(5)) < 0.02
+
+
+@both_ways
 def test_a_deadline_leaves_the_transfer_running(pair: Pair, direction: str) -> None:
     transfer = pair.long(direction)
     with pytest.raises(DeadlineExceeded):

@@ -1,4 +1,4 @@
-"""The local carrier's own promises: whom it takes for its peer, and what it does when it may not."""
+"""The local carrier: whom it takes for its peer, and what it does where it may not reach it."""
 
 from __future__ import annotations
 

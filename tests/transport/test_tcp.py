@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+import socket
 import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 from carrier_peer import copies, soon
@@ -21,6 +24,7 @@ from kvferry.errors import (
 from kvferry.transport import MemoryRegion, TransferState
 from kvferry.transport.regions import RegionTable
 from kvferry.transport.tcp import CONNECTIONS_PER_PEER, TcpCarrier
+from kvferry.transport.tcp_client import TcpEndpoint
 from kvferry.transport.tcp_server import ServerLimits
 
 SIZE = 8 << 20
@@ -174,12 +178,6 @@ def test_no_room_is_an_error_and_passes() -> None:
 
 def test_a_peer_without_progress_is_given_up() -> None:
     """The owner's accept queue takes the connection, but nobody ever answers."""
-    import socket
-
-    import msgspec
-
-    from kvferry.transport.tcp_client import TcpEndpoint
-
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = TcpEndpoint("tcp", "127.0.0.1", silent.getsockname()[1], b"i" * 16)
         user = End()
@@ -191,8 +189,6 @@ def test_a_peer_without_progress_is_given_up() -> None:
 
 
 def test_memory_that_was_freed_is_an_error_not_a_crash() -> None:
-    import mmap
-
     owner, user = End(), End()
     freed = mmap.mmap(-1, 1 << 20)
     address = np.frombuffer(freed, dtype=np.uint8).ctypes.data

@@ -24,7 +24,7 @@ pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM"
 from kvferry.demo.engines import Engine, free_port, hand_over
 from kvferry.demo.tiny_model import llama_config, make_model
 
-LEASE, LOAD = 6.0, 20.0
+LEASE, LOAD = 20.0, 60.0  # two cores run all of this at once
 FAST: dict[str, Any] = {"lease_seconds": LEASE, "load_seconds": LOAD}
 HIT = "vllm:external_prefix_cache_hits_total"
 USAGE = "vllm:kv_cache_usage_perc"
@@ -67,7 +67,7 @@ def ticket_of(prefill: Engine, tokens: list[int]) -> dict[str, Any]:
     return params
 
 
-def settled(engine: Engine, seconds: float = 3 * LEASE) -> bool:
+def settled(engine: Engine, seconds: float = 2 * LEASE) -> bool:
     """Whether all blocks of an idle engine come back; small requests keep it stepping."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -153,7 +153,7 @@ class TestOneToTwo:
     def test_two_samples_share_a_ticket(self, pair: Pair) -> None:
         prefill, decode = pair
         asked = prompt(80, 333)
-        answer = hand_over(prefill, decode, asked, max_tokens=6, n=2)
+        answer = hand_over(prefill, decode, asked, max_tokens=6, n=2, temperature=1, top_k=1)
         (alone,) = ids(prefill.complete(asked, max_tokens=6))
         assert ids(answer) == [alone, alone]
 

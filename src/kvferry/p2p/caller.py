@@ -7,6 +7,7 @@ connection is made by the first call to an address and kept.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -18,7 +19,13 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvferry.errors import AuthenticationError, DeadlineExceeded, PeerLost, ProtocolError
+from kvferry.errors import (
+    AuthenticationError,
+    DeadlineExceeded,
+    KvferryError,
+    PeerLost,
+    ProtocolError,
+)
 from kvferry.wire.messages import ReplyBody, Request, RequestBody, decode_reply, encode
 from kvferry.wire.sockets import Sockets
 
@@ -26,7 +33,9 @@ log = logging.getLogger("kvferry")
 
 IDLE_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
-HEARTBEAT_MS = 2_000  # a peer that is silent for three of these has lost its host or is stopped
+HEARTBEAT_MS = (
+    10_000  # silent for three of these: its host is lost (a dead process is noticed at once)
+)
 MONITORED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -87,7 +96,7 @@ class Caller:
                 future.set_exception(PeerLost("kvferry is shutting down"))
                 return future
             self._inbox.queue.put((body, call))
-            self._waker.send(b"", zmq.NOBLOCK)
+            self._wake()
         return future
 
     def close(self) -> None:
@@ -95,9 +104,13 @@ class Caller:
             if self._stop.is_set():
                 return
             self._stop.set()
-            self._waker.send(b"", zmq.NOBLOCK)
+            self._wake()
         self._thread.join(CLOSE_SECONDS)
         self._waker.close(linger=0)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(zmq.Again):  # it has many wakes before it already
+            self._waker.send(b"", zmq.NOBLOCK)
 
     # The thread
 
@@ -147,17 +160,26 @@ class Caller:
                 number = next(self._ids)
                 line.socket.send(encode(Request(number, body)), zmq.NOBLOCK)
                 self._calls[number] = call
-            except AuthenticationError as error:
+            except KvferryError as error:
                 call.future.set_exception(error)
-            except zmq.ZMQError as error:
+            except Exception as error:  # an address that is none, a full queue
                 call.future.set_exception(PeerLost(f"{call.address} cannot be reached: {error}"))
 
     def _line(self, address: str, poller: zmq.Poller) -> _Line:
         if address not in self._lines:
-            socket = self._sockets.client(address)
-            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-            line = _Line(socket, socket.get_monitor_socket(MONITORED))
+            monitors: list[zmq.Socket[bytes]] = []
+
+            def prepare(socket: zmq.Socket[bytes]) -> None:
+                socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+                socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+                monitors.append(socket.get_monitor_socket(MONITORED))
+
+            try:
+                line = _Line(self._sockets.client(address, prepare), monitors[0])
+            except BaseException:
+                for monitor in monitors:
+                    monitor.close(linger=0)
+                raise
             poller.register(line.socket, zmq.POLLIN)
             poller.register(line.monitor, zmq.POLLIN)
             self._lines[address] = line
@@ -165,7 +187,7 @@ class Caller:
 
     def _receive(self, line: _Line) -> None:
         while line.socket.poll(0):
-            frame = line.socket.recv()
+            frame = b"".join(line.socket.recv_multipart())  # several frames are no reply of ours
             try:
                 reply = decode_reply(frame)
             except ProtocolError as error:

@@ -9,32 +9,42 @@ One load, on a thread of its own:
 5. the **last word**, `done`, to every source rank. Only if all of them answer that the hold was
    still open is the load good: the bytes were read from blocks that nobody reused meanwhile.
 
-Whatever fails, the sources are told `failed` (best effort), and the request is reported failed,
-once, with the reason. Every step ends by the load's deadline. A load that shares its ticket with
-other requests (`keep_open`) asks whether the hold is open instead of closing it; `release` sends
-the last word when the scheduler says that nobody needs the ticket any more.
+Whatever fails, the sources are told `failed` (best effort, nobody waits for their answers), and
+the request is reported failed, once, with the reason. Every step ends by the load's deadline, or
+when the load is cancelled. A load is never reported before its transfers have ended: its blocks may
+be used again right after. A load that shares its ticket with other requests (`keep_open`) asks
+whether the hold is open instead of closing it; `release` sends the last word when the scheduler
+says that nobody needs the ticket any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 
-from kvferry.errors import Cancelled, DeadlineExceeded, HandoverError, KvferryError, StaleTicket
+from kvferry.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HandoverError,
+    KvferryError,
+    StaleTicket,
+)
 from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import Ints, RankLayout
+from kvferry.p2p.acquaintances import Acquaintances
 from kvferry.p2p.caller import Caller
-from kvferry.p2p.remote import Remote, Source, meet
+from kvferry.p2p.remote import Remote, Source
 from kvferry.p2p.ticket import Ticket
+from kvferry.p2p.watch import Clock, Watch
 from kvferry.plan import Copies, bind, everything_plan, uncovered
-from kvferry.transport.base import Carrier, Transfer
+from kvferry.transport.base import Carrier, Transfer, TransferState
 from kvferry.wire.messages import (
     VERSION,
     Claim,
@@ -42,7 +52,6 @@ from kvferry.wire.messages import (
     Closing,
     Complete,
     EngineInfo,
-    Hello,
     Outcome,
     Reader,
     Refused,
@@ -54,7 +63,8 @@ from kvferry.wire.sockets import Sockets
 
 log = logging.getLogger("kvferry")
 
-LOAD_THREADS = 8
+LOAD_THREADS = 64  # started when needed; most wait, and none may wait for a stranger's dead peer
+TRANSFER_LOOK_SECONDS = 0.1  # between two looks at whether a transfer is still wanted
 SLICE_DESCRIPTORS = 65_536  # bound at a time, so that no NumPy call takes long
 WORD_SECONDS = 5.0  # for a last word after something failed
 
@@ -101,15 +111,16 @@ class ConsumerRank:
     ) -> None:
         self.engine, self.model, self.layout = engine, model, layout
         self._bases = np.asarray(bases, dtype=np.int64)
-        self._carriers, self._zero, self._optional = list(carriers), zero, optional_roles
+        self._zero = zero
         self._caller = Caller(sockets)
         self._all = everything_plan(model, layout)
         self._pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvferry-load")
-        self._remotes: dict[tuple[str, str], Future[Remote]] = {}
+        self._known = Acquaintances(
+            self._caller, engine, model, layout, list(carriers), optional_roles
+        )
         self._lock = threading.Lock()
         self._done: list[Loaded] = []
-        self._cancelled: set[str] = set()
-        self._running: set[str] = set()
+        self._running: dict[str, Watch] = {}
         rank = layout.rank
         self._reader = Reader(engine.engine_id, engine.incarnation, rank.pp, rank.tp)
 
@@ -117,19 +128,20 @@ class ConsumerRank:
 
     def start(self, load: Load) -> None:
         """Begin a load; returns at once."""
+        watch = Watch(time.monotonic() + load.seconds)
         with self._lock:
-            self._running.add(load.request_id)
-        self._pool.submit(self._run, load, time.monotonic() + load.seconds)
+            self._running[load.request_id] = watch
+        self._pool.submit(self._run, load, watch)
 
     def cancel(self, request_id: str) -> None:
         """Give a load up; it is still reported, as failed."""
         with self._lock:
             if request_id in self._running:
-                self._cancelled.add(request_id)
+                self._running[request_id].give_up()
 
     def release(self, ticket: Ticket, outcome: Outcome, seconds: float = WORD_SECONDS) -> None:
         """Say our last word about a ticket without loading: not needed, or not needed any more."""
-        self._pool.submit(self._release, ticket, outcome, time.monotonic() + seconds)
+        self._pool.submit(self._release, ticket, outcome, Watch(time.monotonic() + seconds))
 
     def take_done(self) -> list[Loaded]:
         """Loads that ended since the last call, each exactly once."""
@@ -138,17 +150,19 @@ class ConsumerRank:
         return done
 
     def close(self) -> None:
+        """Give all loads up; their threads end soon after."""
         with self._lock:
-            self._cancelled |= self._running
+            for watch in self._running.values():
+                watch.give_up()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._caller.close()
 
     # One load
 
-    def _run(self, load: Load, deadline: float) -> None:
-        clock = _Clock()
+    def _run(self, load: Load, watch: Watch) -> None:
+        clock = Clock()
         try:
-            result = self._load(load, deadline, clock)
+            result = self._load(load, watch, clock)
         except KvferryError as error:
             result = Loaded(
                 load.request_id, f"{type(error).__name__}: {error}", seconds=clock.spent
@@ -157,23 +171,26 @@ class ConsumerRank:
             log.exception("loading request %s failed", load.request_id)
             result = Loaded(load.request_id, f"internal error: {error!r}", seconds=clock.spent)
         with self._lock:
-            self._running.discard(load.request_id)
-            self._cancelled.discard(load.request_id)
+            self._running.pop(load.request_id, None)
             self._done.append(result)
         if not result.ok:
             log.warning("request %s: not loaded: %s", load.request_id, result.error)
 
-    def _load(self, load: Load, deadline: float, clock: _Clock) -> Loaded:
-        remote = self._meet(load.ticket, deadline)
+    def _load(self, load: Load, watch: Watch, clock: Clock) -> Loaded:
+        try:
+            remote = self._known.meet(load.ticket, watch)
+        except Cancelled:
+            if not load.keep_open:
+                self._later(load.ticket, "failed")
+            raise
         clock.stop("meet")
         try:
-            claimed = self._claim(remote, load.ticket, deadline)
-            self._require_wanted(load)
+            claimed = self._claim(remote, load.ticket, watch)
             clock.stop("claim")
-            moved, descriptors = self._read(remote, load, claimed, deadline, clock)
+            moved, descriptors = self._read(remote, load, claimed, watch, clock)
             self._zero_rest(remote, load)
             clock.stop("zero")
-            self._confirm(remote, load, deadline)
+            self._confirm(remote, load, watch)
             clock.stop("confirm")
         except BaseException:
             if not load.keep_open:
@@ -181,40 +198,8 @@ class ConsumerRank:
             raise
         return Loaded(load.request_id, "", moved, descriptors, clock.spent)
 
-    def _meet(self, ticket: Ticket, deadline: float) -> Remote:
-        """The remote engine of a ticket; one handshake for all loads that need it at once."""
-        key = (ticket.engine_id, ticket.incarnation)
-        with self._lock:
-            known = self._remotes.get(key)
-            if known is None:
-                known = self._remotes[key] = Future()
-                mine = True
-            else:
-                mine = False
-        if mine:
-            try:
-                hello = Hello(VERSION, self.engine)
-                welcome = wait_for(self._caller.call(ticket.directory, hello, deadline), deadline)
-                remote = meet(
-                    welcome,
-                    ticket.incarnation,
-                    self.engine,
-                    self.model,
-                    self.layout,
-                    self._carriers,
-                    deadline,
-                    self._optional,
-                )
-                known.set_result(remote)
-            except BaseException as error:
-                with self._lock:
-                    del self._remotes[key]  # the next load tries again
-                known.set_exception(error)
-                raise
-        return wait_for(known, deadline)
-
-    def _claim(self, remote: Remote, ticket: Ticket, deadline: float) -> dict[Source, Claimed]:
-        patience = max(0.0, deadline - time.monotonic())
+    def _claim(self, remote: Remote, ticket: Ticket, watch: Watch) -> dict[Source, Claimed]:
+        patience = max(0.0, watch.deadline - time.monotonic())
         calls = {
             source: self._caller.call(
                 source.address,
@@ -227,43 +212,46 @@ class ConsumerRank:
                     source.readers,
                     patience,
                 ),
-                deadline,
+                watch.deadline,
             )
             for source in remote.sources
         }
         claimed = {}
         for source, call in calls.items():
-            reply = self._answer(remote, call, deadline)
+            reply = self._answer(remote, call, watch)
+            who = f"rank {tuple(source.rank)}"
             if isinstance(reply, Refused):
-                raise StaleTicket(f"rank {tuple(source.rank)} refuses the claim: {reply.message}")
+                if reply.reason == "stale":
+                    self._known.forget(remote)
+                if reply.reason in ("stale", "closed", "expired"):
+                    raise StaleTicket(f"{who} refuses the claim: {reply.message}")
+                raise HandoverError(f"{who} refuses the claim: {reply.message}")
             if not isinstance(reply, Claimed):
-                raise HandoverError(f"a claim was answered with a {type(reply).__name__}")
+                raise HandoverError(f"{who} answered a claim with a {type(reply).__name__}")
             if reply.tokens < ticket.tokens:
                 raise HandoverError(
-                    f"the ticket promises {ticket.tokens} tokens, rank {tuple(source.rank)} holds "
-                    f"{reply.tokens}"
+                    f"the ticket promises {ticket.tokens} tokens, {who} holds {reply.tokens}"
                 )
             claimed[source] = reply
+        watch.require_wanted()
         return claimed
 
-    def _answer(self, remote: Remote, call: Future[ReplyBody], deadline: float) -> ReplyBody:
+    def _answer(self, remote: Remote, call: Future[ReplyBody], watch: Watch) -> ReplyBody:
         try:
-            return wait_for(call, deadline)
-        except KvferryError:
-            self._forget(remote)  # the peer may have restarted: meet it again next time
+            return watch.result(call)
+        except Cancelled:
             raise
-
-    def _forget(self, remote: Remote) -> None:
-        with self._lock:
-            self._remotes.pop((remote.engine.engine_id, remote.engine.incarnation), None)
+        except KvferryError:
+            self._known.forget(remote)  # the peer may have restarted: meet it again next time
+            raise
 
     def _read(
         self,
         remote: Remote,
         load: Load,
         claimed: dict[Source, Claimed],
-        deadline: float,
-        clock: _Clock,
+        watch: Watch,
+        clock: Clock,
     ) -> tuple[int, int]:
         transfers: list[Transfer] = []
         moved = descriptors = 0
@@ -286,30 +274,25 @@ class ConsumerRank:
                     transfers.append(source.carrier.read(source.peer, mine))
             clock.stop("bind")
             for transfer in transfers:
-                self._wait(transfer, load, deadline)
+                self._wait(transfer, watch)
             clock.stop("read")
         except BaseException as error:
-            for transfer in transfers:
-                transfer.cancel()
+            _end_transfers(transfers)
             if not isinstance(error, Cancelled):
-                self._forget(remote)
+                self._known.forget(remote)
             raise
         return moved, descriptors
 
-    def _wait(self, transfer: Transfer, load: Load, deadline: float) -> None:
+    def _wait(self, transfer: Transfer, watch: Watch) -> None:
         """Wait for a transfer, and look now and then whether anyone still wants it."""
         while True:
-            self._require_wanted(load)
+            watch.require_wanted()
             try:
-                transfer.wait(min(deadline, time.monotonic() + 0.1))
+                transfer.wait(min(watch.deadline, time.monotonic() + TRANSFER_LOOK_SECONDS))
                 return
             except DeadlineExceeded:
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= watch.deadline or transfer.poll() is TransferState.FAILED:
                     raise
-
-    def _require_wanted(self, load: Load) -> None:
-        if load.request_id in self._cancelled:
-            raise Cancelled("the request was given up")
 
     def _zero_rest(self, remote: Remote, load: Load) -> None:
         rest = uncovered(
@@ -323,29 +306,38 @@ class ConsumerRank:
         if len(rest.address):
             self._zero(rest.address, rest.length)
 
-    def _confirm(self, remote: Remote, load: Load, deadline: float) -> None:
+    def _confirm(self, remote: Remote, load: Load, watch: Watch) -> None:
         """The load counts only if every source kept the hold open until after the last byte."""
-        if not load.keep_open:
-            for closing in self._say(remote, load.ticket, "done", deadline):
-                if not isinstance(closing, Closing) or not closing.was_open:
-                    raise StaleTicket("a source closed the hold before the load was over")
-            return
-        renew = Renew(VERSION, load.ticket.incarnation, [load.ticket.hold_id])
-        calls = []
-        for source in remote.sources:
-            ask = Renew(VERSION, source.incarnation, renew.hold_ids)
-            calls.append(self._caller.call(source.address, ask, deadline))
-        for call in calls:
-            reply = self._answer(remote, call, deadline)
-            if not isinstance(reply, Renewed) or reply.closed:
-                raise StaleTicket("a source closed the hold before the load was over")
+        if load.keep_open:
+            calls = self._ask_open(remote, load.ticket, watch.deadline)
+        else:
+            calls = self._say(remote, load.ticket, "done", watch.deadline)
+        for source, call in calls.items():
+            reply = self._answer(remote, call, watch)
+            was_open = isinstance(reply, Closing) and reply.was_open
+            was_open |= isinstance(reply, Renewed) and load.ticket.hold_id in reply.open
+            if not was_open:
+                raise StaleTicket(
+                    f"rank {tuple(source.rank)} closed the hold before the load was over; what was "
+                    "read is discarded"
+                )
+
+    def _ask_open(
+        self, remote: Remote, ticket: Ticket, deadline: float
+    ) -> dict[Source, Future[ReplyBody]]:
+        return {
+            source: self._caller.call(
+                source.address, Renew(VERSION, source.incarnation, [ticket.hold_id]), deadline
+            )
+            for source in remote.sources
+        }
 
     def _say(
         self, remote: Remote, ticket: Ticket, outcome: Outcome, deadline: float
-    ) -> list[ReplyBody | None]:
-        """Our last word to every source; None for those that did not answer."""
-        calls = [
-            self._caller.call(
+    ) -> dict[Source, Future[ReplyBody]]:
+        """Send our last word to every source."""
+        return {
+            source: self._caller.call(
                 source.address,
                 Complete(
                     VERSION,
@@ -358,42 +350,29 @@ class ConsumerRank:
                 deadline,
             )
             for source in remote.sources
-        ]
-        replies: list[ReplyBody | None] = []
-        for call in calls:
-            try:
-                replies.append(self._answer(remote, call, deadline))
-            except KvferryError as error:
-                log.debug("a source did not hear %r: %s", outcome, error)
-                replies.append(None)
-        return replies
+        }
 
-    def _release(self, ticket: Ticket, outcome: Outcome, deadline: float) -> None:
+    def _later(self, ticket: Ticket, outcome: Outcome) -> None:
+        with contextlib.suppress(RuntimeError):  # the pool is shut down: the hold expires
+            self.release(ticket, outcome)
+
+    def _release(self, ticket: Ticket, outcome: Outcome, watch: Watch) -> None:
         try:
-            self._say(self._meet(ticket, deadline), ticket, outcome, deadline)
+            remote = self._known.meet(ticket, watch)
+            for call in self._say(remote, ticket, outcome, watch.deadline).values():
+                self._answer(remote, call, watch)
         except KvferryError as error:
             log.info("the hold of a ticket was not released, and will expire: %s", error)
 
 
-class _Clock:
-    """Seconds spent, by step."""
-
-    def __init__(self) -> None:
-        self.spent: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def stop(self, step: str) -> None:
-        now = time.monotonic()
-        self.spent[step] = now - self._last
-        self._last = now
-
-
-T = TypeVar("T")
-
-
-def wait_for(future: Future[T], deadline: float) -> T:
-    """A future's result by a deadline."""
-    try:
-        return future.result(max(0.0, deadline - time.monotonic()))
-    except TimeoutError:
-        raise DeadlineExceeded("the peer did not answer in time") from None
+def _end_transfers(transfers: Sequence[Transfer]) -> None:
+    """Cancel all. Returns only when no byte of any can arrive: their blocks are used again."""
+    left = list(transfers)
+    while left:
+        try:
+            left[-1].cancel()
+            left.pop()
+        except DeadlineExceeded as error:
+            log.error("a failed load keeps its blocks until its transfer has ended: %s", error)
+            if left[-1].poll() is not TransferState.RUNNING:
+                left.pop()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvferry.errors import DescriptionError, IncompatibleError, ProtocolError
@@ -25,6 +25,11 @@ from kvferry.wire.messages import (
     RankInfo,
     RegionInfo,
 )
+
+# Planning takes time and memory in these, and a peer may say anything.
+MOST_RANKS = 1024
+MOST_DCP = 64
+MOST_INTERLEAVE = 1024
 
 
 def engine_info(
@@ -58,8 +63,8 @@ def read_model(info: EngineInfo) -> CacheModel:
             Group(
                 name=g.name,
                 layers=tuple(g.layers),
-                components=tuple(_component(c) for c in g.components),
-                residency=Residency(*g.residency),  # type: ignore[arg-type]
+                components=tuple(Component(**msgspec.structs.asdict(c)) for c in g.components),
+                residency=Residency(*g.residency),
                 role=g.role,
                 tokens_per_entry=g.tokens_per_entry,
                 partial_entries=g.partial_entries,
@@ -74,10 +79,6 @@ def read_model(info: EngineInfo) -> CacheModel:
         ) from None
 
 
-def _component(c: ComponentInfo) -> Component:
-    return Component(c.name, c.units, c.dims, c.element_bytes, c.sharding, c.content)  # type: ignore[arg-type]
-
-
 def read_shape(info: EngineInfo) -> EngineShape:
     known = {f.name for f in fields(EngineShape)}
     unknown = sorted(set(info.shape) - known)
@@ -87,13 +88,20 @@ def read_shape(info: EngineInfo) -> EngineShape:
             "know; run the same kvferry version on both sides"
         )
     try:
-        return EngineShape(**{name: _frozen(value) for name, value in info.shape.items()})
-    except (DescriptionError, TypeError) as error:
+        shape = msgspec.convert(info.shape, EngineShape)
+    except msgspec.ValidationError as error:
         raise ProtocolError(f"engine {info.engine_id!r} has no possible shape: {error}") from None
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(v) for v in value) if isinstance(value, list | tuple) else value
+    for name, value, most in (
+        ("ranks", shape.tp * shape.pp, MOST_RANKS),
+        ("dcp", shape.dcp, MOST_DCP),
+        ("interleave", shape.interleave, MOST_INTERLEAVE),
+    ):
+        if value > most:
+            raise ProtocolError(
+                f"engine {info.engine_id!r} has a shape with {name} {value}; at most {most} can be "
+                "planned in the time that a handshake may take"
+            )
+    return shape
 
 
 def rank_info(
@@ -145,6 +153,24 @@ def rank_info(
 
 def read_layout(info: RankInfo, shape: EngineShape) -> tuple[RankLayout, list[int]]:
     """A rank's layout and the addresses of its regions."""
+    rank = Rank(info.pp_rank, info.tp_rank)
+    try:
+        layout = _layout(info, shape, rank)
+    except (DescriptionError, ValueError, IndexError, OverflowError) as error:
+        raise ProtocolError(
+            f"rank {tuple(rank)} describes no possible layout: {error}; run the same kvferry "
+            "version on both sides"
+        ) from None
+    return layout, [region.address for region in info.regions]
+
+
+def _layout(info: RankInfo, shape: EngineShape, rank: Rank) -> RankLayout:
+    for part in info.parts:
+        for p in part.placements:
+            if not len(part.layers) == len(p.regions) == len(p.offsets) > 0:
+                raise DescriptionError(f"group {part.group!r} does not place each of its layers")
+            if min(p.regions) < 0 or max(p.regions) >= len(info.regions):
+                raise DescriptionError(f"group {part.group!r} lies in a region that is not there")
     parts = tuple(
         Part(
             group=part.group,
@@ -161,8 +187,7 @@ def read_layout(info: RankInfo, shape: EngineShape) -> tuple[RankLayout, list[in
         for part in info.parts
     )
     regions = tuple(Region(region.name, region.bytes) for region in info.regions)
-    layout = RankLayout(Rank(info.pp_rank, info.tp_rank), shape, parts, regions, info.tables)
-    return layout, [region.address for region in info.regions]
+    return RankLayout(rank, shape, parts, regions, info.tables)
 
 
 def _placement(p: PlacementInfo) -> Placement:

@@ -16,6 +16,7 @@ from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.p2p.describe import read_layout, read_model, read_shape, require_same_meaning
+from kvferry.p2p.ticket import Ticket
 from kvferry.plan.edge import EdgePlan
 from kvferry.plan.pair import PairPlan, plan_pair
 from kvferry.transport.base import Carrier
@@ -60,9 +61,17 @@ def targets(pair: PairPlan, rank: Rank) -> list[Rank]:
     return sorted(mine)
 
 
+def knows_all_ranks(welcome: ReplyBody) -> bool:
+    """Whether an engine can be met, or refused, already: its workers may still be starting."""
+    if not isinstance(welcome, Welcome):
+        return True
+    told = {Rank(info.pp_rank, info.tp_rank) for info in welcome.ranks}
+    return told >= set(read_shape(welcome.engine).ranks)
+
+
 def meet(
     welcome: ReplyBody,
-    incarnation: str,
+    ticket: Ticket,
     ours: EngineInfo,
     model: CacheModel,
     layout: RankLayout,
@@ -75,7 +84,12 @@ def meet(
         raise IncompatibleError(f"the prefill engine refuses us: {welcome.message}")
     if not isinstance(welcome, Welcome):
         raise HandoverError(f"the directory answered a hello with a {type(welcome).__name__}")
-    if welcome.engine.incarnation != incarnation:
+    if welcome.engine.engine_id != ticket.engine_id:
+        raise StaleTicket(
+            f"the ticket is of engine {ticket.engine_id!r}, but {ticket.directory} is the "
+            f"directory of engine {welcome.engine.engine_id!r}; prefill again"
+        )
+    if welcome.engine.incarnation != ticket.incarnation:
         raise StaleTicket(
             f"engine {welcome.engine.engine_id!r} was restarted since it issued the ticket; "
             "prefill again"

@@ -9,6 +9,7 @@ a message are never trusted.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from kvferry.errors import ProtocolError
 
 MARK = "kvferry"  # tells our tickets from an in-tree connector's parameters
 FORMAT = 1
+MOST_TEXT = 512
+MOST_PORT = 65_535
+HOST = re.compile(r"[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class Ticket:
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Ticket:
         """Read a ticket that came with a request, from any client of the API: trust nothing."""
-        ours = params.get(MARK)
+        ours = params.get(MARK) if isinstance(params, Mapping) else None
         if not isinstance(ours, Mapping):
             raise ProtocolError(
                 "kv_transfer_params ask for a remote prefill, but hold no kvferry ticket; the "
@@ -68,44 +72,61 @@ class Ticket:
             )
         if ours.get("format") != FORMAT:
             raise ProtocolError(
-                f"the ticket has format {ours.get('format')!r}, this engine reads {FORMAT}; run "
-                "the same kvferry version on both sides"
+                f"the ticket has format {ours.get('format')!r:.40}, this engine reads {FORMAT}; "
+                "run the same kvferry version on both sides"
             )
-        try:
-            ticket = cls(
-                engine_id=_text(params, "remote_engine_id"),
-                incarnation=_text(ours, "incarnation"),
-                hold_id=_text(ours, "hold"),
-                digest=_text(ours, "digest"),
-                tokens=_count(ours, "tokens"),
-                host=_text(params, "remote_host"),
-                port=_count(params, "remote_port"),
-                request_id=_text(params, "remote_request_id"),
-                tp_size=_count(params, "tp_size"),
-                pp_size=_count(params, "pp_size"),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"the ticket is damaged: {error}") from None
-        return ticket
+        return cls(
+            engine_id=_text(params, "remote_engine_id"),
+            incarnation=_text(ours, "incarnation"),
+            hold_id=_text(ours, "hold"),
+            digest=_text(ours, "digest"),
+            tokens=_count(ours, "tokens"),
+            host=_host(params, "remote_host"),
+            port=_count(params, "remote_port", MOST_PORT),
+            request_id=_text(params, "remote_request_id"),
+            tp_size=_count(params, "tp_size"),
+            pp_size=_count(params, "pp_size"),
+        )
 
 
 def _text(values: Mapping[str, Any], key: str) -> str:
-    value = values[key]
-    if not isinstance(value, str) or not 0 < len(value) <= 512:
-        raise ValueError(f"{key} must be a short text")
+    value = values.get(key)
+    if not isinstance(value, str) or not 0 < len(value) <= MOST_TEXT:
+        raise _damaged(key, f"a text of at most {MOST_TEXT} characters", value)
     return value
 
 
-def _count(values: Mapping[str, Any], key: str) -> int:
-    value = values[key]
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
-        raise ValueError(f"{key} must be a positive number")
+def _host(values: Mapping[str, Any], key: str) -> str:
+    value = _text(values, key)
+    if not HOST.fullmatch(value):
+        raise _damaged(key, "the name or address of a host", value)
     return value
+
+
+def _count(values: Mapping[str, Any], key: str, most: int = (1 << 31) - 1) -> int:
+    value = values.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise _damaged(key, f"a number from 1 to {most}", value)
+    return value
+
+
+def _damaged(key: str, expected: str, found: Any) -> ProtocolError:
+    shown = f"{found:.40}" if isinstance(found, str) else type(found).__name__
+    if isinstance(found, int) and abs(found) < 1 << 63:
+        shown = str(found)
+    return ProtocolError(
+        f"the ticket is damaged: {key} must be {expected}, found {shown!r}; the proxy must pass "
+        "the prefill engine's answer on unchanged"
+    )
 
 
 def prompt_digest(token_ids: Iterable[int], extra: Iterable[str] = ()) -> str:
-    """Digest of what was computed: tokens, and what else decides the cache (LoRA, images, salt)."""
-    hasher = hashlib.sha256(np.fromiter(token_ids, dtype=np.int64).tobytes())
-    for item in extra:
-        hasher.update(b"\0" + item.encode())
+    """Digest of what was computed: tokens, and what else decides the cache (LoRA, images, salt).
+
+    Every item is led by its length, so that no two different prompts are spelled alike.
+    """
+    hasher = hashlib.sha256()
+    tokens = np.fromiter(token_ids, dtype=np.int64).tobytes()
+    for item in (tokens, *(text.encode() for text in extra)):
+        hasher.update(len(item).to_bytes(8, "little") + item)
     return hasher.hexdigest()

@@ -63,7 +63,11 @@ class Transfer(Protocol):
     """A read or a write under way. Any method, from any thread, any number of times."""
 
     def wait(self, deadline: float) -> None:
-        """Return when done; raise what ended it, or `DeadlineExceeded` (the transfer goes on)."""
+        """Return when done; raise the `TransferError` that ended it.
+
+        `DeadlineExceeded` where it goes on after the deadline (`poll` then says so), and where the
+        carrier itself gave up on a peer that makes no progress.
+        """
 
     def poll(self) -> TransferState: ...
 

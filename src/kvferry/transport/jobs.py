@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from kvferry.errors import Cancelled, DeadlineExceeded, KvferryError, TransferError
+from kvferry.errors import Cancelled, DeadlineExceeded, TransferError
 from kvferry.transport.base import TransferState
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Job:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._running = False
-        self._error: KvferryError | None = None
+        self._error: TransferError | None = None
         self._cancelled = ""  # why, once it is
         self.late_bytes = False  # set by work that ended without knowing that nothing is under way
         self._wake: Callable[[], None] | None = None
@@ -99,13 +99,13 @@ class Job:
                 return
             self._running = True
             work = self._work
-        error: KvferryError | None = None
+        error: TransferError | None = None
         try:
             assert work is not None
             work(self)
-        except KvferryError as raised:
+        except TransferError as raised:
             error = raised
-        except Exception as raised:
+        except Exception as raised:  # also a peer that does not authenticate on a new connection
             error = TransferError(f"{self._what} failed: {type(raised).__name__}: {raised}")
         with self._lock:
             if error is not None and self._cancelled and not isinstance(error, Cancelled):
@@ -116,7 +116,7 @@ class Job:
         """Until it has ended, however."""
         self._ended.wait()
 
-    def _end(self, error: KvferryError | None) -> None:
+    def _end(self, error: TransferError | None) -> None:
         self._error = error
         self._work = self._wake = None  # lets the arrays go
         self._ended.set()

@@ -218,7 +218,11 @@ class LocalCarrier:
             peer.require_alive()
 
             def carry(part: Arrays) -> None:
-                move(peer.pid, part.src, part.dst, part.length)
+                try:
+                    move(peer.pid, part.src, part.dst, part.length)
+                except TransferError:
+                    peer.require_alive()  # a peer that is gone is the better reason
+                    raise
 
             share(job, slices(arrays, SLICE_BYTES), carry, self._helpers, self._helping)
             peer.require_alive()  # it was the same process, and open, all along

@@ -26,7 +26,8 @@ from typing import Any
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
 from kvferry.transport.iovec import Vectors, libc
 
-SOCKET_BUFFER_BYTES = 4 << 20
+# A host that vanished is noticed on idle connections too, after about a minute.
+KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 SHORTEST_TIMEOUT_SECONDS = 0.001  # zero would mean: for ever
 _TIMEVAL = struct.Struct("ll")
 
@@ -61,8 +62,12 @@ class Stream:
         self.bytes_in = self.bytes_out = 0
         sock.settimeout(None)
         if sock.family != socket.AF_UNIX:
+            # Buffers are left to the kernel: it lets them grow to tcp_rmem and tcp_wmem, which is
+            # usually far more than what SO_RCVBUF may ask for.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEPALIVE.items():
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, data: bytes, deadline: float | None = None) -> None:
         """All of `data`, by the deadline, or with progress every `stall_seconds`."""

@@ -47,6 +47,11 @@ class FerryConfig:
         return config
 
 
+def incarnation(vllm_config: Any) -> str:
+    """One value for all processes of an engine, and another one after each start."""
+    return str(vllm_config.instance_id)
+
+
 def require_supported_vllm(version: str) -> None:
     if not version.startswith(SUPPORTED_VLLM):
         raise DescriptionError(

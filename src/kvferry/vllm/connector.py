@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.version import __version__ as vllm_version
 
-from kvferry.vllm.config import FerryConfig, require_supported_vllm
+from kvferry.vllm.config import FerryConfig, incarnation, require_supported_vllm
 from kvferry.vllm.metadata import FerryMetadata
 from kvferry.vllm.scheduler import FerryScheduler
 from kvferry.vllm.worker import FerryWorker
@@ -32,7 +32,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler: FerryScheduler | None = None
         self.worker: FerryWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self.scheduler = FerryScheduler(config, str(transfer.engine_id), len(self._groups))
+            self.scheduler = FerryScheduler(
+                config, str(transfer.engine_id), incarnation(vllm_config)
+            )
         else:
             self.worker = FerryWorker(config, vllm_config, kv_cache_config)
 

@@ -57,14 +57,13 @@ class _Shared:
 class FerryScheduler:
     config: FerryConfig
     engine_id: str
-    tables: int
+    incarnation: str
     _orders: FerryMetadata = field(default_factory=FerryMetadata)
     _wanted: dict[str, _Wanted] = field(default_factory=dict)
     _shared: dict[str, _Shared] = field(default_factory=dict)  # by hold
     _sockets: Sockets | None = None
     _directory: Directory | None = None
     _shape: tuple[int, int] = (1, 1)
-    _incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def set_handshakes(self, handshakes: Mapping[tuple[int, int], Any]) -> None:
         """All workers' descriptions, by (pp_rank, tp_rank): start the directory."""
@@ -79,16 +78,15 @@ class FerryScheduler:
             ranks.append(msgspec.msgpack.decode(handshake.rank, type=RankInfo))
         first = engines[0]
         for engine, rank in zip(engines, ranks, strict=True):
-            if (engine.shape, engine.groups) != (first.shape, first.groups):
+            if engine != first:
                 raise DescriptionError(
                     f"worker (pp {rank.pp_rank}, tp {rank.tp_rank}) describes the engine as "
-                    f"{engine.shape}, worker 0 as {first.shape}"
+                    f"{engine}, worker 0 as {first}"
                 )
-        told = msgspec.structs.replace(first, incarnation=self._incarnation)
         self._shape = (int(first.shape["tp"]), int(first.shape["pp"]))
         self._sockets = Sockets(self.config.secret)
         self._directory = Directory(
-            self._sockets, told, host=self.config.host, port=self.config.port
+            self._sockets, first, host=self.config.host, port=self.config.port
         )
         self._directory.start()
         self._directory.set_ranks(ranks)
@@ -104,9 +102,13 @@ class FerryScheduler:
             return
         try:
             ticket = Ticket.from_params(params)
-            self._require_prompt(ticket, request)
         except ProtocolError as error:
             log.warning("request %s: computed here, because %s", request.request_id, error)
+            return
+        refusal = _unfit(ticket, request)
+        if refusal:  # vLLM also sends such a request to say that it rejected the real one
+            log.warning("request %s: computed here, because %s", request.request_id, refusal)
+            self._orders.releases.append(ticket)
             return
         shared = bool(CHILD.match(request.request_id))
         self._wanted[request.request_id] = _Wanted(ticket, shared=shared)
@@ -114,14 +116,6 @@ class FerryScheduler:
             family = self._shared.setdefault(ticket.hold_id, _Shared(ticket))
             family.requests.add(request.request_id)
             family.release_at = None
-
-    def _require_prompt(self, ticket: Ticket, request: Any) -> None:
-        if ticket.digest != request_digest(request):
-            raise ProtocolError("its ticket is for another prompt")
-        if ticket.tokens > request.num_tokens:
-            raise ProtocolError(
-                f"its ticket is for {ticket.tokens} tokens, and it has {request.num_tokens}"
-            )
 
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
         wanted = self._wanted.get(request.request_id)
@@ -193,7 +187,7 @@ class FerryScheduler:
         tokens = len(request.prompt_token_ids)
         ticket = Ticket(
             engine_id=self.engine_id,
-            incarnation=self._incarnation,
+            incarnation=self.incarnation,
             hold_id=secrets.token_hex(16),
             digest=request_digest(request),
             tokens=tokens,
@@ -228,6 +222,15 @@ class FerryScheduler:
             self._directory.close()
         if self._sockets is not None:
             self._sockets.close()
+
+
+def _unfit(ticket: Ticket, request: Any) -> str:
+    """Why a ticket cannot be for this request; empty where it can."""
+    if ticket.digest != request_digest(request):
+        return "its ticket is for another prompt"
+    if ticket.tokens > request.num_tokens:
+        return f"its ticket is for {ticket.tokens} tokens, and it has {request.num_tokens}"
+    return ""
 
 
 def _completed(request: Any) -> bool:

@@ -8,7 +8,6 @@ each id exactly once.
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ from kvferry.p2p.producer import ProducerRank
 from kvferry.transport import make_carrier
 from kvferry.transport.base import Carrier, MemoryRegion
 from kvferry.transport.host import HostMemory
-from kvferry.vllm.config import FerryConfig
+from kvferry.vllm.config import FerryConfig, incarnation
 from kvferry.vllm.describe import describe_worker
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
 from kvferry.wire.sockets import Sockets
@@ -34,7 +33,7 @@ class FerryWorker:
     def __init__(self, config: FerryConfig, vllm_config: Any, kv_cache_config: Any) -> None:
         self.config, self._vllm, self._kv = config, vllm_config, kv_cache_config
         self.engine_id = str(vllm_config.kv_transfer_config.engine_id)
-        self._incarnation = secrets.token_hex(8)
+        self._incarnation = incarnation(vllm_config)
         self._sockets: Sockets | None = None
         self._carriers: list[Carrier] = []
         self._producer: ProducerRank | None = None

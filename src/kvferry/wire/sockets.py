@@ -26,6 +26,7 @@ from kvferry.wire.messages import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 log = logging.getLogger("kvferry")
 
 LINGER_MS = 0  # a closing socket drops what it could not send; deadlines handle the rest
+HANDSHAKE_MS = 20_000  # a host that is overloaded may take seconds
 
 
 def _keypair(secret: str, who: str) -> tuple[bytes, bytes]:
@@ -111,7 +112,7 @@ class Sockets:
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)  # a peer that sends more is cut off
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.IPV6, 1)
 
     def _key(self, who: str) -> tuple[bytes, bytes]:
