@@ -12,6 +12,7 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,16 @@ SECRET = "loopback"
 
 def soon(seconds: float = 60.0) -> float:
     return time.monotonic() + seconds
+
+
+def threads_left(prefix: str) -> list[str]:
+    """Threads of that name that do not end soon."""
+    until = soon(5)
+    while left := [t.name for t in threading.enumerate() if t.name.startswith(prefix)]:
+        if time.monotonic() > until:
+            return left
+        time.sleep(0.01)
+    return []
 
 
 def copies(src: Any, dst: Any, length: Any) -> Arrays:

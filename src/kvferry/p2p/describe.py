@@ -52,8 +52,9 @@ def engine_info(
         )
         for g in model.groups
     ]
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(shape))  # as a peer will read it
     return EngineInfo(
-        engine_id, incarnation, model.name, groups, model.total_layers, asdict(shape), dict(meaning)
+        engine_id, incarnation, model.name, groups, model.total_layers, plain, dict(meaning)
     )
 
 
@@ -166,6 +167,8 @@ def read_layout(info: RankInfo, shape: EngineShape) -> tuple[RankLayout, list[in
 
 def _layout(info: RankInfo, shape: EngineShape, rank: Rank) -> RankLayout:
     for part in info.parts:
+        if not part.placements:
+            raise DescriptionError(f"group {part.group!r} places nothing")
         for p in part.placements:
             if not len(part.layers) == len(p.regions) == len(p.offsets) > 0:
                 raise DescriptionError(f"group {part.group!r} does not place each of its layers")

@@ -82,9 +82,11 @@ class Server:
 
     def listen(self, listener: socket.socket) -> None:
         self._listener = listener
-        threading.Thread(
+        thread = threading.Thread(
             target=self._accept, args=(listener,), name="kvferry-tcp-accept", daemon=True
-        ).start()
+        )
+        self._threads.add(thread)
+        thread.start()
 
     def attach(self, sock: socket.socket) -> bool:
         """Serve one connection on a thread of its own; whether there is room for it."""
@@ -137,14 +139,13 @@ class Server:
         with self._lock:
             self._closed = True
             listener, self._listener = self._listener, None
+            threads = list(self._threads)
         if listener is not None:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
             listener.close()
         with contextlib.suppress(DeadlineExceeded):
             self._end_and_wait(None, seconds)
-        with self._lock:
-            threads = list(self._threads)
         until = time.monotonic() + seconds
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))

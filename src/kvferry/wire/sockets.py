@@ -130,7 +130,7 @@ class Sockets:
                 self._authenticator = ThreadAuthenticator(self.context)
                 self._authenticator.start()
                 self._authenticator.configure_curve_callback(
-                    domain="*", credentials_provider=_OnlyThisKey(z85.decode(public))
+                    domain="*", credentials_provider=_OnlyThisKey(public)
                 )
 
 

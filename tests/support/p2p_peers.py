@@ -1,0 +1,559 @@
+"""Producers and consumers without an engine: real memory, real sockets, processes of their own.
+
+What a producer's blocks hold and what a consumer's should is said by `kvferry.demo.cache`, which
+shares no code with layouts and plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvferry.demo.cache import (
+    CANARY,
+    POISON,
+    View,
+    make_views,
+    slot_entries,
+    write_byte,
+    write_entries,
+    wrong_byte,
+    wrong_entries,
+)
+from kvferry.demo.memory import Memory
+from kvferry.demo.work import destination_extent, source_extent
+from kvferry.layout.model import CacheModel, Component, Group, Residency
+from kvferry.layout.rank import RankLayout
+from kvferry.layout.shape import EngineShape, Rank, Span
+from kvferry.p2p.consumer import ConsumerRank, Load, Loaded
+from kvferry.p2p.describe import engine_info, rank_info
+from kvferry.p2p.holds import Closed
+from kvferry.p2p.producer import Directory, ProducerRank
+from kvferry.p2p.ticket import Ticket
+from kvferry.transport import make_carrier
+from kvferry.transport.base import MemoryRegion
+from kvferry.transport.host import HostMemory
+from kvferry.wire.messages import RankInfo, Welcome
+from kvferry.wire.sockets import Sockets
+
+LOOPBACK = "127.0.0.1"
+PATIENCE_SECONDS = 30.0  # generous: the machine may be busy
+
+_kv = tuple(Component(name, 12, (16,), 2, content="bf16") for name in ("k", "v"))
+MODELS = {
+    "gqa": CacheModel("gqa", (Group("full", tuple(range(6)), _kv),)),
+    "window": CacheModel(
+        "window",
+        (
+            Group("full", (0, 2, 4), _kv),
+            Group("window", (1, 3, 5), _kv, Residency("window", 40)),
+        ),
+    ),
+    "mla": CacheModel(
+        "mla",
+        (
+            Group(
+                "latent",
+                tuple(range(5)),
+                (Component("latent", 1, (72,), 2, "replicated", content="bf16"),),
+            ),
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """An engine of these tests."""
+
+    engine_id: str
+    shape: str = "tp=1,block=16"
+    model: str = "gqa"
+    blocks: int = 64
+    incarnation: str = "first"
+    carrier: str = "local"
+    secret: str | None = None
+    lease_seconds: float = 60.0
+    port: int = 0
+    meaning: tuple[tuple[str, str], ...] = (("weights", "w1"),)
+    content: str = "bf16"
+    told: bool = True  # whether the directory knows the ranks from the start
+    only: tuple[Rank, ...] = ()  # ranks of this process; empty: all
+    gate_after: int | None = None  # reads of a rank before its gate
+
+    @property
+    def cache_model(self) -> CacheModel:
+        model = MODELS[self.model]
+        groups = tuple(
+            replace(g, components=tuple(replace(c, content=self.content) for c in g.components))
+            for g in model.groups
+        )
+        return replace(model, groups=groups)
+
+    @property
+    def engine_shape(self) -> EngineShape:
+        return EngineShape.parse(self.shape)
+
+
+class GatedCarrier:
+    """A real carrier whose reads, after the first few, wait until the gate is open."""
+
+    def __init__(self, carrier: Any, after: int) -> None:
+        self._carrier, self._left = carrier, after
+        self.gate, self.reached = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._carrier, name)
+
+    def read(self, peer: Any, copies: Any) -> Any:
+        if self._left <= 0:
+            self.reached.set()
+            assert self.gate.wait(2 * PATIENCE_SECONDS)
+        self._left -= 1
+        return self._carrier.read(peer, copies)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request: what it is, and where it lies on both sides."""
+
+    number: int
+    tokens: int
+    src_first: int = 1  # block that its last block has; ids descend
+    dst_first: int = 1
+    skip: int = 0
+
+    def tables(self, spec: Spec, first: int, source: Spec | None = None) -> list[list[int]]:
+        """Block ids of each group; `source` is given for a destination."""
+        shape, tables = spec.engine_shape, []
+        for group in spec.cache_model.groups:
+            if source is None:
+                extent = source_extent(group, shape, self.tokens)
+            else:
+                extent = destination_extent(
+                    group, source.engine_shape, shape, self.tokens, self.skip
+                )
+            count = extent.blocks
+            ids = list(range(first + count - 1, first - 1, -1))
+            tables.append([0] * extent.first_held + ids[extent.first_held :])
+        return tables
+
+    def key(self, model: CacheModel, view: View) -> tuple[int, ...]:
+        group = model.groups.index(view.group)
+        return (self.number, group, view.group.components.index(view.component))
+
+
+@dataclass(slots=True)
+class Rack:
+    """Memory of one rank."""
+
+    spec: Spec
+    rank: Rank
+    layout: RankLayout
+    memory: Memory
+    views: list[View]
+    carrier: Any
+
+    @classmethod
+    def make(cls, spec: Spec, rank: Rank, fill: int) -> Rack:
+        model, shape = spec.cache_model, spec.engine_shape
+        layout = RankLayout.build(model, shape, rank, spec.blocks)
+        memory = Memory.map(layout, None)
+        views = make_views(model, shape, rank, spec.blocks, memory.regions())
+        for view in views:
+            write_byte(view, np.arange(spec.blocks), fill)
+        carrier: Any = make_carrier(spec.carrier, secret=spec.secret, host=LOOPBACK)
+        if spec.gate_after is not None:
+            carrier = GatedCarrier(carrier, spec.gate_after)
+        carrier.register(memory_regions(layout, memory))
+        return cls(spec, rank, layout, memory, views, carrier)
+
+    def fill(self, prompt: Prompt) -> None:
+        tables = prompt.tables(self.spec, prompt.src_first)
+        model, shape = self.spec.cache_model, self.spec.engine_shape
+        for view in self.views:
+            extent = source_extent(view.group, shape, prompt.tokens)
+            blocks = Span(extent.first_held, extent.blocks)
+            ids = np.asarray(tables[model.groups.index(view.group)])[blocks.start :]
+            entries = slot_entries(view.group, shape, self.rank.tp, blocks, extent.entries)
+            write_entries(view, prompt.key(model, view), ids, entries)
+
+    def wrong_bytes(self, prompts: list[Prompt], source: Spec) -> int:
+        """Bytes that are not as they should be after loading these, and nothing else."""
+        model, shape = self.spec.cache_model, self.spec.engine_shape
+        wrong = 0
+        for view in self.views:
+            index, written = model.groups.index(view.group), []
+            for prompt in prompts:
+                extent = destination_extent(
+                    view.group, source.engine_shape, shape, prompt.tokens, prompt.skip
+                )
+                blocks = Span(extent.first_loaded, extent.blocks)
+                table = prompt.tables(self.spec, prompt.dst_first, source)[index]
+                ids = np.asarray(table, dtype=np.int64)[blocks.start :]
+                entries = slot_entries(view.group, shape, self.rank.tp, blocks, extent.entries)
+                wrong += wrong_entries(view, prompt.key(model, view), ids, entries)
+                written.append(ids)
+            used = np.concatenate(written) if written else np.zeros(0, dtype=np.int64)
+            free = np.setdiff1d(np.arange(self.spec.blocks), used)
+            wrong += wrong_byte(view, free, CANARY)
+        return wrong
+
+
+def memory_regions(layout: RankLayout, memory: Memory) -> list[MemoryRegion]:
+    bases = memory.bases.tolist()
+    return [MemoryRegion(b, r.bytes) for b, r in zip(bases, layout.regions, strict=True)]
+
+
+class Producer:
+    """An engine that holds blocks; all its ranks in this process."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.sockets = Sockets(spec.secret)
+        self.engine = engine_info(
+            spec.engine_id,
+            spec.incarnation,
+            spec.cache_model,
+            spec.engine_shape,
+            dict(spec.meaning),
+        )
+        self.racks: list[Rack] = []
+        self.ranks: list[ProducerRank] = []
+        self.infos: list[RankInfo] = []
+        for rank in spec.only or spec.engine_shape.ranks:
+            rack = Rack.make(spec, rank, POISON)
+            server = ProducerRank(
+                self.sockets,
+                f"{spec.incarnation}-{rank.pp}-{rank.tp}",
+                lease_seconds=spec.lease_seconds,
+            )
+            server.start()
+            self.racks.append(rack)
+            self.ranks.append(server)
+            self.infos.append(
+                rank_info(
+                    rack.layout,
+                    rack.memory.bases.tolist(),
+                    f"{LOOPBACK}:{server.port}",
+                    server.incarnation,
+                    {spec.carrier: rack.carrier.endpoint()},
+                )
+            )
+        self.directory = Directory(self.sockets, self.engine, port=spec.port)
+        self.directory.start()
+        if spec.told:
+            self.tell(self.infos)
+
+    def tell(self, infos: list[RankInfo] | None = None) -> None:
+        self.directory.set_ranks(self.infos if infos is None else infos)
+
+    def ticket(self, prompt: Prompt, hold_id: str = "") -> Ticket:
+        return make_ticket(self.spec, self.directory.port, prompt, hold_id)
+
+    def fill(self, prompt: Prompt) -> None:
+        for rack in self.racks:
+            rack.fill(prompt)
+
+    def open(self, prompt: Prompt, hold_id: str = "", ranks: Sequence[int] = ()) -> None:
+        tables = prompt.tables(self.spec, prompt.src_first)
+        ticket = self.ticket(prompt, hold_id)
+        for server in [self.ranks[i] for i in ranks] or self.ranks:
+            server.open_hold(
+                ticket.hold_id, ticket.request_id, ticket.digest, prompt.tokens, tables
+            )
+
+    def withdraw(self, hold_id: str) -> None:
+        for server in self.ranks:
+            server.withdraw(hold_id)
+
+    def closed(self) -> list[list[Closed]]:
+        return [server.take_closed() for server in self.ranks]
+
+    def counters(self) -> list[dict[str, int]]:
+        return [dict(server.counters) for server in [*self.ranks, self.directory]]
+
+    def welcome(self) -> Welcome:
+        return Welcome(self.engine, self.infos)
+
+    def parked(self) -> int:
+        return sum(server.parked_claims for server in self.ranks)
+
+    def open_holds(self) -> int:
+        return sum(server.open_holds for server in self.ranks)
+
+    def descriptions(self) -> tuple[int, list[RankInfo]]:
+        return self.directory.port, self.infos
+
+    def close(self) -> None:
+        for part in (self.directory, *self.ranks, *(rack.carrier for rack in self.racks)):
+            part.close()
+        self.sockets.close()
+
+
+def make_ticket(spec: Spec, port: int, prompt: Prompt, hold_id: str = "") -> Ticket:
+    return Ticket(
+        engine_id=spec.engine_id,
+        incarnation=spec.incarnation,
+        hold_id=hold_id or f"hold-{prompt.number}",
+        digest=f"digest-{prompt.number}",
+        tokens=prompt.tokens,
+        host=LOOPBACK,
+        port=port,
+        request_id=f"prompt-{prompt.number}",
+    )
+
+
+class Consumer:
+    """An engine that loads; all its ranks in this process."""
+
+    def __init__(self, spec: Spec, source: Spec) -> None:
+        self.spec, self.source = spec, source
+        self.sockets = Sockets(spec.secret)
+        engine = engine_info(
+            spec.engine_id,
+            spec.incarnation,
+            spec.cache_model,
+            spec.engine_shape,
+            dict(spec.meaning),
+        )
+        self.engine = engine
+        self.racks = [Rack.make(spec, rank, CANARY) for rank in spec.engine_shape.ranks]
+        self.ranks = [
+            ConsumerRank(
+                self.sockets,
+                engine,
+                spec.cache_model,
+                rack.layout,
+                rack.memory.bases.tolist(),
+                [rack.carrier],
+                zero=HostMemory(memory_regions(rack.layout, rack.memory)).zero,
+            )
+            for rack in self.racks
+        ]
+        self._done: dict[str, dict[int, Loaded]] = {}
+
+    def start(
+        self,
+        ticket: Ticket,
+        prompt: Prompt,
+        *,
+        seconds: float = PATIENCE_SECONDS,
+        keep_open: bool = False,
+        request_id: str = "",
+    ) -> str:
+        request_id = request_id or f"load-{prompt.number}"
+        tables = prompt.tables(self.spec, prompt.dst_first, self.source)
+        for rank in self.ranks:
+            rank.start(
+                Load(
+                    request_id,
+                    ticket,
+                    tuple(tuple(t) for t in tables),
+                    prompt.skip,
+                    seconds,
+                    keep_open,
+                )
+            )
+        return request_id
+
+    def wait(self, *request_ids: str, seconds: float = 2 * PATIENCE_SECONDS) -> list[list[Loaded]]:
+        """What each rank reports of each load; every report must come once."""
+        until = time.monotonic() + seconds
+        while True:
+            self._collect()
+            if all(len(self._done.get(r, {})) == len(self.ranks) for r in request_ids):
+                return [[one for _, one in sorted(self._done.pop(r).items())] for r in request_ids]
+            assert time.monotonic() < until, f"loads {request_ids} did not end: {self._done}"
+            time.sleep(0.005)
+
+    def load(self, ticket: Ticket, prompt: Prompt, **options: Any) -> list[Loaded]:
+        return self.wait(self.start(ticket, prompt, **options))[0]
+
+    def pending(self, request_id: str) -> bool:
+        self._collect()
+        return len(self._done.get(request_id, {})) < len(self.ranks)
+
+    def _collect(self) -> None:
+        for number, rank in enumerate(self.ranks):
+            for loaded in rank.take_done():
+                reports = self._done.setdefault(loaded.request_id, {})
+                assert number not in reports, f"{loaded} was reported twice"
+                reports[number] = loaded
+
+    def cancel(self, request_id: str) -> None:
+        for rank in self.ranks:
+            rank.cancel(request_id)
+
+    def release(self, ticket: Ticket, outcome: Any = "not needed") -> None:
+        for rank in self.ranks:
+            rank.release(ticket, outcome)
+
+    def wait_at_gate(self) -> None:
+        for rack in self.racks:
+            assert rack.carrier.reached.wait(PATIENCE_SECONDS)
+
+    def open_gate(self) -> None:
+        for rack in self.racks:
+            rack.carrier.gate.set()
+
+    def wrong_bytes(self, *prompts: Prompt) -> int:
+        return sum(rack.wrong_bytes(list(prompts), self.source) for rack in self.racks)
+
+    def close(self) -> None:
+        for part in (*self.ranks, *(rack.carrier for rack in self.racks)):
+            part.close()
+        self.sockets.close()
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def _serve(kind: str, arguments: tuple[Any, ...], pipe: Connection) -> None:
+    """A process: makes a `Producer` or a `Consumer` and calls its methods as told."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    peer: Any = Producer(*arguments) if kind == "producer" else Consumer(*arguments)
+    pipe.send(peer.descriptions() if kind == "producer" else None)
+    with contextlib.suppress(EOFError):
+        while True:
+            name, values, options = pipe.recv()
+            try:
+                pipe.send((True, getattr(peer, name)(*values, **options)))
+            except Exception as error:
+                pipe.send((False, repr(error)))
+            if name == "close":
+                return
+
+
+def _end_with_parent() -> None:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+_context = multiprocessing.get_context("forkserver")
+# processes start fast when what they import is there already
+_context.set_forkserver_preload(
+    ["kvferry.p2p.consumer", "kvferry.p2p.producer", "kvferry.demo.rank", "kvferry.transport"]
+)
+
+
+@dataclass(slots=True)
+class Child:
+    """A peer in a process of its own."""
+
+    process: Any
+    pipe: Connection
+    spec: Spec
+    port: int = 0
+    infos: list[RankInfo] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, kind: str, spec: Spec, *more: Any) -> Child:
+        here, there = _context.Pipe()
+        process = _context.Process(target=_serve, args=(kind, (spec, *more), there), daemon=True)
+        process.start()
+        there.close()
+        child = cls(process, here, spec)
+        assert here.poll(PATIENCE_SECONDS), "the peer did not start"
+        told = here.recv()
+        if told is not None:
+            child.port, child.infos = told
+        return child
+
+    def ask(self, name: str, *values: Any, **options: Any) -> Any:
+        self.pipe.send((name, values, options))
+        assert self.pipe.poll(PATIENCE_SECONDS), f"the peer did not answer {name}"
+        fine, value = self.pipe.recv()
+        assert fine, value
+        return value
+
+    def ticket(self, prompt: Prompt, hold_id: str = "") -> Ticket:
+        return make_ticket(self.spec, self.port, prompt, hold_id)
+
+    def hold(self, prompt: Prompt, hold_id: str = "") -> Ticket:
+        """Fill a prompt's blocks and open its hold."""
+        self.ask("fill", prompt)
+        self.ask("open", prompt, hold_id)
+        return self.ticket(prompt, hold_id)
+
+    def closed(self, holds: int, seconds: float = PATIENCE_SECONDS) -> list[list[Closed]]:
+        """What each rank reports, when each has closed that many holds."""
+        until = time.monotonic() + seconds
+        found: list[list[Closed]] = []
+        while True:
+            fresh = self.ask("closed")
+            found = [a + b for a, b in zip(found or [[] for _ in fresh], fresh, strict=True)]
+            if all(len(one) >= holds for one in found):
+                return found
+            assert time.monotonic() < until, f"holds stayed open: {found}"
+            time.sleep(0.01)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGKILL)
+        self.process.join(PATIENCE_SECONDS)
+
+    def stop(self) -> None:
+        """Ask it to end, and see that it does so by itself."""
+        if self.process.is_alive():
+            self.ask("close")
+            self.process.join(PATIENCE_SECONDS)
+            assert self.process.exitcode == 0
+        self.pipe.close()
+
+
+@contextlib.contextmanager
+def producer(spec: Spec) -> Iterator[Child]:
+    child = Child.start("producer", spec)
+    try:
+        yield child
+        if child.process.is_alive():
+            child.stop()
+    finally:
+        if child.process.is_alive():
+            child.kill()
+        child.pipe.close()
+
+
+@contextlib.contextmanager
+def consumer(spec: Spec, source: Spec) -> Iterator[Consumer]:
+    """In this process; its threads and sockets must be gone soon after it is closed."""
+    threads, sockets = set(threading.enumerate()), _sockets()
+    made = Consumer(spec, source)
+    try:
+        yield made
+    finally:
+        made.close()
+    until = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        left = [t.name for t in threading.enumerate() if t not in threads and "kvferry" in t.name]
+        if not left and _sockets() <= sockets:
+            return
+        assert time.monotonic() < until, f"{left} and {_sockets() - sockets} sockets stayed"
+        time.sleep(0.01)
+
+
+def _sockets() -> int:
+    found = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found += str(entry.readlink()).startswith("socket:")
+    return found
