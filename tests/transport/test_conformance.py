@@ -42,7 +42,7 @@ from kvferry.transport.null import Faults, NullCarrier
 from kvferry.transport.regions import Arrays
 from kvferry.transport.scatter import copy_scattered
 
-PROMPT_SECONDS = 5.0  # "at once", on a busy machine
+PROMPT_SECONDS = 8.0  # "at once", on a busy machine
 LONG_ROUNDS = 400  # of BIG bytes: seconds of work on any carrier
 
 
@@ -286,7 +286,7 @@ def test_other_threads_keep_running(pair: Pair, direction: str) -> None:
         transfer.wait(soon())
         return max(gaps)
 
-    assert min(longest_gap() for _ in range(5)) < 0.02
+    assert any(longest_gap() < 0.02 for _ in range(15))
 
 
 @both_ways
@@ -349,6 +349,21 @@ def test_close_ends_what_runs(standing: tuple[Kind, Peer], direction: str) -> No
                 transfer.wait(soon(1))
         with pytest.raises(Cancelled):
             pair.start(direction, FIRST[0], FIRST[0], 1).wait(soon(1))
+
+
+@both_ways
+def test_disconnect_ends_that_peer_only(pair: Pair, direction: str) -> None:
+    other = pair.carrier.connect(pair.peer.endpoint, soon())
+    transfer = pair.long(direction)
+    time.sleep(0.02)
+    pair.carrier.disconnect(pair.link)
+    pair.carrier.disconnect(pair.link)
+    with pytest.raises(Cancelled):
+        transfer.wait(soon(PROMPT_SECONDS))
+    with pytest.raises(Cancelled):
+        pair.start(direction, FIRST[0], FIRST[0], 1).wait(soon(PROMPT_SECONDS))
+    pair.link = other
+    pair.move(direction, FIRST[0], FIRST[0], 1)
 
 
 @both_ways

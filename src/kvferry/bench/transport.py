@@ -60,7 +60,7 @@ class TransportResult:
     socket_gb_s: float
     results: tuple[CarrierResult, ...]
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 

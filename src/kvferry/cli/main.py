@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 
 from kvferry import __version__
-from kvferry.errors import KvferryError
+from kvferry.errors import DescriptionError, KvferryError
 from kvferry.layout.shape import EngineShape
 
 app = typer.Typer(
@@ -157,6 +158,24 @@ def verify(
     raise typer.Exit(0 if run_sweep(pairs, seed, processes, replay, as_json) else 1)
 
 
+@app.command()
+def router(
+    prefill: Annotated[list[str], typer.Option(help="URL of a prefill engine; may be repeated.")],
+    decode: Annotated[list[str], typer.Option(help="URL of a decode engine; may be repeated.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+) -> None:
+    """An OpenAI-compatible front door: prefill on one engine, decode on another."""
+    with refusals():
+        try:
+            from kvferry.router.serve import serve
+        except ImportError as error:
+            raise DescriptionError(
+                f"the router needs more than the core ({error}); install kvferry[router]"
+            ) from None
+        serve(prefill, decode, host, port)
+
+
 @bench.command("plan")
 def bench_plan(
     as_json: Json = False,
@@ -176,3 +195,22 @@ def bench_plan(
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(plan_bench_page(result))
         err.print(f"plot: {html}", highlight=False)
+
+
+@bench.command("transport")
+def bench_transport(
+    sizes: Annotated[str, typer.Option(help="Descriptor sizes in bytes, with commas.")] = "",
+    seconds: Annotated[float, typer.Option(help="Seconds for each size.")] = 1.0,
+    as_json: Json = False,
+) -> None:
+    """What the carriers move, beside memcpy and a plain socket in the same run."""
+    from kvferry.bench.transport import DEFAULT_SIZES, lines, run
+
+    with refusals():
+        chosen = [int(s) for s in sizes.split(",")] if sizes else list(DEFAULT_SIZES)
+        result = run(chosen, seconds)
+    if as_json:
+        print_json(asdict(result))
+    else:
+        for line in lines(result):
+            print(line)

@@ -8,11 +8,8 @@ a row is one place per layer, or one for all of them where both memories allow i
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +23,6 @@ from kvferry.plan.runs import Axis, Box, Pattern, Pinned, axis_offsets, merge, r
 from kvferry.plan.tokens import Paging, paging_for, whole_tiles
 
 IRREGULAR = -1  # stride of layers that have none; no run ever matches it
-FORMAT = 1  # of a serialised plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,46 +205,6 @@ class EdgePlan:
     groups: dict[str, Group]
     src_shape: EngineShape
     dst_shape: EngineShape
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything that decides which bytes move, in plain values."""
-
-        def side(s: Side) -> dict[str, Any]:
-            p = s.paging
-            return {
-                "table": s.table,
-                "strides": [s.block_stride, s.tile_stride],
-                "paging": [p.block_entries, p.tile, p.context, p.context_rank],
-                "interleave": p.interleave,
-                "ring": p.ring,
-                "regions": s.regions.tolist(),
-                "offsets": s.offsets.tolist(),
-            }
-
-        return {
-            "format": FORMAT,
-            "src": list(self.src),
-            "dst": list(self.dst),
-            "pieces": [
-                {
-                    "group": piece.group,
-                    "opaque": piece.opaque,
-                    "src": side(piece.src),
-                    "dst": side(piece.dst),
-                    "slabs": [
-                        [s.src_offset, s.dst_offset, s.element_bytes, s.src_slot, s.dst_slot]
-                        + [list(axis[:3]) for axis in s.axes]
-                        for s in piece.slabs
-                    ],
-                }
-                for piece in self.pieces
-            ],
-        }
-
-    def digest(self) -> str:
-        """Equal on both sides exactly when both would move the same bytes."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def plan_edge(model: CacheModel, edge: Edge, src: RankLayout, dst: RankLayout) -> EdgePlan:

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvferry.errors import PeerLost, PermissionDenied, ProtocolError, TransferError
+from kvferry.errors import Cancelled, PeerLost, PermissionDenied, ProtocolError, TransferError
 from kvferry.transport import vm
 from kvferry.transport.base import CopyArrays, MemoryRegion, Transfer
 from kvferry.transport.jobs import Job, Workers, share
@@ -70,9 +70,14 @@ class LocalPeer:
 
     def __init__(self, endpoint: LocalEndpoint, tcp: TcpPeer | None = None) -> None:
         self.tcp = tcp
+        self.connected = True
         self.pid = endpoint.pid
         self.regions = RegionTable.of([MemoryRegion(a, n) for a, n in endpoint.regions])
         self._token, self._token_address = endpoint.token, endpoint.token_address
+
+    def require_connected(self) -> None:
+        if not self.connected:
+            raise Cancelled("the peer was disconnected on this side")
 
     def require_alive(self) -> None:
         """Raise `PeerLost` unless the process that made the endpoint is still there, open."""
@@ -175,6 +180,11 @@ class LocalCarrier:
             return self._tcp.write(peer.tcp, copies)
         return self._submit(peer, copies, vm.write, reading=False)
 
+    def disconnect(self, peer: LocalPeer) -> None:
+        peer.connected = False
+        if peer.tcp is not None:
+            self._tcp.disconnect(peer.tcp)
+
     def close(self) -> None:
         self._token[:] = 0  # readers notice
         self._closed = True
@@ -218,6 +228,7 @@ class LocalCarrier:
             peer.require_alive()
 
             def carry(part: Arrays) -> None:
+                peer.require_connected()
                 try:
                     move(peer.pid, part.src, part.dst, part.length)
                 except TransferError:

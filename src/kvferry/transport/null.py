@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry.errors import PeerLost, PermissionDenied, TransferError
+from kvferry.errors import Cancelled, PeerLost, PermissionDenied, TransferError
 from kvferry.transport import vm
 from kvferry.transport.base import CopyArrays, MemoryRegion, Transfer
 from kvferry.transport.jobs import Job, Workers
@@ -62,8 +62,14 @@ class NullPeer:
 
     def __init__(self, carrier: NullCarrier) -> None:
         self._carrier = carrier
+        self._connected = True
+
+    def disconnect(self) -> None:
+        self._connected = False
 
     def regions(self) -> RegionTable:
+        if not self._connected:
+            raise Cancelled("the peer was disconnected on this side")
         if self._carrier.closed:
             raise PeerLost("the peer's carrier was closed")
         return self._carrier.table
@@ -116,6 +122,9 @@ class NullCarrier:
 
     def write(self, peer: NullPeer, copies: CopyArrays) -> Transfer:
         return self._submit(peer, copies, reading=False)
+
+    def disconnect(self, peer: NullPeer) -> None:
+        peer.disconnect()
 
     def close(self) -> None:
         self.closed = True

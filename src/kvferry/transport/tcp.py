@@ -78,7 +78,11 @@ class TcpPeer:
             keep = keep and not self._closed and connection.in_step
             if keep:
                 self._idle.append(connection)
-        if not keep:
+                ended = []
+            else:  # the others may have ended with it
+                ended = [connection, *(c for c in self._idle if not c.usable())]
+                self._idle = [c for c in self._idle if c not in ended]
+        for connection in ended:
             connection.stream.close()
 
     def close(self) -> None:
@@ -230,6 +234,12 @@ class TcpCarrier:
 
     def readmit(self, endpoint: bytes) -> None:
         self._server.readmit(TcpEndpoint.decode(endpoint).incarnation)
+
+    def disconnect(self, peer: TcpPeer) -> None:
+        with self._lock:
+            if peer in self._peers:
+                self._peers.remove(peer)
+        peer.close()
 
     def close(self) -> None:
         with self._lock:

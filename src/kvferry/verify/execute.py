@@ -25,6 +25,7 @@ from kvferry.plan import (
 )
 from kvferry.plan.cover import Uncovered
 from kvferry.plan.runs import axis_offsets
+from kvferry.plan.serial import digest
 from kvferry.verify.case import CaseDict, ModelDict, SideDict
 from kvferry.verify.engine import Ints as Ids
 from kvferry.verify.oracle import Image
@@ -164,7 +165,7 @@ class Product:
         for mine, other in zip(self.pair.edges, theirs.edges, strict=True):
             plan = self.pair.plan(mine, src["src"][mine.src], src["dst"][mine.dst])
             again = theirs.plan(other, dst["src"][mine.src], dst["dst"][mine.dst])
-            if plan.digest() != again.digest():
+            if digest(plan) != digest(again):
                 raise MismatchError(f"the two sides plan {mine.src} -> {mine.dst} differently")
             self.plans.append(plan)
         self._tables = {

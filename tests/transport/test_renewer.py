@@ -1,0 +1,128 @@
+"""Leases while requests queue: renewed by a thread of its own, from processes that may die."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from p2p_peers import PATIENCE_SECONDS, Prompt, Spec, consumer, make_ticket, producer
+
+from kvferry.p2p.describe import engine_info
+from kvferry.p2p.renewer import MOST_FAILURES, Renewer
+from kvferry.wire.sockets import Sockets
+
+LEASE_SECONDS = 1.5
+P = Spec("p", "tp=2,block=16", lease_seconds=LEASE_SECONDS)
+D = Spec("d", "tp=1,block=16")
+
+
+@contextmanager
+def renewer(secret: str | None = None) -> Iterator[Renewer]:
+    before = set(threading.enumerate())
+    sockets = Sockets(secret)
+    engine = engine_info("d", "first", D.cache_model, D.engine_shape, dict(D.meaning))
+    made = Renewer(sockets, engine, interval_seconds=LEASE_SECONDS / 6, call_seconds=1.0)
+    try:
+        yield made
+    finally:
+        made.close()
+        sockets.close()
+    assert not [t for t in threading.enumerate() if t not in before and "kvferry" in t.name]
+
+
+def test_a_watched_hold_outlives_its_lease_and_expires_after_it_is_dropped() -> None:
+    prompts = [Prompt(1, 50), Prompt(2, 50, src_first=20)]
+    with producer(P) as p, renewer("s") as strange, renewer() as r:
+        tickets = [p.hold(prompt) for prompt in prompts]
+        r.watch(tickets[0])
+        r.watch(tickets[0])
+        strange.watch(tickets[1])  # without the secret, it renews nothing
+        time.sleep(2.5 * LEASE_SECONDS)
+        assert [[one.hold_id for one in rank] for rank in p.ask("closed")] == [["hold-2"]] * 2
+        assert p.ask("open_holds") == 2
+        assert p.ask("counters")[-1]["messages"] == 1  # the directory was asked once
+        r.drop("hold-1")
+        r.drop("hold-1")
+        assert r.watched == 0
+        assert [[one.why for one in rank] for rank in p.closed(1)] == [["expired"]] * 2
+
+
+def test_a_hold_that_comes_late_is_renewed_too_and_can_be_loaded() -> None:
+    prompt = Prompt(1, 50)
+    with producer(P) as p, renewer() as r, consumer(D, P) as d:
+        r.watch(p.ticket(prompt))
+        time.sleep(LEASE_SECONDS / 2)
+        ticket = p.hold(prompt)
+        time.sleep(1.5 * LEASE_SECONDS)
+        assert d.load(ticket, prompt)[0].error == ""
+        assert d.wrong_bytes(prompt) == 0
+        assert [[one.why for one in rank] for rank in p.closed(1)] == [["delivered"]] * 2
+        wait_until(lambda: r.watched == 0)  # closed everywhere: forgotten by itself
+
+
+def test_one_dead_producer_does_not_hold_up_another(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "kvferry")
+    prompt = Prompt(1, 50)
+    other = replace(P, engine_id="q", lease_seconds=3.0)
+    with producer(P) as dead, producer(other) as p, renewer() as r:
+        ticket = dead.hold(prompt)
+        r.watch(ticket)
+        wait_until(lambda: dead.ask("counters")[0].get("messages"))
+        dead.signal(signal.SIGSTOP)
+        r.watch(p.hold(Prompt(2, 50)))
+        r.watch(make_ticket(replace(P, engine_id="nobody"), 9, Prompt(7, 50)))
+        wait_until(lambda: caplog.text.count("does not answer") >= 2)
+        time.sleep(3.0)
+        assert p.ask("open_holds") == 2
+        assert caplog.text.count("does not answer") == 2  # once each
+        assert r.watched == 3
+        dead.kill()
+
+
+def test_tickets_of_a_restarted_producer_are_forgotten() -> None:
+    prompt = Prompt(1, 50)
+    with producer(P) as p, renewer() as r:
+        r.watch(replace(p.ticket(prompt), incarnation="earlier"))
+        wait_until(lambda: r.watched == 0)
+        assert p.ask("counters")[-1]["messages"] == 1
+
+
+def test_a_new_ticket_shows_that_a_producer_is_alive_again() -> None:
+    prompts = [Prompt(1, 50), Prompt(2, 50, src_first=20)]
+    with renewer() as r:
+        with producer(P) as gone:
+            port = gone.port
+            gone.kill()
+        r.watch(make_ticket(P, port, prompts[0]))
+        time.sleep((MOST_FAILURES + 1) * LEASE_SECONDS / 6 + 1.0)
+        with producer(replace(P, port=port)) as p:
+            r.watch(p.hold(prompts[1]))
+            time.sleep(1.5 * LEASE_SECONDS)
+            assert p.ask("open_holds") == 2
+            assert p.port == port
+            assert p.ticket(prompts[1]).host == LOOPBACK
+
+
+def test_closing_is_quick_and_twice_is_no_error() -> None:
+    with producer(P) as p, renewer() as r:
+        r.watch(p.ticket(Prompt(1, 50)))
+        p.signal(signal.SIGSTOP)
+        begun = time.monotonic()
+        r.close()
+        r.close()
+        r.watch(p.ticket(Prompt(2, 50)))
+        assert time.monotonic() - begun < 10.0
+        p.kill()
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
