@@ -35,7 +35,7 @@ bench-plan: $(VLLM_VENV)/.done  ## planning speed beside vLLM's planner, in one 
 	$(VLLM_BIN)/kvferry bench plan --html out/bench-plan.html
 
 fixtures: $(VLLM_VENV)/.done  ## capture cache geometry from real vLLM engines again
-	$(VLLM_BIN)/python scripts/capture_fixtures.py --out tests/fixtures/vllm-0.32
+	$(VLLM_BIN)/python scripts/fixtures --out tests/fixtures/vllm-0.32
 
 $(VENV)/.done: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

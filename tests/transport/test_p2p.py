@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 from p2p_peers import (
+    MODELS,
     PATIENCE_SECONDS,
     Child,
     Prompt,
@@ -20,11 +21,13 @@ from p2p_peers import (
 )
 
 from kvferry.errors import IncompatibleError
-from kvferry.layout.shape import Rank
+from kvferry.layout.shape import EngineShape, Rank
+from kvferry.p2p import caller as caller_module
 from kvferry.p2p import consumer as consumer_module
 from kvferry.p2p.consumer import Loaded
 from kvferry.p2p.remote import meet
 from kvferry.p2p.ticket import Ticket
+from kvferry.plan import plan_pair
 from kvferry.wire.messages import Welcome
 
 SHORT_SECONDS = 1.5  # a load's deadline, where it is to run out
@@ -72,7 +75,7 @@ SHAPES = [
     ("gqa", "tp=2,pp=2,block=32", "tp=3,pp=3,block=16,order=BLNHC,interior=split"),
     ("window", "tp=2,block=16", "tp=1,pp=2,block=16"),
     ("mla", "tp=3,block=16", "tp=4,block=24"),
-    ("mla", "tp=8,block=24", "tp=2,block=16"),  # 5 layers: some sources are not read at all
+    ("mla", "tp=8,block=24", "tp=1,block=16"),  # 5 layers: 3 sources are not read at all
 ]
 
 
@@ -94,6 +97,13 @@ def test_bytes_arrive_between_shapes(carrier: str, model: str, src: str, dst: st
         require_all_closed(p, len(prompts), "delivered")
         speakers = [counters.get("last words: done", 0) for counters in p.ask("counters")[:-1]]
         assert min(speakers) >= len(prompts)  # also ranks that nobody reads
+
+
+def test_some_sources_above_are_not_read_at_all() -> None:
+    model, src, dst = SHAPES[-1]
+    pair = plan_pair(MODELS[model], EngineShape.parse(src), EngineShape.parse(dst))
+    assert len({edge.src for edge in pair.edges}) == 5
+    assert len(pair.src.ranks) == 8
 
 
 def test_ranks_in_processes_of_their_own() -> None:
@@ -301,6 +311,22 @@ def test_a_producer_that_is_killed_while_a_claim_waits() -> None:
         p.kill()
         require_failed(d.wait(load)[0], "PeerLost")
         assert time.monotonic() - begun < SLACK_SECONDS
+
+
+def test_a_producer_that_falls_silent_is_lost_before_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its host died, say: no connection breaks, but heartbeats stay away."""
+    monkeypatch.setattr(caller_module, "HEARTBEAT_MS", 200)
+    prompt = Prompt(1, 100)
+    with producer(P) as p, consumer(D, P) as d:
+        load = d.start(p.ticket(prompt), prompt, seconds=600.0)
+        until(lambda: p.ask("parked") == 2)
+        p.signal(signal.SIGSTOP)
+        begun = time.monotonic()
+        require_failed(d.wait(load)[0], "PeerLost")
+        assert time.monotonic() - begun < SLACK_SECONDS
+        p.kill()
 
 
 @pytest.mark.parametrize("carrier", ["local", "tcp"])

@@ -55,7 +55,7 @@ def test_a_watched_hold_outlives_its_lease_and_expires_after_it_is_dropped() -> 
 
 def test_a_hold_that_comes_late_is_renewed_too_and_can_be_loaded() -> None:
     prompt = Prompt(1, 50)
-    with producer(P) as p, renewer() as r, consumer(D, P) as d:
+    with producer(P) as p, renewer() as r, consumer(D, P, alone=False) as d:
         r.watch(p.ticket(prompt))
         time.sleep(LEASE_SECONDS / 2)
         ticket = p.hold(prompt)
@@ -105,8 +105,6 @@ def test_a_new_ticket_shows_that_a_producer_is_alive_again() -> None:
             r.watch(p.hold(prompts[1]))
             time.sleep(1.5 * LEASE_SECONDS)
             assert p.ask("open_holds") == 2
-            assert p.port == port
-            assert p.ticket(prompts[1]).host == LOOPBACK
 
 
 def test_closing_is_quick_and_twice_is_no_error() -> None:

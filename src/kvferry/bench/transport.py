@@ -22,8 +22,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from typing import IO, Any
+from dataclasses import dataclass
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,9 +59,6 @@ class TransportResult:
     scatter_memcpy_gb_s: float
     socket_gb_s: float
     results: tuple[CarrierResult, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def run(sizes: Sequence[int] = DEFAULT_SIZES, seconds: float = 1.0) -> TransportResult:

@@ -118,7 +118,7 @@ class ConsumerRank:
         self._known = Acquaintances(
             self._caller, engine, model, layout, list(carriers), optional_roles
         )
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified when a load has ended
         self._done: list[Loaded] = []
         self._running: dict[str, Watch] = {}
         rank = layout.rank
@@ -149,6 +149,12 @@ class ConsumerRank:
             done, self._done = self._done, []
         return done
 
+    def wait_done(self, seconds: float) -> None:
+        """Wait for a load to end, if any is under way; for engines with nothing else to do."""
+        with self._lock:
+            if self._running and not self._done:
+                self._lock.wait(seconds)
+
     def close(self) -> None:
         """Give all loads up; their threads end soon after."""
         with self._lock:
@@ -173,6 +179,7 @@ class ConsumerRank:
         with self._lock:
             self._running.pop(load.request_id, None)
             self._done.append(result)
+            self._lock.notify_all()
         if not result.ok:
             log.warning("request %s: not loaded: %s", load.request_id, result.error)
 

@@ -11,7 +11,8 @@ once. The producer's directory is asked for its ranks once per incarnation.
                                       until a new ticket of it shows that it is alive
 
 Nothing here decides about a load: a hold that could not be renewed expires at the producer, and the
-load then fails there. A producer that does not answer delays nobody else's renewals.
+load then fails there. A producer that does not answer delays the renewals of others by two calls'
+time at most.
 """
 
 from __future__ import annotations
@@ -164,26 +165,20 @@ class Renewer:
                 log.exception("kvferry's renewer goes on after an error")
 
     def _round(self, engines: dict[_Key, _Engine]) -> None:
-        """Ask all directories that are not known yet, then renew at all ranks, each at once."""
-        hellos = {
-            key: self._call(key.directory, self._hello)
-            for key, engine in engines.items()
-            if not engine.ranks
-        }
+        """Renew at all known ranks and ask directories for the others', all at once."""
+        known = {key: engine for key, engine in engines.items() if engine.ranks}
+        fresh = {key: engine for key, engine in engines.items() if not engine.ranks}
+        renewals = self._renew(known)
+        hellos = {key: self._call(key.directory, self._hello) for key in fresh}
         self._wait(hellos.values())
         for key, call in hellos.items():
             try:
-                engines[key].ranks = _ranks(key, call)
+                fresh[key].ranks = _ranks(key, call)
             except StaleTicket as error:
                 self._forget(key, str(error))
             except KvferryError as error:
-                self._failed(key, engines[key], error)
-        renewals = [
-            (key, rank, self._call(rank.address, Renew(VERSION, rank.incarnation, holds)))
-            for key, engine in engines.items()
-            for rank in engine.ranks
-            for holds in self._open_at(engine, rank)
-        ]
+                self._failed(key, fresh[key], error)
+        renewals += self._renew(fresh)
         self._wait(call for _, _, call in renewals)
         errors: dict[_Key, KvferryError] = {}
         for key, rank, call in renewals:
@@ -198,6 +193,16 @@ class Renewer:
                 self._failed(key, engines[key], errors[key])
             else:
                 engines[key].failures = 0
+
+    def _renew(
+        self, engines: dict[_Key, _Engine]
+    ) -> list[tuple[_Key, _Address, Future[ReplyBody]]]:
+        return [
+            (key, rank, self._call(rank.address, Renew(VERSION, rank.incarnation, holds)))
+            for key, engine in engines.items()
+            for rank in engine.ranks
+            for holds in self._open_at(engine, rank)
+        ]
 
     def _call(self, address: str, body: Hello | Renew) -> Future[ReplyBody]:
         return self._caller.call(address, body, time.monotonic() + self._call_seconds)

@@ -225,16 +225,17 @@ class Server:
             except Refused as refused:
                 self._answer(stream, header.request, refused)
                 continue
+            # counted before the peer can know, so that whoever has an answer finds it counted
             if header.kind == Kind.READ:
+                self._count("reads")
                 answer = Header(Kind.DATA, header.request, 0, header.payload_bytes)
                 stream.send(answer.pack())
                 stream.send_vectors(vectors)
-                self._count("reads")
             else:
                 stream.send(Header(Kind.GO, header.request).pack())
                 stream.recv_vectors(vectors)
-                stream.send(Header(Kind.APPLIED, header.request).pack())
                 self._count("writes")
+                stream.send(Header(Kind.APPLIED, header.request).pack())
         self._count("idle")
 
     def _handshake(self, stream: Stream) -> None:

@@ -79,7 +79,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         assert self.scheduler is not None
-        return self.scheduler.take_orders()
+        orders = self.scheduler.take_orders()
+        orders.idle = scheduler_output.total_num_scheduled_tokens == 0
+        return orders
 
     def request_finished(
         self, request: Any, block_ids: list[int]

@@ -32,6 +32,7 @@ class FerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
     loads: list[Load] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     releases: list[Ticket] = field(default_factory=list)
+    idle: bool = False  # the step computes nothing
 
 
 @dataclass

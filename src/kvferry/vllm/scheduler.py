@@ -22,6 +22,7 @@ import msgspec
 from kvferry.errors import DescriptionError, ProtocolError
 from kvferry.p2p.consumer import Load
 from kvferry.p2p.producer import Directory
+from kvferry.p2p.renewer import Renewer
 from kvferry.p2p.ticket import Ticket, prompt_digest
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, HoldOrder
@@ -30,6 +31,7 @@ from kvferry.wire.sockets import Sockets
 
 log = logging.getLogger("kvferry")
 
+RENEWALS = 4  # of a lease; three may be lost before it runs out
 SIBLING_SECONDS = 1.0  # samples of one request arrive together; the last within this
 CHILD = re.compile(r"^\d+_")  # vLLM's request ids of the samples of one `n > 1` request
 
@@ -63,6 +65,7 @@ class FerryScheduler:
     _shared: dict[str, _Shared] = field(default_factory=dict)  # by hold
     _sockets: Sockets | None = None
     _directory: Directory | None = None
+    _renewer: Renewer | None = None
     _shape: tuple[int, int] = (1, 1)
 
     def set_handshakes(self, handshakes: Mapping[tuple[int, int], Any]) -> None:
@@ -90,6 +93,9 @@ class FerryScheduler:
         )
         self._directory.start()
         self._directory.set_ranks(ranks)
+        self._renewer = Renewer(
+            self._sockets, first, interval_seconds=self.config.lease_seconds / RENEWALS
+        )
         log.info(
             "kvferry: engine %s offers its caches at port %d", self.engine_id, self._directory.port
         )
@@ -110,6 +116,8 @@ class FerryScheduler:
             log.warning("request %s: computed here, because %s", request.request_id, refusal)
             self._orders.releases.append(ticket)
             return
+        if self._renewer is not None:  # from now on, also while the request queues
+            self._renewer.watch(ticket)
         shared = bool(CHILD.match(request.request_id))
         self._wanted[request.request_id] = _Wanted(ticket, shared=shared)
         if shared:
@@ -155,17 +163,24 @@ class FerryScheduler:
                 wanted.over = True
                 if wanted.shared:
                     self._through(request_id, wanted)
+                else:
+                    self._drop(wanted.ticket)
 
     def _through(self, request_id: str, wanted: _Wanted) -> None:
         """A request needs its ticket no more."""
         if not wanted.shared:
             self._orders.releases.append(wanted.ticket)
+            self._drop(wanted.ticket)
             return
         family = self._shared.get(wanted.ticket.hold_id)
         if family is not None:
             family.requests.discard(request_id)
             if not family.requests:
                 family.release_at = time.monotonic() + SIBLING_SECONDS
+
+    def _drop(self, ticket: Ticket) -> None:
+        if self._renewer is not None:
+            self._renewer.drop(ticket.hold_id)
 
     # Producer
 
@@ -177,6 +192,7 @@ class FerryScheduler:
         if wanted is not None and not wanted.over:
             if wanted.loading:
                 self._orders.cancels.append(request.request_id)
+                self._drop(wanted.ticket)
             else:
                 self._through(request.request_id, wanted)
         params = request.kv_transfer_params or {}
@@ -213,11 +229,14 @@ class FerryScheduler:
         for hold_id, family in list(self._shared.items()):
             if family.release_at is not None and family.release_at <= now:
                 self._orders.releases.append(family.ticket)
+                self._drop(family.ticket)
                 del self._shared[hold_id]
         orders, self._orders = self._orders, FerryMetadata()
         return orders
 
     def close(self) -> None:
+        if self._renewer is not None:
+            self._renewer.close()
         if self._directory is not None:
             self._directory.close()
         if self._sockets is not None:

@@ -28,6 +28,10 @@ from kvferry.wire.sockets import Sockets
 
 log = logging.getLogger("kvferry")
 
+# While requests wait for their caches and nothing else runs, vLLM's steps spin. A step that computes
+# nothing waits this long for a load to end, which leaves the processors to those who have work.
+IDLE_STEP_SECONDS = 0.002
+
 
 class FerryWorker:
     def __init__(self, config: FerryConfig, vllm_config: Any, kv_cache_config: Any) -> None:
@@ -39,6 +43,7 @@ class FerryWorker:
         self._producer: ProducerRank | None = None
         self._consumer: ConsumerRank | None = None
         self._handshake: FerryHandshake | None = None
+        self._idle = False
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
@@ -101,6 +106,7 @@ class FerryWorker:
         """Pass a step's orders on to the threads."""
         if self._producer is None or self._consumer is None:
             return
+        self._idle = orders.idle
         for hold in orders.holds:
             tables = [list(table) for table in hold.tables]
             self._producer.open_hold(
@@ -117,6 +123,8 @@ class FerryWorker:
         results = KVConnectorTransferResults()
         if self._producer is None or self._consumer is None:
             return results
+        if self._idle:
+            self._consumer.wait_done(IDLE_STEP_SECONDS)
         for closed in self._producer.take_closed():
             results.finished_sending.add(closed.request_id)
             if closed.why == "expired":
