@@ -151,10 +151,16 @@ class Engine:
 
     def kill(self) -> None:
         """End it at once, with all its workers (-9)."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process is None:
+            return
+        deadline = time.monotonic() + STOP_SECONDS
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(STOP_SECONDS)
+            while time.monotonic() < deadline:  # until the last of its workers is gone
+                os.killpg(self._process.pid, 0)
+                time.sleep(0.05)
+        self._process.wait(STOP_SECONDS)
 
     def stop(self) -> None:
         if self._process is None:

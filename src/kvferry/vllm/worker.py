@@ -28,8 +28,8 @@ from kvferry.wire.sockets import Sockets
 
 log = logging.getLogger("kvferry")
 
-# While requests wait for their caches and nothing else runs, vLLM's steps spin. A step that computes
-# nothing waits this long for a load to end, which leaves the processors to those who have work.
+# While requests wait for their caches and nothing else runs, vLLM's steps spin. A step that
+# computes nothing waits this long for a load to end, and leaves the processors to others.
 IDLE_STEP_SECONDS = 0.002
 
 
