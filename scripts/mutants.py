@@ -145,6 +145,12 @@ MUTANTS = [
         "tiles = src.tile",
     ),
     Mutant(
+        "tiles that do not divide",
+        "plan/tokens.py",
+        "if tiles not in (src.tile, dst.tile):",
+        "if tiles < 0:",
+    ),
+    Mutant(
         "folding over a change of distance",
         "plan/tokens.py",
         "first[2:] |= linked[1:] & linked[:-1] & ~steady",

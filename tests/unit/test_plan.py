@@ -130,6 +130,12 @@ class TestCoalescing:
             entries[order] = bind_first(self.model, src, dst, 8192, scattered=True).entries
         assert entries["LBNHC"] <= entries["LBHNC"]
 
+    def test_kernel_blocks_that_do_not_divide_each_other(self) -> None:
+        src = EngineShape(tp=2, block_size=12, kernel_block_size=3)
+        dst = EngineShape(tp=2, block_size=12, kernel_block_size=2)
+        bound = bind_first(self.model, src, dst, 120, scattered=True)
+        assert bound.bytes == 120 * 131072 // 2
+
     def test_equal_tiled_interiors_move_whole_blocks(self) -> None:
         for interior in ("cpu", "cpu_amx"):
             shape = EngineShape(tp=2, block_size=32, interior=interior)

@@ -13,7 +13,7 @@ from kvferry.plan.tokens import Paging, walk, whole_tiles
 @st.composite
 def pagings(draw: st.DrawFn) -> Paging:
     interleave = draw(st.sampled_from([1, 1, 2, 3, 4]))
-    tile = draw(st.sampled_from([1, 1, 2, 4]))
+    tile = draw(st.sampled_from([1, 1, 2, 3, 4]))
     block = tile * interleave * draw(st.integers(1, 6))
     context = draw(st.sampled_from([1, 1, 2, 3, 4]))
     if context == 1:

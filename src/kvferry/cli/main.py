@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,20 @@ def refusals() -> Iterator[None]:
     except KvferryError as error:
         err.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
+
+
+@contextmanager
+def libraries_to_stderr() -> Iterator[None]:
+    """Keep standard output for results: what libraries print, also from C, goes to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def print_json(value: Any) -> None:
@@ -186,7 +201,8 @@ def bench_plan(
     from kvferry.bench.plan import run
     from kvferry.cli.bench import plan_bench_page, print_plan_bench
 
-    result = run(lambda line: err.print(line, style="dim", highlight=False), quick=quick)
+    with libraries_to_stderr():
+        result = run(lambda line: err.print(line, style="dim", highlight=False), quick=quick)
     if as_json:
         print_json(result.to_dict())
     else:

@@ -206,8 +206,13 @@ def _cut(src: Paging, dst: Paging, span: Span) -> tuple[Ints, Ints]:
 
 
 def whole_tiles(src: Paging, dst: Paging) -> int:
-    """Entries that are whole tiles of both sides wherever a block of either begins; 0: none."""
+    """Entries that are whole tiles of both sides wherever a block of either begins; 0: none.
+
+    One tile must divide the other, or no set of even axes walks both.
+    """
     tiles = lcm(src.tile, dst.tile)
+    if tiles not in (src.tile, dst.tile):
+        return 0
     if src.context > 1 or dst.context > 1:
         return 1 if tiles == 1 else 0
     return 0 if src.block_entries % tiles or dst.block_entries % tiles else tiles
