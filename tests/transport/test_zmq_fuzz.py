@@ -128,7 +128,7 @@ def test_garbage_is_answered_counted_and_survived(target: str) -> None:
         before = resident_bytes()
         dealer = connect(context, address)
         sent = single = heard = refused = 0
-        for number, message in enumerate(frames(rng, producer, FRAMES // 2)):
+        for number, message in enumerate(frames(rng, producer, FRAMES)):
             if speaks_for_the_hold(message):
                 continue
             dealer.send_multipart(message)

@@ -44,7 +44,7 @@ def refusals() -> Iterator[None]:
 
 @contextmanager
 def libraries_to_stderr() -> Iterator[None]:
-    """Keep standard output for results: what libraries print, also from C, goes to standard error."""
+    """Keep standard output for results: what libraries print goes to standard error instead."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

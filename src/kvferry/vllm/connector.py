@@ -33,7 +33,11 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.worker: FerryWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler = FerryScheduler(
-                config, str(transfer.engine_id), incarnation(vllm_config)
+                config,
+                str(transfer.engine_id),
+                incarnation(vllm_config),
+                produces=transfer.is_kv_producer,
+                consumes=transfer.is_kv_consumer,
             )
         else:
             self.worker = FerryWorker(config, vllm_config, kv_cache_config)

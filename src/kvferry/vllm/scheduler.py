@@ -60,6 +60,8 @@ class FerryScheduler:
     config: FerryConfig
     engine_id: str
     incarnation: str
+    produces: bool = True  # roles of the engine
+    consumes: bool = True
     _orders: FerryMetadata = field(default_factory=FerryMetadata)
     _wanted: dict[str, _Wanted] = field(default_factory=dict)
     _shared: dict[str, _Shared] = field(default_factory=dict)  # by hold
@@ -104,7 +106,7 @@ class FerryScheduler:
 
     def on_new_request(self, request: Any) -> None:
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_prefill"):
+        if not params.get("do_remote_prefill") or not self.consumes:
             return
         try:
             ticket = Ticket.from_params(params)
@@ -196,7 +198,7 @@ class FerryScheduler:
             else:
                 self._through(request.request_id, wanted)
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_decode") or self._directory is None:
+        if not params.get("do_remote_decode") or self._directory is None or not self.produces:
             return False, None
         if not _completed(request):
             return False, None
