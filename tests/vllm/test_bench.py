@@ -22,3 +22,11 @@ def test_faster_than_vllm_and_the_same_bytes(name: str) -> None:
         assert result.strided_ratio is not None and result.strided_ratio > 1500
         assert result.nixl_handover_ratio is not None and result.nixl_handover_ratio > 50
         assert result.peak_bytes_per_descriptor < 30
+
+
+def test_a_step_is_not_held_up() -> None:
+    """The best of three, because other processes hold this loop up too."""
+    from kvferry.bench.stall import run
+
+    results = [run(blocks=4096) for _ in range(3)]
+    assert max(r.ratio or 0 for r in results) > 100, results

@@ -29,7 +29,7 @@ class VllmSide:
     layer_bases: tuple[int, ...]
 
 
-def prepare(
+def prepare_worker(
     src: VllmSide,
     dst: VllmSide,
     total_kv_heads: int,
@@ -37,8 +37,8 @@ def prepare(
     dst_ids: list[int],
     *,
     use_mla: bool = False,
-) -> Callable[[], tuple[list[int], list[int], list[int]]]:
-    """vLLM's planner for one request: sources, destinations and lengths when called."""
+) -> tuple[Any, Callable[[], Any]]:
+    """A worker of vLLM's, and the coroutine with which it plans one request."""
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as module
 
     class Worker(module.MooncakeConnectorWorker):  # type: ignore[misc]
@@ -73,8 +73,17 @@ def prepare(
     request = [("r", SimpleNamespace(local_block_ids=[src_ids]))]
     ours, theirs = regions(src), regions(dst)
 
+    return worker, lambda: worker._build_transfer_params(request, metadata, ours, theirs)
+
+
+def prepare(
+    src: VllmSide, dst: VllmSide, total_kv_heads: int, src_ids: list[int], dst_ids: list[int]
+) -> Callable[[], tuple[list[int], list[int], list[int]]]:
+    """vLLM's planner for one request: sources, destinations and lengths when called."""
+    _, coroutine = prepare_worker(src, dst, total_kv_heads, src_ids, dst_ids)
+
     def plan() -> tuple[list[int], list[int], list[int]]:
-        made = asyncio.run(worker._build_transfer_params(request, metadata, ours, theirs))
+        made = asyncio.run(coroutine())
         if made[4] is not None:
             raise RuntimeError(f"vLLM's planner refused the request: {made[4]}")
         return made[0], made[1], made[2]

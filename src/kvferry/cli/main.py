@@ -230,3 +230,22 @@ def bench_transport(
     else:
         for line in lines(result):
             print(line)
+
+
+@bench.command("stall")
+def bench_stall(
+    blocks: Annotated[int, typer.Option(help="Blocks of the request.")] = 8192,
+    as_json: Json = False,
+) -> None:
+    """The longest that a hand-over holds up an engine's step, beside vLLM's MooncakeConnector."""
+    from kvferry.bench.stall import run
+
+    with refusals(), libraries_to_stderr():
+        result = run(blocks)
+    if as_json:
+        print_json(asdict(result))
+        return
+    print(f"{result.descriptors:,} descriptors, handed over in {result.kvferry_seconds:.2f} s")
+    print(f"longest stall of a step: {result.kvferry_ms:.2f} ms")
+    if result.vllm_ms is not None and result.ratio is not None:
+        print(f"vLLM's MooncakeConnector: {result.vllm_ms:.0f} ms, {result.ratio:.0f} x as long")

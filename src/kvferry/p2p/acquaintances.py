@@ -76,9 +76,13 @@ class Acquaintances:
             known.set_exception(error)
             raise
         with self._lock:  # a new incarnation voids all that was known of the engine
-            for other in [k for k in self._remotes if k[0] == key[0] and k != key]:
-                if self._remotes[other].done():
-                    del self._remotes[other]
+            others = [
+                k for k, f in self._remotes.items() if k[0] == key[0] and k != key and f.done()
+            ]
+            void = [self._remotes.pop(other) for other in others]
+        for old in void:
+            if old.exception() is None:
+                _disconnect(old.result())
         known.set_result(remote)
         return remote
 
@@ -95,3 +99,10 @@ class Acquaintances:
     def forget(self, remote: Remote) -> None:
         with self._lock:
             self._remotes.pop((remote.engine.engine_id, remote.engine.incarnation), None)
+
+
+def _disconnect(remote: Remote) -> None:
+    """Give back the connections to an engine that is no more."""
+    for source in remote.sources:
+        if source.carrier is not None:
+            source.carrier.disconnect(source.peer)

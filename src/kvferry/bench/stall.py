@@ -1,0 +1,160 @@
+"""`kvferry bench stall`: how long a hand-over can hold up an engine's step.
+
+An engine asks its connector on every step what has finished. That question is asked here in a
+loop, a millisecond apart, while one long scattered request is handed over in the same process: 80
+layers x 8,192 blocks, P tp 4 to D tp 8, 655,360 descriptors. The longest round beyond that
+millisecond is the stall: a slow answer, or other threads that do not let the loop run.
+
+    kvferry   a real producer and consumer with the `local` carrier, bytes moved
+    vllm      `MooncakeConnectorWorker.get_finished` while its sender loop plans the same request;
+              planning alone, nothing is moved
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from kvferry.bench import vllm_planner
+from kvferry.errors import TransferError
+from kvferry.layout.model import CacheModel, Component, Group
+from kvferry.layout.rank import RankLayout
+from kvferry.layout.shape import EngineShape, Rank
+from kvferry.p2p.consumer import ConsumerRank, Load
+from kvferry.p2p.describe import engine_info, rank_info
+from kvferry.p2p.producer import Directory, ProducerRank
+from kvferry.p2p.ticket import Ticket
+from kvferry.transport import MemoryRegion, make_carrier
+from kvferry.transport.host import HostMemory
+from kvferry.wire.sockets import Sockets
+
+LAYERS, HEADS, BLOCK = 80, 8, 16
+STEP_SECONDS = 0.001  # between two questions
+LOAD_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class StallResult:
+    blocks: int
+    descriptors: int
+    kvferry_ms: float  # the longest stall
+    kvferry_seconds: float  # the whole hand-over
+    vllm_ms: float | None
+    ratio: float | None
+
+
+def run(blocks: int = 8192) -> StallResult:
+    src, dst = EngineShape(tp=4, block_size=BLOCK), EngineShape(tp=8, block_size=BLOCK)
+    components = tuple(Component(name, HEADS, (2,), 1) for name in "kv")  # small, so that it fits
+    model = CacheModel("stall", (Group("attention", tuple(range(LAYERS)), components),))
+    rng = np.random.default_rng(0)
+    ids = [1 + rng.permutation(2 * blocks - 1)[:blocks] for _ in range(2)]
+    kvferry_ms, seconds, descriptors = _ours(model, src, dst, ids, blocks)
+    vllm_ms = _theirs(ids, blocks) if vllm_planner.installed() else None
+    ratio = vllm_ms / kvferry_ms if vllm_ms is not None else None
+    return StallResult(blocks, descriptors, kvferry_ms, seconds, vllm_ms, ratio)
+
+
+def longest(question: Callable[[], object], over: Callable[[], bool]) -> float:
+    """Milliseconds of the longest round beyond its pause, until it is over."""
+    worst = 0.0
+    deadline = time.monotonic() + LOAD_SECONDS
+    while not over():
+        if time.monotonic() > deadline:
+            raise TransferError(f"the hand-over did not end within {LOAD_SECONDS:.0f} s")
+        start = time.perf_counter()
+        question()
+        time.sleep(STEP_SECONDS)
+        worst = max(worst, time.perf_counter() - start - STEP_SECONDS)
+    return worst * 1e3
+
+
+def _ours(
+    model: CacheModel, src: EngineShape, dst: EngineShape, ids: list[Any], blocks: int
+) -> tuple[float, float, int]:
+    """All ranks of the producer that the first consumer rank speaks to, in this process."""
+    sockets = Sockets()
+    told = engine_info("p", "1", model, src, {})
+    directory = Directory(sockets, told)
+    memory, producers, carriers, ranks = [], [], [], []
+    for rank in src.ranks:
+        layout = RankLayout.build(model, src, rank, 2 * blocks)
+        held = np.zeros(layout.total_bytes if rank == Rank(0, 0) else 1, dtype=np.uint8)
+        carrier = make_carrier("local")
+        carrier.register([MemoryRegion(held.ctypes.data, held.nbytes)])
+        producer = ProducerRank(sockets, "1")
+        producer.start()
+        producer.open_hold("h", "r", "d", blocks * BLOCK, [ids[0].tolist()])
+        address = f"127.0.0.1:{producer.port}"
+        endpoints = {"local": carrier.endpoint()}
+        ranks.append(rank_info(layout, [held.ctypes.data], address, "1", endpoints))
+        memory.append(held)
+        producers.append(producer)
+        carriers.append(carrier)
+    directory.start()
+    directory.set_ranks(ranks)
+    layout = RankLayout.build(model, dst, Rank(0, 0), 2 * blocks)
+    landing = np.zeros(layout.total_bytes, dtype=np.uint8)
+    region = MemoryRegion(landing.ctypes.data, landing.nbytes)
+    reader = make_carrier("local")
+    reader.register([region])
+    consumer = ConsumerRank(
+        sockets,
+        engine_info("d", "1", model, dst, {}),
+        model,
+        layout,
+        [region.address],
+        [reader],
+        zero=HostMemory([region]).zero,
+    )
+    ticket = Ticket("p", "1", "h", "d", blocks * BLOCK, "127.0.0.1", directory.port, "r")
+    done: list[Any] = []
+
+    def question() -> None:
+        done.extend(consumer.take_done())
+        for producer in producers:
+            producer.take_closed()
+
+    began = time.perf_counter()
+    consumer.start(Load("r", ticket, (tuple(ids[1].tolist()),), 0, LOAD_SECONDS))
+    try:
+        stall = longest(question, lambda: bool(done))
+    finally:
+        for part in (consumer, directory, *producers, reader, *carriers, sockets):
+            part.close()  # type: ignore[attr-defined]
+    if not done[0].ok:
+        raise TransferError(f"the hand-over failed: {done[0].error}")
+    return stall, time.perf_counter() - began, done[0].descriptors
+
+
+def _theirs(ids: list[Any], blocks: int) -> float:
+    """The in-tree worker's own `get_finished`, beside its own planner on its own event loop."""
+    page = BLOCK * 4 * 2  # two heads
+    bases = [tuple(range(1 << 40, (1 << 40) + LAYERS * page * 2 * blocks, page * 2 * blocks))] * 2
+    src = vllm_planner.VllmSide(0, 4, page, bases[0])
+    dst = vllm_planner.VllmSide(0, 8, page // 2, bases[1])
+    worker, plan = vllm_planner.prepare_worker(src, dst, HEADS, ids[0].tolist(), ids[1].tolist())
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    worker.__dict__.update(
+        is_kv_producer=True,
+        is_kv_consumer=False,
+        sender_loop=loop,
+        finished_sending_reqs=set(),
+        reqs_need_send={},
+        xfer_stats=SimpleNamespace(),
+    )
+    try:
+        planning = asyncio.run_coroutine_threadsafe(plan(), loop)
+        return longest(worker.get_finished, planning.done)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
