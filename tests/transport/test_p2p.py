@@ -9,16 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from p2p_peers import (
-    MODELS,
-    PATIENCE_SECONDS,
-    Child,
-    Prompt,
-    Spec,
-    consumer,
-    make_ticket,
-    producer,
-)
 
 from kvferry.errors import IncompatibleError
 from kvferry.layout.shape import EngineShape, Rank
@@ -29,6 +19,16 @@ from kvferry.p2p.remote import meet
 from kvferry.p2p.ticket import Ticket
 from kvferry.plan import plan_pair
 from kvferry.wire.messages import Welcome
+from p2p_peers import (
+    MODELS,
+    PATIENCE_SECONDS,
+    Child,
+    Prompt,
+    Spec,
+    consumer,
+    make_ticket,
+    producer,
+)
 
 SHORT_SECONDS = 1.5  # a load's deadline, where it is to run out
 SLACK_SECONDS = 15.0  # the machine may be busy; without it, all ends within milliseconds

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from p2p_peers import PATIENCE_SECONDS, Prompt, Spec, consumer, make_ticket, producer
 
 from kvferry.p2p.describe import engine_info
 from kvferry.p2p.renewer import MOST_FAILURES, Renewer
 from kvferry.wire.sockets import Sockets
+from p2p_peers import PATIENCE_SECONDS, Prompt, Spec, consumer, make_ticket, producer
 
 LEASE_SECONDS = 1.5
 P = Spec("p", "tp=2,block=16", lease_seconds=LEASE_SECONDS)

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from p2p_peers import PATIENCE_SECONDS, Producer, Prompt, Spec
 
 from kvferry.errors import ProtocolError
 from kvferry.wire.messages import (
@@ -32,6 +31,7 @@ from kvferry.wire.messages import (
     decode_request,
     encode,
 )
+from p2p_peers import PATIENCE_SECONDS, Producer, Prompt, Spec
 
 FRAMES = 100_000
 BATCH = 500  # sent before the replies are read
