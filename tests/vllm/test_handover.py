@@ -261,7 +261,18 @@ class TestTwoToOne:
         started(first)
         asked = prompt(130, 260)
         params = ticket_of(first, asked)
-        first.kill()
+        # killed while a load waits for its answer: the load ends at once, not at its deadline
+        during = prompt(132, 260)
+        waiting = ticket_of(first, during)
+        os.killpg(first.pid, signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(decode.complete, during, max_tokens=4, kv_transfer_params=waiting)
+            time.sleep(1.0)
+            began = time.monotonic()
+            first.kill()
+            recomputed = ids(answer.result(LOAD))
+            assert time.monotonic() - began < LOAD / 2
+        assert recomputed == ids(decode.complete(during, max_tokens=4))
         second = Engine("again", model, logs / "r2.log", connector=config)
         started(second)
         try:

@@ -19,6 +19,7 @@ from kvferry.p2p.describe import read_layout, read_model, read_shape, require_sa
 from kvferry.p2p.ticket import Ticket
 from kvferry.plan.edge import EdgePlan
 from kvferry.plan.pair import PairPlan, plan_pair
+from kvferry.topology.partners import targets
 from kvferry.transport.base import Carrier
 from kvferry.wire.messages import EngineInfo, RankInfo, Refused, ReplyBody, Welcome
 
@@ -45,20 +46,6 @@ class Remote:
     shape: EngineShape
     pair: PairPlan
     sources: tuple[Source, ...]
-
-
-def targets(pair: PairPlan, rank: Rank) -> list[Rank]:
-    """Source ranks a destination rank speaks to: those it reads, and its part of those unread.
-
-    Every source rank hears from someone, so that none waits for a word that nobody sends.
-    """
-    read = {edge.src for edge in pair.edges}
-    ranks = pair.dst.ranks
-    mine = set(pair.sources(rank))
-    for number, source in enumerate(pair.src.ranks):
-        if source not in read and ranks[number * len(ranks) // len(pair.src.ranks)] == rank:
-            mine.add(source)
-    return sorted(mine)
 
 
 def knows_all_ranks(welcome: ReplyBody) -> bool:

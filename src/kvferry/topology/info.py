@@ -8,6 +8,18 @@ from kvferry.layout.shape import EngineShape
 
 
 @dataclass(frozen=True, slots=True)
+class TransferRegion:
+    """One layer's cache on this rank: layers of one engine may have pages of different lengths."""
+
+    layer_name: str
+    layer_index: int
+    base_addr: int
+    block_len: int  # bytes from one block to the next
+    kv_block_len: int  # bytes of a block that are used
+    group_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineTransferInfo:
     """A remote engine's pipeline stage. The first fields are those that vLLM's connectors use."""
 

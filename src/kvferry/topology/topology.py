@@ -23,6 +23,7 @@ from kvferry.layout.shape import EngineShape, Rank
 from kvferry.plan.assign import Edge
 from kvferry.plan.pair import PairPlan, plan_pair
 from kvferry.topology.info import EngineTransferInfo, MambaEngineTransferInfo
+from kvferry.topology.partners import targets
 
 # Channels of the stand-in state of a hybrid whose model was not given: more than ranks, so that
 # every rank holds some of them.
@@ -174,14 +175,7 @@ class TransferTopology:
         )
         pair = self._pair(shape)
         stage = remote_pp_rank if remote_shape else 0
-        read = {edge.src.tp for edge in pair.edges if edge.src.pp == stage}
-        mine = {r.tp for r in pair.sources(self.rank) if r.pp == stage}
-        mine |= {
-            r
-            for r in range(shape.tp)
-            if r not in read and r * self.tp_size // shape.tp == self.tp_rank
-        }
-        return sorted(mine)
+        return [source.tp for source in targets(pair, self.rank) if source.pp == stage]
 
     def target_remote_ranks(self, remote_engine_id: str, remote_pp_rank: int = 0) -> list[int]:
         """Remote tp ranks of a stage that this rank reads from."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from kvferry.layout.model import CacheModel, Group
 from kvferry.layout.rank import RankLayout, Region
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.layout.tensors import LayerKey, TensorView, layout_from_tensors
+from kvferry.topology import TransferRegion
 
 # Backends that keep [K | V] of one head and slot side by side, in whatever order is registered.
 JOINED = """
@@ -38,6 +40,12 @@ class Described:
     layout: RankLayout
     bases: tuple[int, ...]
     meaning: dict[str, str]
+    regions: tuple[TransferRegion, ...]  # one a layer
+
+    def summary(self) -> str:
+        """How many layers have pages of which length."""
+        lengths = Counter(region.block_len for region in self.regions)
+        return ", ".join(f"{n} layers of {size} bytes a block" for size, n in lengths.items())
 
 
 def describe_worker(
@@ -56,6 +64,7 @@ def describe_worker(
     tables: dict[LayerKey, int] = {}
     padded: dict[str, int] = {}
     kernel_sizes: dict[str, int] = {}
+    transfer_regions: list[TransferRegion] = []
     storages: dict[int, int] = {}  # region by address
     regions: list[Region] = []
     for table, cache_group in enumerate(kv_cache_config.kv_cache_groups):
@@ -80,11 +89,23 @@ def describe_worker(
             padded[key[0]] = getattr(spec, "page_size_padded", None) or 0
             interiors[key[0]] = _interior(layers[name], key[0], interiors)
             kernel_sizes[key[0]] = view.shape[2]
+            blocks = spec.block_size // max(1, view.shape[2] * int(spec.tokens_per_state))
+            transfer_regions.append(
+                TransferRegion(
+                    layer_name=name,
+                    layer_index=key[1],
+                    base_addr=tensor.data_ptr(),
+                    block_len=view.stride_bytes(0) * blocks,
+                    kv_block_len=view.page_bytes * blocks,
+                    group_index=table,
+                )
+            )
     shape = engine_shape(vllm_config, kv_cache_config, model, interiors, kernel_sizes)
     layout = layout_from_tensors(
         model, shape, rank, regions, tensors, tables=tables, padded_page_bytes=padded
     )
-    return Described(model, layout, tuple(storages), meaning(vllm_config, model_id))
+    told = meaning(vllm_config, model_id)
+    return Described(model, layout, tuple(storages), told, tuple(transfer_regions))
 
 
 def cache_model(vllm_config: Any, kv_cache_config: Any) -> CacheModel:

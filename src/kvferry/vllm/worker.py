@@ -91,11 +91,11 @@ class FerryWorker:
             msgspec.msgpack.encode(engine), msgspec.msgpack.encode(info)
         )
         log.info(
-            "kvferry: rank %s of %s (%s), %d regions, carriers %s",
+            "kvferry: rank %s of %s (%s), %s, carriers %s",
             tuple(rank),
             self.engine_id,
             layout.shape.describe(),
-            len(layout.regions),
+            described.summary(),
             ", ".join(carrier.name for carrier in self._carriers),
         )
 
