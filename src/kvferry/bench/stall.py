@@ -158,3 +158,4 @@ def _theirs(ids: list[Any], blocks: int) -> float:
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
+        loop.close()
