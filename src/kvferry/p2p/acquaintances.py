@@ -72,7 +72,8 @@ class Acquaintances:
             )
         except BaseException as error:
             with self._lock:
-                del self._remotes[key]  # the next load tries again
+                if self._remotes.get(key) is known:
+                    del self._remotes[key]  # the next load tries again
             known.set_exception(error)
             raise
         with self._lock:  # a new incarnation voids all that was known of the engine
@@ -97,8 +98,13 @@ class Acquaintances:
             watch.pause(ASK_AGAIN_SECONDS)
 
     def forget(self, remote: Remote) -> None:
+        """Meet it again next time; a handshake that was made since is kept."""
+        key = (remote.engine.engine_id, remote.engine.incarnation)
         with self._lock:
-            self._remotes.pop((remote.engine.engine_id, remote.engine.incarnation), None)
+            known = self._remotes.get(key)
+            met = known is not None and known.done() and known.exception() is None
+            if met and known is not None and known.result() is remote:
+                del self._remotes[key]
 
 
 def _disconnect(remote: Remote) -> None:
