@@ -36,9 +36,10 @@ from kvferry.demo.work import destination_extent, source_extent
 from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
-from kvferry.p2p.consumer import ConsumerRank, Load, Loaded
+from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.holds import Closed
+from kvferry.p2p.load import Load, Loaded
 from kvferry.p2p.producer import Directory, ProducerRank
 from kvferry.p2p.ticket import Ticket
 from kvferry.transport import make_carrier

@@ -24,8 +24,8 @@ pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM"
 from kvferry.demo.engines import Engine, free_port, hand_over
 from kvferry.demo.tiny_model import llama_config, make_model
 
-# vLLM's idle workers spin in sched_yield. With more of them than cores, loads were seen to take ten
-# seconds and more, so deadlines are long here, and short only where one must pass.
+# Loads take milliseconds; deadlines are long, because two cores are shared by all engines' workers,
+# and short only where one must pass.
 LEASE, LOAD, SHORT_LEASE = 60.0, 120.0, 20.0
 FAST: dict[str, Any] = {"lease_seconds": LEASE, "load_seconds": LOAD}
 HIT = "vllm:external_prefix_cache_hits_total"

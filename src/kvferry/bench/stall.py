@@ -27,8 +27,9 @@ from kvferry.errors import TransferError
 from kvferry.layout.model import CacheModel, Component, Group
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
-from kvferry.p2p.consumer import ConsumerRank, Load
+from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
+from kvferry.p2p.load import Load
 from kvferry.p2p.producer import Directory, ProducerRank
 from kvferry.p2p.ticket import Ticket
 from kvferry.transport import MemoryRegion, make_carrier

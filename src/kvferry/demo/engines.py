@@ -2,6 +2,10 @@
 
 `Engine` starts vLLM's OpenAI server with our connector, waits until it answers, and ends it: by
 asking, then by killing. Its log goes to a file. One thread an engine, loopback only.
+
+An engine gets a process group of its own, but no session. Linux gives each session its own share of
+the processors (autogroup), and vLLM's workers spin in `sched_yield`: on a kernel 6.18 with two
+cores, one session's spinning kept all threads of another from running for 15 to 60 seconds.
 """
 
 from __future__ import annotations
@@ -92,7 +96,7 @@ class Engine:
                 env={**os.environ, **ENVIRONMENT, **self.environment},
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,  # and not a session: see above
             )
         return self
 

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
-from kvferry.p2p.consumer import Load
+from kvferry.p2p.load import Load
 from kvferry.p2p.ticket import Ticket
 
 

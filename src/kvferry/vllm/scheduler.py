@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import DescriptionError, ProtocolError
-from kvferry.p2p.consumer import Load
+from kvferry.p2p.load import Load
 from kvferry.p2p.producer import Directory
 from kvferry.p2p.renewer import Renewer
 from kvferry.p2p.ticket import Ticket, prompt_digest

@@ -15,8 +15,9 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvferry.layout.shape import Rank
-from kvferry.p2p.consumer import ConsumerRank, Loaded
+from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
+from kvferry.p2p.load import Loaded
 from kvferry.p2p.producer import ProducerRank
 from kvferry.transport import make_carrier
 from kvferry.transport.base import Carrier, MemoryRegion
