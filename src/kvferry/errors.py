@@ -13,10 +13,11 @@
     │   ├── PeerLost          the peer died, restarted or closed the connection
     │   ├── DeadlineExceeded  not done in time
     │   └── Cancelled         given up by the caller
-    └── HandoverError         producer and consumer do not come together
-        ├── AuthenticationError  a peer without the shared secret
-        ├── StaleTicket       the hold is closed, expired or of another incarnation
-        └── ProtocolError     a message that this version does not understand
+    ├── HandoverError         producer and consumer do not come together
+    │   ├── AuthenticationError  a peer without the shared secret
+    │   ├── StaleTicket       the hold is closed, expired or of another incarnation
+    │   └── ProtocolError     a message that this version does not understand
+    └── StoreError            a pool's store cannot be reached or used
 
 Messages say what was expected, what was found on each side, and what to do about it.
 """
@@ -90,3 +91,7 @@ class StaleTicket(HandoverError):
 
 class ProtocolError(HandoverError):
     """A message that cannot be read, or that makes no sense here."""
+
+
+class StoreError(KvferryError):
+    """A pool's store cannot be reached or used."""
