@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.holds import Closed
 from kvferry.p2p.load import Load, Loaded
 from kvferry.p2p.producer import Directory, ProducerRank
+from kvferry.p2p.push import Pusher
 from kvferry.p2p.ticket import Ticket
 from kvferry.transport import make_carrier
 from kvferry.transport.base import MemoryRegion
@@ -91,7 +92,8 @@ class Spec:
     content: str = "bf16"
     told: bool = True  # whether the directory knows the ranks from the start
     only: tuple[Rank, ...] = ()  # ranks of this process; empty: all
-    gate_after: int | None = None  # reads of a rank before its gate
+    gate_after: int | None = None  # transfers of a rank before its gate
+    mode: Literal["pull", "push"] = "pull"
 
     @property
     def cache_model(self) -> CacheModel:
@@ -108,7 +110,7 @@ class Spec:
 
 
 class GatedCarrier:
-    """A real carrier whose reads, after the first few, wait until the gate is open."""
+    """A real carrier whose transfers, after the first few, wait until the gate is open."""
 
     def __init__(self, carrier: Any, after: int) -> None:
         self._carrier, self._left = carrier, after
@@ -118,11 +120,18 @@ class GatedCarrier:
         return getattr(self._carrier, name)
 
     def read(self, peer: Any, copies: Any) -> Any:
+        self._pass()
+        return self._carrier.read(peer, copies)
+
+    def write_granted(self, peer: Any, copies: Any, grant: bytes) -> Any:
+        self._pass()
+        return self._carrier.write_granted(peer, copies, grant)
+
+    def _pass(self) -> None:
         if self._left <= 0:
             self.reached.set()
             assert self.gate.wait(2 * PATIENCE_SECONDS)
         self._left -= 1
-        return self._carrier.read(peer, copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +248,13 @@ class Producer:
                 self.sockets,
                 f"{spec.incarnation}-{rank.pp}-{rank.tp}",
                 lease_seconds=spec.lease_seconds,
+                pusher=Pusher(
+                    self.engine,
+                    spec.cache_model,
+                    rack.layout,
+                    rack.memory.bases.tolist(),
+                    [rack.carrier],
+                ),
             )
             server.start()
             self.racks.append(rack)
@@ -340,6 +356,7 @@ class Consumer:
                 rack.memory.bases.tolist(),
                 [rack.carrier],
                 zero=HostMemory(memory_regions(rack.layout, rack.memory)).zero,
+                mode=spec.mode,
             )
             for rack in self.racks
         ]

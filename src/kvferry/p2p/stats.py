@@ -1,7 +1,7 @@
 """What producers and consumers count. A snapshot is a value; the tallies behind it are locked.
 
-A consumer's counts only ever rise, but for `abandoned_now`, loads that are over for their caller and
-are still not reported, because bytes of them may yet arrive (their carrier could not confirm a
+A consumer's counts only ever rise, but for `abandoned_now`, loads that are over for their caller
+and still not reported, because bytes of them may yet arrive (their carrier could not confirm a
 cancel), and `quarantined_blocks`, the blocks that those keep. Both are zero where all is well.
 """
 

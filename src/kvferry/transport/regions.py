@@ -43,6 +43,18 @@ class RegionTable:
         table = np.array(merged, dtype=np.int64).reshape(-1, 2)
         return cls(np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1]))
 
+    @classmethod
+    def of_arrays(cls, address: Ints, length: Ints) -> RegionTable:
+        """The same of two arrays, for ranges by the thousand. The ranges must be real memory."""
+        some = length > 0
+        address, length = address[some], length[some]
+        order = np.argsort(address, kind="stable")
+        starts = address[order]
+        ends = np.maximum.accumulate(starts + length[order])
+        heads = np.flatnonzero(np.append(True, starts[1:] > ends[:-1])) if len(starts) else starts
+        lasts = np.append(heads[1:], len(starts)) - 1 if len(starts) else starts
+        return cls(starts[heads], ends[lasts])
+
     def __len__(self) -> int:
         return len(self.starts)
 

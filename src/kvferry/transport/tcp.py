@@ -9,6 +9,7 @@ transfers do not wait for each other. A batch is cut into frames that the server
     cancelled write   this side stops sending and waits until the server has closed: then all that
                       was on the way has either been applied or is gone
     revoked           the owner closes all connections of a peer, and lets it in no more
+    grant closed      the owner closes the connections that write under it, and no others
 
 Without a secret, it listens on loopback only, unless a host was configured.
 """
@@ -27,7 +28,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kvferry.errors import Cancelled, KvferryError, TransferError
-from kvferry.transport.base import CopyArrays, MemoryRegion, Transfer
+from kvferry.transport.base import CopyArrays, Ints, MemoryRegion, Transfer
 from kvferry.transport.jobs import CANCEL_SECONDS, Job, Workers
 from kvferry.transport.regions import Arrays, RegionTable, require_all, slices
 from kvferry.transport.tcp_client import MAX_REGIONS, Connection, TcpEndpoint
@@ -204,6 +205,9 @@ class TcpCarrier:
         return peer.workers.submit(Job(work, "a tcp read"))
 
     def write(self, peer: TcpPeer, copies: CopyArrays) -> Transfer:
+        return self.write_granted(peer, copies, b"")
+
+    def write_granted(self, peer: TcpPeer, copies: CopyArrays, grant: bytes) -> Transfer:
         def work(job: Job) -> None:
             arrays = self._require(peer, copies, reading=False)
             if arrays is None:
@@ -213,7 +217,7 @@ class TcpCarrier:
                 with job.woken_by(connection.stream.stop_sending):
                     for part in slices(arrays, MAX_PAYLOAD_BYTES):
                         job.checkpoint()
-                        connection.write(part)
+                        connection.write(part, grant)
             except KvferryError:
                 # what was sent may still be on its way into the peer's memory: see it end
                 if job.cancelled or not connection.in_step:
@@ -231,6 +235,16 @@ class TcpCarrier:
         does not end in time.
         """
         self._server.revoke(TcpEndpoint.decode(endpoint).incarnation, seconds)
+
+    def open_grant(self, address: Ints, length: Ints) -> bytes:
+        self._server.regions.require("this carrier", address, length)
+        return self._server.grants.open(RegionTable.of_arrays(address, length))
+
+    def close_grant(self, grant: bytes, seconds: float) -> int:
+        return self._server.grants.close(grant, seconds)
+
+    def require_grants(self) -> None:
+        self._server.granted_only = True
 
     def readmit(self, endpoint: bytes) -> None:
         self._server.readmit(TcpEndpoint.decode(endpoint).incarnation)

@@ -95,8 +95,9 @@ class Connection:
         self.stream.recv_vectors(here)
         self._done()
 
-    def write(self, copies: Arrays) -> None:
-        self._ask(Kind.WRITE, copies.dst, copies.length)
+    def write(self, copies: Arrays, grant: bytes = b"") -> None:
+        kind = Kind.GRANTED if grant else Kind.WRITE
+        self._ask(kind, copies.dst, copies.length, grant)
         here = Vectors.join(copies.src, copies.length)
         self._expect(Kind.GO, 0)
         self.in_step = False
@@ -104,9 +105,9 @@ class Connection:
         self._expect(Kind.APPLIED, 0)
         self._done()
 
-    def _ask(self, kind: Kind, address: Ints, length: Ints) -> None:
+    def _ask(self, kind: Kind, address: Ints, length: Ints, grant: bytes = b"") -> None:
         there = Vectors.join(address, length)
-        body = there.table.astype("<i8", copy=False).tobytes()
+        body = grant + there.table.astype("<i8", copy=False).tobytes()
         self._request += 1
         self.in_step = False
         self.stream.send(Header(kind, self._request, len(body), there.bytes).pack() + body)

@@ -20,6 +20,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvferry.errors import DeadlineExceeded, PeerLost, ProtocolError, TransferError
+from kvferry.transport.base import GRANT_BYTES
 from kvferry.transport.iovec import Vectors
 from kvferry.transport.regions import RegionTable
 from kvferry.transport.tcp_frames import (
@@ -37,6 +38,7 @@ from kvferry.transport.tcp_frames import (
     table_bytes,
     table_of,
 )
+from kvferry.transport.tcp_grants import Grants, Refused
 from kvferry.transport.tcp_stream import Stream
 
 log = logging.getLogger(__name__)
@@ -55,15 +57,6 @@ class ServerLimits:
     goodbye_seconds: float = 1.0  # for a refused peer to read why
 
 
-class Refused(Exception):
-    """A frame that is answered with an error."""
-
-    def __init__(self, code: Code, text: str, *, fatal: bool = False) -> None:
-        super().__init__(text)
-        self.code, self.text = code, text
-        self.fatal = fatal  # the connection ends: what follows cannot be told apart any more
-
-
 class Server:
     """Serves `regions` on every connection of `listener`."""
 
@@ -78,6 +71,8 @@ class Server:
         self._closed = False
         self._listener: socket.socket | None = None
         self.regions = RegionTable.of([])
+        self.grants = Grants()
+        self.granted_only = False  # whether writes must name a grant
         self.counters: Counter[str] = Counter()
 
     def listen(self, listener: socket.socket) -> None:
@@ -221,7 +216,10 @@ class Server:
                 if header.request <= last:
                     raise Refused(Code.REPLAYED, f"request {header.request} came before")
                 last = header.request
-                vectors = self._checked(header, body)
+                grant, vectors = self._checked(header, body)
+                if header.kind == Kind.GRANTED:
+                    self._take_granted(stream, header, grant, vectors)
+                    continue
             except Refused as refused:
                 self._answer(stream, header.request, refused)
                 continue
@@ -237,6 +235,14 @@ class Server:
                 self._count("writes")
                 stream.send(Header(Kind.APPLIED, header.request).pack())
         self._count("idle")
+
+    def _take_granted(self, stream: Stream, header: Header, grant: bytes, vectors: Vectors) -> None:
+        address, length = vectors.table[:, 0].copy(), vectors.table[:, 1].copy()
+        with self.grants.writing(grant, stream, address, length):
+            stream.send(Header(Kind.GO, header.request).pack())
+            stream.recv_vectors(vectors)
+        self._count("writes")
+        stream.send(Header(Kind.APPLIED, header.request).pack())
 
     def _handshake(self, stream: Stream) -> None:
         deadline = time.monotonic() + self._limits.handshake_seconds
@@ -267,10 +273,14 @@ class Server:
         welcome = session.server_mac(self._secret, table) + table
         stream.send(Header(Kind.WELCOME, 0, len(welcome)).pack() + welcome, deadline)
 
-    def _checked(self, header: Header, body: bytes) -> Vectors:
-        """The frame's ranges, all of them inside registered memory."""
-        if header.kind not in (Kind.READ, Kind.WRITE):
+    def _checked(self, header: Header, body: bytes) -> tuple[bytes, Vectors]:
+        """The frame's grant, if any, and its ranges, all of them inside registered memory."""
+        if header.kind not in (Kind.READ, Kind.WRITE, Kind.GRANTED):
             raise Refused(Code.MALFORMED, f"a frame of kind {header.kind} is not a request")
+        if header.kind == Kind.WRITE and self.granted_only:
+            raise Refused(Code.REVOKED, "nothing is written here without a grant")
+        grant = body[:GRANT_BYTES] if header.kind == Kind.GRANTED else b""
+        body = body[len(grant) :]
         if len(body) == 0 or len(body) % ROW_BYTES:
             raise Refused(Code.MALFORMED, f"{len(body)} bytes are not a table of ranges")
         address, length = table_of(body)
@@ -285,7 +295,7 @@ class Server:
             raise Refused(Code.OUT_OF_BOUNDS, text)
         if int(length.sum()) != header.payload_bytes:
             raise Refused(Code.MALFORMED, "a frame's ranges do not sum to its payload")
-        return Vectors.join(address, length)
+        return grant, Vectors.join(address, length)
 
     def _answer(self, stream: Stream, request: int, refused: Refused) -> None:
         self._count(refused.code.name.lower())
