@@ -36,6 +36,7 @@ from kvferry.demo.work import destination_extent, source_extent
 from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
+from kvferry.p2p import push as push_module
 from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.holds import Closed
@@ -94,6 +95,12 @@ class Spec:
     only: tuple[Rank, ...] = ()  # ranks of this process; empty: all
     gate_after: int | None = None  # transfers of a rank before its gate
     mode: Literal["pull", "push"] = "pull"
+    slice_descriptors: int | None = None  # of a transfer; how a producer writes, in its process
+
+    @property
+    def is_written(self) -> bool:
+        """Whether producers write this consumer's blocks."""
+        return self.mode == "push" and self.carrier == "tcp"
 
     @property
     def cache_model(self) -> CacheModel:
@@ -226,10 +233,26 @@ def memory_regions(layout: RankLayout, memory: Memory) -> list[MemoryRegion]:
     return [MemoryRegion(b, r.bytes) for b, r in zip(bases, layout.regions, strict=True)]
 
 
-class Producer:
+class Gates:
+    """Stand before the racks of whoever moves the bytes."""
+
+    racks: list[Rack]
+
+    def wait_at_gate(self) -> None:
+        for rack in self.racks:
+            assert rack.carrier.reached.wait(PATIENCE_SECONDS)
+
+    def open_gate(self) -> None:
+        for rack in self.racks:
+            rack.carrier.gate.set()
+
+
+class Producer(Gates):
     """An engine that holds blocks; all its ranks in this process."""
 
     def __init__(self, spec: Spec) -> None:
+        if spec.slice_descriptors is not None:
+            push_module.SLICE_DESCRIPTORS = spec.slice_descriptors
         self.spec = spec
         self.sockets = Sockets(spec.secret)
         self.engine = engine_info(
@@ -332,7 +355,7 @@ def make_ticket(spec: Spec, port: int, prompt: Prompt, hold_id: str = "") -> Tic
     )
 
 
-class Consumer:
+class Consumer(Gates):
     """An engine that loads; all its ranks in this process."""
 
     def __init__(self, spec: Spec, source: Spec) -> None:
@@ -418,14 +441,6 @@ class Consumer:
         for rank in self.ranks:
             rank.release(ticket, outcome)
 
-    def wait_at_gate(self) -> None:
-        for rack in self.racks:
-            assert rack.carrier.reached.wait(PATIENCE_SECONDS)
-
-    def open_gate(self) -> None:
-        for rack in self.racks:
-            rack.carrier.gate.set()
-
     def wrong_bytes(self, *prompts: Prompt) -> int:
         return sum(rack.wrong_bytes(list(prompts), self.source) for rack in self.racks)
 
@@ -498,6 +513,12 @@ class Child:
         fine, value = self.pipe.recv()
         assert fine, value
         return value
+
+    def wait_at_gate(self) -> None:
+        self.ask("wait_at_gate")
+
+    def open_gate(self) -> None:
+        self.ask("open_gate")
 
     def ticket(self, prompt: Prompt, hold_id: str = "") -> Ticket:
         return make_ticket(self.spec, self.port, prompt, hold_id)
