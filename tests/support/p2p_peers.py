@@ -425,8 +425,13 @@ def _serve(kind: str, arguments: tuple[Any, ...], pipe: Connection) -> None:
     """A process: makes a `Producer` or a `Consumer` and calls its methods as told."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    peer: Any = Producer(*arguments) if kind == "producer" else Consumer(*arguments)
-    pipe.send(peer.descriptions() if kind == "producer" else None)
+    if kind == "captured":
+        from captured import CapturedProducer
+
+        peer: Any = CapturedProducer(*arguments)
+    else:
+        peer = Producer(*arguments) if kind == "producer" else Consumer(*arguments)
+    pipe.send(peer.descriptions() if kind != "consumer" else None)
     with contextlib.suppress(EOFError):
         while True:
             name, values, options = pipe.recv()

@@ -25,6 +25,7 @@ from kvferry.p2p.load import WORD_SECONDS, Load, Loaded, Loading
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.watch import Clock, Watch
 from kvferry.plan import everything_plan
+from kvferry.topology import TransferTopology
 from kvferry.transport.base import Carrier
 from kvferry.wire.messages import EngineInfo, Outcome, Reader
 from kvferry.wire.sockets import Sockets
@@ -51,9 +52,10 @@ class ConsumerRank:
         self._caller = Caller(sockets)
         self._pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvferry-load")
         rank = layout.rank
+        self.topology = TransferTopology.of(engine.engine_id, model, layout, optional_roles)
         self._loading = Loading(
             Reader(engine.engine_id, engine.incarnation, rank.pp, rank.tp),
-            Acquaintances(self._caller, engine, model, layout, list(carriers), optional_roles),
+            Acquaintances(self._caller, engine, self.topology, layout, list(carriers)),
             self._caller,
             np.asarray(bases, dtype=np.int64),
             everything_plan(model, layout),

@@ -16,6 +16,7 @@ from vllm.version import __version__ as vllm_version
 
 from kvferry.vllm.config import FerryConfig, incarnation, require_supported_vllm
 from kvferry.vllm.metadata import FerryMetadata
+from kvferry.vllm.prefill import HandedOver
 from kvferry.vllm.scheduler import FerryScheduler
 from kvferry.vllm.worker import FerryWorker
 
@@ -38,6 +39,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 incarnation(vllm_config),
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
+                handed_over=HandedOver.of(vllm_config, kv_cache_config),
             )
         else:
             self.worker = FerryWorker(config, vllm_config, kv_cache_config)
