@@ -3,7 +3,7 @@
 1. **meet** the remote engine: the directory's welcome, plans, connections. Once per incarnation.
 2. **claim** the hold at every source rank that concerns us, all at once. A claim may be parked.
 3. **read** by carrier, edge by edge, all at once, in slices.
-4. **zero** the bytes of loaded blocks that nothing covers.
+4. **zero** the bytes of loaded blocks that nothing covers, and layers that the source has not.
 5. the **last word**, `done`, to every source rank. Only if all of them answer that the hold was
    still open is the load good: the bytes were read from blocks that nobody reused meanwhile.
 
@@ -29,7 +29,7 @@ from kvferry.p2p.caller import Caller
 from kvferry.p2p.remote import Remote, Source
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.watch import Clock, Watch
-from kvferry.plan import Copies, EdgePlan, bind, uncovered
+from kvferry.plan import Copies, EdgePlan, bind, uncovered, whole_blocks
 from kvferry.transport.base import Transfer, TransferState
 from kvferry.wire.messages import (
     VERSION,
@@ -73,6 +73,7 @@ class Loaded:
     bytes: int = 0
     descriptors: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # by step
+    zeroed_bytes: int = 0  # of layers that the source does not have
 
     @property
     def ok(self) -> bool:
@@ -97,7 +98,7 @@ class Loading:
             claimed = self._claim(remote, load.ticket, watch)
             clock.stop("claim")
             moved, descriptors = self._read(remote, load, claimed, watch, clock)
-            self._zero_rest(remote, load)
+            zeroed = self._zero_rest(remote, load)
             clock.stop("zero")
             self._confirm(remote, load, watch)
             clock.stop("confirm")
@@ -105,7 +106,7 @@ class Loading:
             if not load.keep_open:
                 self.say(remote, load.ticket, "failed", time.monotonic() + WORD_SECONDS)
             raise
-        return Loaded(load.request_id, "", moved, descriptors, clock.spent)
+        return Loaded(load.request_id, "", moved, descriptors, clock.spent, zeroed)
 
     def _claim(self, remote: Remote, ticket: Ticket, watch: Watch) -> dict[Source, Claimed]:
         patience = max(0.0, watch.deadline - time.monotonic())
@@ -203,7 +204,8 @@ class Loading:
                 if time.monotonic() >= watch.deadline or transfer.poll() is TransferState.FAILED:
                     raise
 
-    def _zero_rest(self, remote: Remote, load: Load) -> None:
+    def _zero_rest(self, remote: Remote, load: Load) -> int:
+        """Zero what nothing covers; how much of that is of layers that the source has not."""
         rest = uncovered(
             self.everything,
             remote.shape,
@@ -214,6 +216,17 @@ class Loading:
         )
         if len(rest.address):
             self.zero(rest.address, rest.length)
+        if remote.lacking is None:
+            return 0
+        lacking = whole_blocks(
+            remote.lacking,
+            tokens=load.ticket.tokens,
+            skip=load.skip,
+            dst_tables=load.tables,
+            dst_bases=self.bases,
+        )
+        self.zero(lacking.address, lacking.length)
+        return lacking.bytes
 
     def _confirm(self, remote: Remote, load: Load, watch: Watch) -> None:
         """The load counts only if every source kept the hold open until after the last byte."""

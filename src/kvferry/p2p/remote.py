@@ -18,6 +18,7 @@ from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.p2p.describe import read_layout, read_model, read_shape, require_same_meaning
 from kvferry.p2p.ticket import Ticket
+from kvferry.plan.cover import everything_plan
 from kvferry.plan.edge import EdgePlan
 from kvferry.plan.pair import PairPlan
 from kvferry.topology import EngineTransferInfo, TransferTopology
@@ -47,6 +48,7 @@ class Remote:
     shape: EngineShape
     pair: PairPlan
     sources: tuple[Source, ...]
+    lacking: EdgePlan | None = None  # layers that only we have, to be zeroed; None: there are none
 
 
 def knows_all_ranks(welcome: ReplyBody) -> bool:
@@ -98,7 +100,15 @@ def meet(
         _source(pair, by_rank[source], layout, shape, readers, carriers, deadline)
         for source, readers in topology.partners(name).items()
     )
-    return Remote(welcome.engine, shape, pair, sources)
+    lacking = topology.model.beyond(pair.model)
+    if lacking is not None:
+        log.warning(
+            "kvferry: engine %r has no %s, which will be zeroed here",
+            welcome.engine.engine_id,
+            ", ".join(f"layers {list(g.layers)} of group {g.name!r}" for g in lacking.groups),
+        )
+    plan = everything_plan(lacking, layout) if lacking else None
+    return Remote(welcome.engine, shape, pair, sources, plan)
 
 
 def register(
