@@ -57,7 +57,7 @@ class CacheProbe:
             for name in group.layer_names:
                 cache = layers[name].kv_cache
                 if isinstance(cache, tuple):
-                    found |= _states(name, cache, table[-1], rank)
+                    found |= _states(name, layers[name], table[-1], rank)
                     continue
                 mla = layers[name].get_attn_backend().get_name().endswith("MLA")
                 cache = cache[:, None] if cache.dim() == 3 else cache
@@ -92,10 +92,21 @@ def _attention(
     return found
 
 
-def _states(name: str, cache: Any, block: int, rank: int) -> dict[str, list[str | None]]:
-    """The convolution state whole, the other one by head."""
-    conv, ssm = (state[block].contiguous().view(_uint(state)).numpy() for state in cache)
-    found: dict[str, list[str | None]] = {f"{name} conv of rank {rank}": [_digest(conv)]}
+def _states(name: str, layer: Any, block: int, rank: int) -> dict[str, list[str | None]]:
+    """Convolution states by channel, the others by head; numbered over all ranks."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    conv, ssm = (s[block].contiguous().view(_uint(s)).numpy() for s in layer.kv_cache)
+    channels = conv if is_conv_state_dim_first() else conv.T
+    shared = layer.groups_ssm_state_size // layer.tp_size
+    sizes = {"x": layer.intermediate_size // layer.tp_size, "B": shared, "C": shared}
+    assert sum(sizes.values()) == len(channels)
+    found: dict[str, list[str | None]] = {}
+    start = 0
+    for section, size in sizes.items():
+        for number, channel in enumerate(channels[start : start + size]):
+            found[f"{name} conv {section} {rank * size + number}"] = [_digest(channel)]
+        start += size
     for head, state in enumerate(ssm):
         found[f"{name} ssm {rank * len(ssm) + head}"] = [_digest(state)]
     return found

@@ -52,6 +52,23 @@ LOOPBACK = "127.0.0.1"
 PATIENCE_SECONDS = 30.0  # generous: the machine may be busy
 
 _kv = tuple(Component(name, 12, (16,), 2, content="bf16") for name in ("k", "v"))
+
+
+def _mamba2(groups: int) -> Group:
+    shared: Any = "replicated" if groups == 1 else "split"
+    return Group(
+        "state",
+        (0, 1, 3, 4),
+        (
+            Component("conv_x", 16, (4, 3), 2),
+            Component("conv_B", groups, (8, 3), 2, shared),
+            Component("conv_C", groups, (8, 3), 2, shared),
+            Component("ssm", 16, (4, 8), 4),
+        ),
+        Residency("state"),
+    )
+
+
 MODELS = {
     "gqa": CacheModel("gqa", (Group("full", tuple(range(6)), _kv),)),
     "window": CacheModel(
@@ -68,6 +85,41 @@ MODELS = {
                 "latent",
                 tuple(range(5)),
                 (Component("latent", 1, (72,), 2, "replicated", content="bf16"),),
+            ),
+        ),
+    ),
+    # two heads on up to eight ranks: copies that context parallelism can use
+    "few heads": CacheModel(
+        "few heads",
+        (Group("full", tuple(range(4)), tuple(replace(c, units=2) for c in _kv)),),
+    ),
+    "mamba2": CacheModel("mamba2", (Group("full", (2, 5), _kv), _mamba2(groups=8))),
+    "mamba2, one group": CacheModel(
+        "mamba2, one group", (Group("full", (2, 5), _kv), _mamba2(groups=1))
+    ),
+    "delta net": CacheModel(
+        "delta net",
+        (
+            Group("full", (3,), _kv),
+            Group(
+                "state",
+                (0, 1, 2),
+                (
+                    Component("conv_q", 8, (4, 3), 2),
+                    Component("conv_k", 8, (4, 3), 2),
+                    Component("conv_v", 16, (4, 3), 2),
+                    Component("ssm", 16, (4, 4), 4),
+                ),
+                Residency("state"),
+            ),
+        ),
+    ),
+    "draft": CacheModel(
+        "draft",
+        (
+            Group("full", tuple(range(4)), _kv),
+            Group(
+                "draft", (0, 1), tuple(replace(c, units=4, dims=(8,)) for c in _kv), role="draft"
             ),
         ),
     ),
@@ -92,10 +144,12 @@ class Spec:
     told: bool = True  # whether the directory knows the ranks from the start
     only: tuple[Rank, ...] = ()  # ranks of this process; empty: all
     gate_after: int | None = None  # reads of a rank before its gate
+    absent: tuple[str, ...] = ()  # roles whose layers this engine does not have
+    optional: tuple[str, ...] = ()  # roles whose layers a peer may lack
 
     @property
     def cache_model(self) -> CacheModel:
-        model = MODELS[self.model]
+        model = MODELS[self.model].without(*self.absent)
         groups = tuple(
             replace(g, components=tuple(replace(c, content=self.content) for c in g.components))
             for g in model.groups
@@ -148,6 +202,7 @@ class Prompt:
             count = extent.blocks
             ids = list(range(first + count - 1, first - 1, -1))
             tables.append([0] * extent.first_held + ids[extent.first_held :])
+            first += count if shape.overlay else 0  # one pool for all groups
         return tables
 
     def key(self, model: CacheModel, view: View) -> tuple[int, ...]:
@@ -204,8 +259,17 @@ class Rack:
                 table = prompt.tables(self.spec, prompt.dst_first, source)[index]
                 ids = np.asarray(table, dtype=np.int64)[blocks.start :]
                 entries = slot_entries(view.group, shape, self.rank.tp, blocks, extent.entries)
-                wrong += wrong_entries(view, prompt.key(model, view), ids, entries)
+                if view.group.role in source.absent:
+                    wrong += wrong_byte(view, ids, 0)
+                else:
+                    wrong += wrong_entries(view, prompt.key(model, view), ids, entries)
                 written.append(ids)
+            if shape.overlay:  # blocks of other groups lie in the same memory
+                written = [
+                    np.asarray(table, dtype=np.int64)
+                    for prompt in prompts
+                    for table in prompt.tables(self.spec, prompt.dst_first, source)
+                ]
             used = np.concatenate(written) if written else np.zeros(0, dtype=np.int64)
             free = np.setdiff1d(np.arange(self.spec.blocks), used)
             wrong += wrong_byte(view, free, CANARY)
@@ -340,6 +404,7 @@ class Consumer:
                 rack.memory.bases.tolist(),
                 [rack.carrier],
                 zero=HostMemory(memory_regions(rack.layout, rack.memory)).zero,
+                optional_roles=frozenset(spec.optional),
             )
             for rack in self.racks
         ]
