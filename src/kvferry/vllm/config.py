@@ -24,6 +24,7 @@ class FerryConfig:
     lease_seconds: float = 60.0  # a hold lasts this long without a word from its consumer
     load_seconds: float = 120.0  # a load has failed after this long
     model_id: str = ""  # names the weights, where the model's path differs between engines
+    draft_layers: str = "refuse"  # a prefill engine without our draft layers; or "zero" them
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> FerryConfig:
@@ -44,6 +45,10 @@ class FerryConfig:
         config = cls(**values)
         if config.lease_seconds <= 0 or config.load_seconds <= 0:
             raise DescriptionError("lease_seconds and load_seconds must be positive")
+        if config.draft_layers not in ("refuse", "zero"):
+            raise DescriptionError(
+                f'draft_layers is "refuse" or "zero", found {config.draft_layers!r}'
+            )
         return config
 
 

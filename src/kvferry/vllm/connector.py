@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -16,6 +17,7 @@ from vllm.version import __version__ as vllm_version
 
 from kvferry.vllm.config import FerryConfig, incarnation, require_supported_vllm
 from kvferry.vllm.metadata import FerryMetadata
+from kvferry.vllm.prefill import HandedOver
 from kvferry.vllm.scheduler import FerryScheduler
 from kvferry.vllm.worker import FerryWorker
 
@@ -28,6 +30,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         config = FerryConfig.read(transfer.kv_connector_extra_config or {})
+        if config.port:  # each data parallel rank is an engine of its own
+            number = vllm_config.parallel_config.data_parallel_index
+            config = replace(config, port=config.port + number)
         self._groups = tuple(range(len(kv_cache_config.kv_cache_groups)))
         self.scheduler: FerryScheduler | None = None
         self.worker: FerryWorker | None = None
@@ -38,6 +43,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 incarnation(vllm_config),
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
+                handed_over=HandedOver.of(vllm_config, kv_cache_config),
             )
         else:
             self.worker = FerryWorker(config, vllm_config, kv_cache_config)

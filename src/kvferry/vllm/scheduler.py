@@ -26,6 +26,7 @@ from kvferry.p2p.renewer import Renewer
 from kvferry.p2p.ticket import Ticket, prompt_digest
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, HoldOrder
+from kvferry.vllm.prefill import DIGEST, HandedOver
 from kvferry.wire.messages import EngineInfo, RankInfo
 from kvferry.wire.sockets import Sockets
 
@@ -62,6 +63,7 @@ class FerryScheduler:
     incarnation: str
     produces: bool = True  # roles of the engine
     consumes: bool = True
+    handed_over: HandedOver = field(default_factory=HandedOver)
     _orders: FerryMetadata = field(default_factory=FerryMetadata)
     _wanted: dict[str, _Wanted] = field(default_factory=dict)
     _shared: dict[str, _Shared] = field(default_factory=dict)  # by hold
@@ -106,6 +108,8 @@ class FerryScheduler:
 
     def on_new_request(self, request: Any) -> None:
         params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode") and self.produces:
+            self.handed_over.stop_short(request, request_digest(request))
         if not params.get("do_remote_prefill") or not self.consumes:
             return
         try:
@@ -113,7 +117,7 @@ class FerryScheduler:
         except ProtocolError as error:
             log.warning("request %s: computed here, because %s", request.request_id, error)
             return
-        refusal = _unfit(ticket, request)
+        refusal = _unfit(ticket, request, self.handed_over)
         if refusal:  # vLLM also sends such a request to say that it rejected the real one
             log.warning("request %s: computed here, because %s", request.request_id, refusal)
             self._orders.releases.append(ticket)
@@ -150,7 +154,7 @@ class FerryScheduler:
             Load(
                 request_id=request.request_id,
                 ticket=wanted.ticket,
-                tables=tuple(tuple(ids) for ids in block_ids),
+                tables=self.handed_over.tables(block_ids),
                 skip=wanted.ticket.tokens - external,
                 seconds=self.config.load_seconds,
                 keep_open=wanted.shared,
@@ -207,7 +211,7 @@ class FerryScheduler:
             engine_id=self.engine_id,
             incarnation=self.incarnation,
             hold_id=secrets.token_hex(16),
-            digest=request_digest(request),
+            digest=params.get(DIGEST) or request_digest(request),
             tokens=tokens,
             host=self.config.host or "127.0.0.1",
             port=self._directory.port,
@@ -221,7 +225,7 @@ class FerryScheduler:
                 request.request_id,
                 ticket.digest,
                 tokens,
-                tuple(tuple(ids) for ids in block_ids),
+                self.handed_over.tables(block_ids),
             )
         )
         return True, ticket.to_params()
@@ -245,12 +249,14 @@ class FerryScheduler:
             self._sockets.close()
 
 
-def _unfit(ticket: Ticket, request: Any) -> str:
+def _unfit(ticket: Ticket, request: Any, handed_over: HandedOver) -> str:
     """Why a ticket cannot be for this request; empty where it can."""
     if ticket.digest != request_digest(request):
         return "its ticket is for another prompt"
     if ticket.tokens > request.num_tokens:
         return f"its ticket is for {ticket.tokens} tokens, and it has {request.num_tokens}"
+    if handed_over.reaches_too_far(ticket.tokens, request.num_tokens):
+        return f"its ticket leaves less than {handed_over.held_back} tokens to compute here"
     return ""
 
 
