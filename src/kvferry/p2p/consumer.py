@@ -22,6 +22,7 @@ from kvferry.layout.rank import Ints, RankLayout
 from kvferry.p2p.acquaintances import Acquaintances
 from kvferry.p2p.caller import Caller
 from kvferry.p2p.load import WORD_SECONDS, Load, Loaded, Loading
+from kvferry.p2p.stats import ConsumerStats, ConsumerTally
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.watch import Clock, Watch
 from kvferry.plan import everything_plan
@@ -59,6 +60,7 @@ class ConsumerRank:
             everything_plan(model, layout),
             zero,
         )
+        self._tally = ConsumerTally()
         self._lock = threading.Condition()  # notified when a load has ended
         self._done: list[Loaded] = []
         self._running: dict[str, Watch] = {}
@@ -94,6 +96,10 @@ class ConsumerRank:
             if self._running and not self._done:
                 self._lock.wait(seconds)
 
+    def stats(self) -> ConsumerStats:
+        """What this rank has loaded and what it has not. Safe from any thread."""
+        return self._tally.snapshot()
+
     def close(self) -> None:
         """Give all loads up; their threads end soon after."""
         with self._lock:
@@ -117,6 +123,10 @@ class ConsumerRank:
         except Exception as error:
             log.exception("loading request %s failed", load.request_id)
             result = Loaded(load.request_id, f"internal error: {error!r}", seconds=clock.spent)
+        if result.ok:
+            self._tally.done(result.bytes, result.descriptors, result.seconds, pushed=False)
+        else:
+            self._tally.failed(result.error.partition(":")[0], result.seconds)
         with self._lock:
             self._running.pop(load.request_id, None)
             self._done.append(result)

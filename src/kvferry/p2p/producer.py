@@ -33,6 +33,7 @@ from kvferry.layout.model import require_same_cache
 from kvferry.p2p.describe import read_model, read_shape, require_same_meaning
 from kvferry.p2p.holds import MOST_ENGINES, Closed, Hold, HoldTable, Why
 from kvferry.p2p.server import Server
+from kvferry.p2p.stats import ProducerStats
 from kvferry.plan.assign import assign
 from kvferry.wire.messages import (
     VERSION,
@@ -183,6 +184,17 @@ class ProducerRank(Server):
         with self._closed_lock:
             closed, self._closed = self._closed, []
         return closed
+
+    def stats(self) -> ProducerStats:
+        """What this rank holds, and how its holds ended. Safe from any thread."""
+        return ProducerStats(
+            holds_open=len(self._table.open),
+            parked=self._table.parked,
+            holds_delivered=self.counters["closed: delivered"],
+            holds_expired=self.counters["closed: expired"],
+            holds_withdrawn=self.counters["closed: withdrawn"],
+            claims=self.counters["claims"],
+        )
 
     @property
     def open_holds(self) -> int:
