@@ -1,8 +1,8 @@
 """What producers and consumers count. A snapshot is a value; the tallies behind it are locked.
 
-A consumer's counts only ever rise, but for `abandoned_now` and `quarantined_blocks`: loads that are over for
-their caller and are still not reported, because bytes of them may yet arrive (their carrier could
-not confirm a cancel), and the blocks that those keep. They are zero in all that is well.
+A consumer's counts only ever rise, but for `abandoned_now`, loads that are over for their caller
+and still not reported, because bytes of them may yet arrive (their carrier could not confirm a
+cancel), and `quarantined_blocks`, the blocks that those keep. Both are zero where all is well.
 """
 
 from __future__ import annotations
