@@ -54,6 +54,8 @@ class RegionTable:
         """Index of the first range that is not inside one region, or -1. Nothing overflows."""
         if len(address) == 0:
             return -1
+        if self._hull_inside(address, length):
+            return -1
         if len(self.starts) == 0:
             outside = length != 0
         else:
@@ -62,6 +64,17 @@ class RegionTable:
             room = np.where(at >= 0, self.ends[at] - np.maximum(address, 0), -1)
             outside = (length > room) & (length != 0) | (length < 0)
         return int(np.argmax(outside)) if bool(outside.any()) else -1
+
+    def _hull_inside(self, address: Ints, length: Ints) -> bool:
+        """Whether one region holds all that lies from the first range to the last: quick to see."""
+        low, longest = int(address.min()), int(length.max())
+        at = int(np.searchsorted(self.starts, low, side="right")) - 1
+        if at < 0 or int(length.min()) < 0:
+            return False
+        end = int(self.ends[at])
+        # the first two keep the sum of the last from overflowing
+        fits = longest <= end - int(self.starts[at]) and int(address.max()) <= end
+        return fits and int((address + length).max()) <= end
 
     def require(self, whose: str, address: Ints, length: Ints) -> None:
         """Raise `OutOfBounds` naming the first range that leaves the regions."""
