@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from kvferry.errors import TransferError
@@ -15,13 +16,18 @@ CARRIERS: dict[str, type[Any]] = {
     "local": LocalCarrier,
     "tcp": TcpCarrier,
 }
+LAZY = {"cuda": "kvferry.transport.cuda:CudaCarrier"}  # need a library or a device of their own
 
 
 def make_carrier(name: str, **options: Any) -> Carrier:
     """The carrier of that name; `options` are its constructor's."""
     kind = CARRIERS.get(name)
+    if kind is None and name in LAZY:
+        module, _, class_name = LAZY[name].partition(":")
+        kind = getattr(importlib.import_module(module), class_name)
     if kind is None:
-        raise TransferError(f"there is no carrier {name!r}; there are {', '.join(CARRIERS)}")
+        names = ", ".join([*CARRIERS, *LAZY])
+        raise TransferError(f"there is no carrier {name!r}; there are {names}")
     try:
         carrier: Carrier = kind(**options)
     except TypeError as error:
