@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from pool_cases import check, pool_case
 
 from kvferry.errors import KvferryError
 from kvferry.verify.oracle import Oracle
+from pool_cases import check, pool_case
 
 SEED = 20261115
 PAIRS = 120

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.errors import DescriptionError
+from kvferry.layout.rank import Ints
 from kvferry.pool.keys import CONTENT_BYTES
 
 MARK = 0xFFFFFFFF  # no token id
@@ -65,10 +66,31 @@ class ContentChain:
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
         ids = np.asarray(tokens, dtype=np.int64)
+        with self._lock:
+            self._append(ids)
+
+    def _append(self, ids: Ints) -> None:
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= MARK):
             raise DescriptionError(f"token ids are below {MARK}, found {ids.min()}..{ids.max()}")
+        self._stream += ids.astype("<u4").tobytes()
+
+    def signature(self) -> str:
+        """A digest of everything, also of what fills no block."""
         with self._lock:
-            self._stream += ids.astype("<u4").tobytes()
+            whole = blake2b(self._stream, digest_size=CONTENT_BYTES)
+            for extra in self._extras:
+                whole.update(frame(f"{extra.position} {extra.text}"))
+            return whole.hexdigest()
+
+    def cover(self, tokens: Sequence[int], count: int) -> None:
+        """Append what is missing of the first `count` of all tokens of the sequence."""
+        while (have := self.tokens) < count:
+            ids = np.asarray(tokens[have:count], dtype=np.int64)
+            if not ids.size:
+                raise DescriptionError(f"the sequence has {have} tokens, expected {count}")
+            with self._lock:  # somebody else may have appended them meanwhile
+                if self.tokens == have:
+                    self._append(ids)
 
     def digests(self, block_tokens: int, blocks: int | None = None) -> list[str]:
         """Digests of the first whole blocks of this size, as hexadecimal."""

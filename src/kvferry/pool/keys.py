@@ -2,10 +2,11 @@
 
     kvferry1 / tenant / namespace / layout / part / content
 
-The *namespace* is a digest of all that decides what bytes mean and that no shape can bridge: tenant,
-model fingerprint, what engines compare at a handshake, weight revision. The *layout* is the id of a
-record that tells where in the object each byte lies; engines of other shapes read it. The *part* is
-the writer's block table and rank. The *content* is a digest of every token up to the block's end.
+The *namespace* is a digest of all that decides what bytes mean and that no shape can bridge:
+tenant, model fingerprint, what engines compare at a handshake, weight revision. The *layout* is the
+id of a record that tells where in the object each byte lies; engines of other shapes read it. The
+*part* is the writer's block table and rank. The *content* is a digest of every token up to the
+block's end.
 
 Digests are BLAKE2b. Content comes from users, who may look for collisions on purpose: a fast hash
 that is not made to resist them (xxh3, or vLLM's own seeded hashes) would let one user's prompt hit
@@ -64,7 +65,7 @@ class KeyMetadata:
         return f"{self.root}/layout/{layout_id}"
 
     def index_keys(self) -> list[str]:
-        """Slots that name the layouts of this namespace; each is written once, by its first user."""
+        """Slots that name the layouts of this namespace; each is written once."""
         return [f"{self.root}/index/{slot}" for slot in range(INDEX_SLOTS)]
 
 

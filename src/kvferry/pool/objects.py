@@ -69,7 +69,9 @@ class ObjectMemory:
         return found
 
 
-def table_kinds(model: CacheModel, shape: EngineShape, tables: dict[int, set[str]]) -> list[TableKind]:
+def table_kinds(
+    model: CacheModel, shape: EngineShape, tables: dict[int, set[str]]
+) -> list[TableKind]:
     """What each table holds, or the reason why it cannot be kept in a pool."""
     kinds = []
     for table, names in sorted(tables.items()):
@@ -148,9 +150,7 @@ def compact(layout: RankLayout, memory: dict[int, ObjectMemory]) -> RankLayout:
         for t in range(layout.tables)
     )
     # a pool keeps blocks of windows as long as any others
-    shape = replace(
-        layout.shape, null_block=None, full_residency=True, overlay=False, page_align=1
-    )
+    shape = replace(layout.shape, null_block=None, full_residency=True, overlay=False, page_align=1)
     return RankLayout(layout.rank, shape, parts, regions, layout.tables)
 
 

@@ -126,9 +126,7 @@ class ReadPlan:
             return Wanted([], [], [], [])
         distinct = sorted(set(fragments))
         number = np.asarray([distinct.index(f) for f in fragments], dtype=np.int64)
-        keys, offset, address, length = (
-            np.concatenate([m[i] for m in made]) for i in range(4)
-        )
+        keys, offset, address, length = (np.concatenate([m[i] for m in made]) for i in range(4))
         block = keys & ((1 << 40) - 1)
         objects = block * len(distinct) + number[keys >> 40]
         order = np.argsort(objects, kind="stable")

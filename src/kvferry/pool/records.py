@@ -150,7 +150,9 @@ def _replicas(
                 (
                     part.group,
                     tuple(part.layers.tolist()),
-                    tuple((p.component, p.units, tuple(p.offsets.tolist())) for p in part.placements),
+                    tuple(
+                        (p.component, p.units, tuple(p.offsets.tolist())) for p in part.placements
+                    ),
                 )
                 for part in layout.parts
                 if part.table == table

@@ -10,6 +10,9 @@ nothing.
 import logging
 
 from kvferry.vllm.connector import FerryConnector
+from kvferry.vllm.pool_connector import FerryMooncakeStoreConnector, FerryPoolConnector
+
+MooncakeStoreConnector = FerryMooncakeStoreConnector  # the name that configurations use
 
 
 def _log_with_vllm() -> None:
@@ -23,4 +26,9 @@ def _log_with_vllm() -> None:
 
 _log_with_vllm()
 
-__all__ = ["FerryConnector"]
+__all__ = [
+    "FerryConnector",
+    "FerryMooncakeStoreConnector",
+    "FerryPoolConnector",
+    "MooncakeStoreConnector",
+]
