@@ -89,6 +89,11 @@ def describe_worker(
     shape = engine_shape(vllm_config, kv_cache_config, model, interiors, block_sizes, kernel_sizes)
     for _, name, spec in layer_specs(kv_cache_config):
         require_spec(model.group(keys[name][0]), shape, rank, spec, name)
+        if shape.dcp > 1 and not spec.dcp_sharded and not is_state(spec):
+            raise DescriptionError(
+                f"layer {name!r} keeps all tokens on every rank, while decode context parallelism "
+                f"shares them out over {shape.dcp}; start without it, or without the draft model"
+            )
     layout = layout_from_tensors(
         model, shape, rank, regions, tensors, tables=tables, padded_page_bytes=padded
     )
