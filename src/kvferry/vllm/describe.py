@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kvferry.errors import DescriptionError
 from kvferry.layout.model import CacheModel
@@ -179,7 +179,7 @@ def engine_shape(
         ),
         order=str(cache.kv_cache_layout),
         interior_of=tuple(sorted(interiors.items())),
-        conv_order=_conv_order(),
+        conv_order=_conv_order(model),
         # without the hybrid manager every layer is a full one, and keeps all its blocks
         full_residency=windows and kinds <= {"FullAttentionSpec", "MLAAttentionSpec"},
         null_block=0,
@@ -193,10 +193,11 @@ def _draft_tp(vllm_config: Any, model: CacheModel) -> tuple[tuple[str, int], ...
     return () if tp == vllm_config.parallel_config.tensor_parallel_size else (("draft", tp),)
 
 
-def _conv_order() -> Any:
+def _conv_order(model: CacheModel) -> Literal["DS", "SD"]:
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-    return "DS" if is_conv_state_dim_first() else "SD"
+    has_states = any(group.is_state for group in model.groups)
+    return "SD" if has_states and not is_conv_state_dim_first() else "DS"
 
 
 def meaning(vllm_config: Any, kv_cache_config: Any, model_id: str) -> dict[str, str]:
