@@ -9,9 +9,12 @@ and token, so that engines of any shape can be compared.
 from __future__ import annotations
 
 import hashlib
+import time
 from typing import Any
 
 import numpy as np
+
+DELAY_SECONDS = 2.0
 
 
 class CacheProbe:
@@ -41,6 +44,14 @@ class CacheProbe:
         worker.start, worker.results = watched_start, watched_results
         return {}
 
+    def delay_reads(self) -> dict[str, Any]:
+        """From now on, a read says that it begins, and does so a while later."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        for carrier in get_kv_transfer_group().worker._carriers:
+            _delay(carrier)
+        return {}
+
     def seen_caches(self) -> dict[str, Any]:
         seen, self._seen = self._seen, {}
         return seen
@@ -64,6 +75,19 @@ class CacheProbe:
                 first = 0 if mla else rank * heads // size
                 found |= _attention(name, first, mla, cache, table, tokens)
         return found
+
+
+def _delay(carrier: Any) -> None:
+    read = carrier.read
+
+    def delayed(peer: Any, copies: Any) -> Any:
+        print("a read begins", flush=True)
+        time.sleep(DELAY_SECONDS)
+        transfer = read(peer, copies)
+        print("a read is under way", flush=True)
+        return transfer
+
+    carrier.read = delayed
 
 
 def _attention(

@@ -71,17 +71,16 @@ def seen(engine: Engine) -> list[Digests]:
     return list(merged.values())
 
 
-def require_same_cache(source: Digests, loaded: Digests, needed: dict[str, int]) -> int:
+def require_same_cache(source: Digests, loaded: Digests, needed_from: int) -> int:
     """Every entry that the destination has must be the source's; how many were compared.
 
-    `needed` says by name from which token on an entry must be there at all; names are compared by
-    their ends, everything else from token 0 on.
+    From token `needed_from` on every entry must be there; those of states always.
     """
     assert source.keys() == loaded.keys()
     compared = 0
     for key, values in loaded.items():
-        first = next((n for name, n in needed.items() if name in key), 0)
-        assert len(values) == len(source[key]) and all(values[first:]), key
+        assert len(values) == len(source[key]), key
+        assert all(values[needed_from:]) or len(values) == 1, key
         for token, (theirs, ours) in enumerate(zip(source[key], values, strict=True)):
             if ours is not None:
                 assert ours == theirs, f"{key}, entry {token}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kvferry.errors import DescriptionError
 from kvferry.layout.model import CacheModel
@@ -89,6 +89,11 @@ def describe_worker(
     shape = engine_shape(vllm_config, kv_cache_config, model, interiors, block_sizes, kernel_sizes)
     for _, name, spec in layer_specs(kv_cache_config):
         require_spec(model.group(keys[name][0]), shape, rank, spec, name)
+        if shape.dcp > 1 and not spec.dcp_sharded and not is_state(spec):
+            raise DescriptionError(
+                f"layer {name!r} keeps all tokens on every rank, while decode context parallelism "
+                f"shares them out over {shape.dcp}; start without it, or without the draft model"
+            )
     layout = layout_from_tensors(
         model, shape, rank, regions, tensors, tables=tables, padded_page_bytes=padded
     )
@@ -174,7 +179,7 @@ def engine_shape(
         ),
         order=str(cache.kv_cache_layout),
         interior_of=tuple(sorted(interiors.items())),
-        conv_order=_conv_order(),
+        conv_order=_conv_order(model),
         # without the hybrid manager every layer is a full one, and keeps all its blocks
         full_residency=windows and kinds <= {"FullAttentionSpec", "MLAAttentionSpec"},
         null_block=0,
@@ -188,10 +193,11 @@ def _draft_tp(vllm_config: Any, model: CacheModel) -> tuple[tuple[str, int], ...
     return () if tp == vllm_config.parallel_config.tensor_parallel_size else (("draft", tp),)
 
 
-def _conv_order() -> Any:
+def _conv_order(model: CacheModel) -> Literal["DS", "SD"]:
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-    return "DS" if is_conv_state_dim_first() else "SD"
+    has_states = any(group.is_state for group in model.groups)
+    return "SD" if has_states and not is_conv_state_dim_first() else "DS"
 
 
 def meaning(vllm_config: Any, kv_cache_config: Any, model_id: str) -> dict[str, str]:
