@@ -40,6 +40,8 @@ from kvferry.wire.messages import (
     Renewed,
     Reply,
     Request,
+    Sum,
+    Summed,
     Welcome,
     decode_reply,
     decode_request,
@@ -65,6 +67,7 @@ def requests() -> list[Any]:
         Claim(VERSION, "i", "h", "d", READER, 3, 1.5),
         Complete(VERSION, "i", "h", READER, 3, "not needed"),
         Renew(VERSION, "i", ["h", "g"]),
+        Sum(VERSION, "i", "h", bytes(32)),
     ]
 
 
@@ -75,6 +78,7 @@ def replies() -> list[Any]:
         Claimed(17, [[1, 2], [3]]),
         Closing(True),
         Renewed(["h"], ["g"]),
+        Summed(bytes(16)),
         Refused("digest", "why"),
     ]
 

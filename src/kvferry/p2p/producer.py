@@ -30,10 +30,12 @@ import msgspec
 
 from kvferry.errors import KvferryError
 from kvferry.layout.model import require_same_cache
+from kvferry.p2p.checksum import Summing, decode_runs, digest
 from kvferry.p2p.describe import read_model, read_shape, require_same_meaning
 from kvferry.p2p.holds import MOST_ENGINES, Closed, Hold, HoldTable, Why
 from kvferry.p2p.server import Server
 from kvferry.plan.assign import assign
+from kvferry.transport.memory import Memory
 from kvferry.wire.messages import (
     VERSION,
     Claim,
@@ -48,6 +50,8 @@ from kvferry.wire.messages import (
     Renewed,
     ReplyBody,
     Request,
+    Sum,
+    Summed,
     Welcome,
 )
 from kvferry.wire.sockets import Sockets
@@ -139,8 +143,11 @@ class ProducerRank(Server):
         host: str | None = None,
         port: int = 0,
         lease_seconds: float = DEFAULT_LEASE_SECONDS,
+        memory: Memory | None = None,
     ) -> None:
+        """`memory`: what checksums are made of; without it, readers that ask are refused."""
         super().__init__(sockets, host, port, "kvferry-producer")
+        self._summing = Summing(memory) if memory is not None else None
         self.incarnation = incarnation
         self._table: HoldTable[_Sender] = HoldTable(lease_seconds)
         self._closed: list[Closed] = []
@@ -210,6 +217,8 @@ class ProducerRank(Server):
                 return self._claim(body) or self._park(sender, request.id, body)
             case Complete():
                 return self._complete(body)
+            case Sum():
+                return self._sum(sender, request.id, body)
             case Renew():
                 now = time.monotonic()
                 found = {h: self._table.find(h, now) for h in body.hold_ids}
@@ -252,6 +261,39 @@ class ProducerRank(Server):
         if closed is not None:
             self._report(closed)
         return Closing(was_open)
+
+    def _sum(self, sender: bytes, request_id: int, asked: Sum) -> ReplyBody | None:
+        """Checked here, made on the other thread, answered from here again."""
+        if self._summing is None:
+            return Refused("malformed", "this rank makes no checksums")
+        address, length = decode_runs(asked.runs)
+        hold = self._table.find(asked.hold_id, time.monotonic())
+        if not isinstance(hold, Hold):
+            return _refuse_closed(hold or "withdrawn")
+
+        def work(memory: Memory) -> None:
+            reply: ReplyBody
+            try:
+                reply = Summed(digest(memory, address, length))
+            except KvferryError as error:  # a run outside of the registered memory
+                reply = Refused("malformed", str(error))
+            self.submit(lambda: self._summed(sender, request_id, asked.hold_id, reply))
+
+        if not self._summing.submit(work):
+            return Refused("busy", "too many checksums wait to be made")
+        return None
+
+    def _summed(self, sender: bytes, request_id: int, hold_id: str, reply: ReplyBody) -> None:
+        hold = self._table.find(hold_id, time.monotonic())
+        if not isinstance(hold, Hold):  # the bytes may be another request's by now
+            reply = _refuse_closed(hold or "withdrawn")
+        self.counters["sums" if isinstance(reply, Summed) else "refused sums"] += 1
+        self.reply(sender, request_id, reply)
+
+    def close(self) -> None:
+        super().close()
+        if self._summing is not None:
+            self._summing.close()
 
     def tick(self, now: float) -> None:
         closed, impatient = self._table.expire(now)

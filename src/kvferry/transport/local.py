@@ -79,10 +79,15 @@ class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LocalPeer:
-    """A process whose memory this one reaches; `tcp` is set where it does so by tcp."""
+    """A process whose memory this one reaches; `tcp` is set where it does so by tcp.
 
-    def __init__(self, endpoint: LocalEndpoint, tcp: TcpPeer | None = None) -> None:
-        self.tcp = tcp
+    `detour` then says why.
+    """
+
+    def __init__(
+        self, endpoint: LocalEndpoint, tcp: TcpPeer | None = None, detour: str = ""
+    ) -> None:
+        self.tcp, self.detour = tcp, detour
         self.connected = True
         self.pid = endpoint.pid
         self.regions = RegionTable.of([MemoryRegion(a, n) for a, n in endpoint.regions])
@@ -187,9 +192,8 @@ class LocalCarrier:
         if not self._said_fallback:
             self._said_fallback = True
             log.warning("the local carrier falls back to tcp, which is slower: %s", why)
-        return LocalPeer(
-            found, self._tcp.connect(found.tcp, deadline, secret=found.tcp_secret or None)
-        )
+        tcp = self._tcp.connect(found.tcp, deadline, secret=found.tcp_secret or None)
+        return LocalPeer(found, tcp, why)
 
     def read(self, peer: LocalPeer, copies: CopyArrays) -> Transfer:
         if peer.tcp is not None:

@@ -19,7 +19,9 @@ from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.producer import ProducerRank
+from kvferry.p2p.stats import ConsumerStats
 from kvferry.transport import make_carrier
+from kvferry.transport.auto import AUTO, by_cost, select
 from kvferry.transport.base import Carrier, MemoryRegion
 from kvferry.transport.host import HostMemory
 from kvferry.vllm.config import FerryConfig, incarnation
@@ -57,15 +59,25 @@ class FerryWorker:
             for base, region in zip(bases, layout.regions, strict=True)
         ]
         self._sockets = Sockets(self.config.secret)
-        for name in self.config.carriers:
-            carrier = make_carrier(name, secret=self.config.secret, host=self.config.host)
+        for chosen in select(self.config.carriers):
+            if chosen.why_not:
+                log.debug("kvferry: no carrier %s: %s", chosen.name, chosen.why_not)
+                continue
+            options = {"packing": self.config.packing} if chosen.name in ("local", "tcp") else {}
+            carrier = make_carrier(
+                chosen.name, secret=self.config.secret, host=self.config.host, **options
+            )
             carrier.register(memory)
             self._carriers.append(carrier)
+        if self.config.carriers == (AUTO,):
+            self._carriers = by_cost(self._carriers)
+        host_memory = HostMemory(memory)
         self._producer = ProducerRank(
             self._sockets,
             self._incarnation,
             host=self.config.host,
             lease_seconds=self.config.lease_seconds,
+            memory=host_memory,
         )
         self._producer.start()
         engine = engine_info(
@@ -78,7 +90,8 @@ class FerryWorker:
             layout,
             bases,
             self._carriers,
-            zero=HostMemory(memory).zero,
+            zero=host_memory.zero,
+            checked=host_memory if self.config.checksums else None,
         )
         address = f"{self.config.host or '127.0.0.1'}:{self._producer.port}"
         info = rank_info(
@@ -137,6 +150,10 @@ class FerryWorker:
             else:
                 _log_load(loaded)
         return results
+
+    def stats(self) -> ConsumerStats | None:
+        """What this rank has loaded so far."""
+        return self._consumer.stats() if self._consumer is not None else None
 
     def close(self) -> None:
         for part in (self._consumer, self._producer, *self._carriers, self._sockets):

@@ -9,6 +9,9 @@ counts have bounds, because servers keep some of what they are sent.
     Claim     -> Claimed | Refused a consumer rank asks for a hold; answered when it is readable
     Complete  -> Closing           its one last word: done, failed or not needed
     Renew     -> Renewed           a consumer's scheduler keeps holds open while it queues
+    Sum       -> Summed | Refused  the digest of runs that a consumer rank has read, if it checks
+
+Version 2 added Sum and Summed.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ import msgspec
 
 from kvferry.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 MAX_REQUEST_BYTES = 1 << 20  # an engine of 100 groups with 100 layers each is below 100 kB
 MAX_REPLY_BYTES = 64 << 20  # a directory of 64 ranks with 100 layers each is below 1 MB
 MAX_READERS = 1 << 16
+MOST_RUNS = 1 << 15  # of one Sum: half a MiB
+RUN_BYTES = 16  # address and length, little-endian
 
 Outcome = Literal["done", "failed", "not needed"]
 Reason = Literal["stale", "digest", "version", "model", "malformed", "expired", "closed", "busy"]
@@ -30,6 +35,7 @@ ResidencyName = Literal["full", "window", "chunk", "ring", "state"]
 ShardingName = Literal["split", "replicated"]
 Text = Annotated[str, msgspec.Meta(max_length=512)]  # an id, a digest, an address
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
+Runs = Annotated[bytes, msgspec.Meta(max_length=MOST_RUNS * RUN_BYTES)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)]
 
 
@@ -169,13 +175,24 @@ class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
     closed: list[str]  # those that are not any more; what is in neither list is not known yet
 
 
+class Sum(msgspec.Struct, frozen=True, tag="sum"):
+    version: int
+    incarnation: Text
+    hold_id: Text
+    runs: Runs  # rows of (address, length) in the source's memory
+
+
+class Summed(msgspec.Struct, frozen=True, tag="summed"):
+    digest: bytes  # xxh3, 128 bits, of the runs' bytes in their order
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: Reason
     message: str
 
 
-RequestBody = Hello | Claim | Complete | Renew
-ReplyBody = Welcome | Claimed | Closing | Renewed | Refused
+RequestBody = Hello | Claim | Complete | Renew | Sum
+ReplyBody = Welcome | Claimed | Closing | Renewed | Summed | Refused
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
