@@ -149,6 +149,7 @@ class Spec:
     mode: Literal["pull", "push"] = "pull"
     slice_descriptors: int | None = None  # of a transfer; how a producer writes, in its process
     absent: tuple[str, ...] = ()  # roles whose layers this engine does not have
+    checksums: bool = False
     optional: tuple[str, ...] = ()  # roles whose layers a peer may lack
 
     @property
@@ -245,11 +246,15 @@ class Rack:
         views = make_views(model, shape, rank, spec.blocks, memory.regions())
         for view in views:
             write_byte(view, np.arange(spec.blocks), fill)
-        carrier: Any = make_carrier(spec.carrier, secret=spec.secret, host=LOOPBACK)
+        options = {} if spec.carrier == "null" else {"secret": spec.secret, "host": LOOPBACK}
+        carrier: Any = make_carrier(spec.carrier, **options)
         if spec.gate_after is not None:
             carrier = GatedCarrier(carrier, spec.gate_after)
         carrier.register(memory_regions(layout, memory))
         return cls(spec, rank, layout, memory, views, carrier)
+
+    def host_memory(self) -> HostMemory:
+        return HostMemory(memory_regions(self.layout, self.memory))
 
     def fill(self, prompt: Prompt) -> None:
         tables = prompt.tables(self.spec, prompt.src_first)
@@ -342,6 +347,7 @@ class Producer(Gates):
                     rack.memory.bases.tolist(),
                     [rack.carrier],
                 ),
+                memory=rack.host_memory(),
             )
             server.start()
             self.racks.append(rack)
@@ -442,7 +448,8 @@ class Consumer(Gates):
                 rack.layout,
                 rack.memory.bases.tolist(),
                 [rack.carrier],
-                zero=HostMemory(memory_regions(rack.layout, rack.memory)).zero,
+                zero=rack.host_memory().zero,
+                checked=rack.host_memory() if spec.checksums else None,
                 mode=spec.mode,
                 optional_roles=frozenset(spec.optional),
             )

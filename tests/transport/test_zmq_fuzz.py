@@ -28,6 +28,7 @@ from kvferry.wire.messages import (
     Renewed,
     Reply,
     Request,
+    Sum,
     Welcome,
     decode_reply,
     decode_request,
@@ -60,6 +61,8 @@ def frames(rng: random.Random, producer: Producer, count: int) -> Iterator[list[
         Introduce(VERSION, incarnation, producer.engine, producer.infos[0]),
         Offer(VERSION, incarnation, HOLD, "wrong", READER, 1, 1.0, "tcp", b"g", 1, 0, [[1]], False),
         Offer(VERSION, incarnation, "unknown", "d", READER, 1, 9.0, "", b"g", 1, 0, [], True),
+        Sum(VERSION, incarnation, HOLD, bytes(32)),
+        Sum(VERSION, incarnation, "unknown", b"\x01" * 17),
     ]
     valid = [encode(Request(1 + n, body)) for n, body in enumerate(bodies)]
     replies: list[Any] = [Closing(True), Refused("closed", "x"), Renewed([], [HOLD])]

@@ -44,6 +44,8 @@ from kvferry.wire.messages import (
     Renewed,
     Reply,
     Request,
+    Sum,
+    Summed,
     Welcome,
     decode_reply,
     decode_request,
@@ -71,6 +73,7 @@ def requests() -> list[Any]:
         Claim(VERSION, "i", "h", "d", READER, 3, 1.5),
         Complete(VERSION, "i", "h", READER, 3, "not needed"),
         Renew(VERSION, "i", ["h", "g"]),
+        Sum(VERSION, "i", "h", bytes(32)),
     ]
 
 
@@ -83,6 +86,7 @@ def replies() -> list[Any]:
         Renewed(["h"], ["g"]),
         Introduced(),
         Delivered(b"g", 1 << 40, 7),
+        Summed(bytes(16)),
         Refused("digest", "why"),
     ]
 

@@ -217,13 +217,41 @@ def bench_plan(
 def bench_transport(
     sizes: Annotated[str, typer.Option(help="Descriptor sizes in bytes, with commas.")] = "",
     seconds: Annotated[float, typer.Option(help="Seconds for each size.")] = 1.0,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure what direct and packed cost, and keep it.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """What the carriers move, beside memcpy and a plain socket in the same run."""
+    if calibrate:
+        from kvferry.cli.bench import calibrate_costs
+
+        with refusals():
+            calibrate_costs(as_json)
+        return
     from kvferry.bench.transport import DEFAULT_SIZES, lines, run
 
     with refusals():
         chosen = [int(s) for s in sizes.split(",")] if sizes else list(DEFAULT_SIZES)
+        result = run(chosen, seconds)
+    if as_json:
+        print_json(asdict(result))
+    else:
+        for line in lines(result):
+            print(line)
+
+
+@bench.command("packed")
+def bench_packed(
+    sizes: Annotated[str, typer.Option(help="Run lengths in bytes, with commas.")] = "",
+    seconds: Annotated[float, typer.Option(help="Seconds for each length and carrier.")] = 1.0,
+    as_json: Json = False,
+) -> None:
+    """Short runs: direct, packed and what the cost model chooses, in the same run."""
+    from kvferry.bench.packed import SIZES, lines, run
+
+    with refusals():
+        chosen = [int(s) for s in sizes.split(",")] if sizes else list(SIZES)
         result = run(chosen, seconds)
     if as_json:
         print_json(asdict(result))

@@ -31,6 +31,7 @@ from kvferry.p2p.watch import Clock, Watch
 from kvferry.plan import everything_plan
 from kvferry.topology import TransferTopology
 from kvferry.transport.base import Carrier, is_granting
+from kvferry.transport.memory import Memory
 from kvferry.wire.messages import EngineInfo, Outcome, Reader
 from kvferry.wire.sockets import Sockets
 
@@ -53,8 +54,14 @@ class ConsumerRank:
         zero: Callable[[Ints, Ints], None],
         optional_roles: frozenset[str] = frozenset(),
         mode: Mode = "pull",
+        checked: Memory | None = None,
     ) -> None:
-        """`mode` "push": sources write, where their carrier lets us stop them; else we read."""
+        """What sources do, and how far they are trusted.
+
+        `mode` "push": sources write, where their carrier lets us stop them; else we read.
+        `checked`: compare what arrives in this memory with checksums of the sources'; it is read,
+        whatever the mode.
+        """
         self.engine, self.model, self.layout = engine, model, layout
         self._caller = Caller(sockets)
         self._pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvferry-load")
@@ -65,7 +72,7 @@ class ConsumerRank:
             if is_granting(carrier):  # nobody writes here but under a grant
                 carrier.require_grants()
         offering = None
-        if mode == "push":
+        if mode == "push" and checked is None:
             endpoints = {c.name: c.endpoint() for c in carriers if is_granting(c)}
             offering = Offering(
                 reader,
@@ -86,6 +93,7 @@ class ConsumerRank:
             zero,
             self._tally,
             offering,
+            checked,
         )
         self._lock = threading.Condition()  # notified when a load has ended
         self._done: list[Loaded] = []
@@ -124,7 +132,9 @@ class ConsumerRank:
 
     def stats(self) -> ConsumerStats:
         """What this rank has loaded and what it has not. Safe from any thread."""
-        return self._tally.snapshot()
+        with self._lock:
+            running = len(self._running)
+        return self._tally.snapshot(running)
 
     def close(self) -> None:
         """Give all loads up; their threads end soon after."""

@@ -4,8 +4,9 @@
    In push mode, sources that can be stopped now **write** (`offers`); the rest is for the others.
 2. **claim** the hold at every source rank that concerns us, all at once. A claim may be parked.
 3. **read** by carrier, edge by edge, all at once, in slices.
-4. **zero** the bytes of loaded blocks that nothing covers, and layers that the source has not.
-5. the **last word**, `done`, to every source rank. Only if all of them answer that the hold was
+4. **check**, where that was asked for: digests of what was read, compared with the sources' own.
+5. **zero** the bytes of loaded blocks that nothing covers, and layers that the source has not.
+6. the **last word**, `done`, to every source rank. Only if all of them answer that the hold was
    still open is the load good: the bytes were read from blocks that nobody reused meanwhile.
 
 Whatever fails, the sources are told `failed` (best effort, nobody waits for their answers). Every
@@ -23,20 +24,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kvferry.errors import Cancelled, HandoverError, KvferryError, StaleTicket
+from kvferry.errors import Cancelled, ChecksumError, HandoverError, KvferryError, StaleTicket
 from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import Ints
 from kvferry.p2p.acquaintances import Acquaintances
 from kvferry.p2p.caller import Caller
+from kvferry.p2p.checksum import digest, encode_runs, parts
 from kvferry.p2p.offers import Arrived, Offering, Offers
 from kvferry.p2p.remote import Remote, Source
 from kvferry.p2p.stats import ConsumerTally
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.transfers import await_transfer, end_transfers
 from kvferry.p2p.watch import Clock, Watch
-from kvferry.plan import Copies, EdgePlan, bind, uncovered, whole_blocks
+from kvferry.plan import Bound, Copies, EdgePlan, bind, uncovered, whole_blocks
 from kvferry.plan.landing import require_distinct_blocks
 from kvferry.transport.base import Transfer
+from kvferry.transport.memory import Memory
+from kvferry.transport.regions import Arrays
 from kvferry.wire.messages import (
     VERSION,
     Claim,
@@ -49,6 +53,8 @@ from kvferry.wire.messages import (
     Renew,
     Renewed,
     ReplyBody,
+    Sum,
+    Summed,
 )
 
 log = logging.getLogger("kvferry")
@@ -104,6 +110,7 @@ class Loading:
     zero: Callable[[Ints, Ints], None]
     tally: ConsumerTally
     offering: Offering | None = None  # where sources are let write
+    checked: Memory | None = None  # where digests are compared, the memory that is read into
 
     def run(self, load: Load, watch: Watch, clock: Clock) -> Loaded:
         remote = self.known.meet(load.ticket, watch)
@@ -114,7 +121,14 @@ class Loading:
             read = [source for source in remote.sources if source not in written.delivered]
             claimed = self._claim(remote, read, load.ticket, watch)
             clock.stop("claim")
-            moved, descriptors = self._read(remote, load, claimed, watch, clock)
+            bound = self._bind(load, claimed)
+            self._read(remote, load, bound, watch, clock)
+            moved = sum(b.bytes for b in bound.values())
+            descriptors = sum(b.descriptors for b in bound.values())
+            if self.checked is not None:
+                self._check(remote, load.ticket, bound, self.checked, watch)
+                self.tally.checked(moved)
+                clock.stop("check")
             zeroed = self._zero_rest(remote, load)
             clock.stop("zero")
             self._confirm(remote, read, load, watch)
@@ -216,31 +230,35 @@ class Loading:
             self.known.forget(remote)  # the peer may have restarted: meet it again next time
             raise
 
+    def _bind(self, load: Load, claimed: dict[Source, Claimed]) -> dict[Source, Bound]:
+        """What is to be read, by source; small, whatever the number of copies."""
+        return {
+            source: bind(
+                source.plan,
+                tokens=load.ticket.tokens,
+                skip=load.skip,
+                src_tables=hold.tables,
+                dst_tables=load.tables,
+                src_bases=source.bases,
+                dst_bases=self.bases,
+            )
+            for source, hold in claimed.items()
+            if source.plan is not None and source.carrier is not None
+        }
+
     def _read(
         self,
         remote: Remote,
         load: Load,
-        claimed: dict[Source, Claimed],
+        bound: dict[Source, Bound],
         watch: Watch,
         clock: Clock,
-    ) -> tuple[int, int]:
+    ) -> None:
         transfers: list[Transfer] = []
-        moved = descriptors = 0
         try:
-            for source, hold in claimed.items():
-                if source.plan is None or source.carrier is None:
-                    continue
-                bound = bind(
-                    source.plan,
-                    tokens=load.ticket.tokens,
-                    skip=load.skip,
-                    src_tables=hold.tables,
-                    dst_tables=load.tables,
-                    src_bases=source.bases,
-                    dst_bases=self.bases,
-                )
-                moved, descriptors = moved + bound.bytes, descriptors + bound.descriptors
-                for piece in bound.slices(SLICE_DESCRIPTORS):
+            for source, copies in bound.items():
+                assert source.carrier is not None
+                for piece in copies.slices(SLICE_DESCRIPTORS):
                     mine = Copies(piece.src.copy(), piece.dst.copy(), piece.length.copy())
                     transfers.append(source.carrier.read(source.peer, mine))
             clock.stop("bind")
@@ -252,7 +270,42 @@ class Loading:
             if not isinstance(error, Cancelled):
                 self.known.forget(remote)
             raise
-        return moved, descriptors
+
+    def _check(
+        self,
+        remote: Remote,
+        ticket: Ticket,
+        bound: dict[Source, Bound],
+        memory: Memory,
+        watch: Watch,
+    ) -> None:
+        """Compare digests, slice by slice; all sources work on theirs while we do on ours."""
+        left = {source: parts(copies) for source, copies in bound.items()}
+        while left:
+            asked: list[tuple[Source, Arrays, Future[ReplyBody]]] = []
+            for source, more in list(left.items()):
+                part = next(more, None)
+                if part is None:
+                    del left[source]
+                    continue
+                runs = encode_runs(part.src, part.length)
+                sum_ = Sum(VERSION, source.incarnation, ticket.hold_id, runs)
+                asked.append((source, part, self.caller.call(source.address, sum_, watch.deadline)))
+            for source, part, call in asked:
+                ours = digest(memory, part.dst, part.length)
+                reply = self.answer(remote, call, watch)
+                who = f"rank {tuple(source.rank)}"
+                if not isinstance(reply, Summed):
+                    why = reply.message if isinstance(reply, Refused) else type(reply).__name__
+                    raise HandoverError(f"{who} gives no checksum: {why}")
+                if reply.digest != ours:
+                    self.known.forget(remote)
+                    raise ChecksumError(
+                        f"{who}: {len(part)} runs of {int(part.length.sum())} bytes arrived "
+                        f"differently than the source holds them (xxh3 {reply.digest.hex()} there, "
+                        f"{ours.hex()} here); nothing of this load is used. The carrier or the "
+                        "network between the two engines damages bytes"
+                    )
 
     def _zero_rest(self, remote: Remote, load: Load) -> int:
         """Zero what nothing covers; how much of that is of layers that the source has not."""

@@ -32,12 +32,14 @@ import msgspec
 
 from kvferry.errors import KvferryError
 from kvferry.layout.model import require_same_cache
+from kvferry.p2p.checksum import Summing, decode_runs, digest
 from kvferry.p2p.describe import read_model, read_shape, require_same_meaning
 from kvferry.p2p.holds import MOST_ENGINES, Closed, Hold, HoldTable, Why
 from kvferry.p2p.push import Pushed, Pusher, Unreachable
 from kvferry.p2p.server import Server
 from kvferry.p2p.stats import ProducerStats
 from kvferry.plan.assign import assign
+from kvferry.transport.memory import Memory
 from kvferry.wire.messages import (
     VERSION,
     Claim,
@@ -57,6 +59,8 @@ from kvferry.wire.messages import (
     Renewed,
     ReplyBody,
     Request,
+    Sum,
+    Summed,
     Welcome,
 )
 from kvferry.wire.sockets import Sockets
@@ -168,10 +172,16 @@ class ProducerRank(Server):
         port: int = 0,
         lease_seconds: float = DEFAULT_LEASE_SECONDS,
         pusher: Pusher | None = None,
+        memory: Memory | None = None,
     ) -> None:
-        """`pusher` writes what consumers offer; without one, they are told to read."""
+        """What the rank can do for consumers beside holding.
+
+        `pusher` writes what they offer; without one, they are told to read. `memory`: what
+        checksums are made of; without it, readers that ask are refused.
+        """
         super().__init__(sockets, host, port, "kvferry-producer")
         self._pusher = pusher
+        self._summing = Summing(memory) if memory is not None else None
         self.incarnation = incarnation
         self._table: HoldTable[_Sender] = HoldTable(lease_seconds)
         self._closed: list[Closed] = []
@@ -270,6 +280,8 @@ class ProducerRank(Server):
                 return self._introduce(body)
             case Complete():
                 return self._complete(body)
+            case Sum():
+                return self._sum(sender, request.id, body)
             case Renew():
                 now = time.monotonic()
                 found = {h: self._table.find(h, now) for h in body.hold_ids}
@@ -386,6 +398,34 @@ class ProducerRank(Server):
             self._report(closed)
         return Closing(was_open)
 
+    def _sum(self, sender: bytes, request_id: int, asked: Sum) -> ReplyBody | None:
+        """Checked here, made on the other thread, answered from here again."""
+        if self._summing is None:
+            return Refused("malformed", "this rank makes no checksums")
+        address, length = decode_runs(asked.runs)
+        hold = self._table.find(asked.hold_id, time.monotonic())
+        if not isinstance(hold, Hold):
+            return _refuse_closed(hold or "withdrawn")
+
+        def work(memory: Memory) -> None:
+            reply: ReplyBody
+            try:
+                reply = Summed(digest(memory, address, length))
+            except KvferryError as error:  # a run outside of the registered memory
+                reply = Refused("malformed", str(error))
+            self.submit(lambda: self._summed(sender, request_id, asked.hold_id, reply))
+
+        if not self._summing.submit(work):
+            return Refused("busy", "too many checksums wait to be made")
+        return None
+
+    def _summed(self, sender: bytes, request_id: int, hold_id: str, reply: ReplyBody) -> None:
+        hold = self._table.find(hold_id, time.monotonic())
+        if not isinstance(hold, Hold):  # the bytes may be another request's by now
+            reply = _refuse_closed(hold or "withdrawn")
+        self.counters["sums" if isinstance(reply, Summed) else "refused sums"] += 1
+        self.reply(sender, request_id, reply)
+
     def tick(self, now: float) -> None:
         closed, impatient = self._table.expire(now)
         for one in closed:
@@ -404,6 +444,8 @@ class ProducerRank(Server):
         if self._pusher is not None:
             self._pusher.close()
         super().close()
+        if self._summing is not None:
+            self._summing.close()
 
     def _report(self, closed: Closed) -> None:
         self.counters[f"closed: {closed.why}"] += 1

@@ -26,7 +26,9 @@ class ConsumerStats:
     revoked: int = 0  # grants that were taken back before their source said that it was through
     bytes: int = 0
     descriptors: int = 0
+    checked_bytes: int = 0  # that were compared by checksum
     seconds: Mapping[str, float] = field(default_factory=dict)  # by step, of loads that ended
+    running: int = 0  # loads under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class ConsumerTally:
         self._lock = threading.Lock()
         self._done = self._pushed = self._abandoned = self._quarantined = self._revoked = 0
         self._failed: Counter[str] = Counter()
-        self._bytes = self._descriptors = 0
+        self._bytes = self._descriptors = self._checked = 0
         self._seconds: Counter[str] = Counter()
 
     def done(
@@ -69,6 +71,10 @@ class ConsumerTally:
         with self._lock:
             self._failed[reason] += 1
             self._add(seconds)
+
+    def checked(self, count_bytes: int) -> None:
+        with self._lock:
+            self._checked += count_bytes
 
     def revoked(self) -> None:
         with self._lock:
@@ -91,7 +97,7 @@ class ConsumerTally:
         for step, spent in seconds.items():
             self._seconds[step] += spent  # type: ignore[assignment]
 
-    def snapshot(self) -> ConsumerStats:
+    def snapshot(self, running: int = 0) -> ConsumerStats:
         with self._lock:
             return ConsumerStats(
                 loads_done=self._done,
@@ -102,5 +108,7 @@ class ConsumerTally:
                 revoked=self._revoked,
                 bytes=self._bytes,
                 descriptors=self._descriptors,
+                checked_bytes=self._checked,
+                running=running,
                 seconds=dict(self._seconds),
             )

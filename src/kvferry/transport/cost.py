@@ -11,7 +11,7 @@ the runs at the packed rate.
 Numbers come from one of
 
     the file that KVFERRY_COSTS names
-    $XDG_CONFIG_HOME/kvferry/costs.json (~/.config), which `kvferry bench transport --calibrate` makes
+    $XDG_CONFIG_HOME/kvferry/costs.json (~/.config), by `kvferry bench transport --calibrate`
     the default that ships (costs.json beside this module: it says on what, when and how)
 """
 

@@ -29,8 +29,8 @@ import msgspec
 
 from kvferry.errors import Cancelled, ProtocolError, TransferError
 from kvferry.transport import cuda_kernels
-from kvferry.transport.base import CopyArrays, MemoryRegion, StridedCopies, Transfer
 from kvferry.transport.alive import Beacon, Sign, Watch
+from kvferry.transport.base import CopyArrays, MemoryRegion, StridedCopies, Transfer
 from kvferry.transport.cuda_driver import (
     IPC_HANDLE_BYTES,
     CudaError,

@@ -20,6 +20,7 @@ from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.producer import ProducerRank
 from kvferry.transport import make_carrier
+from kvferry.transport.auto import AUTO, by_cost, select
 from kvferry.transport.base import Carrier, MemoryRegion
 from kvferry.transport.host import HostMemory
 from kvferry.vllm.config import FerryConfig
@@ -70,15 +71,25 @@ class FerryWorker:
             for base, region in zip(bases, layout.regions, strict=True)
         ]
         self._sockets = Sockets(self.config.secret)
-        for name in self.config.carriers:
-            carrier = make_carrier(name, secret=self.config.secret, host=self.config.host)
+        for chosen in select(self.config.carriers):
+            if chosen.why_not:
+                log.debug("kvferry: no carrier %s: %s", chosen.name, chosen.why_not)
+                continue
+            options = {"packing": self.config.packing} if chosen.name in ("local", "tcp") else {}
+            carrier = make_carrier(
+                chosen.name, secret=self.config.secret, host=self.config.host, **options
+            )
             carrier.register(memory)
             self._carriers.append(carrier)
+        if self.config.carriers == (AUTO,):
+            self._carriers = by_cost(self._carriers)
+        host_memory = HostMemory(memory)
         self._producer = ProducerRank(
             self._sockets,
             self._incarnation,
             host=self.config.host,
             lease_seconds=self.config.lease_seconds,
+            memory=host_memory,
         )
         self._producer.start()
         engine = engine_info(
@@ -91,8 +102,9 @@ class FerryWorker:
             layout,
             bases,
             self._carriers,
-            zero=HostMemory(memory).zero,
+            zero=host_memory.zero,
             optional_roles=frozenset({"draft"} if self.config.draft_layers == "zero" else ()),
+            checked=host_memory if self.config.checksums else None,
         )
         address = f"{self.config.host or '127.0.0.1'}:{self._producer.port}"
         info = rank_info(

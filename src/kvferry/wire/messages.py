@@ -11,8 +11,9 @@ counts have bounds, because servers keep some of what they are sent.
     Renew     -> Renewed           a consumer's scheduler keeps holds open while it queues
     Introduce -> Introduced        a consumer rank says where its own memory lies, before it offers
     Offer     -> Delivered | Refused  it opens blocks for a hold; answered when they are written
+    Sum       -> Summed | Refused  the digest of runs that a consumer rank has read, if it checks
 
-Version 2 added the last two.
+Version 2 added the last three.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ VERSION = 2
 MAX_REQUEST_BYTES = 1 << 20  # an engine of 100 groups with 100 layers each is below 100 kB
 MAX_REPLY_BYTES = 64 << 20  # a directory of 64 ranks with 100 layers each is below 1 MB
 MAX_READERS = 1 << 16
+MOST_RUNS = 1 << 15  # of one Sum: half a MiB
+RUN_BYTES = 16  # address and length, little-endian
 
 Outcome = Literal["done", "failed", "not needed"]
 Reason = Literal[
@@ -47,6 +50,7 @@ ShardingName = Literal["split", "replicated"]
 Text = Annotated[str, msgspec.Meta(max_length=512)]  # an id, a digest, an address
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 Grant = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
+Runs = Annotated[bytes, msgspec.Meta(max_length=MOST_RUNS * RUN_BYTES)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)]
 
 
@@ -223,13 +227,24 @@ class Delivered(msgspec.Struct, frozen=True, tag="delivered"):
     descriptors: int
 
 
+class Sum(msgspec.Struct, frozen=True, tag="sum"):
+    version: int
+    incarnation: Text
+    hold_id: Text
+    runs: Runs  # rows of (address, length) in the source's memory
+
+
+class Summed(msgspec.Struct, frozen=True, tag="summed"):
+    digest: bytes  # xxh3, 128 bits, of the runs' bytes in their order
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: Reason
     message: str
 
 
-RequestBody = Hello | Claim | Complete | Renew | Introduce | Offer
-ReplyBody = Welcome | Claimed | Closing | Renewed | Introduced | Delivered | Refused
+RequestBody = Hello | Claim | Complete | Renew | Introduce | Offer | Sum
+ReplyBody = Welcome | Claimed | Closing | Renewed | Introduced | Delivered | Summed | Refused
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
