@@ -356,6 +356,8 @@ class ProducerRank(Server):
         return Closing(was_open)
 
     def tick(self, now: float) -> None:
+        if self._pusher is not None:
+            self._pusher.tidy(now)
         closed, impatient = self._table.expire(now)
         for one in closed:
             self._report(one)

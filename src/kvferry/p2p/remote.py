@@ -7,7 +7,7 @@ source rank that concerns this rank there is a `Source`: whom to ask, and how to
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,11 +99,21 @@ def meet(
         )
     speaking = {rank: targets(pair, rank) for rank in layout.shape.ranks}
     readers = {s: sum(s in spoken for spoken in speaking.values()) for s in shape.ranks}
-    sources = tuple(
-        _source(pair, by_rank[s], layout, shape, readers[s], carriers, deadline)
-        for s in speaking[layout.rank]
-    )
-    return Remote(welcome.engine, shape, pair, sources)
+    sources: list[Source] = []
+    try:
+        for s in speaking[layout.rank]:
+            sources.append(_source(pair, by_rank[s], layout, shape, readers[s], carriers, deadline))
+    except BaseException:
+        disconnect(sources)
+        raise
+    return Remote(welcome.engine, shape, pair, tuple(sources))
+
+
+def disconnect(sources: Iterable[Source]) -> None:
+    """Give the connections to these back."""
+    for source in sources:
+        if source.carrier is not None:
+            source.carrier.disconnect(source.peer)
 
 
 def _source(
