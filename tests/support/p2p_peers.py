@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -53,6 +54,7 @@ from kvferry.wire.messages import RankInfo, Welcome
 from kvferry.wire.sockets import Sockets
 
 LOOPBACK = "127.0.0.1"
+QUIET = "KVFERRY_PEERS_QUIET"  # set: peers in processes of their own do not log
 PATIENCE_SECONDS = 30.0  # generous: the machine may be busy
 
 _kv = tuple(Component(name, 12, (16,), 2, content="bf16") for name in ("k", "v"))
@@ -355,6 +357,13 @@ class Producer(Gates):
         for server in self.ranks:
             server.withdraw(hold_id)
 
+    def flush(self) -> None:
+        """Until the servers have done what they were told so far."""
+        for server in self.ranks:
+            done = threading.Event()
+            server.submit(done.set)
+            assert done.wait(PATIENCE_SECONDS)
+
     def closed(self) -> list[list[Closed]]:
         return [server.take_closed() for server in self.ranks]
 
@@ -474,6 +483,12 @@ class Consumer(Gates):
         self._collect()
         return len(self._done.get(request_id, {})) < len(self.ranks)
 
+    def finished(self) -> dict[str, list[Loaded]]:
+        """Loads that all ranks have reported since the last call."""
+        self._collect()
+        whole = [r for r, reports in self._done.items() if len(reports) == len(self.ranks)]
+        return {r: [one for _, one in sorted(self._done.pop(r).items())] for r in whole}
+
     def _collect(self) -> None:
         for number, rank in enumerate(self.ranks):
             for loaded in rank.take_done():
@@ -552,6 +567,8 @@ class Crowd:
 def _serve(kind: str, arguments: tuple[Any, ...], pipe: Connection) -> None:
     """A process: makes a peer and calls its methods as told."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.environ.get(QUIET):
+        logging.getLogger("kvferry").setLevel(logging.CRITICAL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     kinds: dict[str, Any] = {"producer": Producer, "consumer": Consumer, "crowd": Crowd}
     peer: Any = kinds[kind](*arguments)

@@ -17,7 +17,7 @@ def remote() -> Any:
 
 
 def known(value: Any) -> Known:
-    made = Known()
+    made = Known("h:1")
     made.remote.set_result(value)
     return made
 
@@ -29,7 +29,7 @@ def test_two_loads_that_lost_a_peer_forget_it_once() -> None:
     people._remotes[KEY] = known(old)
     people.forget(old)
     assert KEY not in people._remotes
-    pending = Known()
+    pending = Known("h:1")
     people._remotes[KEY] = pending  # a third load is meeting it again
     people.forget(old)
     assert people._remotes[KEY] is pending

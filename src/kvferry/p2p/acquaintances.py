@@ -32,6 +32,7 @@ ASK_AGAIN_SECONDS = 0.2  # where a directory does not know all its ranks yet
 class Known:
     """An engine that was met, or is being met."""
 
+    directory: str  # where it was met
     remote: Future[Remote] = field(default_factory=Future)
     users: int = 0  # loads that have it, or wait for it
     forgotten: bool = False  # the last user gives its connections back
@@ -59,7 +60,7 @@ class Acquaintances:
                 known = self._remotes.get(key)
                 mine = known is None
                 if known is None:
-                    known = self._remotes[key] = Known()
+                    known = self._remotes[key] = Known(ticket.directory)
                 known.users += 1
             try:
                 if mine:
@@ -73,7 +74,9 @@ class Acquaintances:
                 continue  # it was the other load that ran out of time: try ourselves
             except BaseException:
                 self._leave(known)
-                raise
+                if mine or known.directory == ticket.directory:
+                    raise
+                continue  # its ticket named another address than ours does
             try:
                 yield remote
             finally:
