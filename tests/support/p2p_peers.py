@@ -58,6 +58,23 @@ QUIET = "KVFERRY_PEERS_QUIET"  # set: peers in processes of their own do not log
 PATIENCE_SECONDS = 30.0  # generous: the machine may be busy
 
 _kv = tuple(Component(name, 12, (16,), 2, content="bf16") for name in ("k", "v"))
+
+
+def _mamba2(groups: int) -> Group:
+    shared: Any = "replicated" if groups == 1 else "split"
+    return Group(
+        "state",
+        (0, 1, 3, 4),
+        (
+            Component("conv_x", 16, (4, 3), 2),
+            Component("conv_B", groups, (8, 3), 2, shared),
+            Component("conv_C", groups, (8, 3), 2, shared),
+            Component("ssm", 16, (4, 8), 4),
+        ),
+        Residency("state"),
+    )
+
+
 MODELS = {
     "gqa": CacheModel("gqa", (Group("full", tuple(range(6)), _kv),)),
     "window": CacheModel(
@@ -74,6 +91,41 @@ MODELS = {
                 "latent",
                 tuple(range(5)),
                 (Component("latent", 1, (72,), 2, "replicated", content="bf16"),),
+            ),
+        ),
+    ),
+    # two heads on up to eight ranks: copies that context parallelism can use
+    "few heads": CacheModel(
+        "few heads",
+        (Group("full", tuple(range(4)), tuple(replace(c, units=2) for c in _kv)),),
+    ),
+    "mamba2": CacheModel("mamba2", (Group("full", (2, 5), _kv), _mamba2(groups=8))),
+    "mamba2, one group": CacheModel(
+        "mamba2, one group", (Group("full", (2, 5), _kv), _mamba2(groups=1))
+    ),
+    "delta net": CacheModel(
+        "delta net",
+        (
+            Group("full", (3,), _kv),
+            Group(
+                "state",
+                (0, 1, 2),
+                (
+                    Component("conv_q", 8, (4, 3), 2),
+                    Component("conv_k", 8, (4, 3), 2),
+                    Component("conv_v", 16, (4, 3), 2),
+                    Component("ssm", 16, (4, 4), 4),
+                ),
+                Residency("state"),
+            ),
+        ),
+    ),
+    "draft": CacheModel(
+        "draft",
+        (
+            Group("full", tuple(range(4)), _kv),
+            Group(
+                "draft", (0, 1), tuple(replace(c, units=4, dims=(8,)) for c in _kv), role="draft"
             ),
         ),
     ),
@@ -102,6 +154,8 @@ class Spec:
     # How a producer writes; its process is its own.
     slice_descriptors: int | None = None
     idle_seconds: float | None = None
+    absent: tuple[str, ...] = ()  # roles whose layers this engine does not have
+    optional: tuple[str, ...] = ()  # roles whose layers a peer may lack
 
     @property
     def is_written(self) -> bool:
@@ -110,7 +164,7 @@ class Spec:
 
     @property
     def cache_model(self) -> CacheModel:
-        model = MODELS[self.model]
+        model = MODELS[self.model].without(*self.absent)
         groups = tuple(
             replace(g, components=tuple(replace(c, content=self.content) for c in g.components))
             for g in model.groups
@@ -175,6 +229,7 @@ class Prompt:
             count = extent.blocks
             ids = list(range(first + count - 1, first - 1, -1))
             tables.append([0] * extent.first_held + ids[extent.first_held :])
+            first += count if shape.overlay else 0  # one pool for all groups
         return tables
 
     def key(self, model: CacheModel, view: View) -> tuple[int, ...]:
@@ -234,8 +289,17 @@ class Rack:
                 table = prompt.tables(self.spec, prompt.dst_first, source)[index]
                 ids = np.asarray(table, dtype=np.int64)[blocks.start :]
                 entries = slot_entries(view.group, shape, self.rank.tp, blocks, extent.entries)
-                wrong += wrong_entries(view, prompt.key(model, view), ids, entries)
+                if view.group.role in source.absent:
+                    wrong += wrong_byte(view, ids, 0)
+                else:
+                    wrong += wrong_entries(view, prompt.key(model, view), ids, entries)
                 written.append(ids)
+            if shape.overlay:  # blocks of other groups lie in the same memory
+                written = [
+                    np.asarray(table, dtype=np.int64)
+                    for prompt in prompts
+                    for table in prompt.tables(self.spec, prompt.dst_first, source)
+                ]
             used = np.concatenate(written) if written else np.zeros(0, dtype=np.int64)
             free = np.setdiff1d(np.arange(self.spec.blocks), used)
             wrong += wrong_byte(view, free, free_byte) if free_byte >= 0 else 0
@@ -437,6 +501,7 @@ class Consumer(Gates):
                 [rack.carrier],
                 zero=HostMemory(memory_regions(rack.layout, rack.memory)).zero,
                 mode=spec.mode,
+                optional_roles=frozenset(spec.optional),
             )
             for rack in self.racks
         ]
@@ -571,8 +636,12 @@ def _serve(kind: str, arguments: tuple[Any, ...], pipe: Connection) -> None:
         logging.getLogger("kvferry").setLevel(logging.CRITICAL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     kinds: dict[str, Any] = {"producer": Producer, "consumer": Consumer, "crowd": Crowd}
+    if kind == "captured":
+        from captured import CapturedProducer
+
+        kinds[kind] = CapturedProducer
     peer: Any = kinds[kind](*arguments)
-    pipe.send(peer.descriptions() if kind == "producer" else None)
+    pipe.send(peer.descriptions() if kind in ("producer", "captured") else None)
     with contextlib.suppress(EOFError):
         while True:
             name, values, options = pipe.recv()

@@ -492,7 +492,7 @@ def test_other_engines_are_refused_on_both_sides(other: Spec, words: tuple[str, 
         rank, rack = d.ranks[0], d.racks[0]
         welcome = Welcome(p.ask("welcome").engine, [])
         with pytest.raises(IncompatibleError) as caught:
-            meet(welcome, ticket, d.engine, rank.model, rack.layout, [], time.monotonic() + 1)
+            meet(welcome, ticket, d.engine, rank.topology, rack.layout, [], time.monotonic() + 1)
         assert all(word in str(caught.value) for word in words), caught.value
 
 

@@ -15,13 +15,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvferry.errors import Cancelled, DeadlineExceeded
-from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import RankLayout
 from kvferry.p2p.caller import Caller
 from kvferry.p2p.remote import Remote, disconnect, knows_all_ranks
 from kvferry.p2p.remote import meet as meet_remote
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.watch import Watch
+from kvferry.topology import TransferTopology
 from kvferry.transport.base import Carrier
 from kvferry.wire.messages import VERSION, EngineInfo, Hello, ReplyBody
 
@@ -44,10 +44,9 @@ class Acquaintances:
 
     caller: Caller
     engine: EngineInfo  # ours
-    model: CacheModel
+    topology: TransferTopology
     layout: RankLayout
     carriers: Sequence[Carrier]
-    optional_roles: frozenset[str] = frozenset()
     _remotes: dict[tuple[str, str], Known] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -98,11 +97,10 @@ class Acquaintances:
                 self._ask_directory(ticket, watch),
                 ticket,
                 self.engine,
-                self.model,
+                self.topology,
                 self.layout,
                 self.carriers,
                 watch.deadline,
-                self.optional_roles,
             )
         except BaseException as error:
             with self._lock:

@@ -29,6 +29,7 @@ from kvferry.p2p.stats import ConsumerStats, ConsumerTally
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.watch import Clock, Watch
 from kvferry.plan import everything_plan
+from kvferry.topology import TransferTopology
 from kvferry.transport.base import Carrier, is_granting
 from kvferry.wire.messages import EngineInfo, Outcome, Reader
 from kvferry.wire.sockets import Sockets
@@ -74,9 +75,11 @@ class ConsumerRank:
                 self._caller,
                 self._tally,
             )
+        self.topology = TransferTopology.of(engine.engine_id, model, layout, optional_roles)
         self._loading = Loading(
             reader,
-            Acquaintances(self._caller, engine, model, layout, list(carriers), optional_roles),
+            model,
+            Acquaintances(self._caller, engine, self.topology, layout, list(carriers)),
             self._caller,
             np.asarray(bases, dtype=np.int64),
             everything_plan(model, layout),

@@ -4,7 +4,7 @@
    In push mode, sources that can be stopped now **write** (`offers`); the rest is for the others.
 2. **claim** the hold at every source rank that concerns us, all at once. A claim may be parked.
 3. **read** by carrier, edge by edge, all at once, in slices.
-4. **zero** the bytes of loaded blocks that nothing covers.
+4. **zero** the bytes of loaded blocks that nothing covers, and layers that the source has not.
 5. the **last word**, `done`, to every source rank. Only if all of them answer that the hold was
    still open is the load good: the bytes were read from blocks that nobody reused meanwhile.
 
@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvferry.errors import Cancelled, HandoverError, KvferryError, StaleTicket
+from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import Ints
 from kvferry.p2p.acquaintances import Acquaintances
 from kvferry.p2p.caller import Caller
@@ -33,7 +34,7 @@ from kvferry.p2p.stats import ConsumerTally
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.transfers import await_transfer, end_transfers
 from kvferry.p2p.watch import Clock, Watch
-from kvferry.plan import Copies, EdgePlan, bind, uncovered
+from kvferry.plan import Copies, EdgePlan, bind, uncovered, whole_blocks
 from kvferry.plan.landing import require_distinct_blocks
 from kvferry.transport.base import Transfer
 from kvferry.wire.messages import (
@@ -83,6 +84,7 @@ class Loaded:
     descriptors: int = 0
     pushed: bool = False  # whether a source wrote any of it
     seconds: dict[str, float] = field(default_factory=dict)  # by step
+    zeroed_bytes: int = 0  # of layers that the source does not have
 
     @property
     def ok(self) -> bool:
@@ -94,6 +96,7 @@ class Loading:
     """The steps of loads into one rank's memory; holds no state of any single load."""
 
     reader: Reader  # who we are, to producers
+    model: CacheModel
     known: Acquaintances
     caller: Caller
     bases: Ints  # of this rank's regions
@@ -115,7 +118,7 @@ class Loading:
             claimed = self._claim(remote, read, load.ticket, watch)
             clock.stop("claim")
             moved, descriptors = self._read(remote, load, claimed, watch, clock)
-            self._zero_rest(remote, load)
+            zeroed = self._zero_rest(remote, load)
             clock.stop("zero")
             self._confirm(remote, read, load, watch)
             clock.stop("confirm")
@@ -130,11 +133,12 @@ class Loading:
             descriptors + written.descriptors,
             seconds=clock.spent,
             pushed=bool(written.delivered),
+            zeroed_bytes=zeroed,
         )
 
     def _require_distinct_blocks(self, remote: Remote, load: Load) -> None:
         require_distinct_blocks(
-            self.known.model,
+            self.model,
             self.known.layout,
             remote.shape,
             tokens=load.ticket.tokens,
@@ -253,7 +257,8 @@ class Loading:
             raise
         return moved, descriptors
 
-    def _zero_rest(self, remote: Remote, load: Load) -> None:
+    def _zero_rest(self, remote: Remote, load: Load) -> int:
+        """Zero what nothing covers; how much of that is of layers that the source has not."""
         rest = uncovered(
             self.everything,
             remote.shape,
@@ -264,6 +269,17 @@ class Loading:
         )
         if len(rest.address):
             self.zero(rest.address, rest.length)
+        if remote.lacking is None:
+            return 0
+        lacking = whole_blocks(
+            remote.lacking,
+            tokens=load.ticket.tokens,
+            skip=load.skip,
+            dst_tables=load.tables,
+            dst_bases=self.bases,
+        )
+        self.zero(lacking.address, lacking.length)
+        return lacking.bytes
 
     def _confirm(self, remote: Remote, sources: Sequence[Source], load: Load, watch: Watch) -> None:
         """The load counts only if every source kept the hold open until after the last byte.

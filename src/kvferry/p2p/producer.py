@@ -81,10 +81,15 @@ class Directory(Server):
     """Tells consumers who the engine's ranks are; runs beside the scheduler."""
 
     def __init__(
-        self, sockets: Sockets, engine: EngineInfo, *, host: str | None = None, port: int = 0
+        self,
+        sockets: Sockets,
+        engine: EngineInfo | None = None,
+        *,
+        host: str | None = None,
+        port: int = 0,
     ) -> None:
         super().__init__(sockets, host, port, "kvferry-directory")
-        self.engine = engine
+        self.engine = engine  # None: not described yet; callers ask again
         self._ranks: list[RankInfo] = []
         self._judged: OrderedDict[bytes, Refused | None] = OrderedDict()
 
@@ -92,14 +97,27 @@ class Directory(Server):
         """All workers' own descriptions, of all stages."""
         self.submit(lambda: setattr(self, "_ranks", list(ranks)))
 
+    def set_engine(self, engine: EngineInfo, ranks: list[RankInfo]) -> None:
+        """Who the engine is, from now on: its first description, or a new incarnation."""
+
+        def work() -> None:
+            self.engine, self._ranks = engine, list(ranks)
+            self._judged.clear()
+
+        self.submit(work)
+
     def answer(self, sender: bytes, request: Request) -> ReplyBody | None:
         body = request.body
         if not isinstance(body, Hello):
             return Refused("malformed", "this is the directory; it answers only a hello")
         refused = refuse_version(body.version)
+        if refused is None and self.engine is None:
+            refused = Refused("busy", "this engine has not described itself yet; ask again")
         if refused is None:
             refused = self._verdict(body.engine)
-        return refused or Welcome(self.engine, self._ranks)
+        if refused is not None or self.engine is None:
+            return refused
+        return Welcome(self.engine, self._ranks)
 
     def _verdict(self, consumer: EngineInfo) -> Refused | None:
         """Judge a description once; all ranks of an engine send the same."""
@@ -114,6 +132,7 @@ class Directory(Server):
 
     def _judge(self, consumer: EngineInfo) -> Refused | None:
         """Refuse here what the consumer would refuse, so that both logs say it."""
+        assert self.engine is not None
         try:
             require_same_meaning(self.engine, consumer)
             ours, theirs = read_model(self.engine), read_model(consumer)
@@ -187,6 +206,18 @@ class ProducerRank(Server):
                 self._report(closed)
             for sender in waited:
                 self.reply(sender.identity, sender.request_id, _refuse_closed("withdrawn"))
+
+        self.submit(work)
+
+    def reset(self, incarnation: str) -> None:
+        """Be another one from now on: all holds are withdrawn, all tickets are void."""
+
+        def work() -> None:
+            self.incarnation = incarnation
+            for hold_id in list(self._table.open):
+                closed, _ = self._table.withdraw(hold_id)
+                if closed is not None:
+                    self._report(closed)
 
         self.submit(work)
 

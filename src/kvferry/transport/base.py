@@ -54,6 +54,28 @@ class CopyArrays(Protocol):
     def length(self) -> Ints: ...
 
 
+class StridedCopies(Protocol):
+    """For each row, segment and step one copy, at the sum of the three; a plan's batch is one.
+
+    Carriers whose `takes_strided` is true read and write these as they read and write arrays.
+    """
+
+    @property
+    def src_rows(self) -> Ints: ...
+    @property
+    def dst_rows(self) -> Ints: ...
+    @property
+    def src_segments(self) -> Ints: ...
+    @property
+    def dst_segments(self) -> Ints: ...
+    @property
+    def lengths(self) -> Ints: ...  # of each segment
+    @property
+    def src_steps(self) -> Ints: ...
+    @property
+    def dst_steps(self) -> Ints: ...
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryRegion:
     """Memory of this process that peers may reach."""
