@@ -7,7 +7,7 @@ late, or is claimed with a ticket that is wrong in one of several ways. What mus
 round:
 
     every load of a consumer that lives is reported once, by its deadline
-    every success has the right bytes, when it is reported and again when the fault is healed
+    every success has the right bytes, when the fault is healed and all others have ended too
     what the fault did not touch succeeds
     at the end, no hold, parked claim, push, grant or kept block is left
 
