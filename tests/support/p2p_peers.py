@@ -154,6 +154,7 @@ class Spec:
     # How a producer writes; its process is its own.
     slice_descriptors: int | None = None
     idle_seconds: float | None = None
+    writes: bool = True  # whether it can
     absent: tuple[str, ...] = ()  # roles whose layers this engine does not have
     optional: tuple[str, ...] = ()  # roles whose layers a peer may lack
 
@@ -374,13 +375,7 @@ class Producer(Gates):
                 self.sockets,
                 f"{spec.incarnation}-{rank.pp}-{rank.tp}",
                 lease_seconds=spec.lease_seconds,
-                pusher=Pusher(
-                    self.engine,
-                    spec.cache_model,
-                    rack.layout,
-                    rack.memory.bases.tolist(),
-                    [rack.carrier],
-                ),
+                pusher=self._pusher(rack) if spec.writes else None,
             )
             server.start()
             self.racks.append(rack)
@@ -398,6 +393,10 @@ class Producer(Gates):
         self.directory.start()
         if spec.told:
             self.tell(self.infos)
+
+    def _pusher(self, rack: Rack) -> Pusher:
+        bases = rack.memory.bases.tolist()
+        return Pusher(self.engine, self.spec.cache_model, rack.layout, bases, [rack.carrier])
 
     def tell(self, infos: list[RankInfo] | None = None) -> None:
         self.directory.set_ranks(self.infos if infos is None else infos)
