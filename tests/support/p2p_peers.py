@@ -7,6 +7,8 @@ shares no code with layouts and plans.
 from __future__ import annotations
 
 import contextlib
+import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -43,6 +45,7 @@ from kvferry.p2p.holds import Closed
 from kvferry.p2p.load import Load, Loaded
 from kvferry.p2p.producer import Directory, ProducerRank
 from kvferry.p2p.push import Pusher
+from kvferry.p2p.stats import ConsumerStats, ProducerStats
 from kvferry.p2p.ticket import Ticket
 from kvferry.transport import make_carrier
 from kvferry.transport.base import MemoryRegion
@@ -51,6 +54,7 @@ from kvferry.wire.messages import RankInfo, Welcome
 from kvferry.wire.sockets import Sockets
 
 LOOPBACK = "127.0.0.1"
+QUIET = "KVFERRY_PEERS_QUIET"  # set: peers in processes of their own do not log
 PATIENCE_SECONDS = 30.0  # generous: the machine may be busy
 
 _kv = tuple(Component(name, 12, (16,), 2, content="bf16") for name in ("k", "v"))
@@ -147,7 +151,10 @@ class Spec:
     only: tuple[Rank, ...] = ()  # ranks of this process; empty: all
     gate_after: int | None = None  # transfers of a rank before its gate
     mode: Literal["pull", "push"] = "pull"
-    slice_descriptors: int | None = None  # of a transfer; how a producer writes, in its process
+    # How a producer writes; its process is its own.
+    slice_descriptors: int | None = None
+    idle_seconds: float | None = None
+    writes: bool = True  # whether it can
     absent: tuple[str, ...] = ()  # roles whose layers this engine does not have
     checksums: bool = False
     optional: tuple[str, ...] = ()  # roles whose layers a peer may lack
@@ -188,6 +195,11 @@ class GatedCarrier:
     def write_granted(self, peer: Any, copies: Any, grant: bytes) -> Any:
         self._pass()
         return self._carrier.write_granted(peer, copies, grant)
+
+    def shut(self, after: int) -> None:
+        self._left = after
+        self.gate.clear()
+        self.reached.clear()
 
     def _pass(self) -> None:
         if self._left <= 0:
@@ -266,8 +278,11 @@ class Rack:
             entries = slot_entries(view.group, shape, self.rank.tp, blocks, extent.entries)
             write_entries(view, prompt.key(model, view), ids, entries)
 
-    def wrong_bytes(self, prompts: list[Prompt], source: Spec) -> int:
-        """Bytes that are not as they should be after loading these, and nothing else."""
+    def wrong_bytes(self, prompts: list[Prompt], source: Spec, free_byte: int = CANARY) -> int:
+        """Bytes that are not as they should be after loading these, and nothing else.
+
+        `free_byte` is what all other blocks hold; -1: anything.
+        """
         model, shape = self.spec.cache_model, self.spec.engine_shape
         wrong = 0
         for view in self.views:
@@ -293,7 +308,7 @@ class Rack:
                 ]
             used = np.concatenate(written) if written else np.zeros(0, dtype=np.int64)
             free = np.setdiff1d(np.arange(self.spec.blocks), used)
-            wrong += wrong_byte(view, free, CANARY)
+            wrong += wrong_byte(view, free, free_byte) if free_byte >= 0 else 0
         return wrong
 
 
@@ -302,10 +317,33 @@ def memory_regions(layout: RankLayout, memory: Memory) -> list[MemoryRegion]:
     return [MemoryRegion(b, r.bytes) for b, r in zip(bases, layout.regions, strict=True)]
 
 
+def _is_counted(thread: str) -> bool:
+    """Pools keep their threads, and start one more where none is idle yet: their size is bounded,
+    but not told by what they had to do."""
+    return "kvferry" in thread and not thread.startswith(("kvferry-load", "kvferry-push"))
+
+
 class Gates:
     """Stand before the racks of whoever moves the bytes."""
 
     racks: list[Rack]
+
+    def census(self) -> dict[str, int]:
+        """What this process has that could leak. Peers in other processes are not in it."""
+        gc.collect()
+        return {
+            "threads": sum(_is_counted(thread.name) for thread in threading.enumerate()),
+            "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+            "grants": sum(getattr(rack.carrier, "open_grants", 0) for rack in self.racks),
+            **self.counts(),
+        }
+
+    def counts(self) -> dict[str, int]:
+        raise NotImplementedError
+
+    def resident_bytes(self) -> int:
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def wait_at_gate(self) -> None:
         for rack in self.racks:
@@ -322,6 +360,8 @@ class Producer(Gates):
     def __init__(self, spec: Spec) -> None:
         if spec.slice_descriptors is not None:
             push_module.SLICE_DESCRIPTORS = spec.slice_descriptors
+        if spec.idle_seconds is not None:
+            push_module.IDLE_SECONDS = spec.idle_seconds
         self.spec = spec
         self.sockets = Sockets(spec.secret)
         self.engine = engine_info(
@@ -340,13 +380,7 @@ class Producer(Gates):
                 self.sockets,
                 f"{spec.incarnation}-{rank.pp}-{rank.tp}",
                 lease_seconds=spec.lease_seconds,
-                pusher=Pusher(
-                    self.engine,
-                    spec.cache_model,
-                    rack.layout,
-                    rack.memory.bases.tolist(),
-                    [rack.carrier],
-                ),
+                pusher=self._pusher(rack) if spec.writes else None,
                 memory=rack.host_memory(),
             )
             server.start()
@@ -365,6 +399,10 @@ class Producer(Gates):
         self.directory.start()
         if spec.told:
             self.tell(self.infos)
+
+    def _pusher(self, rack: Rack) -> Pusher:
+        bases = rack.memory.bases.tolist()
+        return Pusher(self.engine, self.spec.cache_model, rack.layout, bases, [rack.carrier])
 
     def tell(self, infos: list[RankInfo] | None = None) -> None:
         self.directory.set_ranks(self.infos if infos is None else infos)
@@ -388,6 +426,13 @@ class Producer(Gates):
         for server in self.ranks:
             server.withdraw(hold_id)
 
+    def flush(self) -> None:
+        """Until the servers have done what they were told so far."""
+        for server in self.ranks:
+            done = threading.Event()
+            server.submit(done.set)
+            assert done.wait(PATIENCE_SECONDS)
+
     def closed(self) -> list[list[Closed]]:
         return [server.take_closed() for server in self.ranks]
 
@@ -402,6 +447,17 @@ class Producer(Gates):
 
     def open_holds(self) -> int:
         return sum(server.open_holds for server in self.ranks)
+
+    def stats(self) -> list[ProducerStats]:
+        return [server.stats() for server in self.ranks]
+
+    def counts(self) -> dict[str, int]:
+        stats = self.stats()
+        return {
+            "holds": sum(one.holds_open for one in stats),
+            "parked": sum(one.parked for one in stats),
+            "pushes": sum(one.pushes_now for one in stats),
+        }
 
     def descriptions(self) -> tuple[int, list[RankInfo]]:
         return self.directory.port, self.infos
@@ -498,12 +554,27 @@ class Consumer(Gates):
         self._collect()
         return len(self._done.get(request_id, {})) < len(self.ranks)
 
+    def finished(self) -> dict[str, list[Loaded]]:
+        """Loads that all ranks have reported since the last call."""
+        self._collect()
+        whole = [r for r, reports in self._done.items() if len(reports) == len(self.ranks)]
+        return {r: [one for _, one in sorted(self._done.pop(r).items())] for r in whole}
+
     def _collect(self) -> None:
         for number, rank in enumerate(self.ranks):
             for loaded in rank.take_done():
                 reports = self._done.setdefault(loaded.request_id, {})
                 assert number not in reports, f"{loaded} was reported twice"
                 reports[number] = loaded
+
+    def stats(self) -> list[ConsumerStats]:
+        return [rank.stats() for rank in self.ranks]
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "abandoned": sum(one.abandoned_now for one in self.stats()),
+            "quarantined": sum(one.quarantined_blocks for one in self.stats()),
+        }
 
     def cancel(self, request_id: str) -> None:
         for rank in self.ranks:
@@ -514,7 +585,12 @@ class Consumer(Gates):
             rank.release(ticket, outcome)
 
     def wrong_bytes(self, *prompts: Prompt) -> int:
+        """Bytes of these prompts that are not right, and of other blocks that were touched."""
         return sum(rack.wrong_bytes(list(prompts), self.source) for rack in self.racks)
+
+    def wrong_bytes_of(self, *prompts: Prompt) -> int:
+        """The same, of these prompts alone."""
+        return sum(rack.wrong_bytes(list(prompts), self.source, -1) for rack in self.racks)
 
     def close(self) -> None:
         for part in (*self.ranks, *(rack.carrier for rack in self.racks)):
@@ -525,17 +601,53 @@ class Consumer(Gates):
 # --- processes -----------------------------------------------------------------------------------
 
 
+class Crowd:
+    """Several consumers in one process."""
+
+    def __init__(self, specs: Sequence[Spec], source: Spec) -> None:
+        self.members = [Consumer(spec, source) for spec in specs]
+
+    def load_all(
+        self, work: Sequence[Sequence[tuple[Ticket, Prompt]]], seconds: float
+    ) -> tuple[list[str], int, float]:
+        """All loads of all members at once: their errors, wrong bytes, and seconds."""
+        begun = time.monotonic()
+        started = [
+            [member.start(ticket, prompt, seconds=seconds) for ticket, prompt in loads]
+            for member, loads in zip(self.members, work, strict=True)
+        ]
+        errors = [
+            one.error
+            for member, ids in zip(self.members, started, strict=True)
+            for loaded in member.wait(*ids, seconds=seconds)
+            for one in loaded
+            if one.error
+        ]
+        spent = time.monotonic() - begun
+        wrong = sum(
+            member.wrong_bytes(*(prompt for _, prompt in loads))
+            for member, loads in zip(self.members, work, strict=True)
+        )
+        return errors, wrong, spent
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
+
+
 def _serve(kind: str, arguments: tuple[Any, ...], pipe: Connection) -> None:
-    """A process: makes a `Producer` or a `Consumer` and calls its methods as told."""
+    """A process: makes a peer and calls its methods as told."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.environ.get(QUIET):
+        logging.getLogger("kvferry").setLevel(logging.CRITICAL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    kinds: dict[str, Any] = {"producer": Producer, "consumer": Consumer, "crowd": Crowd}
     if kind == "captured":
         from captured import CapturedProducer
 
-        peer: Any = CapturedProducer(*arguments)
-    else:
-        peer = Producer(*arguments) if kind == "producer" else Consumer(*arguments)
-    pipe.send(peer.descriptions() if kind != "consumer" else None)
+        kinds[kind] = CapturedProducer
+    peer: Any = kinds[kind](*arguments)
+    pipe.send(peer.descriptions() if kind in ("producer", "captured") else None)
     with contextlib.suppress(EOFError):
         while True:
             name, values, options = pipe.recv()

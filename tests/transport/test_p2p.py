@@ -512,6 +512,20 @@ def test_another_prompts_ticket_is_refused() -> None:
         require_ok(d.load(ticket, prompt))
 
 
+def test_a_ticket_with_a_wrong_address_fails_alone() -> None:
+    """It names the right engine, so that others wait for its handshake; they make their own."""
+    prompts = [Prompt(1, 100, 1, 1), Prompt(2, 100, 20, 20)]
+    with producer(P) as p, consumer(D, P) as d:
+        tickets = [p.hold(prompt) for prompt in prompts]
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            bad = replace(tickets[0], port=silent.getsockname()[1])
+            load = d.start(bad, prompts[0], seconds=SHORT_SECONDS)
+            time.sleep(0.1)
+            require_ok(d.load(tickets[1], prompts[1]))
+            require_failed(d.wait(load)[0], "DeadlineExceeded", "PeerLost")
+        assert d.wrong_bytes(prompts[1]) == 0
+
+
 def test_a_ticket_that_names_another_engines_directory_is_stale() -> None:
     prompt = Prompt(1, 100)
     with producer(P) as p, consumer(D, P) as d:

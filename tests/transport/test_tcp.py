@@ -221,3 +221,78 @@ def test_nothing_is_left_behind(ends: tuple[End, End]) -> None:
     assert threads_left("kvferry-tcp") == []
     with pytest.raises(TransferError, match="closed"):
         owner.carrier.endpoint()
+
+
+# --- grants --------------------------------------------------------------------------------------
+
+
+def ranges(end: End, *pairs: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    table = np.array(pairs, dtype=np.int64)
+    return end.address + table[:, 0], table[:, 1]
+
+
+def test_a_grant_lets_its_ranges_be_written_and_nothing_else(ends: tuple[End, End]) -> None:
+    owner, user = ends
+    user.memory[:] = 7
+    owner.carrier.require_grants()
+    grant = owner.carrier.open_grant(*ranges(owner, (1000, 100), (1100, 100), (5000, 10)))
+    other = owner.carrier.open_grant(*ranges(owner, (9000, 100)))
+    assert len(grant) == 16
+    assert grant != other
+    peer = user.carrier.connect(owner.carrier.endpoint(), soon())
+
+    def write(at: int, count: int, under: bytes) -> None:
+        one = copies(user.address, owner.address + at, count)
+        user.carrier.write_granted(peer, one, under).wait(soon())
+
+    with pytest.raises(PeerLost, match="without a grant"):
+        user.carrier.write(peer, copies(user.address, owner.address, 10)).wait(soon())
+    for at, count in ((999, 5), (1150, 51), (4990, 20), (9000, 1), (0, SIZE)):
+        with pytest.raises(OutOfBounds, match="not inside what was granted"):
+            write(at, count, grant)
+    with pytest.raises(PeerLost, match="no such grant"):
+        write(1000, 10, bytes(16))
+    assert not owner.memory.any()
+    write(1050, 100, grant)  # ranges that touch are one
+    write(5000, 10, grant)
+    assert owner.memory.sum() == 7 * 110
+    assert owner.carrier.close_grant(grant, 5.0) == 110
+    assert owner.carrier.close_grant(grant, 5.0) == 0  # idempotent
+    with pytest.raises(PeerLost, match="no such grant"):
+        write(5000, 10, grant)
+    write(9000, 100, other)  # others live on, on the same connection
+    assert owner.carrier.close_grant(other, 5.0) == 100
+    assert owner.carrier.open_grants == 0
+    assert user.carrier.counters["writes"] == 0
+    with pytest.raises(OutOfBounds):
+        owner.carrier.open_grant(*ranges(owner, (SIZE - 5, 10)))
+
+
+def test_closing_a_grant_stops_its_writers_and_no_others(ends: tuple[End, End]) -> None:
+    owner, user = ends
+    user.memory[:] = 9
+    half = SIZE // 2
+    grants = [owner.carrier.open_grant(*ranges(owner, (at, half))) for at in (0, half)]
+    peer = user.carrier.connect(owner.carrier.endpoint(), soon())
+
+    def long(at: int, rounds: int) -> tuple[np.ndarray, ...]:
+        there = np.full(rounds, owner.address + at)
+        return np.full(rounds, user.address), there, np.full(rounds, half)
+
+    first = user.carrier.write_granted(peer, copies(*long(0, 2000)), grants[0])
+    second = user.carrier.write_granted(peer, copies(*long(half, 300)), grants[1])
+    until = soon(20)
+    while not (owner.memory[0] and owner.memory[half]):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    begun = time.monotonic()
+    written = owner.carrier.close_grant(grants[0], 10.0)
+    assert time.monotonic() - begun < 5.0
+    owner.memory[:half] = 0  # used again
+    with pytest.raises(PeerLost):
+        first.wait(soon(10))
+    second.wait(soon(30))
+    assert not owner.memory[:half].any()
+    assert 0 <= written < 2000 * half  # whole frames
+    assert owner.carrier.close_grant(grants[1], 5.0) == 300 * half
+    assert owner.memory[half:].all()

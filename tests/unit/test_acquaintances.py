@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import time
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry.p2p.acquaintances import Acquaintances
+from kvferry.p2p.acquaintances import Acquaintances, Known
+from kvferry.p2p.watch import Watch
 
 KEY = ("p", "1")
 
@@ -15,10 +16,10 @@ def remote() -> Any:
     return SimpleNamespace(engine=SimpleNamespace(engine_id="p", incarnation="1"), sources=())
 
 
-def known(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
+def known(value: Any) -> Known:
+    made = Known("h:1")
+    made.remote.set_result(value)
+    return made
 
 
 def test_two_loads_that_lost_a_peer_forget_it_once() -> None:
@@ -28,10 +29,31 @@ def test_two_loads_that_lost_a_peer_forget_it_once() -> None:
     people._remotes[KEY] = known(old)
     people.forget(old)
     assert KEY not in people._remotes
-    pending: Future[Any] = Future()
+    pending = Known("h:1")
     people._remotes[KEY] = pending  # a third load is meeting it again
     people.forget(old)
     assert people._remotes[KEY] is pending
     people._remotes[KEY] = known(new)
     people.forget(old)
-    assert people._remotes[KEY].result() is new
+    assert people._remotes[KEY].remote.result() is new
+
+
+def test_connections_are_given_back_by_the_last_that_uses_them() -> None:
+    nothing: Any = None
+    people = Acquaintances(nothing, nothing, nothing, nothing, [])
+    gone: list[str] = []
+    source = SimpleNamespace(carrier=SimpleNamespace(disconnect=gone.append), peer="peer")
+    lost = remote()
+    lost.sources = (source,)
+    people._remotes[KEY] = known(lost)
+    ticket: Any = SimpleNamespace(engine_id=KEY[0], incarnation=KEY[1])
+    watch = Watch(time.monotonic() + 60)
+    with people.meet(ticket, watch) as first:
+        with people.meet(ticket, watch) as second:
+            assert first is second is lost
+            people.forget(lost)
+            assert KEY not in people._remotes
+        assert gone == []
+    assert gone == ["peer"]
+    people.forget(lost)
+    assert gone == ["peer"]

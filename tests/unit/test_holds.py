@@ -339,3 +339,23 @@ Histories.TestCase.settings = settings(
     max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
 )
 TestHistories = Histories.TestCase
+
+
+def test_heaps_do_not_grow_with_what_is_gone() -> None:
+    """Renewing, closing, parking and answering leave no more entries than are alive, or so."""
+    table: HoldTable[int] = HoldTable(60.0)
+    for number in range(5_000):
+        hold = f"h{number}"
+        table.park(hold, number, until=1e9)
+        assert table.add(hold, "r", "d", 1, [[1]], now=float(number))[0] == [number]
+        table.find(hold, number + 1.0)
+        if number % 10:
+            table.withdraw(hold)
+    assert len(table.open) == 500
+    assert len(table._leases) <= 2 * len(table.open) + 100
+    assert len(table._patience) <= 100
+    assert table.next_deadline() == 61.0
+    closed, impatient = table.expire(1e10)
+    assert len(closed) == 500
+    assert impatient == []
+    assert table.next_deadline() is None

@@ -1,21 +1,23 @@
 """The engines that a consumer rank has met: one handshake per incarnation, made when first needed.
 
 Loads that need the same engine at the same time share one handshake. A handshake that failed is
-made again by the next load; an engine whose peers were lost is forgotten, and met again.
+made again by the next load; an engine whose peers were lost is forgotten, and met again. Its
+connections are given back when the last load that uses them has left.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvferry.errors import Cancelled, DeadlineExceeded
 from kvferry.layout.rank import RankLayout
 from kvferry.p2p.caller import Caller
-from kvferry.p2p.remote import Remote, knows_all_ranks
+from kvferry.p2p.remote import Remote, disconnect, knows_all_ranks
 from kvferry.p2p.remote import meet as meet_remote
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.watch import Watch
@@ -24,6 +26,16 @@ from kvferry.transport.base import Carrier
 from kvferry.wire.messages import VERSION, EngineInfo, Hello, ReplyBody
 
 ASK_AGAIN_SECONDS = 0.2  # where a directory does not know all its ranks yet
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """An engine that was met, or is being met."""
+
+    directory: str  # where it was met
+    remote: Future[Remote] = field(default_factory=Future)
+    users: int = 0  # loads that have it, or wait for it
+    forgotten: bool = False  # the last user gives its connections back
 
 
 @dataclass(slots=True)
@@ -35,28 +47,50 @@ class Acquaintances:
     topology: TransferTopology
     layout: RankLayout
     carriers: Sequence[Carrier]
-    _remotes: dict[tuple[str, str], Future[Remote]] = field(default_factory=dict)
+    _remotes: dict[tuple[str, str], Known] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def meet(self, ticket: Ticket, watch: Watch) -> Remote:
-        """The remote engine of a ticket; one handshake for all loads that need it at once."""
+    @contextlib.contextmanager
+    def meet(self, ticket: Ticket, watch: Watch) -> Iterator[Remote]:
+        """The remote engine of a ticket, while it is used; one handshake for all that need it."""
         key = (ticket.engine_id, ticket.incarnation)
         while True:
             with self._lock:
                 known = self._remotes.get(key)
                 mine = known is None
                 if known is None:
-                    known = self._remotes[key] = Future()
-            if mine:
-                return self._make_known(known, key, ticket, watch)
+                    known = self._remotes[key] = Known(ticket.directory)
+                known.users += 1
             try:
-                return watch.result(known)
+                if mine:
+                    remote = self._make_known(known, key, ticket, watch)
+                else:
+                    remote = watch.result(known.remote)
             except (Cancelled, DeadlineExceeded):
-                if watch.over or not known.done():
-                    raise  # else it was the other load that ran out of time: try ourselves
+                self._leave(known)
+                if mine or watch.over or not known.remote.done():
+                    raise
+                continue  # it was the other load that ran out of time: try ourselves
+            except BaseException:
+                self._leave(known)
+                if mine or known.directory == ticket.directory:
+                    raise
+                continue  # its ticket named another address than ours does
+            try:
+                yield remote
+            finally:
+                self._leave(known)
+            return
+
+    def _leave(self, known: Known) -> None:
+        with self._lock:
+            known.users -= 1
+            over = known.forgotten and known.users == 0
+        if over:
+            _disconnect(known)
 
     def _make_known(
-        self, known: Future[Remote], key: tuple[str, str], ticket: Ticket, watch: Watch
+        self, known: Known, key: tuple[str, str], ticket: Ticket, watch: Watch
     ) -> Remote:
         try:
             remote = meet_remote(
@@ -72,17 +106,21 @@ class Acquaintances:
             with self._lock:
                 if self._remotes.get(key) is known:
                     del self._remotes[key]  # the next load tries again
-            known.set_exception(error)
+            known.remote.set_exception(error)
             raise
         with self._lock:  # a new incarnation voids all that was known of the engine
             others = [
-                k for k, f in self._remotes.items() if k[0] == key[0] and k != key and f.done()
+                k
+                for k, other in self._remotes.items()
+                if k[0] == key[0] and k != key and other.remote.done()
             ]
             void = [self._remotes.pop(other) for other in others]
-        for old in void:
-            if old.exception() is None:
-                _disconnect(old.result())
-        known.set_result(remote)
+            idle = [old for old in void if not old.users]
+            for old in void:
+                old.forgotten = True
+        for old in idle:
+            _disconnect(old)
+        known.remote.set_result(remote)
         return remote
 
     def _ask_directory(self, ticket: Ticket, watch: Watch) -> ReplyBody:
@@ -100,13 +138,18 @@ class Acquaintances:
         key = (remote.engine.engine_id, remote.engine.incarnation)
         with self._lock:
             known = self._remotes.get(key)
-            met = known is not None and known.done() and known.exception() is None
-            if met and known is not None and known.result() is remote:
-                del self._remotes[key]
+            if known is None or not known.remote.done() or known.remote.exception() is not None:
+                return
+            if known.remote.result() is not remote:
+                return
+            del self._remotes[key]
+            known.forgotten = True
+            idle = not known.users
+        if idle:
+            _disconnect(known)
 
 
-def _disconnect(remote: Remote) -> None:
-    """Give back the connections to an engine that is no more."""
-    for source in remote.sources:
-        if source.carrier is not None:
-            source.carrier.disconnect(source.peer)
+def _disconnect(known: Known) -> None:
+    """Give back the connections to an engine that is no more, or was lost."""
+    if known.remote.done() and known.remote.exception() is None:
+        disconnect(known.remote.result().sources)

@@ -128,7 +128,7 @@ class Caller:
                         self._guarded(lambda line=line: self._receive(line))
                     if line.monitor in ready:
                         self._guarded(lambda a=address, x=line: self._watch(a, x, poller))
-                self._expire()
+                self._expire(poller)
         except zmq.ContextTerminated:
             pass
         finally:
@@ -213,14 +213,17 @@ class Caller:
                     f"{address} does not take our secret (or is no kvferry); configure the same "
                     "secret on both engines"
                 )
-            poller.unregister(line.socket)
-            poller.unregister(line.monitor)
-            line.socket.disable_monitor()
-            line.socket.close(linger=0)
-            line.monitor.close(linger=0)
-            del self._lines[address]
+            self._hang_up(address, poller)
             self._end_calls(address, error)
             return
+
+    def _hang_up(self, address: str, poller: zmq.Poller) -> None:
+        line = self._lines.pop(address)
+        poller.unregister(line.socket)
+        poller.unregister(line.monitor)
+        line.socket.disable_monitor()
+        line.socket.close(linger=0)
+        line.monitor.close(linger=0)
 
     def _end_calls(self, address: str | None, error: Exception) -> None:
         for number, call in list(self._calls.items()):
@@ -230,11 +233,17 @@ class Caller:
         while address is None and not self._inbox.queue.empty():
             self._inbox.queue.get()[1].future.set_exception(error)
 
-    def _expire(self) -> None:
+    def _expire(self, poller: zmq.Poller) -> None:
         now = time.monotonic()
+        late = set()
         for number, call in list(self._calls.items()):
             if call.deadline <= now:
                 del self._calls[number]
+                late.add(call.address)
                 call.future.set_exception(
                     DeadlineExceeded(f"{call.address} did not answer a {call.what} in time")
                 )
+        # a line on which nobody ever spoke, and nobody waits, is not worth its descriptors
+        for address in late - {call.address for call in self._calls.values()} if late else ():
+            if address in self._lines and not self._lines[address].greeted:
+                self._hang_up(address, poller)

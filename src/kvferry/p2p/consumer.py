@@ -176,8 +176,8 @@ class ConsumerRank:
 
     def _release(self, ticket: Ticket, outcome: Outcome, watch: Watch) -> None:
         try:
-            remote = self._loading.known.meet(ticket, watch)
-            for call in self._loading.say(remote, ticket, outcome, watch.deadline).values():
-                self._loading.answer(remote, call, watch)
+            with self._loading.known.meet(ticket, watch) as remote:
+                for call in self._loading.say(remote, ticket, outcome, watch.deadline).values():
+                    self._loading.answer(remote, call, watch)
         except KvferryError as error:
             log.info("the hold of a ticket was not released, and will expire: %s", error)

@@ -80,6 +80,11 @@ def read_model(info: EngineInfo) -> CacheModel:
         ) from None
 
 
+# msgspec (0.22) learns about a dataclass when it first converts to it, and crashes the process if
+# two threads are the first. So it learns here, where only one thread is.
+msgspec.convert({}, EngineShape)
+
+
 def read_shape(info: EngineInfo) -> EngineShape:
     known = {f.name for f in fields(EngineShape)}
     unknown = sorted(set(info.shape) - known)

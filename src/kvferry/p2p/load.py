@@ -113,8 +113,11 @@ class Loading:
     checked: Memory | None = None  # where digests are compared, the memory that is read into
 
     def run(self, load: Load, watch: Watch, clock: Clock) -> Loaded:
-        remote = self.known.meet(load.ticket, watch)
-        clock.stop("meet")
+        with self.known.meet(load.ticket, watch) as remote:
+            clock.stop("meet")
+            return self._fetch(remote, load, watch, clock)
+
+    def _fetch(self, remote: Remote, load: Load, watch: Watch, clock: Clock) -> Loaded:
         try:
             self._require_distinct_blocks(remote, load)
             written = self._let_write(remote, load, watch, clock) if self.offering else NOTHING

@@ -427,6 +427,8 @@ class ProducerRank(Server):
         self.reply(sender, request_id, reply)
 
     def tick(self, now: float) -> None:
+        if self._pusher is not None:
+            self._pusher.tidy(now)
         closed, impatient = self._table.expire(now)
         for one in closed:
             self._report(one)

@@ -2,7 +2,7 @@
 
 A consumer rank introduces itself once (its engine, its layout, its carriers' endpoints), and then
 offers blocks: a grant of its carrier, its block tables, how much it has already. What happens to an
-offer, on a thread that belongs to that consumer rank alone:
+offer, on a thread of its own:
 
     plan      the edge from this rank to that one, once; both sides compute it alike
     connect   by the carrier that the offer names, once
@@ -11,8 +11,9 @@ offer, on a thread that belongs to that consumer rank alone:
     report    to the producer's server, which alone knows whether the hold was open all the time
 
 A write ends early when the hold is closed, when the consumer gives up, and when the consumer takes
-its grant back, which needs no word from here: this side may be stopped or gone. Threads are per
-consumer rank, so that one that is stopped holds up no other.
+its grant back, which needs no word from here: this side may be stopped or gone. A consumer rank has
+few threads at a time, so that one that is stopped does not hold up others; its connections are
+given back when it has offered nothing for a while.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -42,7 +43,9 @@ from kvferry.wire.messages import EngineInfo, Offer, RankInfo, Reader
 
 log = logging.getLogger("kvferry")
 
-THREADS_PER_TARGET = 4  # as many as a peer of the tcp carrier has connections
+PUSH_THREADS = 256  # started when needed
+THREADS_PER_TARGET = 4  # at a time; as many transfers as a peer of the tcp carrier has
+IDLE_SECONDS = 60.0  # without an offer, before connections are given back; plans are kept
 MOST_TARGETS = 1024  # consumer ranks that are remembered; others introduce themselves again
 MOST_PUSHES = 4096  # offers that are queued or under way
 SLICE_DESCRIPTORS = 65_536  # bound at a time, so that no NumPy call takes long
@@ -71,7 +74,9 @@ class _Target:
 
     engine: EngineInfo
     info: RankInfo
-    threads: ThreadPoolExecutor
+    running: int = 0
+    queue: deque[_Push] = field(default_factory=deque)
+    used: float = field(default_factory=time.monotonic)
     lock: threading.Lock = field(default_factory=threading.Lock)
     plan: EdgePlan | None = None
     bases: tuple[int, ...] = ()
@@ -85,7 +90,6 @@ class _Push:
     tables: list[list[int]]  # of the hold
     watch: Watch
     done: Callable[[Pushed | KvferryError], None]
-    running: bool = False
 
 
 class Pusher:
@@ -107,6 +111,8 @@ class Pusher:
         self._lock = threading.Lock()
         self._targets: OrderedDict[Key, _Target] = OrderedDict()
         self._pushes: set[_Push] = set()
+        self._threads = ThreadPoolExecutor(PUSH_THREADS, thread_name_prefix="kvferry-push")
+        self._next_tidy = time.monotonic() + IDLE_SECONDS
         self._closed = False
 
     @property
@@ -122,8 +128,7 @@ class Pusher:
                 return
             void = [k for k in self._targets if (k[0] == key[0] and k[1] != key[1]) or k == key]
             old = [self._targets.pop(k) for k in void]
-            threads = ThreadPoolExecutor(THREADS_PER_TARGET, thread_name_prefix="kvferry-push")
-            self._targets[key] = _Target(engine, info, threads)
+            self._targets[key] = _Target(engine, info)
             while len(self._targets) > MOST_TARGETS:
                 old.append(self._targets.popitem(last=False)[1])
         for target in old:
@@ -148,12 +153,16 @@ class Pusher:
             push = _Push(target, offer, tables, watch, done)
             self._targets.move_to_end(key_of(offer.reader))
             self._pushes.add(push)
-            try:
-                target.threads.submit(self._run, push)
-            except RuntimeError:  # its threads were shut down this moment
-                self._pushes.discard(push)
-                return False
+            target.queue.append(push)
+            self._start_next(target)
         return True
+
+    def _start_next(self, target: _Target) -> None:
+        """With the lock held: put a target's next push on a thread, if it may have one more."""
+        target.used = time.monotonic()
+        if target.queue and target.running < THREADS_PER_TARGET and not self._closed:
+            target.running += 1
+            self._threads.submit(self._run, target.queue.popleft())
 
     def cancel(self, hold_id: str, reader: Reader | None = None) -> None:
         """Give up what is written of a hold, to one reader or to all."""
@@ -162,6 +171,18 @@ class Pusher:
                 offer = push.offer
                 if offer.hold_id == hold_id and (reader is None or offer.reader == reader):
                     push.watch.give_up()
+
+    def tidy(self, now: float) -> None:
+        """Give back connections that were not used for a while; called now and then."""
+        if now < self._next_tidy:
+            return
+        self._next_tidy = now + IDLE_SECONDS / 2
+        with self._lock:
+            if self._closed:
+                return
+            for target in self._targets.values():
+                if target.peers and not target.running and target.used + IDLE_SECONDS <= now:
+                    self._threads.submit(self._disconnect, target)
 
     def close(self) -> None:
         with self._lock:
@@ -172,14 +193,11 @@ class Pusher:
                 push.watch.give_up()
         for target in targets:
             self._drop(target)
+        self._threads.shutdown(wait=False)
 
     # One push
 
     def _run(self, push: _Push) -> None:
-        with self._lock:
-            if push not in self._pushes:
-                return
-            push.running = True
         try:
             outcome: Pushed | KvferryError = self._write(push)
         except KvferryError as error:
@@ -189,6 +207,8 @@ class Pusher:
             outcome = HandoverError(f"internal error: {error!r}")
         with self._lock:
             self._pushes.discard(push)
+            push.target.running -= 1
+            self._start_next(push.target)
         push.done(outcome)
 
     def _write(self, push: _Push) -> Pushed:
@@ -211,6 +231,7 @@ class Pusher:
         transfers: list[Transfer] = []
         try:
             for piece in bound.slices(SLICE_DESCRIPTORS):
+                watch.require_wanted()
                 mine = Copies(piece.src.copy(), piece.dst.copy(), piece.length.copy())
                 transfers.append(carrier.write_granted(peer, mine, offer.grant))
             for transfer in transfers:
@@ -255,12 +276,18 @@ class Pusher:
 
     def _drop(self, target: _Target) -> None:
         """Forget a target; what was queued for it ends here, what runs ends by itself."""
-        target.threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
-            orphans = [p for p in self._pushes if p.target is target and not p.running]
+            orphans = list(target.queue)
+            target.queue.clear()
             self._pushes.difference_update(orphans)
+            for push in self._pushes:
+                if push.target is target:
+                    push.watch.give_up()
         for push in orphans:
             push.done(Cancelled("the consumer restarted, or this engine is shutting down"))
+        self._disconnect(target)
+
+    def _disconnect(self, target: _Target) -> None:
         with target.lock:
             peers, target.peers = target.peers, {}
         for name, peer in peers.items():

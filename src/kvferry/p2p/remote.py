@@ -8,7 +8,7 @@ a `Source`: whom to ask, and how to read from it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,10 +97,14 @@ def meet(
         )
     name = register(topology, welcome.engine, model, shape, by_rank)
     pair = topology.pair_with(name)
-    sources = tuple(
-        _source(pair, by_rank[source], layout, shape, readers, carriers, deadline)
-        for source, readers in topology.partners(name).items()
-    )
+    sources: list[Source] = []
+    try:
+        for source, readers in topology.partners(name).items():
+            info = by_rank[source]
+            sources.append(_source(pair, info, layout, shape, readers, carriers, deadline))
+    except BaseException:
+        disconnect(sources)
+        raise
     lacking = topology.model.beyond(pair.model)
     if lacking is not None:
         log.warning(
@@ -109,7 +113,14 @@ def meet(
             ", ".join(f"layers {list(g.layers)} of group {g.name!r}" for g in lacking.groups),
         )
     plan = everything_plan(lacking, layout) if lacking else None
-    return Remote(welcome.engine, shape, pair, sources, plan)
+    return Remote(welcome.engine, shape, pair, tuple(sources), plan)
+
+
+def disconnect(sources: Iterable[Source]) -> None:
+    """Give the connections to these back."""
+    for source in sources:
+        if source.carrier is not None:
+            source.carrier.disconnect(source.peer)
 
 
 def register(

@@ -70,12 +70,15 @@ class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def decode(cls, raw: bytes) -> LocalEndpoint:
         try:
-            endpoint = msgspec.msgpack.decode(raw, type=cls)
+            endpoint = _endpoints.decode(raw)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"this is not the endpoint of a local carrier: {error}") from None
         if endpoint.carrier != "local" or len(endpoint.token) != TOKEN_BYTES:
             raise ProtocolError(f"this is not a local carrier's endpoint: {endpoint.carrier!r}")
         return endpoint
+
+
+_endpoints = msgspec.msgpack.Decoder(LocalEndpoint)  # made once: its first use is on many threads
 
 
 class LocalPeer:

@@ -53,12 +53,15 @@ class TcpEndpoint(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def decode(cls, raw: bytes) -> TcpEndpoint:
         try:
-            endpoint = msgspec.msgpack.decode(raw, type=cls)
+            endpoint = _endpoints.decode(raw)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"this is not the endpoint of a tcp carrier: {error}") from None
         if endpoint.carrier != "tcp" or len(endpoint.incarnation) != INCARNATION_BYTES:
             raise ProtocolError(f"this is not the endpoint of a tcp carrier: {endpoint.carrier!r}")
         return endpoint
+
+
+_endpoints = msgspec.msgpack.Decoder(TcpEndpoint)  # made once: its first use is on many threads
 
 
 class Connection:

@@ -1,0 +1,188 @@
+"""Push, beyond what both modes have in common: sources that lie, cannot write, or forgot us.
+
+Producer and consumer share this process, so that a test can make one of them misbehave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.demo.cache import CANARY, wrong_byte
+from kvferry.errors import DeadlineExceeded
+from kvferry.p2p.load import Loaded
+from kvferry.p2p.stats import ConsumerTally
+from kvferry.p2p.ticket import Ticket
+from kvferry.p2p.transfers import end_transfers
+from kvferry.plan import Copies
+from kvferry.transport.base import TransferState
+from p2p_peers import Consumer, Producer, Prompt, Spec
+
+P = Spec("p", "tp=2,block=16", carrier="tcp")
+D = Spec("d", "tp=1,block=24", carrier="tcp", mode="push")
+PROMPT = Prompt(1, 100)
+
+
+@contextlib.contextmanager
+def peers(source: Spec = P, target: Spec = D) -> Iterator[tuple[Producer, Consumer]]:
+    p = Producer(source)
+    d = Consumer(target, source)
+    try:
+        yield p, d
+    finally:
+        d.close()
+        p.close()
+
+
+def hold(p: Producer, prompt: Prompt = PROMPT) -> Ticket:
+    p.fill(prompt)
+    p.open(prompt)
+    return p.ticket(prompt)
+
+
+def error_of(loaded: list[Loaded]) -> str:
+    return " / ".join(one.error for one in loaded)
+
+
+class Crooked:
+    """A carrier that writes something else than it is told."""
+
+    def __init__(self, carrier: Any, bend: Any) -> None:
+        self._carrier, self._bend = carrier, bend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._carrier, name)
+
+    def write_granted(self, peer: Any, copies: Any, grant: bytes) -> Any:
+        return self._carrier.write_granted(peer, self._bend(copies), grant)
+
+
+def bend(p: Producer, how: Any) -> None:
+    for server in p.ranks:
+        pusher: Any = server._pusher
+        pusher._carriers = {n: Crooked(c, how) for n, c in pusher._carriers.items()}
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (lambda c: Copies(c.src[:-1], c.dst[:-1], c.length[:-1]), "were due; what came is disc"),
+        (lambda c: Copies(*(np.append(a, a[:1]) for a in (c.src, c.dst, c.length))), "were due"),
+        (lambda c: Copies(c.src[::-1], c.dst[::-1] + (1 << 16), c.length[::-1]), "OutOfBounds"),
+        (lambda c: Copies(c.src, c.dst - c.dst.min() + 8, c.length), "OutOfBounds"),
+    ],
+    ids=["too little", "twice", "other blocks", "anywhere"],
+)
+def test_a_source_that_writes_something_else_is_not_believed(how: Any, words: str) -> None:
+    with peers() as (p, d):
+        bend(p, how)
+        assert words in error_of(d.load(hold(p), PROMPT))
+        assert d.wrong_bytes(PROMPT) > 0
+        # whatever it wrote lies in blocks of that request
+        free = np.setdiff1d(np.arange(D.blocks), PROMPT.tables(D, PROMPT.dst_first, P)[0])
+        assert sum(wrong_byte(view, free, CANARY) for view in d.racks[0].views) == 0
+        assert d.census()["grants"] == 0
+
+
+def test_a_source_that_cannot_write_is_read() -> None:
+    with peers(replace(P, writes=False)) as (p, d):
+        loaded = d.load(hold(p), PROMPT)
+        assert error_of(loaded) == ""
+        assert not loaded[0].pushed
+        assert d.wrong_bytes(PROMPT) == 0
+        assert d.census()["grants"] == 0
+
+
+def test_a_source_that_does_not_reach_us_is_read() -> None:
+    """Its way to our carrier is blocked, ours to it is not: we read."""
+    with peers() as (p, d):
+        for server in p.ranks:
+            pusher: Any = server._pusher
+            for carrier in pusher._carriers.values():
+                carrier.connect = _refuse
+        loaded = d.load(hold(p), PROMPT)
+        assert error_of(loaded) == ""
+        assert not loaded[0].pushed
+        assert d.wrong_bytes(PROMPT) == 0
+
+
+def _refuse(endpoint: bytes, deadline: float) -> Any:
+    raise DeadlineExceeded("a firewall, say")
+
+
+def test_a_source_that_forgot_us_is_told_again() -> None:
+    prompts = [Prompt(1, 100, 1, 1), Prompt(2, 100, 20, 20)]
+    with peers() as (p, d):
+        for prompt in prompts:
+            loaded = d.load(hold(p, prompt), prompt)
+            assert error_of(loaded) == ""
+            assert loaded[0].pushed
+            for server in p.ranks:
+                pusher: Any = server._pusher
+                pusher._targets.clear()
+        assert d.wrong_bytes(*prompts) == 0
+        assert [server.counters["refused unmet"] for server in p.ranks] == [1, 1]
+
+
+def test_a_restarted_consumer_voids_what_was_known_of_it() -> None:
+    with peers() as (p, d):
+        assert error_of(d.load(hold(p), PROMPT)) == ""
+        again = Consumer(replace(D, incarnation="second"), P)
+        try:
+            prompt = Prompt(2, 100)
+            assert error_of(again.load(hold(p, prompt), prompt)) == ""
+            assert again.wrong_bytes(prompt) == 0
+            for server in p.ranks:
+                pusher: Any = server._pusher
+                assert [key[1] for key in pusher._targets] == ["second"]
+        finally:
+            again.close()
+
+
+def test_memory_is_written_under_grants_only() -> None:
+    with peers() as (p, d):
+        user, owner = p.racks[0].carrier, d.racks[0].carrier
+        peer = user.connect(owner.endpoint(), time.monotonic() + 10)
+        one = np.array([1])
+        copies = Copies(p.racks[0].memory.bases[:1], d.racks[0].memory.bases[:1], one)
+        with pytest.raises(Exception, match="without a grant"):
+            user.write(peer, copies).wait(time.monotonic() + 10)
+
+
+class Stubborn:
+    """A transfer whose end its carrier confirms late."""
+
+    def __init__(self, confirmed: threading.Event) -> None:
+        self._confirmed = confirmed
+
+    def wait(self, deadline: float) -> None: ...
+
+    def poll(self) -> TransferState:
+        return TransferState.FAILED if self._confirmed.is_set() else TransferState.RUNNING
+
+    def cancel(self) -> None:
+        if not self._confirmed.wait(0.02):
+            raise DeadlineExceeded("not confirmed")
+
+
+def test_a_load_that_cannot_be_ended_is_counted_until_it_is() -> None:
+    tally, confirmed = ConsumerTally(), threading.Event()
+    transfers = [Stubborn(confirmed), Stubborn(confirmed)]
+    ending = threading.Thread(target=end_transfers, args=(transfers, lambda: tally.abandoned(7)))
+    ending.start()
+    until = time.monotonic() + 10
+    while not tally.snapshot().abandoned_now:
+        assert time.monotonic() < until
+    assert (tally.snapshot().abandoned_now, tally.snapshot().quarantined_blocks) == (1, 7)
+    assert ending.is_alive()
+    confirmed.set()
+    ending.join(10)
+    assert not ending.is_alive()
+    assert (tally.snapshot().abandoned_now, tally.snapshot().quarantined_blocks) == (0, 0)
