@@ -190,6 +190,45 @@ def test_states_hand_over_one_block_and_stop_short() -> None:
     assert plain.held_back == 0 and plain.tables(([1, 2],)) == ((1, 2),)
 
 
+def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request, RequestStatus
+
+    from kvferry.vllm.config import FerryConfig
+    from kvferry.vllm.scheduler import FerryScheduler, request_digest
+
+    def request(tokens: int, params: dict[str, Any]) -> Request:
+        asked = list(range(3, 3 + tokens))
+        made = Request("r", asked, SamplingParams(max_tokens=9), None)
+        made.kv_transfer_params = params
+        return made
+
+    scheduler = FerryScheduler(FerryConfig(), "p", "first", handed_over=HandedOver(1, (0, None)))
+    prefill = request(129, {"do_remote_decode": True})
+    whole = request_digest(prefill)
+    for _ in range(2):  # told again, nothing more is taken off
+        scheduler.on_new_request(prefill)
+        assert prefill.num_prompt_tokens == len(prefill.prompt_token_ids) == 128
+        assert prefill.num_tokens == 128 and prefill.max_tokens == 1
+    scheduler._directory = Fake(port=1)  # type: ignore[assignment]
+    prefill.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    held, ticket = scheduler.finished(prefill, ([0, 7], [1, 2]))
+    assert held and ticket is not None
+    (order,) = scheduler.take_orders().holds
+    assert (order.tokens, order.digest, order.tables) == (128, whole, ((7,), (1, 2)))
+    # the same prompt is known again by its whole; one that leaves nothing to compute is not used
+    decode = request(129, {**ticket, "do_remote_prefill": True})
+    scheduler.on_new_request(decode)
+    assert scheduler.matched(decode, 0) == (128, True)
+    single = request(1, {"do_remote_decode": True})
+    scheduler.on_new_request(single)
+    single.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    _, ticket = scheduler.finished(single, ([7], [1]))
+    decode = request(1, {**(ticket or {}), "do_remote_prefill": True})
+    scheduler.on_new_request(decode)
+    assert scheduler.matched(decode, 0) == (0, False)
+
+
 CONFIGS = ("vllm_config", "kv_cache_config")
 
 

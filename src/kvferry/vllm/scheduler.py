@@ -26,7 +26,7 @@ from kvferry.p2p.renewer import Renewer
 from kvferry.p2p.ticket import Ticket, prompt_digest
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, HoldOrder
-from kvferry.vllm.prefill import DIGEST, HandedOver
+from kvferry.vllm.prefill import HandedOver
 from kvferry.wire.messages import EngineInfo, RankInfo
 from kvferry.wire.sockets import Sockets
 
@@ -67,6 +67,7 @@ class FerryScheduler:
     _orders: FerryMetadata = field(default_factory=FerryMetadata)
     _wanted: dict[str, _Wanted] = field(default_factory=dict)
     _shared: dict[str, _Shared] = field(default_factory=dict)  # by hold
+    _digests: dict[str, str] = field(default_factory=dict)  # of prompts that are to be handed over
     _sockets: Sockets | None = None
     _directory: Directory | None = None
     _renewer: Renewer | None = None
@@ -109,7 +110,7 @@ class FerryScheduler:
     def on_new_request(self, request: Any) -> None:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode") and self.produces:
-            self.handed_over.stop_short(request, request_digest(request))
+            self._shorten(request)
         if not params.get("do_remote_prefill") or not self.consumes:
             return
         try:
@@ -190,6 +191,12 @@ class FerryScheduler:
 
     # Producer
 
+    def _shorten(self, request: Any) -> None:
+        """A prompt to hand over: its digest is of all of it, what is computed may be less."""
+        if request.prompt_token_ids and request.request_id not in self._digests:
+            self._digests[request.request_id] = request_digest(request)
+            self.handed_over.stop_short(request)
+
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -201,17 +208,18 @@ class FerryScheduler:
                 self._drop(wanted.ticket)
             else:
                 self._through(request.request_id, wanted)
+        digest = self._digests.pop(request.request_id, None)
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_decode") or self._directory is None or not self.produces:
             return False, None
-        if not _completed(request):
+        if digest is None or not _completed(request):
             return False, None
         tokens = len(request.prompt_token_ids)
         ticket = Ticket(
             engine_id=self.engine_id,
             incarnation=self.incarnation,
             hold_id=secrets.token_hex(16),
-            digest=params.get(DIGEST) or request_digest(request),
+            digest=digest,
             tokens=tokens,
             host=self.config.host or "127.0.0.1",
             port=self._directory.port,
@@ -279,4 +287,4 @@ def request_digest(request: Any) -> str:
         extra.append(f"mm {feature.identifier} {feature.mm_position.offset}")
     if getattr(request, "cache_salt", None):
         extra.append(f"salt {request.cache_salt}")
-    return prompt_digest(request.prompt_token_ids, extra)
+    return prompt_digest(request.prompt_token_ids or (), extra)
