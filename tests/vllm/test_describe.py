@@ -290,3 +290,20 @@ class TestScales:
         worker.vllm_config.cache_config.calculate_kv_scales = True
         with pytest.raises(DescriptionError, match="calculate_kv_scales"):
             worker.describe()
+
+
+class TestContextParallel:
+    def test_it_is_part_of_the_shape(self) -> None:
+        worker = Worker(golden("deepseek-v2-tp2-cpu-mla"), Rank(0, 1))
+        worker.vllm_config.parallel_config.decode_context_parallel_size = 2
+        worker.vllm_config.parallel_config.cp_kv_cache_interleave_size = 4
+        shape = worker.describe().layout.shape
+        assert (shape.tp, shape.dcp, shape.interleave) == (2, 2, 4)
+
+    def test_layers_that_do_not_take_part_are_refused(self) -> None:
+        worker = Worker(golden("deepseek-v2-tp2-cpu-mla"), Rank(0, 1))
+        worker.vllm_config.parallel_config.decode_context_parallel_size = 2
+        spec = worker.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        object.__setattr__(spec, "dcp_sharded", False)
+        with pytest.raises(DescriptionError, match="keeps all tokens on every rank"):
+            worker.describe()
