@@ -142,9 +142,12 @@ CAPTURED = [n for n in NAMES if golden(n).data["ranks"][0]["backends"]]
 @pytest.mark.parametrize("name", CAPTURED)
 def test_layouts_are_those_that_probes_confirmed(name: str) -> None:
     engine = golden(name)
+    told = []
     for rank in engine.ranks:
         worker = Worker(engine, rank)
         found, expected = worker.describe(), engine.layout(rank)
+        told.append((found.model, found.layout.shape, found.meaning))
+        assert told[-1] == told[0]  # all workers describe the same engine
         assert found.model.fingerprint() == engine.model.fingerprint()
         assert found.layout.tables == expected.tables
         assert len(found.layout.parts) == len(expected.parts)
