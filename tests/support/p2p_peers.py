@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -36,11 +36,13 @@ from kvferry.demo.work import destination_extent, source_extent
 from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
+from kvferry.p2p import push as push_module
 from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.holds import Closed
 from kvferry.p2p.load import Load, Loaded
 from kvferry.p2p.producer import Directory, ProducerRank
+from kvferry.p2p.push import Pusher
 from kvferry.p2p.ticket import Ticket
 from kvferry.transport import make_carrier
 from kvferry.transport.base import MemoryRegion
@@ -143,9 +145,16 @@ class Spec:
     content: str = "bf16"
     told: bool = True  # whether the directory knows the ranks from the start
     only: tuple[Rank, ...] = ()  # ranks of this process; empty: all
-    gate_after: int | None = None  # reads of a rank before its gate
+    gate_after: int | None = None  # transfers of a rank before its gate
+    mode: Literal["pull", "push"] = "pull"
+    slice_descriptors: int | None = None  # of a transfer; how a producer writes, in its process
     absent: tuple[str, ...] = ()  # roles whose layers this engine does not have
     optional: tuple[str, ...] = ()  # roles whose layers a peer may lack
+
+    @property
+    def is_written(self) -> bool:
+        """Whether producers write this consumer's blocks."""
+        return self.mode == "push" and self.carrier == "tcp"
 
     @property
     def cache_model(self) -> CacheModel:
@@ -162,7 +171,7 @@ class Spec:
 
 
 class GatedCarrier:
-    """A real carrier whose reads, after the first few, wait until the gate is open."""
+    """A real carrier whose transfers, after the first few, wait until the gate is open."""
 
     def __init__(self, carrier: Any, after: int) -> None:
         self._carrier, self._left = carrier, after
@@ -172,11 +181,18 @@ class GatedCarrier:
         return getattr(self._carrier, name)
 
     def read(self, peer: Any, copies: Any) -> Any:
+        self._pass()
+        return self._carrier.read(peer, copies)
+
+    def write_granted(self, peer: Any, copies: Any, grant: bytes) -> Any:
+        self._pass()
+        return self._carrier.write_granted(peer, copies, grant)
+
+    def _pass(self) -> None:
         if self._left <= 0:
             self.reached.set()
             assert self.gate.wait(2 * PATIENCE_SECONDS)
         self._left -= 1
-        return self._carrier.read(peer, copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,10 +297,26 @@ def memory_regions(layout: RankLayout, memory: Memory) -> list[MemoryRegion]:
     return [MemoryRegion(b, r.bytes) for b, r in zip(bases, layout.regions, strict=True)]
 
 
-class Producer:
+class Gates:
+    """Stand before the racks of whoever moves the bytes."""
+
+    racks: list[Rack]
+
+    def wait_at_gate(self) -> None:
+        for rack in self.racks:
+            assert rack.carrier.reached.wait(PATIENCE_SECONDS)
+
+    def open_gate(self) -> None:
+        for rack in self.racks:
+            rack.carrier.gate.set()
+
+
+class Producer(Gates):
     """An engine that holds blocks; all its ranks in this process."""
 
     def __init__(self, spec: Spec) -> None:
+        if spec.slice_descriptors is not None:
+            push_module.SLICE_DESCRIPTORS = spec.slice_descriptors
         self.spec = spec
         self.sockets = Sockets(spec.secret)
         self.engine = engine_info(
@@ -303,6 +335,13 @@ class Producer:
                 self.sockets,
                 f"{spec.incarnation}-{rank.pp}-{rank.tp}",
                 lease_seconds=spec.lease_seconds,
+                pusher=Pusher(
+                    self.engine,
+                    spec.cache_model,
+                    rack.layout,
+                    rack.memory.bases.tolist(),
+                    [rack.carrier],
+                ),
             )
             server.start()
             self.racks.append(rack)
@@ -380,7 +419,7 @@ def make_ticket(spec: Spec, port: int, prompt: Prompt, hold_id: str = "") -> Tic
     )
 
 
-class Consumer:
+class Consumer(Gates):
     """An engine that loads; all its ranks in this process."""
 
     def __init__(self, spec: Spec, source: Spec) -> None:
@@ -404,6 +443,7 @@ class Consumer:
                 rack.memory.bases.tolist(),
                 [rack.carrier],
                 zero=HostMemory(memory_regions(rack.layout, rack.memory)).zero,
+                mode=spec.mode,
                 optional_roles=frozenset(spec.optional),
             )
             for rack in self.racks
@@ -465,14 +505,6 @@ class Consumer:
     def release(self, ticket: Ticket, outcome: Any = "not needed") -> None:
         for rank in self.ranks:
             rank.release(ticket, outcome)
-
-    def wait_at_gate(self) -> None:
-        for rack in self.racks:
-            assert rack.carrier.reached.wait(PATIENCE_SECONDS)
-
-    def open_gate(self) -> None:
-        for rack in self.racks:
-            rack.carrier.gate.set()
 
     def wrong_bytes(self, *prompts: Prompt) -> int:
         return sum(rack.wrong_bytes(list(prompts), self.source) for rack in self.racks)
@@ -551,6 +583,12 @@ class Child:
         fine, value = self.pipe.recv()
         assert fine, value
         return value
+
+    def wait_at_gate(self) -> None:
+        self.ask("wait_at_gate")
+
+    def open_gate(self) -> None:
+        self.ask("open_gate")
 
     def ticket(self, prompt: Prompt, hold_id: str = "") -> Ticket:
         return make_ticket(self.spec, self.port, prompt, hold_id)

@@ -197,39 +197,56 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request, RequestStatus
 
+    from kvferry.p2p.ticket import Ticket
+    from kvferry.vllm.asking import _unfit
     from kvferry.vllm.config import FerryConfig
-    from kvferry.vllm.scheduler import FerryScheduler, request_digest
+    from kvferry.vllm.metadata import FerryMetadata
+    from kvferry.vllm.offering import Offering, request_digest
+    from kvferry.vllm.stats import FerryStats
 
-    def request(tokens: int, params: dict[str, Any]) -> Request:
-        asked = list(range(3, 3 + tokens))
-        made = Request("r", asked, SamplingParams(max_tokens=9), None)
+    def request(tokens: int, **params: Any) -> Request:
+        made = Request("r", list(range(3, 3 + tokens)), SamplingParams(max_tokens=9), None)
         made.kv_transfer_params = params
         return made
 
-    scheduler = FerryScheduler(FerryConfig(), "p", "first", handed_over=HandedOver(1, (0, None)))
-    prefill = request(129, {"do_remote_decode": True})
+    facts, orders = HandedOver(1, (0, None)), FerryMetadata()
+    offering = Offering(
+        FerryConfig(),
+        "p",
+        "first",
+        "ferry",
+        False,
+        (1, 1),
+        1,
+        facts,
+        lambda: orders,
+        FerryStats(),
+        Fake(begin=lambda *_, **__: None),
+    )
+
+    def prefilled(made: Request, tables: tuple[list[int], ...]) -> Ticket:
+        offering.accept(made)
+        made.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        held, params = offering.finished(made, tables)
+        assert held and params is not None
+        return Ticket.from_params(params)
+
+    # what a client says of a digest is not believed
+    prefill = request(129, do_remote_decode=True, kvferry_digest="another prompt's")
     whole = request_digest(prefill)
     for _ in range(2):  # told again, nothing more is taken off
-        scheduler.on_new_request(prefill)
+        offering.accept(prefill)
         assert prefill.num_prompt_tokens == len(prefill.prompt_token_ids) == 128
         assert prefill.num_tokens == 128 and prefill.max_tokens == 1
-    scheduler._directory = Fake(port=1)  # type: ignore[assignment]
-    prefill.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    held, ticket = scheduler.finished(prefill, ([0, 7], [1, 2]))
-    assert held and ticket is not None
-    (order,) = scheduler.take_orders().holds
+    ticket = prefilled(prefill, ([0, 7], [1, 2]))
+    (order,) = orders.holds
     assert (order.tokens, order.digest, order.tables) == (128, whole, ((7,), (1, 2)))
     # the same prompt is known again by its whole; one that leaves nothing to compute is not used
-    decode = request(129, {**ticket, "do_remote_prefill": True})
-    scheduler.on_new_request(decode)
-    assert scheduler.matched(decode, 0) == (128, True)
-    single = request(1, {"do_remote_decode": True})
-    scheduler.on_new_request(single)
-    single.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    _, ticket = scheduler.finished(single, ([7], [1]))
-    decode = request(1, {**(ticket or {}), "do_remote_prefill": True})
-    scheduler.on_new_request(decode)
-    assert scheduler.matched(decode, 0) == (0, False)
+    assert _unfit(ticket, request(129), facts) == ""
+    assert "another prompt" in _unfit(ticket, request(128), facts)
+    single = prefilled(request(1, do_remote_decode=True), ([7], [1]))
+    assert "less than 1 tokens to compute" in _unfit(single, request(1), facts)
+    assert not offering._digests
 
 
 CONFIGS = ("vllm_config", "kv_cache_config")

@@ -57,6 +57,7 @@ class Engine:
     pp: int = 1
     block_size: int = 0  # 0: vLLM's choice
     connector: dict[str, Any] | None = None  # kv_connector_extra_config; None: no connector
+    transfer: dict[str, Any] = field(default_factory=dict)  # more of vLLM's kv_transfer_config
     on_failure: str = "fail"  # vLLM's kv_load_failure_policy
     arguments: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
@@ -87,6 +88,7 @@ class Engine:
                 "engine_id": self.name,
                 "kv_load_failure_policy": self.on_failure,
                 "kv_connector_extra_config": self.connector,
+                **self.transfer,
             }
             command += ["--kv-transfer-config", json.dumps(transfer)]
         self.log.parent.mkdir(parents=True, exist_ok=True)

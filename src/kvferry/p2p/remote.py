@@ -54,7 +54,7 @@ class Remote:
 def knows_all_ranks(welcome: ReplyBody) -> bool:
     """Whether an engine can be met, or refused, already: its workers may still be starting."""
     if not isinstance(welcome, Welcome):
-        return True
+        return not (isinstance(welcome, Refused) and welcome.reason == "busy")
     told = {Rank(info.pp_rank, info.tp_rank) for info in welcome.ranks}
     return told >= set(read_shape(welcome.engine).ranks)
 

@@ -42,24 +42,26 @@ class Ticket:
     def directory(self) -> str:
         return f"{self.host}:{self.port}"
 
-    def to_params(self) -> dict[str, Any]:
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
+    def to_params(self, *, flat: bool = True) -> dict[str, Any]:
+        """As request parameters. Not flat: all under our own key, beside another connector's."""
+        ours = {
+            "format": FORMAT,
+            "incarnation": self.incarnation,
+            "hold": self.hold_id,
+            "digest": self.digest,
+            "tokens": self.tokens,
+        }
+        where = {
             "remote_engine_id": self.engine_id,
             "remote_request_id": self.request_id,
             "remote_host": self.host,
             "remote_port": self.port,
             "tp_size": self.tp_size,
             "pp_size": self.pp_size,
-            MARK: {
-                "format": FORMAT,
-                "incarnation": self.incarnation,
-                "hold": self.hold_id,
-                "digest": self.digest,
-                "tokens": self.tokens,
-            },
         }
+        if not flat:
+            return {MARK: {**ours, **where}}
+        return {"do_remote_prefill": True, "do_remote_decode": False, **where, MARK: ours}
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Ticket:
@@ -75,6 +77,8 @@ class Ticket:
                 f"the ticket has format {ours.get('format')!r:.40}, this engine reads {FORMAT}; "
                 "run the same kvferry version on both sides"
             )
+        if "remote_engine_id" in ours:  # all of it lies under our key
+            params = ours
         return cls(
             engine_id=_text(params, "remote_engine_id"),
             incarnation=_text(ours, "incarnation"),

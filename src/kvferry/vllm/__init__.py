@@ -1,15 +1,28 @@
-"""kvferry's connector for an unmodified vLLM.
+"""kvferry's connectors for an unmodified vLLM.
 
     --kv-transfer-config '{"kv_connector": "FerryConnector", "kv_role": "kv_both",
                            "kv_connector_module_path": "kvferry.vllm"}'
 
-vLLM resolves the class also in its API process, so importing this touches no device and starts
-nothing.
+`MooncakeConnector`, `NixlConnector` and `NixlPushConnector` under the same module path take the
+configuration of vLLM's own. vLLM resolves the class also in its API process, so importing this
+touches no device and starts nothing.
 """
 
 import logging
 
+from kvferry.vllm import plugin
 from kvferry.vllm.connector import FerryConnector
+from kvferry.vllm.dropin import (
+    FerryMooncakeConnector,
+    FerryNixlConnector,
+    FerryNixlPushConnector,
+)
+from kvferry.vllm.pool_connector import FerryMooncakeStoreConnector, FerryPoolConnector
+
+MooncakeConnector = FerryMooncakeConnector
+NixlConnector = FerryNixlConnector
+NixlPushConnector = FerryNixlPushConnector
+MooncakeStoreConnector = FerryMooncakeStoreConnector
 
 
 def _log_with_vllm() -> None:
@@ -22,5 +35,17 @@ def _log_with_vllm() -> None:
 
 
 _log_with_vllm()
+plugin.register()  # also where the package's entry points are not installed
 
-__all__ = ["FerryConnector"]
+__all__ = [
+    "FerryConnector",
+    "FerryMooncakeConnector",
+    "FerryMooncakeStoreConnector",
+    "FerryNixlConnector",
+    "FerryNixlPushConnector",
+    "FerryPoolConnector",
+    "MooncakeConnector",
+    "MooncakeStoreConnector",
+    "NixlConnector",
+    "NixlPushConnector",
+]

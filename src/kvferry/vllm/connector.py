@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -11,42 +11,49 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.version import __version__ as vllm_version
 
-from kvferry.vllm.config import FerryConfig, incarnation, require_supported_vllm
-from kvferry.vllm.metadata import FerryMetadata
+from kvferry.vllm.config import FerryConfig, Style, require_supported_vllm
+from kvferry.vllm.family import family_of
+from kvferry.vllm.metadata import FerryMetadata, FerryWorkerMetadata
 from kvferry.vllm.prefill import HandedOver
-from kvferry.vllm.scheduler import FerryScheduler
+from kvferry.vllm.prometheus import FerryPromMetrics
+from kvferry.vllm.scheduler import FerryScheduler, child_incarnation
+from kvferry.vllm.stats import as_stats
 from kvferry.vllm.worker import FerryWorker
 
 
 class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Hands KV caches over between engines of any shape."""
 
+    STYLE: ClassVar[Style] = "ferry"
+    _cache_hit_source = CacheHitSource.P2P
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         require_supported_vllm(vllm_version)
         super().__init__(vllm_config, role, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
-        config = FerryConfig.read(transfer.kv_connector_extra_config or {})
-        if config.port:  # each data parallel rank is an engine of its own
-            number = vllm_config.parallel_config.data_parallel_index
-            config = replace(config, port=config.port + number)
+        family = family_of(self, FerryConnector)
+        config = FerryConfig.read(
+            vllm_config.kv_transfer_config.kv_connector_extra_config or {},
+            self.STYLE,
+            rank=vllm_config.parallel_config.data_parallel_index,
+        )
+        if self.STYLE != "ferry" and config.secret and config.host is None:
+            config = replace(config, host=own_address())  # where in-tree connectors listen too
         self._groups = tuple(range(len(kv_cache_config.kv_cache_groups)))
         self.scheduler: FerryScheduler | None = None
         self.worker: FerryWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self.scheduler = FerryScheduler(
-                config,
-                str(transfer.engine_id),
-                incarnation(vllm_config),
-                produces=transfer.is_kv_producer,
-                consumes=transfer.is_kv_consumer,
-                handed_over=HandedOver.of(vllm_config, kv_cache_config),
-            )
+            handed_over = HandedOver.of(vllm_config, kv_cache_config)
+            self.scheduler = FerryScheduler(config, vllm_config, self.STYLE, family, handed_over)
         else:
-            self.worker = FerryWorker(config, vllm_config, kv_cache_config)
+            incarnation = child_incarnation(vllm_config, family)
+            self.worker = FerryWorker(config, vllm_config, kv_cache_config, incarnation, family)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -64,7 +71,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         assert self.scheduler is not None
-        self.scheduler.set_handshakes(metadata)
+        self.scheduler.add_handshakes(metadata)
 
     def on_new_request(self, request: Any) -> None:
         if self.scheduler is not None:
@@ -74,18 +81,23 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         assert self.scheduler is not None
-        return self.scheduler.matched(request, num_computed_tokens)
+        return self.scheduler.asking.matched(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return self._groups
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self.scheduler is not None
-        self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        self.scheduler.asking.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if self.scheduler is not None:
-            self.scheduler.received(connector_output.finished_recving or ())
+        assert self.scheduler is not None
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, FerryWorkerMetadata):
+            self.scheduler.described_by(told.handshakes)
+        failed = connector_output.failed_recving or ()
+        self.scheduler.asking.received(connector_output.finished_recving or (), failed)
+        self.scheduler.offering.sent(connector_output.finished_sending or ())
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         assert self.scheduler is not None
@@ -103,6 +115,14 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self.scheduler is not None
         return self.scheduler.finished(request, block_ids)
+
+    def has_pending_block_frees(self) -> bool:
+        return self.scheduler is not None and self.scheduler.offering.moving
+
+    def reset_cache(self) -> bool:
+        assert self.scheduler is not None
+        self.scheduler.reset()
+        return True
 
     # Worker
 
@@ -137,7 +157,41 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self.worker is not None
         return self.worker.results()
 
+    def get_finished_count(self) -> int | None:
+        """Every rank of every stage reports every id: vLLM's default, the world's size."""
+        return None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.worker.describe_once() if self.worker is not None else None
+
+    # Both
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        part = self.scheduler or self.worker
+        return part.take_stats() if part is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return as_stats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> FerryPromMetrics:
+        return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def shutdown(self) -> None:
         for part in (self.scheduler, self.worker):
             if part is not None:
                 part.close()
+
+
+def own_address() -> str:
+    """This host's address, as vLLM finds it (VLLM_HOST_IP wins)."""
+    from vllm.utils.network_utils import get_ip
+
+    return str(get_ip())

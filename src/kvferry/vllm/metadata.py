@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
 )
 
 from kvferry.p2p.load import Load
@@ -32,6 +33,8 @@ class FerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
     loads: list[Load] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     releases: list[Ticket] = field(default_factory=list)
+    withdrawals: list[str] = field(default_factory=list)  # holds that will not come, or must go
+    incarnation: str = ""  # not empty: be another one from now on, before all else
     idle: bool = False  # the step computes nothing
 
 
@@ -41,3 +44,14 @@ class FerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
     engine: bytes  # msgpack of EngineInfo
     rank: bytes  # msgpack of RankInfo
+
+
+@dataclass
+class FerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Descriptions of workers under a MultiConnector, sent once, with their first step."""
+
+    handshakes: list[FerryHandshake]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> FerryWorkerMetadata:
+        assert isinstance(other, FerryWorkerMetadata)
+        return FerryWorkerMetadata(self.handshakes + other.handshakes)

@@ -53,6 +53,10 @@ class HandedOver:
         request.block_hashes.clear()  # of blocks that may not be whole any more
         request.update_block_hashes()
 
+    def tokens(self, request: Any) -> int:
+        """How many tokens of a request a prefill engine with this model hands over."""
+        return max(0, int(request.num_prompt_tokens) - self.held_back)
+
     def reaches_too_far(self, tokens: int, prompt_tokens: int) -> bool:
         """Whether what was prefilled leaves this engine less to compute than it must."""
         return tokens > prompt_tokens - self.held_back

@@ -1,87 +1,137 @@
-"""The scheduler's side: tickets out, tickets in, and what workers are to do about them.
+"""The scheduler's side: tickets out (`offering`), tickets in (`asking`), and orders for workers.
 
-A producer's request finishes: its blocks stay, a hold is ordered, and the ticket goes into the
-response. A consumer's request arrives with a ticket: its tokens count as external, an asynchronous
-load is ordered when blocks are there, and whatever becomes of the request, every source hears one
-last word (from the load, or `not needed`). A load that failed is not tried again: the request is
-matched no more, and vLLM's `kv_load_failure_policy` decides.
+What both share lives here: the directory, which is reachable from the start and answers when the
+workers have described themselves; the orders of the next step; the engine's incarnation, which
+changes when vLLM resets its caches (new weights, sleep): all holds are withdrawn, all tickets void.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import secrets
-import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from kvferry.errors import DescriptionError, ProtocolError
-from kvferry.p2p.load import Load
+from kvferry.errors import DescriptionError, KvferryError
 from kvferry.p2p.producer import Directory
 from kvferry.p2p.renewer import Renewer
-from kvferry.p2p.ticket import Ticket, prompt_digest
-from kvferry.vllm.config import FerryConfig
-from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, HoldOrder
+from kvferry.vllm.asking import Asking
+from kvferry.vllm.bootstrap import Bootstrap, Whereabouts, register
+from kvferry.vllm.config import FerryConfig, Style, incarnation
+from kvferry.vllm.family import Family
+from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
+from kvferry.vllm.offering import Offering
 from kvferry.vllm.prefill import HandedOver
+from kvferry.vllm.rendezvous import Rendezvous
+from kvferry.vllm.spans import Spans
+from kvferry.vllm.stats import FerryStats
 from kvferry.wire.messages import EngineInfo, RankInfo
 from kvferry.wire.sockets import Sockets
 
 log = logging.getLogger("kvferry")
 
 RENEWALS = 4  # of a lease; three may be lost before it runs out
-SIBLING_SECONDS = 1.0  # samples of one request arrive together; the last within this
-CHILD = re.compile(r"^\d+_")  # vLLM's request ids of the samples of one `n > 1` request
+REGISTER_SECONDS = 30.0
 
 
-@dataclass(slots=True)
-class _Wanted:
-    """A consumer's request with a ticket."""
-
-    ticket: Ticket
-    loading: bool = False  # a load was ordered: its last word is the load's
-    over: bool = False  # loaded, failed or not needed: never matched again
-    shared: bool = False  # other requests may come with the same ticket
-
-
-@dataclass(slots=True)
-class _Shared:
-    """A ticket that several requests came with (`n > 1`): released when the last is through."""
-
-    ticket: Ticket
-    requests: set[str] = field(default_factory=set)
-    release_at: float | None = None  # a sibling may still be on its way until then
-
-
-@dataclass(slots=True)
 class FerryScheduler:
-    config: FerryConfig
-    engine_id: str
-    incarnation: str
-    produces: bool = True  # roles of the engine
-    consumes: bool = True
-    handed_over: HandedOver = field(default_factory=HandedOver)
-    _orders: FerryMetadata = field(default_factory=FerryMetadata)
-    _wanted: dict[str, _Wanted] = field(default_factory=dict)
-    _shared: dict[str, _Shared] = field(default_factory=dict)  # by hold
-    _digests: dict[str, str] = field(default_factory=dict)  # of prompts that are to be handed over
-    _sockets: Sockets | None = None
-    _directory: Directory | None = None
-    _renewer: Renewer | None = None
-    _shape: tuple[int, int] = (1, 1)
+    def __init__(
+        self,
+        config: FerryConfig,
+        vllm_config: Any,
+        style: Style,
+        family: Family,
+        handed_over: HandedOver,
+    ) -> None:
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        self.config, self.family, self.handed_over = config, family, handed_over
+        self.engine_id = str(transfer.engine_id)
+        self.produces, self.consumes = transfer.is_kv_producer, transfer.is_kv_consumer
+        self._first = child_incarnation(vllm_config, family)
+        self._dp_rank = int(parallel.data_parallel_index)
+        self._shape = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        self._orders = FerryMetadata()
+        self._handshakes: dict[tuple[int, int], FerryHandshake] = {}
+        self._described: tuple[EngineInfo, list[RankInfo]] | None = None
+        self._levels: dict[str, int] = {}
+        self.stats, self.spans = FerryStats(), Spans(vllm_config)
+        self._sockets = Sockets(config.secret)
+        self._directory = Directory(self._sockets, host=config.host, port=config.port)
+        self._directory.start()
+        self._renewer: Renewer | None = None
+        self._rendezvous = Rendezvous(config, self._sockets)
+        self.asking = Asking(
+            config,
+            style,
+            self._rendezvous,
+            handed_over,
+            lambda: self._orders,
+            self.stats,
+            self.spans,
+        )
+        self.offering = Offering(
+            config,
+            self.engine_id,
+            self._first,
+            style,
+            family.flat,
+            self._shape,
+            self._directory.port,
+            handed_over,
+            lambda: self._orders,
+            self.stats,
+            self.spans,
+        )
+        self._bootstrap = self._open_bootstrap()
+        log.info(
+            "kvferry: engine %s offers its caches at port %d", self.engine_id, self._directory.port
+        )
 
-    def set_handshakes(self, handshakes: Mapping[tuple[int, int], Any]) -> None:
-        """All workers' descriptions, by (pp_rank, tp_rank): start the directory."""
-        engines, ranks = [], []
-        for (pp_rank, tp_rank), handshake in sorted(handshakes.items()):
-            if not isinstance(handshake, FerryHandshake):
+    def _open_bootstrap(self) -> Bootstrap | None:
+        """Where Mooncake-style proxies ask; the first data-parallel rank's serves all."""
+        if not self.config.bootstrap_port or not self.produces:
+            return None
+        server = self.config.bootstrap_server
+        if server or self._dp_rank:
+            host = self.config.host or "127.0.0.1"
+            server = server or f"{host}:{self.config.bootstrap_port}"
+            register(server, self._dp_rank, self._entry(), self.config.secret, REGISTER_SECONDS)
+            return None
+        bootstrap = Bootstrap(self.config.host, self.config.bootstrap_port, self.config.secret)
+        bootstrap.put(0, self._entry())
+        log.info("kvferry: bootstrap at port %d", bootstrap.port)
+        return bootstrap
+
+    def _entry(self) -> dict[str, Any]:
+        host = self.config.host or "127.0.0.1"
+        where = (self.engine_id, host, self._directory.port, self.offering.incarnation)
+        return Whereabouts(*where).entry({})  # our ranks do not speak the in-tree protocol
+
+    # What workers tell
+
+    def add_handshakes(self, handshakes: Mapping[tuple[int, int], Any]) -> None:
+        """Workers' descriptions, by (pp_rank, tp_rank); when all are there, the engine is known."""
+        for (pp_rank, tp_rank), handshake in handshakes.items():
+            if isinstance(handshake, FerryHandshake):
+                self._handshakes[pp_rank, tp_rank] = handshake
+            elif self.family.alone:
                 raise DescriptionError(
                     f"worker (pp {pp_rank}, tp {tp_rank}) sent a {type(handshake).__name__}; all "
                     "workers must run kvferry's connector"
-                )
+                )  # under a MultiConnector it is a sibling's; ours come with the first step
+        if self._described is None and len(self._handshakes) == self._shape[0] * self._shape[1]:
+            self._describe()
+
+    def described_by(self, handshakes: Iterable[FerryHandshake]) -> None:
+        """The same, from workers under a MultiConnector."""
+        told = [(h, msgspec.msgpack.decode(h.rank, type=RankInfo)) for h in handshakes]
+        self.add_handshakes({(rank.pp_rank, rank.tp_rank): h for h, rank in told})
+
+    def _describe(self) -> None:
+        engines, ranks = [], []
+        for _, handshake in sorted(self._handshakes.items()):
             engines.append(msgspec.msgpack.decode(handshake.engine, type=EngineInfo))
             ranks.append(msgspec.msgpack.decode(handshake.rank, type=RankInfo))
         first = engines[0]
@@ -91,200 +141,84 @@ class FerryScheduler:
                     f"worker (pp {rank.pp_rank}, tp {rank.tp_rank}) describes the engine as "
                     f"{engine}, worker 0 as {first}"
                 )
-        self._shape = (int(first.shape["tp"]), int(first.shape["pp"]))
-        self._sockets = Sockets(self.config.secret)
-        self._directory = Directory(
-            self._sockets, first, host=self.config.host, port=self.config.port
-        )
-        self._directory.start()
-        self._directory.set_ranks(ranks)
+        self._described = (first, ranks)
+        self._directory.set_engine(first, ranks)
+        self._rendezvous.introduce(first)
         self._renewer = Renewer(
             self._sockets, first, interval_seconds=self.config.lease_seconds / RENEWALS
         )
-        log.info(
-            "kvferry: engine %s offers its caches at port %d", self.engine_id, self._directory.port
-        )
+        self.asking.renew_by(self._renewer)
 
-    # Consumer
+    # What vLLM tells
 
     def on_new_request(self, request: Any) -> None:
         params = request.kv_transfer_params or {}
-        if params.get("do_remote_decode") and self.produces:
-            self._shorten(request)
-        if not params.get("do_remote_prefill") or not self.consumes:
-            return
-        try:
-            ticket = Ticket.from_params(params)
-        except ProtocolError as error:
-            log.warning("request %s: computed here, because %s", request.request_id, error)
-            return
-        refusal = _unfit(ticket, request, self.handed_over)
-        if refusal:  # vLLM also sends such a request to say that it rejected the real one
-            log.warning("request %s: computed here, because %s", request.request_id, refusal)
-            self._orders.releases.append(ticket)
-            return
-        if self._renewer is not None:  # from now on, also while the request queues
-            self._renewer.watch(ticket)
-        shared = bool(CHILD.match(request.request_id))
-        self._wanted[request.request_id] = _Wanted(ticket, shared=shared)
-        if shared:
-            family = self._shared.setdefault(ticket.hold_id, _Shared(ticket))
-            family.requests.add(request.request_id)
-            family.release_at = None
-
-    def matched(self, request: Any, computed: int) -> tuple[int, bool]:
-        wanted = self._wanted.get(request.request_id)
-        if wanted is None or wanted.over or wanted.loading:
-            return 0, False
-        count = wanted.ticket.tokens - computed
-        return (count, True) if count > 0 else (0, False)
-
-    def allocated(self, request: Any, block_ids: Iterable[Iterable[int]], external: int) -> None:
-        wanted = self._wanted.get(request.request_id)
-        if wanted is None or wanted.over:
-            return
-        if external == 0:
-            if not wanted.loading:  # all of it was here already
-                self._through(request.request_id, wanted)
-            wanted.over = True
-            return
-        if wanted.loading:
-            return
-        wanted.loading = True
-        self._orders.loads.append(
-            Load(
-                request_id=request.request_id,
-                ticket=wanted.ticket,
-                tables=self.handed_over.tables(block_ids),
-                skip=wanted.ticket.tokens - external,
-                seconds=self.config.load_seconds,
-                keep_open=wanted.shared,
-            )
-        )
-
-    def received(self, request_ids: Iterable[str]) -> None:
-        """Loads that all workers have ended, well or not."""
-        for request_id in request_ids:
-            wanted = self._wanted.get(request_id)
-            if wanted is not None:
-                wanted.over = True
-                if wanted.shared:
-                    self._through(request_id, wanted)
-                else:
-                    self._drop(wanted.ticket)
-
-    def _through(self, request_id: str, wanted: _Wanted) -> None:
-        """A request needs its ticket no more."""
-        if not wanted.shared:
-            self._orders.releases.append(wanted.ticket)
-            self._drop(wanted.ticket)
-            return
-        family = self._shared.get(wanted.ticket.hold_id)
-        if family is not None:
-            family.requests.discard(request_id)
-            if not family.requests:
-                family.release_at = time.monotonic() + SIBLING_SECONDS
-
-    def _drop(self, ticket: Ticket) -> None:
-        if self._renewer is not None:
-            self._renewer.drop(ticket.hold_id)
-
-    # Producer
-
-    def _shorten(self, request: Any) -> None:
-        """A prompt to hand over: its digest is of all of it, what is computed may be less."""
-        if request.prompt_token_ids and request.request_id not in self._digests:
-            self._digests[request.request_id] = request_digest(request)
-            self.handed_over.stop_short(request)
+        if params.get("do_remote_decode") and self.produces and self.family.takes(params):
+            self.offering.accept(request)
+        wants = params.get("do_remote_prefill") or "kvferry" in params
+        if wants and self.consumes and self.family.takes(params):
+            self.asking.arrived(request)
 
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request is over: whether its blocks stay, and what goes into its response."""
-        wanted = self._wanted.pop(request.request_id, None)
-        if wanted is not None and not wanted.over:
-            if wanted.loading:
-                self._orders.cancels.append(request.request_id)
-                self._drop(wanted.ticket)
-            else:
-                self._through(request.request_id, wanted)
-        digest = self._digests.pop(request.request_id, None)
+        self.asking.finished(request.request_id)
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_decode") or self._directory is None or not self.produces:
+        if not params.get("do_remote_decode") or not self.produces or not self.family.takes(params):
             return False, None
-        if digest is None or not _completed(request):
-            return False, None
-        tokens = len(request.prompt_token_ids)
-        ticket = Ticket(
-            engine_id=self.engine_id,
-            incarnation=self.incarnation,
-            hold_id=secrets.token_hex(16),
-            digest=digest,
-            tokens=tokens,
-            host=self.config.host or "127.0.0.1",
-            port=self._directory.port,
-            request_id=request.request_id,
-            tp_size=self._shape[0],
-            pp_size=self._shape[1],
-        )
-        self._orders.holds.append(
-            HoldOrder(
-                ticket.hold_id,
-                request.request_id,
-                ticket.digest,
-                tokens,
-                self.handed_over.tables(block_ids),
-            )
-        )
-        return True, ticket.to_params()
+        return self.offering.finished(request, block_ids)
+
+    def reset(self) -> None:
+        """vLLM forgets all its caches; so must everybody who has a ticket."""
+        new = f"{self._first}.{secrets.token_hex(4)}"
+        self.asking.reset()
+        self.offering.incarnation = new
+        self._orders.withdrawals += [hold.hold_id for hold in self._orders.holds]
+        self._orders.incarnation = new
+        if self._described is not None:
+            engine, ranks = self._described
+            engine = msgspec.structs.replace(engine, incarnation=new)
+            ranks = [msgspec.structs.replace(rank, incarnation=new) for rank in ranks]
+            self._directory.set_engine(engine, ranks)
+        if self._bootstrap is not None:
+            self._bootstrap.put(self._dp_rank, self._entry())
+        elif self.config.bootstrap_port and self.produces:
+            self._register_again()
+        log.info("kvferry: engine %s is reset: tickets from before are void", self.engine_id)
+
+    def _register_again(self) -> None:
+        try:
+            server = self.config.bootstrap_server
+            server = server or f"{self.config.host or '127.0.0.1'}:{self.config.bootstrap_port}"
+            register(server, self._dp_rank, self._entry(), self.config.secret, REGISTER_SECONDS)
+        except KvferryError as error:
+            log.warning("kvferry: requests by transfer id fail until a restart: %s", error)
 
     def take_orders(self) -> FerryMetadata:
-        now = time.monotonic()
-        for hold_id, family in list(self._shared.items()):
-            if family.release_at is not None and family.release_at <= now:
-                self._orders.releases.append(family.ticket)
-                self._drop(family.ticket)
-                del self._shared[hold_id]
+        self.asking.settle()
         orders, self._orders = self._orders, FerryMetadata()
         return orders
 
+    def take_stats(self) -> FerryStats | None:
+        held = {"holds_open": len(self.offering.held), "held_blocks": self.offering.held_blocks}
+        if held != self._levels:
+            self._levels = held
+            self.stats.level(f"{self.family.index}/scheduler", **held)
+        return self.stats.take()
+
     def close(self) -> None:
+        self.spans.close()
+        self._rendezvous.close()
         if self._renewer is not None:
             self._renewer.close()
-        if self._directory is not None:
-            self._directory.close()
-        if self._sockets is not None:
-            self._sockets.close()
+        if self._bootstrap is not None:
+            self._bootstrap.close()
+        self._directory.close()
+        self._sockets.close()
 
 
-def _unfit(ticket: Ticket, request: Any, handed_over: HandedOver) -> str:
-    """Why a ticket cannot be for this request; empty where it can."""
-    if ticket.digest != request_digest(request):
-        return "its ticket is for another prompt"
-    if ticket.tokens > request.num_tokens:
-        return f"its ticket is for {ticket.tokens} tokens, and it has {request.num_tokens}"
-    if handed_over.reaches_too_far(ticket.tokens, request.num_tokens):
-        return f"its ticket leaves less than {handed_over.held_back} tokens to compute here"
-    return ""
-
-
-def _completed(request: Any) -> bool:
-    """Whether the prompt was computed whole: an aborted request has nothing to hand over."""
-    from vllm.v1.request import RequestStatus
-
-    return request.status in (
-        RequestStatus.FINISHED_LENGTH_CAPPED,
-        RequestStatus.FINISHED_STOPPED,
-    )
-
-
-def request_digest(request: Any) -> str:
-    """What the prompt's cache depends on: tokens, LoRA, images, salt."""
-    extra = []
-    if getattr(request, "lora_request", None) is not None:
-        extra.append(f"lora {request.lora_request.lora_name}")
-    for feature in getattr(request, "mm_features", None) or ():
-        extra.append(f"mm {feature.identifier} {feature.mm_position.offset}")
-    if getattr(request, "cache_salt", None):
-        extra.append(f"salt {request.cache_salt}")
-    return prompt_digest(request.prompt_token_ids or (), extra)
+def child_incarnation(vllm_config: Any, family: Family) -> str:
+    """Of an engine, or of one of several children of ours in it."""
+    own = incarnation(vllm_config)
+    return own if family.alone else f"{own}.{family.index}"

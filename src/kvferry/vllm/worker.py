@@ -22,9 +22,11 @@ from kvferry.p2p.producer import ProducerRank
 from kvferry.transport import make_carrier
 from kvferry.transport.base import Carrier, MemoryRegion
 from kvferry.transport.host import HostMemory
-from kvferry.vllm.config import FerryConfig, incarnation
+from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.describe import describe_worker
-from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
+from kvferry.vllm.family import Family
+from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryWorkerMetadata
+from kvferry.vllm.stats import FerryStats
 from kvferry.wire.sockets import Sockets
 
 log = logging.getLogger("kvferry")
@@ -35,10 +37,20 @@ IDLE_STEP_SECONDS = 0.002
 
 
 class FerryWorker:
-    def __init__(self, config: FerryConfig, vllm_config: Any, kv_cache_config: Any) -> None:
+    def __init__(
+        self,
+        config: FerryConfig,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        incarnation: str,
+        family: Family,
+    ) -> None:
         self.config, self._vllm, self._kv = config, vllm_config, kv_cache_config
         self.engine_id = str(vllm_config.kv_transfer_config.engine_id)
-        self._incarnation = incarnation(vllm_config)
+        self._incarnation, self._family = incarnation, family
+        self._rank = Rank(0, 0)
+        self._stats, self._levels = FerryStats(), {"claims_parked": 0}
+        self._undescribed = not family.alone
         self._sockets: Sockets | None = None
         self._carriers: list[Carrier] = []
         self._producer: ProducerRank | None = None
@@ -50,6 +62,7 @@ class FerryWorker:
         from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
         rank = Rank(get_pp_group().rank_in_group, get_tensor_model_parallel_rank())
+        self._rank = rank
         described = describe_worker(self._vllm, self._kv, kv_caches, rank, self.config.model_id)
         layout, bases = described.layout, described.bases
         memory = [
@@ -102,18 +115,30 @@ class FerryWorker:
         )
 
     def handshake(self) -> FerryHandshake | None:
-        return self._handshake
+        """A MultiConnector passes on the first child's only: leave that to those who need it."""
+        return self._handshake if self._family.alone else None
+
+    def describe_once(self) -> FerryWorkerMetadata | None:
+        """Under a MultiConnector, our description goes with the first step instead."""
+        if not self._undescribed or self._handshake is None:
+            return None
+        self._undescribed = False
+        return FerryWorkerMetadata([self._handshake])
 
     def start(self, orders: FerryMetadata) -> None:
         """Pass a step's orders on to the threads."""
         if self._producer is None or self._consumer is None:
             return
         self._idle = orders.idle
+        if orders.incarnation:
+            self._producer.reset(orders.incarnation)
         for hold in orders.holds:
             tables = [list(table) for table in hold.tables]
             self._producer.open_hold(
                 hold.hold_id, hold.request_id, hold.digest, hold.tokens, tables
             )
+        for hold_id in orders.withdrawals:
+            self._producer.withdraw(hold_id)
         for request_id in orders.cancels:
             self._consumer.cancel(request_id)
         for load in orders.loads:
@@ -129,15 +154,31 @@ class FerryWorker:
             self._consumer.wait_done(IDLE_STEP_SECONDS)
         for closed in self._producer.take_closed():
             results.finished_sending.add(closed.request_id)
+            if self._rank == Rank(0, 0):  # all ranks close the same holds
+                self._stats.count("holds", closed.why)
             if closed.why == "expired":
                 log.warning("request %s: nobody fetched its KV cache in time", closed.request_id)
         for loaded in self._consumer.take_done():
             results.finished_recving.add(loaded.request_id)
+            self._stats.loaded(loaded)
             if not loaded.ok:
                 results.failed_recving.add(loaded.request_id)
             else:
                 _log_load(loaded)
         return results
+
+    def take_stats(self) -> FerryStats | None:
+        if self._producer is not None and self._consumer is not None:
+            loads = self._consumer.stats()
+            levels = {"claims_parked": self._producer.parked_claims}
+            if loads.abandoned_now or loads.quarantined_blocks:
+                levels["loads_abandoned"] = loads.abandoned_now
+                levels["blocks_quarantined"] = loads.quarantined_blocks
+            if levels != self._levels:
+                self._levels = levels
+                who = f"{self._family.index}/{self._rank.pp}.{self._rank.tp}"
+                self._stats.level(who, **levels)
+        return self._stats.take()
 
     def close(self) -> None:
         for part in (self._consumer, self._producer, *self._carriers, self._sockets):

@@ -1,0 +1,276 @@
+"""A decode engine's requests whose prompt was, or is being, computed elsewhere.
+
+A request arrives with a ticket, or with the name of a producer that got it at the same time. Its
+tokens count as external, an asynchronous load is ordered when blocks are there, and whatever
+becomes of the request, every source hears one last word (from the load, or `not needed`). What
+cannot be a ticket for this request is said in the log, given back, and the prompt is computed here.
+A load that failed is not tried again: the request is matched no more, and vLLM's
+`kv_load_failure_policy` decides; so it is after a preemption.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.errors import KvferryError, ProtocolError
+from kvferry.p2p.load import Load
+from kvferry.p2p.renewer import Renewer
+from kvferry.p2p.ticket import MARK, Ticket
+from kvferry.vllm.config import FerryConfig, Style
+from kvferry.vllm.metadata import FerryMetadata
+from kvferry.vllm.offering import request_digest
+from kvferry.vllm.prefill import HandedOver
+from kvferry.vllm.rendezvous import CHILD, Appointment, Rendezvous, appointment, derived_hold
+from kvferry.vllm.spans import Spans
+from kvferry.vllm.stats import FerryStats
+
+log = logging.getLogger("kvferry")
+
+SIBLING_SECONDS = 1.0  # samples of one request arrive together; the last within this
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A request that wants a cache from elsewhere."""
+
+    arrived: float
+    shared: bool  # other requests may come with the same ticket
+    ticket: Ticket | None = None  # None: its producer is not found yet
+    appointment: Appointment | None = None
+    loading: bool = False  # a load was ordered: its last word is the load's
+    over: bool = False  # loaded, failed or not needed: never matched again
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A ticket that several requests came with (`n > 1`): released when the last is through."""
+
+    ticket: Ticket
+    requests: set[str] = field(default_factory=set)
+    release_at: float | None = None  # a sibling may still be on its way until then
+
+
+@dataclass(slots=True)
+class Asking:
+    config: FerryConfig
+    style: Style
+    rendezvous: Rendezvous
+    handed_over: HandedOver
+    orders: Callable[[], FerryMetadata]
+    stats: FerryStats
+    spans: Spans
+    _wanted: dict[str, _Wanted] = field(default_factory=dict)
+    _shared: dict[str, _Shared] = field(default_factory=dict)  # by hold
+    _unfound: list[Appointment] = field(default_factory=list)  # of requests that are over
+    _renewer: Renewer | None = None
+    _unwatched: list[Ticket] = field(default_factory=list)  # until there is a renewer
+
+    def renew_by(self, renewer: Renewer) -> None:
+        self._renewer = renewer
+        for ticket in self._unwatched:
+            renewer.watch(ticket)
+        self._unwatched.clear()
+
+    def arrived(self, request: Any) -> None:
+        """A request asks for a remote prefill."""
+        params, request_id = request.kv_transfer_params, request.request_id
+        wanted = _Wanted(time.monotonic(), bool(CHILD.match(request_id)))
+        try:
+            if isinstance(params.get(MARK), dict):
+                if "not_held" in params[MARK]:
+                    why = str(params[MARK]["not_held"])[:300]
+                    log.info(
+                        "request %s: computed here, because it is not held: %s", request_id, why
+                    )
+                    return
+                ticket = Ticket.from_params(params)
+                if not self.config.admits(ticket.host):
+                    raise ProtocolError(
+                        f"its ticket names the host {ticket.host}, which is not among the "
+                        "configured peers"
+                    )
+            else:
+                wanted.appointment = appointment(params, request_id, self.style)
+                self._wanted[request_id] = wanted
+                self._find(request, wanted)
+                return
+        except ProtocolError as error:
+            log.warning("request %s: computed here, because %s", request_id, error)
+            return
+        refusal = _unfit(ticket, request, self.handed_over)
+        if refusal:  # vLLM also sends such a request to say that it rejected the real one
+            log.warning("request %s: computed here, because %s", request_id, refusal)
+            self.orders().releases.append(ticket)
+            return
+        self._wanted[request_id] = wanted
+        self._ticketed(request_id, wanted, ticket)
+
+    def _find(self, request: Any, wanted: _Wanted) -> None:
+        """Look for the producer that a request named; its ticket, once found."""
+        assert wanted.appointment is not None
+        try:
+            ticket = self._ticket(wanted.appointment, request)
+        except KvferryError as error:
+            log.warning("request %s: computed here, because %s", request.request_id, error)
+            wanted.over = True
+            return
+        if ticket is not None:
+            self._ticketed(request.request_id, wanted, ticket)
+
+    def _ticket(self, named: Appointment, request: Any = None) -> Ticket | None:
+        found = self.rendezvous.find(named.place)
+        if found is None:
+            return None
+        return Ticket(
+            engine_id=found.engine_id,
+            incarnation=found.incarnation,
+            hold_id=derived_hold(found.incarnation, named.name),
+            digest=request_digest(request) if request is not None else "-",
+            tokens=self.handed_over.tokens(request) if request is not None else 1,
+            host=found.host,
+            port=found.port,
+            request_id=named.name,
+        )
+
+    def _ticketed(self, request_id: str, wanted: _Wanted, ticket: Ticket) -> None:
+        wanted.ticket = ticket
+        if self._renewer is not None:  # from now on, also while the request queues
+            self._renewer.watch(ticket)
+        else:
+            self._unwatched.append(ticket)
+        if wanted.shared:
+            family = self._shared.setdefault(ticket.hold_id, _Shared(ticket))
+            family.requests.add(request_id)
+            family.release_at = None
+
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        wanted = self._wanted.get(request.request_id)
+        if wanted is None or wanted.over or wanted.loading:
+            return 0, False
+        if wanted.ticket is None:
+            self._find(request, wanted)
+            if wanted.ticket is None:
+                return (0, False) if wanted.over else (None, False)
+        count = wanted.ticket.tokens - computed
+        return (count, True) if count > 0 else (0, False)
+
+    def allocated(self, request: Any, block_ids: Iterable[Iterable[int]], external: int) -> None:
+        wanted = self._wanted.get(request.request_id)
+        if wanted is None or wanted.over:
+            return
+        if external == 0:
+            if not wanted.loading:  # all of it was here already, or a sibling connector had it
+                self._through(request.request_id, wanted)
+            wanted.over = True
+            return
+        if wanted.loading or wanted.ticket is None:
+            return
+        wanted.loading = True
+        self.stats.observe("queue_seconds", time.monotonic() - wanted.arrived)
+        self.spans.begin(
+            "load",
+            request,
+            **{"kvferry.producer": wanted.ticket.engine_id, "kvferry.tokens": external},
+        )
+        self.orders().loads.append(
+            Load(
+                request_id=request.request_id,
+                ticket=wanted.ticket,
+                tables=self.handed_over.tables(block_ids),
+                skip=wanted.ticket.tokens - external,
+                seconds=self.config.load_seconds,
+                keep_open=wanted.shared,
+            )
+        )
+
+    def received(self, request_ids: Iterable[str], failed: Collection[str]) -> None:
+        """Loads that all workers have ended, well or not."""
+        for request_id in request_ids:
+            self.spans.end("load", request_id, "failed" if request_id in failed else "")
+            wanted = self._wanted.get(request_id)
+            if wanted is None or not wanted.loading or wanted.ticket is None:
+                continue  # aborted meanwhile, or a sibling connector's
+            wanted.over = True
+            if request_id not in failed:
+                self.stats.observe("total_seconds", time.monotonic() - wanted.arrived)
+            elif wanted.appointment is not None:
+                self.rendezvous.forget(wanted.appointment.place)
+            if wanted.shared:
+                self._through(request_id, wanted)
+            else:
+                self._drop(wanted.ticket)
+
+    def finished(self, request_id: str) -> None:
+        """A request is over, however it ended."""
+        wanted = self._wanted.pop(request_id, None)
+        if wanted is not None and not wanted.over:
+            if wanted.loading and wanted.ticket is not None:
+                self.orders().cancels.append(request_id)
+                self._drop(wanted.ticket)
+            else:
+                self._through(request_id, wanted)
+
+    def reset(self) -> None:
+        """Tickets from before are void: what queues is computed here, what loads is given up."""
+        for request_id, wanted in self._wanted.items():
+            if not wanted.over:
+                if wanted.loading:
+                    self.orders().cancels.append(request_id)
+                else:
+                    self._through(request_id, wanted)
+                    wanted.over = True
+
+    def _through(self, request_id: str, wanted: _Wanted) -> None:
+        """A request needs its ticket no more."""
+        if wanted.ticket is None:
+            if wanted.appointment is not None:
+                self._unfound.append(wanted.appointment)
+            return
+        if not wanted.shared:
+            self.orders().releases.append(wanted.ticket)
+            self._drop(wanted.ticket)
+            return
+        family = self._shared.get(wanted.ticket.hold_id)
+        if family is not None:
+            family.requests.discard(request_id)
+            if not family.requests:
+                family.release_at = time.monotonic() + SIBLING_SECONDS
+
+    def _drop(self, ticket: Ticket) -> None:
+        if self._renewer is not None:
+            self._renewer.drop(ticket.hold_id)
+        elif ticket in self._unwatched:
+            self._unwatched.remove(ticket)
+
+    def settle(self) -> None:
+        """Once a step: give back what nobody needs."""
+        now = time.monotonic()
+        for hold_id, family in list(self._shared.items()):
+            if family.release_at is not None and family.release_at <= now:
+                self.orders().releases.append(family.ticket)
+                self._drop(family.ticket)
+                del self._shared[hold_id]
+        for named in list(self._unfound):
+            try:
+                ticket = self._ticket(named)
+            except KvferryError:
+                self._unfound.remove(named)
+                continue
+            if ticket is not None:
+                self._unfound.remove(named)
+                self.orders().releases.append(ticket)
+
+
+def _unfit(ticket: Ticket, request: Any, handed_over: HandedOver) -> str:
+    """Why a ticket cannot be for this request; empty where it can."""
+    if ticket.digest != request_digest(request):
+        return "its ticket is for another prompt"
+    if ticket.tokens > request.num_tokens:
+        return f"its ticket is for {ticket.tokens} tokens, and it has {request.num_tokens}"
+    if handed_over.reaches_too_far(ticket.tokens, request.num_tokens):
+        return f"its ticket leaves less than {handed_over.held_back} tokens to compute here"
+    return ""

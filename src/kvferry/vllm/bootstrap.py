@@ -1,0 +1,219 @@
+"""The bootstrap address of a Mooncake-style deployment: where proxies and decode engines ask.
+
+A proxy for vLLM's MooncakeConnector knows an address for each prefill server, asks it `GET /query`,
+and gets engine ids by data-parallel rank. It names one of them, and the address, to the decode
+engine, which asks the same address where that engine's directory is. Ours is such a server:
+
+    GET  /query     {"0": {"engine_id": …, "worker_addr": {}, "kvferry": {host, port, incarnation}}}
+    POST /register  from data-parallel ranks that have no server of their own; with a secret, its
+                    body is authenticated by an HMAC in the header X-Kvferry-Mac
+
+What it answers is a hint and no secret: whoever listens at the named directory must prove to know
+the secret before anything else is said, and a wrong incarnation makes every claim stale.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import http.client
+import json
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvferry.errors import HandoverError, ProtocolError
+
+log = logging.getLogger("kvferry")
+
+MOST_BYTES = 1 << 20  # of a message; an engine of a thousand ranks has less
+MAC = "X-Kvferry-Mac"
+SOCKET_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where an engine's directory is."""
+
+    engine_id: str
+    host: str
+    port: int
+    incarnation: str
+
+    def entry(self, ranks: Mapping[int, Mapping[int, str]]) -> dict[str, Any]:
+        where = {k: v for k, v in asdict(self).items() if k != "engine_id"}
+        return {"engine_id": self.engine_id, "worker_addr": ranks, "kvferry": where}
+
+    @classmethod
+    def read(cls, entry: Any, address: str) -> Whereabouts:
+        """An engine's entry, from whoever answered at an address: trust nothing."""
+        ours = entry.get("kvferry") if isinstance(entry, dict) else None
+        if not isinstance(ours, dict):
+            raise ProtocolError(
+                f"the engine at {address} runs vLLM's own MooncakeConnector, which does not speak "
+                "kvferry's protocol; run kvferry's connector on both sides"
+            )
+        engine_id, host, inc = (entry.get("engine_id"), ours.get("host"), ours.get("incarnation"))
+        port = ours.get("port")
+        if not all(isinstance(x, str) and 0 < len(x) <= 512 for x in (engine_id, host, inc)):
+            raise ProtocolError(f"the entry of an engine at {address} is damaged: {entry!r:.200}")
+        if not isinstance(port, int) or not 0 < port < 1 << 16:
+            raise ProtocolError(f"the entry of an engine at {address} has port {port!r:.40}")
+        return cls(str(engine_id), str(host), port, str(inc))
+
+
+class Bootstrap:
+    """A server for one engine, and for those that register with it."""
+
+    def __init__(self, host: str | None, port: int, secret: str | None) -> None:
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._lock = threading.Lock()
+        self._secret = secret
+        bootstrap = self
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = SOCKET_SECONDS
+
+            def do_GET(self) -> None:
+                if urlsplit(self.path).path != "/query":
+                    self._answer(404, {"detail": "ask /query"})
+                    return
+                with bootstrap._lock:
+                    entries = dict(bootstrap._entries)
+                self._answer(200, entries)
+
+            def do_POST(self) -> None:
+                if urlsplit(self.path).path != "/register":
+                    self._answer(404, {"detail": "post to /register"})
+                    return
+                try:
+                    size = int(self.headers.get("Content-Length") or 0)
+                    if not 0 < size <= MOST_BYTES:
+                        raise ProtocolError(f"a body of {size} bytes; 1 to {MOST_BYTES} are read")
+                    body = self.rfile.read(size)
+                    bootstrap._register(body, self.headers.get(MAC) or "")
+                except (ProtocolError, ValueError) as error:
+                    self._answer(400, {"detail": str(error)})
+                else:
+                    self._answer(200, {"status": "ok"})
+
+            def _answer(self, status: int, body: Any) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                log.debug("kvferry's bootstrap: %s", format % args)
+
+        try:
+            self._server = ThreadingHTTPServer((host or "127.0.0.1", port), Handler)
+        except OSError as error:
+            raise HandoverError(
+                f"the bootstrap cannot listen at {host or '127.0.0.1'}:{port}: {error}; set "
+                "VLLM_MOONCAKE_BOOTSTRAP_PORT to a free port"
+            ) from None
+        self._server.daemon_threads = True
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="kvferry-bootstrap", daemon=True
+        )
+        self._thread.start()
+
+    def put(self, dp_rank: int, entry: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._entries[str(dp_rank)] = dict(entry)
+
+    def _register(self, body: bytes, mac: str) -> None:
+        if self._secret and not hmac.compare_digest(mac, _mac(self._secret, body)):
+            raise ProtocolError("this registration does not prove to know our secret")
+        told = json.loads(body)
+        if not isinstance(told, dict) or not isinstance(told.get("dp_rank"), int):
+            raise ProtocolError("a registration names its dp_rank")
+        if "kvferry" not in told:
+            raise ProtocolError(
+                "this bootstrap belongs to kvferry's connector, and a worker of vLLM's own "
+                "MooncakeConnector wants to register; run one of the two on all engines"
+            )
+        Whereabouts.read(told, "a registration")
+        self.put(told["dp_rank"], {k: v for k, v in told.items() if k != "dp_rank"})
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5)
+
+
+def _mac(secret: str, body: bytes) -> str:
+    return hmac.new(b"kvferry bootstrap " + secret.encode(), body, hashlib.sha256).hexdigest()
+
+
+def register(
+    server: str, dp_rank: int, entry: Mapping[str, Any], secret: str | None, seconds: float
+) -> None:
+    """Tell another engine's bootstrap of this one."""
+    body = json.dumps({"dp_rank": dp_rank, **entry}).encode()
+    mac = {MAC: _mac(secret, body)} if secret else {}
+    status, answer = _ask(server, "POST", "/register", seconds, body, mac)
+    if status != 200:
+        raise HandoverError(f"the bootstrap at {server} does not take us: {answer!r:.300}")
+
+
+def query(server: str, engine_id: str, seconds: float) -> Whereabouts:
+    """Ask a bootstrap where an engine is."""
+    status, answer = _ask(server, "GET", "/query", seconds)
+    try:
+        entries = json.loads(answer) if status == 200 else None
+    except ValueError:
+        entries = None
+    if not isinstance(entries, dict):
+        raise ProtocolError(f"{server} is no bootstrap: it answered /query with status {status}")
+    for entry in entries.values():
+        if isinstance(entry, dict) and entry.get("engine_id") == engine_id:
+            return Whereabouts.read(entry, server)
+    told = [e.get("engine_id") for e in entries.values() if isinstance(e, dict)]
+    raise ProtocolError(
+        f"the bootstrap at {server} knows engines {told!r:.200}, not {engine_id!r:.80}; the "
+        "prefill engine may have restarted: the proxy must ask /query again"
+    )
+
+
+def _ask(
+    server: str,
+    method: str,
+    path: str,
+    seconds: float,
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> tuple[int, bytes]:
+    """One HTTP exchange: no redirects, no proxies, bounded in time and size."""
+    host, port = host_port(server)
+    connection = http.client.HTTPConnection(host, port, timeout=seconds)
+    try:
+        connection.request(method, path, body, dict(headers or {}))
+        answer = connection.getresponse()
+        return answer.status, answer.read(MOST_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise HandoverError(f"the bootstrap at {host}:{port} does not answer: {error}") from None
+    finally:
+        connection.close()
+
+
+def host_port(server: str) -> tuple[str, int]:
+    """Of `http://host:port` or `host:port`."""
+    if not isinstance(server, str) or len(server) > 512:
+        raise ProtocolError("a bootstrap address is a text such as http://10.0.0.1:8998")
+    parts = urlsplit(server if "//" in server else f"//{server}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if parts.scheme not in ("", "http") or not host or not port or parts.username:
+        raise ProtocolError(f"{server!r:.100} is no bootstrap address such as http://10.0.0.1:8998")
+    return host, port
