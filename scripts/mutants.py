@@ -70,6 +70,12 @@ MUTANTS = [
         "return dict(self.role_tp).get(group.role, self.tp)",
         "return self.tp",
     ),
+    Mutant(
+        "one kernel block size for all groups",
+        "layout/shape.py",
+        "kernel = sizes.get(group.name, self.kernel_block_size) or tokens",
+        "kernel = self.kernel_block_size or tokens",
+    ),
     # where ranks keep it
     Mutant(
         "value plane after its slots",

@@ -138,3 +138,12 @@ class TestDraftLayersOnOneSide:
         with producer(p) as there, consumer(d, p) as here:
             assert all(one.ok for one in here.load(there.hold(prompt), prompt))
             assert here.wrong_bytes(prompt) == 0
+
+
+def test_an_engine_may_decode_what_it_prefilled() -> None:
+    """One engine with both roles: its own tickets are as good as others'."""
+    spec, prompt = Spec("both", "tp=2,block=16", "mamba2"), Prompt(1, 100)
+    with producer(spec) as there, consumer(spec, spec) as here:
+        assert all(one.ok for one in here.load(there.hold(prompt), prompt))
+        assert here.wrong_bytes(prompt) == 0
+        assert all(one.why == "delivered" for rank in there.closed(1) for one in rank)

@@ -55,7 +55,7 @@ TEXTS = [
     "tp=4,pp=2,block=16,order=LBNHC",
     "tp=8,pp=30+50,block=32,order=LBHNC",
     "tp=8,dcp=2,interleave=4,draft_tp=1,block=16,block.window=32,order=LBHNC,align=512,overlay=1",
-    "tp=1,block=64,kernel=16,order=LBNHC,interior=planes,interior.window=joined,conv=SD,full=1",
+    "tp=1,block=64,kernel=16,kernel.window=32,order=LBNHC,interior=planes,interior.window=joined,conv=SD,full=1",
 ]
 
 

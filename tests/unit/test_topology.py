@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from kvferry import EngineShape
+from kvferry import EngineShape, Rank, RankLayout
 from kvferry.errors import IncompatibleError, TopologyError
 from kvferry.layout.presets import load_model
 from kvferry.topology import EngineTransferInfo, MambaEngineTransferInfo, TransferTopology
@@ -157,6 +158,53 @@ class TestRanks:
         t.register_remote_engine("prefill", info(8, end_layer=0))
         text = t.describe("prefill")
         assert "[2, 3]" in text and "tp=8" in text and "'decode'" in text and "\n" not in text
+
+
+class TestPartners:
+    """A described rank's topology, as the connector holds it."""
+
+    SHAPE, REMOTE = EngineShape(tp=3, block_size=24), EngineShape(tp=8, pp=2)
+
+    def described(self, rank: Rank) -> TransferTopology:
+        model = load_model("llama-3.1-8b")
+        t = TransferTopology.of("d", model, RankLayout.build(model, self.SHAPE, rank, 2))
+        for stage in range(2):
+            told = info(8, remote_pp_rank=stage, remote_shape=self.REMOTE, remote_model=model)
+            t.register_remote_engine("p", told)
+        return t
+
+    def test_every_rank_hears_from_as_many_as_are_said(self) -> None:
+        said = [self.described(rank).partners("p") for rank in self.SHAPE.ranks]
+        heard = Counter(source for partners in said for source in partners)
+        assert set(heard) == set(self.REMOTE.ranks)
+        for partners in said:
+            assert all(readers == heard[source] for source, readers in partners.items())
+
+    def test_partners_are_the_ranks_to_shake_hands_with(self) -> None:
+        for rank in self.SHAPE.ranks:
+            t = self.described(rank)
+            for stage in range(2):
+                asked = t.handshake_target_ranks(8, 1, stage, self.REMOTE)
+                assert asked == sorted(r.tp for r in t.partners("p") if r.pp == stage)
+                assert set(t.target_remote_ranks("p", stage)) <= set(asked)
+
+    def test_layers_that_only_one_side_has(self) -> None:
+        whole, rank = load_model("llama-3.1-8b"), Rank(0, 0)
+        (group,) = whole.groups
+        draft = replace(group, name="draft", layers=(0, 1), role="draft")
+        ours = replace(whole, groups=(group, draft))
+        layout = RankLayout.build(ours, EngineShape(), rank, 2)
+        told = info(1, remote_shape=EngineShape(), remote_model=whole)
+        strict = TransferTopology.of("d", ours, layout)
+        strict.register_remote_engine("p", told)
+        with pytest.raises(IncompatibleError, match="group 'draft'"):
+            strict.pair_with("p")
+        lenient = TransferTopology.of("d", ours, layout, frozenset({"draft"}))
+        lenient.register_remote_engine("p", told)
+        assert lenient.pair_with("p").model.groups == (group,)
+        lacking = ours.beyond(lenient.pair_with("p").model)
+        assert lacking is not None and lacking.groups == (draft,)
+        assert whole.beyond(whole) is None
 
 
 class TestHybrids:

@@ -21,7 +21,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 
-from kvferry.demo.engines import Engine, hand_over
+from kvferry.demo.engines import Engine, free_port, hand_over
 from kvferry.demo.tiny_model import llama_config, make_model
 from real_pairs import (
     Digests,
@@ -122,13 +122,13 @@ class TestWindows:
 
     def test_loaded_blocks_are_hit_and_right(self, pair: Pair) -> None:
         """Blocks at the window's edge came whole: a longer prompt reads them from the cache."""
-        asked = prompt(60, 330)
+        asked = prompt(60, 330)  # needs tokens from 235 on, so blocks of 32 from 224 on are loaded
         handed(pair, asked)
         for more in (5, 40, 200):
-            longer = asked[:300] + prompt(61 + more, more)
+            longer = asked + prompt(61 + more, more)
             before = pair[1].metric(HITS)
             answer = ids(pair[1].complete(longer, max_tokens=6))
-            assert pair[1].metric(HITS) - before >= 256
+            assert pair[1].metric(HITS) - before >= 320
             assert answer == ids(pair[0].complete(longer, max_tokens=6))
 
     def test_a_prefix_that_the_destination_has(self, pair: Pair) -> None:
@@ -259,3 +259,30 @@ class TestMatrix:
         for tokens in (20, 129, 500):
             require_equal(pair, tokens)
         assert settled(pair[0]) and settled(pair[1])
+
+    def test_each_data_parallel_rank_is_an_engine(self, tmp_path: Path) -> None:
+        weights = make_model(tmp_path / "llama", TINY["llama"])
+        port = free_port()
+        prefill = Engine("p", weights, tmp_path / "p.log", connector={**CONFIG, "port": port})
+        prefill.arguments += ["--data-parallel-size", "2"]
+        decode = Engine("d", weights, tmp_path / "d.log", block_size=64, connector=CONFIG)
+        started(prefill, decode)
+
+        def ask(number: int) -> tuple[str, int]:
+            asked = prompt(number, 100 + number)
+            first = prefill.complete(
+                asked, max_tokens=1, kv_transfer_params={"do_remote_decode": True}
+            )
+            ticket = first["kv_transfer_params"]
+            answer = decode.complete(asked, max_tokens=6, kv_transfer_params=ticket)
+            assert ids(answer) == ids(prefill.complete(asked, max_tokens=6))
+            return ticket["remote_engine_id"], ticket["remote_port"]
+
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                engines = set(pool.map(ask, range(12)))
+            assert engines == {("p_dp0", port), ("p_dp1", port + 1)}
+            assert decode.log.read_text().count(": loaded ") == 12
+        finally:
+            prefill.stop()
+            decode.stop()

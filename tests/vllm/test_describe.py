@@ -142,9 +142,12 @@ CAPTURED = [n for n in NAMES if golden(n).data["ranks"][0]["backends"]]
 @pytest.mark.parametrize("name", CAPTURED)
 def test_layouts_are_those_that_probes_confirmed(name: str) -> None:
     engine = golden(name)
+    told = []
     for rank in engine.ranks:
         worker = Worker(engine, rank)
         found, expected = worker.describe(), engine.layout(rank)
+        told.append((found.model, found.layout.shape, found.meaning))
+        assert told[-1] == told[0]  # all workers describe the same engine
         assert found.model.fingerprint() == engine.model.fingerprint()
         assert found.layout.tables == expected.tables
         assert len(found.layout.parts) == len(expected.parts)
@@ -188,6 +191,62 @@ def test_states_hand_over_one_block_and_stop_short() -> None:
     assert facts.reaches_too_far(10, 10) and not facts.reaches_too_far(9, 10)
     plain = HandedOver.of(*[getattr(Worker(golden("llama-tp1"), Rank(0, 0)), a) for a in CONFIGS])
     assert plain.held_back == 0 and plain.tables(([1, 2],)) == ((1, 2),)
+
+
+def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request, RequestStatus
+
+    from kvferry.p2p.ticket import Ticket
+    from kvferry.vllm.asking import _unfit
+    from kvferry.vllm.config import FerryConfig
+    from kvferry.vllm.metadata import FerryMetadata
+    from kvferry.vllm.offering import Offering, request_digest
+    from kvferry.vllm.stats import FerryStats
+
+    def request(tokens: int, **params: Any) -> Request:
+        made = Request("r", list(range(3, 3 + tokens)), SamplingParams(max_tokens=9), None)
+        made.kv_transfer_params = params
+        return made
+
+    facts, orders = HandedOver(1, (0, None)), FerryMetadata()
+    offering = Offering(
+        FerryConfig(),
+        "p",
+        "first",
+        "ferry",
+        False,
+        (1, 1),
+        1,
+        facts,
+        lambda: orders,
+        FerryStats(),
+        Fake(begin=lambda *_, **__: None),
+    )
+
+    def prefilled(made: Request, tables: tuple[list[int], ...]) -> Ticket:
+        offering.accept(made)
+        made.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        held, params = offering.finished(made, tables)
+        assert held and params is not None
+        return Ticket.from_params(params)
+
+    # what a client says of a digest is not believed
+    prefill = request(129, do_remote_decode=True, kvferry_digest="another prompt's")
+    whole = request_digest(prefill)
+    for _ in range(2):  # told again, nothing more is taken off
+        offering.accept(prefill)
+        assert prefill.num_prompt_tokens == len(prefill.prompt_token_ids) == 128
+        assert prefill.num_tokens == 128 and prefill.max_tokens == 1
+    ticket = prefilled(prefill, ([0, 7], [1, 2]))
+    (order,) = orders.holds
+    assert (order.tokens, order.digest, order.tables) == (128, whole, ((7,), (1, 2)))
+    # the same prompt is known again by its whole; one that leaves nothing to compute is not used
+    assert _unfit(ticket, request(129), facts) == ""
+    assert "another prompt" in _unfit(ticket, request(128), facts)
+    single = prefilled(request(1, do_remote_decode=True), ([7], [1]))
+    assert "less than 1 tokens to compute" in _unfit(single, request(1), facts)
+    assert not offering._digests
 
 
 CONFIGS = ("vllm_config", "kv_cache_config")
@@ -250,4 +309,21 @@ class TestScales:
         worker = Worker(golden("llama-tp1-fp8"), Rank(0, 0))
         worker.vllm_config.cache_config.calculate_kv_scales = True
         with pytest.raises(DescriptionError, match="calculate_kv_scales"):
+            worker.describe()
+
+
+class TestContextParallel:
+    def test_it_is_part_of_the_shape(self) -> None:
+        worker = Worker(golden("deepseek-v2-tp2-cpu-mla"), Rank(0, 1))
+        worker.vllm_config.parallel_config.decode_context_parallel_size = 2
+        worker.vllm_config.parallel_config.cp_kv_cache_interleave_size = 4
+        shape = worker.describe().layout.shape
+        assert (shape.tp, shape.dcp, shape.interleave) == (2, 2, 4)
+
+    def test_layers_that_do_not_take_part_are_refused(self) -> None:
+        worker = Worker(golden("deepseek-v2-tp2-cpu-mla"), Rank(0, 1))
+        worker.vllm_config.parallel_config.decode_context_parallel_size = 2
+        spec = worker.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        object.__setattr__(spec, "dcp_sharded", False)
+        with pytest.raises(DescriptionError, match="keeps all tokens on every rank"):
             worker.describe()

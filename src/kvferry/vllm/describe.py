@@ -19,7 +19,7 @@ from kvferry.layout.shape import EngineShape, Rank
 from kvferry.layout.tensors import LayerKey, TensorView, layout_from_tensors
 from kvferry.topology import TransferRegion
 from kvferry.vllm.model import cache_model, configuration_digest, require_spec
-from kvferry.vllm.specs import is_state, layer_specs
+from kvferry.vllm.specs import group_spec, is_state, layer_specs
 
 # Backends that keep [K | V] of one head and slot side by side, in whatever order is registered.
 JOINED = """
@@ -163,8 +163,14 @@ def engine_shape(
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     pp = parallel.pipeline_parallel_size
     bounds = [get_pp_indices(model.num_layers, stage, pp) for stage in range(pp)]
-    kinds = {type(s).__name__ for _, _, s in layer_specs(kv_cache_config) if not is_state(s)}
+    specs = [group_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    kinds = {type(spec).__name__ for spec in specs if not is_state(spec)}  # on all stages
     windows = any(g.residency.kind in ("window", "chunk") for g in model.groups)
+    # what is the same everywhere is said once: a stage without some group must say the same
+    alike = len(set(interiors.values())) == 1
+    own = {g: n for g, n in block_sizes.items() if n != cache.block_size}
+    split = {g: n for g, n in kernel_sizes.items() if n != block_sizes[g]}
+    one_kernel = bool(split) and len(set(kernel_sizes.values())) == 1
     return EngineShape(
         tp=parallel.tensor_parallel_size,
         pp=pp,
@@ -173,12 +179,12 @@ def engine_shape(
         interleave=parallel.cp_kv_cache_interleave_size or 1,
         role_tp=_draft_tp(vllm_config, model),
         block_size=cache.block_size,
-        block_size_of=tuple(sorted(block_sizes.items())),
-        kernel_block_size_of=tuple(
-            sorted((g, n) for g, n in kernel_sizes.items() if n != block_sizes[g])
-        ),
+        block_size_of=tuple(sorted(own.items())),
+        kernel_block_size=next(iter(split.values())) if one_kernel else 0,
+        kernel_block_size_of=() if one_kernel else tuple(sorted(split.items())),
         order=str(cache.kv_cache_layout),
-        interior_of=tuple(sorted(interiors.items())),
+        interior=next(iter(interiors.values())) if alike else "joined",
+        interior_of=() if alike else tuple(sorted(interiors.items())),
         conv_order=_conv_order(model),
         # without the hybrid manager every layer is a full one, and keeps all its blocks
         full_residency=windows and kinds <= {"FullAttentionSpec", "MLAAttentionSpec"},

@@ -42,9 +42,11 @@ def cache_model(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheModel, dic
         target = _with_rows(target, states[0])
     keys: dict[str, LayerKey] = {}
     drafts: list[tuple[str, Any]] = []
-    prefix = _prefix(next(iter(vllm_config.compilation_config.static_forward_context), ""))
+    named = {name for _, name, _ in layer_specs(kv_cache_config)}
+    loaded = vllm_config.compilation_config.static_forward_context  # the target's come first
+    prefix = next((_prefix(name) for name in loaded if name in named), "")
+    speculates = vllm_config.speculative_config is not None
     for _, name, spec in layer_specs(kv_cache_config):
-        speculates = vllm_config.speculative_config is not None
         if speculates and (_prefix(name) != prefix or _ordinal(name) >= target.num_layers):
             drafts.append((name, spec))
         else:

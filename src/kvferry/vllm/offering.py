@@ -22,7 +22,7 @@ from kvferry.errors import ProtocolError
 from kvferry.p2p.ticket import FORMAT, MARK, Ticket, prompt_digest
 from kvferry.vllm.config import FerryConfig, Style
 from kvferry.vllm.metadata import FerryMetadata, HoldOrder
-from kvferry.vllm.prefill import DIGEST, HandedOver
+from kvferry.vllm.prefill import HandedOver
 from kvferry.vllm.rendezvous import CHILD, derived_hold, transfer_name
 from kvferry.vllm.spans import Spans
 from kvferry.vllm.stats import FerryStats
@@ -59,11 +59,19 @@ class Offering:
     held_blocks: int = 0
     _names: OrderedDict[str, _Named] = field(default_factory=OrderedDict)
     _moved: float = 0.0  # when a hold last came or went
+    _digests: dict[str, str] = field(default_factory=dict)  # of whole prompts, by request
+
+    def accept(self, request: Any) -> None:
+        """A prompt to hand over: its digest is of all of it, what is computed may be less."""
+        if request.prompt_token_ids and request.request_id not in self._digests:
+            self._digests[request.request_id] = request_digest(request)
+            self.handed_over.stop_short(request)
 
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A prefill is over: whether its blocks stay, and what goes into its response."""
+        digest = self._digests.pop(request.request_id, None)
         try:
             name = transfer_name(request.kv_transfer_params, request.request_id, self.style)
         except ProtocolError as error:
@@ -87,7 +95,7 @@ class Offering:
                     "choose a new one for each request",
                     None,
                 )
-        if not completed(request):
+        if digest is None or not completed(request):
             if name is not None:
                 self.orders().withdrawals.append(hold_id)
             return False, None
@@ -102,17 +110,22 @@ class Offering:
             )
         if name is not None:
             self._names[name].held = True
-        return True, self._hold(request, hold_id, block_ids, blocks)
+        return True, self._hold(request, digest, hold_id, block_ids, blocks)
 
     def _hold(
-        self, request: Any, hold_id: str, block_ids: tuple[list[int], ...], blocks: int
+        self,
+        request: Any,
+        digest: str,
+        hold_id: str,
+        block_ids: tuple[list[int], ...],
+        blocks: int,
     ) -> dict[str, Any]:
         tokens = len(request.prompt_token_ids)
         ticket = Ticket(
             engine_id=self.engine_id,
             incarnation=self.incarnation,
             hold_id=hold_id,
-            digest=request.kv_transfer_params.get(DIGEST) or request_digest(request),
+            digest=digest,
             tokens=tokens,
             host=self.config.host or "127.0.0.1",
             port=self.port,
@@ -182,4 +195,4 @@ def request_digest(request: Any) -> str:
         extra.append(f"mm {feature.identifier} {feature.mm_position.offset}")
     if getattr(request, "cache_salt", None):
         extra.append(f"salt {request.cache_salt}")
-    return prompt_digest(request.prompt_token_ids, extra)
+    return prompt_digest(request.prompt_token_ids or (), extra)

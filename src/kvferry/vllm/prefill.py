@@ -15,8 +15,6 @@ from typing import Any
 
 from kvferry.vllm.specs import group_spec, is_state
 
-DIGEST = "kvferry_digest"  # in a producer's request parameters: of the whole prompt
-
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
@@ -44,11 +42,9 @@ class HandedOver:
             for ids, scratch in zip(tables, self.scratch, strict=True)
         )
 
-    def stop_short(self, request: Any, digest: str) -> None:
-        """Let a prefill end before the tokens that are held back; its digest is of all of them."""
-        params = request.kv_transfer_params
-        seen, params[DIGEST] = params.get(DIGEST) == digest, digest
-        if seen or not self.held_back or request.num_prompt_tokens <= self.held_back:
+    def stop_short(self, request: Any) -> None:
+        """Let a prefill end before the tokens that are held back."""
+        if not self.held_back or request.num_prompt_tokens <= self.held_back:
             return
         del request.prompt_token_ids[-self.held_back :]
         del request._all_token_ids[-self.held_back :]

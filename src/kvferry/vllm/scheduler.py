@@ -22,7 +22,7 @@ from kvferry.vllm.bootstrap import Bootstrap, Whereabouts, register
 from kvferry.vllm.config import FerryConfig, Style, incarnation
 from kvferry.vllm.family import Family
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
-from kvferry.vllm.offering import Offering, request_digest
+from kvferry.vllm.offering import Offering
 from kvferry.vllm.prefill import HandedOver
 from kvferry.vllm.rendezvous import Rendezvous
 from kvferry.vllm.spans import Spans
@@ -154,7 +154,7 @@ class FerryScheduler:
     def on_new_request(self, request: Any) -> None:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode") and self.produces and self.family.takes(params):
-            self.handed_over.stop_short(request, request_digest(request))
+            self.offering.accept(request)
         wants = params.get("do_remote_prefill") or "kvferry" in params
         if wants and self.consumes and self.family.takes(params):
             self.asking.arrived(request)
