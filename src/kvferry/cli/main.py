@@ -217,19 +217,28 @@ def bench_plan(
 def bench_transport(
     sizes: Annotated[str, typer.Option(help="Descriptor sizes in bytes, with commas.")] = "",
     seconds: Annotated[float, typer.Option(help="Seconds for each size.")] = 1.0,
+    carriers: Annotated[str, typer.Option(help="Which ones, with commas; else all.")] = "",
     as_json: Json = False,
+    html: Html = None,
 ) -> None:
-    """What the carriers move, beside memcpy and a plain socket in the same run."""
+    """What the carriers move, beside their libraries, memcpy and a plain socket in one run."""
     from kvferry.bench.transport import DEFAULT_SIZES, lines, run
 
     with refusals():
         chosen = [int(s) for s in sizes.split(",")] if sizes else list(DEFAULT_SIZES)
-        result = run(chosen, seconds)
+        with libraries_to_stderr():
+            result = run(chosen, seconds, [c for c in carriers.split(",") if c])
     if as_json:
         print_json(asdict(result))
     else:
         for line in lines(result):
             print(line)
+    if html is not None:
+        from kvferry.cli.bench import transport_bench_page
+
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(transport_bench_page(result))
+        err.print(f"plot: {html}", highlight=False)
 
 
 @bench.command("stall")

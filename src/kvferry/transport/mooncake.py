@@ -63,11 +63,11 @@ class MooncakeCarrier(ForeignCarrier):
         device: str = "",
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
-        engine_class = _engine_class()
+        engine = engine_class()
         super().__init__(host=host, secret=secret, flavour=protocol)
         self._patience = patience_seconds
         with _long_timeout():
-            self._engine = engine_class()
+            self._engine = engine()
         where = f"[{self.host}]" if ":" in self.host else self.host
         if self._engine.initialize(where, "P2PHANDSHAKE", protocol, device) != 0:
             self._pulse.close()
@@ -169,7 +169,7 @@ class _Target:
         self.name, self.limit = name, BATCH_DESCRIPTORS
 
 
-def _engine_class() -> Any:
+def engine_class() -> Any:
     try:
         from mooncake.engine import TransferEngine
     except ImportError as error:

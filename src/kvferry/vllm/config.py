@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ class FerryConfig:
     host: str | None = None  # address that peers reach this engine at; None: loopback
     port: int = 0  # of the directory; 0: any
     carriers: tuple[str, ...] = ("local", "tcp")  # in order of preference
+    carrier_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by carrier
     lease_seconds: float = 60.0  # a hold lasts this long without a word from its consumer
     load_seconds: float = 120.0  # a load has failed after this long
     model_id: str = ""  # names the weights, where the model's path differs between engines
@@ -41,7 +42,21 @@ class FerryConfig:
         if "carriers" in values:
             chosen = values["carriers"]
             values["carriers"] = (chosen,) if isinstance(chosen, str) else tuple(chosen)
+        options = values.get("carrier_options", {})
+        if not isinstance(options, Mapping) or not all(
+            isinstance(of_one, Mapping) for of_one in options.values()
+        ):
+            raise DescriptionError(
+                "carrier_options must be a mapping of mappings, such as "
+                f'{{"nixl": {{"backends": ["UCX"]}}}}; found {options!r}'
+            )
         config = cls(**values)
+        unused = sorted(set(config.carrier_options) - set(config.carriers))
+        if unused:
+            raise DescriptionError(
+                f"carrier_options are for {unused}, but carriers are {list(config.carriers)}; add "
+                "them there, or drop the options"
+            )
         if config.lease_seconds <= 0 or config.load_seconds <= 0:
             raise DescriptionError("lease_seconds and load_seconds must be positive")
         return config

@@ -58,7 +58,8 @@ class FerryWorker:
         ]
         self._sockets = Sockets(self.config.secret)
         for name in self.config.carriers:
-            carrier = make_carrier(name, secret=self.config.secret, host=self.config.host)
+            options = {"secret": self.config.secret, "host": self.config.host}
+            carrier = make_carrier(name, **{**options, **self.config.carrier_options.get(name, {})})
             carrier.register(memory)
             self._carriers.append(carrier)
         self._producer = ProducerRank(
