@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from kvferry import __version__
 from kvferry.errors import DescriptionError, KvferryError
@@ -38,7 +39,8 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except KvferryError as error:
-        err.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False, soft_wrap=True)
+        words = f"[bold red]{type(error).__name__}[/]: {escape(str(error))}"
+        err.print(words, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
 
 
@@ -135,6 +137,9 @@ def demo(
     gib: Annotated[float, typer.Option(help="GiB to move at least.")] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
     method: Annotated[str, typer.Option(help="auto, vm or shared.")] = "auto",
+    transport: Annotated[
+        str, typer.Option(help="A carrier instead: local, tcp, mooncake, nixl, ...")
+    ] = "",
     as_json: Json = False,
     html: Annotated[Path, typer.Option(help="Where to draw the plan.")] = Path(
         "out/demo-plan.html"
@@ -153,6 +158,7 @@ def demo(
             requests=requests,
             seed=seed,
             method=method,
+            transport=transport,
             as_json=as_json,
             html=html,
         )

@@ -321,6 +321,7 @@ class ForeignCarrier:
                 with peer.turn(job):
                     self._judged(job, peer, part, reading=reading)
                 self.count("batches")
+            job.checkpoint()
             peer.require_usable()  # it was the same process, and open, all along
 
         what = f"a {self.name} {'read' if reading else 'write'}"
