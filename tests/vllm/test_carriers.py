@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -112,6 +114,15 @@ def test_what_cannot_be_taken_back_is_abandoned(name: str, monkeypatch: pytest.M
             assert pair.carrier.counters["abandoned_now"] == 0
 
 
+def outside_address() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # documentation's network: nothing is sent
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        return str(probe.getsockname()[0])
+
+
 @pytest.mark.parametrize("name", list(LIBRARIES))
 def test_what_differs_or_opens_up_is_said(name: str, caplog: pytest.LogCaptureFixture) -> None:
     kind = kind_of(name)
@@ -122,10 +133,22 @@ def test_what_differs_or_opens_up_is_said(name: str, caplog: pytest.LogCaptureFi
                 with pytest.raises(suite.KvferryError, match="endpoint"):
                     carrier.connect(endpoint, soon(5))
             other.close()
-    assert not caplog.records
-    suite.make_carrier(name, host="0.0.0.0").close()
+    with pytest.raises(suite.TransferError, match="peers dial"):
+        suite.make_carrier(name, host="0.0.0.0")
+    caplog.clear()
+    for host in ("127.0.0.1", outside_address()):
+        suite.make_carrier(name, host=host).close()
     warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warned) == 1 and "authenticates nobody" in warned[0]
+    assert len(warned) == (2 if name == "mooncake" else 1)  # it listens everywhere
+    assert all("authenticates nobody" in words for words in warned)
+
+
+def test_idle_is_idle(standing: tuple[Kind, Peer]) -> None:
+    """No thread of a library spins while nothing moves."""
+    for _ in make_pair(*standing):
+        begin = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - begin < 0.2
 
 
 def test_the_backends_check_bounds_too(standing: tuple[Kind, Peer]) -> None:

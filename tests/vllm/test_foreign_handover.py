@@ -20,8 +20,11 @@ from test_handover import FAST, HIT, ids, loads, prompt, settled, started, ticke
 
 from kvferry.demo.engines import Engine, hand_over
 from kvferry.demo.tiny_model import make_model
+from kvferry.errors import DescriptionError
 
 OPTIONS: dict[str, Any] = {"mooncake": {"protocol": "tcp"}, "nixl": {"backends": ["UCX"]}}
+
+OPTIONS_OF_NIXL = {"nixl": OPTIONS["nixl"]}
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +67,15 @@ def test_tokens_are_equal(engines: dict[str, Engine], carrier: str) -> None:
     assert answer != ids(prefill.complete(prompt(201, 200), max_tokens=8))
     assert decode.metric(HIT) == before
     assert settled(decode)
+
+
+@pytest.mark.filterwarnings("ignore")  # of vLLM's and torch's imports
+def test_options_for_a_carrier_that_is_not_used_are_refused() -> None:
+    from kvferry.vllm.config import FerryConfig
+
+    with pytest.raises(DescriptionError, match="nixl"):
+        FerryConfig.read({"carriers": ["tcp"], "carrier_options": {"nixl": {}}})
+    with pytest.raises(DescriptionError, match="mapping"):
+        FerryConfig.read({"carriers": ["nixl"], "carrier_options": {"nixl": ["UCX"]}})
+    config = FerryConfig.read({"carriers": ["nixl"], "carrier_options": OPTIONS_OF_NIXL})
+    assert config.carrier_options["nixl"] == {"backends": ["UCX"]}

@@ -104,11 +104,7 @@ def run(
                 raise TransferError(reasons[name])
         measured = _Measured(tuple(sizes), seconds, tuple(ops), _buffer(1), _buffer(2))
         with _owner() as owner:
-            together = [name for name in wanted if name not in ALONE]
-            measured.phase(owner, together, limits=True)
-            for name in wanted:
-                if name in ALONE:
-                    measured.phase(owner, [name], limits=False)
+            measured.all_sizes(owner, wanted)
     missing = {name: why for name, why in reasons.items() if why and name not in wanted}
     return measured.result(wanted, missing)
 
@@ -125,19 +121,31 @@ class _Measured:
     best: dict[tuple[str, str, int], float] = field(default_factory=dict)
     long_copy: float = 0.0
 
-    def phase(self, owner: _Owner, names: Sequence[str], *, limits: bool) -> None:
-        """Movers that take turns, at all sizes."""
+    def all_sizes(self, owner: _Owner, names: Sequence[str]) -> None:
+        alone = [name for name in names if name in ALONE]
         with ExitStack() as stack:
-            movers: dict[str, Mover] = {}
-            for name in names:
-                movers[name] = stack.enter_context(closing(MOVERS[name](self.landing)))
-                movers[name].connect(owner.open(name))
-                stack.callback(owner.close, name)
+            movers = {n: self._open(stack, owner, n) for n in names if n not in ALONE}
             for size in self.sizes:
-                self._size(owner, movers, size, limits=limits)
+                rounds = self._size(owner, movers, size)
+                for name in alone:
+                    with ExitStack() as short:
+                        one = {name: self._open(short, owner, name)}
+                        self._size(owner, one, size, rounds)
 
-    def _size(self, owner: _Owner, movers: dict[str, Mover], size: int, *, limits: bool) -> None:
+    def _open(self, stack: ExitStack, owner: _Owner, name: str) -> Mover:
+        """A mover on both sides."""
+        mover = stack.enter_context(closing(MOVERS[name](self.landing)))
+        endpoint = owner.open(name)
+        stack.callback(owner.close, name)
+        mover.connect(endpoint)
+        return mover
+
+    def _size(
+        self, owner: _Owner, movers: dict[str, Mover], size: int, only_rounds: int = 0
+    ) -> int:
+        """Rounds of all that take turns, and the limits with them; or so many of a single one."""
         src, dst = _slots(size)
+        limits = not only_rounds
         tasks: dict[tuple[str, str], tuple[Task, int]] = {}
         if limits:
             copy = _scattered_memcpy(self.source, self.landing, src, dst, size)
@@ -153,7 +161,7 @@ class _Measured:
         for task, _ in tasks.values():
             task()  # pages, connections, threads
         until, rounds = time.monotonic() + self.seconds, 0
-        while rounds < 2 or time.monotonic() < until:
+        while rounds < (only_rounds or 2) or (limits and time.monotonic() < until):
             rounds += 1
             for (name, op), (task, count) in tasks.items():
                 self._note(name, op, size, count / _seconds(task))
@@ -162,6 +170,7 @@ class _Measured:
                 self.long_copy = max(self.long_copy, BUFFER_BYTES / once)
                 stream = BUFFER_BYTES / owner.stream_seconds(self.landing)
                 self._note("socket", "copy", size, stream)
+        return rounds
 
     def _note(self, name: str, op: str, size: int, rate: float) -> None:
         self.best[name, op, size] = max(self.best.get((name, op, size), 0.0), rate)

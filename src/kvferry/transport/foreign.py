@@ -47,6 +47,7 @@ from kvferry.transport.regions import Arrays, RegionTable, require_all, slices
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+EVERYWHERE = ("0.0.0.0", "::")
 THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
 TURN_LOOK_SECONDS = 0.02  # between two looks at cancel, for one that waits for its turn
 GRACE_SECONDS = 1.0  # a dead peer's data plane may fail before its pulse does
@@ -131,17 +132,23 @@ class ForeignCarrier:
     name: ClassVar[str]
     batch_descriptors: ClassVar[int]
     batch_bytes: ClassVar[int]
+    listens_everywhere: ClassVar[bool] = False  # whatever `host` is
     can_revoke = False
 
     def __init__(self, *, host: str | None, secret: bytes | str | None, flavour: str) -> None:
         del secret
         self.host = host or LOOPBACK
-        if not is_loopback(self.host):
+        if self.host in EVERYWHERE:
+            raise TransferError(
+                f"the {self.name} carrier needs the address that peers dial, found {self.host!r}; "
+                "set `host` to an address of this machine"
+            )
+        if self.listens_everywhere or not is_loopback(self.host):
             log.warning(
                 "the %s carrier's data plane authenticates nobody: whoever reaches %s can read and "
                 "write the caches registered here, whether or not there is a shared secret",
                 self.name,
-                self.host,
+                "any address of this machine" if self.listens_everywhere else self.host,
             )
         self._flavour = flavour
         self._pulse = PulseServer(self.host)

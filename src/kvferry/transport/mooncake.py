@@ -17,7 +17,9 @@ What Mooncake does with a batch decides how it is called (0.3.13, TCP):
   the carrier raises that so far that the call returns when the batch has ended, and not before.
 
 The receiving engine checks addresses against its registered memory (TCP), or the NIC does (RDMA).
-It authenticates nobody, and listens on all interfaces, whatever `host` is. See `foreign`.
+It authenticates nobody, and its two ports listen on all interfaces, whatever `host` is: even an
+engine that only speaks on loopback can be read and written from the network, unless a firewall
+keeps others out. The carrier says so in the log. See `foreign`.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class MooncakeCarrier(ForeignCarrier):
     name = "mooncake"
     batch_descriptors = BATCH_DESCRIPTORS
     batch_bytes = BATCH_BYTES
+    listens_everywhere = True
 
     def __init__(
         self,
