@@ -115,7 +115,7 @@ class RawNixl:
     def __init__(self, memory: Bytes) -> None:
         api = nixl.api()
         config = api.nixl_agent_config(backends=["UCX"])
-        with nixl.loopback_settings():
+        with nixl.ucx_settings(loopback=True):
             self._agent = api.nixl_agent(f"raw-{os.getpid()}", config)
         self._registered = self._agent.register_memory(
             [(memory.ctypes.data, memory.nbytes, 0, "")], mem_type=nixl.MEMORY

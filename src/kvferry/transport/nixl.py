@@ -9,10 +9,10 @@ tells the owner itself when it is done.
 
 UCX finds its own way to a peer: shared memory, TCP, RDMA, NVLink. Where `host` is loopback and the
 environment says nothing else, it is kept to the loopback device: so it works without a network, and
-cannot be reached from outside; and its InfiniBand module, which has nothing to do there, stays
-unloaded, because the one in NIXL 1.5.1's wheel crashes the process when it exits. With another
-`host`, UCX chooses its devices. What the environment sets (UCX_NET_DEVICES, UCX_TLS, UCX_MODULES)
-is never overridden.
+cannot be reached from outside. With another `host`, UCX chooses its devices. Its InfiniBand module
+stays unloaded on loopback and where there is no such device, because the one in NIXL 1.5.1's wheel
+crashes the process when it exits. What the environment sets (UCX_NET_DEVICES, UCX_TLS,
+UCX_MODULES) is never overridden.
 
 NIXL checks on the initiator's side that descriptors lie in what the peer registered; NICs check
 again (RDMA keys). It authenticates nobody. See `foreign`.
@@ -27,6 +27,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,6 @@ SPINS = 50  # looks at a batch before sleeping in between
 SHORT_NAP_SECONDS, LONG_NAP_SECONDS = 20e-6, 1e-3
 PULSE_SECONDS = 0.02  # between two looks at whether the peer lives
 PROGRESS_MICROSECONDS = 1000  # that the progress thread sleeps at most; events wake it
-LOOPBACK_SETTINGS = {"UCX_NET_DEVICES": "lo", "UCX_MODULES": "^ib"}
 MEMORY = "DRAM"
 
 
@@ -76,7 +76,7 @@ class NixlCarrier(ForeignCarrier):
         self._handles: dict[Any, int] = {}  # remote agents, and how many peers use each
         self._handles_lock = threading.Lock()
         try:
-            with loopback_settings(is_loopback(self.host)):
+            with ucx_settings(is_loopback(self.host)):
                 self._agent = _agent(nixl, chosen, threads)
         except Exception as error:
             self._pulse.close()
@@ -244,14 +244,24 @@ def api() -> Any:
 
 
 @contextlib.contextmanager
-def loopback_settings(wanted: bool = True) -> Iterator[None]:
-    """UCX kept to loopback for agents made meanwhile, unless the environment names devices."""
+def ucx_settings(loopback: bool) -> Iterator[None]:
+    """Settings for agents that are made meanwhile, where the environment has none."""
     ours = {}
-    if wanted and "UCX_NET_DEVICES" not in os.environ:
-        ours = {name: value for name, value in LOOPBACK_SETTINGS.items() if name not in os.environ}
+    if "UCX_NET_DEVICES" not in os.environ:
+        if loopback:
+            ours["UCX_NET_DEVICES"] = "lo"
+        if "UCX_MODULES" not in os.environ and (loopback or not _has_rdma()):
+            ours["UCX_MODULES"] = "^ib"
     os.environ.update(ours)
     try:
         yield
     finally:
         for name in ours:
             del os.environ[name]
+
+
+def _has_rdma() -> bool:
+    try:
+        return any(Path("/sys/class/infiniband").iterdir())
+    except OSError:
+        return False
