@@ -83,12 +83,11 @@ class ForeignEndpoint(msgspec.Struct, frozen=True, array_like=True):
 class ForeignPeer:
     """A process that this one is connected to; `handle` is the library's name for it."""
 
-    def __init__(self, carrier: str, endpoint: ForeignEndpoint, pulse: Pulse) -> None:
-        self.endpoint, self.pulse = endpoint, pulse
-        self.regions = RegionTable.of([MemoryRegion(a, n) for a, n in endpoint.regions])
+    def __init__(self, endpoint: ForeignEndpoint, regions: RegionTable, pulse: Pulse) -> None:
+        self.endpoint, self.regions, self.pulse = endpoint, regions, pulse
         self.handle: Any = None
         self.connected = True
-        self.workers = Workers(f"kvferry-{carrier}", THREADS_PER_PEER)
+        self.workers = Workers(f"kvferry-{endpoint.carrier}", THREADS_PER_PEER)
         self._turn = threading.Lock()
 
     def require_usable(self) -> None:
@@ -116,6 +115,7 @@ class ForeignJob(Job):
     def __init__(self, carrier: ForeignCarrier, *args: Any) -> None:
         super().__init__(*args)
         self._carrier = carrier
+        self.abandoned = False
 
     def cancel(self, why: str = "the caller gave it up", seconds: float = CANCEL_SECONDS) -> None:
         try:
@@ -201,14 +201,16 @@ class ForeignCarrier:
 
     def note_abandoned(self, job: ForeignJob) -> None:
         with self._lock:
-            if job not in self._abandoned:
-                self._abandoned.add(job)
-                self._counts["abandoned"] += 1
-                log.error(
-                    "a %s transfer is abandoned: the library has not let go of its memory, which "
-                    "counts as in use until it does",
-                    self.name,
-                )
+            if job.abandoned:
+                return
+            job.abandoned = True
+            self._abandoned.add(job)
+            self._counts["abandoned"] += 1
+        log.error(
+            "a %s transfer is abandoned: the library has not let go of its memory, which counts as "
+            "in use until it does",
+            self.name,
+        )
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         with self._lock:
@@ -245,10 +247,11 @@ class ForeignCarrier:
                 f"the peer's {self.name} uses {found.flavour}, this one {self._flavour}; configure "
                 "both alike"
             )
+        regions = RegionTable.of([MemoryRegion(a, n) for a, n in found.regions])
         pulse = Pulse.connect(
             found.host, found.pulse_port, found.token, found.incarnation, deadline
         )
-        peer = ForeignPeer(self.name, found, pulse)
+        peer = ForeignPeer(found, regions, pulse)
         with self._lock:
             closed = self._closed
             if not closed:
