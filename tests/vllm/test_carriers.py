@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import test_conformance as suite
-from carrier_peer import BIG, FIRST, KINDS, Kind, Peer, copies, owner, soon
+from carrier_peer import BIG, FIRST, KINDS, SECOND, Kind, Peer, copies, owner, soon
 from test_conformance import (  # noqa: F401, the tests and their fixtures
     Pair,
     make_pair,
@@ -91,10 +91,13 @@ def test_batches_that_mooncake_refuses_come_again(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", list(LIBRARIES))
 def test_what_cannot_be_taken_back_is_abandoned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cancelled while the peer stands still: in use, and counted, until its bytes have ended."""
+    """Cancelled while the peer stands still: in use, and counted, until its bytes have ended.
+
+    Meanwhile it holds up nobody else.
+    """
     kind = kind_of(name)
     monkeypatch.setenv("UCX_TLS", "tcp")
-    with owner(kind) as peer:
+    with owner(kind) as peer, owner(kind) as other:
         for pair in make_pair(kind, peer):
             assert peer.process is not None
             os.kill(peer.process.pid, signal.SIGSTOP)
@@ -107,6 +110,11 @@ def test_what_cannot_be_taken_back_is_abandoned(name: str, monkeypatch: pytest.M
                 assert transfer.poll() is suite.TransferState.RUNNING
                 counted = pair.carrier.counters
                 assert (counted["abandoned"], counted["abandoned_now"]) == (1, 1)
+                other.memory.bytes[:] = 8
+                link = pair.carrier.connect(other.endpoint, soon())
+                from_, to = other.address + SECOND[0], pair.memory.address + SECOND[0]
+                pair.carrier.read(link, copies(from_, to, 1000)).wait(soon())
+                assert (pair.memory.bytes[SECOND[0] : SECOND[0] + 1000] == 8).all()
             finally:
                 os.kill(peer.process.pid, signal.SIGCONT)
             with pytest.raises(suite.Cancelled):
