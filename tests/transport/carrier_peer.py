@@ -107,6 +107,7 @@ class Kind:
     name: str
     owner: dict[str, Any] = field(default_factory=dict)
     user: dict[str, Any] = field(default_factory=dict)
+    second: int = 200_000  # descriptors that take it about a second, or less
 
     def carrier(self) -> Carrier:
         return make_carrier(self.name, **self.user)
@@ -122,7 +123,7 @@ KINDS = {
         {"secret": SECRET, "host": "127.0.0.1", "packing": "direct"},
     ),
     "tcp-open": Kind("tcp"),
-    "mooncake": Kind("mooncake"),
+    "mooncake": Kind("mooncake", second=40_000),
     "nixl": Kind("nixl"),
     "local-packed": Kind("local", {"packing": "packed"}, {"packing": "packed"}),
     "tcp-packed": Kind(

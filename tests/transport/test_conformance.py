@@ -273,7 +273,7 @@ def test_many_transfers_at_once(pair: Pair, direction: str) -> None:
 @both_ways
 def test_other_threads_keep_running(pair: Pair, direction: str) -> None:
     """No call holds the interpreter's lock for long. The best of a few: the machine is shared."""
-    count = 200_000
+    count = pair.kind.second
     where = FIRST[0] + np.random.default_rng(2).permutation(count) * 128
     length = np.full(count, 64)
 

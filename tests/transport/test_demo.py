@@ -26,10 +26,11 @@ def children() -> int:
     return len(multiprocessing.active_children())
 
 
-@pytest.mark.parametrize("method", ["vm", "shared"])
+@pytest.mark.parametrize("method", ["vm", "shared", "tcp"])
 def test_every_byte_arrives(method: str) -> None:
     lines: list[str] = []
-    result = run_demo(method=method, progress=Lines(lines.append), **SMALL)
+    how = {"transport" if method == "tcp" else "method": method}
+    result = run_demo(progress=Lines(lines.append), **how, **SMALL)
     assert result.ok
     assert result.mismatched_bytes == 0
     assert result.method == method
@@ -90,6 +91,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_refusals() -> None:
     with pytest.raises(DescriptionError, match="method"):
         run_demo(method="magic")
+    with pytest.raises(DescriptionError, match="local, tcp"):
+        run_demo(transport="null")
     with pytest.raises(DescriptionError, match="memory"):
         run_demo(min_bytes=1 << 50, requests=1 << 10)
     with pytest.raises(DescriptionError, match="opaque"):

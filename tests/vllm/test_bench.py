@@ -30,3 +30,24 @@ def test_a_step_is_not_held_up() -> None:
 
     results = [run(blocks=4096) for _ in range(3)]
     assert max(r.ratio or 0 for r in results) > 100, results
+
+
+def test_carriers_beside_their_libraries() -> None:
+    """All of them in one run, each with what it is compared with."""
+    from kvferry.bench.transport import run
+
+    result = run(sizes=(65536,), seconds=0.1)
+    assert not result.missing
+    rows = {(r.carrier, r.op): r for r in result.results}
+    ours, raw = ("local", "tcp", "mooncake", "nixl"), ("raw-mooncake", "raw-nixl")
+    assert set(rows) == {
+        ("memcpy", "copy"),
+        *((c, o) for c in ours + raw for o in ("read", "write")),
+    }
+    for op in ("read", "write"):
+        assert all(rows[c, op].gb_s > 0 for c in ours + raw)
+        for name in ("mooncake", "nixl"):
+            ratio = rows[name, op].gb_s / rows[f"raw-{name}", op].gb_s
+            assert rows[name, op].of_baseline == pytest.approx(ratio)
+            assert ratio > 0.3  # of one short run; `kvferry bench transport` says how much
+        assert rows["local", op].gb_s > rows["raw-mooncake", op].gb_s

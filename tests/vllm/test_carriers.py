@@ -5,11 +5,17 @@ The tests are those of tests/transport/test_conformance.py, on other carriers; h
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import socket
+import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import test_conformance as suite
-from carrier_peer import KINDS, Kind, Peer, owner
+from carrier_peer import BIG, FIRST, KINDS, SECOND, Kind, Peer, copies, owner, soon
 from test_conformance import (  # noqa: F401, the tests and their fixtures
     Pair,
     make_pair,
@@ -30,6 +36,9 @@ from test_conformance import (  # noqa: F401, the tests and their fixtures
     test_out_of_bounds_writes_nothing,
     test_peer_killed_in_the_middle,
 )
+
+from kvferry.transport import MemoryRegion
+from kvferry.transport.regions import RegionTable
 
 LIBRARIES = {"mooncake": "mooncake.engine", "nixl": "nixl._api"}
 
@@ -62,3 +71,102 @@ def test_a_peer_that_stops_answering(
     kind_of(name)
     monkeypatch.setenv("UCX_TLS", "tcp")
     suite.test_a_peer_that_stops_answering(name, direction)
+
+
+def test_batches_that_mooncake_refuses_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limits set far below our batches: smaller ones, after a pause, and every byte right."""
+    kind = kind_of("mooncake")
+    monkeypatch.setenv("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "16")
+    monkeypatch.setenv("MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER", "16")
+    with owner(kind) as peer:
+        for pair in make_pair(kind, peer):
+            peer.memory.bytes[:] = suite.noise()
+            pair.memory.bytes[:] = 0
+            at = FIRST[0] + np.random.default_rng(3).permutation(3000) * 64
+            pair.move("read", at, at[::-1], np.full(3000, 64))
+            got = pair.memory.bytes[at[::-1][:, None] + np.arange(64)]
+            assert np.array_equal(got, suite.noise()[at[:, None] + np.arange(64)])
+            assert pair.carrier.counters["rejected_batches"] > 0
+
+
+@pytest.mark.parametrize("name", list(LIBRARIES))
+def test_what_cannot_be_taken_back_is_abandoned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled while the peer stands still: in use, and counted, until its bytes have ended.
+
+    Meanwhile it holds up nobody else.
+    """
+    kind = kind_of(name)
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with owner(kind) as peer, owner(kind) as other:
+        for pair in make_pair(kind, peer):
+            assert peer.process is not None
+            os.kill(peer.process.pid, signal.SIGSTOP)
+            try:
+                transfer = pair.start("read", FIRST[0], FIRST[0], BIG)
+                with pytest.raises(suite.DeadlineExceeded):
+                    transfer.wait(soon(0.2))
+                with pytest.raises(suite.DeadlineExceeded, match="may still arrive"):
+                    transfer.cancel(seconds=0.2)  # type: ignore[call-arg]
+                assert transfer.poll() is suite.TransferState.RUNNING
+                counted = pair.carrier.counters
+                assert (counted["abandoned"], counted["abandoned_now"]) == (1, 1)
+                other.memory.bytes[:] = 8
+                link = pair.carrier.connect(other.endpoint, soon())
+                from_, to = other.address + SECOND[0], pair.memory.address + SECOND[0]
+                pair.carrier.read(link, copies(from_, to, 1000)).wait(soon())
+                assert (pair.memory.bytes[SECOND[0] : SECOND[0] + 1000] == 8).all()
+            finally:
+                os.kill(peer.process.pid, signal.SIGCONT)
+            with pytest.raises(suite.Cancelled):
+                transfer.wait(soon())
+            assert pair.carrier.counters["abandoned_now"] == 0
+
+
+def outside_address() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # documentation's network: nothing is sent
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        return str(probe.getsockname()[0])
+
+
+@pytest.mark.parametrize("name", list(LIBRARIES))
+def test_what_differs_or_opens_up_is_said(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    kind = kind_of(name)
+    with owner(kind) as peer:
+        for pair in make_pair(kind, peer):
+            other = suite.make_carrier("nixl" if name == "mooncake" else "mooncake")
+            for carrier, endpoint in ((other, peer.endpoint), (pair.carrier, other.endpoint())):
+                with pytest.raises(suite.KvferryError, match="endpoint"):
+                    carrier.connect(endpoint, soon(5))
+            other.close()
+    with pytest.raises(suite.TransferError, match="peers dial"):
+        suite.make_carrier(name, host="0.0.0.0")
+    caplog.clear()
+    for host in ("127.0.0.1", outside_address()):
+        suite.make_carrier(name, host=host).close()
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warned) == (2 if name == "mooncake" else 1)  # it listens everywhere
+    assert all("authenticates nobody" in words for words in warned)
+
+
+def test_idle_is_idle(standing: tuple[Kind, Peer]) -> None:
+    """No thread of a library spins while nothing moves."""
+    for _ in make_pair(*standing):
+        begin = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - begin < 0.2
+
+
+def test_the_backends_check_bounds_too(standing: tuple[Kind, Peer]) -> None:
+    """Behind our own check, which is taken away here."""
+    for both in make_pair(*standing):
+        link = both.carrier.connect(both.peer.endpoint, soon())
+        link.regions = RegionTable.of([MemoryRegion(both.peer.address, suite.TOTAL)])
+        both.memory.bytes[:] = 9
+        here = both.memory.address + FIRST[0]
+        outside = copies(both.peer.address + FIRST[0] - 64, here, 64)
+        with pytest.raises(suite.TransferError, match="regist"):
+            both.carrier.read(link, outside).wait(soon())
+        assert (both.memory.bytes == 9).all()

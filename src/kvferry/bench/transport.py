@@ -1,7 +1,8 @@
-"""`kvferry bench transport`: what the carriers move, beside memcpy and a plain socket.
+"""`kvferry bench transport`: what the carriers move, beside the libraries, memcpy and a socket.
 
-Owner and reader are separate processes. A batch reads scattered descriptors of one size, from
-random slots of one buffer to random slots of the other. In the same run and on the same memory:
+Owner and reader are separate processes. A batch reads (or writes) scattered descriptors of one
+size, from random slots of one buffer to random slots of the other. In the same run and on the same
+memory:
 
     memcpy_gb_s          one long memcpy, one thread
     scatter_memcpy_gb_s  memcpy over the same scatter inside one process, at `SCATTER_BYTES` (or the
@@ -9,44 +10,62 @@ random slots of one buffer to random slots of the other. In the same run and on 
     socket_gb_s          one TCP stream over loopback, `sendall` to `recv_into`, the whole buffer
 
 Each number is the best of several rounds in which all take turns: on a shared machine, that is what
-compares. `of_baseline` is the ratio to memcpy over the same scatter (local) or to the socket (tcp),
-both from the rounds of that size. memcpy has one thread; `local` uses two for a large transfer.
+compares. `of_baseline` is the ratio to memcpy over the same scatter (local), to the socket (tcp),
+or to the library called directly (mooncake, nixl), all at that size. memcpy has one thread; `local`
+uses two for a large transfer. What is not installed is in `missing`, with the reason.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.bench.movers import (
+    ALONE,
+    MOST_DESCRIPTORS,
+    MOVERS,
+    WAIT_SECONDS,
+    Mover,
+    installed,
+    quiet_libraries,
+)
 from kvferry.errors import TransferError
-from kvferry.transport.base import Carrier, Ints, MemoryRegion
+from kvferry.transport.base import Ints
 from kvferry.transport.regions import Arrays
-from kvferry.transport.registry import make_carrier
 
 DEFAULT_SIZES = tuple(256 << (2 * step) for step in range(9))  # 256 B to 16 MiB
 BUFFER_BYTES = 256 << 20  # per side: beyond the caches
 MAX_DESCRIPTORS = 1 << 17
 SCATTER_BYTES = 64 << 10
 TAKE_BELOW_BYTES = 16 << 10  # under it, a memmove per descriptor would measure Python
-BASELINES = {"memcpy": None, "local": "memcpy", "tcp": "socket"}
-CARRIERS = ("local", "tcp")
-WAIT_SECONDS = 60.0
+BASELINES = {
+    "local": "memcpy",
+    "tcp": "socket",
+    "mooncake": "raw-mooncake",
+    "nixl": "raw-nixl",
+}
+OPS = ("read", "write")
 GB = 1e9
+
+Task = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class CarrierResult:
     carrier: str
+    op: str  # "copy" for memcpy
     descriptor_bytes: int
     gb_s: float
     descriptors_s: float
@@ -59,61 +78,124 @@ class TransportResult:
     scatter_memcpy_gb_s: float
     socket_gb_s: float
     results: tuple[CarrierResult, ...]
+    missing: dict[str, str] = field(default_factory=dict)
 
 
-def run(sizes: Sequence[int] = DEFAULT_SIZES, seconds: float = 1.0) -> TransportResult:
-    """Measure all carriers at all sizes, about `seconds` for each size."""
+def run(
+    sizes: Sequence[int] = DEFAULT_SIZES,
+    seconds: float = 1.0,
+    carriers: Sequence[str] = (),
+    ops: Sequence[str] = OPS,
+) -> TransportResult:
+    """Measure carriers (all that are installed, or those named), about `seconds` for each size."""
     for size in sizes:
         if not 1 <= size <= BUFFER_BYTES // 2:
             raise TransferError(
                 f"a descriptor of {size} bytes; this measures 1 to {BUFFER_BYTES // 2} bytes"
             )
-    source, landing = _buffer(1), _buffer(2)
-    with ExitStack() as stack:
-        owner = stack.enter_context(_owner())
-        reads: dict[str, Callable[[Arrays], None]] = {}
-        for name in CARRIERS:
-            carrier = stack.enter_context(_closing(make_carrier(name, host="127.0.0.1")))
-            reads[name] = _reader(carrier, owner.endpoints[name], landing)
-        best: dict[tuple[str, int], float] = {}
-        long_copy = 0.0
+    for name in carriers:
+        if name not in MOVERS:
+            raise TransferError(f"cannot measure {name!r}; there are {', '.join(MOVERS)}")
+    with quiet_libraries():
+        reasons = installed()
+        wanted = [name for name in carriers or MOVERS if carriers or not reasons[name]]
+        for name in wanted:
+            if reasons[name]:
+                raise TransferError(reasons[name])
+        measured = _Measured(tuple(sizes), seconds, tuple(ops), _buffer(1), _buffer(2))
+        with _owner() as owner:
+            measured.all_sizes(owner, wanted)
+    missing = {name: why for name, why in reasons.items() if why and name not in wanted}
+    return measured.result(wanted, missing)
 
-        for size in sizes:
-            src, dst = _slots(size)
-            count = len(src)
-            remote = Arrays(src + owner.address, dst + landing.ctypes.data, _full(count, size))
-            tasks: dict[str, Callable[[], None]] = {
-                "memcpy": _scattered_memcpy(source, landing, src, dst, size),
-                **{name: _bound(read, remote) for name, read in reads.items()},
-            }
-            for task in tasks.values():
-                task()  # pages, connections, threads
-            until, rounds = time.monotonic() + seconds, 0
-            while rounds < 2 or time.monotonic() < until:
-                rounds += 1
-                long_copy = max(long_copy, BUFFER_BYTES / _seconds(_memcpy(source, landing)))
-                rates = {name: count * size / _seconds(task) for name, task in tasks.items()}
-                rates["socket"] = BUFFER_BYTES / owner.stream_seconds(landing)
-                for name, rate in rates.items():
-                    best[name, size] = max(best.get((name, size), 0.0), rate)
 
-    nearest = min(sizes, key=lambda s: abs(s - SCATTER_BYTES))
-    return TransportResult(
-        memcpy_gb_s=long_copy / GB,
-        scatter_memcpy_gb_s=best["memcpy", nearest] / GB,
-        socket_gb_s=max(best["socket", size] for size in sizes) / GB,
-        results=tuple(
-            CarrierResult(
-                carrier=name,
-                descriptor_bytes=size,
-                gb_s=best[name, size] / GB,
-                descriptors_s=best[name, size] / size,
-                of_baseline=best[name, size] / best[baseline, size] if baseline else None,
-            )
-            for name, baseline in BASELINES.items()
-            for size in sizes
-        ),
-    )
+@dataclass(slots=True)
+class _Measured:
+    """The best rates so far, in bytes a second."""
+
+    sizes: tuple[int, ...]
+    seconds: float
+    ops: tuple[str, ...]
+    source: NDArray[np.uint8]
+    landing: NDArray[np.uint8]
+    best: dict[tuple[str, str, int], float] = field(default_factory=dict)
+    long_copy: float = 0.0
+
+    def all_sizes(self, owner: _Owner, names: Sequence[str]) -> None:
+        alone = [name for name in names if name in ALONE]
+        with ExitStack() as stack:
+            movers = {n: self._open(stack, owner, n) for n in names if n not in ALONE}
+            for size in self.sizes:
+                rounds = self._size(owner, movers, size)
+                for name in alone:
+                    with ExitStack() as short:
+                        one = {name: self._open(short, owner, name)}
+                        self._size(owner, one, size, rounds)
+
+    def _open(self, stack: ExitStack, owner: _Owner, name: str) -> Mover:
+        """A mover on both sides."""
+        mover = stack.enter_context(closing(MOVERS[name](self.landing)))
+        endpoint = owner.open(name)
+        stack.callback(owner.close, name)
+        mover.connect(endpoint)
+        return mover
+
+    def _size(
+        self, owner: _Owner, movers: dict[str, Mover], size: int, only_rounds: int = 0
+    ) -> int:
+        """Rounds of all that take turns, and the limits with them; or so many of a single one."""
+        src, dst = _slots(size)
+        limits = not only_rounds
+        tasks: dict[tuple[str, str], tuple[Task, int]] = {}
+        if limits:
+            copy = _scattered_memcpy(self.source, self.landing, src, dst, size)
+            tasks["memcpy", "copy"] = copy, len(src) * size
+        here, there = self.landing.ctypes.data, owner.address
+        for name, mover in movers.items():
+            few = slice(0, MOST_DESCRIPTORS.get(name))
+            length = np.full(len(src[few]), size, dtype=np.int64)
+            for op in self.ops:
+                a, b = (there, here) if op == "read" else (here, there)
+                copies = Arrays(src[few] + a, dst[few] + b, length)
+                tasks[name, op] = mover.prepare(op, copies), len(length) * size
+        for task, _ in tasks.values():
+            task()  # pages, connections, threads
+        until, rounds = time.monotonic() + self.seconds, 0
+        while rounds < (only_rounds or 2) or (limits and time.monotonic() < until):
+            rounds += 1
+            for (name, op), (task, count) in tasks.items():
+                self._note(name, op, size, count / _seconds(task))
+            if limits:
+                once = _seconds(lambda: np.copyto(self.landing, self.source))
+                self.long_copy = max(self.long_copy, BUFFER_BYTES / once)
+                stream = BUFFER_BYTES / owner.stream_seconds(self.landing)
+                self._note("socket", "copy", size, stream)
+        return rounds
+
+    def _note(self, name: str, op: str, size: int, rate: float) -> None:
+        self.best[name, op, size] = max(self.best.get((name, op, size), 0.0), rate)
+
+    def result(self, names: Sequence[str], missing: dict[str, str]) -> TransportResult:
+        rows = []
+        for op in ("copy", *self.ops):
+            for name in ["memcpy"] if op == "copy" else names:
+                for size in self.sizes:
+                    rate, limit = self.best[name, op, size], self._baseline(name, op, size)
+                    ratio = rate / limit if limit else None
+                    rows.append(CarrierResult(name, op, size, rate / GB, rate / size, ratio))
+        nearest = min(self.sizes, key=lambda s: abs(s - SCATTER_BYTES))
+        return TransportResult(
+            memcpy_gb_s=self.long_copy / GB,
+            scatter_memcpy_gb_s=self.best["memcpy", "copy", nearest] / GB,
+            socket_gb_s=max(self.best["socket", "copy", size] for size in self.sizes) / GB,
+            results=tuple(rows),
+            missing=missing,
+        )
+
+    def _baseline(self, name: str, op: str, size: int) -> float | None:
+        other = BASELINES.get(name, "")
+        by_op = "copy" if other in ("memcpy", "socket") else op
+        return self.best.get((other, by_op, size))
 
 
 def lines(result: TransportResult) -> Iterator[str]:
@@ -122,13 +204,16 @@ def lines(result: TransportResult) -> Iterator[str]:
     yield f"memcpy, scattered       {result.scatter_memcpy_gb_s:6.2f} GB/s"
     yield f"one socket              {result.socket_gb_s:6.2f} GB/s"
     yield ""
-    yield f"{'carrier':10}{'descriptor':>12}{'GB/s':>9}{'descriptors/s':>16}  of its baseline"
+    title = f"{'carrier':14}{'op':6}{'descriptor':>12}{'GB/s':>9}{'descriptors/s':>16}"
+    yield title + "  of its baseline"
     for row in result.results:
         ratio = f"{row.of_baseline:.0%}" if row.of_baseline is not None else "-"
         yield (
-            f"{row.carrier:10}{row.descriptor_bytes:12,}{row.gb_s:9.2f}{row.descriptors_s:16,.0f}"
-            f"  {ratio}"
+            f"{row.carrier:14}{row.op:6}{row.descriptor_bytes:12,}{row.gb_s:9.2f}"
+            f"{row.descriptors_s:16,.0f}  {ratio}"
         )
+    for name, why in result.missing.items():
+        yield f"not measured: {name}: {why}"
 
 
 def _buffer(seed: int) -> NDArray[np.uint8]:
@@ -136,10 +221,6 @@ def _buffer(seed: int) -> NDArray[np.uint8]:
     buffer = np.empty(BUFFER_BYTES, dtype=np.uint8)
     buffer[:] = seed
     return buffer
-
-
-def _full(count: int, size: int) -> Ints:
-    return np.full(count, size, dtype=np.int64)
 
 
 def _slots(size: int) -> tuple[Ints, Ints]:
@@ -151,23 +232,15 @@ def _slots(size: int) -> tuple[Ints, Ints]:
     return src, dst
 
 
-def _seconds(task: Callable[[], None]) -> float:
+def _seconds(task: Task) -> float:
     begin = time.perf_counter()
     task()
     return time.perf_counter() - begin
 
 
-def _bound(read: Callable[[Arrays], None], copies: Arrays) -> Callable[[], None]:
-    return lambda: read(copies)
-
-
-def _memcpy(source: NDArray[np.uint8], landing: NDArray[np.uint8]) -> Callable[[], None]:
-    return lambda: np.copyto(landing, source)
-
-
 def _scattered_memcpy(
     source: NDArray[np.uint8], landing: NDArray[np.uint8], src: Ints, dst: Ints, size: int
-) -> Callable[[], None]:
+) -> Task:
     if size < TAKE_BELOW_BYTES:
         # NumPy's loop over rows: the same reads, and the writes in order
         rows = source[: BUFFER_BYTES // size * size].reshape(-1, size)
@@ -189,43 +262,52 @@ def _scattered_memcpy(
     return copy
 
 
-def _reader(
-    carrier: Carrier, endpoint: bytes, landing: NDArray[np.uint8]
-) -> Callable[[Arrays], None]:
-    carrier.register([MemoryRegion(landing.ctypes.data, landing.nbytes)])
-    peer = carrier.connect(endpoint, time.monotonic() + WAIT_SECONDS)
-    return lambda copies: carrier.read(peer, copies).wait(time.monotonic() + WAIT_SECONDS)
-
-
-@contextmanager
-def _closing(carrier: Carrier) -> Iterator[Carrier]:
-    try:
-        yield carrier
-    finally:
-        carrier.close()
-
-
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """The other process: owns the memory that is read."""
+    """The other process: owns the memory that is read and written."""
 
     address: int
-    endpoints: dict[str, bytes]
     commands: IO[str]
     stream: socket.socket
+
+    def open(self, name: str) -> bytes:
+        """Its side of a mover, ready to be reached."""
+        self._say(f"open {name}")
+        return bytes.fromhex(_line(self.stream))
+
+    def close(self, name: str) -> None:
+        self._say(f"close {name}")
+        _line(self.stream)
 
     def stream_seconds(self, landing: NDArray[np.uint8]) -> float:
         """How long its buffer takes over one plain connection."""
         view = memoryview(landing.data)
-        self.commands.write("stream\n")
         begin = time.perf_counter()
-        self.commands.flush()
+        self._say("stream")
         while view:
             got = self.stream.recv_into(view)
             if got == 0:
                 raise TransferError("the process that owns the memory ended")
             view = view[got:]
         return time.perf_counter() - begin
+
+    def _say(self, words: str) -> None:
+        self.commands.write(words + "\n")
+        self.commands.flush()
+
+
+def _line(stream: socket.socket) -> str:
+    """One answer of the owner; its standard output belongs to the libraries."""
+    heard = b""
+    while not heard.endswith(b"\n"):
+        got = stream.recv(1)
+        if not got:
+            raise TransferError("the process that owns the memory ended")
+        heard += got
+    answer = json.loads(heard)
+    if "error" in answer:
+        raise TransferError(answer["error"])
+    return str(answer["value"])
 
 
 @contextmanager
@@ -234,22 +316,24 @@ def _owner() -> Iterator[_Owner]:
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
         ) as process,
     ):
-        assert process.stdin and process.stdout
+        assert process.stdin
         try:
             process.stdin.write(f"{listener.getsockname()[1]}\n")
             process.stdin.flush()
-            said = process.stdout.readline().split()
-            if len(said) != 1 + len(CARRIERS):
-                raise TransferError("the process that owns the memory did not start")
-            endpoints = dict(zip(CARRIERS, map(bytes.fromhex, said[1:]), strict=True))
             listener.settimeout(WAIT_SECONDS)
-            stream, _ = listener.accept()
+            try:
+                stream, _ = listener.accept()
+            except TimeoutError:
+                raise TransferError("the process that owns the memory did not start") from None
             stream.settimeout(WAIT_SECONDS)
             with stream:
-                yield _Owner(int(said[0]), endpoints, process.stdin, stream)
+                yield _Owner(int(_line(stream)), process.stdin, stream)
         finally:
             process.kill()
 
@@ -258,16 +342,27 @@ def _own() -> None:
     """The other process's program."""
     port = int(sys.stdin.readline())
     memory = _buffer(3)
-    with ExitStack() as stack:
-        endpoints = []
-        for name in CARRIERS:
-            carrier = stack.enter_context(_closing(make_carrier(name, host="127.0.0.1")))
-            carrier.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
-            endpoints.append(carrier.endpoint().hex())
-        stream = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-        print(memory.ctypes.data, *endpoints, flush=True)
-        for _ in sys.stdin:  # each line asks for the buffer once
-            stream.sendall(memory.data)
+    movers: dict[str, Mover] = {}
+    with socket.create_connection(("127.0.0.1", port)) as stream:
+
+        def answer(**words: object) -> None:
+            stream.sendall(json.dumps(words).encode() + b"\n")
+
+        answer(value=memory.ctypes.data)
+        for line in sys.stdin:
+            match line.split():
+                case ["stream"]:
+                    stream.sendall(memory.data)
+                case ["open", name]:
+                    try:
+                        movers[name] = MOVERS[name](memory)
+                        answer(value=movers[name].endpoint().hex())
+                    except Exception as error:
+                        answer(error=f"{name}: {error}")
+                case ["close", name]:
+                    movers.pop(name).close()
+                    answer(value="closed")
+    os._exit(0)  # whatever the libraries' threads do
 
 
 if __name__ == "__main__":

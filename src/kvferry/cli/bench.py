@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from rich.console import Console
 from rich.table import Table
 
 from kvferry.bench.plan import BenchResult, CaseResult
+from kvferry.bench.transport import TransportResult
+from kvferry.units import show_bytes
 
 WIDTH, HEIGHT, MARGIN = 640, 360, 56  # pixels of a plot
+KEY = 120  # pixels beside it, for the names of its lines
 
 
 def _number(value: float | None, unit: str = "") -> str:
@@ -96,11 +101,86 @@ def plan_bench_page(result: BenchResult) -> str:
     )
     notes = "".join(f"<li>{escape(note)}</li>" for note in _notes(result))
     series = [
-        ("arrays", "#0072b2", [(float(b), ms) for b, ms, _ in result.curve]),
-        ("strided runs", "#d55e00", [(float(b), ms) for b, _, ms in result.curve]),
+        Line("arrays", "#0072b2", [(float(b), ms) for b, ms, _ in result.curve]),
+        Line("strided runs", "#d55e00", [(float(b), ms) for b, _, ms in result.curve]),
     ]
+    return _page(
+        "kvferry bench plan",
+        f"""<h1>Planning, beside vLLM</h1>
+<p>80 layers of llama-3.1-70b, one request on one edge, times in milliseconds.</p>
+<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>
+<ul>{notes}</ul>
+<h2>Cost by number of blocks</h2>
+{_log_plot(series, "blocks of the request", "milliseconds")}""",
+    )
+
+
+COLOURS = {
+    "local": "#0072b2",
+    "tcp": "#009e73",
+    "mooncake": "#d55e00",
+    "nixl": "#cc79a7",
+    "raw-mooncake": "#e69f00",
+    "raw-nixl": "#8a63d2",
+}
+GREY = "#808080"
+
+
+def transport_bench_page(result: TransportResult) -> str:
+    """One self-contained page: what each carrier moves by descriptor size, for each direction."""
+    sizes = sorted({row.descriptor_bytes for row in result.results})
+    limits = [
+        Line("memcpy", GREY, [(float(s), result.memcpy_gb_s) for s in sizes], "6 3"),
+        Line(
+            "memcpy, scattered",
+            GREY,
+            [(r.descriptor_bytes, r.gb_s) for r in result.results if r.carrier == "memcpy"],
+            "2 3",
+        ),
+        Line("one socket", GREY, [(float(s), result.socket_gb_s) for s in sizes], "10 3 2 3"),
+    ]
+    plots = ""
+    for op in dict.fromkeys(row.op for row in result.results if row.carrier != "memcpy"):
+        rows = [row for row in result.results if row.op == op]
+        series = [
+            Line(
+                name,
+                COLOURS[name],
+                [(r.descriptor_bytes, r.gb_s) for r in rows if r.carrier == name],
+            )
+            for name in dict.fromkeys(row.carrier for row in rows)
+        ]
+        plot = _log_plot([*series, *limits], "bytes of a descriptor", "GB/s", show_bytes)
+        plots += f"<h2>{escape(op.capitalize())}s</h2>\n{plot}\n"
+    head = "".join(
+        f"<th>{title}</th>"
+        for title in ("carrier", "op", "descriptor", "GB/s", "descriptors/s", "of its baseline")
+    )
+    body = "".join(
+        f"<tr><td>{escape(row.carrier)}</td><td>{escape(row.op)}</td>"
+        f"<td>{show_bytes(row.descriptor_bytes)}</td><td>{row.gb_s:.3g}</td>"
+        f"<td>{row.descriptors_s:,.0f}</td>"
+        f"<td>{'-' if row.of_baseline is None else f'{row.of_baseline:.0%}'}</td></tr>"
+        for row in result.results
+    )
+    missing = "".join(
+        f"<li>not measured: {escape(name)}: {escape(why)}</li>"
+        for name, why in result.missing.items()
+    )
+    return _page(
+        "kvferry bench transport",
+        f"""<h1>Carriers, beside their libraries</h1>
+<p>Two processes on this machine, scattered descriptors, the best of several rounds in which all
+take turns. raw-mooncake and raw-nixl are the libraries called directly, with the same batches.
+Dashed: limits of this machine in the same run.</p>
+{plots}<ul>{missing}</ul>
+<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>""",
+    )
+
+
+def _page(title: str, body: str) -> str:
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>kvferry bench plan</title>
+<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
 <style>
  body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
    color: #1b1f24; background: #fff }}
@@ -110,22 +190,28 @@ def plan_bench_page(result: BenchResult) -> str:
  svg text {{ font: 12px system-ui, sans-serif; fill: currentColor }}
  @media (prefers-color-scheme: dark) {{ body {{ color: #e6edf3; background: #0d1117 }} }}
 </style></head><body>
-<h1>Planning, beside vLLM</h1>
-<p>80 layers of llama-3.1-70b, one request on one edge, times in milliseconds.</p>
-<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>
-<ul>{notes}</ul>
-<h2>Cost by number of blocks</h2>
-{_log_plot(series, "blocks of the request", "milliseconds")}
+{body}
 </body></html>
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    name: str
+    colour: str
+    points: Sequence[tuple[float, float]]
+    dash: str = ""  # of SVG; a limit, drawn without points
+
+
 def _log_plot(
-    series: list[tuple[str, str, list[tuple[float, float]]]], x_title: str, y_title: str
+    series: Sequence[Line],
+    x_title: str,
+    y_title: str,
+    x_label: Callable[[float], str] = "{:,.0f}".format,
 ) -> str:
     """Lines on two logarithmic axes, as SVG."""
-    xs = [x for _, _, points in series for x, _ in points]
-    ys = [y for _, _, points in series for _, y in points]
+    xs = [x for line in series for x, _ in line.points]
+    ys = [y for line in series for _, y in line.points]
     x_low, x_high = math.log2(min(xs)), math.log2(max(xs))
     y_low, y_high = math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys)))
 
@@ -142,7 +228,7 @@ def _log_plot(
         return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}"{look}>{escape(words)}</text>'
 
     parts = [
-        text(place(x, 10.0**y_low)[0], HEIGHT - MARGIN + 18, f"{x:,.0f}") for x in sorted(set(xs))
+        text(place(x, 10.0**y_low)[0], HEIGHT - MARGIN + 18, x_label(x)) for x in sorted(set(xs))
     ]
     for power in range(y_low, y_high + 1):
         _, at = place(min(xs), 10.0**power)
@@ -151,18 +237,26 @@ def _log_plot(
             'stroke="currentColor" stroke-opacity=".15"/>'
         )
         parts.append(text(MARGIN - 8, at + 4, f"{10.0**power:g}", "end"))
-    for index, (name, colour, points) in enumerate(series):
-        placed = [place(x, y) for x, y in points]
+    for index, line in enumerate(series):
+        placed = [place(x, y) for x, y in line.points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-        parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>'
-        )
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in placed]
-        parts.append(text(MARGIN + 12, 24 + 18 * index, name, "start", f"fill:{colour}"))
+        look = f'fill="none" stroke="{line.colour}"'
+        if line.dash:
+            look += f' stroke-width="1.5" stroke-dasharray="{line.dash}"'
+        else:
+            look += ' stroke-width="2.5"'
+            parts += [
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{line.colour}"/>'
+                for x, y in placed
+            ]
+        parts.append(f'<polyline points="{path}" {look}/>')
+        left, at = WIDTH - MARGIN + 16, MARGIN + 20 * index
+        parts.append(f'<line x1="{left}" x2="{left + 24}" y1="{at}" y2="{at}" {look}/>')
+        parts.append(text(left + 32, at + 4, line.name, "start"))
     parts.append(text(WIDTH / 2, HEIGHT - 12, x_title))
     parts.append(text(MARGIN, 14, y_title, "end"))
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
+        f'<svg viewBox="0 0 {WIDTH + KEY} {HEIGHT}" width="{WIDTH + KEY}" role="img" '
         f'aria-label="{escape(y_title)} by {escape(x_title)}">{"".join(parts)}</svg>'
     )
 

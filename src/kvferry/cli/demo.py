@@ -66,6 +66,7 @@ def demo(
     requests: int = 300,
     seed: int = 0,
     method: str = "auto",
+    transport: str = "",
     as_json: bool = False,
     html: Path | None = PICTURE,
 ) -> int:
@@ -87,6 +88,7 @@ def demo(
             requests=requests,
             seed=seed,
             method=method,
+            transport=transport,
             progress=watch,
         )
     if html is not None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from kvferry import __version__
 from kvferry.errors import DescriptionError, KvferryError
@@ -38,7 +39,8 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except KvferryError as error:
-        err.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False, soft_wrap=True)
+        words = f"[bold red]{type(error).__name__}[/]: {escape(str(error))}"
+        err.print(words, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
 
 
@@ -135,6 +137,9 @@ def demo(
     gib: Annotated[float, typer.Option(help="GiB to move at least.")] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
     method: Annotated[str, typer.Option(help="auto, vm or shared.")] = "auto",
+    transport: Annotated[
+        str, typer.Option(help="A carrier instead: local, tcp, mooncake, nixl, ...")
+    ] = "",
     as_json: Json = False,
     html: Annotated[Path, typer.Option(help="Where to draw the plan.")] = Path(
         "out/demo-plan.html"
@@ -153,6 +158,7 @@ def demo(
             requests=requests,
             seed=seed,
             method=method,
+            transport=transport,
             as_json=as_json,
             html=html,
         )
@@ -220,9 +226,11 @@ def bench_transport(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure what direct and packed cost, and keep it.")
     ] = False,
+    carriers: Annotated[str, typer.Option(help="Which ones, with commas; else all.")] = "",
     as_json: Json = False,
+    html: Html = None,
 ) -> None:
-    """What the carriers move, beside memcpy and a plain socket in the same run."""
+    """What the carriers move, beside their libraries, memcpy and a plain socket in one run."""
     if calibrate:
         from kvferry.cli.bench import calibrate_costs
 
@@ -233,12 +241,19 @@ def bench_transport(
 
     with refusals():
         chosen = [int(s) for s in sizes.split(",")] if sizes else list(DEFAULT_SIZES)
-        result = run(chosen, seconds)
+        with libraries_to_stderr():
+            result = run(chosen, seconds, [c for c in carriers.split(",") if c])
     if as_json:
         print_json(asdict(result))
     else:
         for line in lines(result):
             print(line)
+    if html is not None:
+        from kvferry.cli.bench import transport_bench_page
+
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(transport_bench_page(result))
+        err.print(f"plot: {html}", highlight=False)
 
 
 @bench.command("packed")

@@ -4,7 +4,8 @@ A rank does what it is told over a pipe, one order at a time, and ends when the 
 
     greet           -> Greeting   its pid, and an address to try to read
     probe(peers)    -> str        consumer: what keeps it from reading the producers' memory
-    set_up(method)  -> Greeting   allocates; a producer fills, a consumer plans its edges
+    set_up(method)  -> Greeting   allocates; a producer fills, a consumer plans its edges; both make
+                                  their carrier, where the method is one
     pull(peers)     -> Pulled     consumer: loads every request from the producers
     check()         -> Checked    consumer: compares every byte with what it should be
 
@@ -44,9 +45,12 @@ from kvferry.errors import KvferryError
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import Rank, Span
 from kvferry.plan import Bound, Copies, EdgePlan, bind, everything_plan, plan_pair, uncovered
+from kvferry.transport import Carrier, MemoryRegion, make_carrier
 from kvferry.transport.scatter import copy_scattered
 from kvferry.transport.vm import allow_any_reader, read, why_unreachable
 
+OWN_METHODS = ("vm", "shared")  # others are names of carriers
+CARRIER_SECONDS = 50.0  # for one batch; below the silence that ends the demo
 COPIES_AT_A_TIME = 1 << 16  # bound into one buffer, used again and again
 
 Ints = NDArray[np.int64]
@@ -81,6 +85,7 @@ class Greeting:
     rank: Rank
     pid: int
     address: int
+    endpoint: bytes = b""  # of its carrier, where the method is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,8 @@ def rank_main(
         try:
             order: Order = pipe.recv()
         except (EOFError, ConnectionError):
+            if worker.carrier is not None:
+                worker.carrier.close()
             return
         answer: Done | Failed
         try:
@@ -142,6 +149,14 @@ def _map_rank(work: Work, is_producer: bool, rank: Rank, file: int | None) -> Me
     return Memory.map(RankLayout.build(work.model, shape, rank, blocks), file)
 
 
+def _make_carrier(method: str, memory: Memory) -> Carrier | None:
+    if method in OWN_METHODS:
+        return None
+    carrier = make_carrier(method)
+    carrier.register([MemoryRegion(memory.address, memory.bytes.nbytes)])
+    return carrier
+
+
 @dataclass(slots=True, eq=False)
 class Producer:
     work: Work
@@ -150,6 +165,7 @@ class Producer:
     files: list[int]
     report: Report
     memory: Memory | None = None
+    carrier: Carrier | None = None
     spare: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(1, dtype=np.uint8))
 
     def greet(self) -> Greeting:
@@ -168,7 +184,9 @@ class Producer:
             write_byte(view, free, POISON)
         for request in work.requests:
             self.report(sum(self._fill(view, request) for view in views))
-        return Greeting(self.rank, os.getpid(), memory.address)
+        self.carrier = _make_carrier(method, memory)
+        endpoint = self.carrier.endpoint() if self.carrier else b""
+        return Greeting(self.rank, os.getpid(), memory.address, endpoint)
 
     def _fill(self, view: View, request: Request) -> int:
         work = self.work
@@ -188,6 +206,7 @@ class Consumer:
     files: list[int]
     report: Report
     memory: Memory | None = None
+    carrier: Carrier | None = None
     plans: list[EdgePlan] = field(default_factory=list)
     method: str = ""
 
@@ -202,6 +221,7 @@ class Consumer:
         work = self.work
         self.method = method
         self.memory = _map_rank(work, False, self.rank, None)
+        self.carrier = _make_carrier(method, self.memory)
         for view in _views(work, self.memory):
             pool = work.dst_pools[work.model.groups.index(view.group)]
             write_byte(view, np.arange(pool[-1] + 1), CANARY)
@@ -274,9 +294,17 @@ class Consumer:
 
             return there.bases, carry
         layout = RankLayout.build(work.model, work.src, plan.src, work.src_blocks)
-        return region_starts(layout)[:-1] + peer.address, lambda c: read(
-            peer.pid, c.src, c.dst, c.length
-        )
+        bases = region_starts(layout)[:-1] + peer.address
+        if self.carrier is None:
+            return bases, lambda c: read(peer.pid, c.src, c.dst, c.length)
+        carrier = self.carrier
+        link = carrier.connect(peer.endpoint, time.monotonic() + CARRIER_SECONDS)
+
+        def pull(c: Copies) -> int:
+            carrier.read(link, c).wait(time.monotonic() + CARRIER_SECONDS)
+            return int(c.length.sum())
+
+        return bases, pull
 
     def check(self) -> Checked:
         assert self.memory is not None

@@ -9,6 +9,7 @@ How bytes move is the *method*:
     vm      process_vm_readv on the producers' private memory
     shared  producers keep their cache in shared memory, which consumers map, and copy themselves
     auto    vm where the system permits it, else shared
+    NAME    a carrier (`transport`): consumers read through it
 
 However the demo ends, its processes end with it. Shared memory has no name, so none can be left.
 """
@@ -28,9 +29,11 @@ from kvferry.demo.rank import Checked, Greeting, Order, Pulled
 from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, Work, find_model, make_work
 from kvferry.errors import DescriptionError, PermissionDenied
 from kvferry.layout.shape import EngineShape, Rank
+from kvferry.transport.registry import CARRIERS
 from kvferry.units import show_bytes
 
 METHODS = ("auto", "vm", "shared")
+TRANSPORTS = tuple(name for name in CARRIERS if name != "null")  # that one stays in one process
 MEMORY_PART = 0.8  # of the memory that is free may be used
 
 
@@ -99,6 +102,7 @@ def run_demo(
     requests: int = 300,
     seed: int = 0,
     method: str = "auto",
+    transport: str = "",
     progress: Watch | None = None,
     fault: str = "",
 ) -> DemoResult:
@@ -109,6 +113,11 @@ def run_demo(
     """
     if method not in METHODS:
         raise DescriptionError(f"method must be one of {', '.join(METHODS)}, found {method!r}")
+    if transport and (method != "auto" or transport not in TRANSPORTS):
+        raise DescriptionError(
+            f"transport must be one of {', '.join(TRANSPORTS)}, without a method; found "
+            f"{transport!r} and method {method!r}"
+        )
     watch = progress or Silent()
     started = time.monotonic()
     _require_memory(2 * min_bytes)  # before block tables are made for it
@@ -123,11 +132,14 @@ def run_demo(
         f"({dst.describe()}), each a process; {len(work.requests)} requests"
     )
     with ExitStack() as stack, Crew() as crew:
-        files = [_shared_file(stack) for _ in src.ranks] if method != "vm" else []
+        files = [_shared_file(stack) for _ in src.ranks] if method != "vm" and not transport else []
         crew.start(work, fault, files)
         peers = crew.ask(crew.producers, Order("greet"), watch.advance)
         crew.ask(crew.consumers, Order("greet"), watch.advance)
-        method, why = _choose(crew, method, peers)
+        if transport:
+            method, why = transport, f"asked for; consumers read through the carrier {transport}"
+        else:
+            method, why = _choose(crew, method, peers)
         watch.say(f"method {method}: {why}")
         watch.phase("fill", held_bytes)
         everyone = [*crew.producers, *crew.consumers]

@@ -18,6 +18,12 @@ means visible at the destination. Deadlines are absolute, on `time.monotonic()`.
 Errors of the copies themselves come from `wait`, as all others do. The arrays must stay as they are
 until the transfer has ended. Copies of one batch may be done in any order.
 
+A transfer ends *abandoned* where it was given up and nobody can tell that its bytes have stopped: a
+library that cannot take back what it has begun, a peer that does not confirm. Then `cancel` raises
+`DeadlineExceeded`, each time; while `poll` says RUNNING, the memory is in use, and whoever owns it
+must not give it to anyone else. Carriers that can come to this count it (`counters["abandoned"]`,
+and `abandoned_now` for those that still run).
+
 Where the owner of memory can take back what a peer may write (`can_revoke`), the carrier is a
 `GrantingCarrier` too:
 
@@ -105,7 +111,8 @@ class Transfer(Protocol):
     def cancel(self) -> None:
         """Give it up. Returns when no byte of it can arrive any more.
 
-        Bounded: `DeadlineExceeded` where the peer does not confirm that in time.
+        Bounded: `DeadlineExceeded` while bytes of it may still arrive, because neither the peer
+        nor the library has confirmed its end in time: it is abandoned.
         """
 
 

@@ -47,6 +47,7 @@ from kvferry.transport.regions import Arrays, RegionTable, require_all, slices
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+EVERYWHERE = ("0.0.0.0", "::")
 THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
 TURN_LOOK_SECONDS = 0.02  # between two looks at cancel, for one that waits for its turn
 GRACE_SECONDS = 1.0  # a dead peer's data plane may fail before its pulse does
@@ -82,12 +83,11 @@ class ForeignEndpoint(msgspec.Struct, frozen=True, array_like=True):
 class ForeignPeer:
     """A process that this one is connected to; `handle` is the library's name for it."""
 
-    def __init__(self, carrier: str, endpoint: ForeignEndpoint, pulse: Pulse) -> None:
-        self.endpoint, self.pulse = endpoint, pulse
-        self.regions = RegionTable.of([MemoryRegion(a, n) for a, n in endpoint.regions])
+    def __init__(self, endpoint: ForeignEndpoint, regions: RegionTable, pulse: Pulse) -> None:
+        self.endpoint, self.regions, self.pulse = endpoint, regions, pulse
         self.handle: Any = None
         self.connected = True
-        self.workers = Workers(f"kvferry-{carrier}", THREADS_PER_PEER)
+        self.workers = Workers(f"kvferry-{endpoint.carrier}", THREADS_PER_PEER)
         self._turn = threading.Lock()
 
     def require_usable(self) -> None:
@@ -115,6 +115,7 @@ class ForeignJob(Job):
     def __init__(self, carrier: ForeignCarrier, *args: Any) -> None:
         super().__init__(*args)
         self._carrier = carrier
+        self.abandoned = False
 
     def cancel(self, why: str = "the caller gave it up", seconds: float = CANCEL_SECONDS) -> None:
         try:
@@ -131,17 +132,23 @@ class ForeignCarrier:
     name: ClassVar[str]
     batch_descriptors: ClassVar[int]
     batch_bytes: ClassVar[int]
+    listens_everywhere: ClassVar[bool] = False  # whatever `host` is
     can_revoke = False
 
     def __init__(self, *, host: str | None, secret: bytes | str | None, flavour: str) -> None:
         del secret
         self.host = host or LOOPBACK
-        if not is_loopback(self.host):
+        if self.host in EVERYWHERE:
+            raise TransferError(
+                f"the {self.name} carrier needs the address that peers dial, found {self.host!r}; "
+                "set `host` to an address of this machine"
+            )
+        if self.listens_everywhere or not is_loopback(self.host):
             log.warning(
                 "the %s carrier's data plane authenticates nobody: whoever reaches %s can read and "
                 "write the caches registered here, whether or not there is a shared secret",
                 self.name,
-                self.host,
+                "any address of this machine" if self.listens_everywhere else self.host,
             )
         self._flavour = flavour
         self._pulse = PulseServer(self.host)
@@ -194,14 +201,16 @@ class ForeignCarrier:
 
     def note_abandoned(self, job: ForeignJob) -> None:
         with self._lock:
-            if job not in self._abandoned:
-                self._abandoned.add(job)
-                self._counts["abandoned"] += 1
-                log.error(
-                    "a %s transfer is abandoned: the library has not let go of its memory, which "
-                    "counts as in use until it does",
-                    self.name,
-                )
+            if job.abandoned:
+                return
+            job.abandoned = True
+            self._abandoned.add(job)
+            self._counts["abandoned"] += 1
+        log.error(
+            "a %s transfer is abandoned: the library has not let go of its memory, which counts as "
+            "in use until it does",
+            self.name,
+        )
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         with self._lock:
@@ -238,10 +247,11 @@ class ForeignCarrier:
                 f"the peer's {self.name} uses {found.flavour}, this one {self._flavour}; configure "
                 "both alike"
             )
+        regions = RegionTable.of([MemoryRegion(a, n) for a, n in found.regions])
         pulse = Pulse.connect(
             found.host, found.pulse_port, found.token, found.incarnation, deadline
         )
-        peer = ForeignPeer(self.name, found, pulse)
+        peer = ForeignPeer(found, regions, pulse)
         with self._lock:
             closed = self._closed
             if not closed:
@@ -321,6 +331,7 @@ class ForeignCarrier:
                 with peer.turn(job):
                     self._judged(job, peer, part, reading=reading)
                 self.count("batches")
+            job.checkpoint()
             peer.require_usable()  # it was the same process, and open, all along
 
         what = f"a {self.name} {'read' if reading else 'write'}"

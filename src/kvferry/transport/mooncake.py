@@ -17,7 +17,9 @@ What Mooncake does with a batch decides how it is called (0.3.13, TCP):
   the carrier raises that so far that the call returns when the batch has ended, and not before.
 
 The receiving engine checks addresses against its registered memory (TCP), or the NIC does (RDMA).
-It authenticates nobody, and listens on all interfaces, whatever `host` is. See `foreign`.
+It authenticates nobody, and its two ports listen on all interfaces, whatever `host` is: even an
+engine that only speaks on loopback can be read and written from the network, unless a firewall
+keeps others out. The carrier says so in the log. See `foreign`.
 """
 
 from __future__ import annotations
@@ -37,10 +39,12 @@ from kvferry.transport.regions import Arrays
 BATCH_DESCRIPTORS = 512
 BATCH_BYTES = 32 << 20  # some 30 ms on loopback: between two looks at cancel
 PATIENCE_SECONDS = 10.0
+SINGLE_SECONDS = 1.0  # a copy that is refused by itself does not fail for want of room
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.001, 0.2
 REFUSED_SECONDS = 5.0  # a batch that failed later than this was not refused: it got stuck
 # Longer than MC_TCP_STATUS_TIMEOUT_SEC, after which the engine itself drops a silent connection.
 SETTLE_SECONDS = 35.0
+SETTLE_REFUSED_SECONDS = 1.0  # the engine answers: what it took of a refused batch moves
 SETTLE_RETRIED_SECONDS = 0.25  # after all of a batch was moved again: the rest is under way
 SETTLE_DEAD_SECONDS = 0.2  # for the engine to see that a dead peer's connections ended
 TICK_SECONDS = 0.02
@@ -53,6 +57,7 @@ class MooncakeCarrier(ForeignCarrier):
     name = "mooncake"
     batch_descriptors = BATCH_DESCRIPTORS
     batch_bytes = BATCH_BYTES
+    listens_everywhere = True
 
     def __init__(
         self,
@@ -63,11 +68,11 @@ class MooncakeCarrier(ForeignCarrier):
         device: str = "",
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
-        engine_class = _engine_class()
+        engine = engine_class()
         super().__init__(host=host, secret=secret, flavour=protocol)
         self._patience = patience_seconds
         with _long_timeout():
-            self._engine = engine_class()
+            self._engine = engine()
         where = f"[{self.host}]" if ":" in self.host else self.host
         if self._engine.initialize(where, "P2PHANDSHAKE", protocol, device) != 0:
             self._pulse.close()
@@ -109,37 +114,41 @@ class MooncakeCarrier(ForeignCarrier):
         engine, target = self._engine, peer.handle
         call = engine.batch_transfer_sync_read if reading else engine.batch_transfer_sync_write
         local, remote = (part.dst, part.src) if reading else (part.src, part.dst)
-        at, pause, refused_until, failed = 0, FIRST_PAUSE_SECONDS, 0.0, False
+        at, refusal, failed = 0, _Refusal(), False
         while at < len(part):
             few = slice(at, at + target.limit)
             begun = time.monotonic()
             if self._call(call, target.name, local[few], remote[few], part.length[few]):
-                at, pause, refused_until = few.stop, FIRST_PAUSE_SECONDS, 0.0
+                at, refusal = few.stop, _Refusal()
                 continue
             failed = True
-            now = time.monotonic()
-            refused_until = refused_until or begun + self._patience
-            why = ""
-            if not peer.pulse.alive():
-                why = "its process ended"
-            elif now - begun > REFUSED_SECONDS:
-                why = f"it makes no progress for {now - begun:.0f} s"
-            elif now > refused_until:
-                why = f"it refused every batch for {self._patience:.0f} s"
-            if why or job.cancelled or not peer.connected:
-                self._settle(peer, SETTLE_SECONDS)
+            stuck = time.monotonic() - begun > REFUSED_SECONDS
+            alone = min(target.limit, len(part) - at) == 1
+            patience = min(SINGLE_SECONDS, self._patience) if alone else self._patience
+            over = time.monotonic() - refusal.since > patience
+            if over or stuck or job.cancelled or not peer.connected:
+                self._settle(peer, SETTLE_SECONDS if stuck else SETTLE_REFUSED_SECONDS)
                 job.checkpoint()
                 peer.require_usable()
-                raise DeadlineExceeded(
-                    f"Mooncake's peer {target.name} does not take {len(part) - at} copies: {why}. "
-                    "See Mooncake's log; lower MC_TCP_* limits slow it down"
-                )
+                raise self._given_up(target, len(part) - at, stuck)
+            peer.pulse.require_alive()
             self.count("rejected_batches")
             target.limit = max(1, min(target.limit, len(part) - at) // 2)
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            refusal.pause()
         if failed:
             self._settle(peer, SETTLE_RETRIED_SECONDS)
+
+    def _given_up(self, target: _Target, left: int, stuck: bool) -> TransferError:
+        if stuck:
+            return DeadlineExceeded(
+                f"Mooncake's peer {target.name} lives and makes no progress; {left} copies of a "
+                "batch are left"
+            )
+        return TransferError(
+            f"Mooncake refuses {left} copies to or from {target.name}, one by one: the peer did "
+            "not register that memory with it, or its data port cannot be reached; its own log "
+            "says which"
+        )
 
     @staticmethod
     def _call(call: Any, target: str, local: Any, remote: Any, length: Any) -> bool:
@@ -162,6 +171,18 @@ class MooncakeCarrier(ForeignCarrier):
         self._engine = None
 
 
+class _Refusal:
+    """Since when a batch is refused, and how long to wait before it is tried again."""
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()
+        self._seconds = FIRST_PAUSE_SECONDS
+
+    def pause(self) -> None:
+        time.sleep(self._seconds)
+        self._seconds = min(2 * self._seconds, LONGEST_PAUSE_SECONDS)
+
+
 class _Target:
     """A peer as Mooncake knows it, and the largest batch that it has not refused."""
 
@@ -169,7 +190,7 @@ class _Target:
         self.name, self.limit = name, BATCH_DESCRIPTORS
 
 
-def _engine_class() -> Any:
+def engine_class() -> Any:
     try:
         from mooncake.engine import TransferEngine
     except ImportError as error:

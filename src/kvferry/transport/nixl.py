@@ -9,10 +9,10 @@ tells the owner itself when it is done.
 
 UCX finds its own way to a peer: shared memory, TCP, RDMA, NVLink. Where `host` is loopback and the
 environment says nothing else, it is kept to the loopback device: so it works without a network, and
-cannot be reached from outside; and its InfiniBand module, which has nothing to do there, stays
-unloaded, because the one in NIXL 1.5.1's wheel crashes the process when it exits. With another
-`host`, UCX chooses its devices. What the environment sets (UCX_NET_DEVICES, UCX_TLS, UCX_MODULES)
-is never overridden.
+cannot be reached from outside. With another `host`, UCX chooses its devices. Its InfiniBand module
+stays unloaded on loopback and where there is no such device, because the one in NIXL 1.5.1's wheel
+crashes the process when it exits. What the environment sets (UCX_NET_DEVICES, UCX_TLS,
+UCX_MODULES) is never overridden.
 
 NIXL checks on the initiator's side that descriptors lie in what the peer registered; NICs check
 again (RDMA keys). It authenticates nobody. See `foreign`.
@@ -27,6 +27,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,12 +50,13 @@ BATCH_BYTES = 64 << 20  # some 50 ms on loopback: between two looks at cancel
 SPINS = 50  # looks at a batch before sleeping in between
 SHORT_NAP_SECONDS, LONG_NAP_SECONDS = 20e-6, 1e-3
 PULSE_SECONDS = 0.02  # between two looks at whether the peer lives
-LOOPBACK_SETTINGS = {"UCX_NET_DEVICES": "lo", "UCX_MODULES": "^ib"}
+PROGRESS_MICROSECONDS = 1000  # that the progress thread sleeps at most; events wake it
 MEMORY = "DRAM"
 
 
 class NixlCarrier(ForeignCarrier):
-    """`backends`: NIXL's names, in order of preference; both sides need the same."""
+    """`backends`: NIXL's names, in order of preference; both sides need the same. `threads`: of
+    UCX and LIBFABRIC, beside the one that makes progress."""
 
     name = "nixl"
     batch_descriptors = BATCH_DESCRIPTORS
@@ -68,32 +70,20 @@ class NixlCarrier(ForeignCarrier):
         backends: Sequence[str] = ("UCX",),
         threads: int = 0,
     ) -> None:
-        api = _api()
+        nixl = api()
         chosen = [backends] if isinstance(backends, str) else list(backends)
         super().__init__(host=host, secret=secret, flavour=",".join(chosen))
         self._handles: dict[Any, int] = {}  # remote agents, and how many peers use each
         self._handles_lock = threading.Lock()
-        config = api.nixl_agent_config(
-            backends=chosen,
-            num_threads=threads,
-            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
-        )
         try:
-            with loopback_settings(is_loopback(self.host)):
-                self._agent = api.nixl_agent(f"kvferry-{secrets.token_hex(8)}", config)
+            with ucx_settings(is_loopback(self.host)):
+                self._agent = _agent(nixl, chosen, threads)
         except Exception as error:
             self._pulse.close()
             raise TransferError(
                 f"NIXL's agent does not start with {chosen}: {_text(error)}; its own log says why. "
                 "With UCX_NET_DEVICES set, the device must exist"
             ) from None
-        missing = sorted(set(chosen) - set(self._agent.backends))
-        if missing:
-            self._pulse.close()
-            raise TransferError(
-                f"this NIXL has no backend {', '.join(missing)}; it has "
-                f"{', '.join(self._agent.plugin_list)}"
-            )
         self._registered: dict[int, Any] = {}
         scratch = MemoryRegion(self._scratch.ctypes.data, self._scratch.nbytes)
         self._register([scratch], [])
@@ -141,8 +131,8 @@ class NixlCarrier(ForeignCarrier):
         try:
             handle = agent.initialize_xfer(
                 "READ" if reading else "WRITE",
-                agent.get_xfer_descs(_rows(local, part.length), mem_type=MEMORY),
-                agent.get_xfer_descs(_rows(remote, part.length), mem_type=MEMORY),
+                agent.get_xfer_descs(rows(local, part.length), mem_type=MEMORY),
+                agent.get_xfer_descs(rows(remote, part.length), mem_type=MEMORY),
                 peer.handle,
             )
         except Exception as error:
@@ -188,12 +178,38 @@ class NixlCarrier(ForeignCarrier):
         self._agent = None
 
 
-def _rows(address: Ints, length: Ints) -> NDArray[np.uint64]:
+def _agent(nixl: Any, backends: list[str], threads: int) -> Any:
+    """An agent whose progress thread sleeps between events.
+
+    The one that `nixl_agent` makes spins (`pthrDelay` 0, which it does not let one choose): a
+    processor gone on each side while nothing moves, and on few processors also most of the speed.
+    """
+    name = f"kvferry-{secrets.token_hex(8)}"
+    agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=[]))
+    missing = sorted(set(backends) - set(agent.plugin_list))
+    if missing:
+        raise TransferError(
+            f"no backend {', '.join(missing)} in this NIXL, which has "
+            f"{', '.join(agent.plugin_list)}"
+        )
+    native = nixl.nixlBind
+    config = native.nixlAgentConfig()
+    config.useProgThread = True
+    config.syncMode = native.NIXL_THREAD_SYNC_STRICT
+    config.pthrDelay = PROGRESS_MICROSECONDS
+    agent.agent = native.nixlAgent(name, config)
+    for backend in backends:
+        takes_threads = threads > 0 and backend in ("UCX", "LIBFABRIC")
+        agent.create_backend(backend, {"num_threads": str(threads)} if takes_threads else {})
+    return agent
+
+
+def rows(address: Ints, length: Ints) -> NDArray[np.uint64]:
     """Descriptors as NIXL takes them: address, length, device."""
-    rows = np.zeros((len(address), 3), dtype=np.uint64)
-    rows[:, 0] = address
-    rows[:, 1] = length
-    return rows
+    table = np.zeros((len(address), 3), dtype=np.uint64)
+    table[:, 0] = address
+    table[:, 1] = length
+    return table
 
 
 def _text(error: Exception) -> str:
@@ -213,7 +229,7 @@ def _mapped(error: Exception) -> TransferError:
     return TransferError(f"NIXL refused a batch: {_text(error)}")
 
 
-def _api() -> Any:
+def api() -> Any:
     if "NIXL_LOG_LEVEL" not in os.environ:  # it logs to standard output, which is for results
         logging.getLogger("nixl").setLevel(logging.WARNING)
     try:
@@ -228,14 +244,24 @@ def _api() -> Any:
 
 
 @contextlib.contextmanager
-def loopback_settings(wanted: bool = True) -> Iterator[None]:
-    """UCX kept to loopback for agents made meanwhile, unless the environment names devices."""
+def ucx_settings(loopback: bool) -> Iterator[None]:
+    """Settings for agents that are made meanwhile, where the environment has none."""
     ours = {}
-    if wanted and "UCX_NET_DEVICES" not in os.environ:
-        ours = {name: value for name, value in LOOPBACK_SETTINGS.items() if name not in os.environ}
+    if "UCX_NET_DEVICES" not in os.environ:
+        if loopback:
+            ours["UCX_NET_DEVICES"] = "lo"
+        if "UCX_MODULES" not in os.environ and (loopback or not _has_rdma()):
+            ours["UCX_MODULES"] = "^ib"
     os.environ.update(ours)
     try:
         yield
     finally:
         for name in ours:
             del os.environ[name]
+
+
+def _has_rdma() -> bool:
+    try:
+        return any(Path("/sys/class/infiniband").iterdir())
+    except OSError:
+        return False

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, Literal
 
 from kvferry.errors import DescriptionError
+from kvferry.transport.auto import AUTO
 from kvferry.transport.cost import Packing, require_packing
 
 SUPPORTED_VLLM = ("0.32.",)
@@ -50,6 +51,7 @@ class FerryConfig:
     carriers: tuple[str, ...] = ("auto",)  # or names, in order of preference
     packing: Packing = "auto"  # or direct, packed: how short runs are moved
     checksums: bool = False  # compare what arrives with digests of what the source holds
+    carrier_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by carrier
     lease_seconds: float = 60.0  # a hold lasts this long without a word from its consumer
     load_seconds: float = 120.0  # a load has failed after this long
     model_id: str = ""  # names the weights, where the model's path differs between engines
@@ -88,6 +90,7 @@ class FerryConfig:
                 values[name] = (chosen,) if isinstance(chosen, str) else tuple(chosen)
         config = cls(**values)
         require_packing(config.packing)
+        _require_options(config.carriers, config.carrier_options)
         if config.lease_seconds <= 0 or config.load_seconds <= 0:
             raise DescriptionError("lease_seconds and load_seconds must be positive")
         if config.draft_layers not in ("refuse", "zero"):
@@ -107,6 +110,22 @@ class FerryConfig:
         except ValueError:
             return host in self.peers
         return any(_covers(peer, address) for peer in self.peers)
+
+
+def _require_options(carriers: tuple[str, ...], options: Any) -> None:
+    if not isinstance(options, Mapping) or not all(
+        isinstance(of_one, Mapping) for of_one in options.values()
+    ):
+        raise DescriptionError(
+            "carrier_options must be a mapping of mappings, such as "
+            f'{{"nixl": {{"backends": ["UCX"]}}}}; found {options!r}'
+        )
+    unused = sorted(set(options) - set(carriers))
+    if unused and carriers != (AUTO,):  # which opens what has options
+        raise DescriptionError(
+            f"carrier_options are for {unused}, but carriers are {list(carriers)}; add them there, "
+            "or drop the options"
+        )
 
 
 def _covers(peer: str, address: Any) -> bool:

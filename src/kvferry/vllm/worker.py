@@ -71,14 +71,14 @@ class FerryWorker:
             for base, region in zip(bases, layout.regions, strict=True)
         ]
         self._sockets = Sockets(self.config.secret)
-        for chosen in select(self.config.carriers):
+        for chosen in select(self.config.carriers, configured=tuple(self.config.carrier_options)):
             if chosen.why_not:
                 log.debug("kvferry: no carrier %s: %s", chosen.name, chosen.why_not)
                 continue
             options = {"packing": self.config.packing} if chosen.name in ("local", "tcp") else {}
-            carrier = make_carrier(
-                chosen.name, secret=self.config.secret, host=self.config.host, **options
-            )
+            options |= {"secret": self.config.secret, "host": self.config.host}
+            options |= self.config.carrier_options.get(chosen.name, {})
+            carrier = make_carrier(chosen.name, **options)
             carrier.register(memory)
             self._carriers.append(carrier)
         if self.config.carriers == (AUTO,):

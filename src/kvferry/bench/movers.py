@@ -1,0 +1,203 @@
+"""What `kvferry bench transport` compares: our carriers, and the libraries called directly.
+
+A mover is made in both processes on their own memory. The owner's tells where it is; the other one
+connects and prepares batches, so that only moving is timed:
+
+    there = MOVERS["nixl"](memory); endpoint = there.endpoint()
+    here = MOVERS["nixl"](landing); here.connect(endpoint)
+    go = here.prepare("read", copies); go()
+
+`raw-mooncake` and `raw-nixl` are the libraries as their own examples use them, with the batches
+that our carriers make; their lists and descriptors are made beforehand, which favours them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import TransferError
+from kvferry.transport import mooncake, nixl
+from kvferry.transport.base import Carrier, Ints, MemoryRegion
+from kvferry.transport.foreign import batches
+from kvferry.transport.regions import Arrays
+from kvferry.transport.registry import make_carrier
+
+LOOPBACK = "127.0.0.1"
+WAIT_SECONDS = 60.0
+# Of one batch: what the slower ones move in about a tenth of a second.
+MOST_DESCRIPTORS = {
+    "mooncake": 1 << 12,
+    "raw-mooncake": 1 << 12,
+    "nixl": 1 << 15,
+    "raw-nixl": 1 << 15,
+}
+QUIET = {"MC_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
+
+Bytes = NDArray[np.uint8]
+
+
+class Mover(Protocol):
+    def endpoint(self) -> bytes: ...
+    def connect(self, endpoint: bytes) -> None: ...
+    def prepare(self, op: str, copies: Arrays) -> Callable[[], None]: ...
+    def close(self) -> None: ...
+
+
+class OurCarrier:
+    """One of kvferry's."""
+
+    def __init__(self, name: str, memory: Bytes) -> None:
+        self._carrier: Carrier = make_carrier(name, host=LOOPBACK)
+        self._carrier.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
+        self._peer: Any = None
+
+    def endpoint(self) -> bytes:
+        return self._carrier.endpoint()
+
+    def connect(self, endpoint: bytes) -> None:
+        self._peer = self._carrier.connect(endpoint, time.monotonic() + WAIT_SECONDS)
+
+    def prepare(self, op: str, copies: Arrays) -> Callable[[], None]:
+        start = self._carrier.read if op == "read" else self._carrier.write
+        return lambda: start(self._peer, copies).wait(time.monotonic() + WAIT_SECONDS)
+
+    def close(self) -> None:
+        self._carrier.close()
+
+
+class RawMooncake:
+    """Mooncake's engine: one blocking call after another."""
+
+    def __init__(self, memory: Bytes) -> None:
+        self._engine = mooncake.engine_class()()
+        if self._engine.initialize(LOOPBACK, "P2PHANDSHAKE", "tcp", "") != 0:
+            raise TransferError("Mooncake's engine does not start")
+        self._memory = memory.ctypes.data
+        if self._engine.register_memory(self._memory, memory.nbytes) != 0:
+            raise TransferError("Mooncake's engine does not register the memory")
+        self._target = ""
+
+    def endpoint(self) -> bytes:
+        return f"{LOOPBACK}:{self._engine.get_rpc_port()}".encode()
+
+    def connect(self, endpoint: bytes) -> None:
+        self._target = endpoint.decode()
+
+    def prepare(self, op: str, copies: Arrays) -> Callable[[], None]:
+        call = getattr(self._engine, f"batch_transfer_sync_{op}")
+        parts = []
+        for part in batches(copies, mooncake.BATCH_DESCRIPTORS, mooncake.BATCH_BYTES):
+            local, remote = _sides(op, part)
+            parts.append((local.tolist(), remote.tolist(), part.length.tolist()))
+
+        def go() -> None:
+            for lists in parts:
+                if call(self._target, *lists) != 0:
+                    raise TransferError("raw Mooncake failed a batch")
+
+        return go
+
+    def close(self) -> None:
+        self._engine.unregister_memory(self._memory)
+        self._engine = None
+
+
+class RawNixl:
+    """A NIXL agent with UCX: a request for each batch, asked about until it is done."""
+
+    def __init__(self, memory: Bytes) -> None:
+        api = nixl.api()
+        config = api.nixl_agent_config(backends=["UCX"])
+        with nixl.ucx_settings(loopback=True):
+            self._agent = api.nixl_agent(f"raw-{os.getpid()}", config)
+        self._registered = self._agent.register_memory(
+            [(memory.ctypes.data, memory.nbytes, 0, "")], mem_type=nixl.MEMORY
+        )
+        self._peer: Any = None
+
+    def endpoint(self) -> bytes:
+        metadata: bytes = self._agent.get_agent_metadata()
+        return metadata
+
+    def connect(self, endpoint: bytes) -> None:
+        self._peer = self._agent.add_remote_agent(endpoint)
+
+    def prepare(self, op: str, copies: Arrays) -> Callable[[], None]:
+        agent = self._agent
+        parts = [
+            tuple(
+                agent.get_xfer_descs(nixl.rows(side, part.length), mem_type=nixl.MEMORY)
+                for side in _sides(op, part)
+            )
+            for part in batches(copies, nixl.BATCH_DESCRIPTORS, nixl.BATCH_BYTES)
+        ]
+
+        def go() -> None:
+            for local, remote in parts:
+                handle = agent.initialize_xfer(op.upper(), local, remote, self._peer)
+                state = agent.transfer(handle)
+                while state == "PROC":
+                    state = agent.check_xfer_state(handle)
+                agent.release_xfer_handle(handle)
+                if state != "DONE":
+                    raise TransferError("raw NIXL failed a batch")
+
+        return go
+
+    def close(self) -> None:
+        if self._peer is not None:
+            with contextlib.suppress(Exception):
+                self._agent.remove_remote_agent(self._peer)
+        self._agent.deregister_memory(self._registered)
+        self._agent = None
+
+
+def _sides(op: str, part: Arrays) -> tuple[Ints, Ints]:
+    """Addresses here and there."""
+    return (part.dst, part.src) if op == "read" else (part.src, part.dst)
+
+
+MOVERS: dict[str, Callable[[Bytes], Mover]] = {
+    **{
+        name: lambda memory, name=name: OurCarrier(name, memory)  # type: ignore[misc]
+        for name in ("local", "tcp", "mooncake", "nixl")
+    },
+    "raw-mooncake": RawMooncake,
+    "raw-nixl": RawNixl,
+}
+# The progress threads of plain NIXL agents spin, on both sides, whoever moves: measured alone.
+ALONE = ("raw-nixl",)
+
+
+def installed() -> dict[str, str]:
+    """Why a mover cannot run here, by name; empty where it can."""
+    reasons = {}
+    for name in MOVERS:
+        reasons[name] = ""
+        try:
+            if "mooncake" in name:
+                mooncake.engine_class()
+            if "nixl" in name:
+                nixl.api()
+        except TransferError as error:
+            reasons[name] = str(error)
+    return reasons
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """The libraries log every connection unless told otherwise before they are loaded."""
+    ours = {name: value for name, value in QUIET.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]

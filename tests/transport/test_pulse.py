@@ -1,0 +1,102 @@
+"""The liveness connection: who lives, who is gone, and who is somebody else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from carrier_peer import soon, threads_left
+
+from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
+from kvferry.transport import make_carrier
+from kvferry.transport.pulse import MAGIC, Pulse, PulseServer
+
+HOST = "127.0.0.1"
+OWNER = """
+import sys
+from kvferry.transport.pulse import PulseServer
+server = PulseServer("127.0.0.1")
+print(server.port, server.token.hex(), server.incarnation.hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+def visit(server: PulseServer) -> Pulse:
+    return Pulse.connect(HOST, server.port, server.token, server.incarnation, soon(5))
+
+
+def test_a_killed_process_is_noticed_at_once() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        port, token, incarnation = process.stdout.readline().split()
+        pulse = Pulse.connect(
+            HOST, int(port), bytes.fromhex(token), bytes.fromhex(incarnation), soon()
+        )
+        assert pulse.alive(0.05)
+        os.kill(process.pid, signal.SIGSTOP)
+        assert pulse.alive(0.05)  # slow is not dead
+        process.kill()
+        assert not pulse.alive(5)
+    with pytest.raises(PeerLost, match="gone"):
+        pulse.require_alive()
+    pulse.close()
+
+
+def test_a_closed_carrier_is_gone_and_leaves_no_thread() -> None:
+    server = PulseServer(HOST)
+    first, second = visit(server), visit(server)
+    first.close()
+    assert not first.alive() and second.alive(0.05)
+    server.close()
+    server.close()
+    assert not second.alive(5)
+    second.close()
+    with pytest.raises(PeerLost):
+        visit(server)
+    assert threads_left("kvferry-pulse") == []
+
+
+def test_somebody_else_is_not_taken_for_the_peer() -> None:
+    server = PulseServer(HOST)
+    with pytest.raises(PeerLost, match="token"):
+        Pulse.connect(HOST, server.port, b"x" * 16, server.incarnation, soon(5))
+    with pytest.raises(PeerLost, match="restarted"):
+        Pulse.connect(HOST, server.port, server.token, b"x" * 16, soon(5))
+    for words in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(500), MAGIC):
+        with socket.create_connection((HOST, server.port)) as stranger:
+            stranger.sendall(words)
+    friend = visit(server)
+    assert friend.alive(0.05)  # no stranger stops it
+    friend.close()
+    server.close()
+
+
+def test_a_peer_that_says_nothing_is_late() -> None:
+    with socket.create_server((HOST, 0)) as mute:
+        begin = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            Pulse.connect(HOST, mute.getsockname()[1], b"x" * 16, b"y" * 16, soon(0.2))
+        assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "install"),
+    [("mooncake", "mooncake", "kvferry[mooncake"), ("nixl", "nixl", "kvferry[nixl]")],
+)
+def test_a_missing_library_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, name: str, library: str, install: str
+) -> None:
+    for module in [m for m in sys.modules if m.split(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, library, None)  # type: ignore[arg-type]
+    with pytest.raises(TransferError, match="pip install") as refused:
+        make_carrier(name)
+    assert install in str(refused.value)
+    assert threads_left("kvferry-pulse") == []
