@@ -7,7 +7,7 @@ its destination. Memory of another GPU is reached by peer access, where the hard
 
 What is copied without Triton, what a batch costs and how it is cut: cuda_lane.py, cuda_work.py.
 
-The owner takes no part in a transfer. That it still lives is seen on a connection (alive.py)
+The owner takes no part in a transfer. That it still lives is seen on a connection (pulse.py)
 which it holds open as long as its carrier is: looked at before, between and after launches. The
 driver keeps the memory of a dead process while others have it open, so copies from it are wrong,
 not fatal; a transfer during which the owner ended is `PeerLost`.
@@ -30,7 +30,6 @@ import msgspec
 from kvferry.errors import Cancelled, ProtocolError, TransferError
 from kvferry.transport import cuda_kernels
 from kvferry.transport.base import CopyArrays, MemoryRegion, StridedCopies, Transfer
-from kvferry.transport.alive import Beacon, Sign, Watch
 from kvferry.transport.cuda_driver import (
     IPC_HANDLE_BYTES,
     CudaError,
@@ -45,6 +44,7 @@ from kvferry.transport.cuda_mapped import Mapped, place
 from kvferry.transport.cuda_work import runs_of
 from kvferry.transport.jobs import Job, Workers
 from kvferry.transport.local import _boot as boot_id
+from kvferry.transport.pulse import TOKEN_BYTES, Pulse, PulseServer
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Allocation(msgspec.Struct, frozen=True, array_like=True):
     """Memory that one IPC handle opens."""
 
     base: int
-    bytes: int
+    size: int
     handle: bytes
     gpu: bytes  # its uuid
 
@@ -66,7 +66,10 @@ class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True):
     carrier: str
     boot: str
     pid: int
-    alive: Sign
+    host: str  # where its pulse is
+    pulse_port: int
+    token: bytes
+    incarnation: bytes
     allocations: list[Allocation]
     regions: list[tuple[int, int]]
 
@@ -77,7 +80,8 @@ class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True):
         except msgspec.DecodeError as error:
             raise ProtocolError(f"this is not the endpoint of a cuda carrier: {error}") from None
         bad = any(len(a.handle) != IPC_HANDLE_BYTES for a in endpoint.allocations)
-        if endpoint.carrier != "cuda" or bad or not endpoint.alive.valid():
+        bad |= {len(endpoint.token), len(endpoint.incarnation)} != {TOKEN_BYTES}
+        if endpoint.carrier != "cuda" or bad:
             raise ProtocolError(f"this is not a cuda carrier's endpoint: {endpoint.carrier!r}")
         return endpoint
 
@@ -85,8 +89,8 @@ class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True):
 class CudaPeer:
     """A process whose device memory this one has open."""
 
-    def __init__(self, watch: Watch, memory: Mapped, opened: list[int], on: Device) -> None:
-        self.memory, self._watch, self._opened, self._device = memory, watch, opened, on
+    def __init__(self, pulse: Pulse, memory: Mapped, opened: list[int], on: Device) -> None:
+        self.memory, self._pulse, self._opened, self._device = memory, pulse, opened, on
         self._lock = threading.Lock()
         self._users = 0
         self.connected = True
@@ -109,7 +113,7 @@ class CudaPeer:
             raise Cancelled("the peer was disconnected on this side")
 
     def require_alive(self) -> None:
-        self._watch.require()
+        self._pulse.require_alive()
 
     def check(self) -> None:
         self.require_connected()
@@ -124,7 +128,7 @@ class CudaPeer:
             if self.connected or self._users:
                 return
             opened, self._opened = self._opened, []
-        self._watch.close()
+        self._pulse.close()
         with self._device.current():
             for address in opened:
                 with contextlib.suppress(CudaError):
@@ -155,7 +159,7 @@ class CudaCarrier:
         self._memory = Mapped.of([])
         self._device: Device | None = None
         self._lanes: Lanes | None = None
-        self._beacon: Beacon | None = None
+        self._pulse: PulseServer | None = None
         self._peers: list[CudaPeer] = []
         self._lock = threading.Lock()
         self._endpoint: bytes | None = None
@@ -200,15 +204,18 @@ class CudaCarrier:
         with self._lock:
             if self._closed:
                 raise TransferError("the carrier is closed")
-            if self._beacon is None:
-                self._beacon = Beacon(self._host)
+            if self._pulse is None:
+                self._pulse = PulseServer(self._host)
             if self._endpoint is None:
                 self._endpoint = msgspec.msgpack.encode(
                     CudaEndpoint(
                         carrier="cuda",
                         boot=boot_id(),
                         pid=os.getpid(),
-                        alive=self._beacon.sign,
+                        host=self._host,
+                        pulse_port=self._pulse.port,
+                        token=self._pulse.token,
+                        incarnation=self._pulse.incarnation,
                         allocations=[_export(place) for place in self._places.values()],
                         regions=[(r.address, r.bytes) for r in self._memory.table.regions()],
                     )
@@ -223,23 +230,25 @@ class CudaCarrier:
                 "which stages device memory, or a carrier with RDMA"
             )
         mine = self._device or device(0)
-        watch = found.alive.watch(deadline)
+        pulse = Pulse.connect(
+            found.host, found.pulse_port, found.token, found.incarnation, deadline
+        )
         opened: list[int] = []
         try:
             with mine.current():
                 bases = {a.base: self._open(found, a, mine, opened) for a in found.allocations}
             regions = [MemoryRegion(address, size) for address, size in found.regions]
             memory = Mapped.of(
-                (_within(regions, a.base, a.bytes), bases[a.base] - a.base)
+                (_within(regions, a.base, a.size), bases[a.base] - a.base)
                 for a in found.allocations
             )
         except BaseException:
-            watch.close()
+            pulse.close()
             with mine.current():
                 for address in opened:
                     mine.close(address)
             raise
-        peer = CudaPeer(watch, memory, opened, mine)
+        peer = CudaPeer(pulse, memory, opened, mine)
         with self._lock:
             if not self._closed:
                 self._peers.append(peer)
@@ -263,9 +272,9 @@ class CudaCarrier:
         with self._lock:
             self._closed = True
             peers, self._peers = self._peers, []
-            beacon, self._beacon = self._beacon, None
-        if beacon is not None:
-            beacon.stop()
+            pulse, self._pulse = self._pulse, None
+        if pulse is not None:
+            pulse.close()
         self._workers.close()
         for peer in peers:
             peer.disconnect()

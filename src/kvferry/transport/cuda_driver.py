@@ -191,13 +191,17 @@ class Device:
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
         """Host memory that the device reads and writes by itself; `free_pinned` gives it back."""
+        address = self.pinned_address(size)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+    def pinned_address(self, size: int) -> int:
         pointer = c_void_p()
         self._driver.call("cuMemHostAlloc", byref(pointer), c_size_t(size), _HOST_ALLOC_PORTABLE)
         assert pointer.value is not None
-        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(pointer.value))
+        return pointer.value
 
-    def free_pinned(self, memory: NDArray[np.uint8]) -> None:
-        self._driver.call("cuMemFreeHost", c_void_p(memory.ctypes.data))
+    def free_pinned(self, address: int) -> None:
+        self._driver.call("cuMemFreeHost", c_void_p(address))
 
     def export(self, base: int) -> bytes:
         """What another process needs to reach the allocation that begins at `base`."""

@@ -7,11 +7,14 @@ streams. Compiling takes about a second for each form, and is kept on disk by Tr
 from __future__ import annotations
 
 import importlib.util
+import logging
 import threading
 from dataclasses import dataclass
 from functools import cache
 
 from kvferry.transport.cuda_driver import Device, Function
+
+log = logging.getLogger(__name__)
 
 _TABLES = (
     "src_rows",
@@ -30,7 +33,7 @@ SCRATCH_ARGUMENTS = 4
 
 # Chunks that a program moves, and its warps: 16 KiB with several 16-byte accesses a thread. Where
 # there are as many chunks as threads, each thread looks up one and the others get it from it.
-TUNING = {64: (128, 4), 256: (64, 2), 1024: (16, 4), 4096: (4, 4)}
+TUNING = {64: (64, 2), 256: (64, 2), 1024: (8, 2), 4096: (4, 4)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Form:
 USUAL = tuple(Form(chunk, search) for search in (False, True) for chunk in TUNING)
 
 _lock = threading.Lock()
-_functions: dict[tuple[int, Form], Function] = {}
+_functions: dict[tuple[int, Form], Function | None] = {}  # None: the compiler failed
 
 
 @cache
@@ -60,16 +63,21 @@ def available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def function(device: Device, form: Form) -> Function:
-    """The kernel for a device, which must be current; compiled if need be."""
-    found = _functions.get((device.ordinal, form))
-    if found is None:
+def function(device: Device, form: Form) -> Function | None:
+    """The kernel for a device, which must be current; compiled if need be.
+
+    None where the compiler fails, which it does for a form now and then: use another.
+    """
+    key = (device.ordinal, form)
+    if key not in _functions:
         with _lock:
-            found = _functions.get((device.ordinal, form))
-            if found is None:
-                found = _load(device, form)
-                _functions[device.ordinal, form] = found
-    return found
+            if key not in _functions:
+                try:
+                    _functions[key] = _load(device, form)
+                except Exception as error:
+                    log.warning("Triton does not compile %s: %s", form, error)
+                    _functions[key] = None
+    return _functions[key]
 
 
 def warm(device: Device) -> None:

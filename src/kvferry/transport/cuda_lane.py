@@ -18,16 +18,15 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvferry.transport import cuda_kernels
 from kvferry.transport.base import Ints
-from kvferry.transport.cuda_driver import Device, Event, Stream
+from kvferry.transport.cuda_driver import Device, Event, Function, Stream
 from kvferry.transport.cuda_kernels import SCRATCH_ARGUMENTS, Form
-from kvferry.transport.cuda_work import MOST_ITEMS, WINDOW, Runs, Work
+from kvferry.transport.cuda_work import CHUNKS, MOST_ITEMS, WINDOW, Runs, Work
 
 SLOTS = 3
 LAUNCH_BYTES = 1 << 30  # about half a millisecond on an H200
@@ -58,7 +57,7 @@ class _Slot:
     def free(self) -> None:
         self.done.destroy()
         self._device.free(self.there)
-        self._device.free_pinned(self.pinned)
+        self._device.free_pinned(self.pinned.ctypes.data)
 
 
 @dataclass(slots=True)
@@ -79,6 +78,7 @@ class Lane:
         self._slots = [_Slot(device) for _ in range(SLOTS if self._kernels else 0)]
         self._next = 0
         self._end = Event()
+        self._marks = [Event() for _ in range(SLOTS)]  # between launches of one batch
 
     def copy(
         self,
@@ -116,7 +116,8 @@ class Lane:
         self.drain()
         for slot in self._slots:
             slot.free()
-        self._end.destroy()
+        for event in (self._end, *self._marks):
+            event.destroy()
         self.stream.destroy()
 
     def _pieces(self, runs: Runs, shifts: Shifts, fill: bool, check: Check) -> None:
@@ -128,10 +129,23 @@ class Lane:
                 for part in piece.pieces(1):
                     self._launch(Work.of(part), shifts, fill, check)
 
+    def _kernel(self, work: Work, fill: bool) -> tuple[Work, Form, Function] | None:
+        """The kernel for this work; with another chunk where the best one does not compile."""
+        grain = work.runs.grain()
+        for chunk in (work.chunk, *CHUNKS):
+            form = Form(chunk, search=not work.length, fill=fill, grain=grain)
+            kernel = cuda_kernels.function(self.device, form)
+            if kernel is not None:
+                return replace(work, chunk=chunk), form, kernel
+        return None
+
     def _launch(self, work: Work, shifts: Shifts, fill: bool, check: Check) -> None:
+        found = self._kernel(work, fill)
+        if found is None:
+            self._copy_singly(work.runs, shifts, fill, check)
+            return
+        work, form, kernel = found
         runs = work.runs
-        form = Form(work.chunk, search=not work.length, fill=fill, grain=runs.grain())
-        kernel = cuda_kernels.function(self.device, form)
         check()
         slot = self._take()
         tables = [
@@ -158,9 +172,13 @@ class Lane:
         values[:8] = base + 8 * np.asarray(places)
         values[8:11] = work.length, shifts.src, shifts.dst
         values[11:15] = len(runs.lengths), len(runs.src_steps), work.chunks, work.search_rounds()
-        for row, begin, end in launches(work):
-            if begin or row:
+        for number, (row, begin, end) in enumerate(launches(work)):
+            if number:
                 check()
+                mark = self._marks[number % len(self._marks)]
+                if number > len(self._marks):
+                    wait_event(mark)
+                mark.record(self.stream)
             values[0:2] = base + 8 * (np.asarray(places[:2]) + row)
             values[15:17] = begin, end
             kernel.launch(-(-(end - begin) // form.count), self.stream, values)

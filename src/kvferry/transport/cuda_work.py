@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.errors import TransferError
 from kvferry.transport.base import CopyArrays, Ints, StridedCopies
@@ -85,17 +87,21 @@ class Runs:
     def without_empty(self) -> Runs:
         if bool(self.lengths.all()):
             return self
-        some = self.lengths != 0
-        return self.of_segments(self.src_segments[some], self.dst_segments[some], some)
+        return self.of_segments(self.lengths != 0)
 
-    def of_segments(self, src: Ints, dst: Ints, which: object) -> Runs:
-        return replace(self, src_segments=src, dst_segments=dst, lengths=self.lengths[which])  # type: ignore[index]
+    def of_segments(self, which: slice | NDArray[np.bool_]) -> Runs:
+        """Only these segments."""
+        return replace(
+            self,
+            src_segments=self.src_segments[which],
+            dst_segments=self.dst_segments[which],
+            lengths=self.lengths[which],
+        )
 
     def pieces(self, most_segments: int) -> Iterator[Runs]:
         """The same runs with at most so many segments each."""
         for first in range(0, len(self.lengths), most_segments):
-            part = slice(first, first + most_segments)
-            yield self.of_segments(self.src_segments[part], self.dst_segments[part], part)
+            yield self.of_segments(slice(first, first + most_segments))
 
     def grain(self) -> int:
         """The largest of `GRAINS` that divides every address and length."""
@@ -126,7 +132,7 @@ class Runs:
 
 def runs_of(copies: CopyArrays | StridedCopies) -> Runs:
     if hasattr(copies, "src_rows"):
-        return Runs.of_strided(copies)
+        return Runs.of_strided(cast(StridedCopies, copies))
     return Runs.of_arrays(Arrays.of(copies))
 
 

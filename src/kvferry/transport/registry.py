@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+from importlib import import_module
 from typing import Any
 
 from kvferry.errors import TransferError
@@ -11,23 +11,22 @@ from kvferry.transport.local import LocalCarrier
 from kvferry.transport.null import NullCarrier
 from kvferry.transport.tcp import TcpCarrier
 
-CARRIERS: dict[str, type[Any]] = {
+# A class, or where it is: module and name, for those that need a library of their own.
+CARRIERS: dict[str, type[Any] | tuple[str, str]] = {
     "null": NullCarrier,
     "local": LocalCarrier,
     "tcp": TcpCarrier,
+    "cuda": ("kvferry.transport.cuda", "CudaCarrier"),
 }
-LAZY = {"cuda": "kvferry.transport.cuda:CudaCarrier"}  # need a library or a device of their own
 
 
 def make_carrier(name: str, **options: Any) -> Carrier:
     """The carrier of that name; `options` are its constructor's."""
     kind = CARRIERS.get(name)
-    if kind is None and name in LAZY:
-        module, _, class_name = LAZY[name].partition(":")
-        kind = getattr(importlib.import_module(module), class_name)
     if kind is None:
-        names = ", ".join([*CARRIERS, *LAZY])
-        raise TransferError(f"there is no carrier {name!r}; there are {names}")
+        raise TransferError(f"there is no carrier {name!r}; there are {', '.join(CARRIERS)}")
+    if isinstance(kind, tuple):
+        kind = getattr(import_module(kind[0]), kind[1])
     try:
         carrier: Carrier = kind(**options)
     except TypeError as error:
