@@ -80,6 +80,10 @@ def function(device: Device, form: Form) -> Function | None:
     return _functions[key]
 
 
+def compiled(device: Device, form: Form) -> bool:
+    return _functions.get((device.ordinal, form)) is not None
+
+
 def warm(device: Device) -> None:
     """Have the usual kernels ready."""
     with device.current():

@@ -77,7 +77,7 @@ class Lane:
         self._kernels = cuda_kernels.available() if triton is None else triton
         self._slots = [_Slot(device) for _ in range(SLOTS if self._kernels else 0)]
         self._next = 0
-        self._end = Event()
+        self.end = Event()  # after what was queued last
         self._marks = [Event() for _ in range(SLOTS)]  # between launches of one batch
 
     def copy(
@@ -103,9 +103,18 @@ class Lane:
             return
         self._pieces(runs, shifts, fill, check)
 
-    def finish(self, check: Check = _nothing) -> None:
-        self._end.record(self.stream)
-        wait_event(self._end)
+    def mark_end(self) -> None:
+        self.end.record(self.stream)
+
+    def finish(self) -> None:
+        self.mark_end()
+        wait_event(self.end)
+
+    def ready(self, runs: Runs) -> bool:
+        """Whether its kernel is compiled."""
+        work = Work.of(runs)
+        form = Form(work.chunk, search=not work.length, grain=runs.grain())
+        return self._kernels and cuda_kernels.compiled(self.device, form)
 
     def drain(self) -> None:
         """Wait for what is queued, whatever became of it."""
@@ -116,7 +125,7 @@ class Lane:
         self.drain()
         for slot in self._slots:
             slot.free()
-        for event in (self._end, *self._marks):
+        for event in (self.end, *self._marks):
             event.destroy()
         self.stream.destroy()
 
@@ -250,17 +259,20 @@ class Lanes:
     def lane(self) -> Iterator[Lane]:
         """A lane for this thread, with the device current; drained when it is given back."""
         with self.device.current():
-            with self._lock:
-                lane = self._idle.pop() if self._idle else None
-            if lane is None:
-                lane = Lane(self.device, triton=self._triton)
+            lane = self.take()
             try:
                 yield lane
             except BaseException:
                 lane.drain()
                 raise
             finally:
-                self._put(lane)
+                self.put(lane)
+
+    def take(self) -> Lane:
+        """A lane, which `put` gives back; the device is current, both times."""
+        with self._lock:
+            lane = self._idle.pop() if self._idle else None
+        return lane or Lane(self.device, triton=self._triton)
 
     def close(self) -> None:
         with self._lock:
@@ -270,7 +282,7 @@ class Lanes:
             for lane in lanes:
                 lane.free()
 
-    def _put(self, lane: Lane) -> None:
+    def put(self, lane: Lane) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.append(lane)
