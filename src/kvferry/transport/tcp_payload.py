@@ -67,6 +67,7 @@ class Payload:
 
     def _staging(self, memory: Memory) -> Bytes:
         if self._buffer is None or self._made_by is not memory:
-            self._buffer = make_buffer(memory, CHUNK_BYTES)[:CHUNK_BYTES]
+            count = int(getattr(memory, "chunk_bytes", CHUNK_BYTES))
+            self._buffer = make_buffer(memory, count)[:count]
             self._made_by = memory
         return self._buffer
