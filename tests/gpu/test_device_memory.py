@@ -149,7 +149,7 @@ def test_packing_and_unpacking_strided_runs(lanes, buffers) -> None:
         (runs.src_rows + src.address, runs.src_segments, runs.src_steps), runs.lengths, dst.address
     )
     run(lanes, pack)
-    total = runs.bytes()
+    total = runs.bytes
     packed = dst[:total]
     parts = []
     for r in runs.src_rows:

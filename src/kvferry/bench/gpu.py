@@ -36,7 +36,7 @@ from kvferry.bench.gpu_staging import staging
 from kvferry.transport import Carrier, MemoryRegion, make_carrier
 from kvferry.transport.base import Ints
 from kvferry.transport.cuda_driver import Device, Event, Stream, device, driver
-from kvferry.transport.cuda_kernels import Form, function, warm
+from kvferry.transport.cuda_kernels import SCRATCH_ARGUMENTS, Form, function, warm
 from kvferry.transport.cuda_lane import launches
 from kvferry.transport.cuda_work import Runs, Work, gathering
 from kvferry.transport.regions import Arrays
@@ -45,8 +45,8 @@ from kvferry.transport.staging import DeviceMemory
 SIZES = (256, 1 << 10, 2 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20)
 NIXL_SIZES = (4 << 10, 16 << 10, 64 << 10)
 PACKED_SIZES = (16, 32, 64, 128, 256, 512, 1 << 10, 4 << 10)
-AREA_BYTES = 2 << 30
-MOST_COPIES = 4 << 20
+AREA_BYTES = 8 << 30
+MOST_COPIES = 8 << 20
 ROWS = 64
 
 
@@ -151,22 +151,16 @@ class Bench:
             there = self.on.allocate(flat.nbytes)
             self.stream.copy(there, pinned.ctypes.data, flat.nbytes)
             self.stream.synchronize()
-            values = np.zeros(24, dtype=np.int64)
             ends = np.cumsum([len(t) for t in tables])
-            values[:8] = there + 8 * (ends - [len(t) for t in tables])
-            values[8:11] = work.length, src_shift, dst_shift
-            values[11:15] = (
-                len(runs.lengths),
-                len(runs.src_steps),
-                work.chunks,
-                work.search_rounds(),
-            )
-            rows = values[:2].copy()
+            places = (there + 8 * (ends - [len(t) for t in tables])).tolist()
+            numbers = [work.length, src_shift, dst_shift, len(runs.lengths), len(runs.src_steps)]
+            numbers += [work.chunks, work.search_rounds()]
+            ranges = list(launches(work))
 
             def queue() -> None:
-                for row, begin, end in launches(work):
-                    values[:2] = rows + 8 * row
-                    values[15:17] = begin, end
+                for row, begin, end in ranges:
+                    at = [places[0] + 8 * row, places[1] + 8 * row, *places[2:]]
+                    values = [*at, *numbers, begin, end, *SCRATCH_ARGUMENTS]
                     kernel.launch(-(-(end - begin) // form.count), self.stream, values)
 
             seconds = self.device_seconds(queue)
@@ -225,7 +219,7 @@ class Nixl:
 def by_size(bench: Bench, nixl: Nixl, sizes: tuple[int, ...] = SIZES) -> Iterator[dict[str, Any]]:
     for size in sizes:
         arrays, strided = bench.arrays(size), bench.strided(size)
-        moved, strided_moved = len(arrays) * size, strided.bytes()
+        moved, strided_moved = len(arrays) * size, strided.bytes
         row: dict[str, Any] = {"bytes": size, "copies": len(arrays)}
         row["kernel_arrays_tb_s"] = 2 * moved / bench.kernel_of(Runs.of_arrays(arrays)) / TB
         row["kernel_strided_tb_s"] = 2 * strided_moved / bench.kernel_of(strided) / TB

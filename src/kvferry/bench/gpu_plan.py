@@ -193,7 +193,7 @@ def packed(setup: Setup, on: Device, total: int) -> dict[str, float]:
 
 
 def _through(lane: Any, part: Runs, shifts: Shifts, stages: tuple[int, int]) -> None:
-    one_row = part.bytes() // len(part.src_rows)
+    one_row = part.bytes // len(part.src_rows)
     most = max(1, STAGE_BYTES // one_row)
     for first in range(0, len(part.src_rows), most):
         rows = slice(first, first + most)
@@ -204,7 +204,7 @@ def _through(lane: Any, part: Runs, shifts: Shifts, stages: tuple[int, int]) -> 
             (part.dst_rows[rows], part.dst_segments, part.dst_steps), part.lengths, stages[1]
         )
         lane.copy(out, Shifts(shifts.src, 0))
-        lane.stream.copy(stages[1], stages[0], out.bytes())
+        lane.stream.copy(stages[1], stages[0], out.bytes)
         lane.copy(
             Runs(
                 back.dst_rows,

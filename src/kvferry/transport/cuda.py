@@ -284,7 +284,7 @@ class CudaCarrier:
         self._land_flights()
         try:
             runs = runs_of(copies)
-            if runs.copies == 0 or runs.entries > SMALL_NUMBERS or runs.bytes() > SMALL_BYTES:
+            if runs.copies == 0 or runs.entries > SMALL_NUMBERS or runs.bytes > SMALL_BYTES:
                 return None
             parts = list(place(runs, *self._ends(peer, reading), reading=reading))
             held = contextlib.ExitStack()
@@ -294,11 +294,11 @@ class CudaCarrier:
                 peer.check()
                 lane = lanes.take()
                 undo.callback(lanes.put, lane)
-                if not all(lane.ready(part.without_empty()) for part, _ in parts if part.bytes()):
-                    return None
                 undo.callback(lane.drain)
                 for part, shifts in parts:
-                    lane.copy(part, shifts)
+                    some = part.without_empty()
+                    if some.copies and not lane.launch_now(some, shifts):
+                        return None
                 lane.mark_end()
                 undo.pop_all()
         except TransferError:

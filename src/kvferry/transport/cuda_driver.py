@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Iterator
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import byref, c_char_p, c_int, c_int64, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -56,6 +56,13 @@ class Driver:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         library.cuIpcOpenMemHandle_v2.argtypes = (c_void_p, _IpcHandle, c_uint)
+
+    def launcher(self) -> Callable[..., int]:
+        """`cuLaunchKernel`, with its types: the call that latency is made of."""
+        call = self._library.cuLaunchKernel
+        call.argtypes = (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p)
+        found: Callable[..., int] = call
+        return found
 
     def status(self, name: str, *arguments: Any) -> int:
         """Call it; the code that it returned."""
@@ -297,30 +304,20 @@ class Function:
             self._driver.call("cuFuncSetAttribute", handle, _FUNCTION_MAX_SHARED, shared_bytes)
         self._handle, self._threads, self._shared = handle, 32 * warps, shared_bytes
         self._local = threading.local()
+        self._launch = self._driver.launcher()
 
-    def launch(self, grid: int, stream: Stream, values: NDArray[np.int64]) -> None:
+    def launch(self, grid: int, stream: Stream, values: Sequence[int]) -> None:
         """`values`: the arguments, each in the low bytes of its eight."""
-        count = len(values)
-        pointers = getattr(self._local, "pointers", None)
-        if pointers is None or len(pointers) != count:
-            self._local.values = np.zeros(count, dtype=np.int64)
-            base = self._local.values.ctypes.data
-            pointers = (c_void_p * count)(*(base + 8 * i for i in range(count)))
-            self._local.pointers = pointers
-        self._local.values[:] = values
-        code = self._driver.status(
-            "cuLaunchKernel",
-            self._handle,
-            c_uint(grid),
-            c_uint(1),
-            c_uint(1),
-            c_uint(self._threads),
-            c_uint(1),
-            c_uint(1),
-            c_uint(self._shared),
-            stream.handle,
-            pointers,
-            None,
+        arguments = getattr(self._local, "arguments", None)
+        if arguments is None or len(arguments[0]) != len(values):
+            numbers = (c_int64 * len(values))()
+            base = ctypes.addressof(numbers)
+            pointers = (c_void_p * len(values))(*range(base, base + 8 * len(values), 8))
+            arguments = self._local.arguments = (numbers, pointers)
+        numbers, pointers = arguments
+        numbers[:] = values
+        code = self._launch(
+            self._handle, grid, 1, 1, self._threads, 1, 1, self._shared, stream.handle, pointers, 0
         )
         if code:
             raise self._driver.error("cuLaunchKernel", code)

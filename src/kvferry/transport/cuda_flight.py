@@ -13,8 +13,10 @@ from collections.abc import Callable
 
 from kvferry.errors import Cancelled, DeadlineExceeded, TransferError
 from kvferry.transport.base import TransferState
-from kvferry.transport.cuda_lane import SPIN_SECONDS, Lane
+from kvferry.transport.cuda_lane import Lane
 from kvferry.transport.jobs import CANCEL_SECONDS
+
+SPIN_SECONDS = 300e-6  # of asking again and again, before a thread sleeps between two looks
 
 
 class Flight:

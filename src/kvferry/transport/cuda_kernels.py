@@ -29,7 +29,7 @@ _TABLES = (
 _WIDE = ("length", "src_shift", "dst_shift")
 _NUMBERS = ("segments", "steps", "chunks", "search_rounds", "begin_item", "end_item")
 # What newer Tritons append: pointers to scratch memory that this kernel does not use.
-SCRATCH_ARGUMENTS = 4
+SCRATCH_ARGUMENTS = (0, 0, 0, 0)
 
 # Chunks that a program moves, and its warps: 16 KiB with several 16-byte accesses a thread. Where
 # there are as many chunks as threads, each thread looks up one and the others get it from it.
@@ -80,8 +80,9 @@ def function(device: Device, form: Form) -> Function | None:
     return _functions[key]
 
 
-def compiled(device: Device, form: Form) -> bool:
-    return _functions.get((device.ordinal, form)) is not None
+def compiled(device: Device, form: Form) -> Function | None:
+    """The kernel, if it is there already."""
+    return _functions.get((device.ordinal, form))
 
 
 def warm(device: Device) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -33,7 +32,6 @@ LAUNCH_BYTES = 1 << 30  # about half a millisecond on an H200
 SLOT_NUMBERS = 4 * WINDOW + 4096  # of a window with uneven lengths: src, dst, length, first chunk
 # A kernel reads so few numbers straight from pinned memory sooner than a copy of them is queued.
 DIRECT_NUMBERS = 1 << 11
-SPIN_SECONDS = 300e-6  # of asking again and again, before a thread sleeps until an event
 SYSTEM_COPIES = 256  # without Triton: copies between two looks at `check`
 
 Check = Callable[[], None]
@@ -49,6 +47,7 @@ class _Slot:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.pinned = device.pinned(8 * SLOT_NUMBERS)
+        self.address = self.pinned.ctypes.data
         self.numbers: Ints = self.pinned.view(np.int64)
         self.there = device.allocate(8 * SLOT_NUMBERS)
         self.done = Event()
@@ -57,7 +56,7 @@ class _Slot:
     def free(self) -> None:
         self.done.destroy()
         self._device.free(self.there)
-        self._device.free_pinned(self.pinned.ctypes.data)
+        self._device.free_pinned(self.address)
 
 
 @dataclass(slots=True)
@@ -108,13 +107,17 @@ class Lane:
 
     def finish(self) -> None:
         self.mark_end()
-        wait_event(self.end)
+        self.end.synchronize()
 
-    def ready(self, runs: Runs) -> bool:
-        """Whether its kernel is compiled."""
+    def launch_now(self, runs: Runs, shifts: Shifts) -> bool:
+        """Queue runs of a few copies, none empty; False where their kernel is not compiled yet."""
         work = Work.of(runs)
         form = Form(work.chunk, search=not work.length, grain=runs.grain())
-        return self._kernels and cuda_kernels.compiled(self.device, form)
+        kernel = cuda_kernels.compiled(self.device, form) if self._kernels else None
+        if kernel is None:
+            return False
+        self._launch_kernel(work, form, kernel, shifts, _nothing)
+        return True
 
     def drain(self) -> None:
         """Wait for what is queued, whatever became of it."""
@@ -154,42 +157,42 @@ class Lane:
             self._copy_singly(work.runs, shifts, fill, check)
             return
         work, form, kernel = found
-        runs = work.runs
+        self._launch_kernel(work, form, kernel, shifts, check)
+
+    def _launch_kernel(
+        self, work: Work, form: Form, kernel: Function, shifts: Shifts, check: Check
+    ) -> None:
         check()
         slot = self._take()
-        tables = [
+        runs, at, places = work.runs, 0, []
+        for table in (
             runs.src_rows,
             runs.dst_rows,
             runs.src_segments,
             runs.dst_segments,
             runs.src_steps,
             runs.dst_steps,
-            runs.lengths if form.search else None,
-            work.firsts if form.search else None,
-        ]
-        at, places = 0, []
-        for table in tables:
+            *((runs.lengths, work.firsts) if form.search else ()),
+        ):
             places.append(at)
-            if table is not None:
-                slot.numbers[at : at + len(table)] = table
-                at += len(table)
-        base = slot.pinned.ctypes.data
+            slot.numbers[at : at + len(table)] = table
+            at += len(table)
+        base = slot.address
         if at > DIRECT_NUMBERS:
             self.stream.copy(slot.there, base, 8 * at)
             base = slot.there
-        values = np.zeros(17 + SCRATCH_ARGUMENTS, dtype=np.int64)
-        values[:8] = base + 8 * np.asarray(places)
-        values[8:11] = work.length, shifts.src, shifts.dst
-        values[11:15] = len(runs.lengths), len(runs.src_steps), work.chunks, work.search_rounds()
+        tables = [base + 8 * place for place in places] + [base] * (8 - len(places))
+        numbers = [work.length, shifts.src, shifts.dst, len(runs.lengths), len(runs.src_steps)]
+        numbers += [work.chunks, work.search_rounds()]
         for number, (row, begin, end) in enumerate(launches(work)):
             if number:
                 check()
                 mark = self._marks[number % len(self._marks)]
                 if number > len(self._marks):
-                    wait_event(mark)
+                    mark.synchronize()
                 mark.record(self.stream)
-            values[0:2] = base + 8 * (np.asarray(places[:2]) + row)
-            values[15:17] = begin, end
+            rows = [tables[0] + 8 * row, tables[1] + 8 * row]
+            values = [*rows, *tables[2:], *numbers, begin, end, *SCRATCH_ARGUMENTS]
             kernel.launch(-(-(end - begin) // form.count), self.stream, values)
         slot.done.record(self.stream)
         slot.used = True
@@ -198,8 +201,8 @@ class Lane:
         """The slot whose turn it is, once the GPU has done with it."""
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
-        if slot.used:
-            wait_event(slot.done)
+        if slot.used and not slot.done.done():
+            slot.done.synchronize()
         return slot
 
     def _copy_singly(self, runs: Runs, shifts: Shifts, fill: bool, check: Check) -> None:
@@ -221,28 +224,13 @@ class Lane:
 def launches(work: Work) -> Iterator[tuple[int, int, int]]:
     """First row, first and last item of each launch, so that none takes long."""
     rows, per_row = len(work.runs.src_rows), work.items_per_row
-    row_bytes = max(1, work.runs.bytes() // rows)
+    row_bytes = max(1, work.runs.bytes // rows)
     most_rows = max(1, MOST_ITEMS // per_row)
     most_items = max(1, LAUNCH_BYTES * per_row // row_bytes)
     for row in range(0, rows, most_rows):
         items = min(most_rows, rows - row) * per_row
         for begin in range(0, items, most_items):
             yield row, begin, min(begin + most_items, items)
-
-
-def wait_event(event: Event, seconds: float | None = None) -> bool:
-    """Until it is done: at first awake, because most are soon; whether it was within `seconds`."""
-    begin = time.perf_counter()
-    while not event.done():
-        spent = time.perf_counter() - begin
-        if seconds is not None and spent > seconds:
-            return False
-        if spent > SPIN_SECONDS:
-            if seconds is None:
-                event.synchronize()
-                return True
-            time.sleep(SPIN_SECONDS)
-    return True
 
 
 class Lanes:
