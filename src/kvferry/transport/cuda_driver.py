@@ -8,10 +8,9 @@ interpreter's lock; every return code is looked at.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_char_p, c_int, c_int64, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -29,7 +28,7 @@ UUID_BYTES = 16
 _NOT_READY = 600
 _PEER_ACCESS_ALREADY_ENABLED = 704
 _STREAM_NON_BLOCKING = 1
-_EVENT_BLOCKING_SYNC, _EVENT_DISABLE_TIMING = 1, 2
+_EVENT_DEFAULT, _EVENT_DISABLE_TIMING = 0, 2
 _HOST_ALLOC_PORTABLE = 1
 _IPC_LAZY_PEER_ACCESS = 1
 _ATTRIBUTE_MEMORY_TYPE, _ATTRIBUTE_ORDINAL = 2, 9
@@ -133,6 +132,21 @@ def place_of(address: int) -> Place | None:
     return Place(ordinal.value, base.value, size.value)
 
 
+class Current:
+    """A context that is this thread's while one is inside."""
+
+    __slots__ = ("_context", "_driver")
+
+    def __init__(self, calls: Driver, context: c_void_p) -> None:
+        self._driver, self._context = calls, context
+
+    def __enter__(self) -> None:
+        self._driver.call("cuCtxPushCurrent_v2", self._context)
+
+    def __exit__(self, *_: object) -> None:
+        self._driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+
 class Device:
     """One GPU. Its methods need it to be current, except where they say so."""
 
@@ -158,18 +172,9 @@ class Device:
         self._driver.call("cuDeviceGetAttribute", byref(value), number, self._handle)
         return value.value
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> Current:
         """Make it this thread's device for a while. From any thread."""
-        self._driver.call("cuCtxPushCurrent_v2", self._context)
-        try:
-            yield
-        finally:
-            self._driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
-
-    def keep_current(self) -> None:
-        """For threads of our own."""
-        self._driver.call("cuCtxSetCurrent", self._context)
+        return Current(self._driver, self._context)
 
     def can_reach(self, other: Device) -> bool:
         """Whether its kernels can use the other's memory."""
@@ -263,7 +268,7 @@ class Event:
     def __init__(self, *, timing: bool = False) -> None:
         self._driver = driver()
         handle = c_void_p()
-        flags = _EVENT_BLOCKING_SYNC | (0 if timing else _EVENT_DISABLE_TIMING)
+        flags = _EVENT_DEFAULT if timing else _EVENT_DISABLE_TIMING
         self._driver.call("cuEventCreate", byref(handle), flags)
         self.handle = handle
 
@@ -276,9 +281,6 @@ class Event:
         if code not in (0, _NOT_READY):
             raise self._driver.error("cuEventQuery", code)
         return code == 0
-
-    def synchronize(self) -> None:
-        self._driver.call("cuEventSynchronize", self.handle)
 
     def milliseconds_since(self, other: Event) -> float:
         """Both with timing, both done."""

@@ -31,9 +31,10 @@ _NUMBERS = ("segments", "steps", "chunks", "search_rounds", "begin_item", "end_i
 # What newer Tritons append: pointers to scratch memory that this kernel does not use.
 SCRATCH_ARGUMENTS = (0, 0, 0, 0)
 
-# Chunks that a program moves, and its warps: 16 KiB with several 16-byte accesses a thread. Where
-# there are as many chunks as threads, each thread looks up one and the others get it from it.
-TUNING = {64: (64, 2), 256: (64, 2), 1024: (8, 2), 4096: (4, 4)}
+# Chunks that a program moves, and its warps. Small programs win (measured on an H200: 92 % of the
+# copy peak against 86 % for 16 KiB by four warps), with eight or sixteen 16-byte accesses a thread.
+# Where there are as many chunks as threads, each thread looks one up and the others get it from it.
+TUNING = {64: (64, 2), 256: (32, 1), 1024: (4, 1), 4096: (1, 2)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,8 @@ SLOT_NUMBERS = 4 * WINDOW + 4096  # of a window with uneven lengths: src, dst, l
 # A kernel reads so few numbers straight from pinned memory sooner than a copy of them is queued.
 DIRECT_NUMBERS = 1 << 11
 SYSTEM_COPIES = 256  # without Triton: copies between two looks at `check`
+
+NAP_SECONDS = 20e-6  # the kernel makes about 70 microseconds of it
 
 Check = Callable[[], None]
 
@@ -107,7 +110,7 @@ class Lane:
 
     def finish(self) -> None:
         self.mark_end()
-        self.end.synchronize()
+        wait_event(self.end)
 
     def launch_now(self, runs: Runs, shifts: Shifts) -> bool:
         """Queue runs of a few copies, none empty; False where their kernel is not compiled yet."""
@@ -189,7 +192,7 @@ class Lane:
                 check()
                 mark = self._marks[number % len(self._marks)]
                 if number > len(self._marks):
-                    mark.synchronize()
+                    wait_event(mark)
                 mark.record(self.stream)
             rows = [tables[0] + 8 * row, tables[1] + 8 * row]
             values = [*rows, *tables[2:], *numbers, begin, end, *SCRATCH_ARGUMENTS]
@@ -201,8 +204,8 @@ class Lane:
         """The slot whose turn it is, once the GPU has done with it."""
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
-        if slot.used and not slot.done.done():
-            slot.done.synchronize()
+        if slot.used:
+            wait_event(slot.done)
         return slot
 
     def _copy_singly(self, runs: Runs, shifts: Shifts, fill: bool, check: Check) -> None:
@@ -231,6 +234,12 @@ def launches(work: Work) -> Iterator[tuple[int, int, int]]:
         items = min(most_rows, rows - row) * per_row
         for begin in range(0, items, most_items):
             yield row, begin, min(begin + most_items, items)
+
+
+def wait_event(event: Event) -> None:
+    """Until it is done. Looks, and naps: an interrupt comes later than that, above all in a VM."""
+    while not event.done():
+        time.sleep(NAP_SECONDS)
 
 
 class Lanes:

@@ -125,7 +125,7 @@ def _move(src, dst, count, FILL: tl.constexpr, MOST: tl.constexpr):
     else:
         of = tl.multiple_of(src[:, None].to(tl.pointer_type(tl.int64)) + at, (16, 16))
         of = tl.max_contiguous(of, (1, MOST // 8))
-        words = tl.load(of, mask=wanted, eviction_policy="evict_first")
+        words = tl.load(of, mask=wanted, cache_modifier=".cg")  # read once: not into the L1
     tl.store(to, words, mask=wanted)
 
 

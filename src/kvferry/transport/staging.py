@@ -4,7 +4,8 @@
     scatter   one copy takes them to the device, one kernel puts them where they belong
 
 So two hosts with GPUs and nothing but TCP between them work: `TcpCarrier(memory=DeviceMemory(...))`
-sends from the pinned buffer, one piece while the next is gathered (each connection has its own).
+sends one pinned buffer while the next is gathered, and receives one while the last is scattered
+(tcp_staged.py).
 
 A call's bytes go through the device in pieces of half a lane's staging memory: while one piece
 crosses the bus, the kernel works on the other. Host buffers that are not pinned go through pinned
@@ -13,10 +14,11 @@ memory of the lane's own.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -25,13 +27,15 @@ import numpy as np
 from kvferry.errors import TransferError
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.cuda_driver import Device, Event, Stream, device, place_of
-from kvferry.transport.cuda_lane import Lane
+from kvferry.transport.cuda_lane import Lane, wait_event
 from kvferry.transport.cuda_mapped import Mapped, place
 from kvferry.transport.cuda_work import Runs
 from kvferry.transport.memory import Bytes, Ints
 from kvferry.transport.regions import Arrays, slices
 
 PIECE_BYTES = 8 << 20  # crosses the bus in 0.15 ms, about what starting it costs a thread
+
+Finish = Callable[[], None]
 
 
 class _Half:
@@ -42,7 +46,7 @@ class _Half:
         self.bus = bus
         self._device = on
         self._here: Bytes | None = None
-        self.gathered, self.moved = Event(), Event()
+        self.computed, self.moved = Event(), Event()
         self.used = False
 
     @property
@@ -52,11 +56,17 @@ class _Half:
             self._here = self._device.pinned(PIECE_BYTES)
         return self._here
 
+    def settle(self) -> None:
+        """Wait until all that was queued with it is done, and it may be filled again."""
+        if self.used:
+            wait_event(self.moved)
+            wait_event(self.computed)
+
     def free(self) -> None:
         self._device.free(self.there)
         if self._here is not None:
             self._device.free_pinned(self._here.ctypes.data)
-        for event in (self.gathered, self.moved):
+        for event in (self.computed, self.moved):
             event.destroy()
 
 
@@ -67,9 +77,13 @@ class _StagingLane:
         self.lane, self.bus = Lane(on), Stream()
         self.halves = (_Half(on, self.bus), _Half(on, self.bus))
 
-    def free(self) -> None:
+    def drain(self) -> None:
         self.lane.drain()
-        self.bus.synchronize()
+        with contextlib.suppress(TransferError):
+            self.bus.synchronize()
+
+    def free(self) -> None:
+        self.drain()
         for half in self.halves:
             half.free()
         self.lane.free()
@@ -134,64 +148,83 @@ class DeviceMemory:
 
     def gather(self, address: Ints, length: Ints, into: Bytes) -> None:
         """The runs, one after another, to the beginning of `into`; returns when they are there."""
-        runs = self._checked(address, length, len(into))
-        pinned = self._is_pinned(into)
-        with self._on().current():
-            staging = self._take()
-            try:
-                before: _Piece | None = None
-                for piece in _pieces(runs, staging.halves):
-                    half = piece.half
-                    self._settle(half)
-                    staging.lane.copy(Runs.of_arrays(_at(piece.runs, half.there)))
-                    half.gathered.record(staging.lane.stream)
-                    staging.bus.wait_for(half.gathered)
-                    to = into.ctypes.data + piece.offset if pinned else half.here.ctypes.data
-                    staging.bus.copy(to, half.there, piece.bytes)
-                    half.moved.record(staging.bus)
-                    half.used = True
-                    if not pinned and before is not None:
-                        _unload(before, into)
-                    before = piece
-                if before is not None:
-                    before.half.moved.synchronize()
-                    if not pinned:
-                        _unload(before, into)
-            except BaseException:
-                staging.lane.drain()
-                staging.bus.synchronize()
-                raise
-            finally:
-                self._put(staging)
+        self.begin_gather(address, length, into)()
 
     def scatter(self, source: Bytes, address: Ints, length: Ints) -> None:
         """The beginning of `source` to the runs; returns when they are visible."""
+        self.begin_scatter(source, address, length)()
+
+    def begin_gather(self, address: Ints, length: Ints, into: Bytes) -> Finish:
+        """Start to gather; what is returned waits for the end, and must be called, once."""
+        runs = self._checked(address, length, len(into))
+        pinned = self._is_pinned(into)
+
+        def queue(staging: _StagingLane) -> None:
+            before: _Piece | None = None
+            for piece in _pieces(runs, staging.halves):
+                half = piece.half
+                half.settle()
+                staging.lane.copy(Runs.of_arrays(_at(piece.runs, half.there)))
+                half.computed.record(staging.lane.stream)
+                staging.bus.wait_for(half.computed)
+                to = into.ctypes.data + piece.offset if pinned else half.here.ctypes.data
+                staging.bus.copy(to, half.there, piece.bytes)
+                half.moved.record(staging.bus)
+                half.used = True
+                if not pinned:
+                    _unload(before, into)
+                    before = piece
+            if not pinned:
+                _unload(before, into)
+
+        return self._begin(queue)
+
+    def begin_scatter(self, source: Bytes, address: Ints, length: Ints) -> Finish:
+        """Start to scatter; as `begin_gather`. The source must stay as it is until the end."""
         runs = self._checked(address, length, len(source))
         pinned = self._is_pinned(source)
-        with self._on().current():
+
+        def queue(staging: _StagingLane) -> None:
+            for piece in _pieces(runs, staging.halves):
+                half = piece.half
+                half.settle()
+                part = source[piece.offset : piece.offset + piece.bytes]
+                if not pinned:
+                    half.here[: piece.bytes] = part
+                begin = part.ctypes.data if pinned else half.here.ctypes.data
+                staging.bus.copy(half.there, begin, piece.bytes)
+                half.moved.record(staging.bus)
+                staging.lane.stream.wait_for(half.moved)
+                there = _at(piece.runs, half.there)
+                staging.lane.copy(Runs.of_arrays(Arrays(there.dst, there.src, there.length)))
+                half.computed.record(staging.lane.stream)
+                half.used = True
+
+        return self._begin(queue)
+
+    def _begin(self, queue: Callable[[_StagingLane], None]) -> Finish:
+        on = self._on()
+        with on.current():
             staging = self._take()
             try:
-                for piece in _pieces(runs, staging.halves):
-                    half = piece.half
-                    self._settle(half)
-                    part = source[piece.offset : piece.offset + piece.bytes]
-                    if not pinned:
-                        half.here[: piece.bytes] = part
-                    begin = part.ctypes.data if pinned else half.here.ctypes.data
-                    staging.bus.copy(half.there, begin, piece.bytes)
-                    half.moved.record(staging.bus)
-                    staging.lane.stream.wait_for(half.moved)
-                    there = _at(piece.runs, half.there)
-                    staging.lane.copy(Runs.of_arrays(Arrays(there.dst, there.src, there.length)))
-                    half.gathered.record(staging.lane.stream)
-                    half.used = True
-                staging.lane.finish()
+                queue(staging)
             except BaseException:
-                staging.bus.synchronize()
-                staging.lane.drain()
-                raise
-            finally:
+                staging.drain()
                 self._put(staging)
+                raise
+
+        def finish() -> None:
+            with on.current():
+                try:
+                    for half in staging.halves:
+                        half.settle()
+                except BaseException:
+                    staging.drain()
+                    raise
+                finally:
+                    self._put(staging)
+
+        return finish
 
     def zero(self, address: Ints, length: Ints) -> None:
         """Set the runs to zero; returns when that is visible."""
@@ -237,12 +270,6 @@ class DeviceMemory:
         with self._lock:
             return any(at <= begin and end <= at + count for at, count in self._pinned.items())
 
-    def _settle(self, half: _Half) -> None:
-        """Wait until the half may be filled again."""
-        if half.used:
-            half.moved.synchronize()
-            half.gathered.synchronize()
-
     def _take(self) -> _StagingLane:
         with self._lock:
             staging = self._idle.pop() if self._idle else None
@@ -274,6 +301,7 @@ def _at(runs: Arrays, base: int) -> Arrays:
     return Arrays(runs.src, runs.dst + base, runs.length)
 
 
-def _unload(piece: _Piece, into: Bytes) -> None:
-    piece.half.moved.synchronize()
-    into[piece.offset : piece.offset + piece.bytes] = piece.half.here[: piece.bytes]
+def _unload(piece: _Piece | None, into: Bytes) -> None:
+    if piece is not None:
+        wait_event(piece.half.moved)
+        into[piece.offset : piece.offset + piece.bytes] = piece.half.here[: piece.bytes]
