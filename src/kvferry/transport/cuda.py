@@ -7,7 +7,7 @@ its destination. Memory of another GPU is reached by peer access, where the hard
 
 What is copied without Triton, what a batch costs and how it is cut: cuda_lane.py, cuda_work.py.
 
-The owner takes no part in a transfer. That it still lives is seen on a connection (alive.py)
+The owner takes no part in a transfer. That it still lives is seen on a connection (pulse.py)
 which it holds open as long as its carrier is: looked at before, between and after launches. The
 driver keeps the memory of a dead process while others have it open, so copies from it are wrong,
 not fatal; a transfer during which the owner ended is `PeerLost`.
@@ -23,16 +23,20 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from kvferry.errors import Cancelled, ProtocolError, TransferError
+from kvferry.errors import Cancelled, TransferError
 from kvferry.transport import cuda_kernels
-from kvferry.transport.alive import Beacon, Sign, Watch
-from kvferry.transport.base import CopyArrays, MemoryRegion, StridedCopies, Transfer
+from kvferry.transport.base import (
+    CopyArrays,
+    MemoryRegion,
+    StridedCopies,
+    Transfer,
+    TransferState,
+)
 from kvferry.transport.cuda_driver import (
-    IPC_HANDLE_BYTES,
     CudaError,
     Device,
     Place,
@@ -40,95 +44,21 @@ from kvferry.transport.cuda_driver import (
     device_count,
     place_of,
 )
+from kvferry.transport.cuda_flight import Flight
 from kvferry.transport.cuda_lane import Lanes
 from kvferry.transport.cuda_mapped import Mapped, place
+from kvferry.transport.cuda_peer import Allocation, CudaEndpoint, CudaPeer, export, within
 from kvferry.transport.cuda_work import runs_of
 from kvferry.transport.jobs import Job, Workers
 from kvferry.transport.local import _boot as boot_id
+from kvferry.transport.pulse import Pulse, PulseServer
 
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-
-
-class Allocation(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that one IPC handle opens."""
-
-    base: int
-    bytes: int
-    handle: bytes
-    gpu: bytes  # its uuid
-
-
-class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True):
-    """Which process this is, how to see that it lives, and what of its memory can be opened."""
-
-    carrier: str
-    boot: str
-    pid: int
-    alive: Sign
-    allocations: list[Allocation]
-    regions: list[tuple[int, int]]
-
-    @classmethod
-    def decode(cls, raw: bytes) -> CudaEndpoint:
-        try:
-            endpoint = msgspec.msgpack.decode(raw, type=cls)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"this is not the endpoint of a cuda carrier: {error}") from None
-        bad = any(len(a.handle) != IPC_HANDLE_BYTES for a in endpoint.allocations)
-        if endpoint.carrier != "cuda" or bad or not endpoint.alive.valid():
-            raise ProtocolError(f"this is not a cuda carrier's endpoint: {endpoint.carrier!r}")
-        return endpoint
-
-
-class CudaPeer:
-    """A process whose device memory this one has open."""
-
-    def __init__(self, watch: Watch, memory: Mapped, opened: list[int], on: Device) -> None:
-        self.memory, self._watch, self._opened, self._device = memory, watch, opened, on
-        self._lock = threading.Lock()
-        self._users = 0
-        self.connected = True
-
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """Its memory stays open meanwhile."""
-        with self._lock:
-            self.require_connected()
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-            self._close_if_unused()
-
-    def require_connected(self) -> None:
-        if not self.connected:
-            raise Cancelled("the peer was disconnected on this side")
-
-    def require_alive(self) -> None:
-        self._watch.require()
-
-    def check(self) -> None:
-        self.require_connected()
-        self.require_alive()
-
-    def disconnect(self) -> None:
-        self.connected = False
-        self._close_if_unused()
-
-    def _close_if_unused(self) -> None:
-        with self._lock:
-            if self.connected or self._users:
-                return
-            opened, self._opened = self._opened, []
-        self._watch.close()
-        with self._device.current():
-            for address in opened:
-                with contextlib.suppress(CudaError):
-                    self._device.close(address)
+# What the caller's thread launches itself: about 20 microseconds of copying, and of Python.
+SMALL_NUMBERS = 4096
+SMALL_BYTES = 32 << 20
 
 
 class CudaCarrier:
@@ -152,11 +82,12 @@ class CudaCarrier:
         self._workers = Workers("kvferry-cuda", workers)
         self._regions: list[MemoryRegion] = []
         self._places: dict[int, Place] = {}  # allocations by base
-        self._memory = Mapped.of([])
+        self.memory = Mapped.of([])
         self._device: Device | None = None
         self._lanes: Lanes | None = None
-        self._beacon: Beacon | None = None
+        self._pulse: PulseServer | None = None
         self._peers: list[CudaPeer] = []
+        self._flights: list[tuple[CudaPeer, Flight]] = []
         self._lock = threading.Lock()
         self._endpoint: bytes | None = None
         self._closed = False
@@ -190,8 +121,8 @@ class CudaCarrier:
                     ).start()
             self._places[first.base] = first
         self._regions += regions
-        self._memory = Mapped.of(
-            (_within(self._regions, p.base, p.bytes), 0) for p in self._places.values()
+        self.memory = Mapped.of(
+            (within(self._regions, p.base, p.bytes), 0) for p in self._places.values()
         )
         self._endpoint = None
 
@@ -200,17 +131,20 @@ class CudaCarrier:
         with self._lock:
             if self._closed:
                 raise TransferError("the carrier is closed")
-            if self._beacon is None:
-                self._beacon = Beacon(self._host)
+            if self._pulse is None:
+                self._pulse = PulseServer(self._host)
             if self._endpoint is None:
                 self._endpoint = msgspec.msgpack.encode(
                     CudaEndpoint(
                         carrier="cuda",
                         boot=boot_id(),
                         pid=os.getpid(),
-                        alive=self._beacon.sign,
-                        allocations=[_export(place) for place in self._places.values()],
-                        regions=[(r.address, r.bytes) for r in self._memory.table.regions()],
+                        host=self._host,
+                        pulse_port=self._pulse.port,
+                        token=self._pulse.token,
+                        incarnation=self._pulse.incarnation,
+                        allocations=[export(place) for place in self._places.values()],
+                        regions=[(r.address, r.bytes) for r in self.memory.table.regions()],
                     )
                 )
             return self._endpoint
@@ -223,23 +157,24 @@ class CudaCarrier:
                 "which stages device memory, or a carrier with RDMA"
             )
         mine = self._device or device(0)
-        watch = found.alive.watch(deadline)
+        pulse = Pulse.connect(
+            found.host, found.pulse_port, found.token, found.incarnation, deadline
+        )
         opened: list[int] = []
         try:
             with mine.current():
                 bases = {a.base: self._open(found, a, mine, opened) for a in found.allocations}
             regions = [MemoryRegion(address, size) for address, size in found.regions]
             memory = Mapped.of(
-                (_within(regions, a.base, a.bytes), bases[a.base] - a.base)
-                for a in found.allocations
+                (within(regions, a.base, a.size), bases[a.base] - a.base) for a in found.allocations
             )
         except BaseException:
-            watch.close()
+            pulse.close()
             with mine.current():
                 for address in opened:
                     mine.close(address)
             raise
-        peer = CudaPeer(watch, memory, opened, mine)
+        peer = CudaPeer(pulse, memory, opened, mine)
         with self._lock:
             if not self._closed:
                 self._peers.append(peer)
@@ -257,16 +192,19 @@ class CudaCarrier:
         with self._lock:
             if peer in self._peers:
                 self._peers.remove(peer)
+        peer.connected = False
+        self._end_flights(peer)
         peer.disconnect()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             peers, self._peers = self._peers, []
-            beacon, self._beacon = self._beacon, None
-        if beacon is not None:
-            beacon.stop()
+            pulse, self._pulse = self._pulse, None
+        if pulse is not None:
+            pulse.close()
         self._workers.close()
+        self._end_flights(None)
         for peer in peers:
             peer.disconnect()
         if self._lanes is not None:
@@ -305,44 +243,90 @@ class CudaCarrier:
     def _submit(
         self, peer: CudaPeer, copies: CopyArrays | StridedCopies, *, reading: bool
     ) -> Transfer:
+        what = "a cuda read" if reading else "a cuda write"
+        flight = self._launch_small(peer, copies, what, reading=reading)
+        if flight is not None:
+            return flight
+
         def work(job: Job) -> None:
             lanes = self._lanes
-            runs = runs_of(copies)
-            there, here = peer.memory, self._memory
-            src, dst = (there, here) if reading else (here, there)
-            parts = place(runs, src, dst, reading=reading)
+            parts = place(runs_of(copies), *self._ends(peer, reading), reading=reading)
             with peer.used():
                 peer.check()
-                if lanes is None or runs.copies == 0:
-                    return
 
                 def check() -> None:
                     job.checkpoint()
                     peer.check()
 
-                with lanes.lane() as lane:
-                    for part, shifts in parts:
-                        lane.copy(part, shifts, check=check)
-                    lane.finish()
+                if lanes is not None:
+                    with lanes.lane() as lane:
+                        for part, shifts in parts:
+                            lane.copy(part, shifts, check=check)
+                        lane.finish()
                 peer.require_alive()  # it was there, and open, all along
 
-        return self._workers.submit(Job(work, "a cuda read" if reading else "a cuda write"))
+        return self._workers.submit(Job(work, what))
 
+    def _ends(self, peer: CudaPeer, reading: bool) -> tuple[Mapped, Mapped]:
+        """Source and destination."""
+        return (peer.memory, self.memory) if reading else (self.memory, peer.memory)
 
-def _export(place: Place) -> Allocation:
-    owner = device(place.ordinal)
-    try:
-        with owner.current():
-            handle = owner.export(place.base)
-    except CudaError as error:
-        raise TransferError(
-            f"device memory at {place.base:#x} cannot be shared between processes: {error}. It was "
-            "not allocated by cudaMalloc; with torch, set "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
-        ) from None
-    return Allocation(place.base, place.bytes, handle, owner.uuid)
+    def _launch_small(
+        self, peer: CudaPeer, copies: CopyArrays | StridedCopies, what: str, *, reading: bool
+    ) -> Flight | None:
+        """Launch what is small here and now; None where it is not, or something stands against it.
 
+        Whatever that is, the other way says it.
+        """
+        lanes = self._lanes
+        if lanes is None or self._closed:
+            return None
+        self._land_flights()
+        try:
+            runs = runs_of(copies)
+            if runs.copies == 0 or runs.entries > SMALL_NUMBERS or runs.bytes > SMALL_BYTES:
+                return None
+            parts = list(place(runs, *self._ends(peer, reading), reading=reading))
+            held = contextlib.ExitStack()
+            with lanes.device.current(), contextlib.ExitStack() as undo:
+                undo.callback(held.close)
+                held.enter_context(peer.used())
+                peer.check()
+                lane = lanes.take()
+                undo.callback(lanes.put, lane)
+                undo.callback(lane.drain)
+                for part, shifts in parts:
+                    some = part.without_empty()
+                    if some.copies and not lane.launch_now(some, shifts):
+                        return None
+                lane.mark_end()
+                undo.pop_all()
+        except TransferError:
+            return None
 
-def _within(regions: Iterable[MemoryRegion], base: int, size: int) -> list[MemoryRegion]:
-    """The regions that lie in one allocation."""
-    return [r for r in regions if base <= r.address and r.address + r.bytes <= base + size]
+        def land() -> None:
+            with held:
+                with lanes.device.current():
+                    lanes.put(lane)
+                peer.check()
+
+        flight = Flight(lane, what, land)
+        with self._lock:
+            self._flights.append((peer, flight))
+        return flight
+
+    def _land_flights(self) -> None:
+        """Let go of what flights hold that nobody waited for."""
+        with self._lock:
+            flights = list(self._flights)
+        over = [f for _, f in flights if f.poll() is not TransferState.RUNNING]
+        with self._lock:
+            self._flights = [(p, f) for p, f in self._flights if f not in over]
+
+    def _end_flights(self, peer: CudaPeer | None) -> None:
+        with self._lock:
+            flights = [f for p, f in self._flights if peer is None or p is peer]
+        for flight in flights:
+            with contextlib.suppress(TransferError):
+                flight.cancel()
+        self._land_flights()

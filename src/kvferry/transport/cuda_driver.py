@@ -8,11 +8,10 @@ interpreter's lock; every return code is looked at.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
-from collections.abc import Iterator
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_char_p, c_int, c_int64, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -29,7 +28,7 @@ UUID_BYTES = 16
 _NOT_READY = 600
 _PEER_ACCESS_ALREADY_ENABLED = 704
 _STREAM_NON_BLOCKING = 1
-_EVENT_BLOCKING_SYNC, _EVENT_DISABLE_TIMING = 1, 2
+_EVENT_DEFAULT, _EVENT_DISABLE_TIMING = 0, 2
 _HOST_ALLOC_PORTABLE = 1
 _IPC_LAZY_PEER_ACCESS = 1
 _ATTRIBUTE_MEMORY_TYPE, _ATTRIBUTE_ORDINAL = 2, 9
@@ -56,6 +55,13 @@ class Driver:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         library.cuIpcOpenMemHandle_v2.argtypes = (c_void_p, _IpcHandle, c_uint)
+
+    def launcher(self) -> Callable[..., int]:
+        """`cuLaunchKernel`, with its types: the call that latency is made of."""
+        call = self._library.cuLaunchKernel
+        call.argtypes = (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p)
+        found: Callable[..., int] = call
+        return found
 
     def status(self, name: str, *arguments: Any) -> int:
         """Call it; the code that it returned."""
@@ -126,6 +132,21 @@ def place_of(address: int) -> Place | None:
     return Place(ordinal.value, base.value, size.value)
 
 
+class Current:
+    """A context that is this thread's while one is inside."""
+
+    __slots__ = ("_context", "_driver")
+
+    def __init__(self, calls: Driver, context: c_void_p) -> None:
+        self._driver, self._context = calls, context
+
+    def __enter__(self) -> None:
+        self._driver.call("cuCtxPushCurrent_v2", self._context)
+
+    def __exit__(self, *_: object) -> None:
+        self._driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+
 class Device:
     """One GPU. Its methods need it to be current, except where they say so."""
 
@@ -151,18 +172,9 @@ class Device:
         self._driver.call("cuDeviceGetAttribute", byref(value), number, self._handle)
         return value.value
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> Current:
         """Make it this thread's device for a while. From any thread."""
-        self._driver.call("cuCtxPushCurrent_v2", self._context)
-        try:
-            yield
-        finally:
-            self._driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
-
-    def keep_current(self) -> None:
-        """For threads of our own."""
-        self._driver.call("cuCtxSetCurrent", self._context)
+        return Current(self._driver, self._context)
 
     def can_reach(self, other: Device) -> bool:
         """Whether its kernels can use the other's memory."""
@@ -191,13 +203,17 @@ class Device:
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
         """Host memory that the device reads and writes by itself; `free_pinned` gives it back."""
+        address = self.pinned_address(size)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+    def pinned_address(self, size: int) -> int:
         pointer = c_void_p()
         self._driver.call("cuMemHostAlloc", byref(pointer), c_size_t(size), _HOST_ALLOC_PORTABLE)
         assert pointer.value is not None
-        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(pointer.value))
+        return pointer.value
 
-    def free_pinned(self, memory: NDArray[np.uint8]) -> None:
-        self._driver.call("cuMemFreeHost", c_void_p(memory.ctypes.data))
+    def free_pinned(self, address: int) -> None:
+        self._driver.call("cuMemFreeHost", c_void_p(address))
 
     def export(self, base: int) -> bytes:
         """What another process needs to reach the allocation that begins at `base`."""
@@ -252,7 +268,7 @@ class Event:
     def __init__(self, *, timing: bool = False) -> None:
         self._driver = driver()
         handle = c_void_p()
-        flags = _EVENT_BLOCKING_SYNC | (0 if timing else _EVENT_DISABLE_TIMING)
+        flags = _EVENT_DEFAULT if timing else _EVENT_DISABLE_TIMING
         self._driver.call("cuEventCreate", byref(handle), flags)
         self.handle = handle
 
@@ -265,9 +281,6 @@ class Event:
         if code not in (0, _NOT_READY):
             raise self._driver.error("cuEventQuery", code)
         return code == 0
-
-    def synchronize(self) -> None:
-        self._driver.call("cuEventSynchronize", self.handle)
 
     def milliseconds_since(self, other: Event) -> float:
         """Both with timing, both done."""
@@ -293,30 +306,20 @@ class Function:
             self._driver.call("cuFuncSetAttribute", handle, _FUNCTION_MAX_SHARED, shared_bytes)
         self._handle, self._threads, self._shared = handle, 32 * warps, shared_bytes
         self._local = threading.local()
+        self._launch = self._driver.launcher()
 
-    def launch(self, grid: int, stream: Stream, values: NDArray[np.int64]) -> None:
+    def launch(self, grid: int, stream: Stream, values: Sequence[int]) -> None:
         """`values`: the arguments, each in the low bytes of its eight."""
-        count = len(values)
-        pointers = getattr(self._local, "pointers", None)
-        if pointers is None or len(pointers) != count:
-            self._local.values = np.zeros(count, dtype=np.int64)
-            base = self._local.values.ctypes.data
-            pointers = (c_void_p * count)(*(base + 8 * i for i in range(count)))
-            self._local.pointers = pointers
-        self._local.values[:] = values
-        code = self._driver.status(
-            "cuLaunchKernel",
-            self._handle,
-            c_uint(grid),
-            c_uint(1),
-            c_uint(1),
-            c_uint(self._threads),
-            c_uint(1),
-            c_uint(1),
-            c_uint(self._shared),
-            stream.handle,
-            pointers,
-            None,
+        arguments = getattr(self._local, "arguments", None)
+        if arguments is None or len(arguments[0]) != len(values):
+            numbers = (c_int64 * len(values))()
+            base = ctypes.addressof(numbers)
+            pointers = (c_void_p * len(values))(*range(base, base + 8 * len(values), 8))
+            arguments = self._local.arguments = (numbers, pointers)
+        numbers, pointers = arguments
+        numbers[:] = values
+        code = self._launch(
+            self._handle, grid, 1, 1, self._threads, 1, 1, self._shared, stream.handle, pointers, 0
         )
         if code:
             raise self._driver.error("cuLaunchKernel", code)

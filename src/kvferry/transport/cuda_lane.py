@@ -18,23 +18,24 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvferry.transport import cuda_kernels
 from kvferry.transport.base import Ints
-from kvferry.transport.cuda_driver import Device, Event, Stream
+from kvferry.transport.cuda_driver import Device, Event, Function, Stream
 from kvferry.transport.cuda_kernels import SCRATCH_ARGUMENTS, Form
-from kvferry.transport.cuda_work import MOST_ITEMS, WINDOW, Runs, Work
+from kvferry.transport.cuda_work import CHUNKS, MOST_ITEMS, WINDOW, Runs, Work
 
 SLOTS = 3
 LAUNCH_BYTES = 1 << 30  # about half a millisecond on an H200
 SLOT_NUMBERS = 4 * WINDOW + 4096  # of a window with uneven lengths: src, dst, length, first chunk
 # A kernel reads so few numbers straight from pinned memory sooner than a copy of them is queued.
 DIRECT_NUMBERS = 1 << 11
-SPIN_SECONDS = 300e-6  # of asking again and again, before a thread sleeps until an event
 SYSTEM_COPIES = 256  # without Triton: copies between two looks at `check`
+
+NAP_SECONDS = 20e-6  # the kernel makes about 70 microseconds of it
 
 Check = Callable[[], None]
 
@@ -49,6 +50,7 @@ class _Slot:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.pinned = device.pinned(8 * SLOT_NUMBERS)
+        self.address = self.pinned.ctypes.data
         self.numbers: Ints = self.pinned.view(np.int64)
         self.there = device.allocate(8 * SLOT_NUMBERS)
         self.done = Event()
@@ -57,7 +59,7 @@ class _Slot:
     def free(self) -> None:
         self.done.destroy()
         self._device.free(self.there)
-        self._device.free_pinned(self.pinned)
+        self._device.free_pinned(self.address)
 
 
 @dataclass(slots=True)
@@ -77,7 +79,8 @@ class Lane:
         self._kernels = cuda_kernels.available() if triton is None else triton
         self._slots = [_Slot(device) for _ in range(SLOTS if self._kernels else 0)]
         self._next = 0
-        self._end = Event()
+        self.end = Event()  # after what was queued last
+        self._marks = [Event() for _ in range(SLOTS)]  # between launches of one batch
 
     def copy(
         self,
@@ -102,9 +105,22 @@ class Lane:
             return
         self._pieces(runs, shifts, fill, check)
 
-    def finish(self, check: Check = _nothing) -> None:
-        self._end.record(self.stream)
-        wait_event(self._end)
+    def mark_end(self) -> None:
+        self.end.record(self.stream)
+
+    def finish(self) -> None:
+        self.mark_end()
+        wait_event(self.end)
+
+    def launch_now(self, runs: Runs, shifts: Shifts) -> bool:
+        """Queue runs of a few copies, none empty; False where their kernel is not compiled yet."""
+        work = Work.of(runs)
+        form = Form(work.chunk, search=not work.length, grain=runs.grain())
+        kernel = cuda_kernels.compiled(self.device, form) if self._kernels else None
+        if kernel is None:
+            return False
+        self._launch_kernel(work, form, kernel, shifts, _nothing)
+        return True
 
     def drain(self) -> None:
         """Wait for what is queued, whatever became of it."""
@@ -115,7 +131,8 @@ class Lane:
         self.drain()
         for slot in self._slots:
             slot.free()
-        self._end.destroy()
+        for event in (self.end, *self._marks):
+            event.destroy()
         self.stream.destroy()
 
     def _pieces(self, runs: Runs, shifts: Shifts, fill: bool, check: Check) -> None:
@@ -127,41 +144,58 @@ class Lane:
                 for part in piece.pieces(1):
                     self._launch(Work.of(part), shifts, fill, check)
 
+    def _kernel(self, work: Work, fill: bool) -> tuple[Work, Form, Function] | None:
+        """The kernel for this work; with another chunk where the best one does not compile."""
+        grain = work.runs.grain()
+        for chunk in (work.chunk, *CHUNKS):
+            form = Form(chunk, search=not work.length, fill=fill, grain=grain)
+            kernel = cuda_kernels.function(self.device, form)
+            if kernel is not None:
+                return replace(work, chunk=chunk), form, kernel
+        return None
+
     def _launch(self, work: Work, shifts: Shifts, fill: bool, check: Check) -> None:
-        runs = work.runs
-        form = Form(work.chunk, search=not work.length, fill=fill, grain=runs.grain())
-        kernel = cuda_kernels.function(self.device, form)
+        found = self._kernel(work, fill)
+        if found is None:
+            self._copy_singly(work.runs, shifts, fill, check)
+            return
+        work, form, kernel = found
+        self._launch_kernel(work, form, kernel, shifts, check)
+
+    def _launch_kernel(
+        self, work: Work, form: Form, kernel: Function, shifts: Shifts, check: Check
+    ) -> None:
         check()
         slot = self._take()
-        tables = [
+        runs, at, places = work.runs, 0, []
+        for table in (
             runs.src_rows,
             runs.dst_rows,
             runs.src_segments,
             runs.dst_segments,
             runs.src_steps,
             runs.dst_steps,
-            runs.lengths if form.search else None,
-            work.firsts if form.search else None,
-        ]
-        at, places = 0, []
-        for table in tables:
+            *((runs.lengths, work.firsts) if form.search else ()),
+        ):
             places.append(at)
-            if table is not None:
-                slot.numbers[at : at + len(table)] = table
-                at += len(table)
-        base = slot.pinned.ctypes.data
+            slot.numbers[at : at + len(table)] = table
+            at += len(table)
+        base = slot.address
         if at > DIRECT_NUMBERS:
             self.stream.copy(slot.there, base, 8 * at)
             base = slot.there
-        values = np.zeros(17 + SCRATCH_ARGUMENTS, dtype=np.int64)
-        values[:8] = base + 8 * np.asarray(places)
-        values[8:11] = work.length, shifts.src, shifts.dst
-        values[11:15] = len(runs.lengths), len(runs.src_steps), work.chunks, work.search_rounds()
-        for row, begin, end in launches(work):
-            if begin or row:
+        tables = [base + 8 * place for place in places] + [base] * (8 - len(places))
+        numbers = [work.length, shifts.src, shifts.dst, len(runs.lengths), len(runs.src_steps)]
+        numbers += [work.chunks, work.search_rounds()]
+        for number, (row, begin, end) in enumerate(launches(work)):
+            if number:
                 check()
-            values[0:2] = base + 8 * (np.asarray(places[:2]) + row)
-            values[15:17] = begin, end
+                mark = self._marks[number % len(self._marks)]
+                if number > len(self._marks):
+                    wait_event(mark)
+                mark.record(self.stream)
+            rows = [tables[0] + 8 * row, tables[1] + 8 * row]
+            values = [*rows, *tables[2:], *numbers, begin, end, *SCRATCH_ARGUMENTS]
             kernel.launch(-(-(end - begin) // form.count), self.stream, values)
         slot.done.record(self.stream)
         slot.used = True
@@ -193,7 +227,7 @@ class Lane:
 def launches(work: Work) -> Iterator[tuple[int, int, int]]:
     """First row, first and last item of each launch, so that none takes long."""
     rows, per_row = len(work.runs.src_rows), work.items_per_row
-    row_bytes = max(1, work.runs.bytes() // rows)
+    row_bytes = max(1, work.runs.bytes // rows)
     most_rows = max(1, MOST_ITEMS // per_row)
     most_items = max(1, LAUNCH_BYTES * per_row // row_bytes)
     for row in range(0, rows, most_rows):
@@ -202,19 +236,10 @@ def launches(work: Work) -> Iterator[tuple[int, int, int]]:
             yield row, begin, min(begin + most_items, items)
 
 
-def wait_event(event: Event, seconds: float | None = None) -> bool:
-    """Until it is done: at first awake, because most are soon; whether it was within `seconds`."""
-    begin = time.perf_counter()
+def wait_event(event: Event) -> None:
+    """Until it is done. Looks, and naps: an interrupt comes later than that, above all in a VM."""
     while not event.done():
-        spent = time.perf_counter() - begin
-        if seconds is not None and spent > seconds:
-            return False
-        if spent > SPIN_SECONDS:
-            if seconds is None:
-                event.synchronize()
-                return True
-            time.sleep(SPIN_SECONDS)
-    return True
+        time.sleep(NAP_SECONDS)
 
 
 class Lanes:
@@ -231,17 +256,20 @@ class Lanes:
     def lane(self) -> Iterator[Lane]:
         """A lane for this thread, with the device current; drained when it is given back."""
         with self.device.current():
-            with self._lock:
-                lane = self._idle.pop() if self._idle else None
-            if lane is None:
-                lane = Lane(self.device, triton=self._triton)
+            lane = self.take()
             try:
                 yield lane
             except BaseException:
                 lane.drain()
                 raise
             finally:
-                self._put(lane)
+                self.put(lane)
+
+    def take(self) -> Lane:
+        """A lane, which `put` gives back; the device is current, both times."""
+        with self._lock:
+            lane = self._idle.pop() if self._idle else None
+        return lane or Lane(self.device, triton=self._triton)
 
     def close(self) -> None:
         with self._lock:
@@ -251,7 +279,7 @@ class Lanes:
             for lane in lanes:
                 lane.free()
 
-    def _put(self, lane: Lane) -> None:
+    def put(self, lane: Lane) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.append(lane)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvferry.transport.base import Ints, MemoryRegion
 from kvferry.transport.cuda_lane import Shifts
-from kvferry.transport.cuda_work import Runs
+from kvferry.transport.cuda_work import Runs, least, most
 from kvferry.transport.regions import RegionTable
 
 FAR = 1 << 62  # sums of numbers below it fit
@@ -61,16 +61,13 @@ class _Extent:
     rows: Ints
 
     @classmethod
-    def of(cls, rows: Ints, segments: Ints, lengths: Ints, steps: Ints) -> _Extent:
-        return cls(
-            int(segments.min()) + int(steps.min()),
-            int(segments.max()) + int(lengths.max()) + int(steps.max()),
-            rows,
-        )
+    def of(cls, rows: Ints, segments: Ints, longest: int, steps: Ints) -> _Extent:
+        low, high = least(segments) + least(steps), most(segments) + most(steps)
+        return cls(low, high + longest, rows)
 
     def shift(self, memory: Mapped) -> int | None:
         """Where one region holds all."""
-        return memory.shift_of(int(self.rows.min()) + self.low, int(self.rows.max()) + self.high)
+        return memory.shift_of(least(self.rows) + self.low, most(self.rows) + self.high)
 
     def shifted_rows(self, memory: Mapped) -> Ints | None:
         """Where each row lies in one region."""
@@ -88,9 +85,9 @@ def place(runs: Runs, src: Mapped, dst: Mapped, *, reading: bool) -> Iterator[tu
     """The runs as they are to be copied in this process. Raises `OutOfBounds` before the first."""
     if runs.copies == 0:
         return iter(())
-    if int(runs.lengths.min()) >= 0:
-        from_ = _Extent.of(runs.src_rows, runs.src_segments, runs.lengths, runs.src_steps)
-        to = _Extent.of(runs.dst_rows, runs.dst_segments, runs.lengths, runs.dst_steps)
+    if runs.shortest >= 0:
+        from_ = _Extent.of(runs.src_rows, runs.src_segments, runs.longest, runs.src_steps)
+        to = _Extent.of(runs.dst_rows, runs.dst_segments, runs.longest, runs.dst_steps)
         src_shift, dst_shift = from_.shift(src), to.shift(dst)
         if src_shift is not None and dst_shift is not None:
             return iter([(runs, Shifts(src_shift, dst_shift))])

@@ -1,9 +1,9 @@
 """The kernel that executes all copies of a batch; needs Triton, and is imported when it is used.
 
-A copy's addresses are sums: `rows[r] + segments[s] + steps[k]` on each side, plus a shift. Three arrays of single copies are the case of one row and one step. Copies are cut
-into *chunks* of at most `CHUNK` bytes, and each program moves `COUNT` chunks, all at once: so long
-runs spread over the whole GPU, short runs share a program, and every thread has several 16-byte
-accesses under way.
+A copy's addresses are sums, `rows[r] + segments[s] + steps[k]` on each side, plus a shift. Three
+arrays of single copies are the case of one row and one step. Copies are cut into *chunks* of at
+most `CHUNK` bytes, and each program moves `COUNT` chunks, all at once: so long runs spread over the
+whole GPU, short runs share a program, and every thread has several 16-byte accesses under way.
 
 Which chunk belongs to which copy:
 
@@ -125,7 +125,7 @@ def _move(src, dst, count, FILL: tl.constexpr, MOST: tl.constexpr):
     else:
         of = tl.multiple_of(src[:, None].to(tl.pointer_type(tl.int64)) + at, (16, 16))
         of = tl.max_contiguous(of, (1, MOST // 8))
-        words = tl.load(of, mask=wanted, eviction_policy="evict_first")
+        words = tl.load(of, mask=wanted, cache_modifier=".cg")  # read once: not into the L1
     tl.store(to, words, mask=wanted)
 
 

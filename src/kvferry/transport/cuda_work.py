@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.errors import TransferError
 from kvferry.transport.base import CopyArrays, Ints, StridedCopies
@@ -28,9 +30,20 @@ GRAINS = (16, 4, 1)
 _ZERO = np.zeros(1, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
+def least(numbers: Ints) -> int:
+    return int(numbers[0]) if len(numbers) == 1 else int(numbers.min())
+
+
+def most(numbers: Ints) -> int:
+    return int(numbers[0]) if len(numbers) == 1 else int(numbers.max())
+
+
+@dataclass(frozen=True)
 class Runs:
-    """See the module's text. All arrays are contiguous and of 64-bit integers."""
+    """See the module's text. All arrays are contiguous and of 64-bit integers.
+
+    What is known of all its lengths is found once: every NumPy call counts for a small batch.
+    """
 
     src_rows: Ints
     dst_rows: Ints
@@ -65,6 +78,20 @@ class Runs:
             found |= {n: np.ascontiguousarray(a, dtype=np.int64) for n, a in arrays.items()}
         return cls(**found)
 
+    @cached_property
+    def shortest(self) -> int:
+        return least(self.lengths)
+
+    @cached_property
+    def longest(self) -> int:
+        return most(self.lengths)
+
+    @cached_property
+    def bytes(self) -> int:
+        if self.shortest == self.longest:
+            return self.longest * self.copies
+        return int(self.lengths.sum()) * len(self.src_rows) * len(self.src_steps)
+
     @property
     def entries(self) -> int:
         """Numbers that describe it."""
@@ -74,43 +101,41 @@ class Runs:
     def copies(self) -> int:
         return len(self.src_rows) * len(self.lengths) * len(self.src_steps)
 
-    @property
-    def repeats(self) -> int:
-        """How often every segment is moved."""
-        return len(self.src_rows) * len(self.src_steps)
-
-    def bytes(self) -> int:
-        return int(self.lengths.sum()) * self.repeats
-
     def without_empty(self) -> Runs:
-        if bool(self.lengths.all()):
+        if self.copies == 0 or self.shortest > 0:
             return self
-        some = self.lengths != 0
-        return self.of_segments(self.src_segments[some], self.dst_segments[some], some)
+        return self.of_segments(self.lengths != 0)
 
-    def of_segments(self, src: Ints, dst: Ints, which: object) -> Runs:
-        return replace(self, src_segments=src, dst_segments=dst, lengths=self.lengths[which])  # type: ignore[index]
+    def of_segments(self, which: slice | NDArray[np.bool_]) -> Runs:
+        """Only these segments."""
+        return replace(
+            self,
+            src_segments=self.src_segments[which],
+            dst_segments=self.dst_segments[which],
+            lengths=self.lengths[which],
+        )
 
     def pieces(self, most_segments: int) -> Iterator[Runs]:
         """The same runs with at most so many segments each."""
+        if len(self.lengths) <= most_segments:
+            yield self
+            return
         for first in range(0, len(self.lengths), most_segments):
-            part = slice(first, first + most_segments)
-            yield self.of_segments(self.src_segments[part], self.dst_segments[part], part)
+            yield self.of_segments(slice(first, first + most_segments))
 
     def grain(self) -> int:
         """The largest of `GRAINS` that divides every address and length."""
         # A bit that is set nowhere is set in no sum either.
-        every = 0
+        every = self.longest if self.shortest == self.longest else _bits(self.lengths)
         for numbers in (
-            self.src_rows,
-            self.dst_rows,
             self.src_segments,
             self.dst_segments,
-            self.lengths,
+            self.src_rows,
+            self.dst_rows,
             self.src_steps,
             self.dst_steps,
         ):
-            every |= int(np.bitwise_or.reduce(numbers))
+            every |= _bits(numbers)
         return next(g for g in GRAINS if every % g == 0)
 
     def arrays(self) -> Iterator[Arrays]:
@@ -124,9 +149,14 @@ class Runs:
                 yield Arrays(src[part] + src_row, dst[part] + dst_row, length[part])
 
 
+def _bits(numbers: Ints) -> int:
+    """Those that are set in any of them."""
+    return int(numbers[0]) if len(numbers) == 1 else int(np.bitwise_or.reduce(numbers))
+
+
 def runs_of(copies: CopyArrays | StridedCopies) -> Runs:
     if hasattr(copies, "src_rows"):
-        return Runs.of_strided(copies)
+        return Runs.of_strided(cast(StridedCopies, copies))
     return Runs.of_arrays(Arrays.of(copies))
 
 
@@ -140,12 +170,10 @@ class Work:
 
     @classmethod
     def of(cls, runs: Runs) -> Work:
-        lengths = runs.lengths
-        shortest, longest = int(lengths.min()), int(lengths.max())
-        if shortest == longest:
-            return cls(runs, best_chunk(lengths[:1]), shortest)
-        step = max(1, len(lengths) // SAMPLE)
-        return cls(runs, best_chunk(lengths[::step]), 0)
+        if runs.shortest == runs.longest:
+            return cls(runs, chunk_for(runs.longest), runs.longest)
+        step = max(1, len(runs.lengths) // SAMPLE)
+        return cls(runs, best_chunk(runs.lengths[::step]), 0)
 
     @cached_property
     def firsts(self) -> Ints:
@@ -171,6 +199,11 @@ class Work:
     def search_rounds(self) -> int:
         """Halvings until one of the segments is left."""
         return max(1, len(self.runs.lengths)).bit_length()
+
+
+@cache
+def chunk_for(length: int) -> int:
+    return best_chunk(np.asarray([length], dtype=np.int64))
 
 
 def best_chunk(lengths: Ints) -> int:

@@ -13,12 +13,14 @@ Memory that plain pointers do not reach is always packed. A payload belongs to o
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 from kvferry.transport.base import Ints
 from kvferry.transport.cost import Choice
 from kvferry.transport.iovec import Vectors
 from kvferry.transport.memory import Bytes, Memory, is_addressable, make_buffer
 from kvferry.transport.regions import Arrays, slices
+from kvferry.transport.tcp_staged import Staged, StagedMemory
 from kvferry.transport.tcp_stream import Stream
 
 CHUNK_BYTES = 1 << 20  # staged at a time: half a millisecond on loopback, and it stays cached
@@ -31,11 +33,15 @@ class Payload:
         self._stream, self._choice = stream, choice
         self._buffer: Bytes | None = None
         self._made_by: Memory | None = None
+        self._staged: Staged | None = None
 
     def send(self, memory: Memory, address: Ints, length: Ints, check: Check | None = None) -> None:
         """The ranges' bytes. Neighbours must have been joined, and all been checked."""
         if not self._packs(memory, length):
             self._stream.send_vectors(Vectors.of(address, length), check)
+            return
+        if hasattr(memory, "begin_gather"):
+            self._staged_by(memory).send(self._stream, address, length, check)
             return
         buffer = self._staging(memory)
         for part in slices(Arrays(address, address, length), len(buffer)):
@@ -52,6 +58,9 @@ class Payload:
         if not self._packs(memory, length):
             self._stream.recv_vectors(Vectors.of(address, length), check)
             return
+        if hasattr(memory, "begin_scatter"):
+            self._staged_by(memory).receive(self._stream, address, length, check)
+            return
         buffer = self._staging(memory)
         for part in slices(Arrays(address, address, length), len(buffer)):
             if check is not None:
@@ -64,6 +73,11 @@ class Payload:
         if not is_addressable(memory):
             return True
         return self._choice.mode(len(length), int(length.sum())) == "packed"
+
+    def _staged_by(self, memory: Memory) -> Staged:
+        if self._staged is None or self._staged.memory is not memory:
+            self._staged = Staged(cast(StagedMemory, memory))
+        return self._staged
 
     def _staging(self, memory: Memory) -> Bytes:
         if self._buffer is None or self._made_by is not memory:

@@ -1,0 +1,352 @@
+"""`python -m kvferry.bench.gpu`: what moves between two processes with a GPU, beside its limits.
+
+The owner (gpu_owner.py) holds device memory, this process reads it. In one run, on the same memory:
+
+    copy peak     one long copy on the device, bytes read plus bytes written
+    kernel        device time of the copy kernel on memory of the other process, its numbers already
+                  on the device; as three arrays, and as strided runs (64 rows)
+    transfer      wall time of `carrier.read(...).wait()`: bounds, upload, launches, event, liveness
+    copies        the same without Triton, a `cuMemcpyAsync` for each copy
+    NIXL          the same descriptors as a prepared transfer, where it is installed
+    packed        gather, one long copy, scatter, by the same kernel; against direct
+    staging       over tcp on loopback, beside plain sockets and pinned copies across the bus
+
+Copies go from random slots to random slots. Whole plans are in gpu_plan.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from kvferry.bench import gpu_plan, gpu_report
+from kvferry.bench.gpu_clock import GB, REPEATS, TB, soon, wall
+from kvferry.bench.gpu_owner import Remote, start_owner
+from kvferry.bench.gpu_staging import staging
+from kvferry.transport import Carrier, MemoryRegion, make_carrier
+from kvferry.transport.base import Ints
+from kvferry.transport.cuda_driver import Device, Event, Stream, device, driver
+from kvferry.transport.cuda_kernels import SCRATCH_ARGUMENTS, Form, function, warm
+from kvferry.transport.cuda_lane import launches
+from kvferry.transport.cuda_work import Runs, Work, gathering
+from kvferry.transport.regions import Arrays
+from kvferry.transport.staging import DeviceMemory
+
+SIZES = (256, 1 << 10, 2 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20)
+NIXL_SIZES = (4 << 10, 16 << 10, 64 << 10)
+PACKED_SIZES = (16, 32, 64, 128, 256, 512, 1 << 10, 4 << 10)
+AREA_BYTES = 8 << 30
+MOST_COPIES = 8 << 20
+ROWS = 64
+
+
+class Bench:
+    """The measuring side: one buffer, one stream, one carrier to the owner."""
+
+    def __init__(self, owner: Remote) -> None:
+        self.owner = owner
+        self.on: Device = device(0)
+        answer = owner.ask("allocate", sizes=[AREA_BYTES], seed=1)
+        self.there: int = answer["addresses"][0]
+        with self.on.current():
+            self.here = self.on.allocate(AREA_BYTES)
+            self.stream = Stream()
+            self._events = [Event(timing=True) for _ in range(2)]
+        self.region = MemoryRegion(self.here, AREA_BYTES)
+        warm(self.on)
+        self.cuda = self._connect(make_carrier("cuda"), answer["cuda"])
+        self.copies = self._connect(make_carrier("cuda", triton=False), answer["cuda"])
+        memory = DeviceMemory([self.region])
+        self.memory = memory
+        self.tcp = self._connect(
+            make_carrier("tcp", host="127.0.0.1", memory=memory), answer["tcp"]
+        )
+        peer = self.cuda[1]
+        self.mapped = peer.memory
+        shift = peer.memory.shift_of(self.there, self.there + AREA_BYTES)
+        assert shift is not None
+        self.there_here = self.there + shift  # the owner's memory, in this process
+        seconds = self.device_seconds(
+            lambda: self.stream.copy(self.here, self.there_here, AREA_BYTES)
+        )
+        self.peak = 2 * AREA_BYTES / seconds
+
+    def _connect(self, carrier: Carrier, endpoint: str) -> tuple[Carrier, Any]:
+        carrier.register([self.region])
+        return carrier, carrier.connect(bytes.fromhex(endpoint), soon())
+
+    def device_seconds(self, queue: Callable[[], None], repeats: int = REPEATS) -> float:
+        """Median time of what `queue` puts on the stream, by events."""
+        with self.on.current():
+            queue()
+            self.stream.synchronize()
+            taken = []
+            for _ in range(repeats):
+                self._events[0].record(self.stream)
+                queue()
+                self._events[1].record(self.stream)
+                self.stream.synchronize()
+                taken.append(self._events[1].milliseconds_since(self._events[0]) / 1e3)
+        return median(taken)
+
+    def slots(self, size: int) -> tuple[Ints, Ints]:
+        """Offsets of random slots on both sides."""
+        rng = np.random.default_rng(size)
+        count = min(AREA_BYTES // size, MOST_COPIES)
+        spread = AREA_BYTES // size // count * size  # over all of it, however short they are
+        src, dst = (rng.permutation(count).astype(np.int64) * spread for _ in range(2))
+        return src, dst
+
+    def arrays(self, size: int) -> Arrays:
+        src, dst = self.slots(size)
+        return Arrays(src + self.there, dst + self.here, np.full(len(src), size, dtype=np.int64))
+
+    def strided(self, size: int) -> Runs:
+        """The same number of copies as rows x segments."""
+        rng = np.random.default_rng(size)
+        rows = min(ROWS, AREA_BYTES // size // 4)
+        slots = AREA_BYTES // size // rows
+        count = min(slots, MOST_COPIES // rows)
+        spread = slots // count * size
+        row = np.arange(rows, dtype=np.int64) * (slots * size)
+        src, dst = (rng.permutation(count).astype(np.int64) * spread for _ in range(2))
+        one = np.zeros(1, dtype=np.int64)
+        lengths = np.full(count, size, dtype=np.int64)
+        return Runs(row + self.there, row + self.here, src, dst, lengths, one, one)
+
+    def read(self, which: tuple[Carrier, Any], copies: Any) -> None:
+        carrier, peer = which
+        carrier.read(peer, copies).wait(soon())
+
+    def kernel_seconds(self, runs: Runs, src_shift: int, dst_shift: int) -> float:
+        """Device time of the launches alone, with the numbers on the device."""
+        with self.on.current():
+            work = Work.of(runs)
+            form = Form(work.chunk, search=not work.length, grain=runs.grain())
+            kernel = function(self.on, form)
+            assert kernel is not None
+            tables = [
+                runs.src_rows,
+                runs.dst_rows,
+                runs.src_segments,
+                runs.dst_segments,
+                runs.src_steps,
+                runs.dst_steps,
+                runs.lengths,
+                work.firsts,
+            ]
+            flat = np.concatenate(tables)
+            pinned = self.on.pinned(flat.nbytes)
+            pinned.view(np.int64)[:] = flat
+            there = self.on.allocate(flat.nbytes)
+            self.stream.copy(there, pinned.ctypes.data, flat.nbytes)
+            self.stream.synchronize()
+            ends = np.cumsum([len(t) for t in tables])
+            places = (there + 8 * (ends - [len(t) for t in tables])).tolist()
+            numbers = [work.length, src_shift, dst_shift, len(runs.lengths), len(runs.src_steps)]
+            numbers += [work.chunks, work.search_rounds()]
+            ranges = list(launches(work))
+
+            def queue() -> None:
+                for row, begin, end in ranges:
+                    at = [places[0] + 8 * row, places[1] + 8 * row, *places[2:]]
+                    values = [*at, *numbers, begin, end, *SCRATCH_ARGUMENTS]
+                    kernel.launch(-(-(end - begin) // form.count), self.stream, values)
+
+            seconds = self.device_seconds(queue)
+            self.on.free(there)
+            self.on.free_pinned(pinned.ctypes.data)
+        return seconds
+
+    def kernel_of(self, runs: Runs) -> float:
+        shift = self.there_here - self.there
+        return self.kernel_seconds(runs, shift, 0)
+
+
+@dataclass(slots=True)
+class Nixl:
+    """NIXL's prepared transfers over the same memory."""
+
+    bench: Bench
+    agent: Any = None
+    peer: Any = None
+    why_not: str = ""
+
+    def start(self) -> None:
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+
+            metadata = self.bench.owner.ask("nixl")["metadata"]
+            self.agent = nixl_agent("reader", nixl_agent_config(backends=["UCX"]))
+            self.agent.register_memory([(self.bench.here, AREA_BYTES, 0, "")], mem_type="VRAM")
+            self.peer = self.agent.add_remote_agent(bytes.fromhex(metadata))
+        except Exception as error:
+            self.agent, self.why_not = None, f"{type(error).__name__}: {error}"
+
+    def seconds(self, copies: Arrays) -> float:
+        agent = self.agent
+        rows = np.zeros((len(copies), 3), dtype=np.uint64)
+        rows[:, 1] = copies.length
+        lists = []
+        for who, addresses in (("NIXL_INIT_AGENT", copies.dst), (self.peer, copies.src)):
+            rows[:, 0] = addresses
+            descriptors = agent.get_xfer_descs(rows, mem_type="VRAM")
+            lists.append(agent.prep_xfer_dlist(who, descriptors))
+        which = np.arange(len(copies), dtype=np.int32)
+
+        def transfer() -> None:
+            handle = agent.make_prepped_xfer("READ", lists[0], which, lists[1], which)
+            state = agent.transfer(handle)
+            while state == "PROC":
+                state = agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise RuntimeError(f"NIXL ended with {state}")
+            agent.release_xfer_handle(handle)
+
+        return wall(transfer, 3)
+
+
+def by_size(bench: Bench, nixl: Nixl, sizes: tuple[int, ...] = SIZES) -> Iterator[dict[str, Any]]:
+    for size in sizes:
+        arrays, strided = bench.arrays(size), bench.strided(size)
+        moved, strided_moved = len(arrays) * size, strided.bytes
+        row: dict[str, Any] = {"bytes": size, "copies": len(arrays)}
+        row["kernel_arrays_tb_s"] = 2 * moved / bench.kernel_of(Runs.of_arrays(arrays)) / TB
+        row["kernel_strided_tb_s"] = 2 * strided_moved / bench.kernel_of(strided) / TB
+        row["arrays_gb_s"] = moved / wall(partial(bench.read, bench.cuda, arrays)) / GB
+        row["strided_gb_s"] = strided_moved / wall(partial(bench.read, bench.cuda, strided)) / GB
+        few = Arrays(*(a[:20_000] for a in (arrays.src, arrays.dst, arrays.length)))
+        few_bytes = len(few) * size
+        row["copies_gb_s"] = few_bytes / wall(partial(bench.read, bench.copies, few), 3) / GB
+        if nixl.agent is not None and size in NIXL_SIZES:
+            row["nixl_gb_s"] = few_bytes / nixl.seconds(few) / GB
+            row["same_gb_s"] = few_bytes / wall(partial(bench.read, bench.cuda, few)) / GB
+        row["right"] = _right(bench, arrays)
+        yield row
+
+
+def _right(bench: Bench, copies: Arrays) -> bool:
+    """Whether some of the copies arrived, by plain copies of the driver."""
+    shift = bench.there_here - bench.there
+    bench.read(bench.cuda, copies)
+    for i in np.random.default_rng(0).integers(0, len(copies), 64).tolist():
+        size = int(copies.length[i])
+        if download(bench.on, int(copies.src[i]) + shift, size) != download(
+            bench.on, int(copies.dst[i]), size
+        ):
+            return False
+    return True
+
+
+def download(on: Device, address: int, size: int) -> bytes:
+    out = np.empty(size, dtype=np.uint8)
+    with on.current():
+        driver().call(
+            "cuMemcpyDtoH_v2", c_void_p(out.ctypes.data), c_uint64(address), c_size_t(size)
+        )
+    return out.tobytes()
+
+
+def latency(bench: Bench) -> dict[str, float]:
+    """Microseconds of a small read, from the call to the end of `wait`."""
+    found = {}
+    for count, size in ((1, 4096), (100, 16 << 10), (1000, 2048)):
+        arrays = bench.arrays(size)
+        few = Arrays(arrays.src[:count], arrays.dst[:count], arrays.length[:count])
+        runs = Runs.of_arrays(few)
+        found[f"{count} x {size}"] = 1e6 * wall(partial(bench.read, bench.cuda, few), 501)
+        found[f"{count} x {size}, kernel"] = 1e6 * bench.kernel_of(runs)
+    return found
+
+
+def packed(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Direct against gather, one long copy, scatter; device time of all launches."""
+    with bench.on.current():
+        stage, landing = bench.on.allocate(AREA_BYTES), bench.on.allocate(AREA_BYTES)
+    shift = bench.there_here - bench.there
+    one = np.zeros(1, dtype=np.int64)
+    for size in PACKED_SIZES:
+        arrays = bench.arrays(size)
+        total = len(arrays) * size
+        gather = gathering((one, arrays.src, one), arrays.length, stage)
+        offsets = gather.dst_segments
+        scatter = Runs(one, one, offsets + landing, arrays.dst, arrays.length, one, one)
+        gathered = bench.kernel_seconds(gather, shift, 0)
+        copied = bench.device_seconds(partial(bench.stream.copy, landing, stage, total))
+        scattered = bench.kernel_seconds(scatter, 0, 0)
+        direct = bench.kernel_of(Runs.of_arrays(arrays))
+        yield {
+            "bytes": size,
+            "copies": len(arrays),
+            "direct_ms": 1e3 * direct,
+            "packed_ms": 1e3 * (gathered + copied + scattered),
+            "gather_ms": 1e3 * gathered,
+            "copy_ms": 1e3 * copied,
+            "scatter_ms": 1e3 * scattered,
+        }
+    with bench.on.current():
+        bench.on.free(stage)
+        bench.on.free(landing)
+
+
+def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
+    result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d")}
+    with start_owner() as owner:
+        bench = Bench(owner)
+        result["device"], result["peak_tb_s"] = bench.on.name, bench.peak / TB
+        version = c_int()
+        driver().call("cuDriverGetVersion", byref(version))
+        result["cuda"] = f"{version.value // 1000}.{version.value % 1000 // 10}"
+        progress(f"{bench.on.name}, copy peak {bench.peak / TB:.2f} TB/s")
+        nixl = Nixl(bench)
+        nixl.start()
+        result["nixl"] = nixl.why_not or "yes"
+        result["sizes"] = []
+        for row in by_size(bench, nixl, SIZES[:3] if quick else SIZES):
+            result["sizes"].append(row)
+            progress(str(row))
+        result["latency_us"] = latency(bench)
+        progress(str(result["latency_us"]))
+        result["packed"] = list(packed(bench))
+        progress(str(result["packed"]))
+        result["staging"] = staging(bench)
+        progress(str(result["staging"]))
+        for carrier, _ in (bench.cuda, bench.copies, bench.tcp):
+            carrier.close()
+        with bench.on.current():
+            bench.on.free(bench.here)
+        owner.ask("release")
+        result["plans"] = []
+        for plan in gpu_plan.run(owner, quick=quick):
+            result["plans"].append(plan)
+            progress(str(plan))
+    return result
+
+
+def main() -> None:
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("out")
+    out.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+
+    def progress(text: str) -> None:
+        print(f"[{time.monotonic() - begin:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    result = run(progress, quick="--quick" in sys.argv)
+    (out / "gpu.json").write_text(json.dumps(result, indent=1))
+    text = gpu_report.markdown(result)
+    (out / "gpu.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

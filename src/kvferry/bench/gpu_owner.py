@@ -1,0 +1,163 @@
+"""The process that owns device memory while `kvferry bench gpu` reads it.
+
+One order a line, one answer a line, both JSON. It takes no part in transfers over `cuda`.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from kvferry.errors import TransferError
+from kvferry.transport import Carrier, MemoryRegion, make_carrier
+from kvferry.transport.cuda_driver import Stream, device
+from kvferry.transport.staging import DeviceMemory
+
+PATTERN_BYTES = (64 << 20) - 4096 * 7 - 16  # no power of two: blocks at equal strides differ
+
+
+def fill(address: int, size: int, seed: int) -> None:
+    """Random bytes, repeated at a distance that no cache's stride divides."""
+    on = device(0)
+    with on.current():
+        pattern = on.pinned(PATTERN_BYTES)
+        words = np.random.default_rng(seed).integers(0, 1 << 63, PATTERN_BYTES // 8)
+        pattern.view(np.int64)[:] = words
+        stream = Stream()
+        done = min(size, PATTERN_BYTES)
+        stream.copy(address, pattern.ctypes.data, done)
+        while done < size:  # double it, in whole patterns
+            step = min(done // PATTERN_BYTES * PATTERN_BYTES, size - done)
+            stream.copy(address + done, address, step)
+            done += step
+        stream.synchronize()
+        on.free_pinned(pattern.ctypes.data)
+        stream.destroy()
+
+
+class Owner:
+    """What the process does, order by order."""
+
+    def __init__(self) -> None:
+        self._areas: list[tuple[int, int]] = []
+        self._carriers: list[Carrier] = []
+        self._agent: Any = None
+
+    def allocate(self, sizes: Sequence[int], seed: int) -> dict[str, Any]:
+        """Fresh memory, registered with `cuda` and, staged, with `tcp`."""
+        self.release()
+        on = device(0)
+        with on.current():
+            self._areas = [(on.allocate(size), size) for size in sizes]
+        for number, (address, size) in enumerate(self._areas):
+            fill(address, size, seed + number)
+        regions = [MemoryRegion(address, size) for address, size in self._areas]
+        cuda = make_carrier("cuda")
+        tcp = make_carrier("tcp", host="127.0.0.1", memory=DeviceMemory(regions))
+        for carrier in (cuda, tcp):
+            carrier.register(regions)
+        self._carriers = [cuda, tcp]
+        return {
+            "addresses": [address for address, _ in self._areas],
+            "cuda": cuda.endpoint().hex(),
+            "tcp": tcp.endpoint().hex(),
+        }
+
+    def release(self) -> dict[str, Any]:
+        for carrier in self._carriers:
+            carrier.close()
+        self._carriers.clear()
+        with device(0).current():
+            for address, _ in self._areas:
+                device(0).free(address)
+        self._areas.clear()
+        return {}
+
+    def nixl(self) -> dict[str, Any]:
+        """NIXL's metadata, with the same memory registered there too."""
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        self._agent = nixl_agent("owner", nixl_agent_config(backends=["UCX"]))
+        self._agent.register_memory([(a, n, 0, "") for a, n in self._areas], mem_type="VRAM")
+        return {"metadata": self._agent.get_agent_metadata().hex()}
+
+    def stream(self, port: int, streams: int, size: int) -> dict[str, Any]:
+        """Send host memory over plain connections, as fast as they go."""
+        memory = np.ones(16 << 20, dtype=np.uint8)
+
+        def send() -> None:
+            with socket.create_connection(("127.0.0.1", port)) as sock:
+                for _ in range(size // len(memory)):
+                    sock.sendall(memory.data)
+
+        threads = [threading.Thread(target=send) for _ in range(streams)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {}
+
+
+class Remote:
+    """The owner, as the measuring process sees it."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def start(self, order: str, **arguments: Any) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps([order, arguments]) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise TransferError("the process that owns the device memory ended")
+        found: dict[str, Any] = json.loads(line)
+        if "error" in found:
+            raise TransferError(f"the process that owns the device memory: {found['error']}")
+        return found
+
+    def ask(self, order: str, **arguments: Any) -> dict[str, Any]:
+        self.start(order, **arguments)
+        return self.answer()
+
+
+@contextmanager
+def start_owner() -> Iterator[Remote]:
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvferry.bench.gpu_owner"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield Remote(process)
+        finally:
+            process.kill()
+
+
+def main() -> None:
+    owner, out = Owner(), sys.stdout
+    sys.stdout = sys.stderr  # libraries print
+    for line in sys.stdin:
+        order, arguments = json.loads(line)
+        try:
+            answer = getattr(owner, order)(**arguments)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Whole plans on one GPU: Llama 70B from tp 4 to tp 8, all ranks' caches in its memory.
+
+The owner's process holds the four source ranks, this one the eight destinations. For each form:
+
+    direct          strided runs, one read for each edge; all binding is done by this one process
+    rank            what one destination rank does, alone: its own edge
+    direct, arrays  the same as three arrays of single copies
+    packed          gather into one buffer, one long copy, scatter, edge by edge
+
+`plan` is made once for a pair of engines and kept; `bind` is paid by every request. A sample of
+bytes is compared with the source by arithmetic of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from ctypes import c_size_t, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvferry.bench.gpu_clock import soon
+from kvferry.bench.gpu_owner import Remote
+from kvferry.layout.presets import load_model
+from kvferry.layout.rank import Ints, RankLayout
+from kvferry.layout.shape import EngineShape
+from kvferry.plan import Bound, Copies, EdgePlan, bind, plan_pair
+from kvferry.plan.assign import Edge
+from kvferry.transport import MemoryRegion, make_carrier
+from kvferry.transport.cuda import CudaCarrier
+from kvferry.transport.cuda_driver import Device, device, driver
+from kvferry.transport.cuda_lane import Lanes, Shifts
+from kvferry.transport.cuda_mapped import place
+from kvferry.transport.cuda_peer import CudaPeer
+from kvferry.transport.cuda_work import Runs, gathering, runs_of
+
+MODEL, LAYERS, HEADS, HEAD_BYTES, BLOCK = "llama-3.1-70b", 80, 8, 512, 16
+SOURCES, DESTINATIONS = 4, 8
+CASES = (("LBHNC", 8 << 10), ("LBNHC", 8 << 10), ("LBHNC", 128 << 10), ("LBNHC", 128 << 10))
+STAGE_BYTES = 6 << 30
+REPEATS = 5
+
+
+@dataclass(slots=True)
+class Setup:
+    """A request of one length, in both engines' memories."""
+
+    order: str
+    tokens: int
+    plans: list[tuple[Edge, EdgePlan]]
+    src_ids: Ints
+    dst_ids: Ints
+    src_bases: list[int]
+    dst_bases: list[int]
+    carrier: CudaCarrier
+    peer: CudaPeer
+
+    def bound(self) -> list[Bound]:
+        return [
+            bind(
+                plan,
+                tokens=self.tokens,
+                src_tables=[self.src_ids],
+                dst_tables=[self.dst_ids],
+                src_bases=[self.src_bases[edge.src.tp]],
+                dst_bases=[self.dst_bases[edge.dst.tp]],
+            )
+            for edge, plan in self.plans
+        ]
+
+
+def run(owner: Remote, *, quick: bool = False) -> Iterator[dict[str, Any]]:
+    for order, tokens in CASES[:2] if quick else CASES:
+        yield measure(owner, order, tokens)
+
+
+def measure(owner: Remote, order: str, tokens: int) -> dict[str, Any]:
+    model = load_model(MODEL)
+    src = EngineShape.parse(f"tp={SOURCES},block={BLOCK},order={order}")
+    dst = EngineShape.parse(f"tp={DESTINATIONS},block={BLOCK},order={order}")
+    blocks = tokens // BLOCK
+    begin = time.perf_counter()
+    pair = plan_pair(model, src, dst)
+    layouts = [
+        {rank.tp: RankLayout.build(model, shape, rank, blocks + 1) for rank in shape.ranks}
+        for shape in (src, dst)
+    ]
+    plans = [(e, pair.plan(e, layouts[0][e.src.tp], layouts[1][e.dst.tp])) for e in pair.edges]
+    plan_seconds = time.perf_counter() - begin
+    sizes = [[side[tp].regions[0].bytes for tp in sorted(side)] for side in layouts]
+    answer = owner.ask("allocate", sizes=sizes[0], seed=7)
+    on = device(0)
+    with on.current():
+        bases = [on.allocate(size) for size in sizes[1]]
+    carrier = make_carrier("cuda")
+    assert isinstance(carrier, CudaCarrier)
+    carrier.register([MemoryRegion(a, n) for a, n in zip(bases, sizes[1], strict=True)])
+    peer = carrier.connect(bytes.fromhex(answer["cuda"]), soon())
+    rng = np.random.default_rng(tokens)
+    ids = [1 + rng.permutation(blocks).astype(np.int64) for _ in range(2)]
+    setup = Setup(order, tokens, plans, ids[0], ids[1], answer["addresses"], bases, carrier, peer)
+    total = sum(bound.bytes for bound in setup.bound())
+    result: dict[str, Any] = {
+        "order": order,
+        "tokens": tokens,
+        "gb": total / 1e9,
+        "copies": sum(bound.descriptors for bound in setup.bound()),
+        "run_bytes": total // sum(bound.descriptors for bound in setup.bound()),
+        "plan_ms": 1e3 * plan_seconds,
+    }
+    clear(on, bases, sizes[1])
+    result["direct"] = times(lambda: direct(setup), total)
+    result["right"] = right(setup, on)
+    result["rank"] = times(lambda: direct(setup, 1), total // len(plans))
+    clear(on, bases, sizes[1])
+    result["packed"] = packed(setup, on, total)
+    result["packed_right"] = right(setup, on)
+    if result["copies"] <= 6 << 20:
+        clear(on, bases, sizes[1])
+        result["arrays"] = times(lambda: arrays(setup), total)
+        result["arrays_right"] = right(setup, on)
+    carrier.close()
+    with on.current():
+        for base in bases:
+            on.free(base)
+    owner.ask("release")
+    return result
+
+
+def times(task: Any, total: int) -> dict[str, float]:
+    """The median run, after one that warms up."""
+    task()
+    runs = sorted((task() for _ in range(REPEATS)), key=lambda spent: spent["ms"])
+    best: dict[str, float] = runs[len(runs) // 2]
+    return best | {"gb_s": total / best["ms"] / 1e6, "bind_share": best["bind_ms"] / best["ms"]}
+
+
+def direct(setup: Setup, edges: int | None = None) -> dict[str, float]:
+    begin, bound_seconds = time.perf_counter(), 0.0
+    transfers = []
+    for edge, plan in setup.plans[:edges]:
+        started = time.perf_counter()
+        bound = bind(
+            plan,
+            tokens=setup.tokens,
+            src_tables=[setup.src_ids],
+            dst_tables=[setup.dst_ids],
+            src_bases=[setup.src_bases[edge.src.tp]],
+            dst_bases=[setup.dst_bases[edge.dst.tp]],
+        )
+        bound_seconds += time.perf_counter() - started
+        transfers += [setup.carrier.read(setup.peer, batch) for batch in bound.batches]
+    for transfer in transfers:
+        transfer.wait(soon())
+    return {"ms": 1e3 * (time.perf_counter() - begin), "bind_ms": 1e3 * bound_seconds}
+
+
+def arrays(setup: Setup) -> dict[str, float]:
+    begin, bound_seconds = time.perf_counter(), 0.0
+    for bound in setup.bound():
+        started = time.perf_counter()
+        copies: Copies = bound.copies()
+        bound_seconds += time.perf_counter() - started
+        setup.carrier.read(setup.peer, copies).wait(soon())
+    return {"ms": 1e3 * (time.perf_counter() - begin), "bind_ms": 1e3 * bound_seconds}
+
+
+def packed(setup: Setup, on: Device, total: int) -> dict[str, float]:
+    """Gather, one long copy, scatter for each edge, on one lane."""
+    with on.current():
+        stages = on.allocate(STAGE_BYTES), on.allocate(STAGE_BYTES)
+    lanes = Lanes(on)
+    peer, own = setup.peer.memory, setup.carrier.memory
+
+    def once() -> dict[str, float]:
+        begin = time.perf_counter()
+        bounds = setup.bound()
+        bound_seconds = time.perf_counter() - begin
+        with lanes.lane() as lane:
+            for bound in bounds:
+                for batch in bound.batches:
+                    for part, shifts in place(runs_of(batch), peer, own, reading=True):
+                        _through(lane, part, shifts, stages)
+            lane.finish()
+        return {"ms": 1e3 * (time.perf_counter() - begin), "bind_ms": 1e3 * bound_seconds}
+
+    found = times(once, total)
+    lanes.close()
+    with on.current():
+        for stage in stages:
+            on.free(stage)
+    return found
+
+
+def _through(lane: Any, part: Runs, shifts: Shifts, stages: tuple[int, int]) -> None:
+    one_row = part.bytes // len(part.src_rows)
+    most = max(1, STAGE_BYTES // one_row)
+    for first in range(0, len(part.src_rows), most):
+        rows = slice(first, first + most)
+        out = gathering(
+            (part.src_rows[rows], part.src_segments, part.src_steps), part.lengths, stages[0]
+        )
+        back = gathering(
+            (part.dst_rows[rows], part.dst_segments, part.dst_steps), part.lengths, stages[1]
+        )
+        lane.copy(out, Shifts(shifts.src, 0))
+        lane.stream.copy(stages[1], stages[0], out.bytes)
+        lane.copy(
+            Runs(
+                back.dst_rows,
+                back.src_rows,
+                back.dst_segments,
+                back.src_segments,
+                back.lengths,
+                back.dst_steps,
+                back.src_steps,
+            ),
+            Shifts(0, shifts.dst),
+        )
+
+
+def clear(on: Device, bases: list[int], sizes: list[int]) -> None:
+    with on.current():
+        for base, size in zip(bases, sizes, strict=True):
+            driver().call("cuMemsetD8_v2", c_uint64(base), 0x5A, c_size_t(size))
+
+
+def right(setup: Setup, on: Device) -> bool:
+    """Random tokens of random layers and heads, found on both sides by their own arithmetic."""
+    rng = np.random.default_rng(3)
+    shifts = setup.peer.memory
+
+    def at(base: int, ids: Ints, layer: int, head: int, token: int, heads: int) -> int:
+        block, slot = int(ids[token // BLOCK]), token % BLOCK
+        page = base + (layer * (len(ids) + 1) + block) * heads * BLOCK * HEAD_BYTES
+        inner = head * BLOCK + slot if setup.order == "LBHNC" else slot * heads + head
+        return page + inner * HEAD_BYTES
+
+    for _ in range(400):
+        layer, head = int(rng.integers(LAYERS)), int(rng.integers(HEADS))
+        token = int(rng.integers(setup.tokens))
+        per_src, per_dst = HEADS // SOURCES, HEADS // DESTINATIONS
+        src_base = setup.src_bases[head // per_src]
+        src = at(src_base, setup.src_ids, layer, head % per_src, token, per_src)
+        dst_base = setup.dst_bases[head // per_dst]
+        dst = at(dst_base, setup.dst_ids, layer, head % per_dst, token, per_dst)
+        shift = shifts.shift_of(src, src + HEAD_BYTES)
+        assert shift is not None
+        if _bytes(on, src + shift) != _bytes(on, dst):
+            return False
+    return True
+
+
+def _bytes(on: Device, address: int) -> bytes:
+    out = np.empty(HEAD_BYTES, dtype=np.uint8)
+    with on.current():
+        driver().call(
+            "cuMemcpyDtoH_v2", c_void_p(out.ctypes.data), c_uint64(address), c_size_t(HEAD_BYTES)
+        )
+    return out.tobytes()

@@ -1,0 +1,183 @@
+"""The result of `kvferry.bench.gpu` as a section of a document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def size(count: int) -> str:
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= unit:
+            return f"{count // unit} {name}"
+    return f"{count} B"
+
+
+def table(header: list[str], rows: list[list[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(header) + " |"
+    yield "|" + "---|" * len(header)
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+    yield ""
+
+
+def number(value: float | None, form: str = "{:,.0f}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    return "\n".join(_lines(result))
+
+
+def _lines(result: dict[str, Any]) -> Iterator[str]:
+    peak = result["peak_tb_s"]
+    yield "## GPU"
+    yield ""
+    yield (
+        f"`scripts/gpu-tests`: two processes, one {result['device']}, CUDA {result['cuda']}, "
+        f"{result['staging']['cpus']} cores, {result['date']}. Copy peak {peak:.2f} TB/s, bytes "
+        "read plus bytes written."
+    )
+    yield ""
+    yield from _sizes(result, peak)
+    yield from _latency(result)
+    yield from _plans(result, peak)
+    yield from _packed(result)
+    yield from _staging(result)
+
+
+def _sizes(result: dict[str, Any], peak: float) -> Iterator[str]:
+    rows = []
+    for r in result["sizes"]:
+        nixl = r.get("nixl_gb_s")
+        rows.append(
+            [
+                size(r["bytes"]),
+                f"{r['kernel_arrays_tb_s']:.2f} ({r['kernel_arrays_tb_s'] / peak:.0%})",
+                f"{r['kernel_strided_tb_s']:.2f} ({r['kernel_strided_tb_s'] / peak:.0%})",
+                number(r["arrays_gb_s"]),
+                f"{r['strided_gb_s']:,.0f} ({2 * r['strided_gb_s'] / 1e3 / peak:.0%})",
+                number(r["copies_gb_s"], "{:,.1f}"),
+                number(nixl, "{:,.2f}"),
+                f"{r['same_gb_s'] / nixl:,.0f} x" if nixl else "-",
+                "yes" if r["right"] else "NO",
+            ]
+        )
+    yield from table(
+        [
+            "run",
+            "kernel, arrays TB/s (of peak)",
+            "kernel, strided",
+            "transfer, arrays GB/s",
+            "transfer, strided (of peak)",
+            "a copy each GB/s",
+            "NIXL GB/s",
+            "ratio",
+            "right",
+        ],
+        rows,
+    )
+    if result["nixl"] != "yes":
+        yield f"NIXL was not measured: {result['nixl']}."
+        yield ""
+
+
+def _latency(result: dict[str, Any]) -> Iterator[str]:
+    told = ", ".join(f"{what}: {us:.1f}" for what, us in result["latency_us"].items())
+    yield f"Latency, microseconds (`read` to the end of `wait`; *kernel*: on the device): {told}."
+    yield ""
+
+
+def _plans(result: dict[str, Any], peak: float) -> Iterator[str]:
+    rows = []
+    for r in result["plans"]:
+        direct, packed, arrays = r["direct"], r["packed"], r.get("arrays")
+        rows.append(
+            [
+                f"{r['order']}, {r['tokens'] >> 10}k tokens",
+                f"{r['gb']:.2f}",
+                f"{r['copies']:,} x {size(r['run_bytes'])}",
+                f"{r['plan_ms']:.0f}",
+                f"{direct['ms']:.2f}",
+                f"{direct['gb_s']:,.0f} ({2 * direct['gb_s'] / 1e3 / peak:.0%})",
+                f"{direct['bind_share']:.0%}",
+                f"{r['rank']['ms']:.2f} ({r['rank']['bind_share']:.0%})",
+                f"{arrays['ms']:.0f}" if arrays else "-",
+                f"{packed['ms']:.2f}",
+                "yes" if r["right"] and r["packed_right"] else "NO",
+            ]
+        )
+    yield "Whole plans, Llama 70B, 80 layers, tp 4 to tp 8, all twelve ranks on this GPU:"
+    yield ""
+    yield from table(
+        [
+            "order and length",
+            "GB",
+            "copies",
+            "plan ms (once)",
+            "direct ms",
+            "GB/s (of peak)",
+            "binding's share",
+            "one rank alone ms (binding)",
+            "as arrays ms",
+            "packed ms",
+            "right",
+        ],
+        rows,
+    )
+
+
+def _packed(result: dict[str, Any]) -> Iterator[str]:
+    yield "Packed (gather, one long copy, scatter) against direct, device time, random slots:"
+    yield ""
+    rows = [
+        [
+            size(r["bytes"]),
+            f"{r['copies']:,}",
+            f"{r['direct_ms']:.3f}",
+            f"{r['packed_ms']:.3f}",
+            f"{r['gather_ms']:.3f} + {r['copy_ms']:.3f} + {r['scatter_ms']:.3f}",
+            f"{r['packed_ms'] / r['direct_ms']:.2f} x",
+        ]
+        for r in result["packed"]
+    ]
+    yield from table(["run", "copies", "direct ms", "packed ms", "parts", "packed / direct"], rows)
+
+
+def _staging(result: dict[str, Any]) -> Iterator[str]:
+    found = result["staging"]
+    yield (
+        f"Staging over `tcp` on loopback. Limits in the same run: pinned copy "
+        f"{found['pinned_out_gb_s']:.1f} GB/s out, {found['pinned_in_gb_s']:.1f} in; plain sockets "
+        + ", ".join(f"{n}: {found[f'socket_{n}_gb_s']:.1f}" for n in (1, 2, 4, 8))
+        + " GB/s by streams."
+    )
+    yield ""
+    best = max(found[f"socket_{n}_gb_s"] for n in (1, 2, 4, 8))
+    limit = min(found["pinned_out_gb_s"], found["pinned_in_gb_s"])
+    rows = []
+    for r in found["rows"]:
+        top = max(r[f"tcp_{n}_gb_s"] for n in (1, 2, 4))
+        rows.append(
+            [
+                size(r["bytes"]),
+                f"{r['gather_gb_s']:.1f} ({r['gather_gb_s'] / found['pinned_out_gb_s']:.0%})",
+                f"{r['scatter_gb_s']:.1f} ({r['scatter_gb_s'] / found['pinned_in_gb_s']:.0%})",
+                *(f"{r[f'tcp_{n}_gb_s']:.1f}" for n in (1, 2, 4)),
+                f"{top / limit:.0%}",
+                f"{top / best:.0%}",
+            ]
+        )
+    yield from table(
+        [
+            "run",
+            "gather GB/s (of pinned)",
+            "scatter (of pinned)",
+            "tcp, 1 transfer",
+            "2",
+            "4",
+            "best of pinned",
+            "best of sockets",
+        ],
+        rows,
+    )

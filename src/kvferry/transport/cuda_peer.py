@@ -1,0 +1,118 @@
+"""What peers of the cuda carrier know of each other: the endpoint, and memory that is open here."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from kvferry.errors import Cancelled, ProtocolError, TransferError
+from kvferry.transport.base import MemoryRegion
+from kvferry.transport.cuda_driver import IPC_HANDLE_BYTES, CudaError, Device, Place, device
+from kvferry.transport.cuda_mapped import Mapped
+from kvferry.transport.pulse import TOKEN_BYTES, Pulse
+
+
+class Allocation(msgspec.Struct, frozen=True, array_like=True):
+    """Memory that one IPC handle opens."""
+
+    base: int
+    size: int
+    handle: bytes
+    gpu: bytes  # its uuid
+
+
+class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True):
+    """Which process this is, how to see that it lives, and what of its memory can be opened."""
+
+    carrier: str
+    boot: str
+    pid: int
+    host: str  # where its pulse is
+    pulse_port: int
+    token: bytes
+    incarnation: bytes
+    allocations: list[Allocation]
+    regions: list[tuple[int, int]]
+
+    @classmethod
+    def decode(cls, raw: bytes) -> CudaEndpoint:
+        try:
+            endpoint = msgspec.msgpack.decode(raw, type=cls)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"this is not the endpoint of a cuda carrier: {error}") from None
+        bad = any(len(a.handle) != IPC_HANDLE_BYTES for a in endpoint.allocations)
+        bad |= {len(endpoint.token), len(endpoint.incarnation)} != {TOKEN_BYTES}
+        if endpoint.carrier != "cuda" or bad:
+            raise ProtocolError(f"this is not a cuda carrier's endpoint: {endpoint.carrier!r}")
+        return endpoint
+
+
+class CudaPeer:
+    """A process whose device memory this one has open."""
+
+    def __init__(self, pulse: Pulse, memory: Mapped, opened: list[int], on: Device) -> None:
+        self.memory, self._pulse, self._opened, self._device = memory, pulse, opened, on
+        self._lock = threading.Lock()
+        self._users = 0
+        self.connected = True
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Its memory stays open meanwhile."""
+        with self._lock:
+            self.require_connected()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+            self._close_if_unused()
+
+    def require_connected(self) -> None:
+        if not self.connected:
+            raise Cancelled("the peer was disconnected on this side")
+
+    def require_alive(self) -> None:
+        self._pulse.require_alive()
+
+    def check(self) -> None:
+        self.require_connected()
+        self.require_alive()
+
+    def disconnect(self) -> None:
+        self.connected = False
+        self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        with self._lock:
+            if self.connected or self._users:
+                return
+            opened, self._opened = self._opened, []
+        self._pulse.close()
+        with self._device.current():
+            for address in opened:
+                with contextlib.suppress(CudaError):
+                    self._device.close(address)
+
+
+def export(place: Place) -> Allocation:
+    owner = device(place.ordinal)
+    try:
+        with owner.current():
+            handle = owner.export(place.base)
+    except CudaError as error:
+        raise TransferError(
+            f"device memory at {place.base:#x} cannot be shared between processes: {error}. It was "
+            "not allocated by cudaMalloc; with torch, set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+        ) from None
+    return Allocation(place.base, place.bytes, handle, owner.uuid)
+
+
+def within(regions: Iterable[MemoryRegion], base: int, size: int) -> list[MemoryRegion]:
+    """The regions that lie in one allocation."""
+    return [r for r in regions if base <= r.address and r.address + r.bytes <= base + size]

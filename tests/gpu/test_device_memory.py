@@ -1,0 +1,239 @@
+"""Device memory by kernel: every alignment, every length, gathered, scattered, zeroed; strided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from carrier_peer import soon
+from device_peer import DeviceBytes
+
+from kvferry.errors import OutOfBounds, TransferError
+from kvferry.transport import MemoryRegion, make_carrier
+from kvferry.transport.cuda_driver import device
+from kvferry.transport.cuda_lane import Lanes
+from kvferry.transport.cuda_work import Runs, gathering, reverse
+from kvferry.transport.regions import Arrays
+from kvferry.transport.scatter import copy_scattered
+from kvferry.transport.staging import DeviceMemory
+
+SIZE = 32 << 20
+
+
+@pytest.fixture(scope="module")
+def buffers():
+    on = device(0)
+    with on.current():
+        addresses = [on.allocate(SIZE) for _ in range(2)]
+    yield [DeviceBytes(on, address, SIZE) for address in addresses]
+    with on.current():
+        for address in addresses:
+            on.free(address)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["kernel", "copies"])
+def lanes(request):
+    lanes = Lanes(device(0), triton=request.param)
+    yield lanes
+    lanes.close()
+
+
+def run(lanes: Lanes, runs: Runs, **options) -> None:
+    with lanes.lane() as lane:
+        lane.copy(runs, **options)
+        lane.finish()
+
+
+def noise(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, SIZE, dtype=np.uint8)
+
+
+LENGTHS = [*range(1, 50), 63, 64, 65, 255, 256, 257, 1000, 1023, 1024, 1025, 4095, 4096, 4097, 9999]
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+def test_every_alignment_and_length(lanes, buffers, uniform) -> None:
+    src, dst = buffers
+    data = noise(1)
+    src[:] = data
+    phases = [(a, b) for a in range(16) for b in range(16)]
+    cases = [(a, b, n) for a, b in phases for n in LENGTHS]
+    batches = [[c for c in cases if c[2] == n] for n in LENGTHS] if uniform else [cases]
+    dst[:] = 7
+    expected = np.full(SIZE, 7, dtype=np.uint8)
+    slot = 10240
+    for batch in batches:
+        for first in range(0, len(batch), SIZE // slot):
+            some = np.asarray(batch[first : first + SIZE // slot])
+            at = np.arange(len(some), dtype=np.int64) * slot
+            from_, to, length = at + some[:, 0], at[::-1] + some[:, 1], some[:, 2].copy()
+            run(lanes, Runs.of_arrays(Arrays(from_ + src.address, to + dst.address, length)))
+            copy_scattered(data, from_, expected, to, length)
+            assert np.array_equal(dst[:], expected)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_long_and_short_together(lanes, buffers, seed) -> None:
+    """16 MiB and 16 bytes in one batch; lengths of any grain."""
+    rng = np.random.default_rng(seed)
+    src, dst = buffers
+    data = noise(seed)
+    src[:], dst[:] = data, 0
+    grain = (16, 4, 1)[seed % 3]
+    lengths = np.concatenate(
+        [rng.integers(0, 300 // grain, 5000) * grain, [(16 << 20) // 3 // grain * grain] * 2]
+    )
+    rng.shuffle(lengths)
+    starts = np.cumsum(lengths + grain * rng.integers(0, 3, len(lengths)))
+    starts = np.concatenate([[0], starts[:-1]])
+    order = rng.permutation(len(lengths))
+    targets = np.empty_like(starts)
+    ends = np.cumsum(lengths[order])
+    targets[order] = ends - lengths[order]
+    run(lanes, Runs.of_arrays(Arrays(starts + src.address, targets + dst.address, lengths)))
+    expected = np.zeros(SIZE, dtype=np.uint8)
+    copy_scattered(data, starts, expected, targets, lengths)
+    assert np.array_equal(dst[:], expected)
+
+
+def strided(rng: np.random.Generator, grain: int, uniform: bool) -> Runs:
+    """Offsets of runs that do not overlap."""
+    rows, segments, steps, slot = 7, 65, 5, 8192
+    lengths = rng.integers(0, slot // grain, segments) * grain
+    if uniform:
+        lengths[:] = 304
+    sides = []
+    for _ in range(2):
+        order = rng.permutation(segments).astype(np.int64)
+        sides.append(
+            (
+                rng.permutation(rows).astype(np.int64) * segments * steps * slot,
+                order * steps * slot,
+                rng.permutation(steps).astype(np.int64) * slot,
+            )
+        )
+    (sr, ss, sk), (dr, ds, dk) = sides
+    return Runs(sr, dr, ss, ds, lengths, sk, dk)
+
+
+def at(runs: Runs, src: int, dst: int) -> Runs:
+    return replace(runs, src_rows=runs.src_rows + src, dst_rows=runs.dst_rows + dst)
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+@pytest.mark.parametrize("grain", [16, 4, 1])
+def test_strided_runs(lanes, buffers, grain, uniform) -> None:
+    src, dst = buffers
+    data = noise(grain)
+    src[:], dst[:] = data, 3
+    runs = strided(np.random.default_rng(grain), grain, uniform)
+    expected = np.full(SIZE, 3, dtype=np.uint8)
+    for arrays in runs.arrays():
+        copy_scattered(data, arrays.src, expected, arrays.dst, arrays.length)
+    run(lanes, at(runs, src.address, dst.address))
+    assert np.array_equal(dst[:], expected)
+    run(lanes, at(runs, src.address, dst.address), fill=True)
+    for arrays in runs.arrays():
+        zeros = np.zeros(8192, dtype=np.uint8)
+        copy_scattered(zeros, np.zeros_like(arrays.src), expected, arrays.dst, arrays.length)
+    assert np.array_equal(dst[:], expected)
+
+
+def test_packing_and_unpacking_strided_runs(lanes, buffers) -> None:
+    src, dst = buffers
+    data = noise(9)
+    runs = strided(np.random.default_rng(5), 16, False)
+    src[:], dst[:] = data, 0
+    pack = gathering(
+        (runs.src_rows + src.address, runs.src_segments, runs.src_steps), runs.lengths, dst.address
+    )
+    run(lanes, pack)
+    total = runs.bytes
+    packed = dst[:total]
+    parts = []
+    for r in runs.src_rows:
+        for k in runs.src_steps:
+            for s, n in zip(runs.src_segments, runs.lengths, strict=True):
+                parts.append(data[r + s + k : r + s + k + n])
+    assert np.array_equal(packed, np.concatenate(parts))
+    src[:] = 0
+    run(lanes, reverse(pack))
+    expected = np.zeros(SIZE, dtype=np.uint8)
+    for arrays in runs.arrays():
+        copy_scattered(data, arrays.src, expected, arrays.src, arrays.length)
+    assert np.array_equal(src[:], expected)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_gather_scatter_zero(buffers, pinned) -> None:
+    rng = np.random.default_rng(3)
+    src, dst = buffers
+    data = noise(2)
+    src[:], dst[:] = data, 9
+    memory = DeviceMemory([MemoryRegion(b.address, SIZE) for b in buffers])
+    count = 40_000
+    lengths = rng.integers(0, 600, count)
+    slots = rng.permutation(count).astype(np.int64) * 700 + rng.integers(0, 16, count)
+    total = int(lengths.sum())
+    buffer = memory.buffer(total) if pinned else np.empty(total, dtype=np.uint8)
+    memory.gather(slots + src.address, lengths, buffer)
+    expected = np.empty(total, dtype=np.uint8)
+    copy_scattered(data, slots, expected, np.cumsum(lengths) - lengths, lengths)
+    assert np.array_equal(buffer, expected)
+    memory.scatter(buffer, slots + dst.address, lengths)
+    there = np.full(SIZE, 9, dtype=np.uint8)
+    copy_scattered(data, slots, there, slots, lengths)
+    assert np.array_equal(dst[:], there)
+    memory.zero(slots + dst.address, lengths)
+    copy_scattered(np.zeros(700, np.uint8), np.zeros_like(slots), there, slots, lengths)
+    assert np.array_equal(dst[:], there)
+    outside = np.asarray([max(src.address, dst.address) + SIZE - 1])
+    with pytest.raises(OutOfBounds):
+        memory.gather(outside, np.asarray([2]), buffer)
+    with pytest.raises(OutOfBounds):
+        memory.zero(outside, np.asarray([2]))
+    with pytest.raises(TransferError, match="a buffer of"):
+        memory.gather(slots + src.address, lengths, buffer[:-1])
+    del buffer
+    memory.close()
+
+
+def test_strided_copies_are_checked(buffers) -> None:
+    src, dst = buffers
+    carrier = make_carrier("cuda")
+    carrier.register([MemoryRegion(src.address, SIZE), MemoryRegion(dst.address, SIZE)])
+    other = make_carrier("cuda")
+    other.register([MemoryRegion(src.address, SIZE), MemoryRegion(dst.address, SIZE)])
+    peer = carrier.connect(other.endpoint(), soon())
+    data = noise(4)
+    src[:], dst[:] = data, 0
+    runs = at(strided(np.random.default_rng(8), 16, False), src.address, dst.address)
+    carrier.read(peer, runs).wait(soon())
+    expected = np.zeros(SIZE, dtype=np.uint8)
+    for arrays in strided(np.random.default_rng(8), 16, False).arrays():
+        copy_scattered(data, arrays.src, expected, arrays.dst, arrays.length)
+    assert np.array_equal(dst[:], expected)
+    dst[:] = 0
+    for bad in (
+        replace(runs, src_rows=runs.src_rows - (64 << 20)),
+        replace(runs, dst_steps=runs.dst_steps + (64 << 20)),
+        replace(runs, lengths=np.append(runs.lengths[:-1], 1 << 40)),
+        replace(runs, lengths=np.append(runs.lengths[:-1], -16)),
+        replace(runs, src_segments=np.append(runs.src_segments[:-1], 1 << 62)),
+    ):
+        with pytest.raises(OutOfBounds):
+            carrier.read(peer, bad).wait(soon())
+    with pytest.raises(TransferError, match="copies are"):
+        carrier.read(peer, replace(runs, lengths=runs.lengths[:-1])).wait(soon())
+    assert not dst.any()
+    carrier.close()
+    other.close()
+
+
+def test_host_memory_is_refused() -> None:
+    carrier = make_carrier("cuda")
+    host = np.zeros(4096, dtype=np.uint8)
+    with pytest.raises(TransferError, match="device memory"):
+        carrier.register([MemoryRegion(host.ctypes.data, 4096)])
+    carrier.close()

@@ -1,0 +1,107 @@
+"""Runs the copy kernel in Triton's interpreter, on host memory, against copies made by NumPy.
+
+A program, because TRITON_INTERPRET must be set before Triton is imported: prints how many cases.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+
+from kvferry.transport.cuda_kernels import TUNING
+from kvferry.transport.cuda_lane import launches
+from kvferry.transport.cuda_triton import copy_runs
+from kvferry.transport.cuda_work import Runs, Work
+
+MEMORY = 1 << 15
+
+
+def run(runs: Runs, *, fill: bool) -> None:
+    """What a lane does, without a device."""
+    work = Work.of(runs.without_empty())
+    runs = work.runs
+    count = TUNING[work.chunk][0]
+    firsts = work.firsts if not work.length else np.zeros(1, np.int64)
+    for row, begin, end in launches(work):
+        tables = (
+            runs.src_rows[row:],
+            runs.dst_rows[row:],
+            runs.src_segments,
+            runs.dst_segments,
+            runs.src_steps,
+            runs.dst_steps,
+            runs.lengths,
+            firsts,
+        )
+        copy_runs[(-(-(end - begin) // count),)](
+            *(torch.from_numpy(np.ascontiguousarray(t)) for t in tables),
+            work.length,
+            0,
+            0,
+            len(runs.lengths),
+            len(runs.src_steps),
+            work.chunks,
+            work.search_rounds(),
+            begin,
+            end,
+            SEARCH=not work.length,
+            FILL=fill,
+            GRAIN=runs.grain(),
+            CHUNK=work.chunk,
+            COUNT=count,
+            COUNT_LOG=count.bit_length(),
+        )
+
+
+def case(rng: np.random.Generator, grain: int, uniform: bool, strided: bool, fill: bool) -> None:
+    src = rng.integers(1, 256, MEMORY, dtype=np.uint8)
+    dst = np.full(MEMORY, 7, dtype=np.uint8)
+    segments, rows, steps = (
+        int(rng.integers(1, n)) for n in ((9, 4, 4) if strided else (40, 2, 2))
+    )
+    slot = MEMORY // (segments * rows * steps) // 16 * 16
+    most = slot - 16
+    lengths = rng.integers(0, most // grain + 1, segments) * grain
+    if uniform:
+        lengths[:] = max(grain, int(lengths.max()))
+    if not lengths.any():
+        lengths[0] = grain
+    addresses = []
+    for memory in (src, dst):
+        where = rng.permutation(segments).astype(np.int64) * (rows * steps * slot)
+        where += rng.integers(0, 16 // grain) * grain  # a phase
+        if grain < 16:
+            where += rng.integers(0, 16 // grain, segments) * grain * rng.integers(0, 2)
+        row = memory.ctypes.data + np.arange(rows, dtype=np.int64) * steps * slot
+        addresses.append((row, where, np.arange(steps, dtype=np.int64) * slot))
+    (src_rows, src_at, src_steps), (dst_rows, dst_at, dst_steps) = addresses
+    expected = dst.copy()
+    for r in range(rows):
+        for s in range(segments):
+            for k in range(steps):
+                a = int(src_rows[r] + src_at[s] + src_steps[k]) - src.ctypes.data
+                b = int(dst_rows[r] + dst_at[s] + dst_steps[k]) - dst.ctypes.data
+                n = int(lengths[s])
+                expected[b : b + n] = 0 if fill else src[a : a + n]
+    run(Runs(src_rows, dst_rows, src_at, dst_at, lengths, src_steps, dst_steps), fill=fill)
+    wrong = np.flatnonzero(dst != expected)
+    assert len(wrong) == 0, (grain, uniform, strided, fill, lengths, wrong[:5])
+
+
+def main() -> None:
+    done = 0
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        for grain in (16, 4, 1):
+            for uniform in (True, False):
+                for strided in (True, False):
+                    for fill in (False, True):
+                        case(rng, grain, uniform, strided, fill)
+                        done += 1
+    print(done)
+
+
+if __name__ == "__main__":
+    main()
