@@ -19,6 +19,7 @@ from rich.table import Table
 from kvferry.errors import KvferryError, StoreError
 from kvferry.pool.embedded import EmbeddedStore, default_directory
 from kvferry.pool.embedded_index import peek
+from kvferry.pool.embedded_room import DISK_LINK
 from kvferry.pool.mooncake_config import parse_size
 from kvferry.units import show_bytes, show_seconds
 
@@ -28,7 +29,7 @@ err = Console(stderr=True)
 Directory = Annotated[
     Path | None, typer.Option("--dir", help="The store's directory (default: this user's).")
 ]
-Disk = Annotated[Path | None, typer.Option("--disk-dir", help="Its disk tier, if it has one.")]
+Disk = Annotated[Path | None, typer.Option("--disk-dir", help="Its disk tier, if it moved.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 LONG_SECONDS = 3600.0
 
@@ -42,7 +43,9 @@ def _opened(directory: Path | None, disk: Path | None) -> Iterator[EmbeddedStore
         if found is None:
             raise StoreError(f"there is no store at {place}; name its directory with --dir")
         if found.disk_bytes and disk is None:
-            raise StoreError(f"the store at {place} has a disk tier; name it with --disk-dir")
+            disk = place / DISK_LINK
+            if not disk.exists():
+                raise StoreError(f"the disk tier of the store at {place} is not there: {disk}")
         store = EmbeddedStore(
             place,
             found.memory_bytes,
