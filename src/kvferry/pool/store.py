@@ -50,6 +50,7 @@ class Outcome(Enum):
     MISSING = "missing"  # get: it is not here (any more)
     CORRUPT = "corrupt"  # get: its bytes are not what was written
     FULL = "full"  # put: no room, and nothing that may be evicted
+    DECLINED = "declined"  # put: worth less than everything that it would displace; not an error
     FAILED = "failed"  # any other failure; the store has logged the reason
 
 
@@ -66,6 +67,14 @@ class Store(Protocol):
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Memory that objects are put from and got into."""
+
+    def access(self, keys: Sequence[str], deadline: float) -> None:
+        """One request came: its keys in prefix order, whether they are here or not.
+
+        This is what eviction learns from, so it is told once per request and fragment (one rank's
+        objects of one group), before the request's objects are got or put. Never raises: a store
+        that has no use for it does nothing.
+        """
 
     def exists(self, keys: Sequence[str], deadline: float) -> Bools: ...
 

@@ -1,0 +1,282 @@
+"""The embedded store: objects shared by all processes of one host, by a directory and nothing else.
+
+There is no server. Every process maps the same two files, an index and an arena, and takes part:
+
+    put    claim a record and an extent (lock, microseconds; maybe an eviction), gather the bytes
+           into the extent and checksum them (no lock), make the record say MEMORY (one store)
+    get    find the record (no lock), check header and checksums of what is wanted, scatter it
+           to its destination, and look whether the extent was given up meanwhile
+    access tell the eviction policy about a request (lock, microseconds)
+
+A process may die at any of these points. What it wrote half was never readable; what it evicted
+half is whole in one place; its locks go with it.
+
+An object that is not what was written, in whichever tier, is CORRUPT for its reader, removed, and
+counted. An object that another process is writing now EXISTS for a second writer.
+
+The parts: `embedded_index` (records), `embedded_arena` (extents), `embedded_disk` (files),
+`embedded_room` (eviction, tiers, recovery), `embedded_write`, `embedded_read`, `embedded_image`
+(headers, checksums), `embedded_copy` (scatter), `embedded_lock`, `policy` (what is evicted).
+"""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvferry.errors import StoreError
+from kvferry.pool import embedded_index as ix
+from kvferry.pool.embedded_image import Image, open_image
+from kvferry.pool.embedded_index import Geometry, hash_keys, key_name
+from kvferry.pool.embedded_read import Reader, analyse
+from kvferry.pool.embedded_room import Room
+from kvferry.pool.embedded_write import Writer
+from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, StoreStats
+from kvferry.transport.base import MemoryRegion
+from kvferry.transport.regions import RegionTable
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_MEMORY_BYTES = 4 << 30
+OBJECT_BYTES_GUESS = 256 << 10  # for the number of records: four for each object of this size
+MIN_SLOTS, MAX_SLOTS = 1 << 18, 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One object, for people."""
+
+    key: str
+    bytes: int
+    tier: str
+    turns: int
+    depth: int
+    idle_seconds: float
+    score: float
+
+
+def default_directory() -> Path:
+    """In shared memory, one per user."""
+    base = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
+    return base / f"kvferry-{getpass.getuser()}"
+
+
+class EmbeddedStore:
+    """A `Store` in a directory; see the module."""
+
+    name = "embedded"
+
+    def __init__(
+        self,
+        directory: Path | None = None,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        disk_directory: Path | None = None,
+        disk_bytes: int = 0,
+        *,
+        slots: int | None = None,
+        threads: int = 2,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Open or create. Whoever creates it decides the sizes; others take them as they are."""
+        if (disk_directory is None) != (disk_bytes == 0):
+            raise StoreError("a disk tier needs both a directory and a capacity in bytes")
+        if memory_bytes < 1 << 16:
+            raise StoreError(f"a memory tier of {memory_bytes} bytes holds nothing; give more")
+        if slots is None:
+            objects = (memory_bytes + disk_bytes) // OBJECT_BYTES_GUESS
+            slots = min(max(MIN_SLOTS, 1 << (4 * objects).bit_length()), MAX_SLOTS)
+        elif slots < 2 * ix.WAYS or slots & (slots - 1):
+            raise StoreError(f"{slots} records: expected a power of two, 16 or more")
+        self.directory = directory or default_directory()
+        wanted = Geometry(slots, memory_bytes, disk_bytes)
+        try:
+            self._room = Room(self.directory, wanted, disk_directory, clock)
+        except OSError as error:
+            raise StoreError(f"cannot open the store at {self.directory}: {error}") from error
+        found = self._room.index.geometry
+        if (found.memory_bytes, found.disk_bytes) != (memory_bytes, disk_bytes):
+            _log.warning(
+                "the store at %s was created with %d bytes of memory and %d of disk; that holds",
+                self.directory,
+                found.memory_bytes,
+                found.disk_bytes,
+            )
+        self._clock = clock
+        self._regions = RegionTable.of([])
+        self._registered: list[MemoryRegion] = []
+        self._reader = Reader(self._room, threads, clock)
+        self._writer = Writer(self._room, clock)
+        self._closed = False
+
+    # --- the protocol --------------------------------------------------------------------------
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        self._registered.extend(regions)
+        self._regions = RegionTable.of(self._registered)
+
+    def access(self, keys: Sequence[str], deadline: float) -> None:
+        room = self._open()
+        if not keys:
+            return
+        low, high = hash_keys(keys)
+        try:
+            with room.locked(deadline):
+                rows = room.index.find(low, high)
+                known = rows >= 0
+                if not known.all():
+                    rows[~known] = room.index.claim(low[~known], high[~known], self._clock())
+                whole = len(rows) if bool((rows >= 0).all()) else int(np.argmin(rows >= 0))
+                room.policy.observe(rows[:whole], known[:whole], self._clock())
+        except StoreError as error:
+            _log.warning("a request was not told to the eviction policy: %s", error)
+
+    def exists(self, keys: Sequence[str], deadline: float) -> Bools:
+        index = self._open().index
+        if not keys:
+            return np.zeros(0, dtype=bool)
+        return index.readable(index.find(*hash_keys(keys)))
+
+    def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
+        self._open()
+        inside = [self._inside(o.address, o.length) for o in objects]
+        return self._writer.put(keys, objects, inside, False, deadline)
+
+    def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
+        self._open()
+        return self._reader.get(keys, analyse(wanted, self._regions), deadline) if keys else []
+
+    def put_bytes(self, key: str, value: bytes, deadline: float) -> Outcome:
+        self._open()
+        source = np.frombuffer(value or b"\0", dtype=np.uint8)
+        one = np.array([len(value)], dtype=np.int64)
+        ranges = Ranges(np.array([source.ctypes.data], dtype=np.int64), one)
+        return self._writer.put([key], [ranges], [True], True, deadline)[0]
+
+    def get_bytes(self, key: str, deadline: float) -> bytes | None:
+        self._open()
+        return self._reader.get_bytes(key, deadline)
+
+    def remove(self, keys: Sequence[str], deadline: float) -> int:
+        room = self._open()
+        if not keys:
+            return 0
+        rows = np.unique(room.index.find(*hash_keys(keys)))
+        rows = rows[rows >= 0]
+        return room.give_up(rows, room.index.generation[rows].copy(), deadline)
+
+    def stats(self) -> StoreStats:
+        index = self._open().index
+        rows = np.flatnonzero(index.readable(np.arange(index.geometry.slots)))
+        return StoreStats(
+            objects=len(rows),
+            bytes=int(index.length[rows].sum()),
+            capacity_bytes=index.geometry.memory_bytes + index.geometry.disk_bytes,
+            evicted=index.counters()["dropped"],
+        )
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._reader.close()
+            self._room.close()
+
+    # --- beyond the protocol -------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """Counts of all processes since the store was created, and bytes by tier."""
+        index = self._open().index
+        extents = index.with_extent()
+        return {
+            **index.counters(),
+            "memory_bytes": int(index.extent[extents].sum()),
+            "disk_bytes": int(index.image_bytes[index.on_disk()].sum()),
+            "ghosts": len(index.in_state(ix.GHOST)),
+        }
+
+    def learned(self) -> dict[str, float]:
+        return self._open().policy.learned()
+
+    def listed(self) -> Iterator[Listed]:
+        """All objects, the next victim first."""
+        room = self._open()
+        index, now = room.index, self._clock()
+        rows = np.flatnonzero(index.readable(np.arange(index.geometry.slots)))
+        scores = room.policy.scores(rows, now)
+        tiers = {ix.MEMORY: "memory", ix.DISK: "disk", ix.BOTH: "both"}
+        for at in np.argsort(scores, kind="stable").tolist():
+            row = int(rows[at])
+            with_key = self._header(row)
+            yield Listed(
+                key=with_key.key
+                if with_key
+                else key_name(int(index.low[row]), int(index.high[row])),
+                bytes=int(index.length[row]),
+                tier=tiers.get(int(index.state[row]), "moving"),
+                turns=int(index.history.turns[row]),
+                depth=int(index.history.depth[row]),
+                idle_seconds=max(0.0, now - float(index.history.last[row])),
+                score=float(scores[at]),
+            )
+
+    def verify(self, deadline: float) -> tuple[int, int]:
+        """Read every object whole; how many were right, and how many were not and are gone."""
+        room = self._open()
+        index = room.index
+        good = bad = 0
+        for row in np.flatnonzero(index.readable(np.arange(index.geometry.slots))).tolist():
+            outcome = self._reader.check_whole(row, deadline)
+            good += outcome is Outcome.DONE
+            bad += outcome is Outcome.CORRUPT
+        return good, bad
+
+    def evict(self, size: int, deadline: float) -> int:
+        """Remove the least valuable objects, `size` bytes or more, from all tiers; how many."""
+        room = self._open()
+        index = room.index
+        rows = index.in_state(ix.MEMORY, ix.BOTH, ix.DISK)
+        order = np.argsort(room.policy.scores(rows, self._clock()), kind="stable")
+        freed = np.cumsum(index.image_bytes[rows[order]])
+        rows = rows[order[: int(np.searchsorted(freed, size)) + 1]] if size > 0 else rows[:0]
+        count = room.give_up(rows, index.generation[rows].copy(), deadline)
+        index.count("dropped", count)
+        return count
+
+    def clear(self, deadline: float) -> int:
+        index = self._open().index
+        rows = np.flatnonzero(index.readable(np.arange(index.geometry.slots)))
+        return self._room.give_up(rows, index.generation[rows].copy(), deadline)
+
+    def _header(self, row: int) -> Image | None:
+        room = self._room
+        if not room.index.in_memory(int(room.index.state[row])):
+            name = key_name(int(room.index.low[row]), int(room.index.high[row]))
+            return room.disk.header(name) if room.disk is not None else None
+        offset, size = int(room.index.offset[row]), int(room.index.image_bytes[row])
+        return open_image(room.arena.view(offset, size))
+
+    def _inside(self, address: Ints, length: Ints) -> bool:
+        bad = self._regions.first_outside(address, length)
+        if bad >= 0:
+            _log.warning(
+                "%d bytes at %#x are not inside the registered memory", length[bad], address[bad]
+            )
+        return bad < 0
+
+    def _open(self) -> Room:
+        if self._closed:
+            raise StoreError("the store is closed")
+        return self._room
+
+
+def destroy(directory: Path, disk_directory: Path | None = None) -> None:
+    """Remove a store that nobody has open, with all that it holds."""
+    for path in (directory, disk_directory):
+        if path is not None:
+            shutil.rmtree(path, ignore_errors=True)

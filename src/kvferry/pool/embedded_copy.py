@@ -1,0 +1,98 @@
+"""Bytes between scattered memory of this process and one contiguous place, by NumPy.
+
+Seen through a dtype as long as a range and a stride of one byte, memory is an array in which every
+byte begins an element. Ranges of one length then move in one call, each by one memcpy, and Python
+runs once per distinct length. Addresses must have been checked before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+STEP_BYTES = 1 << 20  # through an intermediate array, where both sides are scattered
+MAX_RANGE_BYTES = (1 << 31) - 1  # a dtype's item size is an int
+
+
+class _Memory:
+    """An address as NumPy's array interface."""
+
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, address: int, count: int, typestr: str, stride: int) -> None:
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": (count,),
+            "typestr": typestr,
+            "strides": (stride,),
+            "version": 3,
+        }
+
+
+def at_address(address: int, size: int) -> NDArray[np.uint8]:
+    return np.asarray(_Memory(address, size, "|u1", 1))
+
+
+def _windows(low: int, high: int, size: int) -> NDArray[Any]:
+    """Element i is the `size` bytes from address `low + i` on, up to address `high`."""
+    return np.asarray(_Memory(low, high - low - size + 1, f"|V{size}", 1))
+
+
+def _row(address: int, count: int, size: int) -> NDArray[Any]:
+    return np.asarray(_Memory(address, count, f"|V{size}", size))
+
+
+def spread(src: int, dst: Ints, size: int) -> None:
+    """`size` bytes each, from one place on, to addresses `dst`."""
+    if size > MAX_RANGE_BYTES:
+        move(src + size * np.arange(len(dst), dtype=np.int64), dst, np.full(len(dst), size))
+        return
+    low = int(dst.min())
+    _windows(low, int(dst.max()) + size, size)[dst - low] = _row(src, len(dst), size)
+
+
+def move(src: Ints, dst: Ints, length: Ints) -> None:
+    """`length[i]` bytes from address `src[i]` to address `dst[i]`; the two never overlap."""
+    if len(length) == 0:
+        return
+    sizes = [int(length[0])] if bool((length == length[0]).all()) else np.unique(length).tolist()
+    for size in sizes:
+        if size == 0:
+            continue
+        if len(sizes) == 1:
+            _move_equal(src, dst, size)
+        else:
+            same = np.flatnonzero(length == size)
+            _move_equal(src[same], dst[same], size)
+
+
+def _move_equal(src: Ints, dst: Ints, size: int) -> None:
+    if size > MAX_RANGE_BYTES:
+        for a, b in zip(src.tolist(), dst.tolist(), strict=True):  # gigabytes each
+            at_address(b, size)[:] = at_address(a, size)
+        return
+    count = len(src)
+    windows_dst = _windows(int(dst.min()), int(dst.max()) + size, size)
+    where = dst - dst.min()
+    if _in_a_row(src, size):
+        windows_dst[where] = _row(int(src[0]), count, size)
+        return
+    low = int(src.min())
+    what = src - low
+    if _in_a_row(dst, size) and not bool((what % size).any()):
+        slots = _row(low, int(what.max()) // size + 1, size)
+        np.take(slots, what // size, out=_row(int(dst[0]), count, size), mode="clip")
+        return
+    windows_src = _windows(low, int(src.max()) + size, size)
+    step = max(1, STEP_BYTES // size)
+    for first in range(0, count, step):
+        part = slice(first, first + step)
+        windows_dst[where[part]] = windows_src[what[part]]
+
+
+def _in_a_row(address: Ints, size: int) -> bool:
+    return len(address) == 1 or bool((np.diff(address) == size).all())
