@@ -81,6 +81,7 @@ class _Asked:
     count: int
     most_tokens: int
     deadline: float
+    first: bool = True  # not asked again because the answer grew old
     answer: Answer | None = None
 
 
@@ -192,6 +193,8 @@ class LookupKeyServer:
         self._book.refresh(store, asked.deadline)
         name = (chain.signature(), asked.most_tokens)
         recent = self._recent.get(name)
+        if recent is not None and asked.first:
+            self._tell(store, chain, recent, asked)
         if recent is not None and time.monotonic() - recent.at < CACHE_SECONDS:
             self._counters.add("lookup_cached")
             return recent
@@ -208,10 +211,24 @@ class LookupKeyServer:
         )
         saved = covered_prefix(held, reader.layout_id)
         answer = Answer(hit, tuple(held), {x.id: x for x in layouts}, saved)
+        if recent is None and asked.first:
+            self._tell(store, chain, answer, asked)
         self._recent[name] = answer
         if len(self._recent) > CACHED_ANSWERS:
             self._recent.popitem(last=False)
         return answer
+
+    def _tell(self, store: Store, chain: ContentChain, answer: Answer, asked: _Asked) -> None:
+        """Tell the store about a request, once: eviction learns from it."""
+        ours = self._book.ours
+        used = {s.layout_id for s in answer.hit.segments}
+        align = self._reader.align_tokens
+        if answer.hit.tokens < asked.most_tokens // align * align:
+            used.add(ours.id)  # what is missing will be put in our own layout
+        for layout_id in sorted(used or {ours.id}):
+            layout = answer.layouts.get(layout_id, ours)
+            for _, keys in self._database.question(chain, [layout]).by_fragment():
+                store.access(keys, asked.deadline)
 
 
 class LookupKeyClient:
@@ -250,7 +267,8 @@ class LookupKeyClient:
             and now - asked.answer.at > CACHE_SECONDS
         )
         if asked is None or stale or asked.most_tokens != most_tokens:
-            asked = _Asked(chain, tokens, count, most_tokens, now + self._seconds)
+            deadline = now + self._seconds
+            asked = _Asked(chain, tokens, count, most_tokens, deadline, first=asked is None)
             self._asked[request_id] = asked
             self._counters.add("lookups")
             server = self._able_server(now)
