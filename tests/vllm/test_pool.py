@@ -92,7 +92,7 @@ def folder() -> Iterator[Path]:
 
 
 def test_engines_of_other_shapes_read(folder: Path) -> None:
-    """tp 1, blocks of 128; tp 2, blocks of 32; tp 1, blocks of 16, started when the first is gone."""
+    """tp 1, blocks of 128; tp 2, blocks of 32; tp 1, blocks of 16, when the first is gone."""
     model = make_model(folder / "tiny")
     first = pool_engine("one", model, folder)
     second = pool_engine("two", model, folder, tp=2, block_size=32)
