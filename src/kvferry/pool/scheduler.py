@@ -219,6 +219,10 @@ class PoolScheduler:
         tracker.load = spec
         return spec.tokens
 
+    def promised(self, request_id: str) -> bool:
+        tracker = self._trackers.get(request_id)
+        return tracker is not None and tracker.load is not None
+
     def allocated(self, request_id: str, tables: Tables, external: int) -> None:
         """Blocks are there. `external` tokens are to be loaded; 0: none after all."""
         tracker = self._trackers.get(request_id)

@@ -9,7 +9,7 @@ nothing.
 
 import logging
 
-from kvferry.vllm.connector import FerryConnector
+from kvferry.vllm.combined import FerryConnector
 from kvferry.vllm.pool_connector import FerryMooncakeStoreConnector, FerryPoolConnector
 
 MooncakeStoreConnector = FerryMooncakeStoreConnector  # the name that configurations use

@@ -102,6 +102,10 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self.scheduler is not None
         return self.scheduler.matched(request, num_computed_tokens)
 
+    def promised(self, request: Any) -> bool:
+        """Whether the last match of this request was ours."""
+        return self.scheduler is not None and self.scheduler.pool.promised(request.request_id)
+
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return self._groups
 

@@ -97,6 +97,13 @@ class VllmPoolScheduler:
         count = self.pool.matched(request.request_id, tracker, request.all_token_ids, computed)
         return count, bool(count)
 
+    def elsewhere(self, request: Any, tokens: int) -> None:
+        """Another connector has these tokens of a request; whoever computed them has saved them."""
+        if request.request_id in self._requests and self.pool.started:
+            tracker = self.pool.track(request.request_id, lambda: _extras(request))
+            tracker.load = None
+            tracker.saved_tokens = max(tracker.saved_tokens, tokens)
+
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], external: int) -> None:
         self.pool.allocated(request.request_id, tables, external)
 
