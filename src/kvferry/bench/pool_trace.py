@@ -18,6 +18,7 @@ import shutil
 import tempfile
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,7 +153,7 @@ def replay_optimum(trace: Trace, capacity: int, leaf_first: bool) -> Rates:
     return _rates(trace, hits)
 
 
-def _prefix(blocks: list[int], kept: dict[int, object] | OrderedDict[int, None]) -> int:
+def _prefix(blocks: list[int], kept: Mapping[int, object]) -> int:
     for at, block in enumerate(blocks):
         if block not in kept:
             return at
@@ -165,7 +166,7 @@ def replay_store(trace: Trace, capacity: int) -> Rates:
     base = "/dev/shm" if Path("/dev/shm").is_dir() else None
     directory = Path(tempfile.mkdtemp(prefix="kvferry-bench-", dir=base))
     store = EmbeddedStore(
-        directory, capacity * ALIGN, slots=1 << 19, threads=1, clock=lambda: now[0]
+        directory, capacity * ALIGN, slots=1 << 18, threads=1, clock=lambda: now[0]
     )
     try:
         source = np.zeros(OBJECT_BYTES, dtype=np.uint8)

@@ -38,7 +38,7 @@ from kvferry.pool.embedded_index import Geometry, hash_keys, key_name
 from kvferry.pool.embedded_read import Reader, analyse
 from kvferry.pool.embedded_room import Room
 from kvferry.pool.embedded_write import Writer
-from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, StoreStats
+from kvferry.pool.store import Bools, Outcome, Ranges, Slices, StoreStats
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.regions import RegionTable
 
@@ -145,7 +145,7 @@ class EmbeddedStore:
 
     def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
         self._open()
-        inside = [self._inside(o.address, o.length) for o in objects]
+        inside = self._inside(objects)
         return self._writer.put(keys, objects, inside, False, deadline)
 
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
@@ -173,7 +173,7 @@ class EmbeddedStore:
 
     def stats(self) -> StoreStats:
         index = self._open().index
-        rows = np.flatnonzero(index.readable(np.arange(index.geometry.slots)))
+        rows = index.objects()
         return StoreStats(
             objects=len(rows),
             bytes=int(index.length[rows].sum()),
@@ -207,7 +207,7 @@ class EmbeddedStore:
         """All objects, the next victim first."""
         room = self._open()
         index, now = room.index, self._clock()
-        rows = np.flatnonzero(index.readable(np.arange(index.geometry.slots)))
+        rows = index.objects()
         scores = room.policy.scores(rows, now)
         tiers = {ix.MEMORY: "memory", ix.DISK: "disk", ix.BOTH: "both"}
         for at in np.argsort(scores, kind="stable").tolist():
@@ -230,7 +230,7 @@ class EmbeddedStore:
         room = self._open()
         index = room.index
         good = bad = 0
-        for row in np.flatnonzero(index.readable(np.arange(index.geometry.slots))).tolist():
+        for row in index.objects().tolist():
             outcome = self._reader.check_whole(row, deadline)
             good += outcome is Outcome.DONE
             bad += outcome is Outcome.CORRUPT
@@ -250,7 +250,7 @@ class EmbeddedStore:
 
     def clear(self, deadline: float) -> int:
         index = self._open().index
-        rows = np.flatnonzero(index.readable(np.arange(index.geometry.slots)))
+        rows = index.objects()
         return self._room.give_up(rows, index.generation[rows].copy(), deadline)
 
     def _header(self, row: int) -> Image | None:
@@ -261,13 +261,19 @@ class EmbeddedStore:
         offset, size = int(room.index.offset[row]), int(room.index.image_bytes[row])
         return open_image(room.arena.view(offset, size))
 
-    def _inside(self, address: Ints, length: Ints) -> bool:
+    def _inside(self, objects: Sequence[Ranges]) -> list[bool]:
+        """Whether each object's memory is registered; looked at one by one only if one is not."""
+        if not objects:
+            return []
+        address = np.concatenate([o.address for o in objects])
+        length = np.concatenate([o.length for o in objects])
         bad = self._regions.first_outside(address, length)
-        if bad >= 0:
-            _log.warning(
-                "%d bytes at %#x are not inside the registered memory", length[bad], address[bad]
-            )
-        return bad < 0
+        if bad < 0:
+            return [True] * len(objects)
+        _log.warning(
+            "%d bytes at %#x are not inside the registered memory", length[bad], address[bad]
+        )
+        return [self._regions.first_outside(o.address, o.length) < 0 for o in objects]
 
     def _open(self) -> Room:
         if self._closed:

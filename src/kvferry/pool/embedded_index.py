@@ -2,8 +2,8 @@
 
 A record lies in one of two buckets of `WAYS` slots that its key's hash names; nothing else points
 to it. So there is no table beside the records that a crash could leave behind: a lookup compares
-the keys of sixteen slots, and a batch of lookups is a handful of NumPy calls without any lock. Slots
-without an object stay as ghosts, the history that eviction learns from, until they are needed.
+the keys of sixteen slots, and a batch of lookups is a handful of NumPy calls without any lock.
+Slots without an object stay as ghosts, the history that eviction learns from, until needed.
 
 `state` is what a record is. All that it says is written before the state that says it, and the
 state goes before what it said, so that a process that dies between any two stores leaves either
@@ -43,8 +43,6 @@ FREE, GHOST, WRITING, MEMORY, DISK, BOTH, DEMOTING, PROMOTING = range(8)
 OWNED = (WRITING, DEMOTING, PROMOTING)
 _READABLE = np.array([False, False, False, True, True, True, True, True])
 _IN_MEMORY = np.array([False, False, False, True, False, True, True, False])
-_HAS_EXTENT = np.array([False, False, True, True, False, True, True, True])
-_ON_DISK = np.array([False, False, False, False, True, True, False, True])
 
 WAYS = 8  # 8 words of one cache line
 MAGIC = 0x6B76_6665_7272_7901  # the last byte is the version of all that lies in the directory
@@ -306,9 +304,14 @@ class SharedIndex:
         return np.asarray(slots.reshape(len(low), 2 * WAYS))
 
     def in_state(self, *states: int) -> Ints:
-        chosen = np.zeros(256, dtype=bool)
-        chosen[list(states)] = True
-        return np.flatnonzero(chosen[self.state]).astype(np.int64)
+        return np.flatnonzero(self._any_of(states)).astype(np.int64)
+
+    def _any_of(self, states: Sequence[int]) -> Bools:
+        """Compares bytes, which costs a tenth of a table lookup for each."""
+        chosen = self.state == states[0]
+        for state in states[1:]:
+            chosen |= self.state == state
+        return np.asarray(chosen)
 
     def readable(self, rows: Ints) -> Bools:
         """Whether each row (or -1) has an object now."""
@@ -321,10 +324,14 @@ class SharedIndex:
         return bool(_READABLE[state])
 
     def with_extent(self) -> Ints:
-        return np.flatnonzero(_HAS_EXTENT[self.state]).astype(np.int64)
+        return self.in_state(WRITING, MEMORY, BOTH, DEMOTING, PROMOTING)
 
     def on_disk(self) -> Ints:
-        return np.flatnonzero(_ON_DISK[self.state]).astype(np.int64)
+        return self.in_state(DISK, BOTH, PROMOTING)
+
+    def objects(self) -> Ints:
+        """All rows that have one."""
+        return self.in_state(MEMORY, DISK, BOTH, DEMOTING, PROMOTING)
 
     def leave_memory(self, rows: Ints, state: int) -> None:
         """Give extents up: the state, then the generation; only then may they be reused."""

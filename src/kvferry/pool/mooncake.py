@@ -1,0 +1,297 @@
+"""Mooncake Store as a `Store`: objects across hosts, put from and got into registered memory.
+
+A put hands the ranges of all objects to the client in one call, a get opens a session (one
+question to the master), reads ranges straight into their places, and ends it; nothing is copied on
+our side. The client reconnects by itself when its master comes back; what the old master knew is
+then a miss.
+
+The client's calls take no deadline and may block for seconds when the master is gone. They run in
+threads of ours; a caller leaves at its deadline with `StoreError`, and the call is *abandoned*: it is
+counted, and no more than `MAX_ABANDONED` of them may hang before all calls fail at once. A get
+that is abandoned could still write into the caller's memory. So a get stays `LATE_SECONDS` longer,
+which covers the client's own timeouts; `late_writes` counts those that did not even end then, and
+memory that was handed to those must not be reused.
+
+Mooncake keeps no checksums: a byte that flips in its memory is not seen here. Lengths are checked,
+and an object is readable only after it was put whole.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvferry.errors import StoreError
+from kvferry.pool.mooncake_config import MooncakeStoreConfig
+from kvferry.pool.store import Bools, Outcome, Ranges, Slices, StoreStats
+from kvferry.transport.base import MemoryRegion
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SETUP_SECONDS = 60.0
+CLOSE_SECONDS = 10.0
+LATE_SECONDS = 15.0  # the client gives up on a dead master after about five
+MAX_ABANDONED = 16
+NO_ROOM, NOT_FOUND, EXISTS_ALREADY, RPC_FAILED = -200, -704, -705, -900  # Mooncake's codes
+
+
+class MooncakeStore:
+    """A `Store` over one `MooncakeDistributedStore`."""
+
+    name = "mooncake"
+
+    def __init__(self, config: MooncakeStoreConfig | None = None) -> None:
+        self.config = config or MooncakeStoreConfig.load()
+        try:
+            client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+        except ImportError as error:
+            raise StoreError(
+                f"Mooncake is not installed ({error}); install kvferry[mooncake-cpu], or "
+                "mooncake-transfer-engine on machines with CUDA"
+            ) from None
+        self._client = client
+        self._lock = threading.Lock()
+        self._sessions: set[str] = set()
+        self._session_ended = threading.Condition(self._lock)
+        self._hanging = 0
+        self.abandoned = 0
+        self.late_writes = 0
+        self._puts = self._put_bytes = 0
+        self._regions: list[MemoryRegion] = []
+        self._closed = False
+        c = self.config
+        extra = {} if c.tenant_id == "default" else {"tenant_id": c.tenant_id}
+        code = self._call(
+            "setup",
+            lambda: client.setup(
+                c.hostname,
+                c.metadata_server,
+                c.global_segment_size,
+                c.local_buffer_size,
+                c.protocol,
+                c.device_name,
+                c.master_server_address,
+                **extra,
+            ),
+            time.monotonic() + SETUP_SECONDS,
+        )
+        if code != 0:
+            raise StoreError(
+                f"Mooncake's client could not be set up with the master at "
+                f"{c.master_server_address} (code {code}); is mooncake_master running there?"
+            )
+
+    # --- the protocol --------------------------------------------------------------------------
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        for region in regions:
+            code = self._client.register_buffer(region.address, region.bytes)
+            if code != 0:
+                raise StoreError(
+                    f"Mooncake refused {region.bytes:,} bytes at {region.address:#x} (code {code})"
+                )
+            self._regions.append(region)
+
+    def access(self, keys: Sequence[str], deadline: float) -> None:
+        """Mooncake's master evicts by itself."""
+
+    def exists(self, keys: Sequence[str], deadline: float) -> Bools:
+        if not keys:
+            return np.zeros(0, dtype=bool)
+        codes = self._call("exists", lambda: self._client.batch_is_exist(list(keys)), deadline)
+        found = np.asarray(codes)
+        self._require_master("exists", codes)
+        return np.asarray(found == 1)
+
+    def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
+        if not keys:
+            return []
+        addresses = [o.address.tolist() for o in objects]
+        lengths = [o.length.tolist() for o in objects]
+        codes = self._call(
+            "put",
+            lambda: self._client.batch_put_from_multi_buffers(list(keys), addresses, lengths),
+            deadline,
+        )
+        self._require_master("put", codes)
+        outcomes = [_put_outcome(code) for code in codes]
+        with self._lock:
+            self._puts += outcomes.count(Outcome.DONE)
+            self._put_bytes += sum(
+                sum(length)
+                for length, outcome in zip(lengths, outcomes, strict=True)
+                if outcome is Outcome.DONE
+            )
+        return outcomes
+
+    def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
+        if not keys:
+            return []
+        names = list(keys)
+        addresses = [w.address.tolist() for w in wanted]
+        lengths = [w.length.tolist() for w in wanted]
+        offsets = [w.offset.tolist() for w in wanted]
+
+        def read() -> list[Outcome]:
+            with self._session(names, deadline) as codes:
+                self._require_master("get", codes)
+                there = [i for i, code in enumerate(codes) if code == 0]
+                outcomes = [
+                    Outcome.MISSING if code in (0, NOT_FOUND) else Outcome.FAILED for code in codes
+                ]
+                if not there:
+                    return outcomes
+                moved = self._client.batch_get_into_multi_buffer_ranges(
+                    [names[i] for i in there],
+                    [addresses[i] for i in there],
+                    [lengths[i] for i in there],
+                    [offsets[i] for i in there],
+                )
+                for i, count in zip(there, moved, strict=True):
+                    outcomes[i] = _get_outcome(count, sum(lengths[i]))
+                return outcomes
+
+        return self._call("get", read, deadline, writes=True)
+
+    def put_bytes(self, key: str, value: bytes, deadline: float) -> Outcome:
+        code = self._call("put", lambda: self._client.put(key, value), deadline)
+        self._require_master("put", [code])
+        return _put_outcome(code)
+
+    def get_bytes(self, key: str, deadline: float) -> bytes | None:
+        value: bytes = self._call("get", lambda: self._client.get(key), deadline)
+        return value or None  # empty is how the client says that there is none
+
+    def remove(self, keys: Sequence[str], deadline: float) -> int:
+        if not keys:
+            return 0
+        codes = self._call("remove", lambda: self._client.batch_remove(list(keys), True), deadline)
+        self._require_master("remove", codes)
+        return sum(code == 0 for code in codes)
+
+    def stats(self) -> StoreStats:
+        """What this client put, and what it gives to the pool: a client cannot see more."""
+        return StoreStats(self._puts, self._put_bytes, self.config.global_segment_size)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+
+        def end() -> None:
+            for region in self._regions:
+                self._client.unregister_buffer(region.address)
+            self._client.close()
+
+        try:
+            self._call("close", end, time.monotonic() + CLOSE_SECONDS, closing=True)
+        except StoreError as error:
+            _log.warning("Mooncake's client did not close: %s", error)
+
+    # --- calls with deadlines ------------------------------------------------------------------
+
+    @contextmanager
+    def _session(self, keys: list[str], deadline: float) -> Iterator[list[int]]:
+        """A read session; sessions are by key, so one key is in one of them at a time."""
+        mine = set(keys)
+        with self._session_ended:
+            while self._sessions & mine:
+                if not self._session_ended.wait(max(0.0, deadline - time.monotonic())):
+                    raise StoreError("the same objects are still being read, past the deadline")
+            self._sessions |= mine
+        try:
+            codes = self._client.batch_get_session_start(keys)
+            try:
+                yield codes
+            finally:
+                self._client.batch_get_session_end(keys)
+        finally:
+            with self._session_ended:
+                self._sessions -= mine
+                self._session_ended.notify_all()
+
+    def _call(
+        self,
+        what: str,
+        function: Callable[[], T],
+        deadline: float,
+        *,
+        writes: bool = False,
+        closing: bool = False,
+    ) -> T:
+        """The function's result by the deadline, or `StoreError`."""
+        with self._lock:
+            if self._closed and not closing:
+                raise StoreError("the store is closed")
+            if self._hanging >= MAX_ABANDONED:
+                raise StoreError(f"{self._hanging} calls of Mooncake's client hang; {what} refused")
+        done = threading.Event()
+        result: list[Any] = []
+
+        def run() -> None:
+            try:
+                result.append((True, function()))
+            except BaseException as error:
+                result.append((False, error))
+            finally:
+                done.set()
+                with self._lock:
+                    if given_up:
+                        self._hanging -= 1
+
+        given_up: list[bool] = []
+        # A thread of its own, not a pool's: a call that hangs must not keep others waiting.
+        threading.Thread(target=run, name=f"mooncake-{what}", daemon=True).start()
+        if not done.wait(max(0.0, deadline - time.monotonic())):
+            ended = writes and done.wait(LATE_SECONDS)
+            with self._lock:
+                if not done.is_set():
+                    given_up.append(True)
+                    self._hanging += 1
+                    self.late_writes += writes
+                self.abandoned += 1
+            late = "" if ended or not writes else "; its memory may still be written to"
+            raise StoreError(f"Mooncake's {what} did not end by its deadline{late}")
+        ok, value = result[0]
+        if ok:
+            return value  # type: ignore[no-any-return]
+        if isinstance(value, StoreError):
+            raise value
+        raise StoreError(f"Mooncake's {what} failed: {value!r}") from value
+
+    def _require_master(self, what: str, codes: Sequence[int]) -> None:
+        if len(codes) and all(code == RPC_FAILED for code in codes):
+            raise StoreError(
+                f"Mooncake's master at {self.config.master_server_address} cannot be reached "
+                f"({what}); it is asked again with the next call"
+            )
+
+
+def _put_outcome(code: int) -> Outcome:
+    match code:
+        case 0:
+            return Outcome.DONE
+        case _ if code == EXISTS_ALREADY:
+            return Outcome.EXISTS
+        case _ if code == NO_ROOM:
+            return Outcome.FULL
+    _log.warning("Mooncake refused an object (code %d)", code)
+    return Outcome.FAILED
+
+
+def _get_outcome(count: int, expected: int) -> Outcome:
+    if count == expected:
+        return Outcome.DONE
+    if count == NOT_FOUND:
+        return Outcome.MISSING
+    _log.warning("Mooncake moved %d bytes of an object where %d were expected", count, expected)
+    return Outcome.FAILED

@@ -1,0 +1,110 @@
+"""Mooncake Store's configuration, under the names that its users know.
+
+From the JSON file that `MOONCAKE_CONFIG_PATH` names, or from `MOONCAKE_*` variables, which also win
+over the file: `MOONCAKE_MASTER` is `master_server_address`, the others are the field in capitals
+(`MOONCAKE_GLOBAL_SEGMENT_SIZE=80GB`). Sizes are written as 80GB, 512 MB or a number of bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import StoreError
+
+_UNITS = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40}
+_MODES = ("embedded", "standalone-store")
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeStoreConfig:
+    """How to reach a master, and what this process gives to the pool."""
+
+    master_server_address: str
+    metadata_server: str = "P2PHANDSHAKE"
+    protocol: str = "tcp"
+    device_name: str = ""
+    mode: str = "embedded"  # or standalone-store: this process gives no memory
+    global_segment_size: int = 4 << 30  # bytes that this process gives to the pool
+    local_buffer_size: int = 1 << 30
+    enable_offload: bool = False
+    tenant_id: str = "default"
+    local_hostname: str = ""  # empty: this host's name as others resolve it
+
+    def __post_init__(self) -> None:
+        if not self.master_server_address:
+            raise StoreError(
+                "no Mooncake master: set master_server_address in the file that "
+                "MOONCAKE_CONFIG_PATH names, or MOONCAKE_MASTER=host:port"
+            )
+        if self.mode not in _MODES:
+            raise StoreError(f"Mooncake mode {self.mode!r}: expected one of {', '.join(_MODES)}")
+        if (self.mode == "embedded") != (self.global_segment_size > 0):
+            raise StoreError(
+                f"mode {self.mode} with a global_segment_size of {self.global_segment_size}: "
+                "embedded gives memory to the pool, standalone-store gives none (0)"
+            )
+        if self.local_buffer_size <= 0:
+            raise StoreError("local_buffer_size must be more than 0")
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str] = os.environ) -> MooncakeStoreConfig:
+        """From the environment and the file that it names."""
+        found: dict[str, Any] = {}
+        path = environ.get("MOONCAKE_CONFIG_PATH")
+        if path:
+            try:
+                found = json.loads(Path(path).read_text())
+            except (OSError, ValueError) as error:
+                raise StoreError(f"MOONCAKE_CONFIG_PATH={path} cannot be read: {error}") from None
+            if not isinstance(found, dict):
+                raise StoreError(f"MOONCAKE_CONFIG_PATH={path}: expected a JSON object")
+        names = {f.name: f"MOONCAKE_{f.name.upper()}" for f in fields(cls)}
+        for name, variable in names.items():
+            if environ.get(variable):
+                found[name] = environ[variable]
+        if environ.get("MOONCAKE_MASTER"):
+            found["master_server_address"] = environ["MOONCAKE_MASTER"]
+        return cls.of(found)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> MooncakeStoreConfig:
+        """From values as files and users write them; what we do not know is left alone."""
+        known: dict[str, Any] = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        known.setdefault("master_server_address", "")
+        if known.get("mode") == "standalone-store":
+            known.setdefault("global_segment_size", 0)
+        for name in ("global_segment_size", "local_buffer_size"):
+            if name in known:
+                known[name] = parse_size(known[name])
+        if "enable_offload" in known:
+            known["enable_offload"] = str(known["enable_offload"]).lower() in ("1", "true", "yes")
+        if not str(known.get("metadata_server", "x")).strip():
+            del known["metadata_server"]
+        known["tenant_id"] = str(known.get("tenant_id") or "default").strip() or "default"
+        return cls(**known)
+
+    @property
+    def hostname(self) -> str:
+        if self.local_hostname:
+            return self.local_hostname
+        local = self.master_server_address.rpartition(":")[0] in ("127.0.0.1", "localhost")
+        return "127.0.0.1" if local else socket.gethostbyname(socket.gethostname())
+
+
+def parse_size(value: Any) -> int:
+    """Bytes of 80GB, "512 mb", 1024."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?b?)\s*", str(value).lower())
+    unit = match.group(2) if match else ""
+    unit = unit + "b" if unit in ("k", "m", "g", "t") else unit
+    if match is None or unit not in _UNITS:
+        raise StoreError(f"a size of {value!r}; write 80GB, 512MB or a number of bytes")
+    return int(float(match.group(1)) * _UNITS[unit])
