@@ -35,7 +35,7 @@ class VllmPoolScheduler:
         self._with_events = events
         self._events: list[Any] = []
         self.pool = PoolScheduler(
-            limits, config.opener(), pin=self._pin, unpin=self._unpin, null_block=0
+            limits, config.opener(lookups_only=True), pin=self._pin, unpin=self._unpin, null_block=0
         )
 
     def set_handshakes(self, handshakes: Mapping[tuple[int, int], Any]) -> None:
