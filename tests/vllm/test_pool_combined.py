@@ -33,10 +33,9 @@ class Router:
         count, deadline = 0, time.monotonic() + seconds
         while time.monotonic() < deadline and self._socket.poll(500 if count == 0 else 1500):
             *_, payload = self._socket.recv_multipart()
-            _, events, *_ = msgspec.msgpack.decode(payload)
-            for told in events:
-                if told[0] == "BlockStored" and "STORAGE" in told:
-                    count += len(told[1])
+            for told in msgspec.msgpack.decode(payload)[1]:
+                if told["type"] == "BlockStored" and told.get("medium") == "STORAGE":
+                    count += len(told["block_hashes"])
         return count
 
     def close(self) -> None:
