@@ -104,7 +104,6 @@ class LookupKeyServer:
         self._open_after = 0.0
         self._recent: OrderedDict[tuple[str, int], Answer] = OrderedDict()
         self._closed = False
-        self.current: _Asked | None = None
         self.busy_until: float | None = None  # deadline of what it does now
         self._thread = threading.Thread(target=self._run, name="kvferry-lookup", daemon=True)
         self._thread.start()
@@ -144,11 +143,11 @@ class LookupKeyServer:
                     self._tend(time.monotonic() + IDLE_SECONDS)
                     continue
                 if asked is not None:
-                    self.current = asked
                     answer = self._answer(asked)
                     if asked.answer is None:  # else the client gave it up
                         asked.answer = answer
-                    self.current = None
+                    if asked.first and not answer.failed:
+                        self._tell(asked, answer)
         finally:
             if self._store is not None:
                 self._store.close()
@@ -193,8 +192,6 @@ class LookupKeyServer:
         self._book.refresh(store, asked.deadline)
         name = (chain.signature(), asked.most_tokens)
         recent = self._recent.get(name)
-        if recent is not None and asked.first:
-            self._tell(store, chain, recent, asked)
         if recent is not None and time.monotonic() - recent.at < CACHE_SECONDS:
             self._counters.add("lookup_cached")
             return recent
@@ -211,24 +208,28 @@ class LookupKeyServer:
         )
         saved = covered_prefix(held, reader.layout_id)
         answer = Answer(hit, tuple(held), {x.id: x for x in layouts}, saved)
-        if recent is None and asked.first:
-            self._tell(store, chain, answer, asked)
         self._recent[name] = answer
         if len(self._recent) > CACHED_ANSWERS:
             self._recent.popitem(last=False)
         return answer
 
-    def _tell(self, store: Store, chain: ContentChain, answer: Answer, asked: _Asked) -> None:
-        """Tell the store about a request, once: eviction learns from it."""
-        ours = self._book.ours
+    def _tell(self, asked: _Asked, answer: Answer) -> None:
+        """Tell the store about a request, once, when it has its answer: eviction learns from it."""
+        ours, align = self._book.ours, self._reader.align_tokens
         used = {s.layout_id for s in answer.hit.segments}
-        align = self._reader.align_tokens
-        if answer.hit.tokens < asked.most_tokens // align * align:
+        if not used or answer.hit.tokens < asked.most_tokens // align * align:
             used.add(ours.id)  # what is missing will be put in our own layout
-        for layout_id in sorted(used or {ours.id}):
-            layout = answer.layouts.get(layout_id, ours)
-            for _, keys in self._database.question(chain, [layout]).by_fragment():
-                store.access(keys, asked.deadline)
+        deadline = self.busy_until = time.monotonic() + IDLE_SECONDS
+        try:
+            for layout_id in sorted(used):
+                layout = answer.layouts.get(layout_id, ours)
+                for _, keys in self._database.question(asked.chain, [layout]).by_fragment():
+                    self._opened().access(keys, deadline)
+        except Exception as error:
+            self._counters.add("lookup_errors")
+            log.warning("a request was not told to the store: %s: %s", type(error).__name__, error)
+        finally:
+            self.busy_until = None
 
 
 class LookupKeyClient:
