@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from kvferry import __version__
+from kvferry.cli import pool
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.layout.shape import EngineShape
 
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure, side by side with what else is installed.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(pool.app, name="pool")
 err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
@@ -249,3 +251,28 @@ def bench_stall(
     print(f"longest stall of a step: {result.kvferry_ms:.2f} ms")
     if result.vllm_ms is not None and result.ratio is not None:
         print(f"vLLM's MooncakeConnector: {result.vllm_ms:.0f} ms, {result.ratio:.0f} x as long")
+
+
+@bench.command("pool")
+def bench_pool(
+    trace: Annotated[
+        Path | None, typer.Option(help="JSON lines with timestamp and hash_ids (prefix blocks).")
+    ] = None,
+    as_json: Json = False,
+    html: Html = None,
+    quick: Annotated[bool, typer.Option(help="Fewer capacities and repeats.")] = False,
+) -> None:
+    """Hit rates, lookups and bandwidth of the pool's stores, beside LRU, memcpy, LMDB, Mooncake."""
+    from kvferry.bench.pool import run
+    from kvferry.cli.bench_pool import pool_bench_page, print_pool_bench
+
+    with refusals(), libraries_to_stderr():
+        result = run(trace, lambda line: err.print(line, style="dim", highlight=False), quick=quick)
+    if as_json:
+        print_json(asdict(result))
+    else:
+        print_pool_bench(Console(), result)
+    if html is not None:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(pool_bench_page(result))
+        err.print(f"plot: {html}", highlight=False)

@@ -7,6 +7,7 @@ runs once per distinct length. Addresses must have been checked before.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,6 @@ class _Memory:
         }
 
 
-def at_address(address: int, size: int) -> NDArray[np.uint8]:
-    return np.asarray(_Memory(address, size, "|u1", 1))
-
-
 def _windows(low: int, high: int, size: int) -> NDArray[Any]:
     """Element i is the `size` bytes from address `low + i` on, up to address `high`."""
     return np.asarray(_Memory(low, high - low - size + 1, f"|V{size}", 1))
@@ -57,7 +54,9 @@ def spread(src: int, dst: Ints, size: int) -> None:
 
 def move(src: Ints, dst: Ints, length: Ints) -> None:
     """`length[i]` bytes from address `src[i]` to address `dst[i]`; the two never overlap."""
-    if len(length) == 0:
+    if len(length) <= 1:
+        for a, b, size in zip(src.tolist(), dst.tolist(), length.tolist(), strict=True):
+            ctypes.memmove(b, a, size)
         return
     sizes = [int(length[0])] if bool((length == length[0]).all()) else np.unique(length).tolist()
     for size in sizes:
@@ -73,7 +72,7 @@ def move(src: Ints, dst: Ints, length: Ints) -> None:
 def _move_equal(src: Ints, dst: Ints, size: int) -> None:
     if size > MAX_RANGE_BYTES:
         for a, b in zip(src.tolist(), dst.tolist(), strict=True):  # gigabytes each
-            at_address(b, size)[:] = at_address(a, size)
+            ctypes.memmove(b, a, size)
         return
     count = len(src)
     windows_dst = _windows(int(dst.min()), int(dst.max()) + size, size)

@@ -91,6 +91,18 @@ class Geometry:
     disk_bytes: int  # 0: no disk tier
 
 
+def peek(path: Path) -> Geometry | None:
+    """The sizes of a store that is there, without opening it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return SharedIndex.read_geometry(fd)
+    finally:
+        os.close(fd)
+
+
 def hash_keys(keys: Sequence[str]) -> tuple[Words, Words]:
     """128 bits of each key."""
     digests = b"".join(map(xxhash.xxh3_128_digest, map(str.encode, keys)))
@@ -109,7 +121,7 @@ class SharedIndex:
         """Open or create; the caller holds the store's lock."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            found = self._read_geometry(fd)
+            found = self.read_geometry(fd)
             self.created = found is None
             self.geometry = found or wanted
             size = self._bytes(self.geometry.slots)
@@ -167,7 +179,7 @@ class SharedIndex:
         return HEADER_WORDS * 8 + LEARNED_FLOATS * 8 + 2 * MAX_GAPS * 8 + 64 + slots * record
 
     @classmethod
-    def _read_geometry(cls, fd: int) -> Geometry | None:
+    def read_geometry(cls, fd: int) -> Geometry | None:
         head = os.pread(fd, 32, 0)
         if len(head) < 32:
             return None

@@ -152,6 +152,7 @@ class Reader:
             elif state in (ix.DISK, ix.PROMOTING):
                 if state == ix.DISK and need is not None and self._promote(row, deadline):
                     continue
+                generation = int(index.generation[row])  # trying has changed it
                 outcome = self._serve_file(key, row, need)
             else:
                 return Outcome.MISSING

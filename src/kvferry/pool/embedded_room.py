@@ -36,6 +36,7 @@ FEW_OBJECTS = 4096  # up to here, victims are looked for each time, and only as 
 BATCH_SHARE = 256  # beyond, at least this part of the memory is freed at a time
 BAR_SECONDS = 1.0  # how long the last victim's score tells what is not worth a search
 OPEN_SECONDS = 60.0
+DISK_LINK = "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,9 @@ class Room:
                 if self.disk is not None:
                     self.disk.clean()
                     self._adopt(self.disk)
+                    link = directory / DISK_LINK  # for people and tools that know one directory
+                    link.unlink(missing_ok=True)
+                    link.symlink_to(disk.absolute() if disk is not None else ".")
                 self.index.publish()
             else:
                 self._undo(lambda owner: owner == self.members.me)  # my number's last holder

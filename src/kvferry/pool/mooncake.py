@@ -6,8 +6,8 @@ our side. The client reconnects by itself when its master comes back; what the o
 then a miss.
 
 The client's calls take no deadline and may block for seconds when the master is gone. They run in
-threads of ours; a caller leaves at its deadline with `StoreError`, and the call is *abandoned*: it is
-counted, and no more than `MAX_ABANDONED` of them may hang before all calls fail at once. A get
+threads of ours; a caller leaves at its deadline with `StoreError`, and the call is *abandoned*: it
+is counted, and no more than `MAX_ABANDONED` of them may hang before all calls fail at once. A get
 that is abandoned could still write into the caller's memory. So a get stays `LATE_SECONDS` longer,
 which covers the client's own timeouts; `late_writes` counts those that did not even end then, and
 memory that was handed to those must not be reused.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ from kvferry.transport.base import MemoryRegion
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+PROBE_SECONDS = 5.0
 SETUP_SECONDS = 60.0
 CLOSE_SECONDS = 10.0
 LATE_SECONDS = 15.0  # the client gives up on a dead master after about five
@@ -68,6 +70,7 @@ class MooncakeStore:
         self._regions: list[MemoryRegion] = []
         self._closed = False
         c = self.config
+        _require_listening(c.master_server_address)
         extra = {} if c.tenant_id == "default" else {"tenant_id": c.tenant_id}
         code = self._call(
             "setup",
@@ -274,6 +277,19 @@ class MooncakeStore:
                 f"Mooncake's master at {self.config.master_server_address} cannot be reached "
                 f"({what}); it is asked again with the next call"
             )
+
+
+def _require_listening(address: str) -> None:
+    """A master that is not there: said at once, where the client would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if "/" in address or not port.isdigit():  # a directory of masters, which the client resolves
+        return
+    try:
+        socket.create_connection((host, int(port)), PROBE_SECONDS).close()
+    except OSError as error:
+        raise StoreError(
+            f"no Mooncake master answers at {address} ({error}); is mooncake_master running there?"
+        ) from None
 
 
 def _put_outcome(code: int) -> Outcome:

@@ -1,0 +1,129 @@
+"""`kvferry pool`: look at the embedded store of this host, and change it, while engines use it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.errors import KvferryError, StoreError
+from kvferry.pool.embedded import EmbeddedStore, default_directory
+from kvferry.pool.embedded_index import peek
+from kvferry.pool.embedded_room import DISK_LINK
+from kvferry.pool.mooncake_config import parse_size
+from kvferry.units import show_bytes, show_seconds
+
+app = typer.Typer(help="The embedded store of this host.", no_args_is_help=True)
+err = Console(stderr=True)
+
+Directory = Annotated[
+    Path | None, typer.Option("--dir", help="The store's directory (default: this user's).")
+]
+Disk = Annotated[Path | None, typer.Option("--disk-dir", help="Its disk tier, if it moved.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+LONG_SECONDS = 3600.0
+
+
+@contextmanager
+def _opened(directory: Path | None, disk: Path | None) -> Iterator[EmbeddedStore]:
+    """An existing store, with the sizes that it has; never creates one."""
+    try:
+        place = directory or default_directory()
+        found = peek(place / "index")
+        if found is None:
+            raise StoreError(f"there is no store at {place}; name its directory with --dir")
+        if found.disk_bytes and disk is None:
+            disk = place / DISK_LINK
+            if not disk.exists():
+                raise StoreError(f"the disk tier of the store at {place} is not there: {disk}")
+        store = EmbeddedStore(
+            place,
+            found.memory_bytes,
+            disk if found.disk_bytes else None,
+            found.disk_bytes,
+            slots=found.slots,
+        )
+        try:
+            yield store
+        finally:
+            store.close()
+    except KvferryError as error:
+        err.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def stats(directory: Directory = None, disk: Disk = None, as_json: Json = False) -> None:
+    """What it holds, and what has happened to it."""
+    with _opened(directory, disk) as store:
+        values = {**asdict(store.stats()), **store.counters(), "policy": store.learned()}
+    if as_json:
+        sys.stdout.write(json.dumps(values) + "\n")
+        return
+    for name, value in values.items():
+        shown = show_bytes(value) if isinstance(value, int) and "bytes" in name else value
+        print(f"{name:16} {shown}")
+
+
+@app.command("ls")
+def list_objects(
+    directory: Directory = None,
+    disk: Disk = None,
+    limit: Annotated[int, typer.Option(help="At most so many.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """Objects, the next to be evicted first."""
+    with _opened(directory, disk) as store:
+        listed = list(itertools.islice(store.listed(), max(0, limit)))
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(one) for one in listed]) + "\n")
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("key", "bytes", "tier", "turns", "depth", "idle"):
+        table.add_column(title, justify="left" if title in ("key", "tier") else "right")
+    for one in listed:
+        idle = show_seconds(one.idle_seconds)
+        table.add_row(one.key, f"{one.bytes:,}", one.tier, str(one.turns), str(one.depth), idle)
+    Console().print(table)
+
+
+@app.command()
+def verify(directory: Directory = None, disk: Disk = None, as_json: Json = False) -> None:
+    """Read every object and check it; what is wrong is removed. Status 1 where something was."""
+    with _opened(directory, disk) as store:
+        good, bad = store.verify(time.monotonic() + LONG_SECONDS)
+    if as_json:
+        sys.stdout.write(json.dumps({"good": good, "corrupt": bad}) + "\n")
+    else:
+        print(f"{good:,} objects are what was written, {bad:,} were not and are removed")
+    raise typer.Exit(1 if bad else 0)
+
+
+@app.command()
+def evict(
+    size: Annotated[str, typer.Argument(help="How much to free: 80GB, 512MB, ...")],
+    directory: Directory = None,
+    disk: Disk = None,
+) -> None:
+    """Remove the least valuable objects."""
+    with _opened(directory, disk) as store:
+        count = store.evict(parse_size(size), time.monotonic() + LONG_SECONDS)
+    print(f"removed {count:,} objects")
+
+
+@app.command()
+def clear(directory: Directory = None, disk: Disk = None) -> None:
+    """Remove all objects."""
+    with _opened(directory, disk) as store:
+        count = store.clear(time.monotonic() + LONG_SECONDS)
+    print(f"removed {count:,} objects")

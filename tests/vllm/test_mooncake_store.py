@@ -1,0 +1,202 @@
+"""Mooncake Store with a real master on loopback: bytes, ranges, a full pool, a master that dies."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mooncake.store", reason="this tier runs in the environment with Mooncake")
+
+from kvferry.errors import StoreError
+from kvferry.pool.mooncake import MooncakeStore
+from kvferry.pool.mooncake_config import MooncakeStoreConfig
+from kvferry.pool.store import Outcome, Ranges, Slices
+from kvferry.transport.base import MemoryRegion
+
+MIB = 1 << 20
+
+
+def soon(seconds: float = 30.0) -> float:
+    return time.monotonic() + seconds
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+class Master:
+    def __init__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket()) for _ in range(2)]
+            for one in sockets:
+                one.bind(("127.0.0.1", 0))
+            self.port, self.metrics = (one.getsockname()[1] for one in sockets)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [
+                str(Path(sys.executable).with_name("mooncake_master")),
+                f"-rpc_port={self.port}",
+                "-rpc_address=127.0.0.1",
+                f"-metrics_port={self.metrics}",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        until = soon()
+        while time.monotonic() < until:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", self.port), 1),
+            ):
+                return
+            time.sleep(0.1)
+        raise AssertionError("mooncake_master did not start")
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[Master]:
+    one = Master()
+    one.start()
+    yield one
+    one.kill()
+
+
+@pytest.fixture(scope="module")
+def store(master: Master) -> Iterator[MooncakeStore]:
+    config = MooncakeStoreConfig.of(
+        {
+            "master_server_address": f"127.0.0.1:{master.port}",
+            "global_segment_size": "64MB",
+            "local_buffer_size": "16MB",
+        }
+    )
+    one = MooncakeStore(config)
+    yield one
+    one.close()
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def memory(store: MooncakeStore) -> np.ndarray:
+    """The first half is random, the second is read into."""
+    whole = np.random.default_rng(1).integers(0, 256, 16 * MIB, dtype=np.uint8)
+    store.register([MemoryRegion(whole.ctypes.data, whole.nbytes)])
+    return whole
+
+
+def test_ranges_of_objects(store: MooncakeStore, memory: np.ndarray) -> None:
+    base = memory.ctypes.data
+    objects = [
+        Ranges(base + ints(0, 5 * MIB, MIB), ints(1000, 70_000, 3)),
+        Ranges(base + ints(2 * MIB), ints(MIB)),
+    ]
+    assert store.put(["a", "b"], objects, soon()) == [Outcome.DONE] * 2
+    assert store.exists(["a", "nothing", "b"], soon()).tolist() == [True, False, True]
+    written = np.concatenate(
+        (memory[:1000], memory[5 * MIB : 5 * MIB + 70_000], memory[MIB : MIB + 3])
+    )
+    into = base + 8 * MIB
+    memory[8 * MIB :] = 0
+    wanted = [
+        Slices(ints(990, 70_000, 0), into + ints(0, 100, 5000), ints(20, 1003, 7)),
+        Slices(ints(0), ints(into + 9000), ints(10)),
+        Slices(ints(5), ints(into + 10_000), ints(MIB - 5)),
+    ]
+    outcomes = store.get(["a", "nothing", "b"], wanted, soon())
+    assert outcomes == [Outcome.DONE, Outcome.MISSING, Outcome.DONE]
+    got = memory[8 * MIB :]
+    assert np.array_equal(got[:20], written[990:1010])
+    assert np.array_equal(got[100:1103], written[70_000:71_003])
+    assert np.array_equal(got[5000:5007], written[:7])
+    assert np.array_equal(got[10_000 : 10_000 + MIB - 5], memory[2 * MIB + 5 : 3 * MIB])
+    assert not got[20:100].any() and not got[9000:9010].any()
+    beyond = [Slices(ints(70_000), ints(into), ints(2000))]
+    assert store.get(["a"], beyond, soon()) == [Outcome.FAILED]
+
+
+def test_records_and_removal(store: MooncakeStore) -> None:
+    assert store.put_bytes("layout", b"some bytes", soon()) is Outcome.DONE
+    assert store.get_bytes("layout", soon()) == b"some bytes"
+    assert store.get_bytes("no layout", soon()) is None
+    assert store.remove(["layout", "no layout"], soon()) == 1
+    assert store.get_bytes("layout", soon()) is None
+
+
+def test_a_full_pool(store: MooncakeStore, memory: np.ndarray) -> None:
+    base = memory.ctypes.data
+    keys = [f"full/{n}" for n in range(12)]
+    outcomes = store.put(keys, [Ranges(ints(base), ints(8 * MIB))] * 12, soon())
+    assert set(outcomes) == {Outcome.DONE, Outcome.FULL}
+    there = store.exists(keys, soon()).tolist()
+    assert there == [outcome is Outcome.DONE for outcome in outcomes]
+    store.remove(keys, soon())
+
+
+def test_a_call_that_hangs(store: MooncakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *_: time.sleep(1.0)
+
+    client = store._client
+    monkeypatch.setattr(store, "_client", Hanging())
+    before = store.abandoned
+    begun = time.monotonic()
+    with pytest.raises(StoreError, match="deadline"):
+        store.exists(["a"], soon(0.1))
+    assert time.monotonic() - begun < 0.9 and store.abandoned == before + 1
+    # a get stays until its writes have ended, and says that it was late
+    with pytest.raises(StoreError, match="deadline"):
+        store.get(["a"], [Slices(ints(0), ints(0), ints(1))], soon(0.1))
+    assert time.monotonic() - begun > 1.0 and store.late_writes == 0
+    monkeypatch.setattr(store, "_client", client)
+    time.sleep(1.2)
+    assert store._hanging == 0
+    assert store.exists(["a"], soon()).shape == (1,)
+
+
+def test_a_master_that_dies(store: MooncakeStore, memory: np.ndarray, master: Master) -> None:
+    base = memory.ctypes.data
+    assert store.put(["before"], [Ranges(ints(base), ints(MIB))], soon()) == [Outcome.DONE]
+    master.kill()
+    begun = time.monotonic()
+    with pytest.raises(StoreError):
+        store.exists(["before"], soon(3))
+    with pytest.raises(StoreError):
+        store.put(["during"], [Ranges(ints(base), ints(MIB))], soon(3))
+    wanted = [Slices(ints(0), ints(base + 8 * MIB), ints(MIB))]
+    with pytest.raises(StoreError):
+        store.get(["before"], wanted, soon(3))
+    assert time.monotonic() - begun < 30
+    master.start()
+    until = soon()
+    outcome = None
+    while outcome is not Outcome.DONE and time.monotonic() < until:
+        with contextlib.suppress(StoreError):
+            outcome = store.put(["after"], [Ranges(ints(base), ints(MIB))], soon(3))[0]
+        time.sleep(0.2)
+    assert outcome is Outcome.DONE
+    memory[8 * MIB :] = 0
+    assert store.get(["after", "before"], wanted * 2, soon()) == [Outcome.DONE, Outcome.MISSING]
+    assert np.array_equal(memory[8 * MIB : 9 * MIB], memory[:MIB])
+    assert store.late_writes == 0
+
+
+def test_no_master() -> None:
+    config = MooncakeStoreConfig.of({"master_server_address": "127.0.0.1:1"})
+    with pytest.raises(StoreError, match="mooncake_master"):
+        MooncakeStore(config)
