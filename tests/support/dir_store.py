@@ -44,10 +44,12 @@ class DirStore:
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         self.regions += regions
 
+    def access(self, keys: Sequence[str], deadline: float) -> None:
+        """Nothing is evicted."""
+
     def _inside(self, address: int, length: int) -> bool:
-        return any(
-            r.base <= address and address + length <= r.base + r.length for r in self.regions
-        )
+        stop = address + length
+        return any(r.address <= address and stop <= r.address + r.bytes for r in self.regions)
 
     def exists(self, keys: Sequence[str], deadline: float) -> Bools:
         return np.asarray([self.file(key).exists() for key in keys], dtype=bool)
@@ -121,7 +123,7 @@ def open_dir_store(path: str) -> DirStore:
 
 
 class FaultyStore:
-    """Calls `faults[name]` before a call of that name; unless None, what it returns is the answer."""
+    """Calls `faults[name]` before a call of that name; its answer counts, unless None."""
 
     def __init__(self, store: Store, faults: dict[str, Callable[..., Any]] | None = None) -> None:
         self.inner, self.faults = store, faults if faults is not None else {}

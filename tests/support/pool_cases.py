@@ -25,10 +25,11 @@ from kvferry.verify.generate import _Generator, generate
 from kvferry.verify.oracle import FREE, NOTHING, Oracle
 
 
-def pool_case(seed: int, index: int) -> CaseDict | None:
+def pool_case(seed: int, index: int, *, both_whole: bool = False) -> CaseDict | None:
     """A random case as a pool meets it: whole blocks of the reader, nothing dropped at the writer.
 
-    None where the models cannot be kept in a pool (rings), or differ.
+    None where the models cannot be kept in a pool (rings), or differ. `both_whole`: the tokens are
+    whole blocks of the writer too, and there are no states, so that all is saved as it is computed.
     """
     case = generate(seed, index)
     groups = case["model"]["groups"]
@@ -42,7 +43,9 @@ def pool_case(seed: int, index: int) -> CaseDict | None:
     src, dst = (Engine(case["model"], case[n]) for n in ("src", "dst"))
     state = any(g["residency"]["kind"] == "state" for g in groups)
     spans = [dst.block_positions(g) for g in groups]
-    if state:
+    if state and both_whole:
+        return None
+    if state or both_whole:
         spans += [src.block_positions(g) for g in groups]
     align = math.lcm(*spans)
     if align > 240:

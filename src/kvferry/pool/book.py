@@ -45,13 +45,11 @@ class LayoutBook:
         index = self.metadata.index_keys()
         record = self.metadata.record_key(self.ours.id)
         found = store.exists([*index, record], deadline)
+        self._slots.clear()  # a slot that was evicted may be another's by now
         for key, here in zip(index, found.tolist(), strict=False):
-            if not here:
-                self._slots.pop(key, None)
-            elif key not in self._slots:
-                name = store.get_bytes(key, deadline)
-                if name is not None:
-                    self._slots[key] = name.decode(errors="replace")
+            name = store.get_bytes(key, deadline) if here else None
+            if name is not None:
+                self._slots[key] = name.decode(errors="replace")
         for layout_id in set(self._slots.values()) - set(self._known) - self._refused:
             self._learn(store, layout_id, deadline)
         if not found[-1]:

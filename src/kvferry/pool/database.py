@@ -6,7 +6,7 @@ block sizes; a writer finds the memory of its blocks and the keys that they go u
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +28,12 @@ class Question:
 
     keys: list[str]
     parts: tuple[tuple[PoolLayout, Fragment, int], ...]  # with how many keys each
+
+    def by_fragment(self) -> Iterator[tuple[Fragment, list[str]]]:
+        start = 0
+        for _, fragment, count in self.parts:
+            yield fragment, self.keys[start : start + count]
+            start += count
 
     def answer(self, found: Bools) -> list[Held]:
         """By layout and group: which blocks exist with *every* fragment, from whatever rank."""

@@ -147,6 +147,8 @@ class Loader:
             log.warning("request %s: not all was loaded: %s", loaded.request_id, loaded.error)
 
     def _load(self, order: LoadOrder, sources: Sources, deadline: float) -> Loaded:
+        if not order.segments:
+            raise KvferryError("nothing was promised that could be loaded")
         tables = [np.asarray(ids, dtype=np.int64) for ids in order.tables]
         chunks = [c for s in order.segments for c in _cut(s, sources.plan(s.layout_id))]
         pool = self._pool

@@ -81,6 +81,7 @@ class _Asked:
     count: int
     most_tokens: int
     deadline: float
+    first: bool = True  # not asked again because the answer grew old
     answer: Answer | None = None
 
 
@@ -103,7 +104,6 @@ class LookupKeyServer:
         self._open_after = 0.0
         self._recent: OrderedDict[tuple[str, int], Answer] = OrderedDict()
         self._closed = False
-        self.current: _Asked | None = None
         self.busy_until: float | None = None  # deadline of what it does now
         self._thread = threading.Thread(target=self._run, name="kvferry-lookup", daemon=True)
         self._thread.start()
@@ -143,11 +143,11 @@ class LookupKeyServer:
                     self._tend(time.monotonic() + IDLE_SECONDS)
                     continue
                 if asked is not None:
-                    self.current = asked
                     answer = self._answer(asked)
                     if asked.answer is None:  # else the client gave it up
                         asked.answer = answer
-                    self.current = None
+                    if asked.first and not answer.failed:
+                        self._tell(asked, answer)
         finally:
             if self._store is not None:
                 self._store.close()
@@ -213,6 +213,24 @@ class LookupKeyServer:
             self._recent.popitem(last=False)
         return answer
 
+    def _tell(self, asked: _Asked, answer: Answer) -> None:
+        """Tell the store about a request, once, when it has its answer: eviction learns from it."""
+        ours, align = self._book.ours, self._reader.align_tokens
+        used = {s.layout_id for s in answer.hit.segments}
+        if not used or answer.hit.tokens < asked.most_tokens // align * align:
+            used.add(ours.id)  # what is missing will be put in our own layout
+        deadline = self.busy_until = time.monotonic() + IDLE_SECONDS
+        try:
+            for layout_id in sorted(used):
+                layout = answer.layouts.get(layout_id, ours)
+                for _, keys in self._database.question(asked.chain, [layout]).by_fragment():
+                    self._opened().access(keys, deadline)
+        except Exception as error:
+            self._counters.add("lookup_errors")
+            log.warning("a request was not told to the store: %s: %s", type(error).__name__, error)
+        finally:
+            self.busy_until = None
+
 
 class LookupKeyClient:
     """Asks for requests, by id; never waits. Used by the scheduler's thread alone."""
@@ -250,7 +268,8 @@ class LookupKeyClient:
             and now - asked.answer.at > CACHE_SECONDS
         )
         if asked is None or stale or asked.most_tokens != most_tokens:
-            asked = _Asked(chain, tokens, count, most_tokens, now + self._seconds)
+            deadline = now + self._seconds
+            asked = _Asked(chain, tokens, count, most_tokens, deadline, first=asked is None)
             self._asked[request_id] = asked
             self._counters.add("lookups")
             server = self._able_server(now)

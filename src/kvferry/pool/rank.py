@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -88,7 +89,11 @@ class PoolRank:
         self._loader.start(order, sources)
 
     def wait_done(self, seconds: float) -> None:
-        self._loader.wait_done(seconds)
+        """Wait for a load to end, or leave the processor to saves and lookups; but not long."""
+        if self._loader.running:
+            self._loader.wait_done(seconds)
+        else:
+            time.sleep(seconds)
 
     @property
     def busy(self) -> bool:

@@ -118,9 +118,7 @@ class Saver:
         for blocks in order.tables:
             if blocks.table in database.memory:
                 failed |= self._save_table(blocks, database, deadline)
-        if failed:
-            self._pause()
-        else:
+        if not failed:
             self._pause_seconds = FIRST_PAUSE_SECONDS
         return failed
 
@@ -156,7 +154,8 @@ class Saver:
             done = sum(outcome is Outcome.DONE for outcome in outcomes)
             object_bytes = database.memory[blocks.table].object_bytes
             self._counters.add("saved_bytes", done * object_bytes)
-            if Outcome.FULL in outcomes:  # no room for the rest either
+            if Outcome.FULL in outcomes or Outcome.FAILED in outcomes:
+                self._pause()  # and there is no point in trying the rest
                 left = new[start + BATCH_OBJECTS :]
                 failed |= {(blocks.table, n) for n in numbers[mine[left]].tolist()}
                 break

@@ -11,7 +11,7 @@ touches no device and starts nothing.
 import logging
 
 from kvferry.vllm import plugin
-from kvferry.vllm.connector import FerryConnector
+from kvferry.vllm.combined import FerryConnector
 from kvferry.vllm.dropin import (
     FerryMooncakeConnector,
     FerryNixlConnector,

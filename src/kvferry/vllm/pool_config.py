@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ MOONCAKE_ONLY = frozenset(
         "store_tp_size",
     }
 )
+LOOKUP_BUFFER_BYTES = 64 << 20
 SAMPLE_BYTES = 1 << 16  # of each end and the middle of a file of weights
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
@@ -98,12 +99,12 @@ class PoolConfig:
             save=produces,
         )
 
-    def opener(self) -> Callable[[], Store]:
+    def opener(self, *, lookups_only: bool = False) -> Callable[[], Store]:
         """What opens the store; every process and every lookup server opens its own."""
         if self.store == "embedded":
             return self._open_embedded
         if self.store == "mooncake":
-            return self._open_mooncake
+            return lambda: self._open_mooncake(lookups_only)
         module, _, name = self.store.partition(":")
         if not name:
             raise DescriptionError(
@@ -121,14 +122,21 @@ class PoolConfig:
         if self.disk_path is not None:
             sizes["disk_directory"] = Path(self.disk_path)
             sizes["disk_bytes"] = parse_bytes(self.disk_size)
-        store: Store = EmbeddedStore(Path(self.path) if self.path else None, **sizes)
-        return store
+        return EmbeddedStore(Path(self.path) if self.path else None, **sizes)
 
-    def _open_mooncake(self) -> Store:
-        from kvferry.pool.mooncake import open_mooncake
+    def _open_mooncake(self, lookups_only: bool) -> Store:
+        from kvferry.pool.held_memory import HeldMemoryMooncakeStore
+        from kvferry.pool.mooncake_config import MooncakeStoreConfig
 
-        store: Store = open_mooncake()
-        return store
+        config = MooncakeStoreConfig.load()
+        if lookups_only:  # gives no memory to the pool, and moves no blocks
+            config = replace(
+                config,
+                mode="standalone-store",
+                global_segment_size=0,
+                local_buffer_size=LOOKUP_BUFFER_BYTES,
+            )
+        return HeldMemoryMooncakeStore(config)
 
 
 def parse_bytes(amount: int | str) -> int:

@@ -26,6 +26,9 @@ from kvferry.vllm.pool_worker import PoolWorker
 
 log = logging.getLogger("kvferry")
 
+# Names under which the pool is all that an engine has as a connector.
+POOL_NAMES = ("FerryPoolConnector", "FerryMooncakeStoreConnector", "MooncakeStoreConnector")
+
 
 class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Keeps KV blocks by content, for engines of any shape."""
@@ -40,10 +43,7 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         config = PoolConfig.read(transfer.kv_connector_extra_config or {}, **defaults)
         if vllm_config.parallel_config.prefill_context_parallel_size > 1:
             raise DescriptionError("the pool does not know prefill context parallelism yet")
-        if (
-            transfer.kv_load_failure_policy == "fail"
-            and transfer.kv_connector == type(self).__name__
-        ):
+        if transfer.kv_load_failure_policy == "fail" and transfer.kv_connector in POOL_NAMES:
             # a block that a cache lost is computed; that is no reason to end a request
             transfer.kv_load_failure_policy = "recompute"
         self._groups = tuple(range(len(kv_cache_config.kv_cache_groups)))
@@ -101,6 +101,10 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[int | None, bool]:
         assert self.scheduler is not None
         return self.scheduler.matched(request, num_computed_tokens)
+
+    def promised(self, request: Any) -> bool:
+        """Whether the last match of this request was ours."""
+        return self.scheduler is not None and self.scheduler.pool.promised(request.request_id)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return self._groups

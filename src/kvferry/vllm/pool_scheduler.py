@@ -35,7 +35,7 @@ class VllmPoolScheduler:
         self._with_events = events
         self._events: list[Any] = []
         self.pool = PoolScheduler(
-            limits, config.opener(), pin=self._pin, unpin=self._unpin, null_block=0
+            limits, config.opener(lookups_only=True), pin=self._pin, unpin=self._unpin, null_block=0
         )
 
     def set_handshakes(self, handshakes: Mapping[tuple[int, int], Any]) -> None:
@@ -96,6 +96,13 @@ class VllmPoolScheduler:
         tracker = self.pool.track(request.request_id, lambda: _extras(request))
         count = self.pool.matched(request.request_id, tracker, request.all_token_ids, computed)
         return count, bool(count)
+
+    def elsewhere(self, request: Any, tokens: int) -> None:
+        """Another connector has these tokens of a request; whoever computed them has saved them."""
+        if request.request_id in self._requests and self.pool.started:
+            tracker = self.pool.track(request.request_id, lambda: _extras(request))
+            tracker.load = None
+            tracker.saved_tokens = max(tracker.saved_tokens, tokens)
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], external: int) -> None:
         self.pool.allocated(request.request_id, tables, external)

@@ -1,0 +1,206 @@
+"""`FerryConnector` with a `pool` section: hand-over and shared pool in one connector.
+
+A request with a ticket is loaded from the engine that prefilled it; any other is looked up in the
+pool. So a prefill engine loads what the pool has, computes the rest, saves it, and hands all of it
+over; the decode engine takes the hand-over, and saves what it adds. Without the section, this is
+the hand-over alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+
+from kvferry.vllm import connector
+from kvferry.vllm.metadata import FerryMetadata
+from kvferry.vllm.pool_connector import FerryPoolConnector
+from kvferry.vllm.pool_metadata import PoolMetadata, PoolPromMetrics, PoolStats
+
+log = logging.getLogger("kvferry")
+
+
+@dataclass
+class BothMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """One step's orders of both halves."""
+
+    ferry: KVConnectorMetadata = field(default_factory=FerryMetadata)
+    pool: PoolMetadata = field(default_factory=PoolMetadata)
+
+
+class FerryConnector(connector.FerryConnector):
+    """Hands KV caches over between engines of any shape, and keeps them in a pool if asked to."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        transfer = vllm_config.kv_transfer_config
+        extra = dict(transfer.kv_connector_extra_config or {})
+        section = extra.pop("pool", None)
+        self.pool: FerryPoolConnector | None = None
+        if section is None:
+            super().__init__(vllm_config, role, kv_cache_config)
+            return
+        super().__init__(_with_extra(vllm_config, extra), role, kv_cache_config)
+        own = _with_extra(vllm_config, {} if section is True else dict(section))
+        self.pool = FerryPoolConnector(own, role, kv_cache_config)
+        if transfer.kv_load_failure_policy == "fail":
+            log.info("with a pool, what cannot be loaded is computed (kv_load_failure_policy)")
+            transfer.kv_load_failure_policy = "recompute"
+
+    # Scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
+        if self.pool is not None:
+            self.pool.set_xfer_handshake_metadata_pp_aware(metadata)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        super().bind_gpu_block_pool(gpu_block_pool)
+        if self.pool is not None:
+            self.pool.bind_gpu_block_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        if self.pool is not None:
+            self.pool.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        count, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if count != 0 or self.pool is None:
+            if count and self.pool is not None and self.pool.scheduler is not None:
+                # its producer has saved this already
+                self.pool.scheduler.elsewhere(request, num_computed_tokens + count)
+            return count, later
+        return self.pool.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        promised = self.pool is not None and self.pool.promised(request)
+        super().update_state_after_alloc(request, blocks, 0 if promised else num_external_tokens)
+        if self.pool is not None:
+            self.pool.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        ferry = super().build_connector_meta(scheduler_output)
+        if self.pool is None:
+            return ferry
+        pool = self.pool.build_connector_meta(scheduler_output)
+        assert isinstance(pool, PoolMetadata)
+        return BothMetadata(ferry, pool)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        if self.pool is not None:
+            self.pool.update_connector_output(connector_output)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self.pool is not None:
+            self.pool.request_finished_all_groups(request, block_ids)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        mine = super().has_pending_push_work()
+        return bool(mine) or (self.pool is not None and self.pool.has_pending_push_work())
+
+    def has_pending_block_frees(self) -> bool:
+        mine = super().has_pending_block_frees()
+        return bool(mine) or (self.pool is not None and self.pool.has_pending_block_frees())
+
+    def take_events(self) -> Iterable[Any]:
+        return self.pool.take_events() if self.pool is not None else ()
+
+    def reset_cache(self) -> bool | None:
+        return self.pool.reset_cache() if self.pool is not None else None
+
+    # Worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        if self.pool is not None:
+            self.pool.register_kv_caches(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        if isinstance(connector_metadata, BothMetadata):
+            assert self.pool is not None
+            super().bind_connector_metadata(connector_metadata.ferry)
+            self.pool.bind_connector_metadata(connector_metadata.pool)
+        else:
+            super().bind_connector_metadata(connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        if self.pool is not None:
+            self.pool.clear_connector_metadata()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        if self.pool is not None:
+            self.pool.start_load_kv(forward_context, **kwargs)
+
+    def wait_for_save(self) -> None:
+        super().wait_for_save()
+        if self.pool is not None:
+            self.pool.wait_for_save()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        if self.pool is not None:
+            mine = self.pool.get_transfer_results(finished_req_ids)
+            results.finished_sending |= mine.finished_sending
+            results.finished_recving |= mine.finished_recving
+            results.failed_recving |= mine.failed_recving
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        mine: set[int] = super().get_block_ids_with_load_errors()
+        return mine | (self.pool.get_block_ids_with_load_errors() if self.pool else set())
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        if self.pool is not None:
+            return self.pool.build_connector_worker_meta()
+        return super().build_connector_worker_meta()
+
+    # Both
+
+    def get_kv_connector_stats(self) -> Any:
+        if self.pool is not None:
+            return self.pool.get_kv_connector_stats()
+        return super().get_kv_connector_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PoolStats:
+        return PoolStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PoolPromMetrics:
+        return PoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        if self.pool is not None:
+            self.pool.shutdown()
+        super().shutdown()
+
+
+def _with_extra(vllm_config: Any, extra: dict[str, Any]) -> Any:
+    """The same configuration with other keys for the connector."""
+    changed = copy(vllm_config)
+    changed.kv_transfer_config = copy(vllm_config.kv_transfer_config)
+    changed.kv_transfer_config.kv_connector_extra_config = extra
+    return changed

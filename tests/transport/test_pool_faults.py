@@ -1,0 +1,600 @@
+"""The pool without vLLM: real memory, real threads, a store of files; bytes judged by the oracle.
+
+Every fault ends with the same questions: does anything hang, is a byte wrong, is a block still
+pinned or a job still open, and was it counted?
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dir_store import DirStore, FaultyStore
+from kvferry.errors import KvferryError, StoreError
+from kvferry.pool import load as load_module
+from kvferry.pool import lookup as lookup_module
+from kvferry.pool import save as save_module
+from kvferry.pool.database import ChunkedTokenDatabase
+from kvferry.pool.embedded import EmbeddedStore
+from kvferry.pool.lookup import LookupKeyServer
+from kvferry.pool.records import PoolLayout
+from kvferry.pool.scheduler import PoolLimits
+from kvferry.pool.store import Outcome, Store
+from kvferry.verify.case import CaseDict
+from kvferry.verify.oracle import Oracle
+from pool_cases import pool_case
+from pool_engine import SmallEngine
+
+SEED = 611
+FAST = PoolLimits(lookup_seconds=0.4, load_seconds=0.5, save_seconds=2.0)
+
+
+def sequence(case: CaseDict, seed: int = 1) -> list[int]:
+    """Tokens of a request whose hit can be all of the case's: one is left to compute."""
+    return [(seed * 7919 + 31 * i) % 50_000 for i in range(case["tokens"] + 1)]
+
+
+def cases(count: int, wanted: Callable[[CaseDict], bool] = lambda case: True) -> list[CaseDict]:
+    found = []
+    for index in range(4000):
+        case = pool_case(SEED, index, both_whole=True)
+        if case is None or case["skip"] or not wanted(case) or Oracle(case).errors():
+            continue
+        found.append(case)
+        if len(found) == count:
+            return found
+    raise AssertionError("too few cases")
+
+
+def simple(case: CaseDict) -> bool:
+    """One full-attention group over several blocks; tp 2 and more on both sides, split heads."""
+    groups = case["model"]["groups"]
+    blocks = case["tokens"] // case["src"]["shape"]["block_size"]
+    return (
+        len(groups) == 1
+        and groups[0]["residency"]["kind"] == "full"
+        and groups[0]["components"][0]["sharding"] == "split"
+        and groups[0]["components"][0]["units"] >= 2
+        and case["src"]["shape"]["tp"] == 2
+        and case["dst"]["shape"]["tp"] != 2
+        and case["src"]["shape"]["dcp"] == case["dst"]["shape"]["dcp"] == 1
+        and blocks >= 3
+        and case["tokens"] // case["dst"]["shape"]["block_size"] >= 3
+        and case["src"]["shape"]["pp"] == 1
+    )
+
+
+@pytest.fixture(scope="module")
+def case() -> CaseDict:
+    return cases(1, simple)[0]
+
+
+@pytest.fixture
+def pair(case: CaseDict, tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(case, tmp_path)
+    yield made
+    made.close()
+
+
+class Pair:
+    """A writer and a reader of one case over one directory, each store with faults to set."""
+
+    def __init__(
+        self,
+        case: CaseDict,
+        path: Path,
+        limits: PoolLimits | None = None,
+        *,
+        embedded: bool = False,
+    ) -> None:
+        self.case, self.path, self.oracle = case, path, Oracle(case)
+        self._embedded = embedded
+        self.faults: dict[str, Callable[..., Any]] = {}
+        self.limits = limits
+        self.engines: list[SmallEngine] = []
+
+    def open_store(self) -> Store:
+        if self._embedded:
+            return EmbeddedStore(self.path / "embedded", 4 << 20, slots=1 << 12)
+        return FaultyStore(DirStore(str(self.path / "store")), self.faults)
+
+    def engine(self, side: str, **options: Any) -> SmallEngine:
+        options.setdefault("limits", self.limits)
+        made = SmallEngine(self.case, side, self.open_store, **options)
+        if side == "src":
+            made.fill(self.oracle)
+        self.engines.append(made)
+        return made
+
+    @property
+    def objects(self) -> list[Path]:
+        return sorted((self.path / "store").iterdir())
+
+    def close(self) -> None:
+        self.faults.clear()
+        for engine in self.engines:
+            engine.close()
+
+
+def written(engine: SmallEngine, tokens: list[int], at: int, fragment: int = 0) -> str:
+    """Key of block `at` of one of an engine's fragments."""
+    chain = engine.scheduler.track("key", tuple).chain
+    chain.cover(tokens, len(tokens))
+    database = ChunkedTokenDatabase(engine.scheduler._metadata, engine.layout)
+    question = database.question(chain, [engine.layout])
+    per = len(question.keys) // len(engine.layout.fragments)
+    return question.keys[fragment * per + at]
+
+
+def all_ended(engine: SmallEngine) -> None:
+    """Nothing is pinned, open or leaked."""
+    engine.until(lambda: engine.pinned == 0 and not engine.scheduler.has_work)
+    assert engine.scheduler.pinned_blocks == 0
+    assert all(count == 0 for count in engine.pins.values())
+    assert all(not rank.busy for rank in engine.ranks.values())
+
+
+@pytest.mark.parametrize("kind", ["directory", "embedded"])
+def test_every_byte_of_every_hit(tmp_path: Path, kind: str) -> None:
+    """Writers and readers of random shapes, through threads and a store."""
+    compared = 0
+    for number, case in enumerate(cases(10)):
+        pair = Pair(case, tmp_path / str(number), embedded=kind == "embedded")
+        tokens = sequence(case)
+        writer = pair.engine("src")
+        writer.save("w", tokens)
+        reader = pair.engine("dst")
+        found = reader.matched("r", tokens)
+        assert found == case["tokens"], (number, found, writer.scheduler.counters.all())
+        ends = reader.load("r", found)
+        assert all(end.ok for end in ends), ends
+        assert reader.wrong_bytes(pair.oracle) == 0, number
+        compared += sum(end.bytes for end in ends)
+        other = reader.matched("other", sequence(case, seed=2))
+        assert other == 0, "another prompt must not hit"
+        all_ended(writer)
+        all_ended(reader)
+        pair.close()
+    assert compared > 30_000
+
+
+def test_writer_gone_and_back(pair: Pair) -> None:
+    """The pool outlives its writers; a restarted one finds its blocks, and writes none again."""
+    tokens = sequence(pair.case)
+    first = pair.engine("src")
+    first.save("w", tokens)
+    first.close()
+    pair.engines.remove(first)
+    count = len(pair.objects)
+    again = pair.engine("src")
+    assert again.matched("w", tokens) > 0
+    again.save("w2", tokens)
+    assert len(pair.objects) == count
+    assert sum(rank.counters["save_done"] for rank in again.ranks.values()) == 0
+
+
+def test_two_writers_at_once(pair: Pair) -> None:
+    tokens = sequence(pair.case)
+    writers = [pair.engine("src") for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda w: w.save("w", tokens), writers))
+    reader = pair.engine("dst")
+    found = reader.matched("r", tokens)
+    assert found == pair.case["tokens"]
+    assert all(end.ok for end in reader.load("r", found))
+    assert reader.wrong_bytes(pair.oracle) == 0
+    for engine in pair.engines:
+        all_ended(engine)
+
+
+def test_replicas_take_turns(tmp_path: Path) -> None:
+    """Bytes that several ranks hold are written once, by each of them in turn."""
+
+    def replicated(case: CaseDict) -> bool:
+        shape, groups = case["src"]["shape"], case["model"]["groups"]
+        return (
+            len(groups) == 1
+            and groups[0]["residency"]["kind"] == "full"
+            and all(c["sharding"] == "replicated" for c in groups[0]["components"])
+            and (shape["tp"], shape["pp"], shape["dcp"]) == (2, 1, 1)
+            and case["tokens"] // shape["block_size"] >= 2
+        )
+
+    pair = Pair(cases(1, replicated)[0], tmp_path)
+    tokens = sequence(pair.case)
+    writer = pair.engine("src")
+    writer.save("w", tokens)
+    done = [rank.counters["save_done"] for rank in writer.ranks.values()]
+    blocks = pair.case["tokens"] // pair.case["src"]["shape"]["block_size"]
+    assert sum(done) == blocks and min(done) >= blocks // 2, done
+    reader = pair.engine("dst")
+    assert all(end.ok for end in reader.load("r", reader.matched("r", tokens)))
+    assert reader.wrong_bytes(pair.oracle) == 0
+    pair.close()
+
+
+def test_tenants_weights_and_resets_share_nothing(pair: Pair) -> None:
+    tokens = sequence(pair.case)
+    pair.engine("src", tenant="a", weights="1").save("w", tokens)
+    assert pair.engine("dst", tenant="a", weights="1").matched("r", tokens) == pair.case["tokens"]
+    assert pair.engine("dst", tenant="b", weights="1").matched("r", tokens) == 0
+    assert pair.engine("dst", tenant="a", weights="2").matched("r", tokens) == 0
+    engine = pair.engine("dst", tenant="a", weights="1")
+    engine.scheduler.reset()
+    assert engine.matched("r", tokens) == 0
+
+
+def test_an_evicted_record_is_republished(pair: Pair) -> None:
+    tokens = sequence(pair.case)
+    writer = pair.engine("src")
+    writer.save("w", tokens)
+    metadata = writer.scheduler._metadata
+    store = DirStore(str(pair.path / "store"))
+    record = metadata.record_key(writer.layout.id)
+    assert store.remove([record, *metadata.index_keys()], 0) == 2
+    late = pair.engine("dst")
+    assert late.matched("r", tokens) == 0  # without its record, a layout is a miss
+    writer.until(lambda: store.file(record).exists())  # its owner looks after it
+    late.until(lambda: bool(late.matched("r2", tokens)))
+
+
+def test_a_damaged_record_is_refused(pair: Pair) -> None:
+    tokens = sequence(pair.case)
+    writer = pair.engine("src")
+    writer.save("w", tokens)
+    store = DirStore(str(pair.path / "store"))
+    file = store.file(writer.scheduler._metadata.record_key(writer.layout.id))
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    reader = pair.engine("dst")
+    assert reader.matched("r", tokens) == 0
+    assert reader.scheduler.counters["layouts_refused"] == 1
+
+
+# Faults
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fault(*_: Any) -> Any:
+        raise error
+
+    return fault
+
+
+ERRORS = [StoreError("the store is gone"), RuntimeError("a bug"), KeyError("x")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("point", ["exists", "put"])
+def test_an_exception_in_a_save(pair: Pair, point: str, error: Exception) -> None:
+    tokens = sequence(pair.case)
+    writer = pair.engine("src")
+    writer.until(lambda: writer.scheduler.counters["layouts_published"] > 0)
+    pair.faults[point] = raising(error)
+    writer.save("w", tokens)
+    all_ended(writer)
+    assert all(saved.failed for saved in writer.saved)
+    assert sum(rank.counters["save_errors"] for rank in writer.ranks.values()) > 0
+    pair.faults.clear()
+    assert pair.engine("dst").matched("r", tokens) == 0
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FULL, Outcome.FAILED])
+def test_a_store_without_room(pair: Pair, outcome: Outcome) -> None:
+    """What is not stored is not found; the store is left alone for a while, and tried again."""
+    tokens = sequence(pair.case)
+    writer = pair.engine("src")
+    pair.faults["put"] = lambda keys, *_: [outcome] * len(keys)
+    writer.save("w", tokens)
+    all_ended(writer)
+    counters = [rank.counters for rank in writer.ranks.values()]
+    assert sum(c[f"save_{outcome.value}"] for c in counters) > 0
+    writer.save("w2", tokens)  # in the pause: reported at once
+    assert sum(c["save_dropped"] for c in counters) > 0
+    pair.faults.clear()
+    assert writer.matched("w3", tokens) == 0
+    time.sleep(save_module.FIRST_PAUSE_SECONDS)
+    writer.save("w4", tokens)
+    assert pair.engine("dst").matched("r", tokens) == pair.case["tokens"]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("point", ["exists", "get_bytes", "put_bytes"])
+def test_an_exception_in_a_lookup(pair: Pair, point: str, error: Exception) -> None:
+    tokens = sequence(pair.case)
+    pair.engine("src").save("w", tokens)
+    pair.faults[point] = raising(error)
+    reader = pair.engine("dst")
+    assert reader.matched("r", tokens) == 0
+    assert reader.scheduler.counters["lookup_errors"] > 0
+    pair.faults.clear()
+    time.sleep(0.01)
+    assert reader.matched("r2", tokens) == pair.case["tokens"]  # and works again by itself
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+def test_an_exception_in_a_load(pair: Pair, error: Exception) -> None:
+    tokens = sequence(pair.case)
+    pair.engine("src").save("w", tokens)
+    reader = pair.engine("dst")
+    found = reader.matched("r", tokens)
+    pair.faults["get"] = raising(error)
+    ends = reader.load("r", found)
+    assert all(not end.ok and end.bad_from == 0 for end in ends)
+    assert sum(rank.counters["load_errors"] for rank in reader.ranks.values()) == len(ends)
+    pair.faults.clear()
+    assert reader.matched("r", tokens) == 0, "a request whose load failed is not matched again"
+    assert reader.matched("new", tokens) == found
+    all_ended(reader)
+
+
+@pytest.mark.parametrize("point", ["exists", "put", "get"])
+def test_answers_of_the_wrong_length(pair: Pair, point: str) -> None:
+    """A store that answers too little is not trusted with any of it."""
+    tokens = sequence(pair.case)
+    writer = pair.engine("src")
+    writer.until(lambda: writer.scheduler.counters["layouts_published"] > 0)
+    short = {"exists": np.ones(1, dtype=bool), "put": [], "get": [Outcome.DONE]}[point]
+    if point == "put":
+        pair.faults[point] = lambda *_: short
+    writer.save("w", tokens)
+    all_ended(writer)
+    reader = pair.engine("dst")
+    if point == "put":
+        assert reader.matched("r", tokens) == 0
+        return
+    found = reader.matched("r", tokens)
+    assert found
+    pair.faults[point] = lambda *_: short
+    if point == "exists":
+        assert reader.matched("r2", [*tokens, 1]) == 0
+    else:
+        assert not any(end.ok for end in reader.load("r", found))
+
+
+def test_no_later_block_is_trusted(pair: Pair) -> None:
+    """A flipped byte, a missing and a truncated object: the load tells the first bad token."""
+    tokens = sequence(pair.case)
+    writer = pair.engine("src")
+    writer.save("w", tokens)
+    reader = pair.engine("dst")
+    store = DirStore(str(pair.path / "store"))
+    span = pair.case["src"]["shape"]["block_size"]
+    file = store.file(written(writer, tokens, at=1))
+    whole = file.read_bytes()
+    broken = bytearray(whole)
+    broken[-1] ^= 1
+    damages: list[tuple[str, Callable[[], Any]]] = [
+        ("corrupt", lambda: file.write_bytes(broken)),
+        ("corrupt", lambda: file.write_bytes(whole[: len(whole) // 2])),
+        ("missing", lambda: file.unlink()),
+    ]
+    for number, (why, damage) in enumerate(damages):
+        file.write_bytes(whole)
+        found = reader.matched(f"r{number}", [*tokens, number])
+        assert found == pair.case["tokens"]
+        damage()
+        ends = reader.load(f"r{number}", found)
+        bad = [end for end in ends if not end.ok]
+        assert bad and all(end.bad_from == span and why in end.error for end in bad), ends
+        assert any(end.missing for end in bad) == (why == "missing")
+        assert reader.matched(f"r{number}", tokens) == 0
+    all_ended(reader)
+
+
+def test_a_load_that_hangs(case: CaseDict, tmp_path: Path, monkeypatch: Any) -> None:
+    """It fails by its deadline; its blocks are kept from reuse until the store comes back."""
+    monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.1)
+    pair = Pair(case, tmp_path, FAST)
+    tokens = sequence(case)
+    pair.engine("src").save("w", tokens)
+    reader = pair.engine("dst")
+    found = reader.matched("r", tokens)
+    release = threading.Event()
+    pair.faults["get"] = lambda *_: release.wait(30) and None
+    ends = reader.load("r", found)
+    assert all(end.hung for end in ends)
+    assert reader.pinned > 0
+    reader.scheduler.finished("r")  # also when the request is gone
+    pair.faults.clear()
+    assert reader.matched("r2", tokens) == found
+    assert reader.load("r2", found)[0].ok  # others load meanwhile
+    release.set()
+    all_ended(reader)
+    pair.close()
+
+
+# What review of vLLM's own connector left open: each guard, and what happens without it
+
+
+def lookup_raises(pair: Pair) -> None:
+    """A lookup that raises is a miss, at once; the next one is answered."""
+    tokens = sequence(pair.case)
+    reader = pair.engine("dst", limits=PoolLimits(lookup_seconds=60))
+    reader.until(lambda: reader.scheduler.counters["layouts_published"] > 0)
+    pair.faults["exists"] = raising(RuntimeError("no answer"))
+    tracker = reader.scheduler.track("r", tuple)
+    client = reader.scheduler._client
+    assert client is not None
+    deadline = time.monotonic() + 1.5
+    while reader.scheduler.matched("r", tracker, tokens, 0) is None:
+        assert time.monotonic() < deadline, "the scheduler waits for a lookup that raised"
+        time.sleep(0.01)
+    assert client._server is not None and client._server.alive
+    assert reader.scheduler.counters["lookup_servers_replaced"] == 0
+
+
+def test_a_lookup_that_raises(pair: Pair) -> None:
+    lookup_raises(pair)
+
+
+def test_a_lookup_that_raises_without_its_guard(pair: Pair, monkeypatch: Any) -> None:
+    monkeypatch.setattr(LookupKeyServer, "_answer", LookupKeyServer._look_up)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with pytest.raises(AssertionError):
+        lookup_raises(pair)
+
+
+def one_rank_is_missing(pair: Pair) -> None:
+    """A block of which another rank's part is missing is no hit, whatever rank 0 has."""
+    tokens = sequence(pair.case)
+    writer = pair.engine("src")
+    writer.save("w", tokens)
+    store = DirStore(str(pair.path / "store"))
+    assert len(writer.layout.fragments) == 2
+    assert store.remove([written(writer, tokens, at=0, fragment=1)], 0) == 1
+    assert pair.engine("dst").matched("r", tokens) == 0
+
+
+def test_a_lookup_asks_for_all_ranks(pair: Pair) -> None:
+    one_rank_is_missing(pair)
+
+
+def test_a_lookup_for_rank_0_alone(pair: Pair, monkeypatch: Any) -> None:
+    ask = ChunkedTokenDatabase.question
+
+    def first_only(self: Any, chain: Any, layouts: list[PoolLayout]) -> Any:
+        question = ask(self, chain, layouts)
+        kept = [part for part in question.parts if part[1].tp == 0]
+        size = {part[0].id: part[2] for part in kept}
+        keys = [k for k in question.keys if k.split("/")[4].endswith(".0")]
+        assert size
+        return type(question)(keys, tuple(kept))
+
+    monkeypatch.setattr(ChunkedTokenDatabase, "question", first_only)
+    with pytest.raises(AssertionError):
+        one_rank_is_missing(pair)
+
+
+def transfer_raises(pair: Pair) -> None:
+    """A save whose thread raises is reported all the same, and its blocks unpinned."""
+    tokens = sequence(pair.case)
+    writer = pair.engine("src")
+    writer.until(lambda: writer.scheduler.counters["layouts_published"] > 0)
+    pair.faults["put"] = raising(RuntimeError("in the transfer thread"))
+    writer.scheduler.track("w", tuple)
+    writer.scheduler.computed("w", tokens, len(tokens), lambda: writer.tables)
+    writer.until(lambda: writer.pinned == 0, seconds=2.0)
+    assert not writer.scheduler.has_work
+    assert all(rank._saver.unfinished == 0 for rank in writer.ranks.values())
+
+
+def test_a_transfer_thread_that_raises(pair: Pair) -> None:
+    transfer_raises(pair)
+
+
+def test_a_transfer_thread_that_raises_without_its_guard(pair: Pair, monkeypatch: Any) -> None:
+    def unguarded(self: Any) -> None:
+        while (job := self._queue.get()) is not None:
+            order, database, fence = job
+            failed = self._save(order, database, fence)
+            self._open.discard(order.job_id)
+            self._done.append(save_module.Saved(order.job_id, tuple(failed)))
+
+    monkeypatch.setattr(save_module.Saver, "_run", unguarded)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with pytest.raises(AssertionError):
+        transfer_raises(pair)
+
+
+def test_a_lookup_that_never_answers(case: CaseDict, tmp_path: Path, monkeypatch: Any) -> None:
+    """A miss by the deadline; the stuck server is replaced, and the next lookup is answered."""
+    monkeypatch.setattr(lookup_module, "STUCK_SECONDS", 0.05)
+    pair = Pair(case, tmp_path, FAST)
+    tokens = sequence(case)
+    pair.engine("src").save("w", tokens)
+    reader = pair.engine("dst")
+    reader.until(lambda: reader.scheduler.counters["layouts_published"] > 0)
+    release = threading.Event()
+    pair.faults["exists"] = lambda *_: release.wait(30) and None
+    began = time.monotonic()
+    assert reader.matched("r", tokens) == 0
+    assert time.monotonic() - began < 2.0
+    assert reader.scheduler.counters["lookup_timeouts"] == 1
+    pair.faults.clear()
+    time.sleep(0.1)
+    assert reader.matched("r2", tokens) == case["tokens"]
+    assert reader.scheduler.counters["lookup_servers_replaced"] == 1
+    release.set()
+    pair.close()
+
+
+def test_a_lookup_server_that_died(pair: Pair, monkeypatch: Any) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    tokens = sequence(pair.case)
+    pair.engine("src").save("w", tokens)
+    reader = pair.engine("dst")
+    reader.until(lambda: reader.scheduler.counters["layouts_published"] > 0)
+
+    class Gone(BaseException):
+        """What no guard for errors catches."""
+
+    pair.faults["exists"] = raising(Gone())
+    reader.scheduler.matched("r", reader.scheduler.track("r", tuple), tokens, 0)
+    client = reader.scheduler._client
+    assert client is not None
+    old = client._server
+    reader.until(lambda: old is not None and not old.alive)
+    pair.faults.clear()
+    assert reader.matched("r2", tokens) == pair.case["tokens"]
+    assert reader.scheduler.counters["lookup_servers_replaced"] == 1
+
+
+def test_a_store_that_cannot_be_opened(case: CaseDict, tmp_path: Path) -> None:
+    """The scheduler's store fails: lookups are misses, and the engine goes on."""
+    shape = case["dst"]["shape"]
+    left = [shape["tp"] * shape["pp"]]  # what the ranks open
+
+    def open_store() -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KvferryError("no store here")
+        return FaultyStore(DirStore(str(tmp_path)))
+
+    engine = SmallEngine(case, "dst", open_store)
+    assert engine.matched("r", sequence(case)) == 0
+    assert engine.scheduler.counters["lookup_errors"] > 0
+    engine.close()
+
+
+def test_backpressure(pair: Pair) -> None:
+    """While the store is slow, few blocks are pinned; what was postponed is saved later."""
+    tokens = sequence(pair.case)
+    writer = pair.engine("src", limits=PoolLimits(most_pinned_blocks=1))
+    release = threading.Event()
+    pair.faults["put"] = lambda *_: release.wait(30) and None
+    span = writer.scheduler.align_tokens
+    writer.scheduler.track("w", tuple)
+    writer.scheduler.computed("w", tokens, span, lambda: writer.tables)
+    pinned = writer.pinned
+    writer.scheduler.computed("w", tokens, len(tokens), lambda: writer.tables)
+    assert writer.pinned == pinned and writer.scheduler.counters["save_postponed"] == 1
+    release.set()
+    writer.until(lambda: not writer.scheduler.has_work)
+    writer.save("w", tokens)
+    all_ended(writer)
+    assert pair.engine("dst").matched("r", tokens) == pair.case["tokens"]
+
+
+def test_aborted_while_saving(pair: Pair) -> None:
+    """A request that ends does not take its pins along; they end with the save."""
+    tokens = sequence(pair.case)
+    writer = pair.engine("src")
+    release = threading.Event()
+    pair.faults["put"] = lambda *_: release.wait(30) and None
+    writer.scheduler.track("w", tuple)
+    writer.scheduler.computed("w", tokens, len(tokens), lambda: writer.tables)
+    writer.scheduler.finished("w")
+    writer.step()
+    assert writer.pinned > 0
+    release.set()
+    all_ended(writer)
+    assert pair.engine("dst").matched("r", tokens) == pair.case["tokens"]

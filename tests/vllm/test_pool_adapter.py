@@ -1,0 +1,209 @@
+"""The pool's vLLM adapter without engines: configuration, pins, events of all workers together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+# imported like this, warnings of libraries are not errors
+pytest.importorskip(
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
+    reason="this tier runs in the environment with vLLM",
+)
+pytest.importorskip("kvferry.vllm")
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+import kvferry.vllm
+from kvferry.errors import DescriptionError
+from kvferry.layout import CacheModel, Component, EngineShape, Group, RankLayout
+from kvferry.p2p.describe import engine_info, rank_info
+from kvferry.pool.orders import Loaded, Saved
+from kvferry.pool.scheduler import PoolLimits
+from kvferry.vllm.metadata import FerryHandshake
+from kvferry.vllm.pool_config import PoolConfig, parse_bytes, weight_revision
+from kvferry.vllm.pool_metadata import PoolReport
+from kvferry.vllm.pool_scheduler import VllmPoolScheduler
+
+BLOCK = 16
+
+
+def test_sizes() -> None:
+    assert parse_bytes("80GB") == 80 * 10**9
+    assert parse_bytes("512MiB") == 512 << 20
+    assert parse_bytes("1.5KiB") == 1536
+    assert parse_bytes(4096) == parse_bytes("4096") == 4096
+    with pytest.raises(DescriptionError, match="cannot read the size"):
+        parse_bytes("much")
+
+
+def test_configuration_of_the_connector_in_vllm_is_understood() -> None:
+    extra = {
+        "load_async": True,
+        "discard_partial_chunks": True,
+        "lookup_rpc_port": "0",
+        "cache_prefix": "team",
+        "enable_group_semantics": False,
+        "lookup_async": True,
+    }
+    config = PoolConfig.read(extra, **kvferry.vllm.MooncakeStoreConnector.defaults)
+    assert (config.store, config.cache_prefix, config.save_decode_cache) == (
+        "mooncake",
+        "team",
+        False,
+    )
+    with pytest.raises(DescriptionError, match="colour"):
+        PoolConfig.read({"colour": "red"})
+    with pytest.raises(DescriptionError, match="load_seconds"):
+        PoolConfig.read({"load_seconds": 0})
+    with pytest.raises(DescriptionError, match="module:function"):
+        PoolConfig.read({"store": "rocks"}).opener()
+
+
+def test_names() -> None:
+    """vLLM branches on class names: ours are our own, under the names that configurations use."""
+    assert kvferry.vllm.MooncakeStoreConnector.__name__ == "FerryMooncakeStoreConnector"
+    assert supports_hma(kvferry.vllm.FerryPoolConnector)
+
+
+def test_weights_are_told_apart(tmp_path: Path) -> None:
+    for name, content in (("a", b"1" * 300_000), ("b", b"1" * 300_000), ("c", b"2" * 300_000)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+    a, b, c = (weight_revision(str(tmp_path / name)) for name in "abc")
+    assert a == b != c
+    assert weight_revision(str(tmp_path / "a"), configured="v2") == "named v2"
+    assert weight_revision("org/model", revision="main") == "revision main"
+
+
+class Blocks:
+    """vLLM's block pool, as far as pins go."""
+
+    def __init__(self) -> None:
+        self.blocks = list(range(100))
+        self.references: Counter[int] = Counter()
+        self.hash_block_size = BLOCK
+
+    def touch(self, blocks: list[int]) -> None:
+        self.references.update(blocks)
+
+    def free_blocks(self, blocks: list[int]) -> None:
+        self.references.subtract(blocks)
+
+
+def handshakes() -> dict[tuple[int, int], FerryHandshake]:
+    group = Group("all", (0, 1), (Component("k", 4, (8,), 2), Component("v", 4, (8,), 2)))
+    model, shape = CacheModel("m", (group,)), EngineShape(tp=2, block_size=BLOCK)
+    made = {}
+    for rank in shape.ranks:
+        layout = RankLayout.build(model, shape, rank, 100)
+        made[rank.pp, rank.tp] = FerryHandshake(
+            msgspec.msgpack.encode(engine_info("", "", model, shape, {})),
+            msgspec.msgpack.encode(rank_info(layout, [0] * len(layout.regions), "", "", {})),
+        )
+    return made
+
+
+def request(tokens: int) -> Any:
+    return SimpleNamespace(
+        request_id="r",
+        prompt_token_ids=list(range(tokens)),
+        all_token_ids=list(range(tokens)),
+        num_prompt_tokens=tokens,
+        num_computed_tokens=tokens,
+        num_in_flight_tokens=0,
+        block_hashes=[bytes([i]) * 32 for i in range(tokens // BLOCK)],
+        lora_request=None,
+        mm_features=[],
+        cache_salt=None,
+    )
+
+
+def step(request_id: str, computed: int, scheduled: int, table: list[int]) -> Any:
+    return SimpleNamespace(
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: (table,)),
+        scheduled_new_reqs=[SimpleNamespace(req_id=request_id, num_computed_tokens=computed)],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        num_scheduled_tokens={request_id: scheduled},
+        total_num_scheduled_tokens=scheduled,
+    )
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[tuple[VllmPoolScheduler, Blocks]]:
+    config = PoolConfig.read({"path": str(tmp_path / "store"), "size": "4MiB"})
+    vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="m", revision=None))
+    scheduler = VllmPoolScheduler(config, vllm_config, PoolLimits(), events=True)
+    blocks = Blocks()
+    scheduler.bind_blocks(blocks)
+    scheduler.set_handshakes(handshakes())
+    yield scheduler, blocks
+    scheduler.close()
+
+
+def test_events_wait_for_all_workers(made: tuple[VllmPoolScheduler, Blocks]) -> None:
+    scheduler, blocks = made
+    asked = request(40)
+    scheduler.on_new_request(asked)
+    metadata = scheduler.step(step("r", 0, 40, [5, 7, 9]))
+    (save,) = metadata.orders.saves
+    assert save.tables[0].block_ids == (5, 7)  # whole blocks only
+    assert blocks.references[5] == blocks.references[7] == 1 and blocks.references[9] == 0
+    scheduler.finished(asked, ([5, 7, 9],))
+    scheduler.reported(PoolReport([Saved(save.job_id)]), ())
+    assert scheduler.take_events() == [] and blocks.references[5] == 1
+    scheduler.reported(PoolReport([Saved(save.job_id, ((0, 1),))]), ())  # its block 1 failed
+    (event,) = scheduler.take_events()
+    assert isinstance(event, BlockStored)
+    assert event.block_hashes == [maybe_convert_block_hash(asked.block_hashes[0])]
+    assert event.token_ids == list(range(16))
+    assert event.medium == "STORAGE" and event.block_size == BLOCK
+    assert +blocks.references == Counter()
+    assert not scheduler.pool.has_work
+
+
+def test_a_lost_block_is_told(made: tuple[VllmPoolScheduler, Blocks]) -> None:
+    scheduler, _ = made
+    asked = request(40)
+    scheduler.on_new_request(asked)
+    lost = Loaded("r", "one object", bad_from=16, missing=(("all", 16),))
+    scheduler.reported(PoolReport(loaded=[lost]), ["r"])
+    (event,) = scheduler.take_events()
+    assert isinstance(event, BlockRemoved)
+    assert event.block_hashes == [maybe_convert_block_hash(asked.block_hashes[1])]
+    assert scheduler.matched(asked, 0) == (0, False)  # and is not matched again
+
+
+def test_chunks_decode_and_drafts(made: tuple[VllmPoolScheduler, Blocks]) -> None:
+    """Each block is ordered once, when its last token is known; drafted tokens do not count."""
+    scheduler, _ = made
+    asked = request(40)
+    scheduler.on_new_request(asked)
+    table = [5, 7, 9, 11]
+    ordered = []
+    for computed, scheduled in ((0, 20), (20, 20), (40, 12)):  # the last: 1 token and 11 drafts
+        orders = scheduler.step(step("r", computed, scheduled, table)).orders
+        ordered += [list(b.block_ids) for s in orders.saves for b in s.tables]
+    assert ordered == [[5], [7]]
+    asked.all_token_ids += range(40, 49)
+    orders = scheduler.step(step("r", 48, 1, table)).orders
+    assert [list(b.block_ids) for s in orders.saves for b in s.tables] == [[9]]
+
+
+def test_requests_without_token_ids_are_left_alone(
+    made: tuple[VllmPoolScheduler, Blocks],
+) -> None:
+    scheduler, _ = made
+    asked = request(40)
+    asked.prompt_token_ids = None
+    scheduler.on_new_request(asked)
+    assert scheduler.matched(asked, 0) == (0, False)
+    assert scheduler.step(step("r", 0, 40, [1, 2, 3])).orders.saves == []

@@ -1,0 +1,131 @@
+"""The pool over a real Mooncake Store, without engines: other shapes read, masters come and go."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mooncake", reason="this tier runs in the environment with Mooncake")
+
+from kvferry.demo.engines import free_port
+from kvferry.pool.held_memory import HeldMemoryMooncakeStore
+from kvferry.pool.mooncake_config import MooncakeStoreConfig
+from kvferry.pool.scheduler import PoolLimits
+from kvferry.verify.case import CaseDict
+from kvferry.verify.oracle import Oracle
+from pool_cases import pool_case
+from pool_engine import SmallEngine
+
+LIMITS = PoolLimits(lookup_seconds=10, load_seconds=30, save_seconds=30)
+MEMORY = 32 << 20
+
+
+class Master:
+    """`mooncake_master` on ports of its own."""
+
+    def __init__(self, log: Path) -> None:
+        self.port, self._metrics, self._log = free_port(), free_port(), log
+        self.start()
+
+    def start(self) -> None:
+        program = Path(sys.executable).with_name("mooncake_master")
+        ports = [f"-rpc_port={self.port}", f"-metrics_port={self._metrics}"]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [program, "-rpc_address=127.0.0.1", "-default_kv_lease_ttl=60000", *ports],
+                stdout=log,
+                stderr=log,
+            )
+        time.sleep(1.5)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def open_store(self) -> HeldMemoryMooncakeStore:
+        return HeldMemoryMooncakeStore(
+            MooncakeStoreConfig(
+                master_server_address=f"127.0.0.1:{self.port}",
+                local_hostname="127.0.0.1",
+                global_segment_size=MEMORY,
+                local_buffer_size=MEMORY,
+            )
+        )
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[Master]:
+    made = Master(tmp_path / "master.log")
+    yield made
+    made.kill()
+
+
+def two_to_one() -> CaseDict:
+    """tp 2 writes and tp 1 reads, with blocks of another size."""
+    for index in range(4000):
+        case = pool_case(77, index, both_whole=True)
+        if case is None or case["skip"] or Oracle(case).errors():
+            continue
+        src, dst = case["src"]["shape"], case["dst"]["shape"]
+        if (src["tp"], src["pp"], dst["tp"], dst["pp"]) != (2, 1, 1, 1):
+            continue
+        if src["block_size"] != dst["block_size"] and case["tokens"] >= 24:
+            return case
+    raise AssertionError("no such case")
+
+
+def test_other_shapes_and_a_master_that_dies(master: Master) -> None:
+    case = two_to_one()
+    oracle, tokens = Oracle(case), [7 * i % 1000 for i in range(case["tokens"] + 1)]
+    writer = SmallEngine(case, "src", master.open_store, limits=LIMITS)
+    writer.fill(oracle)
+    writer.save("w", tokens)
+    reader = SmallEngine(case, "dst", master.open_store, limits=LIMITS)
+    try:
+        found = reader.matched("r", tokens)
+        assert found == case["tokens"]
+        assert all(end.ok for end in reader.load("r", found))
+        assert reader.wrong_bytes(oracle) == 0
+        other = [8 * i % 1000 for i in range(case["tokens"] + 1)]
+        assert reader.matched("other", other) == 0
+
+        master.kill()
+        deadline = time.monotonic() + 2 * LIMITS.lookup_seconds + 5
+        third = [9 * i % 1000 for i in range(case["tokens"] + 1)]  # nothing that was just answered
+        assert _matched(reader, "gone", third, deadline) == 0  # a miss, and no hang
+        assert (
+            reader.scheduler.counters["lookup_errors"]
+            + reader.scheduler.counters["lookup_timeouts"]
+        )
+        writer.scheduler.track("w2", tuple)
+        writer.scheduler.computed("w2", other, len(other), lambda: writer.tables)
+        writer.until(lambda: writer.pinned == 0, seconds=60)  # given up, and released
+
+        master.start()
+        for attempt in range(60):  # clients come back by themselves
+            name = f"w{attempt + 3}"
+            writer.save(name, tokens)
+            if reader.matched(name, tokens) == case["tokens"]:
+                break
+            time.sleep(0.5)
+        else:
+            raise AssertionError("the pool did not come back with its master")
+        assert writer.pinned == 0 and not writer.scheduler.has_work
+    finally:
+        writer.close()
+        reader.close()
+
+
+def _matched(engine: SmallEngine, name: str, tokens: list[int], deadline: float) -> int:
+    tracker = engine.scheduler.track(name, tuple)
+    while True:
+        found = engine.scheduler.matched(name, tracker, tokens, 0)
+        if found is not None:
+            return found
+        assert time.monotonic() < deadline, "the scheduler waits for a dead master"
+        time.sleep(0.01)
