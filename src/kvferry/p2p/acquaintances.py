@@ -6,6 +6,7 @@ made again by the next load; an engine whose peers were lost is forgotten, and m
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from kvferry.transport.base import Carrier
 from kvferry.wire.messages import VERSION, EngineInfo, Hello, ReplyBody
 
 ASK_AGAIN_SECONDS = 0.2  # where a directory does not know all its ranks yet
+
+log = logging.getLogger("kvferry")
 
 
 @dataclass(slots=True)
@@ -85,6 +88,7 @@ class Acquaintances:
             if old.exception() is None:
                 _disconnect(old.result())
         known.set_result(remote)
+        log.debug("kvferry: met %s", remote.describe())
         return remote
 
     def _ask_directory(self, ticket: Ticket, watch: Watch) -> ReplyBody:
