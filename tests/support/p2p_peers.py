@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -36,11 +36,13 @@ from kvferry.demo.work import destination_extent, source_extent
 from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
+from kvferry.p2p import push as push_module
 from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.holds import Closed
 from kvferry.p2p.load import Load, Loaded
 from kvferry.p2p.producer import Directory, ProducerRank
+from kvferry.p2p.push import Pusher
 from kvferry.p2p.ticket import Ticket
 from kvferry.transport import make_carrier
 from kvferry.transport.base import MemoryRegion
@@ -52,6 +54,23 @@ LOOPBACK = "127.0.0.1"
 PATIENCE_SECONDS = 30.0  # generous: the machine may be busy
 
 _kv = tuple(Component(name, 12, (16,), 2, content="bf16") for name in ("k", "v"))
+
+
+def _mamba2(groups: int) -> Group:
+    shared: Any = "replicated" if groups == 1 else "split"
+    return Group(
+        "state",
+        (0, 1, 3, 4),
+        (
+            Component("conv_x", 16, (4, 3), 2),
+            Component("conv_B", groups, (8, 3), 2, shared),
+            Component("conv_C", groups, (8, 3), 2, shared),
+            Component("ssm", 16, (4, 8), 4),
+        ),
+        Residency("state"),
+    )
+
+
 MODELS = {
     "gqa": CacheModel("gqa", (Group("full", tuple(range(6)), _kv),)),
     "window": CacheModel(
@@ -68,6 +87,41 @@ MODELS = {
                 "latent",
                 tuple(range(5)),
                 (Component("latent", 1, (72,), 2, "replicated", content="bf16"),),
+            ),
+        ),
+    ),
+    # two heads on up to eight ranks: copies that context parallelism can use
+    "few heads": CacheModel(
+        "few heads",
+        (Group("full", tuple(range(4)), tuple(replace(c, units=2) for c in _kv)),),
+    ),
+    "mamba2": CacheModel("mamba2", (Group("full", (2, 5), _kv), _mamba2(groups=8))),
+    "mamba2, one group": CacheModel(
+        "mamba2, one group", (Group("full", (2, 5), _kv), _mamba2(groups=1))
+    ),
+    "delta net": CacheModel(
+        "delta net",
+        (
+            Group("full", (3,), _kv),
+            Group(
+                "state",
+                (0, 1, 2),
+                (
+                    Component("conv_q", 8, (4, 3), 2),
+                    Component("conv_k", 8, (4, 3), 2),
+                    Component("conv_v", 16, (4, 3), 2),
+                    Component("ssm", 16, (4, 4), 4),
+                ),
+                Residency("state"),
+            ),
+        ),
+    ),
+    "draft": CacheModel(
+        "draft",
+        (
+            Group("full", tuple(range(4)), _kv),
+            Group(
+                "draft", (0, 1), tuple(replace(c, units=4, dims=(8,)) for c in _kv), role="draft"
             ),
         ),
     ),
@@ -91,11 +145,20 @@ class Spec:
     content: str = "bf16"
     told: bool = True  # whether the directory knows the ranks from the start
     only: tuple[Rank, ...] = ()  # ranks of this process; empty: all
-    gate_after: int | None = None  # reads of a rank before its gate
+    gate_after: int | None = None  # transfers of a rank before its gate
+    mode: Literal["pull", "push"] = "pull"
+    slice_descriptors: int | None = None  # of a transfer; how a producer writes, in its process
+    absent: tuple[str, ...] = ()  # roles whose layers this engine does not have
+    optional: tuple[str, ...] = ()  # roles whose layers a peer may lack
+
+    @property
+    def is_written(self) -> bool:
+        """Whether producers write this consumer's blocks."""
+        return self.mode == "push" and self.carrier == "tcp"
 
     @property
     def cache_model(self) -> CacheModel:
-        model = MODELS[self.model]
+        model = MODELS[self.model].without(*self.absent)
         groups = tuple(
             replace(g, components=tuple(replace(c, content=self.content) for c in g.components))
             for g in model.groups
@@ -108,7 +171,7 @@ class Spec:
 
 
 class GatedCarrier:
-    """A real carrier whose reads, after the first few, wait until the gate is open."""
+    """A real carrier whose transfers, after the first few, wait until the gate is open."""
 
     def __init__(self, carrier: Any, after: int) -> None:
         self._carrier, self._left = carrier, after
@@ -118,11 +181,18 @@ class GatedCarrier:
         return getattr(self._carrier, name)
 
     def read(self, peer: Any, copies: Any) -> Any:
+        self._pass()
+        return self._carrier.read(peer, copies)
+
+    def write_granted(self, peer: Any, copies: Any, grant: bytes) -> Any:
+        self._pass()
+        return self._carrier.write_granted(peer, copies, grant)
+
+    def _pass(self) -> None:
         if self._left <= 0:
             self.reached.set()
             assert self.gate.wait(2 * PATIENCE_SECONDS)
         self._left -= 1
-        return self._carrier.read(peer, copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +218,7 @@ class Prompt:
             count = extent.blocks
             ids = list(range(first + count - 1, first - 1, -1))
             tables.append([0] * extent.first_held + ids[extent.first_held :])
+            first += count if shape.overlay else 0  # one pool for all groups
         return tables
 
     def key(self, model: CacheModel, view: View) -> tuple[int, ...]:
@@ -204,8 +275,17 @@ class Rack:
                 table = prompt.tables(self.spec, prompt.dst_first, source)[index]
                 ids = np.asarray(table, dtype=np.int64)[blocks.start :]
                 entries = slot_entries(view.group, shape, self.rank.tp, blocks, extent.entries)
-                wrong += wrong_entries(view, prompt.key(model, view), ids, entries)
+                if view.group.role in source.absent:
+                    wrong += wrong_byte(view, ids, 0)
+                else:
+                    wrong += wrong_entries(view, prompt.key(model, view), ids, entries)
                 written.append(ids)
+            if shape.overlay:  # blocks of other groups lie in the same memory
+                written = [
+                    np.asarray(table, dtype=np.int64)
+                    for prompt in prompts
+                    for table in prompt.tables(self.spec, prompt.dst_first, source)
+                ]
             used = np.concatenate(written) if written else np.zeros(0, dtype=np.int64)
             free = np.setdiff1d(np.arange(self.spec.blocks), used)
             wrong += wrong_byte(view, free, CANARY)
@@ -217,10 +297,26 @@ def memory_regions(layout: RankLayout, memory: Memory) -> list[MemoryRegion]:
     return [MemoryRegion(b, r.bytes) for b, r in zip(bases, layout.regions, strict=True)]
 
 
-class Producer:
+class Gates:
+    """Stand before the racks of whoever moves the bytes."""
+
+    racks: list[Rack]
+
+    def wait_at_gate(self) -> None:
+        for rack in self.racks:
+            assert rack.carrier.reached.wait(PATIENCE_SECONDS)
+
+    def open_gate(self) -> None:
+        for rack in self.racks:
+            rack.carrier.gate.set()
+
+
+class Producer(Gates):
     """An engine that holds blocks; all its ranks in this process."""
 
     def __init__(self, spec: Spec) -> None:
+        if spec.slice_descriptors is not None:
+            push_module.SLICE_DESCRIPTORS = spec.slice_descriptors
         self.spec = spec
         self.sockets = Sockets(spec.secret)
         self.engine = engine_info(
@@ -239,6 +335,13 @@ class Producer:
                 self.sockets,
                 f"{spec.incarnation}-{rank.pp}-{rank.tp}",
                 lease_seconds=spec.lease_seconds,
+                pusher=Pusher(
+                    self.engine,
+                    spec.cache_model,
+                    rack.layout,
+                    rack.memory.bases.tolist(),
+                    [rack.carrier],
+                ),
             )
             server.start()
             self.racks.append(rack)
@@ -316,7 +419,7 @@ def make_ticket(spec: Spec, port: int, prompt: Prompt, hold_id: str = "") -> Tic
     )
 
 
-class Consumer:
+class Consumer(Gates):
     """An engine that loads; all its ranks in this process."""
 
     def __init__(self, spec: Spec, source: Spec) -> None:
@@ -340,6 +443,8 @@ class Consumer:
                 rack.memory.bases.tolist(),
                 [rack.carrier],
                 zero=HostMemory(memory_regions(rack.layout, rack.memory)).zero,
+                mode=spec.mode,
+                optional_roles=frozenset(spec.optional),
             )
             for rack in self.racks
         ]
@@ -401,14 +506,6 @@ class Consumer:
         for rank in self.ranks:
             rank.release(ticket, outcome)
 
-    def wait_at_gate(self) -> None:
-        for rack in self.racks:
-            assert rack.carrier.reached.wait(PATIENCE_SECONDS)
-
-    def open_gate(self) -> None:
-        for rack in self.racks:
-            rack.carrier.gate.set()
-
     def wrong_bytes(self, *prompts: Prompt) -> int:
         return sum(rack.wrong_bytes(list(prompts), self.source) for rack in self.racks)
 
@@ -425,8 +522,13 @@ def _serve(kind: str, arguments: tuple[Any, ...], pipe: Connection) -> None:
     """A process: makes a `Producer` or a `Consumer` and calls its methods as told."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    peer: Any = Producer(*arguments) if kind == "producer" else Consumer(*arguments)
-    pipe.send(peer.descriptions() if kind == "producer" else None)
+    if kind == "captured":
+        from captured import CapturedProducer
+
+        peer: Any = CapturedProducer(*arguments)
+    else:
+        peer = Producer(*arguments) if kind == "producer" else Consumer(*arguments)
+    pipe.send(peer.descriptions() if kind != "consumer" else None)
     with contextlib.suppress(EOFError):
         while True:
             name, values, options = pipe.recv()
@@ -481,6 +583,12 @@ class Child:
         fine, value = self.pipe.recv()
         assert fine, value
         return value
+
+    def wait_at_gate(self) -> None:
+        self.ask("wait_at_gate")
+
+    def open_gate(self) -> None:
+        self.ask("open_gate")
 
     def ticket(self, prompt: Prompt, hold_id: str = "") -> Ticket:
         return make_ticket(self.spec, self.port, prompt, hold_id)

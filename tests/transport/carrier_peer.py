@@ -122,6 +122,8 @@ KINDS = {
         {"secret": SECRET, "host": "127.0.0.1"},
     ),
     "tcp-open": Kind("tcp"),
+    "mooncake": Kind("mooncake"),
+    "nixl": Kind("nixl"),
 }
 
 

@@ -23,7 +23,7 @@ from kvferry.errors import (
 )
 from kvferry.transport import MemoryRegion, TransferState
 from kvferry.transport.regions import RegionTable
-from kvferry.transport.tcp import CONNECTIONS_PER_PEER, TcpCarrier
+from kvferry.transport.tcp import STREAMS_PER_TRANSFER, TRANSFERS_PER_PEER, TcpCarrier
 from kvferry.transport.tcp_client import TcpEndpoint
 from kvferry.transport.tcp_server import ServerLimits
 
@@ -101,7 +101,7 @@ def test_revoke_stops_a_writer_for_good(ends: tuple[End, End]) -> None:
     peer = user.carrier.connect(owner.carrier.endpoint(), soon())
     transfers = [
         user.carrier.write(peer, copies(*long_write(user, owner)))
-        for _ in range(CONNECTIONS_PER_PEER + 2)
+        for _ in range(TRANSFERS_PER_PEER + 2)
     ]
     until = soon(20)
     while not owner.memory.any():
@@ -143,7 +143,7 @@ def test_connections_are_reused_and_few(ends: tuple[End, End]) -> None:
     many = [user.carrier.read(peer, copies(owner.address, user.address, SIZE)) for _ in range(50)]
     for transfer in many:
         transfer.wait(soon())
-    assert owner.carrier.counters["connections"] <= CONNECTIONS_PER_PEER
+    assert owner.carrier.counters["connections"] <= TRANSFERS_PER_PEER * STREAMS_PER_TRANSFER
 
 
 def test_a_connection_that_the_owner_dropped_is_replaced() -> None:

@@ -20,6 +20,8 @@ from kvferry.wire.messages import (
     Closing,
     Complete,
     Hello,
+    Introduce,
+    Offer,
     Reader,
     Refused,
     Renew,
@@ -55,6 +57,9 @@ def frames(rng: random.Random, producer: Producer, count: int) -> Iterator[list[
         Complete(VERSION, "another", HOLD, READER, 1, "done"),
         Renew(VERSION, incarnation, ["a", "b"]),
         Renew(VERSION, incarnation, []),
+        Introduce(VERSION, incarnation, producer.engine, producer.infos[0]),
+        Offer(VERSION, incarnation, HOLD, "wrong", READER, 1, 1.0, "tcp", b"g", 1, 0, [[1]], False),
+        Offer(VERSION, incarnation, "unknown", "d", READER, 1, 9.0, "", b"g", 1, 0, [], True),
     ]
     valid = [encode(Request(1 + n, body)) for n, body in enumerate(bodies)]
     replies: list[Any] = [Closing(True), Refused("closed", "x"), Renewed([], [HOLD])]

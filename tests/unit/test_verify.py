@@ -36,6 +36,7 @@ def shape(**fields: object) -> dict[str, object]:
         "block_size": 2,
         "block_size_of": {},
         "kernel_block_size": 0,
+        "kernel_block_size_of": {},
         "order": "LBHNC",
         "interior": "joined",
         "interior_of": {},

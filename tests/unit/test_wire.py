@@ -31,8 +31,12 @@ from kvferry.wire.messages import (
     Claimed,
     Closing,
     Complete,
+    Delivered,
     EngineInfo,
     Hello,
+    Introduce,
+    Introduced,
+    Offer,
     RankInfo,
     Reader,
     Refused,
@@ -59,9 +63,11 @@ def small() -> tuple[EngineInfo, RankInfo]:
 
 
 def requests() -> list[Any]:
-    engine, _ = small()
+    engine, rank = small()
     return [
         Hello(VERSION, engine),
+        Introduce(VERSION, "i", engine, rank),
+        Offer(VERSION, "i", "h", "d", READER, 3, 1.5, "tcp", b"g", 9, 4, [[1], []], False),
         Claim(VERSION, "i", "h", "d", READER, 3, 1.5),
         Complete(VERSION, "i", "h", READER, 3, "not needed"),
         Renew(VERSION, "i", ["h", "g"]),
@@ -75,6 +81,8 @@ def replies() -> list[Any]:
         Claimed(17, [[1, 2], [3]]),
         Closing(True),
         Renewed(["h"], ["g"]),
+        Introduced(),
+        Delivered(b"g", 1 << 40, 7),
         Refused("digest", "why"),
     ]
 

@@ -178,6 +178,16 @@ class CacheModel:
         """The same model with all groups of these roles left out."""
         return replace(self, groups=tuple(g for g in self.groups if g.role not in roles))
 
+    def beyond(self, other: CacheModel) -> CacheModel | None:
+        """What this model has and the other one has not; None where that is nothing."""
+        theirs = {g.name: set(g.layers) for g in other.groups}
+        groups = []
+        for group in self.groups:
+            layers = tuple(x for x in group.layers if x not in theirs.get(group.name, ()))
+            if layers:
+                groups.append(replace(group, layers=layers))
+        return replace(self, groups=tuple(groups), total_layers=self.num_layers) if groups else None
+
     def token_bytes(self) -> int:
         """Bytes that one token adds over all layers and ranks (states and rings excluded)."""
         return sum(

@@ -71,6 +71,7 @@ class EngineShape:
     block_size: int = 16  # tokens in a block
     block_size_of: tuple[tuple[str, int], ...] = ()
     kernel_block_size: int = 0  # tokens in a kernel's block; 0: the same
+    kernel_block_size_of: tuple[tuple[str, int], ...] = ()  # backends differ: main and draft model
     order: str = "LBHNC"
     interior: str = "joined"  # of attention groups; states are always "state"
     interior_of: tuple[tuple[str, str], ...] = ()
@@ -103,7 +104,8 @@ class EngineShape:
                 raise DescriptionError(
                     f"the tp of role {role!r} must divide the engine's, found {tp} and {self.tp}"
                 )
-        if self.kernel_block_size and self.order not in ("LBHNC", "LBNHC"):
+        split = self.kernel_block_size or any(size for _, size in self.kernel_block_size_of)
+        if split and self.order not in ("LBHNC", "LBNHC"):
             raise DescriptionError(
                 f"kernel blocks exist only in orders LBHNC and LBNHC, found {self.order}"
             )
@@ -152,7 +154,8 @@ class EngineShape:
         if group.is_state:
             return 1, 1
         tokens = self.block_tokens(group)
-        kernel = self.kernel_block_size or tokens
+        sizes = dict(self.kernel_block_size_of)
+        kernel = sizes.get(group.name, self.kernel_block_size) or tokens
         if tokens % kernel:
             kernel = tokens  # a group whose blocks the kernel does not split
         per = group.tokens_per_entry
@@ -181,6 +184,7 @@ class EngineShape:
         words += [f"block.{name}={size}" for name, size in self.block_size_of]
         if self.kernel_block_size:
             words.append(f"kernel={self.kernel_block_size}")
+        words += [f"kernel.{name}={size}" for name, size in self.kernel_block_size_of]
         words.append(f"order={self.order}")
         if self.interior != "joined":
             words.append(f"interior={self.interior}")
@@ -245,6 +249,9 @@ class _Parser:
             self._append("role_tp", key.removesuffix("_tp"), self._integer(key, value))
         elif key.startswith("block."):
             self._append("block_size_of", key.removeprefix("block."), self._integer(key, value))
+        elif key.startswith("kernel."):
+            name = key.removeprefix("kernel.")
+            self._append("kernel_block_size_of", name, self._integer(key, value))
         elif key.startswith("interior."):
             self._append("interior_of", key.removeprefix("interior."), value)
         else:
@@ -265,6 +272,7 @@ class _Parser:
         raise DescriptionError(
             f"cannot read {word!r} in the shape {self.text!r}; use words such as tp=4, pp=2 or "
             "pp=30+50, dcp=2, interleave=1, draft_tp=1, block=16, block.GROUP=32, kernel=16, "
+            "kernel.GROUP=16, "
             f"order={'|'.join(ORDERS)}, interior=joined|split|planes|cpu|opaque, conv=DS|SD, "
             "align=512, overlay=1, full=1"
         )

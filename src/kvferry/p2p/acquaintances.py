@@ -14,13 +14,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvferry.errors import Cancelled, DeadlineExceeded
-from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import RankLayout
 from kvferry.p2p.caller import Caller
 from kvferry.p2p.remote import Remote, knows_all_ranks
 from kvferry.p2p.remote import meet as meet_remote
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.watch import Watch
+from kvferry.topology import TransferTopology
 from kvferry.transport.base import Carrier
 from kvferry.wire.messages import VERSION, EngineInfo, Hello, ReplyBody
 
@@ -35,10 +35,9 @@ class Acquaintances:
 
     caller: Caller
     engine: EngineInfo  # ours
-    model: CacheModel
+    topology: TransferTopology
     layout: RankLayout
     carriers: Sequence[Carrier]
-    optional_roles: frozenset[str] = frozenset()
     _remotes: dict[tuple[str, str], Future[Remote]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -67,11 +66,10 @@ class Acquaintances:
                 self._ask_directory(ticket, watch),
                 ticket,
                 self.engine,
-                self.model,
+                self.topology,
                 self.layout,
                 self.carriers,
                 watch.deadline,
-                self.optional_roles,
             )
         except BaseException as error:
             with self._lock:

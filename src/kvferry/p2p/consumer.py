@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import numpy as np
 
@@ -21,17 +22,21 @@ from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import Ints, RankLayout
 from kvferry.p2p.acquaintances import Acquaintances
 from kvferry.p2p.caller import Caller
+from kvferry.p2p.describe import rank_info
 from kvferry.p2p.load import WORD_SECONDS, Load, Loaded, Loading
+from kvferry.p2p.offers import Offering
 from kvferry.p2p.stats import ConsumerStats, ConsumerTally
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.watch import Clock, Watch
 from kvferry.plan import everything_plan
-from kvferry.transport.base import Carrier
+from kvferry.topology import TransferTopology
+from kvferry.transport.base import Carrier, is_granting
 from kvferry.wire.messages import EngineInfo, Outcome, Reader
 from kvferry.wire.sockets import Sockets
 
 log = logging.getLogger("kvferry")
 
+Mode = Literal["pull", "push"]
 LOAD_THREADS = 64  # started when needed; most wait, and none may wait for a stranger's dead peer
 
 
@@ -47,20 +52,41 @@ class ConsumerRank:
         *,
         zero: Callable[[Ints, Ints], None],
         optional_roles: frozenset[str] = frozenset(),
+        mode: Mode = "pull",
     ) -> None:
+        """`mode` "push": sources write, where their carrier lets us stop them; else we read."""
         self.engine, self.model, self.layout = engine, model, layout
         self._caller = Caller(sockets)
         self._pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvferry-load")
         rank = layout.rank
+        reader = Reader(engine.engine_id, engine.incarnation, rank.pp, rank.tp)
+        self._tally = ConsumerTally()
+        for carrier in carriers:
+            if is_granting(carrier):  # nobody writes here but under a grant
+                carrier.require_grants()
+        offering = None
+        if mode == "push":
+            endpoints = {c.name: c.endpoint() for c in carriers if is_granting(c)}
+            offering = Offering(
+                reader,
+                engine,
+                rank_info(layout, bases, "", engine.incarnation, endpoints),
+                np.asarray(bases, dtype=np.int64),
+                self._caller,
+                self._tally,
+            )
+        self.topology = TransferTopology.of(engine.engine_id, model, layout, optional_roles)
         self._loading = Loading(
-            Reader(engine.engine_id, engine.incarnation, rank.pp, rank.tp),
-            Acquaintances(self._caller, engine, model, layout, list(carriers), optional_roles),
+            reader,
+            model,
+            Acquaintances(self._caller, engine, self.topology, layout, list(carriers)),
             self._caller,
             np.asarray(bases, dtype=np.int64),
             everything_plan(model, layout),
             zero,
+            self._tally,
+            offering,
         )
-        self._tally = ConsumerTally()
         self._lock = threading.Condition()  # notified when a load has ended
         self._done: list[Loaded] = []
         self._running: dict[str, Watch] = {}
@@ -124,7 +150,7 @@ class ConsumerRank:
             log.exception("loading request %s failed", load.request_id)
             result = Loaded(load.request_id, f"internal error: {error!r}", seconds=clock.spent)
         if result.ok:
-            self._tally.done(result.bytes, result.descriptors, result.seconds, pushed=False)
+            self._tally.done(result.bytes, result.descriptors, result.seconds, pushed=result.pushed)
         else:
             self._tally.failed(result.error.partition(":")[0], result.seconds)
         with self._lock:

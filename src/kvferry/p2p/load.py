@@ -1,9 +1,10 @@
 """One load: a request's cache out of producers' memory, step by step, on a thread of its own.
 
 1. **meet** the remote engine: the directory's welcome, plans, connections. Once per incarnation.
+   In push mode, sources that can be stopped now **write** (`offers`); the rest is for the others.
 2. **claim** the hold at every source rank that concerns us, all at once. A claim may be parked.
 3. **read** by carrier, edge by edge, all at once, in slices.
-4. **zero** the bytes of loaded blocks that nothing covers.
+4. **zero** the bytes of loaded blocks that nothing covers, and layers that the source has not.
 5. the **last word**, `done`, to every source rank. Only if all of them answer that the hold was
    still open is the load good: the bytes were read from blocks that nobody reused meanwhile.
 
@@ -22,15 +23,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kvferry.errors import Cancelled, DeadlineExceeded, HandoverError, KvferryError, StaleTicket
+from kvferry.errors import Cancelled, HandoverError, KvferryError, StaleTicket
+from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import Ints
 from kvferry.p2p.acquaintances import Acquaintances
 from kvferry.p2p.caller import Caller
+from kvferry.p2p.offers import Arrived, Offering, Offers
 from kvferry.p2p.remote import Remote, Source
+from kvferry.p2p.stats import ConsumerTally
 from kvferry.p2p.ticket import Ticket
+from kvferry.p2p.transfers import await_transfer, end_transfers
 from kvferry.p2p.watch import Clock, Watch
-from kvferry.plan import Copies, EdgePlan, bind, uncovered
-from kvferry.transport.base import Transfer, TransferState
+from kvferry.plan import Copies, EdgePlan, bind, uncovered, whole_blocks
+from kvferry.plan.landing import require_distinct_blocks
+from kvferry.transport.base import Transfer
 from kvferry.wire.messages import (
     VERSION,
     Claim,
@@ -47,9 +53,9 @@ from kvferry.wire.messages import (
 
 log = logging.getLogger("kvferry")
 
-TRANSFER_LOOK_SECONDS = 0.1  # between two looks at whether a transfer is still wanted
 SLICE_DESCRIPTORS = 65_536  # bound at a time, so that no NumPy call takes long
 WORD_SECONDS = 5.0  # for a last word after something failed
+NOTHING = Arrived(0, 0, (), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,10 @@ class Load:
     seconds: float  # from now to its deadline
     keep_open: bool = False
 
+    @property
+    def blocks(self) -> int:
+        return sum(len(table) for table in self.tables)
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -72,7 +82,9 @@ class Loaded:
     error: str = ""  # empty: all bytes are there
     bytes: int = 0
     descriptors: int = 0
+    pushed: bool = False  # whether a source wrote any of it
     seconds: dict[str, float] = field(default_factory=dict)  # by step
+    zeroed_bytes: int = 0  # of layers that the source does not have
 
     @property
     def ok(self) -> bool:
@@ -84,30 +96,80 @@ class Loading:
     """The steps of loads into one rank's memory; holds no state of any single load."""
 
     reader: Reader  # who we are, to producers
+    model: CacheModel
     known: Acquaintances
     caller: Caller
     bases: Ints  # of this rank's regions
     everything: EdgePlan  # all that this rank's blocks hold
     zero: Callable[[Ints, Ints], None]
+    tally: ConsumerTally
+    offering: Offering | None = None  # where sources are let write
 
     def run(self, load: Load, watch: Watch, clock: Clock) -> Loaded:
         remote = self.known.meet(load.ticket, watch)
         clock.stop("meet")
         try:
-            claimed = self._claim(remote, load.ticket, watch)
+            self._require_distinct_blocks(remote, load)
+            written = self._let_write(remote, load, watch, clock) if self.offering else NOTHING
+            read = [source for source in remote.sources if source not in written.delivered]
+            claimed = self._claim(remote, read, load.ticket, watch)
             clock.stop("claim")
             moved, descriptors = self._read(remote, load, claimed, watch, clock)
-            self._zero_rest(remote, load)
+            zeroed = self._zero_rest(remote, load)
             clock.stop("zero")
-            self._confirm(remote, load, watch)
+            self._confirm(remote, read, load, watch)
             clock.stop("confirm")
         except BaseException:
             if not load.keep_open:
                 self.say(remote, load.ticket, "failed", time.monotonic() + WORD_SECONDS)
             raise
-        return Loaded(load.request_id, "", moved, descriptors, clock.spent)
+        return Loaded(
+            load.request_id,
+            "",
+            moved + written.bytes,
+            descriptors + written.descriptors,
+            seconds=clock.spent,
+            pushed=bool(written.delivered),
+            zeroed_bytes=zeroed,
+        )
 
-    def _claim(self, remote: Remote, ticket: Ticket, watch: Watch) -> dict[Source, Claimed]:
+    def _require_distinct_blocks(self, remote: Remote, load: Load) -> None:
+        require_distinct_blocks(
+            self.model,
+            self.known.layout,
+            remote.shape,
+            tokens=load.ticket.tokens,
+            skip=load.skip,
+            dst_tables=load.tables,
+        )
+
+    def _let_write(self, remote: Remote, load: Load, watch: Watch, clock: Clock) -> Arrived:
+        """Let those sources write that can be stopped. However it ends, none can write any more."""
+        assert self.offering is not None
+        offers = Offers(self.offering, remote, lambda: self.tally.abandoned(load.blocks))
+        try:
+            offers.open(
+                hold_id=load.ticket.hold_id,
+                digest=load.ticket.digest,
+                tokens=load.ticket.tokens,
+                skip=load.skip,
+                tables=load.tables,
+                keep_open=load.keep_open,
+                watch=watch,
+            )
+            clock.stop("offer")
+            arrived = offers.arrive(watch, lambda call: self.answer(remote, call, watch))
+            clock.stop("push")
+            return arrived
+        except StaleTicket:
+            self.known.forget(remote)
+            raise
+        finally:
+            offers.close()
+
+    def _claim(
+        self, remote: Remote, sources: Sequence[Source], ticket: Ticket, watch: Watch
+    ) -> dict[Source, Claimed]:
         patience = max(0.0, watch.deadline - time.monotonic())
         calls = {
             source: self.caller.call(
@@ -123,7 +185,7 @@ class Loading:
                 ),
                 watch.deadline,
             )
-            for source in remote.sources
+            for source in sources
         }
         claimed = {}
         for source, call in calls.items():
@@ -183,27 +245,17 @@ class Loading:
                     transfers.append(source.carrier.read(source.peer, mine))
             clock.stop("bind")
             for transfer in transfers:
-                self._wait(transfer, watch)
+                await_transfer(transfer, watch)
             clock.stop("read")
         except BaseException as error:
-            _end_transfers(transfers)
+            end_transfers(transfers, lambda: self.tally.abandoned(load.blocks))
             if not isinstance(error, Cancelled):
                 self.known.forget(remote)
             raise
         return moved, descriptors
 
-    def _wait(self, transfer: Transfer, watch: Watch) -> None:
-        """Wait for a transfer, and look now and then whether anyone still wants it."""
-        while True:
-            watch.require_wanted()
-            try:
-                transfer.wait(min(watch.deadline, time.monotonic() + TRANSFER_LOOK_SECONDS))
-                return
-            except DeadlineExceeded:
-                if time.monotonic() >= watch.deadline or transfer.poll() is TransferState.FAILED:
-                    raise
-
-    def _zero_rest(self, remote: Remote, load: Load) -> None:
+    def _zero_rest(self, remote: Remote, load: Load) -> int:
+        """Zero what nothing covers; how much of that is of layers that the source has not."""
         rest = uncovered(
             self.everything,
             remote.shape,
@@ -214,13 +266,27 @@ class Loading:
         )
         if len(rest.address):
             self.zero(rest.address, rest.length)
+        if remote.lacking is None:
+            return 0
+        lacking = whole_blocks(
+            remote.lacking,
+            tokens=load.ticket.tokens,
+            skip=load.skip,
+            dst_tables=load.tables,
+            dst_bases=self.bases,
+        )
+        self.zero(lacking.address, lacking.length)
+        return lacking.bytes
 
-    def _confirm(self, remote: Remote, load: Load, watch: Watch) -> None:
-        """The load counts only if every source kept the hold open until after the last byte."""
+    def _confirm(self, remote: Remote, sources: Sequence[Source], load: Load, watch: Watch) -> None:
+        """The load counts only if every source kept the hold open until after the last byte.
+
+        A source that wrote has said so already.
+        """
         if load.keep_open:
-            calls = self._ask_open(remote, load.ticket, watch.deadline)
+            calls = self._ask_open(sources, load.ticket, watch.deadline)
         else:
-            calls = self.say(remote, load.ticket, "done", watch.deadline)
+            calls = self._say(sources, load.ticket, "done", watch.deadline)
         for source, call in calls.items():
             reply = self.answer(remote, call, watch)
             was_open = isinstance(reply, Closing) and reply.was_open
@@ -232,19 +298,24 @@ class Loading:
                 )
 
     def _ask_open(
-        self, remote: Remote, ticket: Ticket, deadline: float
+        self, sources: Sequence[Source], ticket: Ticket, deadline: float
     ) -> dict[Source, Future[ReplyBody]]:
         return {
             source: self.caller.call(
                 source.address, Renew(VERSION, source.incarnation, [ticket.hold_id]), deadline
             )
-            for source in remote.sources
+            for source in sources
         }
 
     def say(
         self, remote: Remote, ticket: Ticket, outcome: Outcome, deadline: float
     ) -> dict[Source, Future[ReplyBody]]:
         """Send our last word to every source."""
+        return self._say(remote.sources, ticket, outcome, deadline)
+
+    def _say(
+        self, sources: Sequence[Source], ticket: Ticket, outcome: Outcome, deadline: float
+    ) -> dict[Source, Future[ReplyBody]]:
         return {
             source: self.caller.call(
                 source.address,
@@ -258,18 +329,5 @@ class Loading:
                 ),
                 deadline,
             )
-            for source in remote.sources
+            for source in sources
         }
-
-
-def _end_transfers(transfers: Sequence[Transfer]) -> None:
-    """Cancel all. Returns only when no byte of any can arrive: their blocks are used again."""
-    left = list(transfers)
-    while left:
-        try:
-            left[-1].cancel()
-            left.pop()
-        except DeadlineExceeded as error:
-            log.error("a failed load keeps its blocks until its transfer has ended: %s", error)
-            if left[-1].poll() is not TransferState.RUNNING:
-                left.pop()

@@ -7,7 +7,9 @@ What happens when a request finishes prefill:
 2. Each worker calls `ProducerRank.open_hold`. Claims that came earlier were parked, and are
    answered now; a claim of another incarnation or of a closed hold is refused at once.
 3. Consumer ranks read the blocks by a carrier, without any help from here, and then each sends one
-   last word. The answer says whether the hold was still open: only that makes a load count.
+   last word. The answer says whether the hold was still open: only that makes a load count. Or they
+   offer their own blocks, and the `Pusher` writes them: then the answer to the offer is the last
+   word, and it says `delivered` only if the hold was open until after the last byte.
 4. When all readers have spoken, or the lease ran out, the hold is closed, and only then appears in
    `take_closed`, which the engine reports so that the blocks are freed.
 
@@ -32,6 +34,7 @@ from kvferry.errors import KvferryError
 from kvferry.layout.model import require_same_cache
 from kvferry.p2p.describe import read_model, read_shape, require_same_meaning
 from kvferry.p2p.holds import MOST_ENGINES, Closed, Hold, HoldTable, Why
+from kvferry.p2p.push import Pushed, Pusher, Unreachable
 from kvferry.p2p.server import Server
 from kvferry.p2p.stats import ProducerStats
 from kvferry.plan.assign import assign
@@ -41,9 +44,14 @@ from kvferry.wire.messages import (
     Claimed,
     Closing,
     Complete,
+    Delivered,
     EngineInfo,
     Hello,
+    Introduce,
+    Introduced,
+    Offer,
     RankInfo,
+    Reason,
     Refused,
     Renew,
     Renewed,
@@ -145,7 +153,7 @@ class _Sender:
 
     identity: bytes
     request_id: int
-    claim: Claim
+    claim: Claim | Offer
 
 
 class ProducerRank(Server):
@@ -159,8 +167,11 @@ class ProducerRank(Server):
         host: str | None = None,
         port: int = 0,
         lease_seconds: float = DEFAULT_LEASE_SECONDS,
+        pusher: Pusher | None = None,
     ) -> None:
+        """`pusher` writes what consumers offer; without one, they are told to read."""
         super().__init__(sockets, host, port, "kvferry-producer")
+        self._pusher = pusher
         self.incarnation = incarnation
         self._table: HoldTable[_Sender] = HoldTable(lease_seconds)
         self._closed: list[Closed] = []
@@ -177,7 +188,7 @@ class ProducerRank(Server):
             now = time.monotonic()
             waited, closed = self._table.add(hold_id, request_id, digest, tokens, tables, now)
             for sender in waited:
-                body = self._claim(sender.claim)
+                body = self._take_up(sender)
                 if body is not None:
                     self.reply(sender.identity, sender.request_id, body)
             closed = closed or self._table.settle(hold_id)
@@ -225,6 +236,10 @@ class ProducerRank(Server):
             holds_expired=self.counters["closed: expired"],
             holds_withdrawn=self.counters["closed: withdrawn"],
             claims=self.counters["claims"],
+            pushes_now=self._pusher.under_way if self._pusher else 0,
+            pushes_done=self.counters["pushes done"],
+            pushes_failed=self.counters["pushes failed"],
+            bytes_pushed=self.counters["bytes pushed"],
         )
 
     @property
@@ -249,8 +264,10 @@ class ProducerRank(Server):
                 "stale", "the ticket is from before this engine restarted; prefill again"
             )
         match body:
-            case Claim():
-                return self._claim(body) or self._park(sender, request.id, body)
+            case Claim() | Offer():
+                return self._claim(_Sender(sender, request.id, body))
+            case Introduce():
+                return self._introduce(body)
             case Complete():
                 return self._complete(body)
             case Renew():
@@ -261,37 +278,110 @@ class ProducerRank(Server):
                     [h for h, hold in found.items() if isinstance(hold, str)],
                 )
 
-    def _claim(self, claim: Claim) -> ReplyBody | None:
-        """An answer, or None where the hold is not known yet."""
+    def _claim(self, sender: _Sender) -> ReplyBody | None:
+        """Answer a claim or an offer now, or park it until its hold arrives."""
+        if self._table.find(sender.claim.hold_id, time.monotonic()) is None:
+            return self._park(sender)
+        return self._take_up(sender)
+
+    def _take_up(self, sender: _Sender) -> ReplyBody | None:
+        """The answer about a hold that is known; None where a push has begun."""
+        claim = sender.claim
         hold = self._table.find(claim.hold_id, time.monotonic())
-        if hold is None:
-            return None
         if not isinstance(hold, Hold):
-            return _refuse_closed(hold)
+            return _refuse_closed(hold or "withdrawn")
         if claim.digest != hold.digest:
             return Refused(
                 "digest", "the ticket is for another prompt than the request it came with"
             )
+        if isinstance(claim, Offer):
+            refused = self._refuse_offer(claim, hold)
+            if refused is not None:
+                return refused
         if not hold.announce(claim.reader, claim.readers):
             return Refused("busy", f"{MOST_ENGINES} engines read this hold already")
         self.counters["claims"] += 1
+        if isinstance(claim, Offer):
+            return self._push(sender, claim, hold)
         return Claimed(hold.tokens, hold.tables)
 
-    def _park(self, sender: bytes, request_id: int, claim: Claim) -> ReplyBody | None:
-        patience = claim.patience_seconds
+    def _park(self, sender: _Sender) -> ReplyBody | None:
+        patience = sender.claim.patience_seconds
         if not patience > 0:  # nor NaN
             return Refused("expired", "the hold has not arrived, and the claim does not wait")
         until = time.monotonic() + min(patience, MOST_PATIENCE_SECONDS)
-        if not self._table.park(claim.hold_id, _Sender(sender, request_id, claim), until):
+        if not self._table.park(sender.claim.hold_id, sender, until):
             return Refused("busy", "too many claims wait for holds that have not arrived")
         self.counters["parked"] += 1
         return None
+
+    # Offers
+
+    def _introduce(self, body: Introduce) -> ReplyBody:
+        if self._pusher is not None:
+            self._pusher.introduce(body.engine, body.rank)
+        return Introduced()
+
+    def _refuse_offer(self, offer: Offer, hold: Hold) -> Refused | None:
+        if self._pusher is None:
+            return Refused("unable", "this engine writes nothing; read")
+        if not self._pusher.knows(offer.reader):
+            return Refused("unmet", "a rank offers its blocks, but has not introduced itself")
+        if offer.tokens > hold.tokens:
+            return Refused(
+                "digest",
+                f"the ticket promises {offer.tokens} tokens, this rank holds {hold.tokens}",
+            )
+        return None
+
+    def _push(self, sender: _Sender, offer: Offer, hold: Hold) -> ReplyBody | None:
+        """Have the offered blocks written; the answer comes when they are."""
+        patience = min(offer.patience_seconds, MOST_PATIENCE_SECONDS)
+        if not patience > 0:
+            return Refused("expired", "the offer has no time left")
+
+        def done(outcome: Pushed | KvferryError) -> None:
+            self.submit(lambda: self._pushed(sender, offer, outcome))
+
+        assert self._pusher is not None
+        if not self._pusher.start(offer, hold.tables, patience, done):
+            return Refused("busy", "too many offers wait to be written")
+        return None
+
+    def _pushed(self, sender: _Sender, offer: Offer, outcome: Pushed | KvferryError) -> None:
+        """A push has ended. It counts only if its hold is open still, after the last byte."""
+        body: ReplyBody
+        if isinstance(outcome, KvferryError):
+            reason: Reason = "unable" if isinstance(outcome, Unreachable) else "transfer"
+            body = Refused(reason, f"{type(outcome).__name__}: {outcome}")
+        elif not self._still_open(offer):
+            why = self._table.find(offer.hold_id, time.monotonic())
+            body = _refuse_closed(why if isinstance(why, str) else "withdrawn")
+        else:
+            body = Delivered(offer.grant, outcome.bytes, outcome.descriptors)
+            self.counters["bytes pushed"] += outcome.bytes
+        self.counters["pushes done" if isinstance(body, Delivered) else "pushes failed"] += 1
+        self.reply(sender.identity, sender.request_id, body)
+
+    def _still_open(self, offer: Offer) -> bool:
+        now = time.monotonic()
+        if offer.keep_open:
+            return isinstance(self._table.find(offer.hold_id, now), Hold)
+        was_open, closed = self._table.last_word(
+            offer.hold_id, offer.reader, offer.readers, "done", now
+        )
+        self.counters["last words: done"] += was_open
+        if closed is not None:
+            self._report(closed)
+        return was_open
 
     def _complete(self, last: Complete) -> ReplyBody:
         was_open, closed = self._table.last_word(
             last.hold_id, last.reader, last.readers, last.outcome, time.monotonic()
         )
         self.counters[f"last words: {last.outcome}"] += 1
+        if self._pusher is not None:
+            self._pusher.cancel(last.hold_id, last.reader)  # it wants nothing any more
         if closed is not None:
             self._report(closed)
         return Closing(was_open)
@@ -310,7 +400,14 @@ class ProducerRank(Server):
     def next_deadline(self) -> float | None:
         return self._table.next_deadline()
 
+    def close(self) -> None:
+        if self._pusher is not None:
+            self._pusher.close()
+        super().close()
+
     def _report(self, closed: Closed) -> None:
         self.counters[f"closed: {closed.why}"] += 1
+        if self._pusher is not None:
+            self._pusher.cancel(closed.hold_id)  # its blocks are about to be used again
         with self._closed_lock:
             self._closed.append(closed)

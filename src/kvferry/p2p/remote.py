@@ -1,7 +1,8 @@
 """A remote engine as a consumer rank knows it: one handshake per incarnation, all plans kept.
 
-The directory's welcome is checked (model, meaning, layouts), the pair is planned, and for every
-source rank that concerns this rank there is a `Source`: whom to ask, and how to read from it.
+The directory's welcome is checked (model, meaning, layouts), and the engine is entered into this
+rank's topology, which plans the pair and says whom this rank speaks to. For each of these there is
+a `Source`: whom to ask, and how to read from it.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.errors import HandoverError, IncompatibleError, StaleTicket, TransferError
-from kvferry.layout.model import CacheModel
+from kvferry.layout.model import CacheModel, require_same_cache
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.p2p.describe import read_layout, read_model, read_shape, require_same_meaning
 from kvferry.p2p.ticket import Ticket
+from kvferry.plan.cover import everything_plan
 from kvferry.plan.edge import EdgePlan
-from kvferry.plan.pair import PairPlan, plan_pair
-from kvferry.topology.partners import targets
+from kvferry.plan.pair import PairPlan
+from kvferry.topology import EngineTransferInfo, TransferTopology
 from kvferry.transport.base import Carrier
 from kvferry.wire.messages import EngineInfo, RankInfo, Refused, ReplyBody, Welcome
 
@@ -46,6 +48,7 @@ class Remote:
     shape: EngineShape
     pair: PairPlan
     sources: tuple[Source, ...]
+    lacking: EdgePlan | None = None  # layers that only we have, to be zeroed; None: there are none
 
     def describe(self) -> str:
         """One line for logs: who it is, and what is read from which of its ranks."""
@@ -73,11 +76,10 @@ def meet(
     welcome: ReplyBody,
     ticket: Ticket,
     ours: EngineInfo,
-    model: CacheModel,
+    topology: TransferTopology,
     layout: RankLayout,
     carriers: Sequence[Carrier],
     deadline: float,
-    optional_roles: frozenset[str] = frozenset(),
 ) -> Remote:
     """Turn a directory's answer into plans and connections, or refuse it with the reason."""
     if isinstance(welcome, Refused):
@@ -95,14 +97,9 @@ def meet(
             "prefill again"
         )
     require_same_meaning(ours, welcome.engine)
-    shape = read_shape(welcome.engine)
-    pair = plan_pair(
-        read_model(welcome.engine),
-        shape,
-        layout.shape,
-        dst_model=model,
-        optional_roles=optional_roles,
-    )
+    shape, model = read_shape(welcome.engine), read_model(welcome.engine)
+    assert topology.model is not None
+    require_same_cache(model, topology.model, topology.optional_roles)
     by_rank = {Rank(info.pp_rank, info.tp_rank): info for info in welcome.ranks}
     missing = sorted(set(shape.ranks) - set(by_rank))
     if missing:
@@ -110,13 +107,57 @@ def meet(
             f"engine {welcome.engine.engine_id!r} has not told of its ranks "
             f"{[tuple(r) for r in missing]} yet"
         )
-    speaking = {rank: targets(pair, rank) for rank in layout.shape.ranks}
-    readers = {s: sum(s in spoken for spoken in speaking.values()) for s in shape.ranks}
+    name = register(topology, welcome.engine, model, shape, by_rank)
+    pair = topology.pair_with(name)
     sources = tuple(
-        _source(pair, by_rank[s], layout, shape, readers[s], carriers, deadline)
-        for s in speaking[layout.rank]
+        _source(pair, by_rank[source], layout, shape, readers, carriers, deadline)
+        for source, readers in topology.partners(name).items()
     )
-    return Remote(welcome.engine, shape, pair, sources)
+    lacking = topology.model.beyond(pair.model)
+    if lacking is not None:
+        log.warning(
+            "kvferry: engine %r has no %s, which will be zeroed here",
+            welcome.engine.engine_id,
+            ", ".join(f"layers {list(g.layers)} of group {g.name!r}" for g in lacking.groups),
+        )
+    plan = everything_plan(lacking, layout) if lacking else None
+    return Remote(welcome.engine, shape, pair, sources, plan)
+
+
+def register(
+    topology: TransferTopology,
+    engine: EngineInfo,
+    model: CacheModel,
+    shape: EngineShape,
+    by_rank: Mapping[Rank, RankInfo],
+) -> str:
+    """Enter a remote engine into the topology, stage by stage; the name it has there."""
+    # an engine may prefill and decode the same request: to the topology, that is another one
+    own = engine.engine_id == topology.engine_id
+    name = f"{engine.engine_id} itself" if own else engine.engine_id
+    for stage in range(shape.pp):
+        parts = by_rank[Rank(stage, 0)].parts
+        layers = shape.stage_layers(model, stage)
+        attention = [g for g in model.groups if not g.is_state]
+        block, kernel = shape.entries(attention[0]) if attention else (1, 1)
+        topology.register_remote_engine(
+            name,
+            EngineTransferInfo(
+                remote_tp_size=shape.tp,
+                remote_block_len=parts[0].page_bytes if parts else 0,
+                remote_block_size=shape.block_size,
+                remote_physical_blocks_per_logical=block // kernel,
+                remote_pp_rank=stage,
+                start_layer=layers.start,
+                end_layer=layers.stop,
+                remote_dcp_size=shape.dcp,
+                incarnation=engine.incarnation,
+                remote_shape=shape,
+                remote_model=model,
+            ),
+        )
+        log.debug("kvferry: met %s", topology.describe(name, stage))
+    return name
 
 
 def _source(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_any
 from dataclasses import dataclass, field
@@ -36,6 +37,17 @@ class Watch:
     def pause(self, seconds: float) -> None:
         wait_any([self.given_up], timeout=seconds)
         self.require_wanted()
+
+    def first(self, futures: Sequence[Future[T]]) -> Future[T]:
+        """Whichever of these is done first."""
+        either: list[Future[Any]] = [*futures, self.given_up]
+        left = max(0.0, self.deadline - time.monotonic())
+        wait_any(either, timeout=left, return_when=FIRST_COMPLETED)
+        self.require_wanted()
+        for future in futures:
+            if future.done():
+                return future
+        raise DeadlineExceeded("the peer did not answer in time")
 
     def result(self, future: Future[T]) -> T:
         """A future's result, or the error that ended the wait for it."""

@@ -2,7 +2,7 @@
 
 from kvferry.plan.assign import Edge, Share
 from kvferry.plan.bind import Batch, Bound, Copies, bind
-from kvferry.plan.cover import Uncovered, everything_plan, uncovered
+from kvferry.plan.cover import Uncovered, everything_plan, uncovered, whole_blocks
 from kvferry.plan.edge import EdgePlan
 from kvferry.plan.pair import PairPlan, plan_pair
 
@@ -19,4 +19,5 @@ __all__ = [
     "everything_plan",
     "plan_pair",
     "uncovered",
+    "whole_blocks",
 ]

@@ -200,7 +200,7 @@ def bind(
     batches = [
         batch
         for piece in plan.pieces
-        for batch in binder.batches(piece, _span(plan, piece, ranges[piece.group]))
+        for batch in binder.batches(piece, moved_span(plan, piece, ranges[piece.group]))
     ]
     binder.require_distinct_destinations()
     descriptors = sum(batch.descriptors for batch in batches)
@@ -213,7 +213,7 @@ def bind(
     return Bound(tuple(batches), sum(batch.bytes for batch in batches), descriptors)
 
 
-def _span(plan: EdgePlan, piece: Piece, range_: Moved) -> Span:
+def moved_span(plan: EdgePlan, piece: Piece, range_: Moved) -> Span:
     """Entries of a piece to move; an opaque page is one entry, and moves whole."""
     if not piece.opaque:
         return range_.range

@@ -8,7 +8,7 @@ writes (the tail after the last token), so that the destination can zero them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +20,7 @@ from kvferry.layout.model import CacheModel, Component, Group
 from kvferry.layout.rank import Ints, RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.plan.assign import Edge, Share, meet
-from kvferry.plan.bind import Binder, Bound
+from kvferry.plan.bind import Binder, Bound, Copies
 from kvferry.plan.edge import EdgePlan, Piece, plan_edge
 from kvferry.plan.tokens import Moved, Paging, moved, paging_for
 
@@ -101,12 +101,16 @@ class Uncovered:
 
 
 def everything_plan(model: CacheModel, layout: RankLayout) -> EdgePlan:
-    """A plan from a rank to itself over all that it holds, in its own slots; made once, kept."""
+    """A plan from a rank to itself over all that it holds, in its own slots; made once, kept.
+
+    What it holds but `model` does not have is left out.
+    """
     shares = [
-        Share(group.name, (c.name,), layout.shape.units(group, c, layout.rank.tp), part.layers)
+        Share(group.name, (c.name,), layout.shape.units(group, c, layout.rank.tp), layers)
         for group in model.groups
         for part in layout.parts_of(group.name)
         if part.placements[0].component != OPAQUE
+        and len(layers := np.intersect1d(part.layers, group.layers))
         for c in group.components
     ]
     plan = plan_edge(model, Edge(layout.rank, layout.rank, tuple(shares)), layout, layout)
@@ -132,9 +136,6 @@ def uncovered(
     allow_uncacheable: bool = False,
 ) -> Uncovered:
     """What a load of this request leaves unwritten on the rank of `plan` (an `everything_plan`)."""
-    tables = [np.asarray(t, dtype=np.int64) for t in dst_tables]
-    bases = np.asarray(dst_bases, dtype=np.int64)
-    binder = Binder(tables, tables, bases, bases)
     dst = plan.dst_shape
     spans: dict[str, list[Span]] = {}
     uncacheable: dict[str, Span] = {}
@@ -145,14 +146,53 @@ def uncovered(
         if range_.lacks_head:
             first = range_.wanted // paging.span
             uncacheable[name] = Span(first, -(-range_.range.start // paging.span))
+    copies = _bind_slots(plan, spans, dst_tables, dst_bases)
+    return Uncovered(copies.dst, copies.length, uncacheable)
+
+
+def whole_blocks(
+    plan: EdgePlan,
+    *,
+    tokens: int,
+    dst_tables: Sequence[ArrayLike],
+    dst_bases: ArrayLike,
+    skip: int = 0,
+) -> Uncovered:
+    """All that a load of this request would fill on the rank of `plan`, and the tail behind it.
+
+    For layers that the source does not have: nothing arrives for them, and nothing must stay.
+    """
+    dst = plan.dst_shape
+    spans: dict[str, list[Span]] = {}
+    for name, group in plan.groups.items():
+        range_ = moved(group, dst, dst, tokens, skip)
+        paging = paging_for(group, dst, plan.dst.tp)
+        tail = _gaps(group, dst, paging, range_, tokens)
+        due = Span(paging.local_count(range_.range.start), paging.local_count(range_.range.stop))
+        if group.is_state or paging.ring:
+            tail, due = [], Span(0, paging.block_entries)
+        spans[name] = [*tail, due] if due.size > 0 else tail
+    copies = _bind_slots(plan, spans, dst_tables, dst_bases)
+    return Uncovered(copies.dst, copies.length, {})
+
+
+def _bind_slots(
+    plan: EdgePlan,
+    spans: Mapping[str, Sequence[Span]],
+    dst_tables: Sequence[ArrayLike],
+    dst_bases: ArrayLike,
+) -> Copies:
+    """Local slots of each group, as addresses."""
+    tables = [np.asarray(t, dtype=np.int64) for t in dst_tables]
+    bases = np.asarray(dst_bases, dtype=np.int64)
+    binder = Binder(tables, tables, bases, bases)
     batches = [
         batch
         for piece in plan.pieces
         for span in spans[piece.group]
         for batch in binder.batches(piece, span)
     ]
-    copies = Bound(tuple(batches), 0, sum(b.descriptors for b in batches)).copies()
-    return Uncovered(copies.dst, copies.length, uncacheable)
+    return Bound(tuple(batches), 0, sum(b.descriptors for b in batches)).copies()
 
 
 def _gaps(group: Group, dst: EngineShape, paging: Paging, range_: Moved, tokens: int) -> list[Span]:

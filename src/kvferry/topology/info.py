@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from kvferry.layout.model import CacheModel
 from kvferry.layout.shape import EngineShape
 
 
@@ -35,6 +36,7 @@ class EngineTransferInfo:
     incarnation: str = ""  # random per start of the engine; another one voids all that was known
     remote_shape: EngineShape | None = None  # None: as the fields above imply
     model_fingerprint: str = ""  # of the remote's CacheModel; "": not compared
+    remote_model: CacheModel | None = None  # as it described itself; None: as ours
 
     def differences(self, other: EngineTransferInfo) -> list[str]:
         """Fields in which two records disagree, with both values."""

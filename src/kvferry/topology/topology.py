@@ -12,13 +12,15 @@ layer (and one state layer for hybrids): enough for rank lists, not for bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import ceil
 from typing import Any
 
 from kvferry.errors import IncompatibleError, TopologyError
 from kvferry.layout.model import CacheModel, Component, Group, Residency
+from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.plan.assign import Edge
 from kvferry.plan.pair import PairPlan, plan_pair
@@ -48,8 +50,38 @@ class TransferTopology:
     pp_size: int = 1
     model: CacheModel | None = None
     shape: EngineShape | None = None
+    optional_roles: frozenset[str] = frozenset()  # roles whose layers one side may lack
     _engines: dict[tuple[str, int], EngineTransferInfo] = field(default_factory=dict, repr=False)
-    _pairs: dict[tuple[EngineShape, bool], PairPlan] = field(default_factory=dict, repr=False)
+    _pairs: dict[tuple[EngineShape, bool, str], PairPlan] = field(default_factory=dict, repr=False)
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        engine_id: str,
+        model: CacheModel,
+        layout: RankLayout,
+        optional_roles: frozenset[str] = frozenset(),
+    ) -> TransferTopology:
+        """The topology of a rank that has described its cache."""
+        shape, rank = layout.shape, layout.rank
+        attention = [g for g in model.groups if not g.is_state and g.role == "target"]
+        first = attention[0].components[0] if attention else None
+        return cls(
+            tp_rank=rank.tp,
+            tp_size=shape.tp,
+            block_size=shape.block_size,
+            engine_id=engine_id,
+            is_mla=first is not None and first.sharding == "replicated",
+            is_mamba=any(g.is_state for g in model.groups),
+            total_num_kv_heads=first.units if first else 1,
+            dcp_size=shape.dcp,
+            pp_rank=rank.pp,
+            pp_size=shape.pp,
+            model=model,
+            shape=shape,
+            optional_roles=optional_roles,
+        )
 
     def __post_init__(self) -> None:
         if not 0 <= self.tp_rank < self.tp_size or not 0 <= self.pp_rank < self.pp_size:
@@ -115,24 +147,26 @@ class TransferTopology:
         self._require_same_model(remote_engine_id, info)
         if self.is_mamba:
             info = self._complete(info)
-        known = self._stages(remote_engine_id)
-        if any(stage.incarnation != info.incarnation for stage in known):
-            self.unregister_remote_engine(remote_engine_id)
-        key = (remote_engine_id, info.remote_pp_rank)
-        if key in self._engines and self._engines[key] != info:
-            differences = "; ".join(self._engines[key].differences(info))
-            raise TopologyError(
-                f"engine {remote_engine_id!r}, stage {info.remote_pp_rank}, is registered with "
-                f"other facts ({differences}) in the same incarnation {info.incarnation!r}; a "
-                "restarted engine must come with a new incarnation"
-            )
-        self._engines[key] = info
+        with self._lock:
+            known = self._stages(remote_engine_id)
+            if any(stage.incarnation != info.incarnation for stage in known):
+                self.unregister_remote_engine(remote_engine_id)
+            key = (remote_engine_id, info.remote_pp_rank)
+            if key in self._engines and self._engines[key] != info:
+                differences = "; ".join(self._engines[key].differences(info))
+                raise TopologyError(
+                    f"engine {remote_engine_id!r}, stage {info.remote_pp_rank}, is registered with "
+                    f"other facts ({differences}) in the same incarnation {info.incarnation!r}; a "
+                    "restarted engine must come with a new incarnation"
+                )
+            self._engines[key] = info
         return info
 
     def unregister_remote_engine(self, remote_engine_id: str) -> None:
         """Forget all stages of an engine; forgetting an unknown one is no error."""
-        for key in [k for k in self._engines if k[0] == remote_engine_id]:
-            del self._engines[key]
+        with self._lock:
+            for key in [k for k in self._engines if k[0] == remote_engine_id]:
+                del self._engines[key]
 
     def get_engine_info(self, remote_engine_id: str, remote_pp_rank: int = 0) -> EngineTransferInfo:
         info = self._engines.get((remote_engine_id, remote_pp_rank))
@@ -145,7 +179,8 @@ class TransferTopology:
         return info
 
     def _stages(self, engine_id: str) -> list[EngineTransferInfo]:
-        return [info for (engine, _), info in self._engines.items() if engine == engine_id]
+        with self._lock:
+            return [info for (engine, _), info in self._engines.items() if engine == engine_id]
 
     def _require_same_model(self, engine_id: str, info: EngineTransferInfo) -> None:
         assert self.model is not None
@@ -182,11 +217,29 @@ class TransferTopology:
         info = self.get_engine_info(remote_engine_id, remote_pp_rank)
         return sorted({edge.src.tp for edge in self._edges(info)})
 
+    def pair_with(self, remote_engine_id: str) -> PairPlan:
+        """The plan from a registered engine to ours."""
+        shape, _ = self._remote(self.get_engine_info(remote_engine_id))
+        return self._pair(shape, remote_model=self.get_engine_info(remote_engine_id).remote_model)
+
+    def partners(self, remote_engine_id: str) -> Mapping[Rank, int]:
+        """Ranks of a registered engine that this rank speaks to, and how many of ours do so.
+
+        A rank speaks to those that it reads from, and to its part of those that nobody reads from,
+        so that every rank of the remote engine hears from someone.
+        """
+        pair = self.pair_with(remote_engine_id)
+        spoken = {rank: targets(pair, rank) for rank in pair.dst.ranks}
+        return {
+            source: sum(source in theirs for theirs in spoken.values())
+            for source in spoken[self.rank]
+        }
+
     def remote_readers(self, remote_engine_id: str, remote_pp_rank: int = 0) -> list[int]:
         """Remote tp ranks of a stage that read from this rank, where the remote is the reader."""
         info = self.get_engine_info(remote_engine_id, remote_pp_rank)
         shape, stage = self._remote(info)
-        pair = self._pair(shape, reading=True)
+        pair = self._pair(shape, reading=True, remote_model=info.remote_model)
         return sorted({r.tp for r in pair.readers(self.rank) if r.pp == stage})
 
     def is_kv_replicated(self, remote_engine_id: str, remote_pp_rank: int = 0) -> bool:
@@ -240,20 +293,26 @@ class TransferTopology:
         )
         return shape, stage
 
-    def _pair(self, remote: EngineShape, reading: bool = False) -> PairPlan:
+    def _pair(
+        self, remote: EngineShape, reading: bool = False, remote_model: CacheModel | None = None
+    ) -> PairPlan:
         """The plan from a remote shape to ours, or from ours to it where the remote is reading."""
         assert self.model is not None and self.shape is not None
-        key = (remote, reading)
+        theirs = remote_model or self.model
+        key = (remote, reading, theirs.fingerprint())
         if key not in self._pairs:
-            ends = (self.shape, remote) if reading else (remote, self.shape)
-            self._pairs[key] = plan_pair(self.model, *ends)
+            src, dst = (self.shape, remote) if reading else (remote, self.shape)
+            models = (self.model, theirs) if reading else (theirs, self.model)
+            self._pairs[key] = plan_pair(
+                models[0], src, dst, dst_model=models[1], optional_roles=self.optional_roles
+            )
         return self._pairs[key]
 
     def _edges(self, info: EngineTransferInfo) -> list[Edge]:
         shape, stage = self._remote(info)
         return [
             edge
-            for edge in self._pair(shape).edges
+            for edge in self._pair(shape, remote_model=info.remote_model).edges
             if edge.dst == self.rank and edge.src.pp == stage
         ]
 

@@ -18,6 +18,13 @@ means visible at the destination. Deadlines are absolute, on `time.monotonic()`.
 Errors of the copies themselves come from `wait`, as all others do. The arrays must stay as they are
 until the transfer has ended. Copies of one batch may be done in any order.
 
+Where the owner of memory can take back what a peer may write (`can_revoke`), the carrier is a
+`GrantingCarrier` too:
+
+    grant = carrier.open_grant(address, length)           own ranges, and an unguessable id for them
+    transfer = carrier.write_granted(peer, copies, grant) by a peer that was told the id
+    written = carrier.close_grant(grant, seconds)         bytes that came; no more do after that
+
 A carrier splits batches that its backend cannot take whole; no caller has to know. One suite of
 tests (tests/transport/test_conformance.py) runs on all carriers.
 """
@@ -27,12 +34,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+GRANT_BYTES = 16
 
 
 class CopyArrays(Protocol):
@@ -44,6 +52,28 @@ class CopyArrays(Protocol):
     def dst(self) -> Ints: ...
     @property
     def length(self) -> Ints: ...
+
+
+class StridedCopies(Protocol):
+    """For each row, segment and step one copy, at the sum of the three; a plan's batch is one.
+
+    Carriers whose `takes_strided` is true read and write these as they read and write arrays.
+    """
+
+    @property
+    def src_rows(self) -> Ints: ...
+    @property
+    def dst_rows(self) -> Ints: ...
+    @property
+    def src_segments(self) -> Ints: ...
+    @property
+    def dst_segments(self) -> Ints: ...
+    @property
+    def lengths(self) -> Ints: ...  # of each segment
+    @property
+    def src_steps(self) -> Ints: ...
+    @property
+    def dst_steps(self) -> Ints: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +120,25 @@ class Carrier(Protocol):
     def write(self, peer: Any, copies: CopyArrays) -> Transfer: ...
     def disconnect(self, peer: Any) -> None: ...
     def close(self) -> None: ...
+
+
+class GrantingCarrier(Carrier, Protocol):
+    """A carrier whose owner of memory decides what may be written, and until when."""
+
+    def open_grant(self, address: Ints, length: Ints) -> bytes:
+        """Let these ranges of registered memory be written by who names the id."""
+
+    def close_grant(self, grant: bytes, seconds: float) -> int:
+        """Bytes that were written under it; none arrives after this returns. Idempotent.
+
+        `DeadlineExceeded` where a writer does not leave the memory in time: close it again.
+        """
+
+    def write_granted(self, peer: Any, copies: CopyArrays, grant: bytes) -> Transfer: ...
+
+    def require_grants(self) -> None:
+        """From now on, take no write here without a grant."""
+
+
+def is_granting(carrier: Carrier | None) -> TypeGuard[GrantingCarrier]:
+    return carrier is not None and carrier.can_revoke

@@ -30,19 +30,15 @@ class Vectors:
     @classmethod
     def join(cls, address: Ints, length: Ints) -> Vectors:
         """The table of these ranges, none of them empty, with neighbours made one."""
-        if len(length) == 0:
-            return cls(np.empty((0, 2), dtype=np.int64), np.empty(0, dtype=np.int64))
-        apart = np.flatnonzero(address[1:] != address[:-1] + length[:-1]) + 1
-        if len(apart) + 1 == len(address):  # nothing to join, as is usual for scattered blocks
-            table = np.empty((len(address), 2), dtype=np.int64)
-            table[:, 0] = address
-            table[:, 1] = length
-        else:
-            heads = np.concatenate((np.zeros(1, dtype=np.int64), apart))
-            table = np.empty((len(heads), 2), dtype=np.int64)
-            table[:, 0] = address[heads]
-            table[:, 1] = np.add.reduceat(length, heads)
-        return cls(table, np.cumsum(table[:, 1]))
+        return cls.of(*joined(address, length))
+
+    @classmethod
+    def of(cls, address: Ints, length: Ints) -> Vectors:
+        """The table of these ranges as they are."""
+        table = np.empty((len(address), 2), dtype=np.int64)
+        table[:, 0] = address
+        table[:, 1] = length
+        return cls(table, np.cumsum(length))
 
     @property
     def bytes(self) -> int:
@@ -61,6 +57,17 @@ class Vectors:
             left = int(self.ends[self.first]) - done
             vector[0] += vector[1] - left
             vector[1] = left
+
+
+def joined(address: Ints, length: Ints) -> tuple[Ints, Ints]:
+    """The same bytes in the same order, with ranges that touch made one. None may be empty."""
+    if len(length) < 2:
+        return address, length
+    apart = np.flatnonzero(address[1:] != address[:-1] + length[:-1]) + 1
+    if len(apart) + 1 == len(address):  # nothing to join, as is usual for scattered blocks
+        return address, length
+    heads = np.concatenate((np.zeros(1, dtype=np.int64), apart))
+    return address[heads], np.add.reduceat(length, heads)
 
 
 @cache

@@ -149,6 +149,12 @@ class Workers:
             self._queue.put(job)
         return job
 
+    @property
+    def busy(self) -> list[Job]:
+        """Jobs that have not ended."""
+        with self._lock:
+            return [job for job in self._live if job.poll() is TransferState.RUNNING]
+
     def close(self, seconds: float = CANCEL_SECONDS) -> None:
         """Cancel all jobs and end the threads. Idempotent."""
         with self._lock:

@@ -43,6 +43,18 @@ class RegionTable:
         table = np.array(merged, dtype=np.int64).reshape(-1, 2)
         return cls(np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1]))
 
+    @classmethod
+    def of_arrays(cls, address: Ints, length: Ints) -> RegionTable:
+        """The same of two arrays, for ranges by the thousand. The ranges must be real memory."""
+        some = length > 0
+        address, length = address[some], length[some]
+        order = np.argsort(address, kind="stable")
+        starts = address[order]
+        ends = np.maximum.accumulate(starts + length[order])
+        heads = np.flatnonzero(np.append(True, starts[1:] > ends[:-1])) if len(starts) else starts
+        lasts = np.append(heads[1:], len(starts)) - 1 if len(starts) else starts
+        return cls(starts[heads], ends[lasts])
+
     def __len__(self) -> int:
         return len(self.starts)
 
@@ -54,6 +66,8 @@ class RegionTable:
         """Index of the first range that is not inside one region, or -1. Nothing overflows."""
         if len(address) == 0:
             return -1
+        if self._hull_inside(address, length):
+            return -1
         if len(self.starts) == 0:
             outside = length != 0
         else:
@@ -62,6 +76,17 @@ class RegionTable:
             room = np.where(at >= 0, self.ends[at] - np.maximum(address, 0), -1)
             outside = (length > room) & (length != 0) | (length < 0)
         return int(np.argmax(outside)) if bool(outside.any()) else -1
+
+    def _hull_inside(self, address: Ints, length: Ints) -> bool:
+        """Whether one region holds all that lies from the first range to the last: quick to see."""
+        low, longest = int(address.min()), int(length.max())
+        at = int(np.searchsorted(self.starts, low, side="right")) - 1
+        if at < 0 or int(length.min()) < 0:
+            return False
+        end = int(self.ends[at])
+        # the first two keep the sum of the last from overflowing
+        fits = longest <= end - int(self.starts[at]) and int(address.max()) <= end
+        return fits and int((address + length).max()) <= end
 
     def require(self, whose: str, address: Ints, length: Ints) -> None:
         """Raise `OutOfBounds` naming the first range that leaves the regions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from kvferry.errors import TransferError
@@ -10,10 +11,14 @@ from kvferry.transport.local import LocalCarrier
 from kvferry.transport.null import NullCarrier
 from kvferry.transport.tcp import TcpCarrier
 
-CARRIERS: dict[str, type[Any]] = {
+# A class, or where it is: module and name, for those that need a library of their own.
+CARRIERS: dict[str, type[Any] | tuple[str, str]] = {
     "null": NullCarrier,
     "local": LocalCarrier,
     "tcp": TcpCarrier,
+    "mooncake": ("kvferry.transport.mooncake", "MooncakeCarrier"),
+    "nixl": ("kvferry.transport.nixl", "NixlCarrier"),
+    "cuda": ("kvferry.transport.cuda", "CudaCarrier"),
 }
 
 
@@ -22,6 +27,8 @@ def make_carrier(name: str, **options: Any) -> Carrier:
     kind = CARRIERS.get(name)
     if kind is None:
         raise TransferError(f"there is no carrier {name!r}; there are {', '.join(CARRIERS)}")
+    if isinstance(kind, tuple):
+        kind = getattr(import_module(kind[0]), kind[1])
     try:
         carrier: Carrier = kind(**options)
     except TypeError as error:

@@ -1,14 +1,18 @@
 """The carrier between any two hosts: one-sided reads and writes over TCP.
 
 The owner of memory runs a `Server` (tcp_server.py); who reads or writes connects to it
-(tcp_client.py). Frames and their authentication are in tcp_frames.py. A transfer has a connection
-of its own, from a small pool per peer, so that cancelling it is closing that connection, and
-transfers do not wait for each other. A batch is cut into frames that the server's limits allow.
+(tcp_client.py). Frames and their authentication are in tcp_frames.py; how an end moves a frame's
+bytes, direct or packed, in tcp_payload.py. A transfer has connections of its own, from a small pool
+per peer, so that cancelling it is closing them, and transfers do not wait for each other. A batch is
+cut into frames that the server's limits allow; two connections share them, so that one asks, gathers
+or scatters while the other one's bytes are on their way.
 
     cancelled read    nothing is received any more once `cancel` returns
     cancelled write   this side stops sending and waits until the server has closed: then all that
                       was on the way has either been applied or is gone
+    failed            on one connection: the other one is ended the same way
     revoked           the owner closes all connections of a peer, and lets it in no more
+    grant closed      the owner closes the connections that write under it, and no others
 
 Without a secret, it listens on loopback only, unless a host was configured.
 """
@@ -26,9 +30,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from kvferry.errors import Cancelled, KvferryError, TransferError
-from kvferry.transport.base import CopyArrays, MemoryRegion, Transfer
-from kvferry.transport.jobs import CANCEL_SECONDS, Job, Workers
+from kvferry.errors import Cancelled, TransferError
+from kvferry.transport.base import CopyArrays, Ints, MemoryRegion, Transfer
+from kvferry.transport.cost import Choice, Costs, Packing
+from kvferry.transport.host import HostMemory
+from kvferry.transport.jobs import CANCEL_SECONDS, Job, Workers, share
+from kvferry.transport.memory import Memory
 from kvferry.transport.regions import Arrays, RegionTable, require_all, slices
 from kvferry.transport.tcp_client import MAX_REGIONS, Connection, TcpEndpoint
 from kvferry.transport.tcp_frames import INCARNATION_BYTES, MAX_PAYLOAD_BYTES
@@ -37,7 +44,12 @@ from kvferry.transport.tcp_server import Server, ServerLimits
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0  # for the connections after a peer's first, which has the caller's deadline
-CONNECTIONS_PER_PEER = 4
+TRANSFERS_PER_PEER = 4  # at a time
+STREAMS_PER_TRANSFER = 2
+# A frame of few bytes costs a round trip that nothing hides; one of many leaves the other connection
+# without work. So a transfer has about this many frames, within these bounds.
+FRAMES_PER_TRANSFER = 8
+LEAST_FRAME_BYTES = 4 << 20
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = ("0.0.0.0", "::")
 
@@ -52,7 +64,10 @@ class TcpPeer:
         self._idle: list[Connection] = []
         self._lock = threading.Lock()
         self._closed = False
-        self.workers = Workers("kvferry-tcp", CONNECTIONS_PER_PEER)
+        self.workers = Workers("kvferry-tcp", TRANSFERS_PER_PEER)
+        self.helpers = Workers(
+            "kvferry-tcp-help", TRANSFERS_PER_PEER * (carrier.streams_per_transfer - 1)
+        )
 
     def connect(self, deadline: float) -> None:
         connection = self._open(deadline)
@@ -89,6 +104,7 @@ class TcpPeer:
         with self._lock:
             self._closed = True
         self.workers.close()
+        self.helpers.close()
         for connection in self._idle:
             connection.stream.close()
         self._idle.clear()
@@ -100,11 +116,67 @@ class TcpPeer:
             self._carrier.incarnation,
             deadline,
             self._carrier.limits.stall_seconds,
+            self._carrier.choice,
         )
 
 
+class _Streams:
+    """The connections that one transfer uses: one for each thread that works on it."""
+
+    def __init__(self, peer: TcpPeer, job: Job, *, reading: bool, grant: bytes) -> None:
+        self._peer, self._job, self._reading, self._grant = peer, job, reading, grant
+        self._mine: dict[int, Connection] = {}  # by thread
+        self._failed: list[Exception] = []
+        self._ended: set[Connection] = set()
+
+    def carry(self, memory: Memory, part: Arrays) -> None:
+        try:
+            connection = self._mine.get(threading.get_ident()) or self._take()
+            if self._reading:
+                connection.read(memory, part)
+            else:
+                connection.write(memory, part, self._grant)
+        except Exception as error:
+            self._failed.append(error)
+            if self._failed[0] is error:
+                self.end(but=threading.get_ident())  # its own may still be in step
+            raise self._failed[0] from None  # what came after is its consequence
+
+    def end(self, but: int | None = None) -> None:
+        """From any thread: end what is under way. What a peer applies, it still confirms."""
+        for thread, connection in list(self._mine.items()):
+            if thread == but:
+                continue
+            self._ended.add(connection)
+            if self._reading:
+                connection.stream.abort()
+            else:
+                connection.stream.stop_sending()
+
+    def give_back(self) -> None:
+        """When no thread works any more."""
+        for connection in self._mine.values():
+            ended = connection in self._ended
+            if not self._reading and (ended or not connection.in_step):
+                # what was sent may still be on its way into the peer's memory: see it end
+                self._job.late_bytes |= not connection.stream.drain(CANCEL_SECONDS)
+            self._peer.put(connection, keep=not ended)
+
+    def _take(self) -> Connection:
+        connection = self._peer.take()
+        self._mine[threading.get_ident()] = connection
+        self._job.checkpoint()  # after it can be ended: a cancel comes either before or after
+        if self._failed:
+            raise self._failed[0]
+        return connection
+
+
 class TcpCarrier:
-    """`host` and `port` say where to listen, `advertise` what peers dial. See the module's text."""
+    """`host` and `port` say where to listen, `advertise` what peers dial. See the module's text.
+
+    `memory` is what gathers and scatters for packed mode, where the memory to be registered is not
+    plain host memory; `packing` forces a mode on this end, for what it reads, writes and serves.
+    """
 
     name = "tcp"
     can_revoke = True
@@ -117,6 +189,10 @@ class TcpCarrier:
         port: int = 0,
         advertise: str | None = None,
         limits: ServerLimits | None = None,
+        memory: Memory | None = None,
+        packing: Packing = "auto",
+        costs: Costs | None = None,
+        streams_per_transfer: int = STREAMS_PER_TRANSFER,
     ) -> None:
         self._secret = secret.encode() if isinstance(secret, str) else secret or b""
         if host is None:
@@ -130,7 +206,12 @@ class TcpCarrier:
         self._host, self._port, self._advertise = host, port, advertise
         self.limits = limits or ServerLimits()
         self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
-        self._server = Server(self._secret, self.incarnation, self.limits)
+        self.choice = Choice("tcp", packing, costs)
+        self.streams_per_transfer = streams_per_transfer
+        self._server = Server(self._secret, self.incarnation, self.limits, self.choice)
+        self._memory = memory
+        if memory is not None:
+            self._server.memory = memory
         self._regions: list[MemoryRegion] = []
         self._lock = threading.Lock()
         self._endpoint: bytes | None = None
@@ -149,6 +230,8 @@ class TcpCarrier:
                 f"{len(table)} separate regions; the tcp carrier takes at most {MAX_REGIONS}"
             )
         self._regions += regions
+        if self._memory is None:
+            self._server.memory = HostMemory(self._regions)
         self._server.regions = table
 
     def endpoint(self) -> bytes:
@@ -188,41 +271,38 @@ class TcpCarrier:
         raise Cancelled("the carrier was closed")
 
     def read(self, peer: TcpPeer, copies: CopyArrays) -> Transfer:
-        def work(job: Job) -> None:
-            arrays = self._require(peer, copies, reading=True)
-            if arrays is None:
-                return
-            connection = peer.take()
-            try:
-                with job.woken_by(connection.stream.abort):
-                    for part in slices(arrays, MAX_PAYLOAD_BYTES):
-                        job.checkpoint()
-                        connection.read(part)
-            finally:
-                peer.put(connection, keep=not job.cancelled)
-
-        return peer.workers.submit(Job(work, "a tcp read"))
+        return self._submit(peer, copies, reading=True)
 
     def write(self, peer: TcpPeer, copies: CopyArrays) -> Transfer:
-        def work(job: Job) -> None:
-            arrays = self._require(peer, copies, reading=False)
-            if arrays is None:
-                return
-            connection = peer.take()
-            try:
-                with job.woken_by(connection.stream.stop_sending):
-                    for part in slices(arrays, MAX_PAYLOAD_BYTES):
-                        job.checkpoint()
-                        connection.write(part)
-            except KvferryError:
-                # what was sent may still be on its way into the peer's memory: see it end
-                if job.cancelled or not connection.in_step:
-                    job.late_bytes = not connection.stream.drain(CANCEL_SECONDS)
-                raise
-            finally:
-                peer.put(connection, keep=not job.cancelled)
+        return self._submit(peer, copies, reading=False)
 
-        return peer.workers.submit(Job(work, "a tcp write"))
+    def write_granted(self, peer: TcpPeer, copies: CopyArrays, grant: bytes) -> Transfer:
+        return self._submit(peer, copies, reading=False, grant=grant)
+
+    def _submit(
+        self, peer: TcpPeer, copies: CopyArrays, *, reading: bool, grant: bytes = b""
+    ) -> Transfer:
+        def work(job: Job) -> None:
+            arrays = self._require(peer, copies, reading=reading)
+            total = sum(int(part.length.sum()) for part in arrays.windows())
+            if total == 0:
+                return
+            memory = self._server.memory
+            frame = min(max(total // FRAMES_PER_TRANSFER, LEAST_FRAME_BYTES), MAX_PAYLOAD_BYTES)
+            streams = _Streams(peer, job, reading=reading, grant=grant)
+            try:
+                with job.woken_by(streams.end):
+                    share(
+                        job,
+                        slices(arrays, frame),
+                        lambda part: streams.carry(memory, part),
+                        peer.helpers,
+                        self.streams_per_transfer - 1,
+                    )
+            finally:
+                streams.give_back()
+
+        return peer.workers.submit(Job(work, "a tcp read" if reading else "a tcp write"))
 
     def revoke(self, endpoint: bytes, seconds: float = CANCEL_SECONDS) -> None:
         """Stop the carrier with this endpoint from reaching memory here, now and later.
@@ -231,6 +311,20 @@ class TcpCarrier:
         does not end in time.
         """
         self._server.revoke(TcpEndpoint.decode(endpoint).incarnation, seconds)
+
+    def open_grant(self, address: Ints, length: Ints) -> bytes:
+        self._server.regions.require("this carrier", address, length)
+        return self._server.grants.open(RegionTable.of_arrays(address, length))
+
+    def close_grant(self, grant: bytes, seconds: float) -> int:
+        return self._server.grants.close(grant, seconds)
+
+    @property
+    def open_grants(self) -> int:
+        return len(self._server.grants)
+
+    def require_grants(self) -> None:
+        self._server.granted_only = True
 
     def readmit(self, endpoint: bytes) -> None:
         self._server.readmit(TcpEndpoint.decode(endpoint).incarnation)
@@ -249,13 +343,13 @@ class TcpCarrier:
             peer.close()
         self._server.close(CANCEL_SECONDS)
 
-    def _require(self, peer: TcpPeer, copies: CopyArrays, *, reading: bool) -> Arrays | None:
-        """The copies, checked; None if there is nothing to do."""
+    def _require(self, peer: TcpPeer, copies: CopyArrays, *, reading: bool) -> Arrays:
+        """The copies, checked."""
         arrays = Arrays.of(copies)
         ours = self._server.regions
         src, dst = (peer.regions, ours) if reading else (ours, peer.regions)
         require_all(arrays, src, dst, reading=reading)
-        return arrays if any(bool(part.length.any()) for part in arrays.windows()) else None
+        return arrays
 
 
 def _is_loopback(host: str) -> bool:

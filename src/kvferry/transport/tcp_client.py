@@ -17,7 +17,9 @@ from kvferry.errors import (
     TransferError,
 )
 from kvferry.transport.base import Ints, MemoryRegion
-from kvferry.transport.iovec import Vectors
+from kvferry.transport.cost import Choice
+from kvferry.transport.iovec import joined
+from kvferry.transport.memory import Memory
 from kvferry.transport.regions import Arrays, RegionTable
 from kvferry.transport.tcp_frames import (
     HEADER,
@@ -31,8 +33,10 @@ from kvferry.transport.tcp_frames import (
     Kind,
     Session,
     error_of,
+    table_bytes,
     table_of,
 )
+from kvferry.transport.tcp_payload import Payload
 from kvferry.transport.tcp_stream import Stream
 
 IDLE_SECONDS = 300.0  # a connection unused for longer is not used again; servers close theirs later
@@ -60,8 +64,9 @@ class TcpEndpoint(msgspec.Struct, frozen=True, array_like=True):
 class Connection:
     """Used by one transfer at a time. After an error that `in_step` does not know, close it."""
 
-    def __init__(self, stream: Stream, regions: RegionTable) -> None:
+    def __init__(self, stream: Stream, regions: RegionTable, choice: Choice) -> None:
         self.stream, self.regions = stream, regions
+        self._payload = Payload(stream, choice)
         self.in_step = True  # both sides agree on what comes next
         self._request = 0
         self._used = time.monotonic()
@@ -74,6 +79,7 @@ class Connection:
         incarnation: bytes,
         deadline: float,
         stall_seconds: float,
+        choice: Choice,
     ) -> Connection:
         stream = Stream(_dial(endpoint, deadline), stall_seconds)
         try:
@@ -81,35 +87,37 @@ class Connection:
         except BaseException:
             stream.close()
             raise
-        return cls(stream, regions)
+        return cls(stream, regions, choice)
 
     def usable(self) -> bool:
         """Whether the next transfer may have it. One that became readable while idle has ended."""
         return time.monotonic() - self._used < IDLE_SECONDS and not self.stream.wait_readable(0)
 
-    def read(self, copies: Arrays) -> None:
+    def read(self, memory: Memory, copies: Arrays) -> None:
         self._ask(Kind.READ, copies.src, copies.length)
-        here = Vectors.join(copies.dst, copies.length)  # while the request travels
-        self._expect(Kind.DATA, here.bytes)
+        here, length = joined(copies.dst, copies.length)  # while the request travels
+        self._expect(Kind.DATA, int(length.sum()))
         self.in_step = False
-        self.stream.recv_vectors(here)
+        self._payload.receive(memory, here, length)
         self._done()
 
-    def write(self, copies: Arrays) -> None:
-        self._ask(Kind.WRITE, copies.dst, copies.length)
-        here = Vectors.join(copies.src, copies.length)
+    def write(self, memory: Memory, copies: Arrays, grant: bytes = b"") -> None:
+        kind = Kind.GRANTED if grant else Kind.WRITE
+        self._ask(kind, copies.dst, copies.length, grant)
+        here, length = joined(copies.src, copies.length)
         self._expect(Kind.GO, 0)
         self.in_step = False
-        self.stream.send_vectors(here)
+        self._payload.send(memory, here, length)
         self._expect(Kind.APPLIED, 0)
         self._done()
 
-    def _ask(self, kind: Kind, address: Ints, length: Ints) -> None:
-        there = Vectors.join(address, length)
-        body = there.table.astype("<i8", copy=False).tobytes()
+    def _ask(self, kind: Kind, address: Ints, length: Ints, grant: bytes = b"") -> None:
+        there, lengths = joined(address, length)
+        body = grant + table_bytes(there, lengths)
         self._request += 1
         self.in_step = False
-        self.stream.send(Header(kind, self._request, len(body), there.bytes).pack() + body)
+        header = Header(kind, self._request, len(body), int(lengths.sum()))
+        self.stream.send(header.pack() + body)
 
     def _expect(self, kind: Kind, payload_bytes: int) -> None:
         header, body = _frame(self.stream, None)

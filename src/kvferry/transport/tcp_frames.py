@@ -14,14 +14,17 @@ Every frame is a header of 32 bytes and `body_bytes` more, little-endian:
     GO                                   ---->           after every descriptor was checked
                                          <----           payload
     APPLIED                              ---->           after every byte is in place
+                                         <----  GRANTED  grant, table, payload_bytes: a WRITE into
+                                                         what the owner opened (tcp_grants.py)
     ERROR   code u32, text               ---->           in place of any answer
 
     mac_c = HMAC-SHA256(secret, "client" | nonce_s | nonce_c | both incarnations)
     mac_s = HMAC-SHA256(secret, "server" | nonce_s | nonce_c | both incarnations | regions)
 
 A table is rows of (address i64, length i64): the ranges of the server's memory, in the order in
-which the payload comes. Requests are numbered upwards on each connection; a number that does not
-rise is a replay. Nonces make a recorded AUTH worthless on the next connection.
+which the payload comes; a grant is 16 bytes that only the owner can have told. Requests are
+numbered upwards on each connection; a number that does not rise is a replay. Nonces make a recorded
+AUTH worthless on the next connection.
 
 Both sides prove that they know the secret before anything else is said. Bytes are neither encrypted
 nor signed: who can change packets on the way can change caches. Use it on a network you trust.
@@ -45,7 +48,7 @@ from kvferry.errors import (
     ProtocolError,
     TransferError,
 )
-from kvferry.transport.base import Ints
+from kvferry.transport.base import GRANT_BYTES, Ints
 
 MAGIC = b"KVFT"
 VERSION = 1
@@ -63,7 +66,7 @@ ERROR_TEXT_BYTES = 512
 # per frame under a percent of its time at 10 GB/s.
 MAX_ROWS = 1 << 15
 MAX_PAYLOAD_BYTES = 256 << 20
-MAX_BODY_BYTES = MAX_ROWS * ROW_BYTES
+MAX_BODY_BYTES = MAX_ROWS * ROW_BYTES + GRANT_BYTES
 MAX_REGIONS = MAX_ROWS
 
 
@@ -77,6 +80,7 @@ class Kind(IntEnum):
     GO = 7
     APPLIED = 8
     ERROR = 9
+    GRANTED = 10
 
 
 class Code(IntEnum):

@@ -20,7 +20,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvferry.errors import DeadlineExceeded, PeerLost, ProtocolError, TransferError
-from kvferry.transport.iovec import Vectors
+from kvferry.transport.base import GRANT_BYTES, Ints
+from kvferry.transport.cost import Choice
+from kvferry.transport.host import HostMemory
+from kvferry.transport.iovec import joined
+from kvferry.transport.memory import Memory
 from kvferry.transport.regions import RegionTable
 from kvferry.transport.tcp_frames import (
     AUTH_BYTES,
@@ -37,6 +41,8 @@ from kvferry.transport.tcp_frames import (
     table_bytes,
     table_of,
 )
+from kvferry.transport.tcp_grants import Grants, Refused
+from kvferry.transport.tcp_payload import Payload
 from kvferry.transport.tcp_stream import Stream
 
 log = logging.getLogger(__name__)
@@ -46,7 +52,7 @@ log = logging.getLogger(__name__)
 class ServerLimits:
     """What peers may use of this server."""
 
-    max_connections: int = 256
+    max_connections: int = 1024
     max_pending: int = 64  # connections that have not authenticated yet
     handshake_seconds: float = 5.0
     frame_seconds: float = 10.0  # from a frame's first byte to the end of its table
@@ -55,19 +61,16 @@ class ServerLimits:
     goodbye_seconds: float = 1.0  # for a refused peer to read why
 
 
-class Refused(Exception):
-    """A frame that is answered with an error."""
-
-    def __init__(self, code: Code, text: str, *, fatal: bool = False) -> None:
-        super().__init__(text)
-        self.code, self.text = code, text
-        self.fatal = fatal  # the connection ends: what follows cannot be told apart any more
-
-
 class Server:
-    """Serves `regions` on every connection of `listener`."""
+    """Serves `regions` of `memory` on every connection of `listener`."""
 
-    def __init__(self, secret: bytes, incarnation: bytes, limits: ServerLimits) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        incarnation: bytes,
+        limits: ServerLimits,
+        choice: Choice | None = None,
+    ) -> None:
         self._secret, self._incarnation, self._limits = secret, incarnation, limits
         self._lock = threading.Lock()
         self._left = threading.Condition(self._lock)  # a connection has ended
@@ -78,6 +81,10 @@ class Server:
         self._closed = False
         self._listener: socket.socket | None = None
         self.regions = RegionTable.of([])
+        self.grants = Grants()
+        self.granted_only = False  # whether writes must name a grant
+        self.memory: Memory = HostMemory([])
+        self._choice = choice or Choice("tcp")
         self.counters: Counter[str] = Counter()
 
     def listen(self, listener: socket.socket) -> None:
@@ -209,6 +216,7 @@ class Server:
 
     def _converse(self, stream: Stream) -> None:
         self._handshake(stream)
+        payload = Payload(stream, self._choice)
         last = 0  # number of the newest request
         while stream.wait_readable(self._limits.idle_seconds):
             deadline = time.monotonic() + self._limits.frame_seconds
@@ -221,7 +229,14 @@ class Server:
                 if header.request <= last:
                     raise Refused(Code.REPLAYED, f"request {header.request} came before")
                 last = header.request
-                vectors = self._checked(header, body)
+                grant, address, length = self._checked(header, body)
+                if header.kind == Kind.GRANTED:
+                    with self.grants.writing(grant, stream, address, length):
+                        stream.send(Header(Kind.GO, header.request).pack())
+                        payload.receive(self.memory, address, length)
+                    self._count("writes")
+                    stream.send(Header(Kind.APPLIED, header.request).pack())
+                    continue
             except Refused as refused:
                 self._answer(stream, header.request, refused)
                 continue
@@ -230,10 +245,10 @@ class Server:
                 self._count("reads")
                 answer = Header(Kind.DATA, header.request, 0, header.payload_bytes)
                 stream.send(answer.pack())
-                stream.send_vectors(vectors)
+                payload.send(self.memory, address, length)
             else:
                 stream.send(Header(Kind.GO, header.request).pack())
-                stream.recv_vectors(vectors)
+                payload.receive(self.memory, address, length)
                 self._count("writes")
                 stream.send(Header(Kind.APPLIED, header.request).pack())
         self._count("idle")
@@ -267,10 +282,14 @@ class Server:
         welcome = session.server_mac(self._secret, table) + table
         stream.send(Header(Kind.WELCOME, 0, len(welcome)).pack() + welcome, deadline)
 
-    def _checked(self, header: Header, body: bytes) -> Vectors:
-        """The frame's ranges, all of them inside registered memory."""
-        if header.kind not in (Kind.READ, Kind.WRITE):
+    def _checked(self, header: Header, body: bytes) -> tuple[bytes, Ints, Ints]:
+        """The frame's grant, if any, and its ranges, all of them inside registered memory."""
+        if header.kind not in (Kind.READ, Kind.WRITE, Kind.GRANTED):
             raise Refused(Code.MALFORMED, f"a frame of kind {header.kind} is not a request")
+        if header.kind == Kind.WRITE and self.granted_only:
+            raise Refused(Code.REVOKED, "nothing is written here without a grant")
+        grant = body[:GRANT_BYTES] if header.kind == Kind.GRANTED else b""
+        body = body[len(grant) :]
         if len(body) == 0 or len(body) % ROW_BYTES:
             raise Refused(Code.MALFORMED, f"{len(body)} bytes are not a table of ranges")
         address, length = table_of(body)
@@ -285,7 +304,7 @@ class Server:
             raise Refused(Code.OUT_OF_BOUNDS, text)
         if int(length.sum()) != header.payload_bytes:
             raise Refused(Code.MALFORMED, "a frame's ranges do not sum to its payload")
-        return Vectors.join(address, length)
+        return grant, *joined(address, length)
 
     def _answer(self, stream: Stream, request: int, refused: Refused) -> None:
         self._count(refused.code.name.lower())

@@ -69,7 +69,7 @@ class Stream:
             for option, value in KEEPALIVE.items():
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
-    def send(self, data: bytes, deadline: float | None = None) -> None:
+    def send(self, data: bytes | memoryview, deadline: float | None = None) -> None:
         """All of `data`, by the deadline, or with progress every `stall_seconds`."""
         view = memoryview(data)
         while view:
@@ -83,7 +83,13 @@ class Stream:
     def recv(self, count: int, deadline: float | None = None, *, end_ok: bool = False) -> bytes:
         """Exactly `count` bytes; none where the peer closed before the first and that is fine."""
         data = bytearray(count)
-        view = memoryview(data)
+        return bytes(data) if self.recv_into(memoryview(data), deadline, end_ok=end_ok) else b""
+
+    def recv_into(
+        self, view: memoryview, deadline: float | None = None, *, end_ok: bool = False
+    ) -> bool:
+        """Fill `view`; false where the peer closed before the first byte and that is fine."""
+        count = len(view)
         while view:
             self._limit(socket.SO_RCVTIMEO, deadline)
             try:
@@ -92,11 +98,11 @@ class Stream:
                 raise self._error(error.errno or errno.EIO, "waiting for") from None
             if got == 0:
                 if end_ok and len(view) == count:
-                    return b""
+                    return False
                 raise self._error(0, "waiting for")
             view = view[got:]
         self.bytes_in += count
-        return bytes(data)
+        return True
 
     def send_vectors(self, vectors: Vectors, check: Callable[[], None] | None = None) -> None:
         self._limit(socket.SO_SNDTIMEO, None)

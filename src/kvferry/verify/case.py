@@ -48,6 +48,7 @@ class ShapeDict(TypedDict):
     block_size: int
     block_size_of: dict[str, int]
     kernel_block_size: int
+    kernel_block_size_of: dict[str, int]
     order: str
     interior: str
     interior_of: dict[str, str]

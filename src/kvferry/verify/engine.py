@@ -107,6 +107,7 @@ class Engine:
 
     def kernel_entries(self, group: GroupDict) -> int:
         block, kernel = self.block_tokens(group), self.shape["kernel_block_size"]
+        kernel = self.shape["kernel_block_size_of"].get(group["name"], kernel)
         if group["residency"]["kind"] == "state":
             return 1
         if kernel and block % kernel == 0:

@@ -67,7 +67,7 @@ def _sharding(component: Any) -> Any:
 def build_shape(side: SideDict) -> EngineShape:
     fields: dict[str, Any] = dict(side["shape"])
     fields["stages"] = tuple(fields["stages"])
-    for name in ("role_tp", "block_size_of", "interior_of"):
+    for name in ("role_tp", "block_size_of", "kernel_block_size_of", "interior_of"):
         fields[name] = tuple(fields[name].items())
     return EngineShape(**fields)
 

@@ -120,6 +120,7 @@ class _Generator:
             "block_size": block,
             "block_size_of": self._block_sizes(groups, block),
             "kernel_block_size": kernel,
+            "kernel_block_size_of": {},
             "order": order,
             "interior": "joined",
             "interior_of": {},
@@ -133,6 +134,12 @@ class _Generator:
             shape["kernel_block_size"] = 0
         if any(g["role"] == "draft" for g in groups) and self.chance(0.8):
             shape["role_tp"] = {"draft": rng.choice([d for d in range(1, tp + 1) if tp % d == 0])}
+        if shape["kernel_block_size"] and self.chance(0.3):  # another backend's kernels
+            own = shape["block_size_of"].get(groups[-1]["name"], block)
+            per = groups[-1]["tokens_per_entry"]
+            sizes = [d for d in range(per, own + 1, per) if own % d == 0]
+            if sizes and groups[-1]["residency"]["kind"] != "state":
+                shape["kernel_block_size_of"] = {groups[-1]["name"]: rng.choice(sizes)}
         for g in groups:
             if g["residency"]["kind"] != "state":
                 shape["interior_of"][g["name"]] = self._interior(kind, g, shape, careless)

@@ -23,6 +23,7 @@ def features(case: CaseDict) -> tuple[str, ...]:
         "dcp": any(s["dcp"] > 1 for s in both),
         "dcp_both": all(s["dcp"] > 1 for s in both),
         "kernel_blocks": any(s["kernel_block_size"] not in (0, s["block_size"]) for s in both),
+        "kernel_blocks_by_group": any(s["kernel_block_size_of"] for s in both),
         "overlay": any(s["overlay"] for s in both),
         "padding": any(s["page_align"] > 1 for s in both),
         "different_interior": (src["interior"], src["interior_of"])

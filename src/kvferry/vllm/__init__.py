@@ -17,10 +17,12 @@ from kvferry.vllm.dropin import (
     FerryNixlConnector,
     FerryNixlPushConnector,
 )
+from kvferry.vllm.pool_connector import FerryMooncakeStoreConnector, FerryPoolConnector
 
 MooncakeConnector = FerryMooncakeConnector
 NixlConnector = FerryNixlConnector
 NixlPushConnector = FerryNixlPushConnector
+MooncakeStoreConnector = FerryMooncakeStoreConnector
 
 
 def _log_with_vllm() -> None:
@@ -38,9 +40,12 @@ plugin.register()  # also where the package's entry points are not installed
 __all__ = [
     "FerryConnector",
     "FerryMooncakeConnector",
+    "FerryMooncakeStoreConnector",
     "FerryNixlConnector",
     "FerryNixlPushConnector",
+    "FerryPoolConnector",
     "MooncakeConnector",
+    "MooncakeStoreConnector",
     "NixlConnector",
     "NixlPushConnector",
 ]

@@ -23,6 +23,7 @@ from kvferry.p2p.ticket import MARK, Ticket
 from kvferry.vllm.config import FerryConfig, Style
 from kvferry.vllm.metadata import FerryMetadata
 from kvferry.vllm.offering import request_digest
+from kvferry.vllm.prefill import HandedOver
 from kvferry.vllm.rendezvous import CHILD, Appointment, Rendezvous, appointment, derived_hold
 from kvferry.vllm.spans import Spans
 from kvferry.vllm.stats import FerryStats
@@ -58,6 +59,7 @@ class Asking:
     config: FerryConfig
     style: Style
     rendezvous: Rendezvous
+    handed_over: HandedOver
     orders: Callable[[], FerryMetadata]
     stats: FerryStats
     spans: Spans
@@ -99,7 +101,7 @@ class Asking:
         except ProtocolError as error:
             log.warning("request %s: computed here, because %s", request_id, error)
             return
-        refusal = _unfit(ticket, request)
+        refusal = _unfit(ticket, request, self.handed_over)
         if refusal:  # vLLM also sends such a request to say that it rejected the real one
             log.warning("request %s: computed here, because %s", request_id, refusal)
             self.orders().releases.append(ticket)
@@ -128,7 +130,7 @@ class Asking:
             incarnation=found.incarnation,
             hold_id=derived_hold(found.incarnation, named.name),
             digest=request_digest(request) if request is not None else "-",
-            tokens=len(request.prompt_token_ids) if request is not None else 1,
+            tokens=self.handed_over.tokens(request) if request is not None else 1,
             host=found.host,
             port=found.port,
             request_id=named.name,
@@ -178,7 +180,7 @@ class Asking:
             Load(
                 request_id=request.request_id,
                 ticket=wanted.ticket,
-                tables=tuple(tuple(ids) for ids in block_ids),
+                tables=self.handed_over.tables(block_ids),
                 skip=wanted.ticket.tokens - external,
                 seconds=self.config.load_seconds,
                 keep_open=wanted.shared,
@@ -263,10 +265,12 @@ class Asking:
                 self.orders().releases.append(ticket)
 
 
-def _unfit(ticket: Ticket, request: Any) -> str:
+def _unfit(ticket: Ticket, request: Any, handed_over: HandedOver) -> str:
     """Why a ticket cannot be for this request; empty where it can."""
     if ticket.digest != request_digest(request):
         return "its ticket is for another prompt"
     if ticket.tokens > request.num_tokens:
         return f"its ticket is for {ticket.tokens} tokens, and it has {request.num_tokens}"
+    if handed_over.reaches_too_far(ticket.tokens, request.num_tokens):
+        return f"its ticket leaves less than {handed_over.held_back} tokens to compute here"
     return ""

@@ -50,6 +50,7 @@ class FerryConfig:
     lease_seconds: float = 60.0  # a hold lasts this long without a word from its consumer
     load_seconds: float = 120.0  # a load has failed after this long
     model_id: str = ""  # names the weights, where the model's path differs between engines
+    draft_layers: str = "refuse"  # a prefill engine without our draft layers; or "zero" them
     max_held_blocks: int = 0  # that finished requests may keep at once; 0: no limit
     peers: tuple[str, ...] = ()  # hosts and networks that tickets may name; empty: any
     bootstrap_port: int = 0  # where proxies ask for engine ids (Mooncake style); 0: not at all
@@ -85,6 +86,10 @@ class FerryConfig:
         config = cls(**values)
         if config.lease_seconds <= 0 or config.load_seconds <= 0:
             raise DescriptionError("lease_seconds and load_seconds must be positive")
+        if config.draft_layers not in ("refuse", "zero"):
+            raise DescriptionError(
+                f'draft_layers is "refuse" or "zero", found {config.draft_layers!r}'
+            )
         if config.max_held_blocks < 0:
             raise DescriptionError("max_held_blocks must be a number of blocks, or 0 for no limit")
         return replace(config, port=config.port + rank) if config.port else config

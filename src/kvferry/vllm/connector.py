@@ -21,6 +21,7 @@ from vllm.version import __version__ as vllm_version
 from kvferry.vllm.config import FerryConfig, Style, require_supported_vllm
 from kvferry.vllm.family import family_of
 from kvferry.vllm.metadata import FerryMetadata, FerryWorkerMetadata
+from kvferry.vllm.prefill import HandedOver
 from kvferry.vllm.prometheus import FerryPromMetrics
 from kvferry.vllm.scheduler import FerryScheduler, child_incarnation
 from kvferry.vllm.stats import as_stats
@@ -48,7 +49,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler: FerryScheduler | None = None
         self.worker: FerryWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self.scheduler = FerryScheduler(config, vllm_config, self.STYLE, family)
+            handed_over = HandedOver.of(vllm_config, kv_cache_config)
+            self.scheduler = FerryScheduler(config, vllm_config, self.STYLE, family, handed_over)
         else:
             incarnation = child_incarnation(vllm_config, family)
             self.worker = FerryWorker(config, vllm_config, kv_cache_config, incarnation, family)

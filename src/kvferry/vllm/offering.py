@@ -22,6 +22,7 @@ from kvferry.errors import ProtocolError
 from kvferry.p2p.ticket import FORMAT, MARK, Ticket, prompt_digest
 from kvferry.vllm.config import FerryConfig, Style
 from kvferry.vllm.metadata import FerryMetadata, HoldOrder
+from kvferry.vllm.prefill import DIGEST, HandedOver
 from kvferry.vllm.rendezvous import CHILD, derived_hold, transfer_name
 from kvferry.vllm.spans import Spans
 from kvferry.vllm.stats import FerryStats
@@ -50,6 +51,7 @@ class Offering:
     flat: bool  # whether tickets may use in-tree names
     shape: tuple[int, int]  # tp, pp
     port: int  # of the directory
+    handed_over: HandedOver
     orders: Callable[[], FerryMetadata]
     stats: FerryStats
     spans: Spans
@@ -110,7 +112,7 @@ class Offering:
             engine_id=self.engine_id,
             incarnation=self.incarnation,
             hold_id=hold_id,
-            digest=request_digest(request),
+            digest=request.kv_transfer_params.get(DIGEST) or request_digest(request),
             tokens=tokens,
             host=self.config.host or "127.0.0.1",
             port=self.port,
@@ -124,7 +126,7 @@ class Offering:
                 request.request_id,
                 ticket.digest,
                 tokens,
-                tuple(tuple(ids) for ids in block_ids),
+                self.handed_over.tables(block_ids),
             )
         )
         self.held[request.request_id] = blocks

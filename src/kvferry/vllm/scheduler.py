@@ -22,7 +22,8 @@ from kvferry.vllm.bootstrap import Bootstrap, Whereabouts, register
 from kvferry.vllm.config import FerryConfig, Style, incarnation
 from kvferry.vllm.family import Family
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
-from kvferry.vllm.offering import Offering
+from kvferry.vllm.offering import Offering, request_digest
+from kvferry.vllm.prefill import HandedOver
 from kvferry.vllm.rendezvous import Rendezvous
 from kvferry.vllm.spans import Spans
 from kvferry.vllm.stats import FerryStats
@@ -42,9 +43,10 @@ class FerryScheduler:
         vllm_config: Any,
         style: Style,
         family: Family,
+        handed_over: HandedOver,
     ) -> None:
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        self.config, self.family = config, family
+        self.config, self.family, self.handed_over = config, family, handed_over
         self.engine_id = str(transfer.engine_id)
         self.produces, self.consumes = transfer.is_kv_producer, transfer.is_kv_consumer
         self._first = child_incarnation(vllm_config, family)
@@ -61,7 +63,13 @@ class FerryScheduler:
         self._renewer: Renewer | None = None
         self._rendezvous = Rendezvous(config, self._sockets)
         self.asking = Asking(
-            config, style, self._rendezvous, lambda: self._orders, self.stats, self.spans
+            config,
+            style,
+            self._rendezvous,
+            handed_over,
+            lambda: self._orders,
+            self.stats,
+            self.spans,
         )
         self.offering = Offering(
             config,
@@ -71,6 +79,7 @@ class FerryScheduler:
             family.flat,
             self._shape,
             self._directory.port,
+            handed_over,
             lambda: self._orders,
             self.stats,
             self.spans,
@@ -144,6 +153,8 @@ class FerryScheduler:
 
     def on_new_request(self, request: Any) -> None:
         params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode") and self.produces and self.family.takes(params):
+            self.handed_over.stop_short(request, request_digest(request))
         wants = params.get("do_remote_prefill") or "kvferry" in params
         if wants and self.consumes and self.family.takes(params):
             self.asking.arrived(request)

@@ -92,6 +92,7 @@ class FerryWorker:
             bases,
             self._carriers,
             zero=HostMemory(memory).zero,
+            optional_roles=frozenset({"draft"} if self.config.draft_layers == "zero" else ()),
         )
         address = f"{self.config.host or '127.0.0.1'}:{self._producer.port}"
         info = rank_info(
@@ -188,10 +189,11 @@ class FerryWorker:
 def _log_load(loaded: Loaded) -> None:
     seconds = sum(loaded.seconds.values())
     log.info(
-        "request %s: loaded %.1f MiB in %.1f ms (%s; %d descriptors)",
+        "request %s: loaded %.1f MiB in %.1f ms (%s; %d descriptors%s)",
         loaded.request_id,
         loaded.bytes / (1 << 20),
         seconds * 1e3,
         ", ".join(f"{step} {spent * 1e3:.1f}" for step, spent in loaded.seconds.items()),
         loaded.descriptors,
+        f"; {loaded.zeroed_bytes} bytes of draft layers zeroed" if loaded.zeroed_bytes else "",
     )

@@ -9,6 +9,10 @@ counts have bounds, because servers keep some of what they are sent.
     Claim     -> Claimed | Refused a consumer rank asks for a hold; answered when it is readable
     Complete  -> Closing           its one last word: done, failed or not needed
     Renew     -> Renewed           a consumer's scheduler keeps holds open while it queues
+    Introduce -> Introduced        a consumer rank says where its own memory lies, before it offers
+    Offer     -> Delivered | Refused  it opens blocks for a hold; answered when they are written
+
+Version 2 added the last two.
 """
 
 from __future__ import annotations
@@ -19,17 +23,30 @@ import msgspec
 
 from kvferry.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 MAX_REQUEST_BYTES = 1 << 20  # an engine of 100 groups with 100 layers each is below 100 kB
 MAX_REPLY_BYTES = 64 << 20  # a directory of 64 ranks with 100 layers each is below 1 MB
 MAX_READERS = 1 << 16
 
 Outcome = Literal["done", "failed", "not needed"]
-Reason = Literal["stale", "digest", "version", "model", "malformed", "expired", "closed", "busy"]
+Reason = Literal[
+    "stale",
+    "digest",
+    "version",
+    "model",
+    "malformed",
+    "expired",
+    "closed",
+    "busy",
+    "unmet",  # an offer of a rank that has not introduced itself (to this incarnation)
+    "unable",  # this producer does not write, or its carrier does not reach the consumer: read
+    "transfer",  # a write failed
+]
 ResidencyName = Literal["full", "window", "chunk", "ring", "state"]
 ShardingName = Literal["split", "replicated"]
 Text = Annotated[str, msgspec.Meta(max_length=512)]  # an id, a digest, an address
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
+Grant = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)]
 
 
@@ -169,13 +186,50 @@ class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
     closed: list[str]  # those that are not any more; what is in neither list is not known yet
 
 
+class Introduce(msgspec.Struct, frozen=True, tag="introduce"):
+    version: int
+    incarnation: Text
+    engine: EngineInfo  # the consumer's
+    rank: RankInfo  # the one that will offer
+
+
+class Introduced(msgspec.Struct, frozen=True, tag="introduced"):
+    pass
+
+
+class Offer(msgspec.Struct, frozen=True, tag="offer"):
+    """Blocks of a consumer rank, open to one producer rank for one hold until the grant closes."""
+
+    version: int
+    incarnation: Text  # of the producer, as the ticket says
+    hold_id: Text
+    digest: Text
+    reader: Reader
+    readers: Readers
+    patience_seconds: float  # to the offer's end: parked or under way
+    carrier: Text
+    grant: Grant
+    tokens: Count
+    skip: Count
+    tables: list[list[int]]  # the consumer's
+    keep_open: bool  # whether other requests share the ticket: delivering is no last word then
+
+
+class Delivered(msgspec.Struct, frozen=True, tag="delivered"):
+    """All bytes of an offer are in place, and the hold was open until after the last one."""
+
+    grant: Grant
+    bytes: Count
+    descriptors: int
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: Reason
     message: str
 
 
-RequestBody = Hello | Claim | Complete | Renew
-ReplyBody = Welcome | Claimed | Closing | Renewed | Refused
+RequestBody = Hello | Claim | Complete | Renew | Introduce | Offer
+ReplyBody = Welcome | Claimed | Closing | Renewed | Introduced | Delivered | Refused
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):

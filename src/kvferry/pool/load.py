@@ -1,0 +1,236 @@
+"""Loading: parts of objects into a request's blocks, in parallel, while the engine goes on.
+
+A load is cut into chunks of tokens, each bound and read on its own. Every object that is missing,
+short or damaged is told with the first token that it leaves unwritten; nothing after the first
+such token is trusted. A load ends exactly once: when all its chunks have ended, or, where the store
+does not keep its deadline, as *hung*: failed for the engine, but its blocks must stay unused,
+because the store may still write into them. When it comes back after all, that is told too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+
+from kvferry.errors import KvferryError, StoreError
+from kvferry.layout.rank import Ints
+from kvferry.pool.hits import Segment
+from kvferry.pool.keys import KeyMetadata, object_keys
+from kvferry.pool.orders import Loaded, LoadOrder
+from kvferry.pool.reader import ReadPlan
+from kvferry.pool.stats import PoolCounters
+from kvferry.pool.store import Outcome, Store
+
+log = logging.getLogger("kvferry")
+
+CHUNK_TOKENS = 2048  # read at a time: bounds memory for descriptors, and shares work among threads
+HUNG_SECONDS = 2.0  # after its deadline, a load that the store does not end is given up
+THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    """How one chunk ended."""
+
+    bytes: int
+    bad: tuple[tuple[str, int, str], ...] = ()  # group, first token, what happened
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    order: LoadOrder
+    deadline: float
+    hung: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sources:
+    """What a load needs to know of the pool."""
+
+    metadata: KeyMetadata
+    plan: Callable[[str], ReadPlan]  # by layout id; raises a KvferryError
+    bases: Ints
+
+
+class Loader:
+    """Runs loads; `take_done` tells their ends, each once."""
+
+    def __init__(self, store: Store, counters: PoolCounters, threads: int = THREADS) -> None:
+        self._store, self._counters, self._threads = store, counters, threads
+        self._running: set[_Running] = set()
+        self._done: deque[Loaded] = deque()
+        self._recovered: deque[str] = deque()
+        self._changed = threading.Condition()
+        self._pool = self._new_pool()
+
+    def _new_pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._threads, thread_name_prefix="kvferry-load")
+
+    @property
+    def running(self) -> int:
+        with self._changed:
+            return len(self._running)
+
+    def start(self, order: LoadOrder, sources: Sources) -> None:
+        running = _Running(order, time.monotonic() + order.seconds)
+        with self._changed:
+            self._running.add(running)
+        threading.Thread(
+            target=self._run, args=(running, sources), name="kvferry-load-one", daemon=True
+        ).start()
+
+    def wait_done(self, seconds: float) -> None:
+        """Wait until something has ended, but not long."""
+        with self._changed:
+            if self._running and not self._done:
+                self._changed.wait(seconds)
+
+    def take_done(self) -> list[Loaded]:
+        now = time.monotonic()
+        with self._changed:
+            for running in self._running:
+                if not running.hung and now > running.deadline + HUNG_SECONDS:
+                    running.hung = True
+                    self._counters.add("load_hung")
+                    error = "the store did not end the load by its deadline"
+                    first = min((s.start for s in running.order.segments), default=0)
+                    request_id = running.order.request_id
+                    self._done.append(Loaded(request_id, error, bad_from=first, hung=True))
+                    self._pool = self._new_pool()  # its threads may be stuck, too
+            done = list(self._done)
+            self._done.clear()
+            return done
+
+    def take_recovered(self) -> list[str]:
+        """Requests whose hung loads have ended after all: their blocks are nobody's any more."""
+        with self._changed:
+            recovered = list(self._recovered)
+            self._recovered.clear()
+            return recovered
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, running: _Running, sources: Sources) -> None:
+        order, began = running.order, time.monotonic()
+        first = min((s.start for s in order.segments), default=0)
+        loaded = Loaded(order.request_id, "ended without a word", bad_from=first)
+        try:
+            loaded = self._load(order, sources, running.deadline)
+        except Exception as error:
+            self._counters.add("load_errors")
+            loaded = replace(loaded, error=f"{type(error).__name__}: {error}")
+        finally:  # also of what is no Exception: the request waits until this is said
+            loaded = replace(loaded, seconds=time.monotonic() - began)
+            with self._changed:
+                self._running.discard(running)
+                if running.hung:
+                    self._recovered.append(order.request_id)
+                else:
+                    self._done.append(loaded)
+                self._changed.notify_all()
+            self._count(loaded)
+
+    def _count(self, loaded: Loaded) -> None:
+        self._counters.add("loads")
+        self._counters.add("loaded_bytes", loaded.bytes)
+        if not loaded.ok:
+            self._counters.add("load_failures")
+            log.warning("request %s: not all was loaded: %s", loaded.request_id, loaded.error)
+
+    def _load(self, order: LoadOrder, sources: Sources, deadline: float) -> Loaded:
+        tables = [np.asarray(ids, dtype=np.int64) for ids in order.tables]
+        chunks = [c for s in order.segments for c in _cut(s, sources.plan(s.layout_id))]
+        pool = self._pool
+        futures: list[Future[_Chunk]] = []
+        try:
+            for chunk in chunks:
+                future = pool.submit(self._read, chunk, order.contents, tables, sources, deadline)
+                futures.append(future)
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)  # nothing of this load may be written after it has ended
+        ended = [future.result() for future in futures]
+        bad = sorted((b for c in ended for b in c.bad), key=lambda b: b[1])
+        moved = sum(c.bytes for c in ended)
+        if not bad:
+            return Loaded(order.request_id, bytes=moved)
+        self._counters.add("load_bad_objects", len(bad))
+        group, token, why = bad[0]
+        missing = tuple((g, t) for g, t, w in bad if w == Outcome.MISSING.value)
+        return Loaded(
+            order.request_id,
+            f"{len(bad)} objects, the first ({why}) of group {group!r} at token {token}",
+            bad_from=token,
+            bytes=moved,
+            missing=missing,
+        )
+
+    def _read(
+        self,
+        segment: Segment,
+        contents: Mapping[int, Sequence[str]],
+        tables: Sequence[Ints],
+        sources: Sources,
+        deadline: float,
+    ) -> _Chunk:
+        plan = sources.plan(segment.layout_id)
+        wanted = plan.bind(segment, tables, sources.bases)
+        if not wanted.slices:
+            return _Chunk(0)
+        digests = contents[plan.theirs.block_tokens(segment.group)]
+        keys: list[str] = []
+        for fragment, block in zip(wanted.fragments, wanted.blocks, strict=True):
+            keys += object_keys(sources.metadata, segment.layout_id, fragment, [digests[block]])
+        if time.monotonic() >= deadline:
+            raise KvferryError("the load's deadline has passed")
+        outcomes = self._store.get(keys, wanted.slices, deadline)
+        if len(outcomes) != len(keys):
+            raise StoreError(f"a store told {len(outcomes)} of {len(keys)} outcomes")
+        bad = []
+        for outcome, start in zip(outcomes, wanted.starts, strict=True):
+            self._counters.add(f"load_{outcome.value}")
+            if outcome is not Outcome.DONE:
+                bad.append((segment.group, start, outcome.value))
+        good = sum(
+            int(s.length.sum())
+            for s, outcome in zip(wanted.slices, outcomes, strict=True)
+            if outcome is Outcome.DONE
+        )
+        return _Chunk(good, tuple(bad))
+
+
+def _cut(segment: Segment, plan: ReadPlan) -> list[Segment]:
+    """Chunks of a segment that end where objects do."""
+    if segment.start == segment.stop:  # a state
+        return [segment]
+    span = plan.theirs.block_tokens(segment.group)
+    step = max(span, CHUNK_TOKENS // span * span)
+    cuts = [*range(segment.start // step * step + step, segment.stop, step)]
+    bounds = [segment.start, *cuts, segment.stop]
+    return [replace(segment, start=a, stop=b) for a, b in pairwise(bounds)]
+
+
+@dataclass(slots=True, eq=False)
+class PlanShelf:
+    """Read plans by layout, made when first needed."""
+
+    make: Callable[[str], ReadPlan]
+    _made: dict[str, ReadPlan] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def plan(self, layout_id: str) -> ReadPlan:
+        with self._lock:
+            if layout_id not in self._made:
+                self._made[layout_id] = self.make(layout_id)
+            return self._made[layout_id]

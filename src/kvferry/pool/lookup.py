@@ -1,0 +1,313 @@
+"""Lookups off the scheduler's critical path: a server on a thread, and a client that never waits.
+
+The client is asked once a step. It passes a question on the first time, answers `None` while the
+server works, and a miss when the deadline has passed. The server turns tokens into content hashes,
+asks the store one batched question for all fragments of all known layouts, and finds the hit. What
+goes wrong in it (the store cannot be reached, answers nonsense, raises anything) is a miss, and
+counted. A server whose thread died, or that is stuck in the store past its deadline, is replaced by
+a new one with a store of its own; the questions that waited behind it move over. When too many are
+stuck, there is no point in more: lookups are misses at once until one of them comes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+from kvferry.pool.book import LayoutBook
+from kvferry.pool.chain import ContentChain
+from kvferry.pool.database import ChunkedTokenDatabase
+from kvferry.pool.hits import Held, Hit, Need, covered_prefix, longest_hit
+from kvferry.pool.keys import KeyMetadata
+from kvferry.pool.records import PoolLayout
+from kvferry.pool.stats import PoolCounters
+from kvferry.pool.store import Store
+
+log = logging.getLogger("kvferry")
+
+CACHE_SECONDS = 1.0  # an answer may be this old: evictions are noticed by the load
+CACHED_ANSWERS = 256
+IDLE_SECONDS = 2.0  # between two looks at published layouts while nobody asks
+STUCK_SECONDS = 1.0  # after its deadline, a server is given up
+MOST_STUCK = 4
+OPEN_AGAIN_SECONDS = 1.0  # a store that could not be opened is tried again after this
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What a hit depends on at the reader."""
+
+    needs: tuple[Need, ...]
+    align_tokens: int
+    layout_id: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """What the pool holds of a sequence."""
+
+    hit: Hit = field(default_factory=Hit)
+    held: tuple[Held, ...] = ()
+    layouts: dict[str, PoolLayout] = field(default_factory=dict)
+    saved_tokens: int = 0  # at the front, in our own layout
+    failed: bool = False
+    at: float = field(default_factory=time.monotonic)
+
+    def hit_after(self, reader: Reader, most_tokens: int, computed: int) -> Hit:
+        """The hit for a reader that has `computed` tokens already."""
+        if computed == 0 or self.failed:
+            return self.hit
+        return longest_hit(
+            reader.needs,
+            self.held,
+            most_tokens=most_tokens,
+            align_tokens=reader.align_tokens,
+            computed=computed,
+            preferred=reader.layout_id,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A question on its way."""
+
+    chain: ContentChain
+    tokens: Sequence[int]
+    count: int
+    most_tokens: int
+    deadline: float
+    answer: Answer | None = None
+
+
+class LookupKeyServer:
+    """One thread with one store. `ask` returns at once; answers appear in what was asked."""
+
+    def __init__(
+        self,
+        open_store: Callable[[], Store],
+        metadata: KeyMetadata,
+        ours: PoolLayout,
+        reader: Reader,
+        counters: PoolCounters,
+    ) -> None:
+        self._open, self._reader, self._counters = open_store, reader, counters
+        self._book = LayoutBook(metadata, ours, counters)
+        self._database = ChunkedTokenDatabase(metadata, ours)
+        self._queue: SimpleQueue[_Asked | None] = SimpleQueue()
+        self._store: Store | None = None
+        self._open_after = 0.0
+        self._recent: OrderedDict[tuple[str, int], Answer] = OrderedDict()
+        self._closed = False
+        self.current: _Asked | None = None
+        self.busy_until: float | None = None  # deadline of what it does now
+        self._thread = threading.Thread(target=self._run, name="kvferry-lookup", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def ask(self, asked: _Asked) -> None:
+        self._queue.put(asked)
+
+    def drain(self) -> list[_Asked]:
+        """Questions that nobody has begun to answer."""
+        left: list[_Asked] = []
+        while True:
+            try:
+                asked = self._queue.get_nowait()
+            except Empty:
+                return left
+            if asked is not None:
+                left.append(asked)
+
+    def close(self, seconds: float = 0.0) -> None:
+        """Let the thread end as soon as the store lets it."""
+        self._closed = True
+        self._queue.put(None)
+        if seconds:
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            self._tend(time.monotonic() + IDLE_SECONDS)
+            while not self._closed:
+                try:
+                    asked = self._queue.get(timeout=IDLE_SECONDS)
+                except Empty:
+                    self._tend(time.monotonic() + IDLE_SECONDS)
+                    continue
+                if asked is not None:
+                    self.current = asked
+                    answer = self._answer(asked)
+                    if asked.answer is None:  # else the client gave it up
+                        asked.answer = answer
+                    self.current = None
+        finally:
+            if self._store is not None:
+                self._store.close()
+
+    def _opened(self) -> Store:
+        if self._store is None:
+            self._store = self._open()
+        return self._store
+
+    def _tend(self, deadline: float) -> None:
+        """Keep our layout published, and know the others'."""
+        if time.monotonic() < self._open_after:
+            return
+        self.busy_until = deadline
+        try:
+            self._book.refresh(self._opened(), deadline)
+        except Exception as error:
+            self._open_after = time.monotonic() + OPEN_AGAIN_SECONDS
+            self._counters.add("lookup_errors")
+            log.warning("the pool cannot be looked after: %s: %s", type(error).__name__, error)
+        finally:
+            self.busy_until = None
+
+    def _answer(self, asked: _Asked) -> Answer:
+        """Always an answer: whatever goes wrong is a miss."""
+        if time.monotonic() >= asked.deadline:
+            return Answer(failed=True)
+        self.busy_until = asked.deadline
+        try:
+            return self._look_up(asked)
+        except Exception as error:
+            self._counters.add("lookup_errors")
+            log.warning("a lookup failed, and is a miss: %s: %s", type(error).__name__, error)
+            return Answer(failed=True)
+        finally:
+            self.busy_until = None
+
+    def _look_up(self, asked: _Asked) -> Answer:
+        chain, reader = asked.chain, self._reader
+        chain.cover(asked.tokens, asked.count)
+        store = self._opened()
+        self._book.refresh(store, asked.deadline)
+        name = (chain.signature(), asked.most_tokens)
+        recent = self._recent.get(name)
+        if recent is not None and time.monotonic() - recent.at < CACHE_SECONDS:
+            self._counters.add("lookup_cached")
+            return recent
+        layouts = self._book.layouts
+        question = self._database.question(chain, layouts)
+        self._counters.add("lookup_keys", len(question.keys))
+        held = question.answer(store.exists(question.keys, asked.deadline))
+        hit = longest_hit(
+            reader.needs,
+            held,
+            most_tokens=asked.most_tokens,
+            align_tokens=reader.align_tokens,
+            preferred=reader.layout_id,
+        )
+        saved = covered_prefix(held, reader.layout_id)
+        answer = Answer(hit, tuple(held), {x.id: x for x in layouts}, saved)
+        self._recent[name] = answer
+        if len(self._recent) > CACHED_ANSWERS:
+            self._recent.popitem(last=False)
+        return answer
+
+
+class LookupKeyClient:
+    """Asks for requests, by id; never waits. Used by the scheduler's thread alone."""
+
+    def __init__(
+        self,
+        make_server: Callable[[], LookupKeyServer],
+        counters: PoolCounters,
+        lookup_seconds: float,
+    ) -> None:
+        self._make, self._counters, self._seconds = make_server, counters, lookup_seconds
+        self._server: LookupKeyServer | None = make_server()
+        self._stuck: list[LookupKeyServer] = []
+        self._asked: dict[str, _Asked] = {}
+
+    @property
+    def pending(self) -> int:
+        return sum(asked.answer is None for asked in self._asked.values())
+
+    def lookup(
+        self,
+        request_id: str,
+        chain: ContentChain,
+        tokens: Sequence[int],
+        count: int,
+        most_tokens: int,
+    ) -> Answer | None:
+        """What the pool holds; None: ask again."""
+        now = time.monotonic()
+        asked = self._asked.get(request_id)
+        stale = (
+            asked is not None
+            and asked.answer is not None
+            and not asked.answer.failed
+            and now - asked.answer.at > CACHE_SECONDS
+        )
+        if asked is None or stale or asked.most_tokens != most_tokens:
+            asked = _Asked(chain, tokens, count, most_tokens, now + self._seconds)
+            self._asked[request_id] = asked
+            self._counters.add("lookups")
+            server = self._able_server(now)
+            if server is None:
+                self._counters.add("lookup_refused")
+                asked.answer = Answer(failed=True)
+            else:
+                server.ask(asked)
+        if asked.answer is None and now >= asked.deadline:
+            self._counters.add("lookup_timeouts")
+            asked.answer = Answer(failed=True)
+        if asked.answer is None:
+            self._able_server(now)
+        return asked.answer
+
+    def discard(self, request_id: str) -> None:
+        self._asked.pop(request_id, None)
+
+    def _able_server(self, now: float) -> LookupKeyServer | None:
+        """The server, or a new one where it is dead or stuck; None: too many are stuck."""
+        self._stuck = [s for s in self._stuck if s.alive]
+        server = self._server
+        if server is None:
+            if len(self._stuck) >= MOST_STUCK:
+                return None
+            self._server = self._make()
+            return self._server
+        busy_until = server.busy_until
+        stuck = busy_until is not None and now > busy_until + STUCK_SECONDS
+        if server.alive and not stuck:
+            return server
+        self._counters.add("lookup_servers_replaced")
+        log.warning("a lookup server %s, and is replaced", "is stuck" if stuck else "died")
+        waiting = server.drain()
+        if server.alive:
+            server.close()
+            self._stuck.append(server)
+        self._server = None
+        if len(self._stuck) < MOST_STUCK:
+            self._server = self._make()
+            for asked in waiting:
+                self._server.ask(asked)
+        else:
+            for asked in waiting:
+                asked.answer = Answer(failed=True)
+        return self._server
+
+    def replace(self, make_server: Callable[[], LookupKeyServer]) -> None:
+        """Forget all answers: the namespace has changed."""
+        if self._server is not None:
+            self._server.close()
+        self._make = make_server
+        self._server = make_server()
+        self._asked.clear()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close(seconds=1.0)
+            self._server = None
+        self._asked.clear()

@@ -1,0 +1,322 @@
+"""NVIDIA's driver by ctypes: contexts, streams, events, memory, and memory of other processes.
+
+The driver's own library is all that is needed; neither torch nor the CUDA toolkit is. Contexts are
+the devices' primary ones, so that memory and streams of torch work here and ours work there. A
+thread that is not ours gets its current context back (`Device.current`). Every call releases the
+interpreter's lock; every return code is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import TransferError
+
+IPC_HANDLE_BYTES = 64
+UUID_BYTES = 16
+
+# Numbers of cuda.h
+_NOT_READY = 600
+_PEER_ACCESS_ALREADY_ENABLED = 704
+_STREAM_NON_BLOCKING = 1
+_EVENT_BLOCKING_SYNC, _EVENT_DISABLE_TIMING = 1, 2
+_HOST_ALLOC_PORTABLE = 1
+_IPC_LAZY_PEER_ACCESS = 1
+_ATTRIBUTE_MEMORY_TYPE, _ATTRIBUTE_ORDINAL = 2, 9
+_MEMORY_TYPE_DEVICE = 2
+_FUNCTION_MAX_SHARED = 8
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR, _MULTIPROCESSORS = 75, 76, 16
+
+
+class CudaError(TransferError):
+    """The driver refused a call; `code` is its number."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * IPC_HANDLE_BYTES)]
+
+
+class Driver:
+    """The driver's functions by their names in cuda.h; an error becomes a `CudaError`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        library.cuIpcOpenMemHandle_v2.argtypes = (c_void_p, _IpcHandle, c_uint)
+
+    def status(self, name: str, *arguments: Any) -> int:
+        """Call it; the code that it returned."""
+        return int(getattr(self._library, name)(*arguments))
+
+    def call(self, name: str, *arguments: Any) -> None:
+        code = self.status(name, *arguments)
+        if code:
+            raise self.error(name, code)
+
+    def error(self, name: str, code: int) -> CudaError:
+        text = c_char_p()
+        self._library.cuGetErrorString(code, byref(text))
+        why = text.value.decode() if text.value else "unknown error"
+        return CudaError(code, f"CUDA: {name} failed with error {code}: {why}")
+
+
+@cache
+def driver() -> Driver:
+    """The driver, initialised; refuses where there is none."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise TransferError(
+            f"this host has no NVIDIA driver ({error}); the cuda carrier needs one. Use `local` or "
+            "`tcp` for host memory"
+        ) from None
+    found = Driver(library)
+    found.call("cuInit", 0)
+    return found
+
+
+@cache
+def device_count() -> int:
+    count = c_int()
+    driver().call("cuDeviceGetCount", byref(count))
+    return count.value
+
+
+@cache
+def device(ordinal: int) -> Device:
+    """The device of that number, with its primary context, which stays."""
+    return Device(ordinal)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which allocation of which device an address lies in."""
+
+    ordinal: int
+    base: int
+    bytes: int
+
+
+def place_of(address: int) -> Place | None:
+    """None where it is no device memory."""
+    kind, ordinal = c_uint(), c_int()
+    at = c_uint64(address)
+    calls = driver()
+    if calls.status("cuPointerGetAttribute", byref(kind), _ATTRIBUTE_MEMORY_TYPE, at):
+        return None
+    if kind.value != _MEMORY_TYPE_DEVICE:
+        return None
+    calls.call("cuPointerGetAttribute", byref(ordinal), _ATTRIBUTE_ORDINAL, at)
+    base, size = c_uint64(), c_size_t()
+    with device(ordinal.value).current():
+        calls.call("cuMemGetAddressRange_v2", byref(base), byref(size), at)
+    return Place(ordinal.value, base.value, size.value)
+
+
+class Device:
+    """One GPU. Its methods need it to be current, except where they say so."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal = ordinal
+        self._driver = driver()
+        handle, context = c_int(), c_void_p()
+        self._driver.call("cuDeviceGet", byref(handle), ordinal)
+        self._driver.call("cuDevicePrimaryCtxRetain", byref(context), handle)
+        self._handle, self._context = handle, context
+        uuid = ctypes.create_string_buffer(UUID_BYTES)
+        self._driver.call("cuDeviceGetUuid_v2", uuid, handle)
+        self.uuid = uuid.raw
+        name = ctypes.create_string_buffer(128)
+        self._driver.call("cuDeviceGetName", name, 128, handle)
+        self.name = name.value.decode(errors="replace")
+        major, minor = self.attribute(_CAPABILITY_MAJOR), self.attribute(_CAPABILITY_MINOR)
+        self.capability = 10 * major + minor
+        self.multiprocessors = self.attribute(_MULTIPROCESSORS)
+
+    def attribute(self, number: int) -> int:
+        value = c_int()
+        self._driver.call("cuDeviceGetAttribute", byref(value), number, self._handle)
+        return value.value
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make it this thread's device for a while. From any thread."""
+        self._driver.call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def keep_current(self) -> None:
+        """For threads of our own."""
+        self._driver.call("cuCtxSetCurrent", self._context)
+
+    def can_reach(self, other: Device) -> bool:
+        """Whether its kernels can use the other's memory."""
+        if other.ordinal == self.ordinal:
+            return True
+        can = c_int()
+        self._driver.call("cuDeviceCanAccessPeer", byref(can), self._handle, other._handle)
+        return bool(can.value)
+
+    def reach(self, other: Device) -> None:
+        """Let its kernels use the other's memory."""
+        if other.ordinal != self.ordinal:
+            code = self._driver.status("cuCtxEnablePeerAccess", other._context, 0)
+            if code not in (0, _PEER_ACCESS_ALREADY_ENABLED):
+                raise self._driver.error("cuCtxEnablePeerAccess", code)
+
+    # Memory
+
+    def allocate(self, size: int) -> int:
+        address = c_uint64()
+        self._driver.call("cuMemAlloc_v2", byref(address), c_size_t(size))
+        return address.value
+
+    def free(self, address: int) -> None:
+        self._driver.call("cuMemFree_v2", c_uint64(address))
+
+    def pinned(self, size: int) -> NDArray[np.uint8]:
+        """Host memory that the device reads and writes by itself; `free_pinned` gives it back."""
+        pointer = c_void_p()
+        self._driver.call("cuMemHostAlloc", byref(pointer), c_size_t(size), _HOST_ALLOC_PORTABLE)
+        assert pointer.value is not None
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(pointer.value))
+
+    def free_pinned(self, memory: NDArray[np.uint8]) -> None:
+        self._driver.call("cuMemFreeHost", c_void_p(memory.ctypes.data))
+
+    def export(self, base: int) -> bytes:
+        """What another process needs to reach the allocation that begins at `base`."""
+        handle = _IpcHandle()
+        self._driver.call("cuIpcGetMemHandle", byref(handle), c_uint64(base))
+        return bytes(handle)
+
+    def open(self, exported: bytes) -> int:
+        """Where another process's allocation lies in this one."""
+        handle, address = _IpcHandle.from_buffer_copy(exported), c_uint64()
+        self._driver.call("cuIpcOpenMemHandle_v2", byref(address), handle, _IPC_LAZY_PEER_ACCESS)
+        return address.value
+
+    def close(self, address: int) -> None:
+        self._driver.call("cuIpcCloseMemHandle", c_uint64(address))
+
+
+class Stream:
+    """A queue of work on a device, apart from all others."""
+
+    def __init__(self) -> None:
+        self._driver = driver()
+        handle = c_void_p()
+        self._driver.call("cuStreamCreate", byref(handle), _STREAM_NON_BLOCKING)
+        self.handle = handle
+
+    def copy(self, dst: int, src: int, size: int) -> None:
+        """Between any two memories that the device knows."""
+        self._driver.call(
+            "cuMemcpyAsync", c_uint64(dst), c_uint64(src), c_size_t(size), self.handle
+        )
+
+    def zero(self, dst: int, size: int) -> None:
+        self._driver.call(
+            "cuMemsetD8Async", c_uint64(dst), ctypes.c_ubyte(0), c_size_t(size), self.handle
+        )
+
+    def wait_for(self, event: Event) -> None:
+        """What is queued from now on begins after the event."""
+        self._driver.call("cuStreamWaitEvent", self.handle, event.handle, 0)
+
+    def synchronize(self) -> None:
+        self._driver.call("cuStreamSynchronize", self.handle)
+
+    def destroy(self) -> None:
+        self._driver.call("cuStreamDestroy_v2", self.handle)
+
+
+class Event:
+    """A mark in a stream."""
+
+    def __init__(self, *, timing: bool = False) -> None:
+        self._driver = driver()
+        handle = c_void_p()
+        flags = _EVENT_BLOCKING_SYNC | (0 if timing else _EVENT_DISABLE_TIMING)
+        self._driver.call("cuEventCreate", byref(handle), flags)
+        self.handle = handle
+
+    def record(self, stream: Stream) -> None:
+        self._driver.call("cuEventRecord", self.handle, stream.handle)
+
+    def done(self) -> bool:
+        """Raises where what came before it failed."""
+        code = self._driver.status("cuEventQuery", self.handle)
+        if code not in (0, _NOT_READY):
+            raise self._driver.error("cuEventQuery", code)
+        return code == 0
+
+    def synchronize(self) -> None:
+        self._driver.call("cuEventSynchronize", self.handle)
+
+    def milliseconds_since(self, other: Event) -> float:
+        """Both with timing, both done."""
+        value = ctypes.c_float()
+        call = self._driver.status("cuEventElapsedTime", byref(value), other.handle, self.handle)
+        if call:
+            raise self._driver.error("cuEventElapsedTime", call)
+        return value.value
+
+    def destroy(self) -> None:
+        self._driver.call("cuEventDestroy_v2", self.handle)
+
+
+class Function:
+    """A kernel from machine code; `launch` from any thread on whose device it was loaded."""
+
+    def __init__(self, code: bytes, name: str, *, warps: int, shared_bytes: int) -> None:
+        self._driver = driver()
+        module, handle = c_void_p(), c_void_p()
+        self._driver.call("cuModuleLoadData", byref(module), code)
+        self._driver.call("cuModuleGetFunction", byref(handle), module, name.encode())
+        if shared_bytes > 48 << 10:
+            self._driver.call("cuFuncSetAttribute", handle, _FUNCTION_MAX_SHARED, shared_bytes)
+        self._handle, self._threads, self._shared = handle, 32 * warps, shared_bytes
+        self._local = threading.local()
+
+    def launch(self, grid: int, stream: Stream, values: NDArray[np.int64]) -> None:
+        """`values`: the arguments, each in the low bytes of its eight."""
+        count = len(values)
+        pointers = getattr(self._local, "pointers", None)
+        if pointers is None or len(pointers) != count:
+            self._local.values = np.zeros(count, dtype=np.int64)
+            base = self._local.values.ctypes.data
+            pointers = (c_void_p * count)(*(base + 8 * i for i in range(count)))
+            self._local.pointers = pointers
+        self._local.values[:] = values
+        code = self._driver.status(
+            "cuLaunchKernel",
+            self._handle,
+            c_uint(grid),
+            c_uint(1),
+            c_uint(1),
+            c_uint(self._threads),
+            c_uint(1),
+            c_uint(1),
+            c_uint(self._shared),
+            stream.handle,
+            pointers,
+            None,
+        )
+        if code:
+            raise self._driver.error("cuLaunchKernel", code)

@@ -1,0 +1,118 @@
+"""The copy kernel as machine code: compiled by Triton once for each form, launched by the driver.
+
+Triton compiles for the device without torch; what comes out is loaded and launched here, on our own
+streams. Compiling takes about a second for each form, and is kept on disk by Triton.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from dataclasses import dataclass
+from functools import cache
+
+from kvferry.transport.cuda_driver import Device, Function
+
+_TABLES = (
+    "src_rows",
+    "dst_rows",
+    "src_segments",
+    "dst_segments",
+    "src_steps",
+    "dst_steps",
+    "lengths",
+    "firsts",
+)
+_WIDE = ("length", "src_shift", "dst_shift")
+_NUMBERS = ("segments", "steps", "chunks", "search_rounds", "begin_item", "end_item")
+# What newer Tritons append: pointers to scratch memory that this kernel does not use.
+SCRATCH_ARGUMENTS = 4
+
+# Chunks that a program moves, and its warps: 16 KiB with several 16-byte accesses a thread. Where
+# there are as many chunks as threads, each thread looks up one and the others get it from it.
+TUNING = {64: (128, 4), 256: (64, 2), 1024: (16, 4), 4096: (4, 4)}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Which kernel: see cuda_triton.py."""
+
+    chunk: int
+    search: bool = False
+    fill: bool = False
+    grain: int = 16
+
+    @property
+    def count(self) -> int:
+        return TUNING[self.chunk][0]
+
+
+# What a cache's copies use.
+USUAL = tuple(Form(chunk, search) for search in (False, True) for chunk in TUNING)
+
+_lock = threading.Lock()
+_functions: dict[tuple[int, Form], Function] = {}
+
+
+@cache
+def available() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def function(device: Device, form: Form) -> Function:
+    """The kernel for a device, which must be current; compiled if need be."""
+    found = _functions.get((device.ordinal, form))
+    if found is None:
+        with _lock:
+            found = _functions.get((device.ordinal, form))
+            if found is None:
+                found = _load(device, form)
+                _functions[device.ordinal, form] = found
+    return found
+
+
+def warm(device: Device) -> None:
+    """Have the usual kernels ready."""
+    with device.current():
+        for form in USUAL:
+            function(device, form)
+
+
+def _load(device: Device, form: Form) -> Function:
+    code, name, shared = compile_form(form, device.capability)
+    return Function(code, name, warps=TUNING[form.chunk][1], shared_bytes=shared)
+
+
+def compile_form(form: Form, capability: int) -> tuple[bytes, str, int]:
+    """Machine code, the kernel's name in it, and the shared memory that it needs."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from kvferry.transport.cuda_triton import copy_runs
+
+    count, warps = TUNING[form.chunk]
+    constants = {
+        "SEARCH": form.search,
+        "FILL": form.fill,
+        "GRAIN": form.grain,
+        "CHUNK": form.chunk,
+        "COUNT": count,
+        "COUNT_LOG": count.bit_length(),
+    }
+    signature = {
+        **dict.fromkeys(_TABLES, "*i64"),
+        **dict.fromkeys(_WIDE, "i64"),
+        **dict.fromkeys(_NUMBERS, "i32"),
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    places = list(signature)
+    source = ASTSource(
+        copy_runs,
+        signature,
+        constexprs={(places.index(name),): value for name, value in constants.items()},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": warps})
+    return compiled.asm["cubin"], compiled.metadata.name, compiled.metadata.shared

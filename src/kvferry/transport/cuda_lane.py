@@ -1,0 +1,260 @@
+"""A lane: a stream of one device, and the buffers through which runs reach the GPU.
+
+    lane.copy(runs)     queue all copies of these runs; returns when they are queued
+    lane.finish()       wait until everything queued is done, and visible
+
+The numbers of a batch go into pinned memory and from there to the device, or, where they are few,
+are read from the pinned memory by the kernel itself. There are a few such slots, so that the next
+batch is prepared while the last one runs; between two launches the caller's `check` is asked, and
+no more than `SLOTS` launches of at most `LAUNCH_BYTES` are ever under way, so that a cancelled
+transfer ends within milliseconds. One thread uses a lane at a time.
+
+Without Triton, each copy is a `cuMemcpyAsync`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.transport import cuda_kernels
+from kvferry.transport.base import Ints
+from kvferry.transport.cuda_driver import Device, Event, Stream
+from kvferry.transport.cuda_kernels import SCRATCH_ARGUMENTS, Form
+from kvferry.transport.cuda_work import MOST_ITEMS, WINDOW, Runs, Work
+
+SLOTS = 3
+LAUNCH_BYTES = 1 << 30  # about half a millisecond on an H200
+SLOT_NUMBERS = 4 * WINDOW + 4096  # of a window with uneven lengths: src, dst, length, first chunk
+# A kernel reads so few numbers straight from pinned memory sooner than a copy of them is queued.
+DIRECT_NUMBERS = 1 << 11
+SPIN_SECONDS = 300e-6  # of asking again and again, before a thread sleeps until an event
+SYSTEM_COPIES = 256  # without Triton: copies between two looks at `check`
+
+Check = Callable[[], None]
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Slot:
+    """Numbers of one batch, on both sides, and when the GPU is done with them."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.pinned = device.pinned(8 * SLOT_NUMBERS)
+        self.numbers: Ints = self.pinned.view(np.int64)
+        self.there = device.allocate(8 * SLOT_NUMBERS)
+        self.done = Event()
+        self.used = False
+
+    def free(self) -> None:
+        self.done.destroy()
+        self._device.free(self.there)
+        self._device.free_pinned(self.pinned)
+
+
+@dataclass(slots=True)
+class Shifts:
+    """What is added to every address of a side: where it lies here."""
+
+    src: int = 0
+    dst: int = 0
+
+
+class Lane:
+    """See the module's text. The device must be current wherever a lane is used."""
+
+    def __init__(self, device: Device, *, triton: bool | None = None) -> None:
+        self.device = device
+        self.stream = Stream()
+        self._kernels = cuda_kernels.available() if triton is None else triton
+        self._slots = [_Slot(device) for _ in range(SLOTS if self._kernels else 0)]
+        self._next = 0
+        self._end = Event()
+
+    def copy(
+        self,
+        runs: Runs,
+        shifts: Shifts | None = None,
+        *,
+        fill: bool = False,
+        check: Check = _nothing,
+    ) -> None:
+        """Queue these runs; with `fill`, set the destinations to zero instead."""
+        shifts = shifts or Shifts()
+        runs = runs.without_empty()
+        if runs.copies == 0:
+            return
+        if not self._kernels:
+            self._copy_singly(runs, shifts, fill, check)
+            return
+        outer = 2 * (len(runs.src_rows) + len(runs.src_steps))
+        if outer > SLOT_NUMBERS // 2:  # no plan has so many layers or heads
+            for arrays in runs.arrays():
+                self._pieces(Runs.of_arrays(arrays), shifts, fill, check)
+            return
+        self._pieces(runs, shifts, fill, check)
+
+    def finish(self, check: Check = _nothing) -> None:
+        self._end.record(self.stream)
+        wait_event(self._end)
+
+    def drain(self) -> None:
+        """Wait for what is queued, whatever became of it."""
+        with contextlib.suppress(Exception):
+            self.stream.synchronize()
+
+    def free(self) -> None:
+        self.drain()
+        for slot in self._slots:
+            slot.free()
+        self._end.destroy()
+        self.stream.destroy()
+
+    def _pieces(self, runs: Runs, shifts: Shifts, fill: bool, check: Check) -> None:
+        for piece in runs.pieces(WINDOW):
+            work = Work.of(piece)
+            if work.items_per_row <= MOST_ITEMS:
+                self._launch(work, shifts, fill, check)
+            else:  # terabytes
+                for part in piece.pieces(1):
+                    self._launch(Work.of(part), shifts, fill, check)
+
+    def _launch(self, work: Work, shifts: Shifts, fill: bool, check: Check) -> None:
+        runs = work.runs
+        form = Form(work.chunk, search=not work.length, fill=fill, grain=runs.grain())
+        kernel = cuda_kernels.function(self.device, form)
+        check()
+        slot = self._take()
+        tables = [
+            runs.src_rows,
+            runs.dst_rows,
+            runs.src_segments,
+            runs.dst_segments,
+            runs.src_steps,
+            runs.dst_steps,
+            runs.lengths if form.search else None,
+            work.firsts if form.search else None,
+        ]
+        at, places = 0, []
+        for table in tables:
+            places.append(at)
+            if table is not None:
+                slot.numbers[at : at + len(table)] = table
+                at += len(table)
+        base = slot.pinned.ctypes.data
+        if at > DIRECT_NUMBERS:
+            self.stream.copy(slot.there, base, 8 * at)
+            base = slot.there
+        values = np.zeros(17 + SCRATCH_ARGUMENTS, dtype=np.int64)
+        values[:8] = base + 8 * np.asarray(places)
+        values[8:11] = work.length, shifts.src, shifts.dst
+        values[11:15] = len(runs.lengths), len(runs.src_steps), work.chunks, work.search_rounds()
+        for row, begin, end in launches(work):
+            if begin or row:
+                check()
+            values[0:2] = base + 8 * (np.asarray(places[:2]) + row)
+            values[15:17] = begin, end
+            kernel.launch(-(-(end - begin) // form.count), self.stream, values)
+        slot.done.record(self.stream)
+        slot.used = True
+
+    def _take(self) -> _Slot:
+        """The slot whose turn it is, once the GPU has done with it."""
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % len(self._slots)
+        if slot.used:
+            wait_event(slot.done)
+        return slot
+
+    def _copy_singly(self, runs: Runs, shifts: Shifts, fill: bool, check: Check) -> None:
+        stream = self.stream
+        for arrays in runs.arrays():
+            dst = (arrays.dst + shifts.dst).tolist()
+            src = (arrays.src + shifts.src).tolist()
+            length = arrays.length.tolist()
+            for i in range(len(dst)):
+                if i % SYSTEM_COPIES == 0:
+                    check()
+                    self.finish()
+                if fill:
+                    stream.zero(dst[i], length[i])
+                else:
+                    stream.copy(dst[i], src[i], length[i])
+
+
+def launches(work: Work) -> Iterator[tuple[int, int, int]]:
+    """First row, first and last item of each launch, so that none takes long."""
+    rows, per_row = len(work.runs.src_rows), work.items_per_row
+    row_bytes = max(1, work.runs.bytes() // rows)
+    most_rows = max(1, MOST_ITEMS // per_row)
+    most_items = max(1, LAUNCH_BYTES * per_row // row_bytes)
+    for row in range(0, rows, most_rows):
+        items = min(most_rows, rows - row) * per_row
+        for begin in range(0, items, most_items):
+            yield row, begin, min(begin + most_items, items)
+
+
+def wait_event(event: Event, seconds: float | None = None) -> bool:
+    """Until it is done: at first awake, because most are soon; whether it was within `seconds`."""
+    begin = time.perf_counter()
+    while not event.done():
+        spent = time.perf_counter() - begin
+        if seconds is not None and spent > seconds:
+            return False
+        if spent > SPIN_SECONDS:
+            if seconds is None:
+                event.synchronize()
+                return True
+            time.sleep(SPIN_SECONDS)
+    return True
+
+
+class Lanes:
+    """Lanes of one device, made when needed and used again."""
+
+    def __init__(self, device: Device, *, triton: bool | None = None) -> None:
+        self.device = device
+        self._triton = triton
+        self._idle: list[Lane] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @contextlib.contextmanager
+    def lane(self) -> Iterator[Lane]:
+        """A lane for this thread, with the device current; drained when it is given back."""
+        with self.device.current():
+            with self._lock:
+                lane = self._idle.pop() if self._idle else None
+            if lane is None:
+                lane = Lane(self.device, triton=self._triton)
+            try:
+                yield lane
+            except BaseException:
+                lane.drain()
+                raise
+            finally:
+                self._put(lane)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            lanes, self._idle = self._idle, []
+        with self.device.current():
+            for lane in lanes:
+                lane.free()
+
+    def _put(self, lane: Lane) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(lane)
+                return
+        lane.free()

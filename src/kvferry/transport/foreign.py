@@ -1,0 +1,373 @@
+"""What carriers share whose bytes another library moves: `mooncake` and `nixl`.
+
+The library gives batches between two processes; this gives the rest of the `Carrier` protocol:
+
+    bounds      checked here, against what the endpoint says, before the library sees a descriptor;
+                the library checks again, in its own way
+    batches     below the library's limits, neighbours joined, so that no call of ours holds the
+                interpreter's lock for long
+    threads     the library's blocking calls run on a few threads for each peer, so a peer that
+                does not answer holds up its own transfers only
+    liveness    a `Pulse` beside the data plane: looked at before, during and after each transfer
+    the end     no library here can take back a batch that it has begun. A cancelled transfer ends
+                with the batch under way; one whose batch does not come back is *abandoned*:
+                `cancel` raises `DeadlineExceeded`, `poll` says RUNNING, and its memory counts as
+                in use, until the library has returned it or the peer is dead. It is counted.
+
+Nobody is authenticated on these data planes: whoever reaches their ports can read and write all
+registered memory. Use them in networks whose hosts you trust. The owner cannot stop a peer's
+writes either (`can_revoke` is false).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from kvferry.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    PeerLost,
+    ProtocolError,
+    TransferError,
+)
+from kvferry.transport.base import CopyArrays, MemoryRegion, Transfer, TransferState
+from kvferry.transport.jobs import CANCEL_SECONDS, Job, Workers
+from kvferry.transport.pulse import TOKEN_BYTES, Pulse, PulseServer
+from kvferry.transport.regions import Arrays, RegionTable, require_all, slices
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
+TURN_LOOK_SECONDS = 0.02  # between two looks at cancel, for one that waits for its turn
+GRACE_SECONDS = 1.0  # a dead peer's data plane may fail before its pulse does
+SCRATCH_BYTES = 4096  # registered, for the byte that `connect` tries
+
+
+class ForeignEndpoint(msgspec.Struct, frozen=True, array_like=True):
+    """Where the owner's pulse is, what it registered, and what its library needs to be reached."""
+
+    carrier: str
+    flavour: str  # protocol or backends: both sides must have the same
+    host: str
+    pulse_port: int
+    token: bytes
+    incarnation: bytes
+    regions: list[tuple[int, int]]
+    address: bytes
+
+    @classmethod
+    def decode(cls, raw: bytes, carrier: str) -> ForeignEndpoint:
+        try:
+            endpoint = msgspec.msgpack.decode(raw, type=cls)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"this is not a {carrier} carrier's endpoint: {error}") from None
+        if (
+            endpoint.carrier != carrier
+            or not len(endpoint.token) == len(endpoint.incarnation) == TOKEN_BYTES
+        ):
+            raise ProtocolError(f"this is not a {carrier} endpoint, but {endpoint.carrier!r}")
+        return endpoint
+
+
+class ForeignPeer:
+    """A process that this one is connected to; `handle` is the library's name for it."""
+
+    def __init__(self, carrier: str, endpoint: ForeignEndpoint, pulse: Pulse) -> None:
+        self.endpoint, self.pulse = endpoint, pulse
+        self.regions = RegionTable.of([MemoryRegion(a, n) for a, n in endpoint.regions])
+        self.handle: Any = None
+        self.connected = True
+        self.workers = Workers(f"kvferry-{carrier}", THREADS_PER_PEER)
+        self._turn = threading.Lock()
+
+    def require_usable(self) -> None:
+        if not self.connected:
+            raise Cancelled("the peer was disconnected on this side")
+        self.pulse.require_alive()
+
+    @contextlib.contextmanager
+    def turn(self, job: Job) -> Iterator[None]:
+        """One batch at a time: more of them only compete for the library's threads."""
+        while not self._turn.acquire(timeout=TURN_LOOK_SECONDS):
+            job.checkpoint()
+            self.require_usable()
+        try:
+            job.checkpoint()
+            self.require_usable()
+            yield
+        finally:
+            self._turn.release()
+
+
+class ForeignJob(Job):
+    """A transfer that can end up abandoned."""
+
+    def __init__(self, carrier: ForeignCarrier, *args: Any) -> None:
+        super().__init__(*args)
+        self._carrier = carrier
+
+    def cancel(self, why: str = "the caller gave it up", seconds: float = CANCEL_SECONDS) -> None:
+        try:
+            super().cancel(why, seconds)
+        except DeadlineExceeded:
+            self._carrier.note_abandoned(self)
+            raise
+
+
+class ForeignCarrier:
+    """`host` is the address that peers reach this one at. `secret` is taken for uniformity: these
+    libraries have no use for one."""
+
+    name: ClassVar[str]
+    batch_descriptors: ClassVar[int]
+    batch_bytes: ClassVar[int]
+    can_revoke = False
+
+    def __init__(self, *, host: str | None, secret: bytes | str | None, flavour: str) -> None:
+        del secret
+        self.host = host or LOOPBACK
+        if not is_loopback(self.host):
+            log.warning(
+                "the %s carrier's data plane authenticates nobody: whoever reaches %s can read and "
+                "write the caches registered here, whether or not there is a shared secret",
+                self.name,
+                self.host,
+            )
+        self._flavour = flavour
+        self._pulse = PulseServer(self.host)
+        self._lock = threading.Lock()
+        self._regions: list[MemoryRegion] = []
+        self._table = RegionTable.of([])
+        self._peers: list[ForeignPeer] = []
+        self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
+        self._counts = {"transfers": 0, "batches": 0, "rejected_batches": 0, "abandoned": 0}
+        self._abandoned: set[ForeignJob] = set()
+        self._closed = self._was_shut = False
+
+    # What a library's carrier gives
+
+    def _register(self, added: list[MemoryRegion], gone: list[MemoryRegion]) -> None:
+        raise NotImplementedError
+
+    def _address(self) -> bytes:
+        """What a peer's library needs."""
+        raise NotImplementedError
+
+    def _attach(self, endpoint: ForeignEndpoint) -> Any:
+        """The library's handle for a peer."""
+        raise NotImplementedError
+
+    def _detach(self, handle: Any) -> None:
+        raise NotImplementedError
+
+    def _carry(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
+        """Move one batch. Returns or raises when the library has let it go."""
+        raise NotImplementedError
+
+    def _shut(self) -> None:
+        """End the library's part; nothing of ours is under way in it."""
+        raise NotImplementedError
+
+    # The protocol
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """What was carried. `abandoned`: transfers that were given up and whose end was not seen
+        in time; `abandoned_now`: those whose memory the library may still touch."""
+        with self._lock:
+            self._abandoned = {j for j in self._abandoned if j.poll() is TransferState.RUNNING}
+            return {**self._counts, "abandoned_now": len(self._abandoned)}
+
+    def count(self, what: str) -> None:
+        with self._lock:
+            self._counts[what] += 1
+
+    def note_abandoned(self, job: ForeignJob) -> None:
+        with self._lock:
+            if job not in self._abandoned:
+                self._abandoned.add(job)
+                self._counts["abandoned"] += 1
+                log.error(
+                    "a %s transfer is abandoned: the library has not let go of its memory, which "
+                    "counts as in use until it does",
+                    self.name,
+                )
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        with self._lock:
+            table = RegionTable.of([*self._regions, *regions])
+            before, after = set(self._table.regions()), set(table.regions())
+            self._register(
+                sorted(after - before, key=lambda r: r.address),
+                sorted(before - after, key=lambda r: r.address),
+            )
+            self._regions += regions
+            self._table = table
+
+    def endpoint(self) -> bytes:
+        if self._closed:
+            raise TransferError("the carrier is closed")
+        return msgspec.msgpack.encode(
+            ForeignEndpoint(
+                carrier=self.name,
+                flavour=self._flavour,
+                host=self.host,
+                pulse_port=self._pulse.port,
+                token=self._pulse.token,
+                incarnation=self._pulse.incarnation,
+                regions=[(r.address, r.bytes) for r in self._table.regions()],
+                address=self._address(),
+            )
+        )
+
+    def connect(self, endpoint: bytes, deadline: float) -> ForeignPeer:
+        """Reaches the peer's pulse, and one byte of its memory through the library."""
+        found = ForeignEndpoint.decode(endpoint, self.name)
+        if found.flavour != self._flavour:
+            raise TransferError(
+                f"the peer's {self.name} uses {found.flavour}, this one {self._flavour}; configure "
+                "both alike"
+            )
+        pulse = Pulse.connect(
+            found.host, found.pulse_port, found.token, found.incarnation, deadline
+        )
+        peer = ForeignPeer(self.name, found, pulse)
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._peers.append(peer)
+        if closed:
+            pulse.close()
+            raise Cancelled("the carrier was closed")
+        try:
+            attach = self._job(peer, lambda job: self._greet(job, peer), "connecting")
+            peer.workers.submit(attach).wait(deadline)
+        except TransferError:
+            self.disconnect(peer)
+            raise
+        return peer
+
+    def read(self, peer: ForeignPeer, copies: CopyArrays) -> Transfer:
+        return self._submit(peer, copies, reading=True)
+
+    def write(self, peer: ForeignPeer, copies: CopyArrays) -> Transfer:
+        return self._submit(peer, copies, reading=False)
+
+    def disconnect(self, peer: ForeignPeer) -> None:
+        """Ends its transfers; the library forgets the peer once the last of them is over."""
+        peer.connected = False
+        self._end(peer, CANCEL_SECONDS)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            peers = list(self._peers)
+        self._pulse.close()
+        for peer in peers:
+            peer.connected = False
+        until = time.monotonic() + CANCEL_SECONDS
+        for peer in peers:
+            self._end(peer, max(0.0, until - time.monotonic()))
+        self._tidy(None)
+
+    def _end(self, peer: ForeignPeer, seconds: float) -> None:
+        peer.workers.close(seconds)
+        for job in peer.workers.busy:
+            if isinstance(job, ForeignJob):
+                self.note_abandoned(job)
+        self._tidy(peer)
+
+    def _tidy(self, peer: ForeignPeer | None, ending: Job | None = None) -> None:
+        """Let a disconnected peer go, unless a transfer is left; the library with the last one."""
+        with self._lock:
+            gone = False
+            if peer is not None and peer in self._peers:
+                gone = not any(job is not ending for job in peer.workers.busy)
+            if gone and peer is not None:
+                self._peers.remove(peer)
+            shut = self._closed and not self._peers and not self._was_shut
+            self._was_shut |= shut
+        if gone and peer is not None:
+            peer.pulse.close()
+            if peer.handle is not None:
+                self._detach(peer.handle)
+        if shut:
+            self._shut()
+
+    def _greet(self, job: Job, peer: ForeignPeer) -> None:
+        peer.handle = self._attach(peer.endpoint)
+        if len(peer.regions):
+            one = np.ones(1, dtype=np.int64)
+            into = np.array([self._scratch.ctypes.data], dtype=np.int64)
+            self._judged(job, peer, Arrays(peer.regions.starts[:1], into, one), reading=True)
+
+    def _submit(self, peer: ForeignPeer, copies: CopyArrays, *, reading: bool) -> Transfer:
+        def work(job: Job) -> None:
+            arrays = Arrays.of(copies)
+            src, dst = (peer.regions, self._table) if reading else (self._table, peer.regions)
+            require_all(arrays, src, dst, reading=reading)
+            self.count("transfers")
+            for part in batches(arrays, self.batch_descriptors, self.batch_bytes):
+                with peer.turn(job):
+                    self._judged(job, peer, part, reading=reading)
+                self.count("batches")
+            peer.require_usable()  # it was the same process, and open, all along
+
+        what = f"a {self.name} {'read' if reading else 'write'}"
+        return peer.workers.submit(self._job(peer, work, what))
+
+    def _job(self, peer: ForeignPeer, work: Callable[[Job], None], what: str) -> ForeignJob:
+        def then_tidy(job: Job) -> None:
+            try:
+                work(job)
+            finally:
+                if not peer.connected:
+                    self._tidy(peer, job)
+
+        return ForeignJob(self, then_tidy, what)
+
+    def _judged(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
+        """Carry a batch. Whatever the library says, a peer that is gone is the better reason."""
+        try:
+            self._carry(job, peer, part, reading=reading)
+        except (Cancelled, PeerLost):
+            raise
+        except TransferError as error:
+            if peer.connected and not peer.pulse.alive(GRACE_SECONDS):
+                raise PeerLost(f"the peer is gone ({error})") from None
+            raise
+
+
+def batches(copies: Arrays, descriptors: int, max_bytes: int) -> Iterator[Arrays]:
+    """The same copies, neighbours joined, so many at a time."""
+    for part in slices(copies, max_bytes):
+        joined = _join(part)
+        for first in range(0, len(joined), descriptors):
+            few = slice(first, first + descriptors)
+            yield Arrays(joined.src[few], joined.dst[few], joined.length[few])
+
+
+def _join(part: Arrays) -> Arrays:
+    """Copies that follow each other on both sides as one."""
+    src, dst, length = part.src, part.dst, part.length
+    apart = (src[1:] != src[:-1] + length[:-1]) | (dst[1:] != dst[:-1] + length[:-1])
+    if bool(apart.all()):
+        return part
+    heads = np.concatenate((np.zeros(1, dtype=np.int64), np.flatnonzero(apart) + 1))
+    return Arrays(src[heads], dst[heads], np.add.reduceat(length, heads))
+
+
+def is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

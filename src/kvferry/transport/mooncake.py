@@ -1,0 +1,194 @@
+"""The carrier over Mooncake's TransferEngine: TCP anywhere, RDMA where there is hardware for it.
+
+Each carrier is an engine of its own with Mooncake's P2P handshake, so no metadata server is needed.
+
+    make_carrier("mooncake", protocol="rdma", device="mlx5_0")
+
+What Mooncake does with a batch decides how it is called (0.3.13, TCP):
+
+- It queues 1,024 transfers for a peer and lets 1,024 more wait, and fails the rest of a batch:
+  4,096 at once are refused. Batches of 512 pass and are as fast as any. Where the environment sets
+  lower limits (`MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER`), a refused batch comes again in halves, with
+  a growing pause, until it passes or `patience_seconds` are over.
+- Its blocking call spins until the batch is done, so one call a peer is at its best.
+- It reports a failed batch at its *first* failed copy, while others are still moving. After a
+  failure, a transfer therefore does not end before they can have ended (`SETTLE_SECONDS`).
+- It gives up on a batch after 30 seconds, without stopping it. Unless MC_TRANSFER_TIMEOUT is set,
+  the carrier raises that so far that the call returns when the batch has ended, and not before.
+
+The receiving engine checks addresses against its registered memory (TCP), or the NIC does (RDMA).
+It authenticates nobody, and listens on all interfaces, whatever `host` is. See `foreign`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
+from kvferry.transport.base import MemoryRegion
+from kvferry.transport.foreign import ForeignCarrier, ForeignEndpoint, ForeignPeer
+from kvferry.transport.jobs import Job
+from kvferry.transport.regions import Arrays
+
+BATCH_DESCRIPTORS = 512
+BATCH_BYTES = 32 << 20  # some 30 ms on loopback: between two looks at cancel
+PATIENCE_SECONDS = 10.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.001, 0.2
+REFUSED_SECONDS = 5.0  # a batch that failed later than this was not refused: it got stuck
+# Longer than MC_TCP_STATUS_TIMEOUT_SEC, after which the engine itself drops a silent connection.
+SETTLE_SECONDS = 35.0
+SETTLE_RETRIED_SECONDS = 0.25  # after all of a batch was moved again: the rest is under way
+SETTLE_DEAD_SECONDS = 0.2  # for the engine to see that a dead peer's connections ended
+TICK_SECONDS = 0.02
+TIMEOUT_VARIABLE, TIMEOUT_SECONDS = "MC_TRANSFER_TIMEOUT", 86_400
+
+
+class MooncakeCarrier(ForeignCarrier):
+    """`protocol` and `device` are Mooncake's own: "tcp", or "rdma" with "mlx5_0,mlx5_1"."""
+
+    name = "mooncake"
+    batch_descriptors = BATCH_DESCRIPTORS
+    batch_bytes = BATCH_BYTES
+
+    def __init__(
+        self,
+        *,
+        host: str | None = None,
+        secret: bytes | str | None = None,
+        protocol: str = "tcp",
+        device: str = "",
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:
+        engine_class = _engine_class()
+        super().__init__(host=host, secret=secret, flavour=protocol)
+        self._patience = patience_seconds
+        with _long_timeout():
+            self._engine = engine_class()
+        where = f"[{self.host}]" if ":" in self.host else self.host
+        if self._engine.initialize(where, "P2PHANDSHAKE", protocol, device) != 0:
+            self._pulse.close()
+            raise TransferError(
+                f"Mooncake's engine does not start on {self.host} with protocol {protocol!r} and "
+                f"device {device!r}; its own log says why. `device` must name RDMA devices of this "
+                "host (ibv_devices lists them); protocol tcp needs none"
+            )
+        self._where = where
+        self._require(
+            self._engine.register_memory(self._scratch.ctypes.data, self._scratch.nbytes),
+            f"{self._scratch.nbytes} bytes",
+        )
+
+    def _register(self, added: list[MemoryRegion], gone: list[MemoryRegion]) -> None:
+        for region in gone:
+            self._engine.unregister_memory(region.address)
+        for region in added:
+            code = self._engine.register_memory(region.address, region.bytes)
+            self._require(code, f"{region.bytes} bytes at {region.address:#x}")
+
+    def _require(self, code: int, what: str) -> None:
+        if code != 0:
+            raise TransferError(
+                f"Mooncake does not register {what} (code {code}): the memory must be mapped, and "
+                "for RDMA the limit of locked memory (ulimit -l) must allow it"
+            )
+
+    def _address(self) -> bytes:
+        return f"{self._where}:{self._engine.get_rpc_port()}".encode()
+
+    def _attach(self, endpoint: ForeignEndpoint) -> _Target:
+        return _Target(endpoint.address.decode())
+
+    def _detach(self, handle: _Target) -> None:
+        """Mooncake keeps what it knows of a peer; a new process has a new address."""
+
+    def _carry(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
+        engine, target = self._engine, peer.handle
+        call = engine.batch_transfer_sync_read if reading else engine.batch_transfer_sync_write
+        local, remote = (part.dst, part.src) if reading else (part.src, part.dst)
+        at, pause, refused_until, failed = 0, FIRST_PAUSE_SECONDS, 0.0, False
+        while at < len(part):
+            few = slice(at, at + target.limit)
+            begun = time.monotonic()
+            if self._call(call, target.name, local[few], remote[few], part.length[few]):
+                at, pause, refused_until = few.stop, FIRST_PAUSE_SECONDS, 0.0
+                continue
+            failed = True
+            now = time.monotonic()
+            refused_until = refused_until or begun + self._patience
+            why = ""
+            if not peer.pulse.alive():
+                why = "its process ended"
+            elif now - begun > REFUSED_SECONDS:
+                why = f"it makes no progress for {now - begun:.0f} s"
+            elif now > refused_until:
+                why = f"it refused every batch for {self._patience:.0f} s"
+            if why or job.cancelled or not peer.connected:
+                self._settle(peer, SETTLE_SECONDS)
+                job.checkpoint()
+                peer.require_usable()
+                raise DeadlineExceeded(
+                    f"Mooncake's peer {target.name} does not take {len(part) - at} copies: {why}. "
+                    "See Mooncake's log; lower MC_TCP_* limits slow it down"
+                )
+            self.count("rejected_batches")
+            target.limit = max(1, min(target.limit, len(part) - at) // 2)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        if failed:
+            self._settle(peer, SETTLE_RETRIED_SECONDS)
+
+    @staticmethod
+    def _call(call: Any, target: str, local: Any, remote: Any, length: Any) -> bool:
+        # it takes lists; of a few hundred, so that making them takes microseconds
+        return bool(call(target, local.tolist(), remote.tolist(), length.tolist()) == 0)
+
+    def _settle(self, peer: ForeignPeer, seconds: float) -> None:
+        """Wait until copies of a failed batch that were under way have ended."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if not peer.pulse.alive():
+                time.sleep(SETTLE_DEAD_SECONDS)
+                raise PeerLost("the peer is gone: it died or closed its carrier")
+            time.sleep(TICK_SECONDS)
+
+    def _shut(self) -> None:
+        for region in self._table.regions():
+            self._engine.unregister_memory(region.address)
+        self._engine.unregister_memory(self._scratch.ctypes.data)
+        self._engine = None
+
+
+class _Target:
+    """A peer as Mooncake knows it, and the largest batch that it has not refused."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.limit = name, BATCH_DESCRIPTORS
+
+
+def _engine_class() -> Any:
+    try:
+        from mooncake.engine import TransferEngine
+    except ImportError as error:
+        raise TransferError(
+            f"the carrier 'mooncake' needs Mooncake's transfer engine ({error}): pip install "
+            "'kvferry[mooncake]' (with CUDA) or 'kvferry[mooncake-cpu]', and the system's "
+            "libibverbs1"
+        ) from None
+    return TransferEngine
+
+
+@contextlib.contextmanager
+def _long_timeout() -> Iterator[None]:
+    """The engine reads its timeout once, when it is made; what the user has set stays."""
+    if TIMEOUT_VARIABLE in os.environ:
+        yield
+        return
+    os.environ[TIMEOUT_VARIABLE] = str(TIMEOUT_SECONDS)
+    try:
+        yield
+    finally:
+        del os.environ[TIMEOUT_VARIABLE]

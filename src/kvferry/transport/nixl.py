@@ -1,0 +1,241 @@
+"""The carrier over NIXL: UCX by default, its other backends by option.
+
+    make_carrier("nixl", backends=["UCX"])
+
+Descriptors go to NIXL as NumPy arrays, a batch at a time. Lists that are prepared beforehand and
+used by index bring nothing measurable here (making and checking a batch's lists is 1 to 2 % of
+moving it), and copies are arbitrary: so there are none. Its notifications are not needed: who reads
+tells the owner itself when it is done.
+
+UCX finds its own way to a peer: shared memory, TCP, RDMA, NVLink. Where `host` is loopback and the
+environment says nothing else, it is kept to the loopback device: so it works without a network, and
+cannot be reached from outside; and its InfiniBand module, which has nothing to do there, stays
+unloaded, because the one in NIXL 1.5.1's wheel crashes the process when it exits. With another
+`host`, UCX chooses its devices. What the environment sets (UCX_NET_DEVICES, UCX_TLS, UCX_MODULES)
+is never overridden.
+
+NIXL checks on the initiator's side that descriptors lie in what the peer registered; NICs check
+again (RDMA keys). It authenticates nobody. See `foreign`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import OutOfBounds, PeerLost, TransferError
+from kvferry.transport.base import Ints, MemoryRegion
+from kvferry.transport.foreign import (
+    GRACE_SECONDS,
+    ForeignCarrier,
+    ForeignEndpoint,
+    ForeignPeer,
+    is_loopback,
+)
+from kvferry.transport.jobs import Job
+from kvferry.transport.regions import Arrays
+
+BATCH_DESCRIPTORS = 16_384
+BATCH_BYTES = 64 << 20  # some 50 ms on loopback: between two looks at cancel
+SPINS = 50  # looks at a batch before sleeping in between
+SHORT_NAP_SECONDS, LONG_NAP_SECONDS = 20e-6, 1e-3
+PULSE_SECONDS = 0.02  # between two looks at whether the peer lives
+LOOPBACK_SETTINGS = {"UCX_NET_DEVICES": "lo", "UCX_MODULES": "^ib"}
+MEMORY = "DRAM"
+
+
+class NixlCarrier(ForeignCarrier):
+    """`backends`: NIXL's names, in order of preference; both sides need the same."""
+
+    name = "nixl"
+    batch_descriptors = BATCH_DESCRIPTORS
+    batch_bytes = BATCH_BYTES
+
+    def __init__(
+        self,
+        *,
+        host: str | None = None,
+        secret: bytes | str | None = None,
+        backends: Sequence[str] = ("UCX",),
+        threads: int = 0,
+    ) -> None:
+        api = _api()
+        chosen = [backends] if isinstance(backends, str) else list(backends)
+        super().__init__(host=host, secret=secret, flavour=",".join(chosen))
+        self._handles: dict[Any, int] = {}  # remote agents, and how many peers use each
+        self._handles_lock = threading.Lock()
+        config = api.nixl_agent_config(
+            backends=chosen,
+            num_threads=threads,
+            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+        )
+        try:
+            with loopback_settings(is_loopback(self.host)):
+                self._agent = api.nixl_agent(f"kvferry-{secrets.token_hex(8)}", config)
+        except Exception as error:
+            self._pulse.close()
+            raise TransferError(
+                f"NIXL's agent does not start with {chosen}: {_text(error)}; its own log says why. "
+                "With UCX_NET_DEVICES set, the device must exist"
+            ) from None
+        missing = sorted(set(chosen) - set(self._agent.backends))
+        if missing:
+            self._pulse.close()
+            raise TransferError(
+                f"this NIXL has no backend {', '.join(missing)}; it has "
+                f"{', '.join(self._agent.plugin_list)}"
+            )
+        self._registered: dict[int, Any] = {}
+        scratch = MemoryRegion(self._scratch.ctypes.data, self._scratch.nbytes)
+        self._register([scratch], [])
+
+    def _register(self, added: list[MemoryRegion], gone: list[MemoryRegion]) -> None:
+        for region in gone:
+            self._agent.deregister_memory(self._registered.pop(region.address))
+        for region in added:
+            try:
+                self._registered[region.address] = self._agent.register_memory(
+                    [(region.address, region.bytes, 0, "")], mem_type=MEMORY
+                )
+            except Exception as error:
+                raise TransferError(
+                    f"NIXL does not register {region.bytes} bytes at {region.address:#x}: "
+                    f"{_text(error)}. The memory must be mapped, and for RDMA the limit of locked "
+                    "memory (ulimit -l) must allow it"
+                ) from None
+
+    def _address(self) -> bytes:
+        metadata: bytes = self._agent.get_agent_metadata()
+        return metadata
+
+    def _attach(self, endpoint: ForeignEndpoint) -> Any:
+        try:
+            handle = self._agent.add_remote_agent(endpoint.address)
+        except Exception as error:
+            raise TransferError(f"NIXL does not take the peer's metadata: {_text(error)}") from None
+        with self._handles_lock:
+            self._handles[handle] = self._handles.get(handle, 0) + 1
+        return handle
+
+    def _detach(self, handle: Any) -> None:
+        with self._handles_lock:
+            self._handles[handle] -= 1
+            if self._handles[handle]:
+                return
+            del self._handles[handle]
+            with contextlib.suppress(Exception):  # it forgets dead peers by itself
+                self._agent.remove_remote_agent(handle)
+
+    def _carry(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
+        local, remote = (part.dst, part.src) if reading else (part.src, part.dst)
+        agent = self._agent
+        try:
+            handle = agent.initialize_xfer(
+                "READ" if reading else "WRITE",
+                agent.get_xfer_descs(_rows(local, part.length), mem_type=MEMORY),
+                agent.get_xfer_descs(_rows(remote, part.length), mem_type=MEMORY),
+                peer.handle,
+            )
+        except Exception as error:
+            raise _mapped(error) from None
+        try:
+            self._run(peer, handle)
+        except TransferError:
+            job.late_bytes = peer.pulse.alive()  # NIXL says nothing of the rest of the batch
+            raise
+        finally:
+            with contextlib.suppress(Exception):
+                handle.release()
+
+    def _run(self, peer: ForeignPeer, handle: Any) -> None:
+        """Until NIXL has let go of the batch, or the peer is dead."""
+        looks, next_pulse, dead_until = 0, time.monotonic() + PULSE_SECONDS, 0.0
+        try:
+            state = self._agent.transfer(handle)
+            while state == "PROC":
+                looks += 1
+                if looks > SPINS:
+                    time.sleep(SHORT_NAP_SECONDS if looks < 100 * SPINS else LONG_NAP_SECONDS)
+                now = time.monotonic()
+                if now >= next_pulse:
+                    next_pulse = now + PULSE_SECONDS
+                    if not dead_until and not peer.pulse.alive():
+                        dead_until = now + GRACE_SECONDS
+                    if dead_until and now > dead_until:
+                        raise PeerLost("the peer is gone: it died or closed its carrier")
+                state = self._agent.check_xfer_state(handle)
+        except TransferError:
+            raise
+        except Exception as error:
+            raise _mapped(error) from None
+        if state != "DONE":
+            raise TransferError("NIXL reports that the batch failed; its own log says why")
+
+    def _shut(self) -> None:
+        for registered in self._registered.values():
+            with contextlib.suppress(Exception):
+                self._agent.deregister_memory(registered)
+        self._registered.clear()
+        self._agent = None
+
+
+def _rows(address: Ints, length: Ints) -> NDArray[np.uint64]:
+    """Descriptors as NIXL takes them: address, length, device."""
+    rows = np.zeros((len(address), 3), dtype=np.uint64)
+    rows[:, 0] = address
+    rows[:, 1] = length
+    return rows
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _mapped(error: Exception) -> TransferError:
+    """NIXL's errors, by their names, as ours."""
+    match type(error).__name__:
+        case "nixlRemoteDisconnectError":
+            return PeerLost(f"NIXL lost its connection to the peer ({_text(error)})")
+        case "nixlNotFoundError":
+            return OutOfBounds(
+                f"NIXL does not find the descriptors in registered memory ({_text(error)}); "
+                "nothing of the batch was copied"
+            )
+    return TransferError(f"NIXL refused a batch: {_text(error)}")
+
+
+def _api() -> Any:
+    if "NIXL_LOG_LEVEL" not in os.environ:  # it logs to standard output, which is for results
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+    try:
+        from nixl import _api
+    except ImportError as error:
+        raise TransferError(
+            f"the carrier 'nixl' needs NIXL ({error}): pip install 'kvferry[nixl]'"
+        ) from None
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+    return _api
+
+
+@contextlib.contextmanager
+def loopback_settings(wanted: bool = True) -> Iterator[None]:
+    """UCX kept to loopback for agents made meanwhile, unless the environment names devices."""
+    ours = {}
+    if wanted and "UCX_NET_DEVICES" not in os.environ:
+        ours = {name: value for name, value in LOOPBACK_SETTINGS.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]

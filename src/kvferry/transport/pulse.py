@@ -1,0 +1,204 @@
+"""Whether a peer still lives, told by one idle TCP connection.
+
+The data planes of foreign engines say late, vaguely or never that a peer is gone. So the owner of
+memory listens beside them, and who connects keeps that connection open. The kernel closes it when
+the process ends, however it ends; a host that vanishes is noticed by keep-alive within
+`IDLE_SECONDS + PROBES * PROBE_SECONDS`. Nothing is ever sent on it after the greeting:
+
+    visitor  -> owner    MAGIC, the token that the endpoint names
+    owner    -> visitor  the incarnation that the endpoint names
+
+Neither side takes the other for somebody else: another process that got the same port has neither.
+The two are capabilities, not secrets on the wire: the connection is not encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+
+from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"kvferry-pulse-1\n"
+TOKEN_BYTES = 16
+GREETING_SECONDS = 5.0  # a visitor that has not greeted by then is sent away
+MOST_VISITORS = 4096
+IDLE_SECONDS, PROBE_SECONDS, PROBES = 5, 2, 3
+GRACE_TICK_SECONDS = 0.005
+
+
+class PulseServer:
+    """The owner's side: greets visitors and keeps their connections, on one thread."""
+
+    def __init__(self, host: str) -> None:
+        self.token, self.incarnation = (secrets.token_bytes(TOKEN_BYTES) for _ in range(2))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        except OSError as error:
+            raise TransferError(
+                f"cannot listen on {host}: {error}; `host` must be an address of this machine"
+            ) from None
+        self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+        self._waker, self._woken = socket.socketpair()
+        self._visitors: dict[socket.socket, tuple[bytes, float]] = {}  # heard, until when
+        self._thread = threading.Thread(target=self._loop, name="kvferry-pulse", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Visitors see that this carrier is gone. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._waker.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(GREETING_SECONDS)
+
+    def _loop(self) -> None:
+        with selectors.DefaultSelector() as selector, self._listener, self._woken:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while True:
+                waiting = any(until for _, until in self._visitors.values())
+                ready = [key.fileobj for key, _ in selector.select(1.0 if waiting else None)]
+                if self._woken in ready:
+                    break
+                for one in ready:
+                    try:
+                        if one is self._listener:
+                            self._welcome(selector)
+                        elif isinstance(one, socket.socket):
+                            self._hear(selector, one)
+                    except OSError as error:
+                        log.debug("a pulse connection failed: %s", error)
+                        if isinstance(one, socket.socket) and one is not self._listener:
+                            self._drop(selector, one)
+                now = time.monotonic()
+                for one, (_, until) in list(self._visitors.items()):
+                    if until and until < now:
+                        self._drop(selector, one)
+            for one in self._visitors:
+                one.close()
+            self._visitors.clear()
+
+    def _welcome(self, selector: selectors.BaseSelector) -> None:
+        visitor, _ = self._listener.accept()
+        if len(self._visitors) >= MOST_VISITORS:
+            visitor.close()
+            return
+        visitor.setblocking(False)
+        _keep_alive(visitor)
+        self._visitors[visitor] = (b"", time.monotonic() + GREETING_SECONDS)
+        selector.register(visitor, selectors.EVENT_READ)
+
+    def _hear(self, selector: selectors.BaseSelector, visitor: socket.socket) -> None:
+        heard, until = self._visitors[visitor]
+        expected = MAGIC + self.token
+        got = visitor.recv(len(expected) + 1)
+        heard += got
+        if not got or not until or len(heard) > len(expected):  # it ended, or says too much
+            self._drop(selector, visitor)
+        elif len(heard) < len(expected):
+            self._visitors[visitor] = (heard, until)
+        elif hmac.compare_digest(heard, expected):
+            self._visitors[visitor] = (b"", 0.0)
+            visitor.send(self.incarnation)
+        else:
+            self._drop(selector, visitor)
+
+    def _drop(self, selector: selectors.BaseSelector, visitor: socket.socket) -> None:
+        if self._visitors.pop(visitor, None) is not None:
+            selector.unregister(visitor)
+            visitor.close()
+
+
+class Pulse:
+    """The visitor's side: asked before, during and after transfers; has no thread."""
+
+    def __init__(self, connection: socket.socket, where: str) -> None:
+        self._connection, self._where = connection, where
+        self._lock = threading.Lock()
+        self._lost = False
+
+    @classmethod
+    def connect(
+        cls, host: str, port: int, token: bytes, incarnation: bytes, deadline: float
+    ) -> Pulse:
+        where = f"{host}:{port}"
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(f"no time left to connect to {where}")
+        try:
+            connection = socket.create_connection((host, port), timeout=left)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{where} does not answer in time") from None
+        except OSError as error:
+            raise PeerLost(f"nobody listens at {where} ({error}): the peer is gone") from None
+        try:
+            _keep_alive(connection)
+            connection.sendall(MAGIC + token)
+            answer = b""
+            while len(answer) < TOKEN_BYTES:
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                got = connection.recv(TOKEN_BYTES - len(answer))
+                if not got:
+                    raise PeerLost(f"{where} is not the peer any more: it does not know the token")
+                answer += got
+            if not hmac.compare_digest(answer, incarnation):
+                raise PeerLost(f"{where} is not the peer any more: it restarted")
+        except TimeoutError:
+            connection.close()
+            raise DeadlineExceeded(f"{where} does not greet in time") from None
+        except OSError as error:
+            connection.close()
+            raise PeerLost(f"{where} closed the connection: {error}") from None
+        except PeerLost:
+            connection.close()
+            raise
+        connection.setblocking(False)
+        return cls(connection, where)
+
+    def alive(self, grace_seconds: float = 0.0) -> bool:
+        """Whether the peer is there; looks for its end for that long."""
+        until = time.monotonic() + grace_seconds
+        while not self._look():
+            if time.monotonic() >= until:
+                return True
+            time.sleep(GRACE_TICK_SECONDS)
+        return False
+
+    def require_alive(self) -> None:
+        if not self.alive():
+            raise PeerLost(f"the peer at {self._where} is gone: it died or closed its carrier")
+
+    def close(self) -> None:
+        with self._lock:
+            self._lost = True
+            self._connection.close()
+
+    def _look(self) -> bool:
+        """Whether the end was seen; any word but silence is one."""
+        with self._lock:
+            if not self._lost:
+                try:
+                    self._connection.recv(1)
+                    self._lost = True
+                except (BlockingIOError, InterruptedError):
+                    pass
+                except OSError:
+                    self._lost = True
+            return self._lost
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)

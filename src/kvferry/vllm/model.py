@@ -1,0 +1,180 @@
+"""vLLM's model as ours: what its layers cache, from its configuration and the specs it made.
+
+Target layers are described from the model's configuration, over all stages, and checked against the
+specs. A draft model's layers are described from their specs: they come after the target's, or under
+another name, and are numbered by themselves. What the two do not agree on is refused at start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from kvferry.errors import DescriptionError
+from kvferry.layout.hf import model_from_config
+from kvferry.layout.model import CacheModel, Component, Group, Residency
+from kvferry.layout.shape import EngineShape, Rank
+from kvferry.layout.tensors import LayerKey
+from kvferry.vllm.specs import group_spec, is_state, layer_specs
+
+# Keys of a model's configuration that do not change what its cache means.
+IRRELEVANT = "_name_or_path transformers_version torch_dtype dtype architectures use_cache"
+
+
+def cache_model(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheModel, dict[str, LayerKey]]:
+    """The whole model's cache, and our name of each of this worker's layers."""
+    config = vllm_config.model_config
+    states = [group_spec(g.kv_cache_spec) for g in kv_cache_config.kv_cache_groups]
+    states = [spec for spec in states if is_state(spec)]
+    dtypes = [str(d).removeprefix("torch.") for d in states[0].dtypes] if states else []
+    target = model_from_config(
+        {**config.hf_text_config.to_dict(), "dtype": str(config.dtype).removeprefix("torch.")},
+        name=str(config.model),
+        cache_dtype=str(vllm_config.cache_config.cache_dtype),
+        state_dtype=dtypes[0] if dtypes else "auto",
+        ssm_dtype=dtypes[-1] if dtypes else "auto",
+    )
+    if states:
+        target = _with_rows(target, states[0])
+    keys: dict[str, LayerKey] = {}
+    drafts: list[tuple[str, Any]] = []
+    prefix = _prefix(next(iter(vllm_config.compilation_config.static_forward_context), ""))
+    for _, name, spec in layer_specs(kv_cache_config):
+        speculates = vllm_config.speculative_config is not None
+        if speculates and (_prefix(name) != prefix or _ordinal(name) >= target.num_layers):
+            drafts.append((name, spec))
+        else:
+            keys[name] = _target_key(target, name)
+    if not drafts:
+        return target, keys
+    groups, draft_keys = draft_groups(vllm_config, drafts)
+    whole = replace(target, groups=(*target.groups, *groups), total_layers=target.num_layers)
+    return whole, keys | draft_keys
+
+
+def _ordinal(name: str) -> int:
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return int(extract_layer_index(name))
+
+
+def _prefix(name: str) -> str:
+    return name.partition("layers.")[0]
+
+
+def _target_key(model: CacheModel, name: str) -> LayerKey:
+    """By ordinal and role, never by position."""
+    ordinal, role = _ordinal(name), "indexer" if ".indexer." in name else "target"
+    groups = [g.name for g in model.groups if ordinal in g.layers and g.role == role]
+    if len(groups) != 1:
+        raise DescriptionError(
+            f"layer {name!r} caches something that the description of {model.name!r} does not "
+            f"have (groups with {role} layer {ordinal}: {groups})"
+        )
+    return groups[0], ordinal
+
+
+def _with_rows(model: CacheModel, spec: Any) -> CacheModel:
+    """Convolution states with the rows that the engine keeps: more with speculation."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    rows = int(spec.shapes[0][-1 if is_conv_state_dim_first() else 0])
+
+    def resized(c: Component) -> Component:
+        return replace(c, dims=(c.dims[0], rows)) if c.name.startswith("conv_") else c
+
+    groups = tuple(
+        replace(g, components=tuple(map(resized, g.components))) if g.is_state else g
+        for g in model.groups
+    )
+    return replace(model, groups=groups)
+
+
+def draft_groups(
+    vllm_config: Any, drafts: list[tuple[str, Any]]
+) -> tuple[list[Group], dict[str, LayerKey]]:
+    """A draft model's layers, numbered among themselves, and by what they keep."""
+    speculative = vllm_config.speculative_config
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise DescriptionError(
+            "an engine with pipeline stages and a draft model cannot be described: only the last "
+            "stage knows the draft's layers; use pipeline_parallel_size 1, or no draft model"
+        )
+    config = speculative.draft_model_config
+    heads = int(config.get_total_num_kv_heads())
+    content = f"{vllm_config.cache_config.cache_dtype} {config.dtype} of {_identity(config)}"
+    drafts = sorted(drafts, key=lambda d: (_prefix(d[0]), _ordinal(d[0])))
+    groups: dict[str, Group] = {}
+    keys: dict[str, LayerKey] = {}
+    for number, (name, spec) in enumerate(drafts):
+        if is_state(spec):
+            raise DescriptionError(f"draft layer {name!r} keeps a state, which is not supported")
+        span = int(getattr(spec, "sliding_window", None) or 0)
+        group = f"draft.{span}" if span else "draft"
+        size = spec.dtype.itemsize
+        if "MLA" in type(spec).__name__:
+            width = spec.state_content_size_bytes // size
+            parts: tuple[Component, ...] = (
+                Component("latent", 1, (width,), size, "replicated", content),
+            )
+        else:
+            dims = {"k": int(spec.head_size), "v": int(spec.head_size_v)}
+            parts = tuple(Component(c, heads, (d,), size, content=content) for c, d in dims.items())
+        known = groups.get(group)
+        if known is not None and known.components != parts:
+            raise DescriptionError(f"draft layer {name!r} keeps other things than those before it")
+        layers = (*(known.layers if known else ()), number)
+        residency = Residency("window", span) if span else Residency()
+        groups[group] = Group(group, layers, parts, residency, role="draft")
+        keys[name] = (group, number)
+    return list(groups.values()), keys
+
+
+def require_spec(group: Group, shape: EngineShape, rank: Rank, spec: Any, layer: str) -> None:
+    """What vLLM made must be what the configuration promised."""
+    if group.is_state:
+        _require_state(group, shape, rank, spec, layer)
+        return
+    content = spec.state_content_size_bytes
+    expected = sum(c.unit_bytes for c in group.components)
+    window = getattr(spec, "sliding_window", None) or 0
+    chunk = getattr(spec, "attention_chunk_size", None) or 0
+    span = group.residency.span
+    if content != expected or span not in (window or chunk, 0):
+        raise DescriptionError(
+            f"layer {layer!r}: its configuration promises {expected} bytes a head and token and a "
+            f"span of {span}, vLLM's {type(spec).__name__} has {content} bytes and "
+            f"{window or chunk}; kvferry cannot describe this cache"
+        )
+
+
+def _require_state(group: Group, shape: EngineShape, rank: Rank, spec: Any, layer: str) -> None:
+    """Convolution states first, then the others, each as large as its sections are on this rank."""
+    expected = {"conv": 0, "other": 0}
+    for c in group.components:
+        kind = "conv" if c.name.startswith("conv_") else "other"
+        expected[kind] += shape.units(group, c, rank.tp).size * c.unit_bytes
+    if is_state(spec):
+        sizes = [prod(s) * d.itemsize for s, d in zip(spec.shapes, spec.dtypes, strict=True)]
+        if sizes == list(expected.values()) and not spec.tp_replicated:
+            return
+    raise DescriptionError(
+        f"layer {layer!r}: its configuration promises a convolution state of {expected['conv']} "
+        f"bytes and {expected['other']} bytes of other state on rank {tuple(rank)}, vLLM's "
+        f"{spec} is another cache; kvferry cannot describe it"
+    )
+
+
+def _identity(config: Any) -> str:
+    """A model's name and a digest of its configuration."""
+    name = str(config.model).rstrip("/").rsplit("/", 1)[-1]
+    return f"{name} {configuration_digest(config.hf_text_config.to_dict())}"
+
+
+def configuration_digest(text: Mapping[str, Any]) -> str:
+    told = {k: v for k, v in text.items() if k not in IRRELEVANT.split()}
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]

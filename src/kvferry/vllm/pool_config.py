@@ -1,0 +1,169 @@
+"""What an operator may set for the pool, and how its store is opened.
+
+`FerryPoolConnector` needs nothing: the embedded store of this host, in its default place. The keys
+of vLLM's own MooncakeStoreConnector are understood, so that its configuration moves over as it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import DescriptionError
+from kvferry.pool.scheduler import PoolLimits
+from kvferry.pool.store import Store
+
+log = logging.getLogger("kvferry")
+
+# Keys of the in-tree connector that ask for what is always so here, or mean nothing to us.
+MOONCAKE_ONLY = frozenset(
+    {
+        "consumer_is_to_put",
+        "custom_mem_pool",
+        "enable_cross_layers_blocks",
+        "enable_group_semantics",
+        "enable_store_tp_lcm",
+        "lookup_async",
+        "prefer_alloc_in_same_node",
+        "preferred_segment",
+        "prefill_tp_sizes",
+        "store_tp_size",
+    }
+)
+SAMPLE_BYTES = 1 << 16  # of each end and the middle of a file of weights
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """Keys of `kv_connector_extra_config`."""
+
+    store: str = "embedded"  # "mooncake", or "module:function" of your own
+    path: str | None = None  # of the embedded store; None: in shared memory, one per user
+    size: int | str | None = None  # its memory tier, such as "80GB"
+    disk_path: str | None = None
+    disk_size: int | str = 0
+    options: dict[str, Any] = field(default_factory=dict)  # for a store of your own
+    cache_prefix: str = ""  # the tenant: engines with different ones share nothing
+    model_id: str = ""  # names the model, where its path differs between engines
+    weight_revision: str = ""  # names the weights; default: read off the model's files
+    load_async: bool = True
+    discard_partial_chunks: bool = True
+    lookup_rpc_port: int | str = 0  # no port is needed: accepted, and not used
+    enable_lookup: bool = True
+    save_decode_cache: bool = True
+    lookup_seconds: float = 2.0
+    load_seconds: float = 60.0
+    save_seconds: float = 60.0
+    min_load_tokens: int = 1  # a shorter hit is computed
+    pinned_share: float = 0.25  # of all blocks that saves may pin at a time
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any], **defaults: Any) -> PoolConfig:
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(extra) - known - MOONCAKE_ONLY)
+        if unknown:
+            raise DescriptionError(
+                f"kv_connector_extra_config has {unknown}, which kvferry's pool does not know; it "
+                f"knows {sorted(known)}"
+            )
+        unused = sorted(set(extra) & MOONCAKE_ONLY)
+        if unused:
+            log.info("kvferry's pool has no need of %s", ", ".join(unused))
+        config = cls(**{**defaults, **{k: v for k, v in extra.items() if k in known}})
+        for name in ("lookup_seconds", "load_seconds", "save_seconds"):
+            if getattr(config, name) <= 0:
+                raise DescriptionError(f"{name} must be positive, found {getattr(config, name)}")
+        if not config.load_async:
+            log.info("load_async is off: loads are asynchronous all the same, and no step waits")
+        if not config.discard_partial_chunks:
+            log.info("discard_partial_chunks is off: only whole blocks are kept all the same")
+        return config
+
+    def limits(self, blocks: int, *, produces: bool, consumes: bool) -> PoolLimits:
+        return PoolLimits(
+            lookup_seconds=self.lookup_seconds,
+            load_seconds=self.load_seconds,
+            save_seconds=self.save_seconds,
+            most_pinned_blocks=max(1, int(blocks * self.pinned_share)),
+            min_load_tokens=self.min_load_tokens,
+            lookup=self.enable_lookup and consumes,
+            save=produces,
+        )
+
+    def opener(self) -> Callable[[], Store]:
+        """What opens the store; every process and every lookup server opens its own."""
+        if self.store == "embedded":
+            return self._open_embedded
+        if self.store == "mooncake":
+            return self._open_mooncake
+        module, _, name = self.store.partition(":")
+        if not name:
+            raise DescriptionError(
+                f"store is 'embedded', 'mooncake' or 'module:function', found {self.store!r}"
+            )
+        make = getattr(importlib.import_module(module), name)
+        return lambda: make(**self.options)
+
+    def _open_embedded(self) -> Store:
+        from kvferry.pool.embedded import EmbeddedStore
+
+        sizes: dict[str, Any] = {}
+        if self.size is not None:
+            sizes["memory_bytes"] = parse_bytes(self.size)
+        if self.disk_path is not None:
+            sizes["disk_directory"] = Path(self.disk_path)
+            sizes["disk_bytes"] = parse_bytes(self.disk_size)
+        store: Store = EmbeddedStore(Path(self.path) if self.path else None, **sizes)
+        return store
+
+    def _open_mooncake(self) -> Store:
+        from kvferry.pool.mooncake import open_mooncake
+
+        store: Store = open_mooncake()
+        return store
+
+
+def parse_bytes(amount: int | str) -> int:
+    """Bytes of an amount such as 80GB, 512MiB or 1073741824."""
+    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)(i?)b?\s*", str(amount), re.IGNORECASE)
+    if match is None:
+        raise DescriptionError(f"cannot read the size {amount!r}; write 80GB or 512MiB")
+    number, prefix, binary = match.groups()
+    unit = 1024 ** "kmgt".index(prefix.lower()) * 1024 if binary and prefix else None
+    return int(float(number) * (unit or _UNITS[prefix.lower()]))
+
+
+def weight_revision(model: str, configured: str = "", revision: str | None = None) -> str:
+    """A name for the weights: as configured, or read off their files; empty where unknown.
+
+    Of each file the size, both ends and the middle are hashed: copies of the same weights have the
+    same name wherever they lie, and other weights of the same model have another.
+    """
+    if configured:
+        return f"named {configured}"
+    folder = Path(model)
+    if not folder.is_dir():
+        return f"revision {revision}" if revision else ""
+    patterns = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+    files = sorted(path for pattern in patterns for path in folder.glob(pattern))
+    digest = blake2b(digest_size=16)
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for start in (0, size // 2, max(0, size - SAMPLE_BYTES)):
+                file.seek(start)
+                digest.update(file.read(SAMPLE_BYTES))
+    return f"files {digest.hexdigest()}" if files else ""
+
+
+def default_tenant() -> str:
+    return os.environ.get("KVFERRY_POOL_PREFIX", "")

@@ -1,0 +1,227 @@
+"""`FerryPoolConnector`: vLLM's connector interface over the shared pool."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.version import __version__ as vllm_version
+
+from kvferry.errors import DescriptionError
+from kvferry.vllm.config import require_supported_vllm
+from kvferry.vllm.pool_config import PoolConfig, default_tenant
+from kvferry.vllm.pool_metadata import PoolMetadata, PoolPromMetrics, PoolStats
+from kvferry.vllm.pool_scheduler import VllmPoolScheduler
+from kvferry.vllm.pool_worker import PoolWorker
+
+log = logging.getLogger("kvferry")
+
+
+class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Keeps KV blocks by content, for engines of any shape."""
+
+    defaults: dict[str, Any] = {}
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        require_supported_vllm(vllm_version)
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        defaults = {"cache_prefix": default_tenant(), **self.defaults}
+        config = PoolConfig.read(transfer.kv_connector_extra_config or {}, **defaults)
+        if vllm_config.parallel_config.prefill_context_parallel_size > 1:
+            raise DescriptionError("the pool does not know prefill context parallelism yet")
+        if (
+            transfer.kv_load_failure_policy == "fail"
+            and transfer.kv_connector == type(self).__name__
+        ):
+            # a block that a cache lost is computed; that is no reason to end a request
+            transfer.kv_load_failure_policy = "recompute"
+        self._groups = tuple(range(len(kv_cache_config.kv_cache_groups)))
+        self.scheduler: VllmPoolScheduler | None = None
+        self.worker: PoolWorker | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            limits = config.limits(
+                kv_cache_config.num_blocks,
+                produces=transfer.is_kv_producer,
+                consumes=transfer.is_kv_consumer,
+            )
+            events = vllm_config.kv_events_config
+            self.scheduler = VllmPoolScheduler(
+                config,
+                vllm_config,
+                limits,
+                events=bool(events and events.enable_kv_cache_events),
+            )
+        else:
+            self.worker = PoolWorker(config, vllm_config, kv_cache_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is dropped is a miss later, and nothing worse."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Head-major pages keep ranges long when tp differs; MLA has no heads to order."""
+        return None if vllm_config.model_config.use_mla else "LBHNC"
+
+    # Scheduler
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        self.set_xfer_handshake_metadata_pp_aware({(0, tp): m for tp, m in metadata.items()})
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        assert self.scheduler is not None
+        self.scheduler.set_handshakes(metadata)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        assert self.scheduler is not None
+        self.scheduler.bind_blocks(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        if self.scheduler is not None:
+            self.scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        assert self.scheduler is not None
+        return self.scheduler.matched(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return self._groups
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        assert self.scheduler is not None
+        self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        assert self.scheduler is not None
+        return self.scheduler.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if self.scheduler is not None:
+            self.scheduler.reported(
+                connector_output.kv_connector_worker_meta, connector_output.finished_recving or ()
+            )
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self.scheduler is not None
+        self.scheduler.finished(request, block_ids)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler is not None and self.scheduler.pool.has_work
+
+    def has_pending_block_frees(self) -> bool:
+        return self.scheduler is not None and self.scheduler.pool.pinned_blocks > 0
+
+    def take_events(self) -> Iterable[Any]:
+        return self.scheduler.take_events() if self.scheduler is not None else ()
+
+    def reset_cache(self) -> bool | None:
+        """Weights were replaced, or the operator wants a clean start: a namespace of its own."""
+        if self.scheduler is None:
+            return None
+        self.scheduler.pool.reset()
+        return True
+
+    # Worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        assert self.worker is not None
+        self.worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self.worker.handshake() if self.worker is not None else None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PoolMetadata) and self.worker is not None
+        self.worker.start(metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are whole and asynchronous; no layer is waited for."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Blocks are saved whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        """Saves begin; nobody waits for them."""
+        assert self.worker is not None
+        self.worker.save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self.worker is not None
+        return self.worker.results()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert self.worker is not None
+        return self.worker.take_invalid()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        assert self.worker is not None
+        return self.worker.take_report()
+
+    # Both
+
+    def get_kv_connector_stats(self) -> PoolStats | None:
+        if self.worker is not None:
+            counts = self.worker.take_counts()
+        elif self.scheduler is not None:
+            counts = self.scheduler.pool.counters.take()
+        else:
+            return None
+        return PoolStats(data=counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PoolStats:
+        return PoolStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PoolPromMetrics:
+        return PoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        for part in (self.scheduler, self.worker):
+            if part is not None:
+                part.close()
+
+
+class FerryMooncakeStoreConnector(FerryPoolConnector):
+    """What stands in for vLLM's MooncakeStoreConnector, with its configuration and its store."""
+
+    defaults = {"store": "mooncake", "save_decode_cache": False}

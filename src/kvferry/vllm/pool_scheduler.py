@@ -1,0 +1,242 @@
+"""The pool in vLLM's scheduler: requests, blocks and events of vLLM, as the pool knows them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvferry.errors import DescriptionError
+from kvferry.p2p.describe import read_layout, read_model, read_shape
+from kvferry.pool.chain import Extra
+from kvferry.pool.keys import KeyMetadata
+from kvferry.pool.orders import Loaded
+from kvferry.pool.records import make_layout
+from kvferry.pool.scheduler import PoolLimits, PoolScheduler, SavedBlocks
+from kvferry.vllm.metadata import FerryHandshake
+from kvferry.vllm.pool_config import PoolConfig, weight_revision
+from kvferry.vllm.pool_metadata import PoolMetadata, PoolReport
+from kvferry.wire.messages import EngineInfo, RankInfo
+
+log = logging.getLogger("kvferry")
+
+MEDIUM = "STORAGE"  # vLLM's word for where a pool's blocks are
+
+
+class VllmPoolScheduler:
+    def __init__(
+        self, config: PoolConfig, vllm_config: Any, limits: PoolLimits, *, events: bool
+    ) -> None:
+        self.config, self._vllm = config, vllm_config
+        self._blocks: Any = None  # vLLM's block pool
+        self._requests: dict[str, Any] = {}
+        self._with_events = events
+        self._events: list[Any] = []
+        self.pool = PoolScheduler(
+            limits, config.opener(), pin=self._pin, unpin=self._unpin, null_block=0
+        )
+
+    def set_handshakes(self, handshakes: Mapping[tuple[int, int], Any]) -> None:
+        """All workers' descriptions: the engine's layout, to be published."""
+        engines, ranks = [], []
+        for key, handshake in sorted(handshakes.items()):
+            if not isinstance(handshake, FerryHandshake):
+                raise DescriptionError(
+                    f"worker {key} sent a {type(handshake).__name__}; under MultiConnector, name "
+                    "kvferry's connectors first"
+                )
+            engines.append(msgspec.msgpack.decode(handshake.engine, type=EngineInfo))
+            ranks.append(msgspec.msgpack.decode(handshake.rank, type=RankInfo))
+        first = engines[0]
+        if any(
+            (e.groups, e.shape, e.meaning) != (first.groups, first.shape, first.meaning)
+            for e in engines
+        ):
+            raise DescriptionError("the workers of this engine describe it differently")
+        model, shape = read_model(first), read_shape(first)
+        layout = make_layout(model, first.meaning, [read_layout(r, shape)[0] for r in ranks])
+        config = self._vllm.model_config
+        weights = weight_revision(
+            str(config.model), self.config.weight_revision, getattr(config, "revision", None)
+        )
+        metadata = KeyMetadata.of(
+            self.config.cache_prefix, model.fingerprint(), first.meaning, weights
+        )
+        self.pool.start(metadata, layout, len(ranks), full_residency=shape.full_residency)
+        log.info(
+            "kvferry: the pool's namespace is %s, our layout %s (%s)",
+            metadata.namespace,
+            layout.id,
+            shape.describe(),
+        )
+
+    def bind_blocks(self, block_pool: Any) -> None:
+        self._blocks = block_pool
+
+    def _pin(self, block_ids: Sequence[int]) -> None:
+        self._blocks.touch([self._blocks.blocks[i] for i in block_ids])
+
+    def _unpin(self, block_ids: Sequence[int]) -> None:
+        self._blocks.free_blocks([self._blocks.blocks[i] for i in reversed(block_ids)])
+
+    # Requests
+
+    def on_new_request(self, request: Any) -> None:
+        if _unfit(request):
+            return
+        self._requests[request.request_id] = request
+        # the lookup is under way before the scheduler comes to this request
+        self.matched(request, 0)
+
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        if request.request_id not in self._requests or not self.pool.started:
+            return 0, False
+        tracker = self.pool.track(request.request_id, lambda: _extras(request))
+        count = self.pool.matched(request.request_id, tracker, request.all_token_ids, computed)
+        return count, bool(count)
+
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external: int) -> None:
+        self.pool.allocated(request.request_id, tables, external)
+
+    def step(self, output: Any) -> PoolMetadata:
+        """One step's orders: saves of the blocks that it fills."""
+        state = output.kv_connector_block_state
+        cached = output.scheduled_cached_reqs
+        progress = [(r.req_id, r.num_computed_tokens) for r in output.scheduled_new_reqs]
+        progress += list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, computed in progress:
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            final = computed + output.num_scheduled_tokens[request_id]
+            if not self.config.save_decode_cache:
+                final = min(final, request.num_prompt_tokens)
+            self.pool.computed(
+                request_id,
+                request.all_token_ids,
+                final,
+                lambda r=request_id: state.get_block_ids(r),  # type: ignore[misc]
+                tag=request if self._with_events else None,
+            )
+        orders = self.pool.take_orders()
+        return PoolMetadata(orders, idle=output.total_num_scheduled_tokens == 0)
+
+    def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> None:
+        """The last chance to save what had to be postponed; pins outlive the request."""
+        if request.request_id in self._requests:
+            final = request.num_computed_tokens - request.num_in_flight_tokens
+            if not self.config.save_decode_cache:
+                final = min(final, request.num_prompt_tokens)
+            self.pool.computed(
+                request.request_id,
+                request.all_token_ids,
+                final,
+                lambda: tables,
+                tag=request if self._with_events else None,
+            )
+            del self._requests[request.request_id]
+        self.pool.finished(request.request_id)
+
+    # Reports
+
+    def reported(self, report: Any, received: Iterable[str]) -> None:
+        if isinstance(report, PoolReport):
+            for saved in self.pool.saved(report.saved):
+                if self._with_events:
+                    self._stored(saved)
+            self.pool.loaded(report.loaded)
+            if self._with_events:
+                for loaded in report.loaded:
+                    self._removed(loaded)
+            self.pool.recovered(report.recovered)
+        for request_id in received:
+            self.pool.load_over(request_id)
+
+    def _stored(self, saved: SavedBlocks) -> None:
+        """Tell routers what the pool has now: blocks that every worker has stored."""
+        from vllm.distributed.kv_events import BlockStored
+        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+        request = saved.tag
+        hashes = [maybe_convert_block_hash(h) for h in request.block_hashes]
+        lora = getattr(request, "lora_request", None)
+        for blocks in saved.tables:
+            size = self.pool.block_tokens(blocks.table)
+            per = self._hashes_per_block(size)
+            if not per:
+                continue
+            for run in _runs([n for n in blocks.numbers if (blocks.table, n) not in saved.failed]):
+                first, last = run[0] * per, (run[-1] + 1) * per
+                if last > len(hashes):
+                    continue
+                self._events.append(
+                    BlockStored(
+                        block_hashes=hashes[first + per - 1 : last : per],
+                        parent_block_hash=hashes[first - 1] if first else None,
+                        token_ids=list(request.all_token_ids[run[0] * size : (run[-1] + 1) * size]),
+                        block_size=size,
+                        lora_id=getattr(lora, "lora_int_id", None),
+                        medium=MEDIUM,
+                        lora_name=getattr(lora, "lora_name", None),
+                        group_idx=blocks.table,
+                    )
+                )
+
+    def _removed(self, loaded: Loaded) -> None:
+        """Tell routers what the pool turned out not to have."""
+        from vllm.distributed.kv_events import BlockRemoved
+        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+        request = self._requests.get(loaded.request_id)
+        if request is None or not loaded.missing:
+            return
+        size = self.pool.align_tokens
+        per = self._hashes_per_block(size)
+        numbers = sorted({token // size for _, token in loaded.missing})
+        hashes = [
+            maybe_convert_block_hash(request.block_hashes[(n + 1) * per - 1])
+            for n in numbers
+            if per and (n + 1) * per <= len(request.block_hashes)
+        ]
+        if hashes:
+            self._events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM))
+
+    def _hashes_per_block(self, block_tokens: int) -> int:
+        """vLLM's hashes in one of our blocks; 0: the two do not fit."""
+        size = getattr(self._blocks, "hash_block_size", None) or block_tokens
+        return block_tokens // size if block_tokens % size == 0 else 0
+
+    def take_events(self) -> list[Any]:
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def _unfit(request: Any) -> bool:
+    """Requests whose cache is not a function of tokens and known extras."""
+    return request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None
+
+
+def _extras(request: Any) -> list[Extra]:
+    extras = []
+    if getattr(request, "lora_request", None) is not None:
+        extras.append(Extra(0, f"lora {request.lora_request.lora_name}"))
+    if getattr(request, "cache_salt", None):
+        extras.append(Extra(0, f"salt {request.cache_salt}"))
+    for feature in getattr(request, "mm_features", None) or ():
+        extras.append(Extra(feature.mm_position.offset, f"mm {feature.identifier}"))
+    return extras
+
+
+def _runs(numbers: Sequence[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] + 1 == number:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs

@@ -1,0 +1,99 @@
+"""Two real engines, what they answer, and what their caches hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from kvferry.demo.engines import Engine
+
+SUPPORT = str(Path(__file__).parent)
+USAGE = "vllm:kv_cache_usage_perc"
+Digests = dict[str, list[str | None]]
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return [(seed * 7919 + i * (37 + seed)) % 500 + 3 for i in range(tokens)]
+
+
+def ids(answer: dict[str, Any]) -> list[list[int]]:
+    assert "choices" in answer, answer
+    return [choice["token_ids"] for choice in answer["choices"]]
+
+
+def probed(engine: Engine) -> Engine:
+    """An engine whose workers tell what their caches hold."""
+    path = [SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])]
+    engine.environment |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join(path)}
+    engine.arguments += ["--worker-extension-cls", "cache_probe.CacheProbe"]
+    return engine
+
+
+def started(*engines: Engine) -> list[Engine]:
+    """Start engines at once; end all of them if one does not come up."""
+    try:
+        for engine in engines:
+            engine.start()
+        return [engine.wait_ready() for engine in engines]
+    except BaseException:
+        for engine in engines:
+            engine.kill()
+        raise
+
+
+def call(engine: Engine, method: str) -> list[Any]:
+    """What each worker answers."""
+    request = urllib.request.Request(
+        f"{engine.url}/collective_rpc",
+        json.dumps({"method": method}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        results: list[Any] = json.load(answer)["results"]
+        return results
+
+
+def seen(engine: Engine) -> list[Digests]:
+    """Caches of requests that were held or loaded since the last call, over all workers.
+
+    What several workers hold (a latent, a shared head) must be the same on all.
+    """
+    merged: dict[str, Digests] = {}
+    for worker in call(engine, "seen_caches"):
+        for request_id, digests in worker.items():
+            mine = merged.setdefault(request_id, {})
+            for key, values in digests.items():
+                assert mine.setdefault(key, values) == values, f"ranks differ in {key}"
+    return list(merged.values())
+
+
+def require_same_cache(source: Digests, loaded: Digests, needed_from: int) -> int:
+    """Every entry that the destination has must be the source's; how many were compared.
+
+    From token `needed_from` on every entry must be there; those of states always.
+    """
+    assert source.keys() == loaded.keys()
+    compared = 0
+    for key, values in loaded.items():
+        assert len(values) == len(source[key]), key
+        assert all(values[needed_from:]) or len(values) == 1, key
+        for token, (theirs, ours) in enumerate(zip(source[key], values, strict=True)):
+            if ours is not None:
+                assert ours == theirs, f"{key}, entry {token}"
+                compared += 1
+    return compared
+
+
+def settled(engine: Engine, seconds: float = 60.0) -> bool:
+    """Whether all blocks of an idle engine come back; small requests keep it stepping."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        engine.complete(prompt(999, 5), max_tokens=1)
+        if engine.metric(USAGE) == 0:
+            return True
+        time.sleep(0.3)
+    return False

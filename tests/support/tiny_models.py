@@ -1,0 +1,118 @@
+"""Tiny models of every kind of cache that vLLM's CPU build starts, as Hugging Face configs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.demo.tiny_model import INITIALIZER_RANGE, VOCABULARY, llama_config
+
+WINDOW = 96  # tokens; shorter than a block of 128, longer than one of 32
+
+
+def _config(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+        "initializer_range": INITIALIZER_RANGE,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": "float32",
+        **fields,
+    }
+
+
+TINY: dict[str, dict[str, Any]] = {
+    "llama": llama_config(),
+    "mla": _config(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=512,  # the CPU's MLA kernels exist for a latent of 512 + 64 only
+        q_lora_rank=None,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        first_k_dense_replace=3,  # no experts: the CPU build has none in fp32
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+    ),
+    "gemma3": _config(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=WINDOW,
+    ),
+    "gpt-oss": _config(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=WINDOW,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "mistral": _config(
+        "MistralForCausalLM",
+        "mistral",
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=WINDOW,
+    ),
+    "granite": _config(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["mamba", "mamba", "attention", "mamba"],
+        mamba_n_heads=8,
+        mamba_d_head=64,
+        mamba_d_state=32,
+        mamba_n_groups=2,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        num_local_experts=0,  # the CPU build has no experts in fp32
+        num_experts_per_tok=0,
+        shared_intermediate_size=256,
+        position_embedding_type="rope",
+        initializer_range=0.1,
+    ),
+    "qwen3-next": _config(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        initializer_range=0.1,
+        dtype="bfloat16",
+    ),
+}
