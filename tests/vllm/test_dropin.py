@@ -426,7 +426,7 @@ def tight(model: Path, logs: Path) -> Iterator[tuple[Engine, Engine, int]]:
     kind = {"kv_connector": "NixlPushConnector"}
     small = ["--max-model-len", "1024", "--num-gpu-blocks-override"]
     prefill = Engine("tp", model, logs / "tp.log", transfer=kind, on_failure="recompute")
-    prefill.connector = {"max_held_blocks": 12, "kv_lease_duration": 40}
+    prefill.connector = {"max_held_blocks": 12, "kv_lease_duration": 40, "carriers": ["tcp"]}
     prefill.arguments = [
         *small,
         "24",
@@ -437,7 +437,7 @@ def tight(model: Path, logs: Path) -> Iterator[tuple[Engine, Engine, int]]:
     ]
     prefill.environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
     decode = Engine("td", model, logs / "td.log", transfer=kind, on_failure="recompute")
-    decode.block_size, decode.connector = 32, {}
+    decode.block_size, decode.connector = 32, {"carriers": ["tcp"]}
     decode.arguments = [*small, "40"]
     decode.environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     started(prefill, decode)
@@ -462,6 +462,7 @@ class TestTight:
             kv_transfer_params=push_decode("r-20", "tp", port),
         )
         assert decode.metric(LOADS) == 1
+        assert re.search(r"loaded .*push \d", decode.tail(50))
         assert ids(answer) == ids(decode.complete(asked, max_tokens=8))
         assert ids(answer) == ids(prefill.complete(asked, max_tokens=8))
 

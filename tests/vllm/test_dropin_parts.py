@@ -38,6 +38,7 @@ from kvferry.vllm.family import Family
 from kvferry.vllm.metadata import FerryMetadata
 from kvferry.vllm.offering import Offering
 from kvferry.vllm.plugin import NAMES
+from kvferry.vllm.prefill import HandedOver
 from kvferry.vllm.rendezvous import Place, Rendezvous, appointment, derived_hold, transfer_name
 from kvferry.vllm.stats import FerryStats, as_stats, levels
 from kvferry.wire.messages import EngineInfo
@@ -166,6 +167,7 @@ def offering(style: Any, **config: Any) -> tuple[Offering, FerryMetadata]:
         True,
         (1, 1),
         1234,
+        HandedOver(),
         lambda: orders,
         FerryStats(),
         Spanless(),  # type: ignore[arg-type]

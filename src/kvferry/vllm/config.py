@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvferry.errors import DescriptionError
+from kvferry.p2p.consumer import Mode
 
 SUPPORTED_VLLM = ("0.32.",)
 
@@ -47,6 +48,7 @@ class FerryConfig:
     host: str | None = None  # address that peers reach this engine at; None: loopback
     port: int = 0  # of the directory; 0: any
     carriers: tuple[str, ...] = ("local", "tcp")  # in order of preference
+    mode: Mode = "pull"  # who moves the bytes; push: the producer, where its carrier can be stopped
     lease_seconds: float = 60.0  # a hold lasts this long without a word from its consumer
     load_seconds: float = 120.0  # a load has failed after this long
     model_id: str = ""  # names the weights, where the model's path differs between engines
@@ -90,6 +92,8 @@ class FerryConfig:
             raise DescriptionError(
                 f'draft_layers is "refuse" or "zero", found {config.draft_layers!r}'
             )
+        if config.mode not in ("pull", "push"):
+            raise DescriptionError(f"mode must be pull or push, not {config.mode!r}")
         if config.max_held_blocks < 0:
             raise DescriptionError("max_held_blocks must be a number of blocks, or 0 for no limit")
         return replace(config, port=config.port + rank) if config.port else config
@@ -117,6 +121,8 @@ def _translated(
 ) -> dict[str, Any]:
     """What an in-tree connector's keys and variables mean here."""
     values: dict[str, Any] = {}
+    if style == "push":
+        values["mode"] = "push"
     if style in ("nixl", "push"):
         host = environment.get("VLLM_NIXL_SIDE_CHANNEL_HOST")
         if host:

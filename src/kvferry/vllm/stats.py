@@ -30,7 +30,7 @@ LEVELS = (
     "blocks_quarantined",
 )
 STEPS: Mapping[str, tuple[str, ...]] = {  # of a load, by the names that p2p gives them
-    "claim_seconds": ("meet", "claim"),
+    "claim_seconds": ("meet", "offer", "claim"),
     "plan_seconds": ("bind",),
     "transfer_seconds": ("read", "push", "scatter", "zero"),
 }

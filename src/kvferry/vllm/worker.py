@@ -19,6 +19,7 @@ from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.producer import ProducerRank
+from kvferry.p2p.push import Pusher
 from kvferry.transport import make_carrier
 from kvferry.transport.base import Carrier, MemoryRegion
 from kvferry.transport.host import HostMemory
@@ -74,16 +75,17 @@ class FerryWorker:
             carrier = make_carrier(name, secret=self.config.secret, host=self.config.host)
             carrier.register(memory)
             self._carriers.append(carrier)
+        engine = engine_info(
+            self.engine_id, self._incarnation, described.model, layout.shape, described.meaning
+        )
         self._producer = ProducerRank(
             self._sockets,
             self._incarnation,
             host=self.config.host,
             lease_seconds=self.config.lease_seconds,
+            pusher=Pusher(engine, described.model, layout, bases, self._carriers),
         )
         self._producer.start()
-        engine = engine_info(
-            self.engine_id, self._incarnation, described.model, layout.shape, described.meaning
-        )
         self._consumer = ConsumerRank(
             self._sockets,
             engine,
@@ -93,6 +95,7 @@ class FerryWorker:
             self._carriers,
             zero=HostMemory(memory).zero,
             optional_roles=frozenset({"draft"} if self.config.draft_layers == "zero" else ()),
+            mode=self.config.mode,
         )
         address = f"{self.config.host or '127.0.0.1'}:{self._producer.port}"
         info = rank_info(
