@@ -94,7 +94,8 @@ class TestConfig:
 class TestNames:
     def test_classes_have_names_of_their_own(self) -> None:
         classes = (FerryConnector, MooncakeConnector, NixlConnector, NixlPushConnector)
-        assert {cls.__name__ for cls in classes} == set(NAMES)
+        assert {cls.__name__ for cls in classes} < set(NAMES)
+        assert all(name.startswith("Ferry") for name in NAMES)
 
     def test_the_entry_point_registers_them(self, tmp_path: Path) -> None:
         """In a process that imports nothing of ours, as MultiConnector's statistics need it."""
