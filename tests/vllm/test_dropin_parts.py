@@ -368,7 +368,8 @@ class TestStats:
         ranks = []
         for rank in range(2):
             stats = FerryStats()
-            stats.loaded(Loaded("r", "", 100, 3, {"meet": 1.0, "claim": 2.0, "bind": 0.5}))
+            steps = {"meet": 1.0, "claim": 2.0, "bind": 0.5}
+            stats.loaded(Loaded("r", "", 100, 3, seconds=steps))
             stats.loaded(Loaded("s", "StaleTicket: closed"))
             stats.level(f"0/0.{rank}", claims_parked=rank + 1)
             taken = stats.take()
