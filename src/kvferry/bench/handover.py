@@ -16,11 +16,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import statistics
+import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -196,9 +198,13 @@ def started(kind: Kind, model: Path, logs: Path) -> Iterator[_Pair]:
 
 
 def run(
-    requests: int = 20, tokens: int = 1000, kinds: tuple[str, ...] = ()
+    requests: int = 20,
+    tokens: int = 1000,
+    kinds: tuple[str, ...] = (),
+    tell: Callable[[HandoverResult], None] = lambda result: None,
 ) -> list[HandoverResult]:
     """Compare connectors. Each pair of engines is started alone: two cores hold no more."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # engines are ended on the way out
     chosen = [kind for kind in KINDS if not kinds or kind.name in kinds]
     results = []
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
@@ -214,6 +220,7 @@ def run(
                     results.append(pair.result())
             except (KvferryError, OSError, KeyError) as error:
                 results.append(HandoverResult(kind.name, 0, 0, 0, 0, 0, f"{error}"[-600:]))
+            tell(results[-1])
     return results
 
 

@@ -262,7 +262,9 @@ def bench_handover(
     from kvferry.bench.handover import run
 
     with refusals(), libraries_to_stderr():
-        results = run(requests, tokens, tuple(only or ()))
+        results = run(
+            requests, tokens, tuple(only or ()), lambda one: err.print(str(one), highlight=False)
+        )
     if as_json:
         print_json([asdict(result) for result in results])
         return
