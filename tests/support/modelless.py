@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -26,6 +27,8 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -43,7 +46,7 @@ from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.producer import ProducerRank
 from kvferry.transport import MemoryRegion, make_carrier
 from kvferry.transport.host import HostMemory
-from kvferry.vllm.family import Family
+from kvferry.vllm import FerryConnector
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.worker import FerryWorker
 from kvferry.wire.sockets import Sockets
@@ -79,9 +82,16 @@ class Modelless:
         role: str = "kv_both",
         policy: str = "recompute",
         asynchronous: bool = False,
+        children: list[dict[str, Any]] | None = None,
+        with_worker: bool = True,
         **extra: Any,
     ) -> None:
+        """`children`: of a MultiConnector; those that are not ours must need no device."""
         self.name, self.block_size = name, block_size
+        module: str | None = "kvferry.vllm"
+        extra = {"lease_seconds": 30, "load_seconds": 20, **extra}
+        if children is not None:
+            connector, module, extra = "MultiConnector", None, {"connectors": children}
         config = VllmConfig(
             model_config=ModelConfig(
                 model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=512
@@ -92,15 +102,16 @@ class Modelless:
                 max_model_len=512,
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
+                disable_hybrid_kv_cache_manager=True,  # for in-tree children
             ),
             cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True),
             kv_transfer_config=KVTransferConfig(
                 kv_connector=connector,
-                kv_connector_module_path="kvferry.vllm",
+                kv_connector_module_path=module,
                 kv_role=role,
                 engine_id=name,
                 kv_load_failure_policy=policy,
-                kv_connector_extra_config={"lease_seconds": 30, "load_seconds": 20, **extra},
+                kv_connector_extra_config=extra,
             ),
             device_config=DeviceConfig("cpu"),
         )
@@ -120,8 +131,19 @@ class Modelless:
         )
         self.connector = self.scheduler.connector
         self.memory = np.zeros(blocks * block_size * TOKEN_BYTES, dtype=np.uint8)
-        self.worker = self._worker(config, cache, blocks)
-        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.handshake()})
+        self.children = getattr(self.connector, "sub_connectors", [self.connector])
+        self.worker_side: Any = None
+        if with_worker:
+            self.worker_side = KVConnectorFactory.create_connector(
+                config, KVConnectorRole.WORKER, cache
+            )
+            ours = getattr(self.worker_side, "sub_connectors", [self.worker_side])
+            for child in ours:
+                if isinstance(child, FerryConnector):
+                    self._fill(child.worker, blocks)
+            told = self.worker_side.get_handshake_metadata()
+            if told is not None:
+                self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
         self.tokens: dict[str, list[int]] = {}  # sampled, by request
         self.ended: dict[str, Any] = {}  # finish reason, by request
         self.params: dict[str, dict[str, Any]] = {}  # of responses
@@ -130,10 +152,8 @@ class Modelless:
         self._in_flight: list[tuple[Any, Any]] = []
         self._asynchronous = asynchronous
 
-    def _worker(self, config: Any, cache: Any, blocks: int) -> FerryWorker:
-        """A worker whose cache is an array of ours."""
-        ferry = self.connector.scheduler
-        worker = FerryWorker(ferry.config, config, cache, ferry.offering.incarnation, Family())
+    def _fill(self, worker: FerryWorker, blocks: int) -> None:
+        """Give a worker an array of ours for a cache."""
         shape = EngineShape(block_size=self.block_size)
         layout = RankLayout.build(MODEL, shape, Rank(0, 0), blocks)
         assert layout.total_bytes == self.memory.nbytes
@@ -143,7 +163,7 @@ class Modelless:
         carrier.register([region])
         worker._carriers = [carrier]
         worker._producer = ProducerRank(
-            worker._sockets, worker._incarnation, lease_seconds=ferry.config.lease_seconds
+            worker._sockets, worker._incarnation, lease_seconds=worker.config.lease_seconds
         )
         worker._producer.start()
         engine = engine_info(self.name, worker._incarnation, MODEL, shape, {})
@@ -166,7 +186,17 @@ class Modelless:
         worker._handshake = FerryHandshake(
             msgspec.msgpack.encode(engine), msgspec.msgpack.encode(info)
         )
-        return worker
+
+    @property
+    def ferry(self) -> Any:
+        """Our connector's scheduler side; of several, the first."""
+        return next(c for c in self.children if isinstance(c, FerryConnector)).scheduler
+
+    @property
+    def parked_claims(self) -> int:
+        sides = getattr(self.worker_side, "sub_connectors", [self.worker_side])
+        ours = [c.worker for c in sides if isinstance(c, FerryConnector)]
+        return sum(worker._producer.parked_claims for worker in ours)
 
     # Requests
 
@@ -220,20 +250,30 @@ class Modelless:
                 self._history.setdefault(request_id, []).append(sampled[request_id][0])
             else:
                 sampled[request_id] = []
-        self.worker.start(scheduled.kv_connector_metadata)
-        results = self.worker.results()
         return ModelRunnerOutput(
             req_ids=list(sampled),
             req_id_to_index={r: i for i, r in enumerate(sampled)},
             sampled_token_ids=list(sampled.values()),
-            kv_connector_output=KVConnectorOutput(
-                finished_sending=results.finished_sending,
-                finished_recving=results.finished_recving,
-                failed_recving=results.failed_recving,
-                kv_connector_stats=self.worker.take_stats(),
-                kv_connector_worker_meta=self.worker.describe_once(),
-            ),
+            kv_connector_output=self._connect(scheduled) if self.worker_side else None,
         )
+
+    def _connect(self, scheduled: Any) -> KVConnectorOutput:
+        """What vLLM's model runner does with a connector, in its order."""
+        side = self.worker_side
+        side.handle_preemptions(scheduled.kv_connector_metadata)
+        side.bind_connector_metadata(scheduled.kv_connector_metadata)
+        side.start_load_kv(SimpleNamespace(attn_metadata=None))
+        side.wait_for_save()
+        results = side.get_transfer_results(scheduled.finished_req_ids)
+        output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            kv_connector_stats=side.get_kv_connector_stats(),
+            kv_connector_worker_meta=side.build_connector_worker_meta(),
+        )
+        side.clear_connector_metadata()
+        return output
 
     @property
     def _history(self) -> dict[str, list[int]]:
@@ -257,7 +297,8 @@ class Modelless:
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
     def close(self) -> None:
-        self.worker.close()
+        if self.worker_side is not None:
+            self.worker_side.shutdown()
         self.connector.shutdown()
 
 

@@ -52,9 +52,10 @@ def make(folder: Path) -> Iterator[Pairs]:
     try:
         run(*pairs.engines, until=lambda: not any(e.used_blocks for e in pairs.engines))
         for engine in pairs.engines:
-            ferry = engine.connector.scheduler
-            assert ferry.offering.held_blocks == 0 and not ferry.offering.held
-            assert not ferry.asking._wanted and not engine.scheduler.requests
+            assert not engine.scheduler.requests
+            for ferry in [c.scheduler for c in engine.children if hasattr(c, "STYLE")]:
+                assert ferry.offering.held_blocks == 0 and not ferry.offering.held
+                assert not ferry.asking._wanted
     finally:
         for engine in pairs.engines:
             engine.close()
@@ -187,7 +188,7 @@ def mooncake(make: Pairs) -> tuple[Modelless, Modelless, dict[str, Any]]:
 
 def parked(p: Modelless, d: Modelless) -> None:
     """Until a claim waits for its prefill."""
-    run(d, until=lambda: p.worker._producer.parked_claims)
+    run(d, until=lambda: p.parked_claims)
 
 
 class TestAtOnce:
@@ -304,3 +305,80 @@ def test_a_failed_load_fails_the_request_where_asked(make: Pairs) -> None:
     assert d.tokens["second"] == [] and str(d.ended["second"]) == "error"
     failures = [told["failures"] for told in d.stats if told["failures"]]
     assert failures == [{"StaleTicket": 1}]
+
+
+def child(name: str, **extra: Any) -> dict[str, Any]:
+    """One of ours, for a MultiConnector."""
+    extra = {"lease_seconds": 30, "load_seconds": 20, **extra}
+    ours = {"kv_connector_module_path": "kvferry.vllm", "kv_connector_extra_config": extra}
+    return {"kv_connector": name, "kv_role": "kv_both", **ours}
+
+
+class TestMulti:
+    """vLLM's MultiConnector, unmodified, on both sides of both engines."""
+
+    def test_two_of_ours_and_one_of_vllms(self, make: Pairs, tmp_path: Path) -> None:
+        """Each style is answered by its child; figures of both come apart and together again."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+        storage = {"shared_storage_path": str(tmp_path)}
+        theirs = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+        theirs |= {"kv_connector_extra_config": storage}
+        port = free_port()
+        p = make(
+            "p",
+            children=[
+                theirs,
+                child("NixlConnector"),
+                child("MooncakeConnector", bootstrap_port=port),
+            ],
+        )
+        d = make(
+            "d",
+            blocks=128,
+            block_size=8,
+            children=[child("MooncakeConnector", bootstrap_port=0), child("NixlConnector"), theirs],
+        )
+        first, second = prompt(70, 100), prompt(71, 100)
+        d.add("by ticket", first, 4, **prefilled(p, "p1", first))
+        where = {"do_remote_prefill": True, "remote_engine_id": "p", "transfer_id": "t"}
+        d.add("by id", second, 4, **where, remote_bootstrap_addr=f"http://127.0.0.1:{port}")
+        p.add("p2", second, 1, **PREFILL, transfer_id="t")
+        run(p, d, until=lambda: len(d.ended) == 2)
+        assert d.tokens["by ticket"] == expected(first, 4)
+        assert d.tokens["by id"] == expected(second, 4)
+        for name in ("FerryMooncakeConnector", "FerryNixlConnector"):
+            told = [step[name] for step in d.stats if name in step]
+            assert sum(len(one["bytes"]) for one in told) == 1
+        whole = MultiConnector.build_kv_connector_stats(d.stats[0])
+        for step in d.stats[1:]:
+            whole = whole.aggregate(MultiConnector.build_kv_connector_stats(step))
+        assert {line["loads"] for line in whole.reduce().values()} == {1}
+
+    def test_a_siblings_handshake_is_not_ours(self, make: Pairs) -> None:
+        """What MultiConnector passes on may be an in-tree child's; ours came by itself."""
+        p = make("p", children=[child("NixlConnector")])
+        p.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object(), (1, 0): object()})
+        assert p.worker_side.get_handshake_metadata() is None
+        assert p.ferry._described is None
+        p.step()
+        assert p.ferry._described is not None
+
+    def test_beside_vllms_own_nixl(self, make: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Both answer a prefill; vLLM ends an engine whose children use the same key."""
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+        theirs = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+        p = Modelless(
+            "p", make.folder, children=[theirs, child("NixlConnector")], with_worker=False
+        )
+        d = make("d")
+        try:
+            tokens = prompt(72, 30)
+            told = prefilled(p, "p", tokens)
+            assert told["remote_block_ids"] and told["kvferry"]["remote_engine_id"] == "p"
+            assert told["remote_port"] != told["kvferry"]["remote_port"]
+            d.add("d", tokens, 2, **told)
+            assert d.ferry.asking._wanted["d"].ticket.tokens == 30
+            d.abort("d")
+        finally:
+            p.connector.shutdown()
