@@ -319,3 +319,31 @@ def bench_pool(
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(pool_bench_page(result))
         err.print(f"plot: {html}", highlight=False)
+
+
+@bench.command("handover")
+def bench_handover(
+    requests: Annotated[int, typer.Option(help="Measured, for each connector.")] = 20,
+    tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 1000,
+    only: Annotated[list[str] | None, typer.Option(help="Names of connectors.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Prefill to decode between real engines, beside vLLM's own connectors."""
+    from kvferry.bench.handover import run
+
+    with refusals(), libraries_to_stderr():
+        results = run(
+            requests, tokens, tuple(only or ()), lambda one: err.print(str(one), highlight=False)
+        )
+    if as_json:
+        print_json([asdict(result) for result in results])
+        return
+    print(f"{'connector':24}{'first token ms':>16}{'P cpu ms':>10}{'D cpu ms':>10}{'wrong':>7}")
+    for one in results:
+        if one.error:
+            print(f"{one.name:24}did not run: {one.error.splitlines()[-1]}")
+            continue
+        print(
+            f"{one.name:24}{one.first_token_ms:16.1f}{one.prefill_cpu_ms:10.0f}"
+            f"{one.decode_cpu_ms:10.0f}{one.wrong:7}"
+        )

@@ -38,7 +38,8 @@ from kvferry.wire.sockets import Sockets
 log = logging.getLogger("kvferry")
 
 Mode = Literal["pull", "push"]
-LOAD_THREADS = 64  # started when needed; most wait, and none may wait for a stranger's dead peer
+# Started when needed. Most wait, some for a prefill that is not done, and hold up no others.
+LOAD_THREADS = 512
 
 
 class ConsumerRank:

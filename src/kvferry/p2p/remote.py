@@ -51,6 +51,19 @@ class Remote:
     sources: tuple[Source, ...]
     lacking: EdgePlan | None = None  # layers that only we have, to be zeroed; None: there are none
 
+    def describe(self) -> str:
+        """One line for logs: who it is, and what is read from which of its ranks."""
+        read = [
+            f"{tuple(source.rank)} over {source.carrier.name}"
+            for source in self.sources
+            if source.carrier is not None
+        ]
+        return (
+            f"engine {self.engine.engine_id} ({self.shape.describe()}, incarnation "
+            f"{self.engine.incarnation}): reads from ranks {', '.join(read) or 'none'}; speaks to "
+            f"{len(self.sources)}"
+        )
+
 
 def knows_all_ranks(welcome: ReplyBody) -> bool:
     """Whether an engine can be met, or refused, already: its workers may still be starting."""

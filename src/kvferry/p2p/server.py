@@ -154,6 +154,13 @@ class Server:
     def _take(self, frames: list[bytes]) -> None:
         self.counters["messages"] += 1
         if len(frames) != 2:
+            if not self.counters["malformed"]:
+                log.warning(
+                    "%s got a message of %d parts, which is not kvferry's: is the peer one of "
+                    "vLLM's own connectors? It gets no answer",
+                    self._thread.name,
+                    len(frames) - 1,
+                )
             self.counters["malformed"] += 1
             return
         sender, frame = frames

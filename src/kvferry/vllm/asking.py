@@ -246,6 +246,13 @@ class Asking:
         elif ticket in self._unwatched:
             self._unwatched.remove(ticket)
 
+    @property
+    def unsettled(self) -> bool:
+        """Whether `settle` will have something to do though no request comes."""
+        return bool(self._unfound) or any(
+            family.release_at is not None for family in self._shared.values()
+        )
+
     def settle(self) -> None:
         """Once a step: give back what nobody needs."""
         now = time.monotonic()

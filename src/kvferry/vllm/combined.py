@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from copy import copy
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,21 +19,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvferry.vllm import connector
-from kvferry.vllm.metadata import FerryMetadata
+from kvferry.vllm.both import BothMetadata, BothPromMetrics, BothReport, BothStats
 from kvferry.vllm.pool_connector import FerryPoolConnector
-from kvferry.vllm.pool_metadata import PoolMetadata, PoolPromMetrics, PoolStats
+from kvferry.vllm.pool_metadata import PoolMetadata
+from kvferry.vllm.prometheus import FerryPromMetrics
 
 log = logging.getLogger("kvferry")
-
-
-@dataclass
-class BothMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """One step's orders of both halves."""
-
-    ferry: KVConnectorMetadata = field(default_factory=FerryMetadata)
-    pool: PoolMetadata = field(default_factory=PoolMetadata)
 
 
 class FerryConnector(connector.FerryConnector):
@@ -98,9 +91,16 @@ class FerryConnector(connector.FerryConnector):
         return BothMetadata(ferry, pool)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        super().update_connector_output(connector_output)
-        if self.pool is not None:
-            self.pool.update_connector_output(connector_output)
+        if self.pool is None:
+            super().update_connector_output(connector_output)
+            return
+        told = connector_output.kv_connector_worker_meta
+        if not isinstance(told, BothReport):
+            told = BothReport(None, None)
+        ours, pools = copy(connector_output), copy(connector_output)
+        ours.kv_connector_worker_meta, pools.kv_connector_worker_meta = told.ferry, told.pool
+        super().update_connector_output(ours)
+        self.pool.update_connector_output(pools)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -120,8 +120,10 @@ class FerryConnector(connector.FerryConnector):
     def take_events(self) -> Iterable[Any]:
         return self.pool.take_events() if self.pool is not None else ()
 
-    def reset_cache(self) -> bool | None:
-        return self.pool.reset_cache() if self.pool is not None else None
+    def reset_cache(self) -> bool:
+        if self.pool is not None:
+            self.pool.reset_cache()
+        return super().reset_cache()
 
     # Worker
 
@@ -167,30 +169,37 @@ class FerryConnector(connector.FerryConnector):
         return mine | (self.pool.get_block_ids_with_load_errors() if self.pool else set())
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        if self.pool is not None:
-            return self.pool.build_connector_worker_meta()
-        return super().build_connector_worker_meta()
+        ferry = super().build_connector_worker_meta()
+        if self.pool is None:
+            return ferry
+        pool = self.pool.build_connector_worker_meta()
+        return BothReport(ferry, pool) if ferry or pool else None
 
     # Both
 
-    def get_kv_connector_stats(self) -> Any:
-        if self.pool is not None:
-            return self.pool.get_kv_connector_stats()
-        return super().get_kv_connector_stats()
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        ferry = super().get_kv_connector_stats()
+        if self.pool is None:
+            return ferry
+        return BothStats.of(ferry, self.pool.get_kv_connector_stats())
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PoolStats:
-        return PoolStats(data=data or {})
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        if data is not None and data.keys() <= {"ferry", "pool"}:
+            return BothStats(data=data)
+        return super().build_kv_connector_stats(data)
 
     @classmethod
     def build_prom_metrics(
         cls,
         vllm_config: Any,
-        metric_types: Any,
+        metric_types: dict[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> PoolPromMetrics:
-        return PoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    ) -> FerryPromMetrics:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        kind = BothPromMetrics if "pool" in extra else FerryPromMetrics
+        return kind(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self.pool is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvferry.errors import DescriptionError
+from kvferry.p2p.consumer import Mode
 from kvferry.transport.auto import AUTO
 from kvferry.transport.cost import Packing, require_packing
 
@@ -52,6 +53,7 @@ class FerryConfig:
     packing: Packing = "auto"  # or direct, packed: how short runs are moved
     checksums: bool = False  # compare what arrives with digests of what the source holds
     carrier_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by carrier
+    mode: Mode = "pull"  # who moves the bytes; push: the producer, where its carrier can be stopped
     lease_seconds: float = 60.0  # a hold lasts this long without a word from its consumer
     load_seconds: float = 120.0  # a load has failed after this long
     model_id: str = ""  # names the weights, where the model's path differs between engines
@@ -97,6 +99,8 @@ class FerryConfig:
             raise DescriptionError(
                 f'draft_layers is "refuse" or "zero", found {config.draft_layers!r}'
             )
+        if config.mode not in ("pull", "push"):
+            raise DescriptionError(f"mode must be pull or push, not {config.mode!r}")
         if config.max_held_blocks < 0:
             raise DescriptionError("max_held_blocks must be a number of blocks, or 0 for no limit")
         return replace(config, port=config.port + rank) if config.port else config
@@ -140,6 +144,8 @@ def _translated(
 ) -> dict[str, Any]:
     """What an in-tree connector's keys and variables mean here."""
     values: dict[str, Any] = {}
+    if style == "push":
+        values["mode"] = "push"
     if style in ("nixl", "push"):
         host = environment.get("VLLM_NIXL_SIDE_CHANNEL_HOST")
         if host:

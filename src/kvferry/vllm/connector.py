@@ -119,6 +119,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def has_pending_block_frees(self) -> bool:
         return self.scheduler is not None and self.scheduler.offering.moving
 
+    def has_pending_push_work(self) -> bool:
+        """Keeps an idle engine stepping until its workers have heard all orders."""
+        return self.scheduler is not None and self.scheduler.waits_for_a_step
+
     def reset_cache(self) -> bool:
         assert self.scheduler is not None
         self.scheduler.reset()

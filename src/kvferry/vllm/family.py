@@ -22,8 +22,9 @@ from kvferry.vllm.config import Style
 
 MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 FRAMES = 4  # between MultiConnector's constructor and ours, at most
-# In-tree connectors that put nothing into responses.
+# Connectors that put nothing into responses.
 SILENT = """
+FerryMooncakeStoreConnector FerryPoolConnector
 DecodeBenchConnector ExampleConnector FlexKVConnectorV1 HF3FSKVConnector MooncakeConnector
 MooncakeStoreConnector OffloadingConnector SimpleCPUOffloadConnector
 """

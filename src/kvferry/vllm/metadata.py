@@ -37,6 +37,18 @@ class FerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
     incarnation: str = ""  # not empty: be another one from now on, before all else
     idle: bool = False  # the step computes nothing
 
+    @property
+    def pending(self) -> bool:
+        """Whether workers should hear of it, also where there is nothing to compute."""
+        return bool(
+            self.holds
+            or self.loads
+            or self.cancels
+            or self.releases
+            or self.withdrawals
+            or self.incarnation
+        )
+
 
 @dataclass
 class FerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]

@@ -6,7 +6,14 @@ name. With the entry point, `kv_connector: FerryConnector` needs no module path 
 
 from __future__ import annotations
 
-NAMES = ("FerryConnector", "FerryMooncakeConnector", "FerryNixlConnector", "FerryNixlPushConnector")
+NAMES = (
+    "FerryConnector",
+    "FerryMooncakeConnector",
+    "FerryMooncakeStoreConnector",
+    "FerryNixlConnector",
+    "FerryNixlPushConnector",
+    "FerryPoolConnector",
+)
 
 
 def register() -> None:

@@ -195,6 +195,11 @@ class FerryScheduler:
         except KvferryError as error:
             log.warning("kvferry: requests by transfer id fail until a restart: %s", error)
 
+    @property
+    def waits_for_a_step(self) -> bool:
+        """Whether an idle engine should step: workers have something to hear."""
+        return self._orders.pending or self.asking.unsettled
+
     def take_orders(self) -> FerryMetadata:
         self.asking.settle()
         orders, self._orders = self._orders, FerryMetadata()

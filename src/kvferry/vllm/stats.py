@@ -19,7 +19,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from kvferry.p2p.load import Loaded
 
 # Observations: one number a load and rank, or one a request.
-PER_LOAD = ("bytes", "descriptors", "claim_seconds", "plan_seconds", "transfer_seconds")
+PER_LOAD = (
+    "bytes",
+    "descriptors",
+    "zeroed_bytes",
+    "claim_seconds",
+    "plan_seconds",
+    "transfer_seconds",
+)
 PER_REQUEST = ("queue_seconds", "total_seconds")
 COUNTS = ("failures", "holds", "unheld")  # each by reason
 LEVELS = (
@@ -30,7 +37,7 @@ LEVELS = (
     "blocks_quarantined",
 )
 STEPS: Mapping[str, tuple[str, ...]] = {  # of a load, by the names that p2p gives them
-    "claim_seconds": ("meet", "claim"),
+    "claim_seconds": ("meet", "offer", "claim"),
     "plan_seconds": ("bind",),
     "transfer_seconds": ("read", "push", "scatter", "zero"),
 }
@@ -68,6 +75,7 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
             return
         self.observe("bytes", load.bytes)
         self.observe("descriptors", load.descriptors)
+        self.observe("zeroed_bytes", load.zeroed_bytes)
         for name, steps in STEPS.items():
             self.observe(name, sum(load.seconds.get(step, 0.0) for step in steps))
 

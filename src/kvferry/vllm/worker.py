@@ -19,6 +19,7 @@ from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.producer import ProducerRank
+from kvferry.p2p.push import Pusher
 from kvferry.transport import make_carrier
 from kvferry.transport.auto import AUTO, by_cost, select
 from kvferry.transport.base import Carrier, MemoryRegion
@@ -75,8 +76,9 @@ class FerryWorker:
             if chosen.why_not:
                 log.debug("kvferry: no carrier %s: %s", chosen.name, chosen.why_not)
                 continue
-            options = {"packing": self.config.packing} if chosen.name in ("local", "tcp") else {}
-            options |= {"secret": self.config.secret, "host": self.config.host}
+            options: dict[str, Any] = {"secret": self.config.secret, "host": self.config.host}
+            if chosen.name in ("local", "tcp"):
+                options["packing"] = self.config.packing
             options |= self.config.carrier_options.get(chosen.name, {})
             carrier = make_carrier(chosen.name, **options)
             carrier.register(memory)
@@ -84,17 +86,18 @@ class FerryWorker:
         if self.config.carriers == (AUTO,):
             self._carriers = by_cost(self._carriers)
         host_memory = HostMemory(memory)
+        engine = engine_info(
+            self.engine_id, self._incarnation, described.model, layout.shape, described.meaning
+        )
         self._producer = ProducerRank(
             self._sockets,
             self._incarnation,
             host=self.config.host,
             lease_seconds=self.config.lease_seconds,
             memory=host_memory,
+            pusher=Pusher(engine, described.model, layout, bases, self._carriers),
         )
         self._producer.start()
-        engine = engine_info(
-            self.engine_id, self._incarnation, described.model, layout.shape, described.meaning
-        )
         self._consumer = ConsumerRank(
             self._sockets,
             engine,
@@ -105,6 +108,7 @@ class FerryWorker:
             zero=host_memory.zero,
             optional_roles=frozenset({"draft"} if self.config.draft_layers == "zero" else ()),
             checked=host_memory if self.config.checksums else None,
+            mode=self.config.mode,
         )
         address = f"{self.config.host or '127.0.0.1'}:{self._producer.port}"
         info = rank_info(

@@ -1,0 +1,311 @@
+"""An engine without a model: vLLM's real scheduler and block pool, our connector, real transfers.
+
+The "model" writes eight bytes for each token it computes, made from the token and its place, into
+the slot that vLLM's block table names; the next token is a checksum of all bytes of the sequence
+as they lie in memory. So a cache that did not come whole, or came from another prompt, shows in the
+next token, and a step takes a millisecond. Only the model is missing: requests are scheduled,
+preempted, held and freed by vLLM, and bytes move by our carriers.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvferry.layout.model import CacheModel, Component, Group
+from kvferry.layout.rank import RankLayout
+from kvferry.layout.shape import EngineShape, Rank
+from kvferry.p2p.consumer import ConsumerRank
+from kvferry.p2p.describe import engine_info, rank_info
+from kvferry.p2p.producer import ProducerRank
+from kvferry.transport import MemoryRegion, make_carrier
+from kvferry.transport.host import HostMemory
+from kvferry.vllm import FerryConnector
+from kvferry.vllm.metadata import FerryHandshake
+from kvferry.vllm.worker import FerryWorker
+from kvferry.wire.sockets import Sockets
+from vllm import SamplingParams
+
+TOKEN_BYTES = 8
+MODEL = CacheModel("modelless", (Group("g", (0,), (Component("k", 1, (TOKEN_BYTES,), 1),)),))
+init_none_hash(sha256)
+
+
+def token_bytes(token: int, position: int) -> np.ndarray:
+    return np.frombuffer(zlib.crc32(f"{token} {position}".encode()).to_bytes(8), dtype=np.uint8)
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    """What any engine must answer, computed without one."""
+    tokens = list(prompt)
+    for _ in range(count):
+        cache = b"".join(token_bytes(t, p).tobytes() for p, t in enumerate(tokens))
+        tokens.append(zlib.crc32(cache) % 1000)
+    return tokens[len(prompt) :]
+
+
+class Modelless:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        *,
+        connector: str = "FerryConnector",
+        blocks: int = 64,
+        block_size: int = 16,
+        role: str = "kv_both",
+        policy: str = "recompute",
+        asynchronous: bool = False,
+        children: list[dict[str, Any]] | None = None,
+        with_worker: bool = True,
+        **extra: Any,
+    ) -> None:
+        """`children`: of a MultiConnector; those that are not ours must need no device."""
+        self.name, self.block_size = name, block_size
+        module: str | None = "kvferry.vllm"
+        extra = {"lease_seconds": 30, "load_seconds": 20, **extra}
+        if children is not None:
+            connector, module, extra = "MultiConnector", None, {"connectors": children}
+        config = VllmConfig(
+            model_config=ModelConfig(
+                model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=512
+            ),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=16,
+                max_num_batched_tokens=64,  # longer prompts come in chunks
+                max_model_len=512,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+                disable_hybrid_kv_cache_manager=True,  # for in-tree children
+            ),
+            cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector=connector,
+                kv_connector_module_path=module,
+                kv_role=role,
+                engine_id=name,
+                kv_load_failure_policy=policy,
+                kv_connector_extra_config=extra,
+            ),
+            device_config=DeviceConfig("cpu"),
+        )
+        config.cache_config.num_gpu_blocks = blocks
+        spec = FullAttentionSpec(
+            block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
+        cache = KVCacheConfig(
+            num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)]
+        )
+        self.scheduler = (AsyncScheduler if asynchronous else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=cache,
+            log_stats=True,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=block_size,
+        )
+        self.connector = self.scheduler.connector
+        self.memory = np.zeros(blocks * block_size * TOKEN_BYTES, dtype=np.uint8)
+        self.children = getattr(self.connector, "sub_connectors", [self.connector])
+        self.worker_side: Any = None
+        if with_worker:
+            self.worker_side = KVConnectorFactory.create_connector(
+                config, KVConnectorRole.WORKER, cache
+            )
+            ours = getattr(self.worker_side, "sub_connectors", [self.worker_side])
+            for child in ours:
+                if isinstance(child, FerryConnector):
+                    self._fill(child.worker, blocks)
+            told = self.worker_side.get_handshake_metadata()
+            if told is not None:
+                self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+        self.tokens: dict[str, list[int]] = {}  # sampled, by request
+        self.ended: dict[str, Any] = {}  # finish reason, by request
+        self.params: dict[str, dict[str, Any]] = {}  # of responses
+        self.stats: list[Any] = []
+        self._hasher = get_request_block_hasher(block_size, sha256)
+        self._in_flight: list[tuple[Any, Any]] = []
+        self._asynchronous = asynchronous
+
+    def _fill(self, worker: FerryWorker, blocks: int) -> None:
+        """Give a worker an array of ours for a cache."""
+        shape = EngineShape(block_size=self.block_size)
+        layout = RankLayout.build(MODEL, shape, Rank(0, 0), blocks)
+        assert layout.total_bytes == self.memory.nbytes
+        region = MemoryRegion(self.memory.ctypes.data, self.memory.nbytes)
+        worker._sockets = Sockets()
+        carrier = make_carrier("local")
+        carrier.register([region])
+        worker._carriers = [carrier]
+        worker._producer = ProducerRank(
+            worker._sockets, worker._incarnation, lease_seconds=worker.config.lease_seconds
+        )
+        worker._producer.start()
+        engine = engine_info(self.name, worker._incarnation, MODEL, shape, {})
+        worker._consumer = ConsumerRank(
+            worker._sockets,
+            engine,
+            MODEL,
+            layout,
+            [region.address],
+            [carrier],
+            zero=HostMemory([region]).zero,
+        )
+        info = rank_info(
+            layout,
+            [region.address],
+            f"127.0.0.1:{worker._producer.port}",
+            worker._incarnation,
+            {"local": carrier.endpoint()},
+        )
+        worker._handshake = FerryHandshake(
+            msgspec.msgpack.encode(engine), msgspec.msgpack.encode(info)
+        )
+
+    @property
+    def ferry(self) -> Any:
+        """Our connector's scheduler side; of several, the first."""
+        return next(c for c in self.children if isinstance(c, FerryConnector)).scheduler
+
+    @property
+    def parked_claims(self) -> int:
+        sides = getattr(self.worker_side, "sub_connectors", [self.worker_side])
+        ours = [c.worker for c in sides if isinstance(c, FerryConnector)]
+        return sum(worker._producer.parked_claims for worker in ours)
+
+    # Requests
+
+    def add(self, request_id: str, prompt: list[int], count: int = 1, **params: Any) -> Request:
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(max_tokens=count, ignore_eos=True),
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        request.kv_transfer_params = params or None
+        self.tokens[request_id] = []
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> None:
+        """One step; an asynchronous scheduler is told of it one step later."""
+        scheduled = self.scheduler.schedule()
+        self._in_flight.append((scheduled, self._compute(scheduled)))
+        if not self._asynchronous or len(self._in_flight) > 1:
+            self._report(*self._in_flight.pop(0))
+
+    def _report(self, scheduled: Any, output: Any) -> None:
+        outputs = self.scheduler.update_from_output(scheduled, output)
+        for told in outputs.values():
+            if told.scheduler_stats is not None and told.scheduler_stats.kv_connector_stats:
+                self.stats.append(told.scheduler_stats.kv_connector_stats)
+            for one in told.outputs:
+                self.tokens[one.request_id] += one.new_token_ids
+                if one.finish_reason is not None:
+                    self.ended[one.request_id] = one.finish_reason
+                if one.kv_transfer_params:
+                    self.params[one.request_id] = one.kv_transfer_params
+
+    def _compute(self, scheduled: Any) -> ModelRunnerOutput:
+        sampled = {}
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            request = self.scheduler.requests[request_id]
+            (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            end = request.num_computed_tokens  # vLLM counts what it scheduled as computed
+            tokens = [*request.prompt_token_ids, *self._own(request)]
+            for position in range(end - count, end):
+                self._slot(table, position)[:] = token_bytes(tokens[position], position)
+            if end >= len(tokens):
+                cache = b"".join(self._slot(table, p).tobytes() for p in range(end))
+                sampled[request_id] = [zlib.crc32(cache) % 1000]
+                self._history.setdefault(request_id, []).append(sampled[request_id][0])
+            else:
+                sampled[request_id] = []
+        return ModelRunnerOutput(
+            req_ids=list(sampled),
+            req_id_to_index={r: i for i, r in enumerate(sampled)},
+            sampled_token_ids=list(sampled.values()),
+            kv_connector_output=self._connect(scheduled) if self.worker_side else None,
+        )
+
+    def _connect(self, scheduled: Any) -> KVConnectorOutput:
+        """What vLLM's model runner does with a connector, in its order."""
+        side = self.worker_side
+        side.handle_preemptions(scheduled.kv_connector_metadata)
+        side.bind_connector_metadata(scheduled.kv_connector_metadata)
+        side.start_load_kv(SimpleNamespace(attn_metadata=None))
+        side.wait_for_save()
+        results = side.get_transfer_results(scheduled.finished_req_ids)
+        output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            kv_connector_stats=side.get_kv_connector_stats(),
+            kv_connector_worker_meta=side.build_connector_worker_meta(),
+        )
+        side.clear_connector_metadata()
+        return output
+
+    @property
+    def _history(self) -> dict[str, list[int]]:
+        """Tokens the model sampled, also those that the scheduler has not heard of yet."""
+        return self.__dict__.setdefault("_sampled", {})
+
+    def _own(self, request: Request) -> list[int]:
+        return self._history.get(request.request_id, [])
+
+    def _slot(self, table: list[int], position: int) -> np.ndarray:
+        block, slot = table[position // self.block_size], position % self.block_size
+        assert block > 0, "the null block is never used"
+        start = (block * self.block_size + slot) * TOKEN_BYTES
+        return self.memory[start : start + TOKEN_BYTES]
+
+    # What is left
+
+    @property
+    def used_blocks(self) -> int:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+    def close(self) -> None:
+        if self.worker_side is not None:
+            self.worker_side.shutdown()
+        self.connector.shutdown()
+
+
+def run(*engines: Modelless, until: Callable[[], Any], seconds: float = 30.0) -> None:
+    """Step engines in turn until something is so."""
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        for engine in engines:
+            engine.step()

@@ -1,0 +1,118 @@
+"""Pairs of real engines for tests: prompts, life cycle, requests as proxies send them."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from kvferry.demo.engines import Engine
+
+USAGE = "vllm:kv_cache_usage_perc"
+OURS = {"kv_connector_module_path": "kvferry.vllm"}
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return [(seed * 7919 + i * (37 + seed)) % 500 + 3 for i in range(tokens)]
+
+
+def ids(answer: Mapping[str, Any]) -> list[list[int]]:
+    assert "choices" in answer, answer
+    return [choice["token_ids"] for choice in answer["choices"]]
+
+
+def started(*engines: Engine) -> list[Engine]:
+    """Start engines at once; end all of them if one does not come up."""
+    try:
+        for engine in engines:
+            engine.start()
+        return [engine.wait_ready() for engine in engines]
+    except BaseException:
+        for engine in engines:
+            engine.kill()
+        raise
+
+
+def settled(engine: Engine, seconds: float = 60.0) -> bool:
+    """Whether all blocks of an idle engine come back; small requests keep it stepping."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        engine.complete(prompt(999, 5), max_tokens=1)
+        if engine.metric(USAGE) == 0:
+            return True
+        time.sleep(0.3)
+    return False
+
+
+def reaches(question: Any, wanted: Any, seconds: float = 30.0) -> bool:
+    """Whether something comes true in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if question() == wanted:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def post(
+    url: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
+) -> tuple[int, Any]:
+    """Status and JSON of a POST."""
+    data = json.dumps(body).encode() if body is not None else b""
+    headers = {"Content-Type": "application/json", **(headers or {})}
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, data, headers), timeout=120
+        ) as answer:
+            text = answer.read()
+            return answer.status, json.loads(text) if text else None
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode(errors="replace")
+
+
+# Exactly what vLLM's example proxies send.
+
+
+def toy_proxy_prefill() -> dict[str, Any]:
+    """tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"""
+    return {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+
+
+def mooncake_prefill(transfer_id: str) -> dict[str, Any]:
+    """examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py"""
+    return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+
+
+def mooncake_decode(transfer_id: str, bootstrap: int, engine_id: str) -> dict[str, Any]:
+    return {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_bootstrap_addr": f"http://127.0.0.1:{bootstrap}",
+        "remote_engine_id": engine_id,
+        "transfer_id": transfer_id,
+    }
+
+
+def push_decode(request_id: str, engine_id: str, port: int) -> dict[str, Any]:
+    """examples/disaggregated/disaggregated_serving/disagg_proxy_pushconnector_demo.py"""
+    return {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_engine_id": engine_id,
+        "remote_host": "127.0.0.1",
+        "remote_port": port,
+        "tp_size": 1,
+        "pp_size": 1,
+        "remote_request_id": request_id,
+    }

@@ -1,0 +1,403 @@
+"""The parts of the drop-in connectors, without engines: configuration, names, family, figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import tomllib
+import urllib.error
+import urllib.request
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
+with warnings.catch_warnings():  # torch warns of itself
+    warnings.simplefilter("ignore")
+    import kvferry.vllm  # noqa: F401
+
+from kvferry.errors import (
+    AuthenticationError,
+    DescriptionError,
+    HandoverError,
+    KvferryError,
+    ProtocolError,
+)
+from kvferry.p2p.load import Loaded
+from kvferry.p2p.producer import Directory
+from kvferry.p2p.ticket import Ticket
+from kvferry.vllm import FerryConnector, MooncakeConnector, NixlConnector, NixlPushConnector
+from kvferry.vllm.bootstrap import Bootstrap, Whereabouts, host_port, query, register
+from kvferry.vllm.config import FerryConfig
+from kvferry.vllm.family import Family
+from kvferry.vllm.metadata import FerryMetadata
+from kvferry.vllm.offering import Offering
+from kvferry.vllm.plugin import NAMES
+from kvferry.vllm.prefill import HandedOver
+from kvferry.vllm.rendezvous import Place, Rendezvous, appointment, derived_hold, transfer_name
+from kvferry.vllm.stats import FerryStats, as_stats, levels
+from kvferry.wire.messages import EngineInfo
+from kvferry.wire.sockets import Sockets
+from vllm_pairs import mooncake_decode, push_decode, reaches
+
+ROOT = Path(__file__).parents[2]
+
+
+class TestConfig:
+    def test_nixl_keys_and_variables(self) -> None:
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.1.2.3"}
+        environment |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}
+        config = FerryConfig.read(
+            {"kv_lease_duration": 17, "backends": ["UCX"], "num_threads": 4},
+            "nixl",
+            environment,
+            rank=3,
+        )
+        assert (config.host, config.port, config.lease_seconds) == ("10.1.2.3", 5603, 17.0)
+        assert config.bootstrap_port == 0
+
+    def test_mooncake_keys_and_variables(self) -> None:
+        config = FerryConfig.read({"mooncake_protocol": "rdma", "device_name": ""}, "mooncake", {})
+        assert (config.bootstrap_port, config.lease_seconds) == (8998, 480.0)
+        environment = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "9001"}
+        environment |= {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "30"}
+        config = FerryConfig.read({"load_seconds": 5}, "mooncake", environment)
+        assert (config.bootstrap_port, config.lease_seconds, config.load_seconds) == (9001, 30.0, 5)
+
+    @pytest.mark.parametrize(
+        ("style", "extra", "message"),
+        [
+            ("ferry", {"backends": ["UCX"]}, "does not know"),
+            ("mooncake", {"kv_lease_duration": 3}, "does not know"),
+            ("nixl", {"bidirectional_kv_xfer": True}, "not offered"),
+            ("push", {"enforce_handshake_compat": False}, "cannot be switched off"),
+            ("ferry", {"max_held_blocks": -1}, "max_held_blocks"),
+        ],
+    )
+    def test_refused(self, style: Any, extra: dict[str, Any], message: str) -> None:
+        with pytest.raises(DescriptionError, match=message):
+            FerryConfig.read(extra, style, {})
+
+    def test_peers(self) -> None:
+        config = FerryConfig.read({"peers": ["10.0.0.0/8", "p.example", "::1"]}, environment={})
+        admitted = ["10.9.8.7", "p.example", "::1", "[::1]"]
+        assert [config.admits(h) for h in admitted] == [True] * 4
+        assert [config.admits(h) for h in ("11.0.0.1", "q.example", "127.0.0.1")] == [False] * 3
+        assert FerryConfig.read({}, environment={}).admits("anywhere")
+
+
+class TestNames:
+    def test_classes_have_names_of_their_own(self) -> None:
+        classes = (FerryConnector, MooncakeConnector, NixlConnector, NixlPushConnector)
+        assert {cls.__name__ for cls in classes} < set(NAMES)
+        assert all(name.startswith("Ferry") for name in NAMES)
+
+    def test_the_entry_point_registers_them(self, tmp_path: Path) -> None:
+        """In a process that imports nothing of ours, as MultiConnector's statistics need it."""
+        points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+        (name, target), *_ = points["vllm.general_plugins"].items()
+        folder = tmp_path / "kvferry_plugin_test-0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: kvferry-plugin-test\n")
+        (folder / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {target}\n")
+        code = (
+            "import sys; from vllm.plugins import load_general_plugins as load; load(); load()\n"
+            "from vllm.distributed.kv_transfer.kv_connector import factory\n"
+            "f = factory.KVConnectorFactory\n"
+            f"print([f.get_connector_class_by_name(n).__name__ for n in {NAMES!r}])"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}", "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert str(list(NAMES)) in run.stdout, run.stderr[-2000:]
+
+
+class TestFamily:
+    def test_who_takes_a_request(self) -> None:
+        styles: Any = ("nixl", "mooncake", "nixl")
+        family = [Family(i, styles) for i in range(3)]
+        assert [f.takes({"transfer_id": "x"}) for f in family] == [False, True, False]
+        assert [f.takes({}) for f in family] == [True, False, False]
+        assert Family().takes({"transfer_id": "x"}) and Family().alone and Family().flat
+
+    def test_a_ticket_beside_one_that_speaks_in_responses_too(self) -> None:
+        assert Family(0, ("nixl",), ("ExampleConnector", "OffloadingConnector")).flat
+        assert not Family(0, ("nixl",), ("NixlConnector",)).flat
+        ticket = Ticket("e", "i", "h" * 8, "d", 5, "127.0.0.1", 1234, "r")
+        nested = ticket.to_params(flat=False)
+        assert set(nested) == {"kvferry"}
+        theirs = {"do_remote_prefill": True, "remote_engine_id": "x", "remote_port": 1}
+        assert Ticket.from_params({**theirs, **nested}) == ticket
+        assert Ticket.from_params(ticket.to_params()) == ticket
+
+
+def request(request_id: str = "cmpl-r-0-0123abcd", **params: Any) -> Any:
+    from vllm.v1.request import RequestStatus
+
+    return SimpleNamespace(
+        request_id=request_id,
+        kv_transfer_params=params,
+        prompt_token_ids=[1, 2, 3],
+        status=RequestStatus.FINISHED_LENGTH_CAPPED,
+        trace_headers=None,
+    )
+
+
+class Spanless:
+    def begin(self, *_: Any, **__: Any) -> None: ...
+
+    def end(self, *_: Any) -> None: ...
+
+
+def offering(style: Any, **config: Any) -> tuple[Offering, FerryMetadata]:
+    orders = FerryMetadata()
+    made = Offering(
+        FerryConfig(**config),
+        "e",
+        "i",
+        style,
+        True,
+        (1, 1),
+        1234,
+        HandedOver(),
+        lambda: orders,
+        FerryStats(),
+        Spanless(),  # type: ignore[arg-type]
+    )
+    return made, orders
+
+
+class TestOffering:
+    def test_names_are_derived_alike(self) -> None:
+        made, orders = offering("mooncake")
+        held, _ = made.finished(request(do_remote_decode=True, transfer_id="t"), ([0, 1, 2],))
+        assert held and orders.holds[0].hold_id == derived_hold("i", "transfer t")
+        assert made.held_blocks == 2  # the null block is nobody's
+
+    def test_samples_of_one_request_share_a_hold(self) -> None:
+        made, orders = offering("mooncake")
+        ends = [
+            made.finished(request(f"{i}_cmpl-a-0-11111111", transfer_id="t"), ([1],))
+            for i in range(2)
+        ]
+        assert [held for held, _ in ends] == [True, False]
+        assert ends[1][1] is None and len(orders.holds) == 1
+        held, told = made.finished(request("cmpl-b-0-22222222", transfer_id="t"), ([1],))
+        assert not held and told is not None and "used before" in told["kvferry"]["not_held"]
+        assert not orders.withdrawals  # the first one's is not touched
+
+    def test_an_aborted_request_with_a_name_is_withdrawn(self) -> None:
+        from vllm.v1.request import RequestStatus
+
+        made, orders = offering("mooncake")
+        aborted = request(transfer_id="t")
+        aborted.status = RequestStatus.FINISHED_ABORTED
+        assert made.finished(aborted, ([1],)) == (False, None)
+        assert orders.withdrawals == [derived_hold("i", "transfer t")]
+
+    def test_a_limit(self) -> None:
+        made, orders = offering("ferry", max_held_blocks=3)
+        assert made.finished(request("a"), ([1, 2],))[0]
+        held, told = made.finished(request("b"), ([3, 4],))
+        assert not held and told is not None
+        assert told["do_remote_prefill"] is False and "max_held_blocks" in str(told)
+        made.sent(["a", "unknown"])
+        assert made.held_blocks == 0 and made.finished(request("c"), ([3, 4],))[0]
+        assert made.stats.data["unheld"] == {"limit": 1} and not orders.withdrawals
+
+    def test_a_request_id_that_comes_again(self) -> None:
+        """Push style: the ticket still serves, the name does not."""
+        made, orders = offering("push")
+        for suffix in ("11111111", "22222222"):
+            assert made.finished(request(f"cmpl-r-0-{suffix}"), ([1],))[0]
+        first, second = (order.hold_id for order in orders.holds)
+        assert first == derived_hold("i", "request cmpl-r-0") != second
+
+
+class TestAppointments:
+    def test_names(self) -> None:
+        assert transfer_name({"transfer_id": "x"}, "r", "mooncake") == "transfer x"
+        assert transfer_name({}, "2_cmpl-u-0-0123abcd", "push") == "request cmpl-u-0"
+        assert transfer_name({}, "r", "nixl") is None
+        with pytest.raises(ProtocolError, match="transfer_id"):
+            transfer_name({"transfer_id": 7}, "r", "mooncake")
+
+    def test_places(self) -> None:
+        named = appointment(mooncake_decode("x", 8998, "e"), "r", "mooncake")
+        assert named.place == Place("e", "127.0.0.1:8998", True)
+        named = appointment(push_decode("u", "e", 5600), "cmpl-u-0-0123abcd", "push")
+        assert named.place == Place("e", "127.0.0.1:5600", False)
+
+    @pytest.mark.parametrize(
+        ("params", "message"),
+        [
+            ({"remote_block_ids": [[1]]}, "vLLM's own NixlConnector"),
+            ({"transfer_id": "x"}, "remote_bootstrap_addr"),
+            ({}, "hold no kvferry ticket"),
+            (
+                {**mooncake_decode("x", 1, "e"), "remote_bootstrap_addr": "ftp://h:1"},
+                "no bootstrap",
+            ),
+            ({**mooncake_decode("x", 1, "e"), "remote_bootstrap_addr": 5}, "a text"),
+            (
+                {**mooncake_decode("x", 1, "e"), "remote_bootstrap_addr": "http://h:99999"},
+                "no boot",
+            ),
+            ({**mooncake_decode("x", 1, "e"), "remote_engine_id": {"a": 1}}, "transfer_id"),
+        ],
+    )
+    def test_refused(self, params: dict[str, Any], message: str) -> None:
+        with pytest.raises(ProtocolError, match=message):
+            appointment(params, "r", "mooncake")
+
+
+ENGINE = EngineInfo("e", "i", "m", [], 0, {}, {})
+
+
+class TestRendezvous:
+    def find(self, rendezvous: Rendezvous, place: Place) -> Whereabouts:
+        assert reaches(lambda: rendezvous.find(place) is not None, True)
+        found = rendezvous.find(place)
+        assert found is not None
+        return found
+
+    def test_by_bootstrap(self) -> None:
+        sockets = Sockets()
+        rendezvous = Rendezvous(FerryConfig(), sockets)
+        bootstrap = Bootstrap(None, 0, None)
+        bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "i").entry({}))
+        place = Place("e", f"127.0.0.1:{bootstrap.port}", True)
+        try:
+            assert self.find(rendezvous, place) == Whereabouts("e", "127.0.0.1", 77, "i")
+            bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "j").entry({}))
+            assert self.find(rendezvous, place).incarnation == "i"  # kept
+            rendezvous.forget(place)
+            assert self.find(rendezvous, place).incarnation == "j"
+            with pytest.raises(ProtocolError, match="restarted"):
+                self.find(rendezvous, Place("other", place.address, True))
+        finally:
+            rendezvous.close()
+            bootstrap.close()
+            sockets.close()
+
+    def test_by_directory_that_is_still_starting(self) -> None:
+        sockets = Sockets()
+        directory = Directory(sockets)
+        directory.start()
+        rendezvous = Rendezvous(FerryConfig(), sockets)
+        place = Place("e", f"127.0.0.1:{directory.port}", False)
+        try:
+            assert rendezvous.find(place) is None
+            rendezvous.introduce(ENGINE)
+            time.sleep(0.2)
+            assert rendezvous.find(place) is None
+            directory.set_engine(ENGINE, [])
+            # a model without groups is refused by judgement; what counts is that it answered
+            with pytest.raises(KvferryError):
+                self.find(rendezvous, place)
+        finally:
+            rendezvous.close()
+            directory.close()
+            sockets.close()
+
+    @pytest.mark.parametrize(
+        ("config", "address", "error"),
+        [
+            (FerryConfig(), "10.0.0.1:8998", AuthenticationError),  # no secret, another host
+            (FerryConfig(secret="s", peers=("10.0.0.2",)), "10.0.0.1:8998", AuthenticationError),
+            (FerryConfig(), "127.0.0.1:1", HandoverError),  # nobody listens
+        ],
+    )
+    def test_refused(self, config: FerryConfig, address: str, error: type[Exception]) -> None:
+        sockets = Sockets()
+        rendezvous = Rendezvous(config, sockets)
+        try:
+            with pytest.raises(error):
+                self.find(rendezvous, Place("e", address, True))
+        finally:
+            rendezvous.close()
+            sockets.close()
+
+
+class TestBootstrap:
+    def test_registrations_need_the_secret(self) -> None:
+        bootstrap = Bootstrap(None, 0, "s")
+        server, entry = f"127.0.0.1:{bootstrap.port}", Whereabouts("e_dp1", "h", 1, "i").entry({})
+        try:
+            register(server, 1, entry, "s", 5.0)
+            assert query(server, "e_dp1", 5.0).host == "h"
+            for secret in (None, "other"):
+                with pytest.raises(HandoverError, match="secret"):
+                    register(server, 1, entry, secret, 5.0)
+        finally:
+            bootstrap.close()
+
+    @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"dp_rank": 1}', b'{"dp_rank": "x"}'])
+    def test_bad_registrations_are_answered(self, body: bytes) -> None:
+        bootstrap = Bootstrap(None, 0, None)
+        url = f"http://127.0.0.1:{bootstrap.port}"
+        try:
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(f"{url}/register", body or b" ", timeout=5)
+            assert refused.value.code == 400
+            refused.value.close()
+            with urllib.request.urlopen(f"{url}/query", timeout=5) as answer:
+                assert json.load(answer) == {}
+        finally:
+            bootstrap.close()
+
+    def test_addresses(self) -> None:
+        assert host_port("http://[::1]:8998") == ("::1", 8998)
+        assert host_port("p.example:9") == ("p.example", 9)
+        for bad in ("http://h", "https://h:1", "http://u@h:1", "", "x" * 600):
+            with pytest.raises(ProtocolError):
+                host_port(bad)
+
+
+class TestStats:
+    def test_over_ranks_and_over_time(self) -> None:
+        ranks = []
+        for rank in range(2):
+            stats = FerryStats()
+            steps = {"meet": 1.0, "claim": 2.0, "bind": 0.5}
+            stats.loaded(Loaded("r", "", 100, 3, seconds=steps))
+            stats.loaded(Loaded("s", "StaleTicket: closed"))
+            stats.level(f"0/0.{rank}", claims_parked=rank + 1)
+            taken = stats.take()
+            assert taken is not None and stats.take() is None
+            ranks.append(as_stats(json.loads(json.dumps(taken.to_dict()))))  # as vLLM sends them
+        both = ranks[0].aggregate(ranks[1])
+        assert both.data["claim_seconds"] == [3.0, 3.0]
+        assert both.data["failures"] == {"StaleTicket": 2}
+        assert levels(both.data["levels"])["claims_parked"] == 3
+        later = FerryStats()
+        later.level("0/0.1", claims_parked=0)
+        line = both.aggregate(later).reduce()
+        assert line["claims_parked"] == 1 and line["failed: StaleTicket"] == 2
+        assert line["loads"] == 2
+
+    def test_children_of_a_multi_connector_share_metrics(self) -> None:
+        from prometheus_client import Counter, Gauge, Histogram
+
+        config = SimpleNamespace(kv_transfer_config=None, instance_id="one")
+        values: dict[int, list[object]] = {0: ["m", "0"]}
+        kinds = {c: c for c in (Counter, Gauge, Histogram)}
+        made = [
+            cls.build_prom_metrics(config, kinds, ["model_name", "engine"], values)
+            for cls in (MooncakeConnector, NixlConnector)
+        ]
+        for child, metrics in enumerate(made):
+            stats = FerryStats()
+            stats.level(f"{child}/scheduler", held_blocks=child + 1)
+            metrics.observe(stats.to_dict(), 0)
+        gauge = made[0]._metrics.levels["held_blocks"].labels("m", "0")
+        assert gauge._value.get() == 3

@@ -1,0 +1,384 @@
+"""The life of requests under vLLM's real scheduler, with real transfers and without a model.
+
+Every answer is compared with what any engine must answer (`expected`), so it shows where the bytes
+of a cache came from; after every test, no block is held, and no id was reported twice.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
+with warnings.catch_warnings():  # torch and vLLM warn of themselves
+    warnings.simplefilter("ignore")
+    from modelless import Modelless, expected, run
+
+from kvferry.demo.engines import free_port
+from kvferry.demo.tiny_model import make_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+class Pairs:
+    """Engines of a test, ended and checked after it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.engines = folder, []
+
+    def __call__(self, name: str, **options: Any) -> Modelless:
+        engine = Modelless(name, self.folder, **options)
+        self.engines.append(engine)
+        return engine
+
+    def pair(self, **options: Any) -> tuple[Modelless, Modelless]:
+        return self("p", **options), self("d", **{**options, "block_size": 8, "blocks": 128})
+
+
+@pytest.fixture
+def make(folder: Path) -> Iterator[Pairs]:
+    pairs = Pairs(folder)
+    yield pairs
+    try:
+        run(*pairs.engines, until=lambda: not any(e.used_blocks for e in pairs.engines))
+        for engine in pairs.engines:
+            assert not engine.scheduler.requests
+            for ferry in [c.scheduler for c in engine.children if hasattr(c, "STYLE")]:
+                assert ferry.offering.held_blocks == 0 and not ferry.offering.held
+                assert not ferry.asking._wanted
+    finally:
+        for engine in pairs.engines:
+            engine.close()
+
+
+def prompt(seed: int, count: int) -> list[int]:
+    return [(seed * 131 + i * 17) % 997 for i in range(count)]
+
+
+def prefilled(engine: Modelless, name: str, tokens: list[int], **params: Any) -> dict[str, Any]:
+    engine.add(name, tokens, 1, **{**PREFILL, **params})
+    run(engine, until=lambda: name in engine.ended)
+    return engine.params.get(name, {})
+
+
+def loads(engine: Modelless) -> int:
+    return sum(len(told["bytes"]) for told in engine.stats)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_handed_over(make: Pairs, asynchronous: bool) -> None:
+    """In chunks, to other blocks, with both kinds of scheduling; another prompt answers else."""
+    p, d = make.pair(asynchronous=asynchronous)
+    for seed, count in ((1, 5), (2, 150), (3, 64)):
+        tokens = prompt(seed, count)
+        d.add(f"d{seed}", tokens, 6, **prefilled(p, f"p{seed}", tokens))
+        run(p, d, until=lambda: f"d{seed}" in d.ended)  # noqa: B023
+        assert d.tokens[f"d{seed}"] == expected(tokens, 6)
+        assert d.tokens[f"d{seed}"] != expected(prompt(seed + 50, count), 6)
+    assert loads(d) == 3
+
+
+def test_at_a_stop_token(make: Pairs) -> None:
+    p, d = make.pair()
+    tokens = prompt(4, 40)
+    request = p.add("p", tokens, 1, **PREFILL)
+    request.sampling_params.stop_token_ids = expected(tokens, 1)
+    request.sampling_params.update_from_generation_config({}, None)
+    run(p, until=lambda: "p" in p.ended)
+    d.add("d", tokens, 3, **p.params["p"])
+    run(p, d, until=lambda: "d" in d.ended)
+    assert d.tokens["d"] == expected(tokens, 3) and loads(d) == 1
+
+
+def test_what_is_here_already_is_not_loaded(make: Pairs) -> None:
+    """A full hit gives the ticket back; a partial one loads the rest."""
+    p, d = make.pair()
+    tokens = prompt(5, 64)
+    d.add("before", [*tokens, 1], 1)
+    run(d, until=lambda: "before" in d.ended)
+    params = prefilled(p, "full", tokens)
+    d.add("full", tokens, 3, **params)
+    longer = tokens + prompt(6, 50)
+    d.add("partial", longer, 3, **prefilled(p, "partial", longer))
+    run(p, d, until=lambda: {"full", "partial"} <= set(d.ended))
+    assert d.tokens["full"] == expected(tokens, 3)
+    assert d.tokens["partial"] == expected(longer, 3)
+    moved = [b for told in d.stats for b in told["bytes"]]
+    assert sum(moved) <= (8 + 50 + 8) * 8 * 2  # never what was here
+    run(p, d, until=lambda: p.used_blocks == 0)
+
+
+def test_preempted_after_loading(make: Pairs) -> None:
+    p = make("p")
+    d = make("d", blocks=24, block_size=8)
+    names = [f"r{i}" for i in range(4)]
+    for i, name in enumerate(names):
+        d.add(name, prompt(10 + i, 30), 40, **prefilled(p, name, prompt(10 + i, 30)))
+    run(p, d, until=lambda: set(names) <= set(d.ended))
+    for i, name in enumerate(names):
+        assert d.tokens[name] == expected(prompt(10 + i, 30), 40)
+    assert loads(d) == 4  # each once: what was lost is computed
+
+
+def test_more_prefills_than_memory(make: Pairs) -> None:
+    """Chunked prefills compete for blocks that holds keep: each comes through."""
+    p, d = make("p", blocks=24), make("d", blocks=256, block_size=8)
+    names = [f"r{i}" for i in range(8)]
+    for i, name in enumerate(names):
+        p.add(name, prompt(20 + i, 150), 1, **PREFILL)
+    sent: set[str] = set()
+
+    def forward() -> bool:
+        for i, name in enumerate(names):
+            if name in p.params and name not in sent:
+                sent.add(name)
+                d.add(name, prompt(20 + i, 150), 2, **p.params[name])
+        return set(names) <= set(d.ended)
+
+    run(p, d, until=forward)
+    for i, name in enumerate(names):
+        assert d.tokens[name] == expected(prompt(20 + i, 150), 2)
+    assert loads(d) == 8
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+def test_aborted_on_the_decode_engine(make: Pairs, after: int) -> None:
+    """After so many steps: queued, loading, loaded; the producer gets its blocks back."""
+    p, d = make.pair()
+    tokens = prompt(30, 100)
+    d.add("d", tokens, 5, **prefilled(p, "p", tokens))
+    for _ in range(after):
+        d.step()
+    d.abort("d")
+    run(p, d, until=lambda: p.used_blocks == 0 and d.used_blocks == 0)
+    d.add("again", tokens, 3, **prefilled(p, "again", tokens))
+    run(p, d, until=lambda: "again" in d.ended)
+    assert d.tokens["again"] == expected(tokens, 3)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_aborted_on_the_prefill_engine(make: Pairs, after: int) -> None:
+    """No ticket, no hold."""
+    p = make("p")
+    p.add("p", prompt(31, 200), 1, **PREFILL)
+    for _ in range(after):
+        p.step()
+    p.abort("p")
+    run(p, until=lambda: p.used_blocks == 0)
+    assert "p" not in p.params
+
+
+def mooncake(make: Pairs) -> tuple[Modelless, Modelless, dict[str, Any]]:
+    port = free_port()
+    p = make("p", connector="MooncakeConnector", bootstrap_port=port)
+    d = make("d", connector="MooncakeConnector", role="kv_consumer", blocks=128, block_size=8)
+    where = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "p"}
+    return p, d, {**where, "remote_bootstrap_addr": f"http://127.0.0.1:{port}"}
+
+
+def parked(p: Modelless, d: Modelless) -> None:
+    """Until a claim waits for its prefill."""
+    run(d, until=lambda: p.parked_claims)
+
+
+class TestAtOnce:
+    def test_the_decode_engine_first(self, make: Pairs) -> None:
+        p, d, where = mooncake(make)
+        tokens = prompt(40, 150)
+        d.add("d", tokens, 4, transfer_id="t", **where)
+        parked(p, d)
+        p.add("p", tokens, 1, **PREFILL, transfer_id="t")
+        run(p, d, until=lambda: "d" in d.ended)
+        assert d.tokens["d"] == expected(tokens, 4) and loads(d) == 1
+
+    def test_an_id_serves_once(self, make: Pairs) -> None:
+        p, d, where = mooncake(make)
+        first, second = prompt(41, 60), prompt(42, 60)
+        for name, tokens in (("1", first), ("2", second)):
+            told = prefilled(p, f"p{name}", tokens, transfer_id="t")
+            d.add(f"d{name}", tokens, 4, transfer_id="t", **where)
+            run(p, d, until=lambda: f"d{name}" in d.ended)  # noqa: B023
+            assert d.tokens[f"d{name}"] == expected(tokens, 4)
+        assert "was used before" in told["kvferry"]["not_held"]
+        assert loads(d) == 1
+
+    def test_another_prompt_is_not_taken(self, make: Pairs) -> None:
+        p, d, where = mooncake(make)
+        prefilled(p, "p", prompt(43, 60), transfer_id="t")
+        d.add("d", prompt(44, 60), 4, transfer_id="t", **where)
+        run(p, d, until=lambda: "d" in d.ended)
+        assert d.tokens["d"] == expected(prompt(44, 60), 4) and loads(d) == 0
+
+    def test_an_aborted_prefill_ends_the_wait(self, make: Pairs) -> None:
+        p, d, where = mooncake(make)
+        tokens = prompt(45, 200)
+        d.add("d", tokens, 4, transfer_id="t", **where)
+        parked(p, d)
+        p.add("p", tokens, 1, **PREFILL, transfer_id="t")
+        p.step()
+        p.abort("p")
+        run(p, d, until=lambda: "d" in d.ended, seconds=10)  # long before the load's deadline
+        assert d.tokens["d"] == expected(tokens, 4) and loads(d) == 0
+
+    def test_aborted_before_its_producer_is_found(self, make: Pairs) -> None:
+        """The producer's blocks come back all the same, though nobody ever claimed them."""
+        p, d, where = mooncake(make)
+        d.add("d", prompt(46, 60), 4, transfer_id="t", **where)
+        d.abort("d")
+        prefilled(p, "p", prompt(46, 60), transfer_id="t")
+        run(p, d, until=lambda: p.used_blocks == 0, seconds=10)
+
+    def test_samples_share_a_hold(self, make: Pairs) -> None:
+        p, d, where = mooncake(make)
+        tokens = prompt(47, 60)
+        for i in range(2):
+            d.add(f"{i}_d", tokens, 3, transfer_id="t", **where)
+            p.add(f"{i}_p", tokens, 1, **PREFILL, transfer_id="t")
+        run(p, d, until=lambda: {"0_d", "1_d"} <= set(d.ended))
+        assert d.tokens["0_d"] == d.tokens["1_d"] == expected(tokens, 3)
+
+
+def test_a_limit_of_held_blocks(make: Pairs) -> None:
+    p, d = make("p", max_held_blocks=8), make("d", blocks=128, block_size=8)
+    told = [prefilled(p, f"p{i}", prompt(50 + i, 60)) for i in range(3)]  # four blocks each
+    assert ["not_held" in params["kvferry"] for params in told] == [False, False, True]
+    assert p.connector.has_pending_block_frees()
+    levels = [told["levels"]["0/scheduler"] for told in p.stats if told["levels"]]
+    assert levels[-1] == {"holds_open": 2, "held_blocks": 8}
+    for i, params in enumerate(told):
+        d.add(f"d{i}", prompt(50 + i, 60), 3, **params)
+    run(p, d, until=lambda: len(d.ended) == 3)
+    for i in range(3):
+        assert d.tokens[f"d{i}"] == expected(prompt(50 + i, 60), 3)
+    assert loads(d) == 2
+    run(p, d, until=lambda: p.used_blocks == 0)
+    assert not p.connector.has_pending_block_frees()
+
+
+def test_a_reset_voids_tickets(make: Pairs) -> None:
+    """Also of requests that are still queued, or whose hold the workers have not heard of."""
+    p, d = make.pair()
+    tokens = prompt(60, 60)
+    old = prefilled(p, "old", tokens)
+    p.scheduler.reset_prefix_cache(reset_connector=True)
+    assert p.scheduler.has_requests()  # it steps until workers have heard
+    run(p, until=lambda: p.used_blocks == 0, seconds=10)  # long before the lease ends
+    assert p.scheduler.reset_prefix_cache(reset_connector=True)
+    d.add("old", tokens, 3, **old)
+    new = prefilled(p, "new", prompt(61, 60))
+    d.add("new", prompt(61, 60), 3, **new)
+    run(p, d, until=lambda: len(d.ended) == 2)
+    assert d.tokens["old"] == expected(tokens, 3)
+    assert d.tokens["new"] == expected(prompt(61, 60), 3)
+    assert loads(d) == 1
+
+
+def test_a_reset_of_the_decode_engine(make: Pairs) -> None:
+    p, d = make.pair()
+    tokens = prompt(62, 60)
+    d.add("d", tokens, 3, **prefilled(p, "p", tokens))
+    d.scheduler.reset_prefix_cache(reset_connector=True)
+    run(p, d, until=lambda: "d" in d.ended)
+    assert d.tokens["d"] == expected(tokens, 3) and loads(d) == 0
+    run(p, d, until=lambda: p.used_blocks == 0, seconds=10)
+
+
+def test_a_failed_load_fails_the_request_where_asked(make: Pairs) -> None:
+    p, d = make("p"), make("d", policy="fail")
+    tokens = prompt(63, 60)
+    used = prefilled(p, "p", tokens)
+    for name in ("first", "second"):
+        d.add(name, tokens, 3, **used)
+        run(p, d, until=lambda: name in d.ended)  # noqa: B023
+        d.scheduler.reset_prefix_cache()
+    assert d.tokens["first"] == expected(tokens, 3)
+    assert d.tokens["second"] == [] and str(d.ended["second"]) == "error"
+    failures = [told["failures"] for told in d.stats if told["failures"]]
+    assert failures == [{"StaleTicket": 1}]
+
+
+def child(name: str, **extra: Any) -> dict[str, Any]:
+    """One of ours, for a MultiConnector."""
+    extra = {"lease_seconds": 30, "load_seconds": 20, **extra}
+    ours = {"kv_connector_module_path": "kvferry.vllm", "kv_connector_extra_config": extra}
+    return {"kv_connector": name, "kv_role": "kv_both", **ours}
+
+
+class TestMulti:
+    """vLLM's MultiConnector, unmodified, on both sides of both engines."""
+
+    def test_two_of_ours_and_one_of_vllms(self, make: Pairs, tmp_path: Path) -> None:
+        """Each style is answered by its child; figures of both come apart and together again."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+        storage = {"shared_storage_path": str(tmp_path)}
+        theirs = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+        theirs |= {"kv_connector_extra_config": storage}
+        port = free_port()
+        p = make(
+            "p",
+            children=[
+                theirs,
+                child("NixlConnector"),
+                child("MooncakeConnector", bootstrap_port=port),
+            ],
+        )
+        d = make(
+            "d",
+            blocks=128,
+            block_size=8,
+            children=[child("MooncakeConnector", bootstrap_port=0), child("NixlConnector"), theirs],
+        )
+        first, second = prompt(70, 100), prompt(71, 100)
+        d.add("by ticket", first, 4, **prefilled(p, "p1", first))
+        where = {"do_remote_prefill": True, "remote_engine_id": "p", "transfer_id": "t"}
+        d.add("by id", second, 4, **where, remote_bootstrap_addr=f"http://127.0.0.1:{port}")
+        p.add("p2", second, 1, **PREFILL, transfer_id="t")
+        run(p, d, until=lambda: len(d.ended) == 2)
+        assert d.tokens["by ticket"] == expected(first, 4)
+        assert d.tokens["by id"] == expected(second, 4)
+        for name in ("FerryMooncakeConnector", "FerryNixlConnector"):
+            told = [step[name] for step in d.stats if name in step]
+            assert sum(len(one["bytes"]) for one in told) == 1
+        whole = MultiConnector.build_kv_connector_stats(d.stats[0])
+        for step in d.stats[1:]:
+            whole = whole.aggregate(MultiConnector.build_kv_connector_stats(step))
+        assert {line["loads"] for line in whole.reduce().values()} == {1}
+
+    def test_a_siblings_handshake_is_not_ours(self, make: Pairs) -> None:
+        """What MultiConnector passes on may be an in-tree child's; ours came by itself."""
+        p = make("p", children=[child("NixlConnector")])
+        p.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object(), (1, 0): object()})
+        assert p.worker_side.get_handshake_metadata() is None
+        assert p.ferry._described is None
+        p.step()
+        assert p.ferry._described is not None
+
+    def test_beside_vllms_own_nixl(self, make: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Both answer a prefill; vLLM ends an engine whose children use the same key."""
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+        theirs = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+        p = Modelless(
+            "p", make.folder, children=[theirs, child("NixlConnector")], with_worker=False
+        )
+        d = make("d")
+        try:
+            tokens = prompt(72, 30)
+            told = prefilled(p, "p", tokens)
+            assert told["remote_block_ids"] and told["kvferry"]["remote_engine_id"] == "p"
+            assert told["remote_port"] != told["kvferry"]["remote_port"]
+            d.add("d", tokens, 2, **told)
+            assert d.ferry.asking._wanted["d"].ticket.tokens == 30
+            d.abort("d")
+        finally:
+            p.connector.shutdown()
