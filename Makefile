@@ -5,7 +5,7 @@ VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
 VLLM_BIN := $(VLLM_VENV)/bin
 
-.PHONY: chaos demo demo-vllm test check test-vllm mutants verify bench-plan fixtures clean
+.PHONY: chaos matrix demo demo-vllm test check test-vllm mutants verify bench-plan fixtures clean
 
 demo: $(VENV)/.done  ## move 1 GiB between engines of different shapes, on this machine
 	$(BIN)/kvferry demo
@@ -30,6 +30,10 @@ verify: $(VENV)/.done  ## 20,000 random pairs of shapes against the brute-force 
 
 mutants: $(VENV)/.done  ## break the planner in named ways; every break must be noticed
 	$(BIN)/python scripts/mutants.py
+
+matrix: $(VLLM_VENV)/.done  ## real engines, every pair of what they may differ in; goes on where it stopped
+	$(VLLM_BIN)/python scripts/matrix
+	$(VLLM_BIN)/python -m pytest tests/vllm -m matrix
 
 chaos: $(VLLM_VENV)/.done  ## 500 random faults among peers, 25 among real engines; seeds replay
 	$(VLLM_BIN)/python scripts/chaos.py --faults 500 --engines 25

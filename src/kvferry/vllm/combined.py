@@ -185,7 +185,7 @@ class FerryConnector(connector.FerryConnector):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        if data is not None and data.keys() <= {"ferry", "pool"}:
+        if data and data.keys() <= {"ferry", "pool"}:
             return BothStats(data=data)
         return super().build_kv_connector_stats(data)
 

@@ -1,0 +1,83 @@
+"""Run the cases that have no result yet, and write the table."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kvferry.errors import KvferryError
+from matrix.cases import Case, covering
+from matrix.engines import run_case
+from matrix.page import write_page
+
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "out" / "matrix"
+PAGE = ROOT / "docs" / "compatibility.md"
+console = Console()
+
+
+def code_digest() -> str:
+    """Results count only for the code that made them."""
+    digest = hashlib.sha256()
+    for folder in (ROOT / "src", ROOT / "scripts" / "matrix"):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def read_results(path: Path, digest: str) -> dict[str, dict[str, Any]]:
+    """The last result of each case; those of other code are no results."""
+    if not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {line["name"]: line for line in lines if line["code"] == digest}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="matrix", description=__doc__)
+    parser.add_argument("--only", metavar="WORD", help="cases whose description has this word")
+    parser.add_argument("--limit", type=int, default=0, help="run at most so many cases")
+    parser.add_argument("--again", action="store_true", help="also cases that have a result")
+    parser.add_argument("--list", action="store_true", help="print the cases and stop")
+    chosen = parser.parse_args(arguments)
+    cases = [case for case in covering() if not chosen.only or chosen.only in case.describe()]
+    if chosen.list:
+        for case in cases:
+            console.print(f"{case.name}  {case.describe()}", highlight=False)
+        return 0
+    OUT.mkdir(parents=True, exist_ok=True)
+    path, digest = OUT / "results.jsonl", code_digest()
+    done = read_results(path, digest)
+    todo = [c for c in cases if chosen.again or not done.get(c.name, {}).get("ok")]
+    todo = todo[: chosen.limit or None]
+    console.print(f"{len(cases)} cases, {len(todo)} to run; results in {path.relative_to(ROOT)}")
+    for index, case in enumerate(todo, 1):
+        console.print(f"[{index}/{len(todo)}] {case.describe()} ...", highlight=False, end=" ")
+        done[case.name] = _run(case, digest)
+        with path.open("a") as out:
+            out.write(json.dumps(done[case.name]) + "\n")
+        said = "ok" if done[case.name]["ok"] else f"FAILED: {done[case.name]['error']}"
+        console.print(f"{said} ({done[case.name]['seconds']:.0f} s)", highlight=False)
+    if not chosen.only:
+        write_page(PAGE, covering(), done)
+    return 0 if all(done.get(case.name, {}).get("ok") for case in cases) else 1
+
+
+def _run(case: Case, digest: str) -> dict[str, Any]:
+    began = time.monotonic()
+    result: dict[str, Any] = {"name": case.name, "code": digest, "case": asdict(case)}
+    try:
+        result["shown"] = run_case(case, OUT)
+        result["ok"], result["error"] = True, ""
+    except (KvferryError, AssertionError, OSError, TimeoutError) as error:
+        result["ok"], result["error"] = False, f"{type(error).__name__}: {error}"[:400]
+    result["seconds"] = time.monotonic() - began
+    return result
