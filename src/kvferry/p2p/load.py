@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvferry.errors import Cancelled, DeadlineExceeded, HandoverError, KvferryError, StaleTicket
 from kvferry.layout.rank import Ints
@@ -178,6 +179,10 @@ class Loading:
                     dst_bases=self.bases,
                 )
                 moved, descriptors = moved + bound.bytes, descriptors + bound.descriptors
+                if getattr(source.carrier, "takes_strided", False):
+                    read: Any = source.carrier.read
+                    transfers.extend(read(source.peer, batch) for batch in bound.batches)
+                    continue
                 for piece in bound.slices(SLICE_DESCRIPTORS):
                     mine = Copies(piece.src.copy(), piece.dst.copy(), piece.length.copy())
                     transfers.append(source.carrier.read(source.peer, mine))

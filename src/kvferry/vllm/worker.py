@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,11 +20,10 @@ from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.producer import ProducerRank
-from kvferry.transport import make_carrier
 from kvferry.transport.base import Carrier, MemoryRegion
-from kvferry.transport.host import HostMemory
 from kvferry.vllm.config import FerryConfig, incarnation
 from kvferry.vllm.describe import describe_worker
+from kvferry.vllm.device import WhenReady, cache_carriers, memory_of, on_gpu
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
 from kvferry.wire.sockets import Sockets
 
@@ -45,6 +45,7 @@ class FerryWorker:
         self._consumer: ConsumerRank | None = None
         self._handshake: FerryHandshake | None = None
         self._idle = False
+        self._ready = WhenReady(gpu=False)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
@@ -57,10 +58,17 @@ class FerryWorker:
             for base, region in zip(bases, layout.regions, strict=True)
         ]
         self._sockets = Sockets(self.config.secret)
-        for name in self.config.carriers:
-            carrier = make_carrier(name, secret=self.config.secret, host=self.config.host)
-            carrier.register(memory)
-            self._carriers.append(carrier)
+        gpu = on_gpu(kv_caches)
+        self._ready = WhenReady(gpu)
+        reached = memory_of(memory, gpu)
+        self._carriers = cache_carriers(
+            self.config.carriers,
+            memory,
+            reached,
+            gpu,
+            secret=self.config.secret,
+            host=self.config.host,
+        )
         self._producer = ProducerRank(
             self._sockets,
             self._incarnation,
@@ -78,7 +86,7 @@ class FerryWorker:
             layout,
             bases,
             self._carriers,
-            zero=HostMemory(memory).zero,
+            zero=reached.zero,
         )
         address = f"{self.config.host or '127.0.0.1'}:{self._producer.port}"
         info = rank_info(
@@ -108,17 +116,22 @@ class FerryWorker:
         if self._producer is None or self._consumer is None:
             return
         self._idle = orders.idle
+        if orders.holds or orders.cancels or orders.loads or orders.releases:
+            self._ready.mark()(partial(self._pass_on, orders, self._producer, self._consumer))
+
+    def _pass_on(
+        self, orders: FerryMetadata, producer: ProducerRank, consumer: ConsumerRank
+    ) -> None:
+        """What the orders say of blocks is true by now: the device has come to them."""
         for hold in orders.holds:
             tables = [list(table) for table in hold.tables]
-            self._producer.open_hold(
-                hold.hold_id, hold.request_id, hold.digest, hold.tokens, tables
-            )
+            producer.open_hold(hold.hold_id, hold.request_id, hold.digest, hold.tokens, tables)
         for request_id in orders.cancels:
-            self._consumer.cancel(request_id)
+            consumer.cancel(request_id)
         for load in orders.loads:
-            self._consumer.start(load)
+            consumer.start(load)
         for ticket in orders.releases:
-            self._consumer.release(ticket, "not needed")
+            consumer.release(ticket, "not needed")
 
     def results(self) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
@@ -139,7 +152,7 @@ class FerryWorker:
         return results
 
     def close(self) -> None:
-        for part in (self._consumer, self._producer, *self._carriers, self._sockets):
+        for part in (self._ready, self._consumer, self._producer, *self._carriers, self._sockets):
             if part is not None:
                 part.close()
 
