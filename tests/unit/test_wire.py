@@ -33,6 +33,7 @@ from kvferry.wire.messages import (
     Complete,
     EngineInfo,
     Hello,
+    Look,
     RankInfo,
     Reader,
     Refused,
@@ -40,6 +41,8 @@ from kvferry.wire.messages import (
     Renewed,
     Reply,
     Request,
+    Seen,
+    SeenRank,
     Sum,
     Summed,
     Welcome,
@@ -68,6 +71,7 @@ def requests() -> list[Any]:
         Complete(VERSION, "i", "h", READER, 3, "not needed"),
         Renew(VERSION, "i", ["h", "g"]),
         Sum(VERSION, "i", "h", bytes(32)),
+        Look(VERSION),
     ]
 
 
@@ -79,6 +83,7 @@ def replies() -> list[Any]:
         Closing(True),
         Renewed(["h"], ["g"]),
         Summed(bytes(16)),
+        Seen("e", "i", "m", {"tp": 1}, [SeenRank(0, 1, "h:1", {"tcp": b"x"})]),
         Refused("digest", "why"),
     ]
 

@@ -44,12 +44,15 @@ from kvferry.wire.messages import (
     Complete,
     EngineInfo,
     Hello,
+    Look,
     RankInfo,
     Refused,
     Renew,
     Renewed,
     ReplyBody,
     Request,
+    Seen,
+    SeenRank,
     Sum,
     Summed,
     Welcome,
@@ -89,12 +92,19 @@ class Directory(Server):
 
     def answer(self, sender: bytes, request: Request) -> ReplyBody | None:
         body = request.body
-        if not isinstance(body, Hello):
+        if not isinstance(body, Hello | Look):
             return Refused("malformed", "this is the directory; it answers only a hello")
         refused = refuse_version(body.version)
+        if isinstance(body, Look):
+            return refused or self._seen()
         if refused is None:
             refused = self._verdict(body.engine)
         return refused or Welcome(self.engine, self._ranks)
+
+    def _seen(self) -> Seen:
+        ranks = [SeenRank(r.pp_rank, r.tp_rank, r.address, r.carriers) for r in self._ranks]
+        us = self.engine
+        return Seen(us.engine_id, us.incarnation, us.model, us.shape, ranks)
 
     def _verdict(self, consumer: EngineInfo) -> Refused | None:
         """Judge a description once; all ranks of an engine send the same."""
@@ -203,7 +213,7 @@ class ProducerRank(Server):
 
     def answer(self, sender: bytes, request: Request) -> ReplyBody | None:
         body = request.body
-        if isinstance(body, Hello):
+        if isinstance(body, Hello | Look):
             return Refused("malformed", "this is a rank; the directory answers a hello")
         refused = refuse_version(body.version)
         if refused is not None:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import DescriptionError
+from kvferry.support import SUPPORTED_VLLM
 from kvferry.transport.cost import Packing, require_packing
-
-SUPPORTED_VLLM = ("0.32.",)
 
 
 @dataclass(frozen=True, slots=True)

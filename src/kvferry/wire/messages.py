@@ -10,8 +10,9 @@ counts have bounds, because servers keep some of what they are sent.
     Complete  -> Closing           its one last word: done, failed or not needed
     Renew     -> Renewed           a consumer's scheduler keeps holds open while it queues
     Sum       -> Summed | Refused  the digest of runs that a consumer rank has read, if it checks
+    Look      -> Seen              the directory: who this is and how to reach it, for a doctor
 
-Version 2 added Sum and Summed.
+Version 2 added Sum and Summed, Look and Seen.
 """
 
 from __future__ import annotations
@@ -127,6 +128,27 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     ranks: list[RankInfo]
 
 
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    """From one who holds no cache, and so is not judged."""
+
+    version: int
+
+
+class SeenRank(msgspec.Struct, frozen=True):
+    pp_rank: int
+    tp_rank: int
+    address: Text
+    carriers: dict[str, bytes]
+
+
+class Seen(msgspec.Struct, frozen=True, tag="seen"):
+    engine_id: Text
+    incarnation: Text
+    model: str
+    shape: dict[str, Any]
+    ranks: list[SeenRank]
+
+
 class Reader(msgspec.Struct, frozen=True):
     """A consumer rank, as holds count them."""
 
@@ -191,8 +213,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     message: str
 
 
-RequestBody = Hello | Claim | Complete | Renew | Sum
-ReplyBody = Welcome | Claimed | Closing | Renewed | Summed | Refused
+RequestBody = Hello | Claim | Complete | Renew | Sum | Look
+ReplyBody = Welcome | Claimed | Closing | Renewed | Summed | Seen | Refused
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
