@@ -19,10 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.cli import checks
-from kvferry.cli.checks import Finding
+from kvferry.cli.checks import Finding, State
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.transport import make_carrier
 from kvferry.transport.auto import by_cost, connect, select
+from kvferry.transport.base import Carrier
 
 PEER_SECONDS = 10.0
 STYLES = {"ok": "green", "missing": "yellow", "broken": "bold red", "info": "dim"}
@@ -92,11 +93,17 @@ def look_at_peer(address: str, secret: str | None, asked: Sequence[str]) -> Iter
     taken = "our secret is accepted" if secret else "without a secret"
     said = f"engine {reply.engine_id} ({reply.model}), {len(reply.ranks)} ranks; {taken}"
     yield Finding("peer", address, "ok", said)
-    ours = []
-    for chosen in select(asked or ["auto"]):
-        if not chosen.why_not:
-            ours.append(make_carrier(chosen.name, secret=secret))
+    if not reply.ranks:
+        yield Finding("peer", "ranks", "missing", "its workers are still starting", "try again")
+    ours: list[Carrier] = []
     try:
+        for chosen in select(asked or ["auto"]):
+            try:
+                if not chosen.why_not:
+                    ours.append(make_carrier(chosen.name, secret=secret))
+            except Exception as error:  # also a library of a carrier's that does not load
+                state: State = "broken" if chosen.name in asked else "missing"
+                yield Finding("peer", chosen.name, state, f"cannot be opened: {error}")
         for rank in reply.ranks:
             who = f"rank ({rank.pp_rank}, {rank.tp_rank})"
             offers = ", ".join(rank.carriers) or "nothing"
@@ -117,7 +124,7 @@ def look_at_peer(address: str, secret: str | None, asked: Sequence[str]) -> Iter
             carrier.close()
 
 
-def _connects(who: str, carrier: Any, endpoint: bytes) -> Finding:
+def _connects(who: str, carrier: Carrier, endpoint: bytes) -> Finding:
     begin = time.perf_counter()
     try:
         link = carrier.connect(endpoint, time.monotonic() + PEER_SECONDS)
