@@ -16,6 +16,7 @@
     ├── HandoverError         producer and consumer do not come together
     │   ├── AuthenticationError  a peer without the shared secret
     │   ├── StaleTicket       the hold is closed, expired or of another incarnation
+    │   ├── ChecksumError     bytes arrived differently than the source holds them
     │   └── ProtocolError     a message that this version does not understand
     └── StoreError            a pool's store cannot be reached or used
 
@@ -87,6 +88,10 @@ class AuthenticationError(HandoverError):
 
 class StaleTicket(HandoverError):
     """The hold behind a ticket is closed, expired, or was another incarnation's."""
+
+
+class ChecksumError(HandoverError):
+    """What arrived is not what the source holds; nothing of it may be used."""
 
 
 class ProtocolError(HandoverError):

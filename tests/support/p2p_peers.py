@@ -92,6 +92,7 @@ class Spec:
     told: bool = True  # whether the directory knows the ranks from the start
     only: tuple[Rank, ...] = ()  # ranks of this process; empty: all
     gate_after: int | None = None  # reads of a rank before its gate
+    checksums: bool = False
 
     @property
     def cache_model(self) -> CacheModel:
@@ -174,11 +175,15 @@ class Rack:
         views = make_views(model, shape, rank, spec.blocks, memory.regions())
         for view in views:
             write_byte(view, np.arange(spec.blocks), fill)
-        carrier: Any = make_carrier(spec.carrier, secret=spec.secret, host=LOOPBACK)
+        options = {} if spec.carrier == "null" else {"secret": spec.secret, "host": LOOPBACK}
+        carrier: Any = make_carrier(spec.carrier, **options)
         if spec.gate_after is not None:
             carrier = GatedCarrier(carrier, spec.gate_after)
         carrier.register(memory_regions(layout, memory))
         return cls(spec, rank, layout, memory, views, carrier)
+
+    def host_memory(self) -> HostMemory:
+        return HostMemory(memory_regions(self.layout, self.memory))
 
     def fill(self, prompt: Prompt) -> None:
         tables = prompt.tables(self.spec, prompt.src_first)
@@ -239,6 +244,7 @@ class Producer:
                 self.sockets,
                 f"{spec.incarnation}-{rank.pp}-{rank.tp}",
                 lease_seconds=spec.lease_seconds,
+                memory=rack.host_memory(),
             )
             server.start()
             self.racks.append(rack)
@@ -339,7 +345,8 @@ class Consumer:
                 rack.layout,
                 rack.memory.bases.tolist(),
                 [rack.carrier],
-                zero=HostMemory(memory_regions(rack.layout, rack.memory)).zero,
+                zero=rack.host_memory().zero,
+                checked=rack.host_memory() if spec.checksums else None,
             )
             for rack in self.racks
         ]

@@ -114,14 +114,20 @@ class Kind:
 
 KINDS = {
     "null": Kind("null"),
-    "local": Kind("local"),
+    "local": Kind("local", {"packing": "direct"}, {"packing": "direct"}),
     "local-fallback": Kind("local", user={"force_fallback": True}),
     "tcp": Kind(
         "tcp",
-        {"secret": SECRET, "host": "127.0.0.1"},
-        {"secret": SECRET, "host": "127.0.0.1"},
+        {"secret": SECRET, "host": "127.0.0.1", "packing": "direct"},
+        {"secret": SECRET, "host": "127.0.0.1", "packing": "direct"},
     ),
     "tcp-open": Kind("tcp"),
+    "local-packed": Kind("local", {"packing": "packed"}, {"packing": "packed"}),
+    "tcp-packed": Kind(
+        "tcp",
+        {"secret": SECRET, "host": "127.0.0.1", "packing": "packed"},
+        {"secret": SECRET, "host": "127.0.0.1", "packing": "packed"},
+    ),
 }
 
 

@@ -43,6 +43,8 @@ from kvferry.transport.regions import Arrays
 from kvferry.transport.scatter import copy_scattered
 
 PROMPT_SECONDS = 8.0  # "at once", on a busy machine
+# direct and packed where a carrier has both; `local-fallback` chooses by the cost model
+CARRIERS = ["null", "local", "local-packed", "local-fallback", "tcp", "tcp-packed"]
 LONG_ROUNDS = 400  # of BIG bytes: seconds of work on any carrier
 
 
@@ -94,7 +96,7 @@ def make_pair(kind: Kind, peer: Peer) -> Iterator[Pair]:
         yield Pair(kind, peer, memory, carrier, carrier.connect(peer.endpoint, soon()))
 
 
-@pytest.fixture(scope="module", params=["null", "local", "local-fallback", "tcp"])
+@pytest.fixture(scope="module", params=CARRIERS)
 def standing(request: pytest.FixtureRequest) -> Iterator[tuple[Kind, Peer]]:
     """A peer that tests share; those that end it make their own."""
     kind = KINDS[request.param]
@@ -107,7 +109,7 @@ def pair(standing: tuple[Kind, Peer]) -> Iterator[Pair]:
     yield from make_pair(*standing)
 
 
-@pytest.fixture(params=["null", "local", "local-fallback", "tcp"])
+@pytest.fixture(params=CARRIERS)
 def mortal(request: pytest.FixtureRequest) -> Iterator[Pair]:
     kind = KINDS[request.param]
     with owner(kind) as peer:

@@ -26,6 +26,7 @@ from kvferry.wire.messages import (
     Renewed,
     Reply,
     Request,
+    Sum,
     Welcome,
     decode_reply,
     decode_request,
@@ -55,6 +56,8 @@ def frames(rng: random.Random, producer: Producer, count: int) -> Iterator[list[
         Complete(VERSION, "another", HOLD, READER, 1, "done"),
         Renew(VERSION, incarnation, ["a", "b"]),
         Renew(VERSION, incarnation, []),
+        Sum(VERSION, incarnation, HOLD, bytes(32)),
+        Sum(VERSION, incarnation, "unknown", b"\x01" * 17),
     ]
     valid = [encode(Request(1 + n, body)) for n, body in enumerate(bodies)]
     replies: list[Any] = [Closing(True), Refused("closed", "x"), Renewed([], [HOLD])]

@@ -33,6 +33,7 @@ from kvferry.wire.messages import (
     Complete,
     EngineInfo,
     Hello,
+    Look,
     RankInfo,
     Reader,
     Refused,
@@ -40,6 +41,10 @@ from kvferry.wire.messages import (
     Renewed,
     Reply,
     Request,
+    Seen,
+    SeenRank,
+    Sum,
+    Summed,
     Welcome,
     decode_reply,
     decode_request,
@@ -65,6 +70,8 @@ def requests() -> list[Any]:
         Claim(VERSION, "i", "h", "d", READER, 3, 1.5),
         Complete(VERSION, "i", "h", READER, 3, "not needed"),
         Renew(VERSION, "i", ["h", "g"]),
+        Sum(VERSION, "i", "h", bytes(32)),
+        Look(VERSION),
     ]
 
 
@@ -75,6 +82,8 @@ def replies() -> list[Any]:
         Claimed(17, [[1, 2], [3]]),
         Closing(True),
         Renewed(["h"], ["g"]),
+        Summed(bytes(16)),
+        Seen("e", "i", "m", {"tp": 1}, [SeenRank(0, 1, "h:1", {"tcp": b"x"})]),
         Refused("digest", "why"),
     ]
 

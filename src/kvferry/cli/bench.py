@@ -165,3 +165,28 @@ def _log_plot(
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
         f'aria-label="{escape(y_title)} by {escape(x_title)}">{"".join(parts)}</svg>'
     )
+
+
+def calibrate_costs(as_json: bool) -> None:
+    """Measure what the embedded carriers cost on this machine, and keep it where they look."""
+    import sys
+
+    import msgspec
+
+    from kvferry.bench.packed import calibrate, write_costs
+
+    costs = calibrate()
+    path = write_costs(costs)
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(costs).decode() + "\n")
+        return
+    console = Console()
+    console.print(f"{costs.name}, {costs.date}: kept in {path}", highlight=False)
+    for carrier, modes in costs.carriers.items():
+        for mode, cost in modes.items():
+            console.print(
+                f"{carrier:10}{mode:8}{cost.batch_seconds * 1e6:8.0f} us a batch"
+                f"{cost.descriptor_seconds * 1e9:10.1f} ns a descriptor"
+                f"{cost.byte_seconds * 1e9:8.3f} ns a byte",
+                highlight=False,
+            )

@@ -1,4 +1,4 @@
-"""The command line: `kvferry plan | demo | verify | bench | models`."""
+"""The command line: `kvferry plan | demo | verify | bench | models | doctor …`."""
 
 from __future__ import annotations
 
@@ -191,6 +191,31 @@ def router(
         serve(prefill, decode, host, port)
 
 
+@app.command()
+def doctor(
+    peer: Annotated[str | None, typer.Option(help="Directory of an engine, host:port.")] = None,
+    carriers: Annotated[str, typer.Option(help="Carriers you configured, with commas.")] = "",
+    secret_file: Annotated[Path | None, typer.Option(help="Else KVFERRY_SECRET.")] = None,
+    between: Annotated[
+        tuple[str, str] | None,
+        typer.Option(help="Two reports of `doctor --json`, or `here`: what auto would pick."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What is installed, permitted and reachable, and what to do about what is missing."""
+    from kvferry.cli.doctor import doctor as examine
+
+    with refusals():
+        try:
+            secret = secret_file.read_text().strip() if secret_file else None
+        except OSError as error:
+            raise DescriptionError(f"{secret_file}: {error.strerror}") from None
+        secret = secret or os.environ.get("KVFERRY_SECRET") or None
+        names = [name for name in carriers.split(",") if name]
+        status = examine(peer, secret, names, between, as_json)
+    raise typer.Exit(status)
+
+
 @bench.command("plan")
 def bench_plan(
     as_json: Json = False,
@@ -217,13 +242,41 @@ def bench_plan(
 def bench_transport(
     sizes: Annotated[str, typer.Option(help="Descriptor sizes in bytes, with commas.")] = "",
     seconds: Annotated[float, typer.Option(help="Seconds for each size.")] = 1.0,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure what direct and packed cost, and keep it.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """What the carriers move, beside memcpy and a plain socket in the same run."""
+    if calibrate:
+        from kvferry.cli.bench import calibrate_costs
+
+        with refusals():
+            calibrate_costs(as_json)
+        return
     from kvferry.bench.transport import DEFAULT_SIZES, lines, run
 
     with refusals():
         chosen = [int(s) for s in sizes.split(",")] if sizes else list(DEFAULT_SIZES)
+        result = run(chosen, seconds)
+    if as_json:
+        print_json(asdict(result))
+    else:
+        for line in lines(result):
+            print(line)
+
+
+@bench.command("packed")
+def bench_packed(
+    sizes: Annotated[str, typer.Option(help="Run lengths in bytes, with commas.")] = "",
+    seconds: Annotated[float, typer.Option(help="Seconds for each length and carrier.")] = 1.0,
+    as_json: Json = False,
+) -> None:
+    """Short runs: direct, packed and what the cost model chooses, in the same run."""
+    from kvferry.bench.packed import SIZES, lines, run
+
+    with refusals():
+        chosen = [int(s) for s in sizes.split(",")] if sizes else list(SIZES)
         result = run(chosen, seconds)
     if as_json:
         print_json(asdict(result))

@@ -22,10 +22,12 @@ from kvferry.layout.rank import Ints, RankLayout
 from kvferry.p2p.acquaintances import Acquaintances
 from kvferry.p2p.caller import Caller
 from kvferry.p2p.load import WORD_SECONDS, Load, Loaded, Loading
+from kvferry.p2p.stats import ConsumerStats, Tally
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.watch import Clock, Watch
 from kvferry.plan import everything_plan
 from kvferry.transport.base import Carrier
+from kvferry.transport.memory import Memory
 from kvferry.wire.messages import EngineInfo, Outcome, Reader
 from kvferry.wire.sockets import Sockets
 
@@ -46,7 +48,9 @@ class ConsumerRank:
         *,
         zero: Callable[[Ints, Ints], None],
         optional_roles: frozenset[str] = frozenset(),
+        checked: Memory | None = None,
     ) -> None:
+        """`checked`: compare what arrives in this memory with checksums of the source's."""
         self.engine, self.model, self.layout = engine, model, layout
         self._caller = Caller(sockets)
         self._pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvferry-load")
@@ -58,6 +62,7 @@ class ConsumerRank:
             np.asarray(bases, dtype=np.int64),
             everything_plan(model, layout),
             zero,
+            checked,
         )
         self._lock = threading.Condition()  # notified when a load has ended
         self._done: list[Loaded] = []
@@ -94,6 +99,15 @@ class ConsumerRank:
             if self._running and not self._done:
                 self._lock.wait(seconds)
 
+    def stats(self) -> ConsumerStats:
+        with self._lock:
+            running = len(self._running)
+        return self._tally.snapshot(running)
+
+    @property
+    def _tally(self) -> Tally:
+        return self._loading.tally
+
     def close(self) -> None:
         """Give all loads up; their threads end soon after."""
         with self._lock:
@@ -105,18 +119,21 @@ class ConsumerRank:
     # One load
 
     def _run(self, load: Load, watch: Watch) -> None:
-        clock = Clock()
+        clock, reason = Clock(), ""
         try:
             result = self._loading.run(load, watch, clock)
         except KvferryError as error:
+            reason = type(error).__name__
             if isinstance(error, Cancelled) and "meet" not in clock.spent and not load.keep_open:
                 self._later(load.ticket, "failed")
             result = Loaded(
                 load.request_id, f"{type(error).__name__}: {error}", seconds=clock.spent
             )
         except Exception as error:
+            reason = "internal"
             log.exception("loading request %s failed", load.request_id)
             result = Loaded(load.request_id, f"internal error: {error!r}", seconds=clock.spent)
+        self._tally.ended(reason, result.bytes, result.descriptors, result.seconds)
         with self._lock:
             self._running.pop(load.request_id, None)
             self._done.append(result)

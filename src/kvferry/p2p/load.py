@@ -3,8 +3,9 @@
 1. **meet** the remote engine: the directory's welcome, plans, connections. Once per incarnation.
 2. **claim** the hold at every source rank that concerns us, all at once. A claim may be parked.
 3. **read** by carrier, edge by edge, all at once, in slices.
-4. **zero** the bytes of loaded blocks that nothing covers.
-5. the **last word**, `done`, to every source rank. Only if all of them answer that the hold was
+4. **check**, where that was asked for: digests of what was read, compared with the sources' own.
+5. **zero** the bytes of loaded blocks that nothing covers.
+6. the **last word**, `done`, to every source rank. Only if all of them answer that the hold was
    still open is the load good: the bytes were read from blocks that nobody reused meanwhile.
 
 Whatever fails, the sources are told `failed` (best effort, nobody waits for their answers). Every
@@ -23,15 +24,26 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.errors import Cancelled, DeadlineExceeded, HandoverError, KvferryError, StaleTicket
+from kvferry.errors import (
+    Cancelled,
+    ChecksumError,
+    DeadlineExceeded,
+    HandoverError,
+    KvferryError,
+    StaleTicket,
+)
 from kvferry.layout.rank import Ints
 from kvferry.p2p.acquaintances import Acquaintances
 from kvferry.p2p.caller import Caller
+from kvferry.p2p.checksum import digest, encode_runs, parts
 from kvferry.p2p.remote import Remote, Source
+from kvferry.p2p.stats import Tally
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.watch import Clock, Watch
-from kvferry.plan import Copies, EdgePlan, bind, uncovered
+from kvferry.plan import Bound, Copies, EdgePlan, bind, uncovered
 from kvferry.transport.base import Transfer, TransferState
+from kvferry.transport.memory import Memory
+from kvferry.transport.regions import Arrays
 from kvferry.wire.messages import (
     VERSION,
     Claim,
@@ -44,12 +56,15 @@ from kvferry.wire.messages import (
     Renew,
     Renewed,
     ReplyBody,
+    Sum,
+    Summed,
 )
 
 log = logging.getLogger("kvferry")
 
 TRANSFER_LOOK_SECONDS = 0.1  # between two looks at whether a transfer is still wanted
 SLICE_DESCRIPTORS = 65_536  # bound at a time, so that no NumPy call takes long
+ABANDONED_LOOK_SECONDS = 1.0
 WORD_SECONDS = 5.0  # for a last word after something failed
 
 
@@ -90,6 +105,8 @@ class Loading:
     bases: Ints  # of this rank's regions
     everything: EdgePlan  # all that this rank's blocks hold
     zero: Callable[[Ints, Ints], None]
+    checked: Memory | None = None  # where digests are compared, the memory that is read into
+    tally: Tally = field(default_factory=Tally)
 
     def run(self, load: Load, watch: Watch, clock: Clock) -> Loaded:
         remote = self.known.meet(load.ticket, watch)
@@ -97,7 +114,14 @@ class Loading:
         try:
             claimed = self._claim(remote, load.ticket, watch)
             clock.stop("claim")
-            moved, descriptors = self._read(remote, load, claimed, watch, clock)
+            bound = self._bind(load, claimed)
+            self._read(remote, bound, watch, clock)
+            moved = sum(b.bytes for b in bound.values())
+            descriptors = sum(b.descriptors for b in bound.values())
+            if self.checked is not None:
+                self._check(remote, load.ticket, bound, self.checked, watch)
+                self.tally.checked(moved)
+                clock.stop("check")
             self._zero_rest(remote, load)
             clock.stop("zero")
             self._confirm(remote, load, watch)
@@ -155,35 +179,32 @@ class Loading:
             self.known.forget(remote)  # the peer may have restarted: meet it again next time
             raise
 
-    def _read(
-        self,
-        remote: Remote,
-        load: Load,
-        claimed: dict[Source, Claimed],
-        watch: Watch,
-        clock: Clock,
-    ) -> tuple[int, int]:
+    def _bind(self, load: Load, claimed: dict[Source, Claimed]) -> dict[Source, Bound]:
+        """What is to be read, by source; small, whatever the number of copies."""
+        return {
+            source: bind(
+                source.plan,
+                tokens=load.ticket.tokens,
+                skip=load.skip,
+                src_tables=hold.tables,
+                dst_tables=load.tables,
+                src_bases=source.bases,
+                dst_bases=self.bases,
+            )
+            for source, hold in claimed.items()
+            if source.plan is not None and source.carrier is not None
+        }
+
+    def _read(self, remote: Remote, bound: dict[Source, Bound], watch: Watch, clock: Clock) -> None:
         transfers: list[Transfer] = []
-        moved = descriptors = 0
         try:
-            for source, hold in claimed.items():
-                if source.plan is None or source.carrier is None:
-                    continue
-                bound = bind(
-                    source.plan,
-                    tokens=load.ticket.tokens,
-                    skip=load.skip,
-                    src_tables=hold.tables,
-                    dst_tables=load.tables,
-                    src_bases=source.bases,
-                    dst_bases=self.bases,
-                )
-                moved, descriptors = moved + bound.bytes, descriptors + bound.descriptors
+            for source, copies in bound.items():
+                assert source.carrier is not None
                 if getattr(source.carrier, "takes_strided", False):
                     read: Any = source.carrier.read
-                    transfers.extend(read(source.peer, batch) for batch in bound.batches)
+                    transfers.extend(read(source.peer, batch) for batch in copies.batches)
                     continue
-                for piece in bound.slices(SLICE_DESCRIPTORS):
+                for piece in copies.slices(SLICE_DESCRIPTORS):
                     mine = Copies(piece.src.copy(), piece.dst.copy(), piece.length.copy())
                     transfers.append(source.carrier.read(source.peer, mine))
             clock.stop("bind")
@@ -191,11 +212,46 @@ class Loading:
                 self._wait(transfer, watch)
             clock.stop("read")
         except BaseException as error:
-            _end_transfers(transfers)
+            _end_transfers(transfers, self.tally)
             if not isinstance(error, Cancelled):
                 self.known.forget(remote)
             raise
-        return moved, descriptors
+
+    def _check(
+        self,
+        remote: Remote,
+        ticket: Ticket,
+        bound: dict[Source, Bound],
+        memory: Memory,
+        watch: Watch,
+    ) -> None:
+        """Compare digests, slice by slice; all sources work on theirs while we do on ours."""
+        left = {source: parts(copies) for source, copies in bound.items()}
+        while left:
+            asked: list[tuple[Source, Arrays, Future[ReplyBody]]] = []
+            for source, more in list(left.items()):
+                part = next(more, None)
+                if part is None:
+                    del left[source]
+                    continue
+                runs = encode_runs(part.src, part.length)
+                sum_ = Sum(VERSION, source.incarnation, ticket.hold_id, runs)
+                asked.append((source, part, self.caller.call(source.address, sum_, watch.deadline)))
+            for source, part, call in asked:
+                ours = digest(memory, part.dst, part.length)
+                reply = self.answer(remote, call, watch)
+                who = f"rank {tuple(source.rank)}"
+                if not isinstance(reply, Summed):
+                    why = reply.message if isinstance(reply, Refused) else type(reply).__name__
+                    raise HandoverError(f"{who} gives no checksum: {why}")
+                if reply.digest != ours:
+                    self.known.forget(remote)
+                    raise ChecksumError(
+                        f"{who}: {len(part)} runs of {int(part.length.sum())} bytes arrived "
+                        f"differently than the source holds them (xxh3 {reply.digest.hex()} there, "
+                        f"{ours.hex()} here); nothing of this load is used. The carrier or the "
+                        "network between the two engines damages bytes"
+                    )
 
     def _wait(self, transfer: Transfer, watch: Watch) -> None:
         """Wait for a transfer, and look now and then whether anyone still wants it."""
@@ -267,8 +323,12 @@ class Loading:
         }
 
 
-def _end_transfers(transfers: Sequence[Transfer]) -> None:
-    """Cancel all. Returns only when no byte of any can arrive: their blocks are used again."""
+def _end_transfers(transfers: Sequence[Transfer], tally: Tally) -> None:
+    """Cancel all. Returns only when no byte of any can arrive: their blocks are used again.
+
+    A transfer that its carrier cannot end is *abandoned*: it counts as such, and its load stays
+    unreported, until the carrier returns.
+    """
     left = list(transfers)
     while left:
         try:
@@ -276,5 +336,16 @@ def _end_transfers(transfers: Sequence[Transfer]) -> None:
             left.pop()
         except DeadlineExceeded as error:
             log.error("a failed load keeps its blocks until its transfer has ended: %s", error)
-            if left[-1].poll() is not TransferState.RUNNING:
-                left.pop()
+            with tally.abandoning():
+                _outlast(left.pop())
+
+
+def _outlast(transfer: Transfer) -> None:
+    """Until the carrier has nothing under way any more, however long that takes."""
+    while transfer.poll() is TransferState.RUNNING:
+        try:
+            transfer.wait(time.monotonic() + ABANDONED_LOOK_SECONDS)
+        except DeadlineExceeded:
+            continue
+        except KvferryError:
+            return

@@ -30,10 +30,12 @@ import msgspec
 
 from kvferry.errors import KvferryError
 from kvferry.layout.model import require_same_cache
+from kvferry.p2p.checksum import Summing, decode_runs, digest
 from kvferry.p2p.describe import read_model, read_shape, require_same_meaning
 from kvferry.p2p.holds import MOST_ENGINES, Closed, Hold, HoldTable, Why
 from kvferry.p2p.server import Server
 from kvferry.plan.assign import assign
+from kvferry.transport.memory import Memory
 from kvferry.wire.messages import (
     VERSION,
     Claim,
@@ -42,12 +44,17 @@ from kvferry.wire.messages import (
     Complete,
     EngineInfo,
     Hello,
+    Look,
     RankInfo,
     Refused,
     Renew,
     Renewed,
     ReplyBody,
     Request,
+    Seen,
+    SeenRank,
+    Sum,
+    Summed,
     Welcome,
 )
 from kvferry.wire.sockets import Sockets
@@ -85,12 +92,19 @@ class Directory(Server):
 
     def answer(self, sender: bytes, request: Request) -> ReplyBody | None:
         body = request.body
-        if not isinstance(body, Hello):
+        if not isinstance(body, Hello | Look):
             return Refused("malformed", "this is the directory; it answers only a hello")
         refused = refuse_version(body.version)
+        if isinstance(body, Look):
+            return refused or self._seen()
         if refused is None:
             refused = self._verdict(body.engine)
         return refused or Welcome(self.engine, self._ranks)
+
+    def _seen(self) -> Seen:
+        ranks = [SeenRank(r.pp_rank, r.tp_rank, r.address, r.carriers) for r in self._ranks]
+        us = self.engine
+        return Seen(us.engine_id, us.incarnation, us.model, us.shape, ranks)
 
     def _verdict(self, consumer: EngineInfo) -> Refused | None:
         """Judge a description once; all ranks of an engine send the same."""
@@ -139,8 +153,11 @@ class ProducerRank(Server):
         host: str | None = None,
         port: int = 0,
         lease_seconds: float = DEFAULT_LEASE_SECONDS,
+        memory: Memory | None = None,
     ) -> None:
+        """`memory`: what checksums are made of; without it, readers that ask are refused."""
         super().__init__(sockets, host, port, "kvferry-producer")
+        self._summing = Summing(memory) if memory is not None else None
         self.incarnation = incarnation
         self._table: HoldTable[_Sender] = HoldTable(lease_seconds)
         self._closed: list[Closed] = []
@@ -196,7 +213,7 @@ class ProducerRank(Server):
 
     def answer(self, sender: bytes, request: Request) -> ReplyBody | None:
         body = request.body
-        if isinstance(body, Hello):
+        if isinstance(body, Hello | Look):
             return Refused("malformed", "this is a rank; the directory answers a hello")
         refused = refuse_version(body.version)
         if refused is not None:
@@ -210,6 +227,8 @@ class ProducerRank(Server):
                 return self._claim(body) or self._park(sender, request.id, body)
             case Complete():
                 return self._complete(body)
+            case Sum():
+                return self._sum(sender, request.id, body)
             case Renew():
                 now = time.monotonic()
                 found = {h: self._table.find(h, now) for h in body.hold_ids}
@@ -252,6 +271,39 @@ class ProducerRank(Server):
         if closed is not None:
             self._report(closed)
         return Closing(was_open)
+
+    def _sum(self, sender: bytes, request_id: int, asked: Sum) -> ReplyBody | None:
+        """Checked here, made on the other thread, answered from here again."""
+        if self._summing is None:
+            return Refused("malformed", "this rank makes no checksums")
+        address, length = decode_runs(asked.runs)
+        hold = self._table.find(asked.hold_id, time.monotonic())
+        if not isinstance(hold, Hold):
+            return _refuse_closed(hold or "withdrawn")
+
+        def work(memory: Memory) -> None:
+            reply: ReplyBody
+            try:
+                reply = Summed(digest(memory, address, length))
+            except KvferryError as error:  # a run outside of the registered memory
+                reply = Refused("malformed", str(error))
+            self.submit(lambda: self._summed(sender, request_id, asked.hold_id, reply))
+
+        if not self._summing.submit(work):
+            return Refused("busy", "too many checksums wait to be made")
+        return None
+
+    def _summed(self, sender: bytes, request_id: int, hold_id: str, reply: ReplyBody) -> None:
+        hold = self._table.find(hold_id, time.monotonic())
+        if not isinstance(hold, Hold):  # the bytes may be another request's by now
+            reply = _refuse_closed(hold or "withdrawn")
+        self.counters["sums" if isinstance(reply, Summed) else "refused sums"] += 1
+        self.reply(sender, request_id, reply)
+
+    def close(self) -> None:
+        super().close()
+        if self._summing is not None:
+            self._summing.close()
 
     def tick(self, now: float) -> None:
         closed, impatient = self._table.expire(now)

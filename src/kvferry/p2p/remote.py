@@ -6,12 +6,11 @@ source rank that concerns this rank there is a `Source`: whom to ask, and how to
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.errors import HandoverError, IncompatibleError, StaleTicket, TransferError
+from kvferry.errors import HandoverError, IncompatibleError, StaleTicket
 from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
@@ -20,10 +19,9 @@ from kvferry.p2p.ticket import Ticket
 from kvferry.plan.edge import EdgePlan
 from kvferry.plan.pair import PairPlan, plan_pair
 from kvferry.topology.partners import targets
+from kvferry.transport.auto import connect
 from kvferry.transport.base import Carrier
 from kvferry.wire.messages import EngineInfo, RankInfo, Refused, ReplyBody, Welcome
-
-log = logging.getLogger("kvferry")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,22 +119,6 @@ def _source(
     if rank in pair.sources(layout.rank):
         remote_layout, bases = read_layout(info, shape)
         plan = pair.plan(pair.edge(rank, layout.rank), remote_layout, layout)
-        carrier, peer = connect(info.carriers, carriers, deadline)
+        who = f"rank {tuple(rank)} at {info.address}"
+        carrier, peer = connect(info.carriers, carriers, deadline, who)
     return Source(rank, info.address, info.incarnation, readers, plan, tuple(bases), carrier, peer)
-
-
-def connect(
-    offered: Mapping[str, bytes], carriers: Sequence[Carrier], deadline: float
-) -> tuple[Carrier, Any]:
-    """The first of our carriers that the peer has and that reaches it."""
-    reasons = []
-    for carrier in carriers:
-        if carrier.name not in offered:
-            reasons.append(f"{carrier.name}: the peer does not offer it")
-            continue
-        try:
-            return carrier, carrier.connect(offered[carrier.name], deadline)
-        except TransferError as error:
-            reasons.append(f"{carrier.name}: {error}")
-            log.info("carrier %s does not reach the peer: %s", carrier.name, error)
-    raise HandoverError(f"no carrier reaches the peer ({'; '.join(reasons)})")

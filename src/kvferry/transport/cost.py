@@ -11,7 +11,7 @@ the runs at the packed rate.
 Numbers come from one of
 
     the file that KVFERRY_COSTS names
-    $XDG_CONFIG_HOME/kvferry/costs.json (~/.config), which `kvferry bench transport --calibrate` makes
+    $XDG_CONFIG_HOME/kvferry/costs.json (~/.config), by `kvferry bench transport --calibrate`
     the default that ships (costs.json beside this module: it says on what, when and how)
 """
 
@@ -77,6 +77,8 @@ class Choice:
 
     def __post_init__(self) -> None:
         require_packing(self.packing)
+        if self.packing == "auto" and self.costs is None:
+            current_costs()  # a file that was named and is bad is refused here, not in a thread
 
     def mode(self, descriptors: int, count_bytes: int) -> Mode:
         if self.packing != "auto":

@@ -56,6 +56,13 @@ class HostMemory:
             copy_runs(source, where, self._bytes, runs - self._base, sizes)
             done += int(sizes.sum())
 
+    def place(self, source: Bytes, at: Ints, address: Ints, length: Ints) -> None:
+        """Runs of `source`, from anywhere in it, to runs of this memory. One window at most."""
+        self._require(address, length, None)
+        if len(at) and (int(at.min()) < 0 or int((at + length).max()) > len(source)):
+            raise TransferError(f"a run leaves its buffer of {len(source)} bytes")
+        copy_runs(source, at, self._bytes, address - self._base, length)
+
     def zero(self, address: Ints, length: Ints) -> None:
         """Set ranges to zero."""
         self._require(address, length, None)

@@ -10,6 +10,10 @@ Where this is not permitted (Yama, seccomp, another pid namespace or host), the 
 to tcp by itself and says so once; the endpoint carries what that needs. It is a capability: hand it
 only to peers that have authenticated.
 
+Short runs are moved in packed mode where that is cheaper (cost.py). A read takes long ranges that
+cover the runs into a staging buffer (cover.py) and scatters from there; a write whose runs lie
+together over there gathers here and writes them as one. The peer takes no part in either.
+
 The owner cannot stop a peer's writes here (`can_revoke` is false), and the kernel checks addresses
 but not regions: the initiator does, against what the endpoint says.
 """
@@ -19,7 +23,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,7 +33,12 @@ import numpy as np
 from kvferry.errors import Cancelled, PeerLost, PermissionDenied, ProtocolError, TransferError
 from kvferry.transport import vm
 from kvferry.transport.base import CopyArrays, MemoryRegion, Transfer
+from kvferry.transport.cost import Choice, Costs, Packing
+from kvferry.transport.cover import follows, pieces
+from kvferry.transport.host import HostMemory
+from kvferry.transport.iovec import joined
 from kvferry.transport.jobs import Job, Workers, share
+from kvferry.transport.memory import Bytes, Ints
 from kvferry.transport.regions import Arrays, RegionTable, require_all, slices
 from kvferry.transport.tcp import LOOPBACK, TcpCarrier, TcpPeer
 
@@ -36,6 +46,9 @@ log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
 SLICE_BYTES = 8 << 20  # about two milliseconds: between two looks at cancel
+STAGING_BYTES = 4 << 20  # of each thread; smaller ones spend their time in Python
+PACKED_RUN_BYTES = 16 << 10  # nothing is won by packing longer runs than these
+MOST_GAP_BYTES = 64 << 10
 # One thread reaches 80 % of memcpy over the same scatter (the kernel pins every page), two pass it.
 THREADS_PER_TRANSFER = 2
 
@@ -66,10 +79,15 @@ class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LocalPeer:
-    """A process whose memory this one reaches; `tcp` is set where it does so by tcp."""
+    """A process whose memory this one reaches; `tcp` is set where it does so by tcp.
 
-    def __init__(self, endpoint: LocalEndpoint, tcp: TcpPeer | None = None) -> None:
-        self.tcp = tcp
+    `detour` then says why.
+    """
+
+    def __init__(
+        self, endpoint: LocalEndpoint, tcp: TcpPeer | None = None, detour: str = ""
+    ) -> None:
+        self.tcp, self.detour = tcp, detour
         self.connected = True
         self.pid = endpoint.pid
         self.regions = RegionTable.of([MemoryRegion(a, n) for a, n in endpoint.regions])
@@ -117,9 +135,15 @@ class LocalCarrier:
         workers: int = 4,
         threads_per_transfer: int = THREADS_PER_TRANSFER,
         force_fallback: bool = False,
+        packing: Packing = "auto",
+        costs: Costs | None = None,
     ) -> None:
         self._own_secret = b"" if secret else secrets.token_bytes(32)
-        self._tcp = TcpCarrier(secret=secret or self._own_secret, host=host)
+        self._tcp = TcpCarrier(
+            secret=secret or self._own_secret, host=host, packing=packing, costs=costs
+        )
+        self._choice = Choice("local", packing, costs)
+        self._staging = threading.local()
         self._workers = Workers("kvferry-local", workers)
         self._helping = threads_per_transfer - 1
         self._helpers = Workers("kvferry-local-help", workers * self._helping)
@@ -127,6 +151,7 @@ class LocalCarrier:
         self._secret_token = self._token.tobytes()
         self._regions: list[MemoryRegion] = []
         self._table = RegionTable.of([])
+        self._memory = HostMemory([])
         self._force_fallback = force_fallback
         self._said_fallback = False
         self._closed = False
@@ -141,6 +166,7 @@ class LocalCarrier:
         self._tcp.register(regions)
         self._regions += regions
         self._table = RegionTable.of(self._regions)
+        self._memory = HostMemory(self._regions)
 
     def endpoint(self) -> bytes:
         return msgspec.msgpack.encode(
@@ -166,19 +192,18 @@ class LocalCarrier:
         if not self._said_fallback:
             self._said_fallback = True
             log.warning("the local carrier falls back to tcp, which is slower: %s", why)
-        return LocalPeer(
-            found, self._tcp.connect(found.tcp, deadline, secret=found.tcp_secret or None)
-        )
+        tcp = self._tcp.connect(found.tcp, deadline, secret=found.tcp_secret or None)
+        return LocalPeer(found, tcp, why)
 
     def read(self, peer: LocalPeer, copies: CopyArrays) -> Transfer:
         if peer.tcp is not None:
             return self._tcp.read(peer.tcp, copies)
-        return self._submit(peer, copies, vm.read, reading=True)
+        return self._submit(peer, copies, reading=True)
 
     def write(self, peer: LocalPeer, copies: CopyArrays) -> Transfer:
         if peer.tcp is not None:
             return self._tcp.write(peer.tcp, copies)
-        return self._submit(peer, copies, vm.write, reading=False)
+        return self._submit(peer, copies, reading=False)
 
     def disconnect(self, peer: LocalPeer) -> None:
         peer.connected = False
@@ -213,14 +238,7 @@ class LocalCarrier:
             return str(error)
         return ""
 
-    def _submit(
-        self,
-        peer: LocalPeer,
-        copies: CopyArrays,
-        move: Callable[..., int],
-        *,
-        reading: bool,
-    ) -> Transfer:
+    def _submit(self, peer: LocalPeer, copies: CopyArrays, *, reading: bool) -> Transfer:
         def work(job: Job) -> None:
             arrays = Arrays.of(copies)
             src, dst = (peer.regions, self._table) if reading else (self._table, peer.regions)
@@ -230,7 +248,7 @@ class LocalCarrier:
             def carry(part: Arrays) -> None:
                 peer.require_connected()
                 try:
-                    move(peer.pid, part.src, part.dst, part.length)
+                    self._move(peer, part, reading=reading)
                 except TransferError:
                     peer.require_alive()  # a peer that is gone is the better reason
                     raise
@@ -239,6 +257,76 @@ class LocalCarrier:
             peer.require_alive()  # it was the same process, and open, all along
 
         return self._workers.submit(Job(work, "a local read" if reading else "a local write"))
+
+    def _move(self, peer: LocalPeer, part: Arrays, *, reading: bool) -> None:
+        """One slice, direct or packed."""
+        if self._choice.packing != "direct" and int(part.length.max()) <= PACKED_RUN_BYTES:
+            if reading:
+                gap = self._most_gap()
+                if self._choice.packing == "packed" or self._covers_pay(peer, part, gap):
+                    self._read_covers(peer, part, gap)
+                    return
+            elif self._choice.packing == "packed" or self._gather_pays(part):
+                self._write_gathered(peer, part)
+                return
+        (vm.read if reading else vm.write)(peer.pid, part.src, part.dst, part.length)
+
+    def _most_gap(self) -> int:
+        """Beyond it, one more descriptor costs less than the bytes between two runs."""
+        direct = self._choice.cost("direct")
+        if direct is None or direct.byte_seconds <= 0:
+            return 0
+        return min(int(direct.descriptor_seconds / direct.byte_seconds), MOST_GAP_BYTES)
+
+    def _covers_pay(self, peer: LocalPeer, part: Arrays, most_gap: int) -> bool:
+        direct, packed = self._choice.cost("direct"), self._choice.cost("packed")
+        if direct is None or packed is None:
+            return False
+        gap, near = follows(peer.regions, part.src, part.length, most_gap)
+        apart = len(part) - int(np.count_nonzero(near))
+        runs = (len(part) - int(np.count_nonzero(gap == 0)) + _count_apart(part.dst, part)) / 2
+        count, extra = int(part.length.sum()), int(gap[near].sum())
+        as_they_are = runs * direct.descriptor_seconds + count * direct.byte_seconds
+        covered = (
+            (apart + 1) / 2 * direct.descriptor_seconds
+            + (count + extra) * direct.byte_seconds
+            + packed.seconds(len(part), count)
+        )
+        return covered < as_they_are
+
+    def _gather_pays(self, part: Arrays) -> bool:
+        direct, packed = self._choice.cost("direct"), self._choice.cost("packed")
+        if direct is None or packed is None:
+            return False
+        here, there = _count_apart(part.src, part), _count_apart(part.dst, part)
+        gain = (here - 1) / 2 * direct.descriptor_seconds  # what lies apart there stays so
+        return there < here and packed.seconds(here, int(part.length.sum())) < gain
+
+    def _read_covers(self, peer: LocalPeer, part: Arrays, most_gap: int) -> None:
+        buffer = self._buffer()
+        for copies, covers in pieces(peer.regions, part, most_gap, len(buffer)):
+            where = buffer.ctypes.data + np.cumsum(covers.length) - covers.length
+            vm.read(peer.pid, covers.address, where, covers.length)
+            self._memory.place(buffer, covers.at, copies.dst, copies.length)
+
+    def _write_gathered(self, peer: LocalPeer, part: Arrays) -> None:
+        buffer = self._buffer()
+        for copies in slices(part, len(buffer)):
+            self._memory.gather(copies.src, copies.length, buffer)
+            there, length = joined(copies.dst, copies.length)
+            where = buffer.ctypes.data + np.cumsum(length) - length
+            vm.write(peer.pid, where, there, length)
+
+    def _buffer(self) -> Bytes:
+        if not hasattr(self._staging, "buffer"):
+            self._staging.buffer = np.empty(STAGING_BYTES, dtype=np.uint8)
+        made: Bytes = self._staging.buffer
+        return made
+
+
+def _count_apart(address: Ints, part: Arrays) -> int:
+    """Runs that do not begin where the one before them ends."""
+    return 1 + int(np.count_nonzero(address[1:] != address[:-1] + part.length[:-1]))
 
 
 def _boot() -> str:

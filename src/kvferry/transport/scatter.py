@@ -1,4 +1,4 @@
-"""Scattered copies inside one process, vectorised: runs to a buffer, a buffer to runs, runs to runs.
+"""Scattered copies inside one process: runs to a buffer, a buffer to runs, runs to runs.
 
 No system call and no permission is needed. Copies of one length go together: seen through a dtype
 of that many bytes and a stride of one byte, a memory is an array in which every byte begins an
@@ -12,6 +12,8 @@ which needs no intermediate array and is twice as fast.
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,12 +22,13 @@ from numpy.typing import ArrayLike, NDArray
 from kvferry.errors import TransferError
 from kvferry.transport.memory import Bytes, Ints
 
-CHUNK_BYTES = 1 << 20  # moved by one NumPy call: some tenths of a millisecond, and it stays cached
+CHUNK_BYTES = 1 << 18  # moved by one NumPy call: a tenth of a millisecond, and it stays cached
 # Longer runs are copied in pieces of this. Times the widest address space (2**48), it still fits 63
 # bits, which is what NumPy allows an array that spans all of it.
 PIECE_BYTES = 1 << 14
 PIECES_AT_A_TIME = 1 << 15
 MOST_LENGTHS = 8  # distinct ones, each copied as it is; beyond, runs are cut into powers of two
+_mine = threading.local()
 TAKE_RUNS = 64  # a `take` for fewer runs than this does not pay
 
 
@@ -84,9 +87,10 @@ def _groups(length: Ints) -> Iterator[tuple[Ints | None, Ints | None, int]]:
 
 def _copy_equal(src_memory: Bytes, src: Ints, dst_memory: Bytes, dst: Ints, size: int) -> None:
     step = max(1, CHUNK_BYTES // size)
+    scratch = _scratch()
     in_order = len(dst) > 1 and _in_order(dst, size)
     from_order = not in_order and len(src) > 1 and _in_order(src, size)
-    sources, targets = _windows(src_memory, size), _windows(dst_memory, size)
+    targets = _windows(dst_memory, size)
     for start in range(0, len(src), step):
         a, b = src[start : start + step], dst[start : start + step]
         if in_order:
@@ -94,7 +98,9 @@ def _copy_equal(src_memory: Bytes, src: Ints, dst_memory: Bytes, dst: Ints, size
         elif from_order:
             targets[b] = _dense(src_memory, int(a[0]), size, len(a))
         else:
-            targets[b] = sources[a]
+            between = _dense(scratch, 0, size, len(a))
+            _take(src_memory, a, between, size)
+            targets[b] = between
 
 
 def _take(memory: Bytes, offsets: Ints, into: NDArray[np.void], size: int) -> None:
@@ -106,7 +112,7 @@ def _take(memory: Bytes, offsets: Ints, into: NDArray[np.void], size: int) -> No
         into[...] = _windows(memory, size)[offsets]
         return
     edges = [0, *cuts.tolist(), len(offsets)]
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
+    for first, last in itertools.pairwise(edges):
         begin = int(remainder[first])
         dense = _dense(memory, begin, size, (len(memory) - begin) // size)
         # clip: with "raise", NumPy buffers the output. The offsets were checked
@@ -121,6 +127,14 @@ def _copy_pieces(src_memory: Bytes, src: Ints, dst_memory: Bytes, dst: Ints, cou
         run = np.searchsorted(ends, number, side="right")
         within = (number - ends[run] + count[run]) * PIECE_BYTES
         _copy_equal(src_memory, src[run] + within, dst_memory, dst[run] + within, PIECE_BYTES)
+
+
+def _scratch() -> Bytes:
+    """A chunk's worth of bytes, one for each thread: a new array each time costs page faults."""
+    if not hasattr(_mine, "scratch"):
+        _mine.scratch = np.empty(CHUNK_BYTES, dtype=np.uint8)
+    made: Bytes = _mine.scratch
+    return made
 
 
 def _in_order(offsets: Ints, size: int) -> bool:

@@ -2,10 +2,10 @@
 
 The owner of memory runs a `Server` (tcp_server.py); who reads or writes connects to it
 (tcp_client.py). Frames and their authentication are in tcp_frames.py; how an end moves a frame's
-bytes, direct or packed, in tcp_payload.py. A transfer has connections of its own, from a small pool
-per peer, so that cancelling it is closing them, and transfers do not wait for each other. A batch is
-cut into frames that the server's limits allow; two connections share them, so that one asks, gathers
-or scatters while the other one's bytes are on their way.
+bytes, direct or packed, in tcp_payload.py. A transfer has connections of its own, from a small
+pool per peer, so that cancelling it is closing them, and transfers do not wait for each other. A
+batch is cut into frames that the server's limits allow; two connections share them, so that one
+asks, gathers or scatters while the other one's bytes are on their way.
 
     cancelled read    nothing is received any more once `cancel` returns
     cancelled write   this side stops sending and waits until the server has closed: then all that
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 10.0  # for the connections after a peer's first, which has the caller's deadline
 TRANSFERS_PER_PEER = 4  # at a time
 STREAMS_PER_TRANSFER = 2
-# A frame of few bytes costs a round trip that nothing hides; one of many leaves the other connection
+# A small frame costs a round trip that nothing hides, a large one leaves the other connection
 # without work. So a transfer has about this many frames, within these bounds.
 FRAMES_PER_TRANSFER = 8
 LEAST_FRAME_BYTES = 4 << 20

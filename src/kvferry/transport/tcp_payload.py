@@ -49,7 +49,7 @@ class Payload:
                 check()
             count = int(part.length.sum())
             memory.gather(part.src, part.length, buffer)
-            self._stream.send(memoryview(buffer)[:count])
+            self._stream.send(buffer.data[:count])
 
     def receive(
         self, memory: Memory, address: Ints, length: Ints, check: Check | None = None
@@ -66,7 +66,7 @@ class Payload:
             if check is not None:
                 check()
             count = int(part.length.sum())
-            self._stream.recv_into(memoryview(buffer)[:count])
+            self._stream.recv_into(buffer.data[:count])
             memory.scatter(buffer, part.src, part.length)
 
     def _packs(self, memory: Memory, length: Ints) -> bool:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import DescriptionError
-
-SUPPORTED_VLLM = ("0.32.",)
+from kvferry.support import SUPPORTED_VLLM
+from kvferry.transport.cost import Packing, require_packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,9 @@ class FerryConfig:
     secret: str | None = None  # or secret_file, or the environment's KVFERRY_SECRET
     host: str | None = None  # address that peers reach this engine at; None: loopback
     port: int = 0  # of the directory; 0: any
-    carriers: tuple[str, ...] = ("local", "tcp")  # in order of preference
+    carriers: tuple[str, ...] = ("auto",)  # or names, in order of preference
+    packing: Packing = "auto"  # or direct, packed: how short runs are moved
+    checksums: bool = False  # compare what arrives with digests of what the source holds
     lease_seconds: float = 60.0  # a hold lasts this long without a word from its consumer
     load_seconds: float = 120.0  # a load has failed after this long
     model_id: str = ""  # names the weights, where the model's path differs between engines
@@ -42,6 +44,7 @@ class FerryConfig:
             chosen = values["carriers"]
             values["carriers"] = (chosen,) if isinstance(chosen, str) else tuple(chosen)
         config = cls(**values)
+        require_packing(config.packing)
         if config.lease_seconds <= 0 or config.load_seconds <= 0:
             raise DescriptionError("lease_seconds and load_seconds must be positive")
         return config

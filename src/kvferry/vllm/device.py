@@ -15,9 +15,11 @@ from typing import Any
 
 from kvferry.errors import TransferError
 from kvferry.transport import make_carrier
+from kvferry.transport.auto import select
 from kvferry.transport.base import Carrier, MemoryRegion
 from kvferry.transport.host import HostMemory
 from kvferry.transport.memory import Memory
+from kvferry.vllm.config import FerryConfig
 
 log = logging.getLogger("kvferry")
 
@@ -39,35 +41,38 @@ def memory_of(regions: Sequence[MemoryRegion], gpu: bool) -> Memory:
 
 
 def cache_carriers(
-    names: Sequence[str],
-    regions: Sequence[MemoryRegion],
-    memory: Memory,
-    gpu: bool,
-    *,
-    secret: str | None,
-    host: str | None,
+    config: FerryConfig, regions: Sequence[MemoryRegion], memory: Memory, gpu: bool
 ) -> list[Carrier]:
-    """The carriers of these names, with the cache registered.
+    """The carriers that were configured, with the cache registered, in order of preference.
 
     On a GPU, `local` is `cuda`, and `tcp` stages. One that cannot take this memory (CUDA IPC does
     not share what an allocator of virtual memory made) is left out, if another can.
     """
+    wanted = config.carriers
+    if gpu:
+        wanted = tuple(dict.fromkeys("cuda" if name == "local" else name for name in wanted))
     carriers: list[Carrier] = []
-    for name in dict.fromkeys("cuda" if gpu and name == "local" else name for name in names):
-        options: dict[str, Any] = {"memory": memory} if gpu and name == "tcp" else {}
-        carrier = make_carrier(name, secret=secret, host=host, **options)
+    for chosen in select(wanted, device=gpu):
+        if chosen.why_not:
+            log.debug("kvferry: no carrier %s: %s", chosen.name, chosen.why_not)
+            continue
+        options: dict[str, Any] = {}
+        if chosen.name in ("local", "tcp"):
+            options["packing"] = config.packing
+        if gpu and chosen.name == "tcp":
+            options["memory"] = memory
         try:
+            carrier = make_carrier(chosen.name, secret=config.secret, host=config.host, **options)
             carrier.register(regions)
             carrier.endpoint()
         except TransferError as error:
-            carrier.close()
             if not gpu:
                 raise
-            log.warning("the carrier %s is not used: %s", name, error)
+            log.warning("kvferry: the carrier %s is not used: %s", chosen.name, error)
             continue
         carriers.append(carrier)
     if not carriers:
-        raise TransferError(f"none of the carriers {', '.join(names)} can move this cache")
+        raise TransferError(f"none of the carriers {', '.join(wanted)} can move this cache")
     return carriers
 
 

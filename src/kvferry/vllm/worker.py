@@ -20,6 +20,8 @@ from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.producer import ProducerRank
+from kvferry.p2p.stats import ConsumerStats
+from kvferry.transport.auto import AUTO, by_cost
 from kvferry.transport.base import Carrier, MemoryRegion
 from kvferry.vllm.config import FerryConfig, incarnation
 from kvferry.vllm.describe import describe_worker
@@ -61,19 +63,15 @@ class FerryWorker:
         gpu = on_gpu(kv_caches)
         self._ready = WhenReady(gpu)
         reached = memory_of(memory, gpu)
-        self._carriers = cache_carriers(
-            self.config.carriers,
-            memory,
-            reached,
-            gpu,
-            secret=self.config.secret,
-            host=self.config.host,
-        )
+        self._carriers = cache_carriers(self.config, memory, reached, gpu)
+        if self.config.carriers == (AUTO,):
+            self._carriers = by_cost(self._carriers)
         self._producer = ProducerRank(
             self._sockets,
             self._incarnation,
             host=self.config.host,
             lease_seconds=self.config.lease_seconds,
+            memory=reached,
         )
         self._producer.start()
         engine = engine_info(
@@ -87,6 +85,7 @@ class FerryWorker:
             bases,
             self._carriers,
             zero=reached.zero,
+            checked=reached if self.config.checksums else None,
         )
         address = f"{self.config.host or '127.0.0.1'}:{self._producer.port}"
         info = rank_info(
@@ -150,6 +149,10 @@ class FerryWorker:
             else:
                 _log_load(loaded)
         return results
+
+    def stats(self) -> ConsumerStats | None:
+        """What this rank has loaded so far."""
+        return self._consumer.stats() if self._consumer is not None else None
 
     def close(self) -> None:
         for part in (self._ready, self._consumer, self._producer, *self._carriers, self._sockets):

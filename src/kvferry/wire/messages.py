@@ -9,6 +9,10 @@ counts have bounds, because servers keep some of what they are sent.
     Claim     -> Claimed | Refused a consumer rank asks for a hold; answered when it is readable
     Complete  -> Closing           its one last word: done, failed or not needed
     Renew     -> Renewed           a consumer's scheduler keeps holds open while it queues
+    Sum       -> Summed | Refused  the digest of runs that a consumer rank has read, if it checks
+    Look      -> Seen              the directory: who this is and how to reach it, for a doctor
+
+Version 2 added Sum and Summed, Look and Seen.
 """
 
 from __future__ import annotations
@@ -19,10 +23,12 @@ import msgspec
 
 from kvferry.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 MAX_REQUEST_BYTES = 1 << 20  # an engine of 100 groups with 100 layers each is below 100 kB
 MAX_REPLY_BYTES = 64 << 20  # a directory of 64 ranks with 100 layers each is below 1 MB
 MAX_READERS = 1 << 16
+MOST_RUNS = 1 << 15  # of one Sum: half a MiB
+RUN_BYTES = 16  # address and length, little-endian
 
 Outcome = Literal["done", "failed", "not needed"]
 Reason = Literal["stale", "digest", "version", "model", "malformed", "expired", "closed", "busy"]
@@ -30,6 +36,7 @@ ResidencyName = Literal["full", "window", "chunk", "ring", "state"]
 ShardingName = Literal["split", "replicated"]
 Text = Annotated[str, msgspec.Meta(max_length=512)]  # an id, a digest, an address
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
+Runs = Annotated[bytes, msgspec.Meta(max_length=MOST_RUNS * RUN_BYTES)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)]
 
 
@@ -121,6 +128,27 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     ranks: list[RankInfo]
 
 
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    """From one who holds no cache, and so is not judged."""
+
+    version: int
+
+
+class SeenRank(msgspec.Struct, frozen=True):
+    pp_rank: int
+    tp_rank: int
+    address: Text
+    carriers: dict[str, bytes]
+
+
+class Seen(msgspec.Struct, frozen=True, tag="seen"):
+    engine_id: Text
+    incarnation: Text
+    model: str
+    shape: dict[str, Any]
+    ranks: list[SeenRank]
+
+
 class Reader(msgspec.Struct, frozen=True):
     """A consumer rank, as holds count them."""
 
@@ -169,13 +197,24 @@ class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
     closed: list[str]  # those that are not any more; what is in neither list is not known yet
 
 
+class Sum(msgspec.Struct, frozen=True, tag="sum"):
+    version: int
+    incarnation: Text
+    hold_id: Text
+    runs: Runs  # rows of (address, length) in the source's memory
+
+
+class Summed(msgspec.Struct, frozen=True, tag="summed"):
+    digest: bytes  # xxh3, 128 bits, of the runs' bytes in their order
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: Reason
     message: str
 
 
-RequestBody = Hello | Claim | Complete | Renew
-ReplyBody = Welcome | Claimed | Closing | Renewed | Refused
+RequestBody = Hello | Claim | Complete | Renew | Sum | Look
+ReplyBody = Welcome | Claimed | Closing | Renewed | Summed | Seen | Refused
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,136 @@
+"""Which carriers an engine has, and which of them it uses for a peer.
+
+`carriers` in the configuration is a list of names, in order of preference, or "auto". With "auto",
+an engine opens every carrier that could serve its memory, and a consumer rank tries them in the
+order of what a usual batch costs (cost.py), until one that the peer offers too connects. What was
+chosen, why, and what was ruled out is said once per peer.
+
+    cuda             memory on a GPU
+    local            host memory, one host; only where the system permits it. Its own way over tcp
+                     is not taken while the tcp carrier itself can be used
+    nixl, mooncake   when their options are configured: nothing tells which devices and networks
+                     they should use
+    tcp              always
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.errors import HandoverError, KvferryError
+from kvferry.transport.base import Carrier
+from kvferry.transport.cost import Costs, current_costs
+from kvferry.transport.registry import CARRIERS
+
+log = logging.getLogger("kvferry")
+
+AUTO = "auto"
+ENGINES = ("nixl", "mooncake")
+# A usual batch: a part of a long prompt, in runs of a block of one layer.
+USUAL_DESCRIPTORS = 4096
+USUAL_BYTES = 64 << 20
+# No single carrier may use up a load's time: another one may still connect.
+LEAST_CONNECT_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """A carrier that is to be opened, or why not."""
+
+    name: str
+    why_not: str = ""
+
+
+def select(
+    asked: Sequence[str], *, device: bool = False, configured: Sequence[str] = ()
+) -> list[Selected]:
+    """What `carriers` stands for: the names as they are, or what "auto" opens and leaves out."""
+    if list(asked) != [AUTO]:
+        return [Selected(name) for name in asked]
+    found = []
+    for name in CARRIERS:
+        if name == "null":
+            continue
+        why = ""
+        if name == "cuda" and not device:
+            why = "the cache is not on a GPU"
+        elif name == "local" and device:
+            why = "the cache is on a GPU"
+        elif name in ENGINES and name not in configured:
+            why = "it is not configured"
+        found.append(Selected(name, why))
+    return found
+
+
+def by_cost(carriers: Sequence[Carrier], costs: Costs | None = None) -> list[Carrier]:
+    """The cheapest for a usual batch first; of what nothing is known comes last."""
+    return sorted(carriers, key=lambda c: _usual_seconds(c, costs))
+
+
+def _usual_seconds(carrier: Carrier, costs: Costs | None = None) -> float:
+    name = getattr(carrier, "cost_name", carrier.name)
+    return (costs or current_costs()).seconds(name, USUAL_DESCRIPTORS, USUAL_BYTES)
+
+
+def connect(
+    offered: Mapping[str, bytes], carriers: Sequence[Carrier], deadline: float, who: str = "a peer"
+) -> tuple[Carrier, Any]:
+    """The first of our carriers that the peer has and that reaches it; says which, and why."""
+    out: list[str] = []
+    held: tuple[Carrier, Any, str] | None = None  # reaches the peer, though not in its own way
+    for number, carrier in enumerate(carriers):
+        if carrier.name not in offered:
+            out.append(f"{carrier.name}: the peer does not offer it")
+            continue
+        later = [c for c in carriers[number + 1 :] if c.name in offered]
+        try:
+            peer = carrier.connect(offered[carrier.name], _until(deadline, len(later)))
+        except KvferryError as error:  # also a peer that does not know the secret
+            out.append(f"{carrier.name}: {error}")
+            continue
+        detour = getattr(peer, "detour", "")
+        if detour and any(c.name == "tcp" for c in later):
+            out.append(f"{carrier.name}: {detour}")
+            held = (carrier, peer, detour)
+            continue
+        _let_go(held)
+        _say(who, carrier, out, detour)
+        return carrier, peer
+    if held is not None:
+        _say(who, held[0], out, held[2])
+        return held[0], held[1]
+    raise HandoverError(f"no carrier reaches {who} ({'; '.join(out) or 'there is none'})")
+
+
+def _until(deadline: float, others: int) -> float:
+    """Time for one carrier, so that some is left for the others."""
+    left = deadline - time.monotonic()
+    return (
+        deadline
+        if not others
+        else time.monotonic() + max(left / 2, min(left, LEAST_CONNECT_SECONDS))
+    )
+
+
+def _let_go(held: tuple[Carrier, Any, str] | None) -> None:
+    if held is not None:
+        with contextlib.suppress(KvferryError):
+            held[0].disconnect(held[1])
+
+
+def _say(who: str, carrier: Carrier, out: list[str], detour: str) -> None:
+    seconds = _usual_seconds(carrier)
+    cost = "" if seconds == float("inf") else f", {seconds * 1e3:.0f} ms for a usual batch"
+    log.info(
+        "%s: carrier %s: the first that both have and that connects%s%s; ruled out: %s",
+        who,
+        carrier.name,
+        cost,
+        f" (by tcp: {detour})" if detour else "",
+        "; ".join(out) or "none before it",
+    )

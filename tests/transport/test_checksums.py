@@ -1,0 +1,196 @@
+"""Checksums: bytes that were damaged on the way are noticed, and nothing of them is used."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.errors import OutOfBounds, ProtocolError
+from kvferry.p2p.caller import Caller
+from kvferry.p2p.checksum import SLICE_BYTES, decode_runs, digest, encode_runs
+from kvferry.transport import MemoryRegion
+from kvferry.transport.host import HostMemory
+from kvferry.transport.null import Faults
+from kvferry.transport.tcp_client import TcpEndpoint
+from kvferry.wire.messages import VERSION, Refused, Sum, Summed, Text
+from p2p_peers import LOOPBACK, Consumer, Producer, Prompt, Spec, consumer, producer
+
+PROMPT = Prompt(1, 200)
+SOURCE = Spec("p", "tp=2,block=16", carrier="null")
+SINK = Spec("d", "tp=1,block=16", carrier="null", checksums=True)
+
+
+@contextlib.contextmanager
+def both(source: Spec, sink: Spec) -> Iterator[tuple[Producer, Consumer]]:
+    made = Producer(source)
+    try:
+        with consumer(sink, source, alone=False) as user:
+            yield made, user
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("copy", [1, 5, None])
+def test_a_bit_that_flips_fails_the_load(copy: int | None) -> None:
+    with both(SOURCE, SINK) as (source, sink):
+        sink.racks[0].carrier.faults = Faults(corrupt_at=copy)
+        source.fill(PROMPT)
+        source.open(PROMPT)
+        (loaded,) = sink.load(source.ticket(PROMPT), PROMPT)
+        stats = sink.ranks[0].stats()
+        if copy is None:
+            assert loaded.ok
+            assert sink.wrong_bytes(PROMPT) == 0
+            assert (stats.done, stats.failed, stats.running) == (1, {}, 0)
+            assert stats.bytes == stats.checked_bytes == loaded.bytes > 0
+            assert set(stats.seconds) >= {"meet", "claim", "bind", "read", "check", "confirm"}
+        else:
+            assert loaded.error.startswith("ChecksumError: rank ")
+            assert "arrived differently" in loaded.error
+            assert (stats.done, stats.failed, stats.bytes) == (0, {"ChecksumError": 1}, 0)
+            until = time.monotonic() + 20
+            while source.open_holds() and time.monotonic() < until:
+                time.sleep(0.01)
+            words = [closed.outcomes for one in source.closed() for closed in one]
+            assert words == [{"failed": 1}, {"failed": 1}]
+
+
+def test_without_checksums_the_same_bit_goes_unseen() -> None:
+    """What they are for; and that the tests above flip a bit that matters."""
+    with both(SOURCE, replace(SINK, checksums=False)) as (source, sink):
+        sink.racks[0].carrier.faults = Faults(corrupt_at=5)
+        source.fill(PROMPT)
+        source.open(PROMPT)
+        (loaded,) = sink.load(source.ticket(PROMPT), PROMPT)
+        assert loaded.ok
+        assert sink.wrong_bytes(PROMPT) == 1
+
+
+class Wire(threading.Thread):
+    """Passes a tcp carrier's bytes on, and flips one bit of what the server sends."""
+
+    def __init__(self, port: int, flip_at: int) -> None:
+        super().__init__(daemon=True)
+        self._listener = socket.create_server((LOOPBACK, 0))
+        self.port = self._listener.getsockname()[1]
+        self._to, self._flip_at, self.flipped = port, flip_at, 0
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection((LOOPBACK, self._to))
+                for a, b, flip in ((near, far, -1), (far, near, self._flip_at)):
+                    threading.Thread(target=self._pass, args=(a, b, flip), daemon=True).start()
+
+    def _pass(self, a: socket.socket, b: socket.socket, flip: int) -> None:
+        done = 0
+        with contextlib.suppress(OSError):
+            while data := bytearray(a.recv(1 << 16)):
+                if done <= flip < done + len(data):
+                    data[flip - done] ^= 4
+                    self.flipped += 1
+                done += len(data)
+                b.sendall(data)
+        with contextlib.suppress(OSError):
+            b.shutdown(socket.SHUT_RDWR)  # the other direction ends too, and closes its source
+        a.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_a_byte_flipped_in_flight(checksums: bool) -> None:
+    source = Spec("p", "tp=1,block=16", carrier="tcp", secret="s", told=False)
+    sink = Spec("d", "tp=1,block=32", carrier="tcp", secret="s", checksums=checksums)
+    with producer(source) as peer:
+        (info,) = peer.infos
+        real = TcpEndpoint.decode(info.carriers["tcp"])
+        wire = Wire(real.port, flip_at=20_000)
+        tapped = msgspec.structs.replace(real, port=wire.port)
+        carriers = {"tcp": msgspec.msgpack.encode(tapped)}
+        peer.ask("tell", [msgspec.structs.replace(info, carriers=carriers)])
+        with consumer(sink, source, alone=False) as user:
+            (loaded,) = user.load(peer.hold(PROMPT), PROMPT)
+            assert wire.flipped == 1
+            if checksums:
+                assert loaded.error.startswith("ChecksumError")
+                assert user.ranks[0].stats().failed == {"ChecksumError": 1}
+            else:
+                assert loaded.ok
+                assert user.wrong_bytes(PROMPT) == 1
+        wire.close()
+
+
+def test_what_a_source_refuses_to_digest() -> None:
+    with both(SOURCE, SINK) as (source, sink):
+        source.fill(PROMPT)
+        source.open(PROMPT)
+        caller = Caller(sink.sockets)
+        rank, rack = source.ranks[0], source.racks[0]
+        base = int(rack.memory.bases[0])
+
+        def ask(address: list[int], length: list[int], hold: Text = "hold-1") -> object:
+            runs = encode_runs(np.array(address), np.array(length))
+            request = Sum(VERSION, rank.incarnation, hold, runs)
+            call = caller.call(f"{LOOPBACK}:{rank.port}", request, time.monotonic() + 20)
+            return call.result(20)
+
+        good = ask([base, base + 64], [10, 20])
+        assert isinstance(good, Summed)
+        assert good.digest == digest(
+            rack.host_memory(), np.array([base, base + 64]), np.array([10, 20])
+        )
+        for address, length in (
+            ([base - 1], [1]),
+            ([0], [8]),
+            ([-1], [8]),
+            ([base], [-1]),
+            ([base], [0]),
+            ([base], [1 << 62]),
+            ([base] * 3, [SLICE_BYTES] * 3),
+            ([], []),
+        ):
+            refused = ask(address, length)
+            assert isinstance(refused, Refused), (address, length)
+            assert refused.reason == "malformed"
+        unknown = ask([base], [8], "another hold")
+        assert isinstance(unknown, Refused)
+        assert unknown.reason == "closed"
+        source.withdraw("hold-1")
+        closed = ask([base], [8])
+        assert isinstance(closed, Refused)
+        assert closed.reason == "closed"
+        assert rank.counters["internal errors"] == 0
+        caller.close()
+
+
+def test_a_digest_depends_on_order_and_every_byte() -> None:
+    memory = np.arange(4096, dtype=np.uint32).view(np.uint8)
+    there = HostMemory([MemoryRegion(memory.ctypes.data, memory.nbytes)])
+    runs = memory.ctypes.data + np.array([0, 100, 7000])
+    length = np.array([50, 1, 4000])
+    whole = digest(there, runs, length)
+    assert whole != digest(there, runs[::-1].copy(), length[::-1].copy())
+    assert whole == digest(
+        there, np.append(runs[:2], [runs[2], runs[2] + 1]), np.array([50, 1, 1, 3999])
+    )
+    memory[10_999] ^= 1
+    assert whole != digest(there, runs, length)
+    with pytest.raises(OutOfBounds):
+        digest(there, runs, length * 1000)
+    for raw in (b"", b"1234567", bytes(16)):
+        with pytest.raises(ProtocolError):
+            decode_runs(raw)
