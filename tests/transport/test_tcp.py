@@ -22,6 +22,7 @@ from kvferry.errors import (
     TransferError,
 )
 from kvferry.transport import MemoryRegion, TransferState
+from kvferry.transport.host import HostMemory
 from kvferry.transport.regions import RegionTable
 from kvferry.transport.tcp import STREAMS_PER_TRANSFER, TRANSFERS_PER_PEER, TcpCarrier
 from kvferry.transport.tcp_client import TcpEndpoint
@@ -296,3 +297,49 @@ def test_closing_a_grant_stops_its_writers_and_no_others(ends: tuple[End, End]) 
     assert 0 <= written < 2000 * half  # whole frames
     assert owner.carrier.close_grant(grants[1], 5.0) == 300 * half
     assert owner.memory[half:].all()
+
+
+class Elsewhere:
+    """Memory that no pointer reaches, as far as the carrier knows."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self._host = HostMemory([MemoryRegion(memory.ctypes.data, memory.nbytes)])
+        self.gathered = self.scattered = 0
+
+    def gather(self, address: np.ndarray, length: np.ndarray, into: np.ndarray) -> None:
+        self._host.gather(address, length, into)
+        self.gathered += int(length.sum())
+
+    def scatter(self, source: np.ndarray, address: np.ndarray, length: np.ndarray) -> None:
+        self._host.scatter(source, address, length)
+        self.scattered += int(length.sum())
+
+    def zero(self, address: np.ndarray, length: np.ndarray) -> None:
+        self._host.zero(address, length)
+
+
+def test_memory_that_is_not_addressable_is_always_staged() -> None:
+    """Also long runs, in both directions, by server and client."""
+    rng = np.random.default_rng(3)
+    arrays = [rng.integers(0, 256, SIZE, dtype=np.uint8) for _ in range(2)]
+    memories = [Elsewhere(a) for a in arrays]
+    carriers = [TcpCarrier(secret="s", host="127.0.0.1", memory=m) for m in memories]
+    for carrier, array in zip(carriers, arrays, strict=True):
+        carrier.register([MemoryRegion(array.ctypes.data, array.nbytes)])
+    owner, user = carriers
+    peer = user.connect(owner.endpoint(), soon())
+    length = np.array([3 << 20, 700_001, 5000, 1])
+    here = arrays[1].ctypes.data + np.array([0, 3 << 20, 5 << 20, 7 << 20])
+    there = arrays[0].ctypes.data + np.array([7, 4 << 20, 6 << 20, (7 << 20) + 9])
+    user.read(peer, copies(there, here, length)).wait(soon())
+    total = int(length.sum())
+    assert (memories[0].gathered, memories[1].scattered) == (total, total)
+    for a, b, n in zip(there, here, length, strict=True):
+        first, second = a - arrays[0].ctypes.data, b - arrays[1].ctypes.data
+        assert np.array_equal(arrays[0][first : first + n], arrays[1][second : second + n])
+    arrays[1][:] = 5
+    user.write(peer, copies(here, there, length)).wait(soon())
+    assert (memories[1].gathered, memories[0].scattered) == (total, total)
+    assert int(np.count_nonzero(arrays[0] == 5)) >= total
+    for carrier in carriers:
+        carrier.close()

@@ -38,6 +38,7 @@ from kvferry.wire.messages import (
     Hello,
     Introduce,
     Introduced,
+    Look,
     Offer,
     RankInfo,
     Reader,
@@ -46,6 +47,8 @@ from kvferry.wire.messages import (
     Renewed,
     Reply,
     Request,
+    Seen,
+    SeenRank,
     Sum,
     Summed,
     Welcome,
@@ -76,6 +79,7 @@ def requests() -> list[Any]:
         Complete(VERSION, "i", "h", READER, 3, "not needed"),
         Renew(VERSION, "i", ["h", "g"]),
         Sum(VERSION, "i", "h", bytes(32)),
+        Look(VERSION),
     ]
 
 
@@ -89,6 +93,7 @@ def replies() -> list[Any]:
         Introduced(),
         Delivered(b"g", 1 << 40, 7),
         Summed(bytes(16)),
+        Seen("e", "i", "m", {"tp": 1}, [SeenRank(0, 1, "h:1", {"tcp": b"x"})]),
         Refused("digest", "why"),
     ]
 

@@ -1,4 +1,4 @@
-"""The command line: `kvferry plan | demo | verify | bench | models`."""
+"""The command line: `kvferry plan | demo | verify | bench | models | doctor …`."""
 
 from __future__ import annotations
 
@@ -197,6 +197,31 @@ def router(
                 f"the router needs more than the core ({error}); install kvferry[router]"
             ) from None
         serve(prefill, decode, host, port)
+
+
+@app.command()
+def doctor(
+    peer: Annotated[str | None, typer.Option(help="Directory of an engine, host:port.")] = None,
+    carriers: Annotated[str, typer.Option(help="Carriers you configured, with commas.")] = "",
+    secret_file: Annotated[Path | None, typer.Option(help="Else KVFERRY_SECRET.")] = None,
+    between: Annotated[
+        tuple[str, str] | None,
+        typer.Option(help="Two reports of `doctor --json`, or `here`: what auto would pick."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What is installed, permitted and reachable, and what to do about what is missing."""
+    from kvferry.cli.doctor import doctor as examine
+
+    with refusals():
+        try:
+            secret = secret_file.read_text().strip() if secret_file else None
+        except OSError as error:
+            raise DescriptionError(f"{secret_file}: {error.strerror}") from None
+        secret = secret or os.environ.get("KVFERRY_SECRET") or None
+        names = [name for name in carriers.split(",") if name]
+        status = examine(peer, secret, names, between, as_json)
+    raise typer.Exit(status)
 
 
 @bench.command("plan")

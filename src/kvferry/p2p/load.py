@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvferry.errors import Cancelled, ChecksumError, HandoverError, KvferryError, StaleTicket
 from kvferry.layout.model import CacheModel
@@ -261,6 +262,10 @@ class Loading:
         try:
             for source, copies in bound.items():
                 assert source.carrier is not None
+                if getattr(source.carrier, "takes_strided", False):
+                    read: Any = source.carrier.read
+                    transfers.extend(read(source.peer, batch) for batch in copies.batches)
+                    continue
                 for piece in copies.slices(SLICE_DESCRIPTORS):
                     mine = Copies(piece.src.copy(), piece.dst.copy(), piece.length.copy())
                     transfers.append(source.carrier.read(source.peer, mine))

@@ -51,6 +51,7 @@ from kvferry.wire.messages import (
     Hello,
     Introduce,
     Introduced,
+    Look,
     Offer,
     RankInfo,
     Reason,
@@ -59,6 +60,8 @@ from kvferry.wire.messages import (
     Renewed,
     ReplyBody,
     Request,
+    Seen,
+    SeenRank,
     Sum,
     Summed,
     Welcome,
@@ -112,16 +115,22 @@ class Directory(Server):
 
     def answer(self, sender: bytes, request: Request) -> ReplyBody | None:
         body = request.body
-        if not isinstance(body, Hello):
+        if not isinstance(body, Hello | Look):
             return Refused("malformed", "this is the directory; it answers only a hello")
         refused = refuse_version(body.version)
         if refused is None and self.engine is None:
             refused = Refused("busy", "this engine has not described itself yet; ask again")
-        if refused is None:
+        if refused is None and isinstance(body, Hello):
             refused = self._verdict(body.engine)
         if refused is not None or self.engine is None:
             return refused
+        if isinstance(body, Look):
+            return self._seen(self.engine)
         return Welcome(self.engine, self._ranks)
+
+    def _seen(self, us: EngineInfo) -> Seen:
+        ranks = [SeenRank(r.pp_rank, r.tp_rank, r.address, r.carriers) for r in self._ranks]
+        return Seen(us.engine_id, us.incarnation, us.model, us.shape, ranks)
 
     def _verdict(self, consumer: EngineInfo) -> Refused | None:
         """Judge a description once; all ranks of an engine send the same."""
@@ -264,7 +273,7 @@ class ProducerRank(Server):
 
     def answer(self, sender: bytes, request: Request) -> ReplyBody | None:
         body = request.body
-        if isinstance(body, Hello):
+        if isinstance(body, Hello | Look):
             return Refused("malformed", "this is a rank; the directory answers a hello")
         refused = refuse_version(body.version)
         if refused is not None:

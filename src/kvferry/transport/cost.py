@@ -77,6 +77,8 @@ class Choice:
 
     def __post_init__(self) -> None:
         require_packing(self.packing)
+        if self.packing == "auto" and self.costs is None:
+            current_costs()  # a file that was named and is bad is refused here, not in a thread
 
     def mode(self, descriptors: int, count_bytes: int) -> Mode:
         if self.packing != "auto":

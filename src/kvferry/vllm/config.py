@@ -17,10 +17,9 @@ from typing import Any, Literal
 
 from kvferry.errors import DescriptionError
 from kvferry.p2p.consumer import Mode
+from kvferry.support import SUPPORTED_VLLM
 from kvferry.transport.auto import AUTO
 from kvferry.transport.cost import Packing, require_packing
-
-SUPPORTED_VLLM = ("0.32.",)
 
 log = logging.getLogger("kvferry")
 

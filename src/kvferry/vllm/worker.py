@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,12 +21,11 @@ from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.producer import ProducerRank
 from kvferry.p2p.push import Pusher
-from kvferry.transport import make_carrier
-from kvferry.transport.auto import AUTO, by_cost, select
+from kvferry.transport.auto import AUTO, by_cost
 from kvferry.transport.base import Carrier, MemoryRegion
-from kvferry.transport.host import HostMemory
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.describe import describe_worker
+from kvferry.vllm.device import WhenReady, cache_carriers, memory_of, on_gpu
 from kvferry.vllm.family import Family
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry.vllm.stats import FerryStats
@@ -59,6 +59,7 @@ class FerryWorker:
         self._consumer: ConsumerRank | None = None
         self._handshake: FerryHandshake | None = None
         self._idle = False
+        self._ready = WhenReady(gpu=False)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
@@ -72,20 +73,12 @@ class FerryWorker:
             for base, region in zip(bases, layout.regions, strict=True)
         ]
         self._sockets = Sockets(self.config.secret)
-        for chosen in select(self.config.carriers, configured=tuple(self.config.carrier_options)):
-            if chosen.why_not:
-                log.debug("kvferry: no carrier %s: %s", chosen.name, chosen.why_not)
-                continue
-            options: dict[str, Any] = {"secret": self.config.secret, "host": self.config.host}
-            if chosen.name in ("local", "tcp"):
-                options["packing"] = self.config.packing
-            options |= self.config.carrier_options.get(chosen.name, {})
-            carrier = make_carrier(chosen.name, **options)
-            carrier.register(memory)
-            self._carriers.append(carrier)
+        gpu = on_gpu(kv_caches)
+        self._ready = WhenReady(gpu)
+        reached = memory_of(memory, gpu)
+        self._carriers = cache_carriers(self.config, memory, reached, gpu)
         if self.config.carriers == (AUTO,):
             self._carriers = by_cost(self._carriers)
-        host_memory = HostMemory(memory)
         engine = engine_info(
             self.engine_id, self._incarnation, described.model, layout.shape, described.meaning
         )
@@ -94,7 +87,7 @@ class FerryWorker:
             self._incarnation,
             host=self.config.host,
             lease_seconds=self.config.lease_seconds,
-            memory=host_memory,
+            memory=reached,
             pusher=Pusher(engine, described.model, layout, bases, self._carriers),
         )
         self._producer.start()
@@ -105,9 +98,9 @@ class FerryWorker:
             layout,
             bases,
             self._carriers,
-            zero=host_memory.zero,
+            zero=reached.zero,
             optional_roles=frozenset({"draft"} if self.config.draft_layers == "zero" else ()),
-            checked=host_memory if self.config.checksums else None,
+            checked=reached if self.config.checksums else None,
             mode=self.config.mode,
         )
         address = f"{self.config.host or '127.0.0.1'}:{self._producer.port}"
@@ -146,21 +139,26 @@ class FerryWorker:
         if self._producer is None or self._consumer is None:
             return
         self._idle = orders.idle
+        if orders.pending:
+            self._ready.mark()(partial(self._pass_on, orders, self._producer, self._consumer))
+
+    def _pass_on(
+        self, orders: FerryMetadata, producer: ProducerRank, consumer: ConsumerRank
+    ) -> None:
+        """What the orders say of blocks is true by now: the device has come to them."""
         if orders.incarnation:
-            self._producer.reset(orders.incarnation)
+            producer.reset(orders.incarnation)
         for hold in orders.holds:
             tables = [list(table) for table in hold.tables]
-            self._producer.open_hold(
-                hold.hold_id, hold.request_id, hold.digest, hold.tokens, tables
-            )
+            producer.open_hold(hold.hold_id, hold.request_id, hold.digest, hold.tokens, tables)
         for hold_id in orders.withdrawals:
-            self._producer.withdraw(hold_id)
+            producer.withdraw(hold_id)
         for request_id in orders.cancels:
-            self._consumer.cancel(request_id)
+            consumer.cancel(request_id)
         for load in orders.loads:
-            self._consumer.start(load)
+            consumer.start(load)
         for ticket in orders.releases:
-            self._consumer.release(ticket, "not needed")
+            consumer.release(ticket, "not needed")
 
     def results(self) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
@@ -197,7 +195,7 @@ class FerryWorker:
         return self._stats.take()
 
     def close(self) -> None:
-        for part in (self._consumer, self._producer, *self._carriers, self._sockets):
+        for part in (self._ready, self._consumer, self._producer, *self._carriers, self._sockets):
             if part is not None:
                 part.close()
 

@@ -12,8 +12,9 @@ counts have bounds, because servers keep some of what they are sent.
     Introduce -> Introduced        a consumer rank says where its own memory lies, before it offers
     Offer     -> Delivered | Refused  it opens blocks for a hold; answered when they are written
     Sum       -> Summed | Refused  the digest of runs that a consumer rank has read, if it checks
+    Look      -> Seen              the directory: who this is and how to reach it, for a doctor
 
-Version 2 added the last three.
+Version 2 added the last ones, from Introduce on.
 """
 
 from __future__ import annotations
@@ -142,6 +143,27 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     ranks: list[RankInfo]
 
 
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    """From one who holds no cache, and so is not judged."""
+
+    version: int
+
+
+class SeenRank(msgspec.Struct, frozen=True):
+    pp_rank: int
+    tp_rank: int
+    address: Text
+    carriers: dict[str, bytes]
+
+
+class Seen(msgspec.Struct, frozen=True, tag="seen"):
+    engine_id: Text
+    incarnation: Text
+    model: str
+    shape: dict[str, Any]
+    ranks: list[SeenRank]
+
+
 class Reader(msgspec.Struct, frozen=True):
     """A consumer rank, as holds count them."""
 
@@ -243,8 +265,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     message: str
 
 
-RequestBody = Hello | Claim | Complete | Renew | Introduce | Offer | Sum
-ReplyBody = Welcome | Claimed | Closing | Renewed | Introduced | Delivered | Summed | Refused
+RequestBody = Hello | Look | Claim | Complete | Renew | Introduce | Offer | Sum
+ReplyBody = Welcome | Seen | Claimed | Closing | Renewed | Introduced | Delivered | Summed | Refused
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,113 @@
+"""What differs where the cache lies on a GPU: carriers, zeroing, and when a step's bytes are there.
+
+Kernels run after their launch returned. So what an engine's step says of its blocks (a hold may be
+read, a load may be written) is true only once the device has come to that point: a rank passes it
+on when an event recorded at that moment has completed. On host memory that is at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvferry.errors import TransferError
+from kvferry.transport import make_carrier
+from kvferry.transport.auto import select
+from kvferry.transport.base import Carrier, MemoryRegion
+from kvferry.transport.host import HostMemory
+from kvferry.transport.memory import Memory
+from kvferry.vllm.config import FerryConfig
+
+log = logging.getLogger("kvferry")
+
+Action = Callable[[], None]
+
+
+def on_gpu(kv_caches: Mapping[str, Any]) -> bool:
+    """Whether the cache's tensors are a GPU's."""
+    return any(tensor.device.type == "cuda" for tensor in kv_caches.values())
+
+
+def memory_of(regions: Sequence[MemoryRegion], gpu: bool) -> Memory:
+    """What gathers, scatters and zeroes the cache's memory."""
+    if not gpu:
+        return HostMemory(regions)
+    from kvferry.transport.staging import DeviceMemory
+
+    return DeviceMemory(regions)
+
+
+def cache_carriers(
+    config: FerryConfig, regions: Sequence[MemoryRegion], memory: Memory, gpu: bool
+) -> list[Carrier]:
+    """The carriers that were configured, with the cache registered, in order of preference.
+
+    On a GPU, `local` is `cuda`, and `tcp` stages. One that cannot take this memory (CUDA IPC does
+    not share what an allocator of virtual memory made) is left out, if another can.
+    """
+    wanted = config.carriers
+    if gpu:
+        wanted = tuple(dict.fromkeys("cuda" if name == "local" else name for name in wanted))
+    carriers: list[Carrier] = []
+    for chosen in select(wanted, device=gpu, configured=tuple(config.carrier_options)):
+        if chosen.why_not:
+            log.debug("kvferry: no carrier %s: %s", chosen.name, chosen.why_not)
+            continue
+        options: dict[str, Any] = {"secret": config.secret, "host": config.host}
+        if chosen.name in ("local", "tcp"):
+            options["packing"] = config.packing
+        if gpu and chosen.name == "tcp":
+            options["memory"] = memory
+        options |= config.carrier_options.get(chosen.name, {})
+        try:
+            carrier = make_carrier(chosen.name, **options)
+            carrier.register(regions)
+            carrier.endpoint()
+        except TransferError as error:
+            if not gpu:
+                raise
+            log.warning("kvferry: the carrier %s is not used: %s", chosen.name, error)
+            continue
+        carriers.append(carrier)
+    if not carriers:
+        raise TransferError(f"none of the carriers {', '.join(wanted)} can move this cache")
+    return carriers
+
+
+class WhenReady:
+    """Does things in the order in which they were asked for, when the device has come to each."""
+
+    def __init__(self, gpu: bool) -> None:
+        self._gpu = gpu
+        self._queue: queue.SimpleQueue[tuple[Any, Action] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def mark(self) -> Callable[[Action], None]:
+        """What is passed to the answer is done once all that was launched so far has run."""
+        if not self._gpu:
+            return lambda action: action()
+        import torch
+
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvferry-ready", daemon=True)
+            self._thread.start()
+        return lambda action: self._queue.put((event, action))
+
+    def close(self) -> None:
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        while (one := self._queue.get()) is not None:
+            event, action = one
+            try:
+                event.synchronize()
+                action()
+            except Exception:
+                log.exception("an order of a step could not be passed on")

@@ -1,0 +1,76 @@
+"""A transfer that its carrier cannot end: its load has failed, and keeps its blocks until then."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from kvferry.errors import Cancelled, DeadlineExceeded
+from kvferry.transport import TransferState
+from p2p_peers import PATIENCE_SECONDS, Producer, Prompt, Spec, consumer
+
+PROMPT = Prompt(1, 100)
+
+
+class StuckTransfer:
+    def __init__(self, released: threading.Event) -> None:
+        self.released = released
+
+    def wait(self, deadline: float) -> None:
+        if not self.released.wait(max(0.0, deadline - time.monotonic())):
+            raise DeadlineExceeded("it goes on")
+        raise Cancelled("given up")
+
+    def poll(self) -> TransferState:
+        return TransferState.FAILED if self.released.is_set() else TransferState.RUNNING
+
+    def cancel(self) -> None:
+        if not self.released.is_set():
+            raise DeadlineExceeded("the library has no way to end it")
+
+
+class StuckCarrier:
+    """A backend that has taken a batch and does not return."""
+
+    def __init__(self, carrier: Any) -> None:
+        self._carrier = carrier
+        self.released, self.asked = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._carrier, name)
+
+    def read(self, peer: Any, copies: Any) -> StuckTransfer:
+        self.asked.set()
+        return StuckTransfer(self.released)
+
+
+def test_an_abandoned_load_is_counted_and_reported_when_it_has_ended() -> None:
+    source, sink = Spec("p", carrier="null"), Spec("d", carrier="null")
+    producer = Producer(source)
+    try:
+        with consumer(sink, source, alone=False) as user:
+            (rank,) = user.ranks
+            stuck = StuckCarrier(user.racks[0].carrier)
+            rank._loading.known.carriers = [stuck]
+            producer.fill(PROMPT)
+            producer.open(PROMPT)
+            request = user.start(producer.ticket(PROMPT), PROMPT)
+            assert stuck.asked.wait(PATIENCE_SECONDS)
+            user.cancel(request)
+            until = time.monotonic() + PATIENCE_SECONDS
+            while rank.stats().abandoned == 0:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            time.sleep(0.2)
+            assert user.pending(request)  # its blocks are still the carrier's
+            assert (rank.stats().abandoned, rank.stats().running) == (1, 1)
+            assert rank.stats().failed == {}
+            stuck.released.set()
+            ((loaded,),) = user.wait(request)
+            assert loaded.error.startswith("Cancelled")
+            stats = rank.stats()
+            assert (stats.abandoned, stats.running, stats.done) == (0, 0, 0)
+            assert stats.failed == {"Cancelled": 1}
+    finally:
+        producer.close()

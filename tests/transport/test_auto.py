@@ -1,0 +1,128 @@
+"""Which carrier is used for a peer, and what `kvferry doctor` says about it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from carrier_peer import KINDS, owner, soon
+from typer.testing import CliRunner
+
+from kvferry.cli.main import app
+from kvferry.errors import HandoverError
+from kvferry.transport import make_carrier
+from kvferry.transport.auto import by_cost, connect, select
+from kvferry.transport.cost import Cost, Costs
+from p2p_peers import LOOPBACK, Producer, Spec
+
+SECRET = "loopback"
+
+
+def table(**seconds: float) -> Costs:
+    carriers = {name: {"direct": Cost(value, 0, 0)} for name, value in seconds.items()}
+    return Costs("test", "", "", carriers)  # type: ignore[arg-type]
+
+
+def test_the_cheapest_that_connects_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvferry")
+    with owner(KINDS["local"]) as near, owner(KINDS["tcp"]) as far:
+        offered = {"local": near.endpoint, "tcp": far.endpoint}
+        ours = [make_carrier(n, secret=SECRET, host=LOOPBACK) for n in ("tcp", "local")]
+        try:
+            for costs, expected in (
+                (table(local=1, tcp=2), "local"),
+                (table(local=2, tcp=1), "tcp"),
+                (table(tcp=1), "tcp"),  # of local, nothing is known
+            ):
+                carrier, peer = connect(offered, by_cost(ours, costs), soon(), "rank 7")
+                assert carrier.name == expected
+                carrier.disconnect(peer)
+            carrier, peer = connect(
+                {"tcp": far.endpoint}, by_cost(ours, table(local=1, tcp=2)), soon()
+            )
+            assert carrier.name == "tcp"
+            carrier.disconnect(peer)
+            near.kill()
+            carrier, _ = connect(offered, by_cost(ours, table(local=1, tcp=2)), soon(), "rank 8")
+            assert carrier.name == "tcp"
+            far.kill()
+            with pytest.raises(HandoverError, match=r"tcp: .*local: "):
+                connect(offered, ours, soon(10))
+        finally:
+            for one in ours:
+                one.close()
+    said = [r.getMessage() for r in caplog.records if r.name == "kvferry"]
+    assert said[0].startswith("rank 7: carrier local")
+    assert "ruled out: local: the peer does not offer it" in said[3]
+    assert "rank 8: carrier tcp" in said[4]
+    assert "is gone" in said[4]
+
+
+def test_local_by_a_detour_gives_way_to_tcp() -> None:
+    with owner(KINDS["local"]) as near, owner(KINDS["tcp"]) as far:
+        forced = make_carrier("local", force_fallback=True, secret=None)
+        tcp = make_carrier("tcp", secret=SECRET, host=LOOPBACK)
+        try:
+            both = {"local": near.endpoint, "tcp": far.endpoint}
+            assert connect(both, [forced, tcp], soon())[0] is tcp
+            assert connect({"local": near.endpoint}, [forced, tcp], soon())[0] is forced
+            far.kill()
+            assert connect(both, [forced, tcp], soon())[0] is forced
+        finally:
+            forced.close()
+            tcp.close()
+
+
+def test_what_auto_opens() -> None:
+    assert [(s.name, s.why_not) for s in select(["tcp", "pigeon"])] == [("tcp", ""), ("pigeon", "")]
+    opened = {s.name for s in select(["auto"]) if not s.why_not}
+    assert {"local", "tcp"} <= opened
+    assert not opened & {"null", "cuda", "nixl", "mooncake"}
+    on_gpu = {s.name: s.why_not for s in select(["auto"], device=True)}
+    assert on_gpu["local"] and not on_gpu["tcp"]
+
+
+def examine(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+    result = CliRunner().invoke(app, ["doctor", "--json", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
+    report = json.loads(result.stdout.splitlines()[-1])
+    return result.exit_code, {f["name"]: f for f in report["findings"]}
+
+
+def test_the_doctor_here(tmp_path: Path) -> None:
+    code, found = examine("--between", "here", "here")
+    assert code == 0
+    assert found["loopback tcp"]["state"] == "ok"
+    (between,) = [f for f in found.values() if f["section"] == "between"]
+    expected = "local" if found["process_vm_readv"]["state"] == "ok" else "tcp"
+    assert between["found"].startswith(expected)
+    code, found = examine("--carriers", "tcp,pigeon")
+    assert code == 1
+    assert found["pigeon"]["state"] == "broken"
+    assert found["tcp"]["state"] == "ok"
+    (tmp_path / "no-report").write_text("[]")
+    refused = CliRunner().invoke(app, ["doctor", "--between", "here", str(tmp_path / "no-report")])
+    assert refused.exit_code == 2
+    assert "Traceback" not in refused.output
+
+
+def test_the_doctor_and_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_SECRET", "right")
+    peer = Producer(Spec("p", "tp=2,block=16", carrier="tcp", secret="right"))
+    try:
+        address = f"{LOOPBACK}:{peer.directory.port}"
+        code, found = examine("--peer", address)
+        assert code == 0
+        assert "our secret is accepted" in found[address]["found"]
+        assert found["tcp, rank (0, 1)"]["state"] == "ok"
+        assert found["auto, rank (0, 0)"]["found"].startswith("tcp (it offers tcp)")
+        monkeypatch.setenv("KVFERRY_SECRET", "wrong")
+        code, found = examine("--peer", address)
+        assert code == 1
+        assert "does not take our secret" in found[address]["found"]
+    finally:
+        peer.close()
+    code, found = examine("--peer", address)
+    assert (code, found[address]["state"]) == (1, "broken")

@@ -1,0 +1,52 @@
+"""The crossover benchmark and calibration measure what they say, on a small scale."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.bench import packed
+from kvferry.transport.cost import ENVIRONMENT, load_costs, shipped_costs
+
+
+def test_all_modes_are_measured_in_one_run() -> None:
+    result = packed.run((64, 4096), seconds=0.0)
+    assert [(r.carrier, r.run_bytes) for r in result.rows] == [
+        (carrier, size) for size in (64, 4096) for carrier in packed.CARRIERS
+    ]
+    for row in result.rows:
+        assert min(row.direct_gb_s, row.packed_gb_s, row.chosen_gb_s) > 0
+        assert row.runs * row.run_bytes <= packed.BATCH_BYTES
+    table = list(packed.lines(result))
+    assert len(table) == 2 + 4 + 2
+    assert set(result.crossover_bytes) == set(packed.CARRIERS)
+
+
+def test_the_batches_are_token_major_and_do_not_overlap() -> None:
+    for gaps, stride in ((True, 2), (False, 1)):
+        bench = packed._Bench(0, np.zeros(1, dtype=np.uint8), {})
+        copies = bench.token_major(256, 4096, gaps=gaps)
+        steps = np.diff(copies.src.reshape(-1, packed.BLOCK_TOKENS), axis=1)
+        assert (steps == stride * 256).all()
+        for ends in (copies.src, copies.dst):
+            assert (np.diff(np.sort(ends)) >= 256).all()
+
+
+def test_calibration_writes_what_is_then_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "deep" / "costs.json"))
+    monkeypatch.setattr(packed, "CALIBRATED_SIZES", (64, 4096))
+    made = packed.calibrate(seconds=0.0)
+    assert packed.write_costs(made) == tmp_path / "deep" / "costs.json"
+    assert load_costs() == made
+    assert "cores" in made.name
+    for carrier in packed.CARRIERS:
+        direct, staged = made.of(carrier, "direct"), made.of(carrier, "packed")
+        assert direct is not None and staged is not None
+        # a MiB in short runs costs something in either mode, and less than a minute
+        assert 0 < direct.seconds(16384, 1 << 20) < 60
+        assert staged.seconds(16384, 1 << 20) < 60
+    assert set(made.carriers) >= set(shipped_costs().carriers)

@@ -1,0 +1,34 @@
+"""The copy kernel without a GPU: in Triton's interpreter, and through its compiler."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from kvferry.transport.cuda_kernels import TUNING, Form, compile_form
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def test_interpreted_kernel_moves_the_right_bytes() -> None:
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SUPPORT / "interpreted_kernel.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert int(run.stdout.split()[-1]) == 72
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("chunk", list(TUNING))
+def test_kernel_compiles_for_hopper(chunk: int) -> None:
+    """No GPU is needed for it. Accesses of 16 bytes are what its speed rests on."""
+    code, name, _ = compile_form(Form(chunk), 90)
+    assert code[:4] == b"\x7fELF" and name == "copy_runs"
