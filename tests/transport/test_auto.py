@@ -75,6 +75,18 @@ def test_local_by_a_detour_gives_way_to_tcp() -> None:
             tcp.close()
 
 
+def test_the_order_without_measurements() -> None:
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    names = ["tcp", "pigeon", "mooncake", "local", "cuda"]
+    ordered = by_cost([Named(n) for n in names], table(local=1, tcp=2))  # type: ignore[misc]
+    assert [c.name for c in ordered] == ["cuda", "local", "mooncake", "tcp", "pigeon"]
+    measured = by_cost([Named("tcp"), Named("mooncake")], table(mooncake=3, tcp=2))  # type: ignore[list-item]
+    assert [c.name for c in measured] == ["tcp", "mooncake"]
+
+
 def test_what_auto_opens() -> None:
     assert [(s.name, s.why_not) for s in select(["tcp", "pigeon"])] == [("tcp", ""), ("pigeon", "")]
     opened = {s.name for s in select(["auto"]) if not s.why_not}

@@ -247,7 +247,7 @@ def _tokens(rng: np.random.Generator, size: int, runs: int, stride: int) -> Ints
 @contextmanager
 def _bench(costs: Costs | None = None) -> Iterator[_Bench]:
     landing = np.full(BUFFER_BYTES, 1, dtype=np.uint8)
-    code = "from kvferry.bench.packed import _own; _own()"
+    code = f"from kvferry.bench.packed import _own; _own({costs is not None})"
     with (
         ExitStack() as stack,
         subprocess.Popen(
@@ -279,10 +279,14 @@ def _all() -> list[tuple[str, Packing]]:
     return [(name, packing) for name in CARRIERS for packing in PACKINGS]
 
 
-def _own() -> None:
+def _own(shipped: bool) -> None:
     """The other process's program."""
     memory = np.full(BUFFER_BYTES, 3, dtype=np.uint8)
-    carriers = [make_carrier(name, host="127.0.0.1", packing=packing) for name, packing in _all()]
+    costs = shipped_costs() if shipped else None
+    carriers = [
+        make_carrier(name, host="127.0.0.1", packing=packing, costs=costs)
+        for name, packing in _all()
+    ]
     for carrier in carriers:
         carrier.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
     print(memory.ctypes.data, *(c.endpoint().hex() for c in carriers), flush=True)

@@ -31,6 +31,7 @@ log = logging.getLogger("kvferry")
 
 AUTO = "auto"
 ENGINES = ("nixl", "mooncake")
+JUST_BEFORE = 0.99
 # A usual batch: a part of a long prompt, in runs of a block of one layer.
 USUAL_DESCRIPTORS = 4096
 USUAL_BYTES = 64 << 20
@@ -73,8 +74,16 @@ def by_cost(carriers: Sequence[Carrier], costs: Costs | None = None) -> list[Car
 
 
 def _usual_seconds(carrier: Carrier, costs: Costs | None = None) -> float:
-    name = getattr(carrier, "cost_name", carrier.name)
-    return (costs or current_costs()).seconds(name, USUAL_DESCRIPTORS, USUAL_BYTES)
+    def usual(name: str) -> float:
+        return (costs or current_costs()).seconds(name, USUAL_DESCRIPTORS, USUAL_BYTES)
+
+    seconds = usual(getattr(carrier, "cost_name", carrier.name))
+    if seconds == float("inf"):  # not measured
+        if carrier.name == "cuda":
+            return 0.0  # one kernel moves a batch at the speed of the memory
+        if carrier.name in ENGINES:
+            return JUST_BEFORE * usual("tcp")  # someone configured it, for a network that tcp lacks
+    return seconds
 
 
 def connect(

@@ -33,7 +33,7 @@ import numpy as np
 from kvferry.errors import Cancelled, PeerLost, PermissionDenied, ProtocolError, TransferError
 from kvferry.transport import vm
 from kvferry.transport.base import CopyArrays, MemoryRegion, Transfer
-from kvferry.transport.cost import Choice, Costs, Packing
+from kvferry.transport.cost import Choice, Costs, Packing, pays
 from kvferry.transport.cover import follows, pieces
 from kvferry.transport.host import HostMemory
 from kvferry.transport.iovec import joined
@@ -295,7 +295,7 @@ class LocalCarrier:
             + (count + extra) * direct.byte_seconds
             + packed.seconds(len(part), count)
         )
-        return covered < as_they_are
+        return pays(covered, as_they_are)
 
     def _gather_pays(self, part: Arrays) -> bool:
         direct, packed = self._choice.cost("direct"), self._choice.cost("packed")
@@ -303,7 +303,7 @@ class LocalCarrier:
             return False
         here, there = _count_apart(part.src, part), _count_apart(part.dst, part)
         gain = (here - 1) / 2 * direct.descriptor_seconds  # what lies apart there stays so
-        return there < here and packed.seconds(here, int(part.length.sum())) < gain
+        return there < here and pays(packed.seconds(here, int(part.length.sum())), gain)
 
     def _read_covers(self, peer: LocalPeer, part: Arrays, most_gap: int) -> None:
         buffer = self._buffer()
