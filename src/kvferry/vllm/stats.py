@@ -19,7 +19,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from kvferry.p2p.load import Loaded
 
 # Observations: one number a load and rank, or one a request.
-PER_LOAD = ("bytes", "descriptors", "claim_seconds", "plan_seconds", "transfer_seconds")
+PER_LOAD = (
+    "bytes",
+    "zeroed_bytes",
+    "descriptors",
+    "claim_seconds",
+    "plan_seconds",
+    "transfer_seconds",
+)
 PER_REQUEST = ("queue_seconds", "total_seconds")
 COUNTS = ("failures", "holds", "unheld")  # each by reason
 LEVELS = (
@@ -67,6 +74,8 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
             self.count("failures", load.error.partition(":")[0])
             return
         self.observe("bytes", load.bytes)
+        if load.zeroed_bytes:
+            self.observe("zeroed_bytes", load.zeroed_bytes)
         self.observe("descriptors", load.descriptors)
         for name, steps in STEPS.items():
             self.observe(name, sum(load.seconds.get(step, 0.0) for step in steps))
