@@ -25,6 +25,7 @@ HISTOGRAMS: Mapping[str, str] = {
 }
 COUNTERS: Mapping[str, str] = {  # of observations
     "bytes": "Bytes of KV cache loaded, all ranks",
+    "zeroed_bytes": "Bytes of draft layers zeroed, which the prefill engine has not, all ranks",
     "descriptors": "Copies that loads were made of, all ranks",
     "zeroed_bytes": "Bytes of draft layers that the producer has not, zeroed, all ranks",
 }
