@@ -37,6 +37,7 @@ from test_conformance import (  # noqa: F401, the tests and their fixtures
     test_peer_killed_in_the_middle,
 )
 
+from kvferry.demo.run import run_demo
 from kvferry.transport import MemoryRegion
 from kvferry.transport.regions import RegionTable
 
@@ -170,3 +171,11 @@ def test_the_backends_check_bounds_too(standing: tuple[Kind, Peer]) -> None:
         with pytest.raises(suite.TransferError, match="regist"):
             both.carrier.read(link, outside).wait(soon())
         assert (both.memory.bytes == 9).all()
+
+
+@pytest.mark.parametrize("name", list(LIBRARIES))
+def test_the_demo_runs_over_it(name: str) -> None:
+    kind_of(name)
+    shapes = ("demo", "tp=1,block=16,order=LBNHC", "tp=1,block=24,order=LBHNC")
+    result = run_demo(*shapes, min_bytes=4 << 20, requests=5, transport=name)
+    assert result.ok and result.method == name

@@ -164,12 +164,17 @@ def _sides(op: str, part: Arrays) -> tuple[Ints, Ints]:
     return (part.dst, part.src) if op == "read" else (part.src, part.dst)
 
 
+def _ours(name: str) -> Callable[[Bytes], Mover]:
+    return lambda memory: OurCarrier(name, memory)
+
+
+# In the order of their turns: a carrier and its library side by side.
 MOVERS: dict[str, Callable[[Bytes], Mover]] = {
-    **{
-        name: lambda memory, name=name: OurCarrier(name, memory)  # type: ignore[misc]
-        for name in ("local", "tcp", "mooncake", "nixl")
-    },
+    "local": _ours("local"),
+    "tcp": _ours("tcp"),
+    "mooncake": _ours("mooncake"),
     "raw-mooncake": RawMooncake,
+    "nixl": _ours("nixl"),
     "raw-nixl": RawNixl,
 }
 # The progress threads of plain NIXL agents spin, on both sides, whoever moves: measured alone.

@@ -151,11 +151,11 @@ class _Measured:
             copy = _scattered_memcpy(self.source, self.landing, src, dst, size)
             tasks["memcpy", "copy"] = copy, len(src) * size
         here, there = self.landing.ctypes.data, owner.address
-        for name, mover in movers.items():
-            few = slice(0, MOST_DESCRIPTORS.get(name))
-            length = np.full(len(src[few]), size, dtype=np.int64)
-            for op in self.ops:
-                a, b = (there, here) if op == "read" else (here, there)
+        for op in self.ops:
+            a, b = (there, here) if op == "read" else (here, there)
+            for name, mover in movers.items():
+                few = slice(0, MOST_DESCRIPTORS.get(name))
+                length = np.full(len(src[few]), size, dtype=np.int64)
                 copies = Arrays(src[few] + a, dst[few] + b, length)
                 tasks[name, op] = mover.prepare(op, copies), len(length) * size
         for task, _ in tasks.values():
