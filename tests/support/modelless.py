@@ -24,6 +24,7 @@ from vllm.config import (
     DeviceConfig,
     KVTransferConfig,
     ModelConfig,
+    ObservabilityConfig,
     SchedulerConfig,
     VllmConfig,
 )
@@ -84,6 +85,7 @@ class Modelless:
         asynchronous: bool = False,
         children: list[dict[str, Any]] | None = None,
         with_worker: bool = True,
+        traces: str | None = None,
         **extra: Any,
     ) -> None:
         """`children`: of a MultiConnector; those that are not ours must need no device."""
@@ -114,6 +116,7 @@ class Modelless:
                 kv_connector_extra_config=extra,
             ),
             device_config=DeviceConfig("cpu"),
+            observability_config=ObservabilityConfig(otlp_traces_endpoint=traces),
         )
         config.cache_config.num_gpu_blocks = blocks
         spec = FullAttentionSpec(

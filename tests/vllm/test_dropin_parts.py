@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -386,7 +387,7 @@ class TestStats:
         assert line["loads"] == 2
 
     def test_children_of_a_multi_connector_share_metrics(self) -> None:
-        from prometheus_client import Counter, Gauge, Histogram
+        from prometheus_client import Counter, Gauge, Histogram, generate_latest
 
         config = SimpleNamespace(kv_transfer_config=None, instance_id="one")
         values: dict[int, list[object]] = {0: ["m", "0"]}
@@ -401,3 +402,7 @@ class TestStats:
             metrics.observe(stats.to_dict(), 0)
         gauge = made[0]._metrics.levels["held_blocks"].labels("m", "0")
         assert gauge._value.get() == 3
+        exposed = set(re.findall(r"^([a-z_:]+?)(?:\{| )", generate_latest().decode(), re.M))
+        dashboard = (ROOT / "dashboards" / "kvferry.json").read_text()
+        named = set(re.findall(r"vllm:[a-z_]+", dashboard))
+        assert len(named) >= 13 and named <= exposed, named - exposed

@@ -307,6 +307,54 @@ def test_a_failed_load_fails_the_request_where_asked(make: Pairs) -> None:
     assert failures == [{"StaleTicket": 1}]
 
 
+def test_spans_of_both_engines_in_one_trace(make: Pairs) -> None:
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)  # as vLLM does where an endpoint is configured
+    p, d = make.pair(traces="http://127.0.0.1:1/v1/traces")
+    tokens, trace_id = prompt(90, 60), "0af7651916cd43dd8448eb211c80319c"
+    headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
+    p.add("p", tokens, 1, **PREFILL).trace_headers = headers
+    run(p, until=lambda: "p" in p.ended)
+    for name in ("d", "again"):  # the second one's ticket is used
+        d.add(name, tokens, 2, **p.params["p"]).trace_headers = headers
+        run(p, d, until=lambda: name in d.ended)  # noqa: B023
+        d.scheduler.reset_prefix_cache()
+    run(p, d, until=lambda: p.used_blocks == 0)
+    spans = [(s.name, s.attributes["gen_ai.request.id"]) for s in exporter.get_finished_spans()]
+    assert sorted(spans) == [
+        ("kvferry hold", "p"),
+        ("kvferry load", "again"),
+        ("kvferry load", "d"),
+    ]
+    told = {s.attributes["gen_ai.request.id"]: s for s in exporter.get_finished_spans()}
+    assert all(f"{s.context.trace_id:032x}" == trace_id for s in told.values())
+    assert told["d"].status.is_ok and not told["again"].status.is_ok
+    assert told["d"].attributes["kvferry.producer"] == "p"
+
+
+def test_an_in_tree_peer_at_the_door(make: Pairs, caplog: pytest.LogCaptureFixture) -> None:
+    """A decode engine with vLLM's NixlConnector asks for metadata: no answer, and a message."""
+    import zmq
+
+    p, d = make.pair()
+    with zmq.Context() as context, context.socket(zmq.REQ) as peer:
+        peer.linger = 0
+        peer.connect(f"tcp://127.0.0.1:{p.ferry._directory.port}")
+        peer.send(b"get_meta_msg")
+        assert not peer.poll(500)
+    assert "is the peer one of vLLM's own connectors" in caplog.text
+    tokens = prompt(91, 40)
+    d.add("d", tokens, 2, **prefilled(p, "p", tokens))
+    run(p, d, until=lambda: "d" in d.ended)
+    assert d.tokens["d"] == expected(tokens, 2)
+
+
 def child(name: str, **extra: Any) -> dict[str, Any]:
     """One of ours, for a MultiConnector."""
     extra = {"lease_seconds": 30, "load_seconds": 20, **extra}
