@@ -27,7 +27,6 @@ COUNTERS: Mapping[str, str] = {  # of observations
     "bytes": "Bytes of KV cache loaded, all ranks",
     "zeroed_bytes": "Bytes of draft layers zeroed, which the prefill engine has not, all ranks",
     "descriptors": "Copies that loads were made of, all ranks",
-    "zeroed_bytes": "Bytes of draft layers that the producer has not, zeroed, all ranks",
 }
 REASONS: Mapping[
     str, tuple[str, tuple[str, ...]]

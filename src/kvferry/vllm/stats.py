@@ -74,8 +74,6 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
             self.count("failures", load.error.partition(":")[0])
             return
         self.observe("bytes", load.bytes)
-        if load.zeroed_bytes:
-            self.observe("zeroed_bytes", load.zeroed_bytes)
         self.observe("descriptors", load.descriptors)
         self.observe("zeroed_bytes", load.zeroed_bytes)
         for name, steps in STEPS.items():
