@@ -205,7 +205,7 @@ class Server:
         self.join()
 
     def join(self) -> None:
-        self.thread.join(5)
+        self.thread.join(30)
         assert not self.thread.is_alive()
 
 
