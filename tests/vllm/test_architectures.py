@@ -190,7 +190,7 @@ class TestStates:
 
     def test_bytes_and_tokens_are_equal(self, start: Start) -> None:
         # with prefix caching, vLLM's CPU build dies by itself on prompts longer than a block
-        pair = start("granite", {}, {"block_size": 64}, "--no-enable-prefix-caching")
+        pair = start("granite", {}, {}, "--no-enable-prefix-caching")
         for tokens in (2, 20, 128, 129, 500):
             require_equal(pair, tokens)
         alone = prompt(3, 1)  # nothing can be held back of one token: computed where it is decoded
@@ -229,7 +229,7 @@ class TestDraftModel:
             asked = prompt(8, 200)
             answer = hand_over(bare, pair[1], asked, max_tokens=6)
             assert ids(answer) == ids(bare.complete(asked, max_tokens=6))
-            log = pair[1].tail(100)
+            log = pair[1].tail(400)
             assert "which will be zeroed here" in log and "bytes of draft layers zeroed" in log
             (zeroed,) = seen(pair[1])
             drafts = [digest for key in drafted for digest in zeroed[key]]
@@ -244,13 +244,12 @@ class TestMatrix:
         ("model", "p", "d", "more"),
         [
             ("mistral", {"tp": 2}, {"block_size": 64}, ()),
-            ("gpt-oss", {}, {"block_size": 32}, ()),
             ("gemma3", {}, {"tp": 2, "block_size": 32}, ()),
             ("granite", {}, {"tp": 2}, ("--no-enable-prefix-caching",)),
             ("granite", {"tp": 2}, {}, ("--no-enable-prefix-caching",)),
             ("llama", {}, {"block_size": 64}, ("--kv-cache-dtype", "fp8")),
         ],
-        ids=["all sliding", "gpt-oss", "windows to tp 2", "states up", "states down", "fp8"],
+        ids=["all sliding", "windows to tp 2", "states up", "states down", "fp8"],
     )
     def test_bytes_and_tokens_are_equal(
         self, start: Start, model: str, p: dict[str, Any], d: dict[str, Any], more: tuple[str, ...]
