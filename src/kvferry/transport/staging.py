@@ -102,9 +102,9 @@ class DeviceMemory:
     """Regions of one GPU's memory. Implements `memory.Memory`; any number of threads."""
 
     addressable = False
-    chunk_bytes = PIECE_BYTES  # what a carrier should stage at a time
 
-    def __init__(self, regions: Sequence[MemoryRegion]) -> None:
+    def __init__(self, regions: Sequence[MemoryRegion], *, chunk_bytes: int = PIECE_BYTES) -> None:
+        self.chunk_bytes = chunk_bytes  # what a carrier should stage at a time
         self._lock = threading.Lock()
         self._idle: list[_StagingLane] = []
         self._pinned: dict[int, int] = {}  # buffers in use: address to bytes

@@ -64,7 +64,7 @@ class FerryWorker:
         self._ready = WhenReady(gpu)
         reached = memory_of(memory, gpu)
         self._carriers = cache_carriers(self.config, memory, reached, gpu)
-        if self.config.carriers == (AUTO,):
+        if self.config.carriers == (AUTO,) and not gpu:
             self._carriers = by_cost(self._carriers)
         self._producer = ProducerRank(
             self._sockets,
