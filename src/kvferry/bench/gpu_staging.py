@@ -67,7 +67,7 @@ def by_chunk(bench: Bench, size: int) -> dict[str, float]:
         for i in range(4)
     ]
     rates = {}
-    for mib in (1, 2, 4, 8):
+    for mib in (1, 4, 8, 16, 32):
         endpoint = bench.owner.ask("restage", chunk_bytes=mib << 20)["tcp"]
         memory = DeviceMemory([bench.region], chunk_bytes=mib << 20)
         carrier = make_carrier("tcp", host="127.0.0.1", memory=memory)
