@@ -71,6 +71,15 @@ class Owner:
             "tcp": tcp.endpoint().hex(),
         }
 
+    def restage(self, chunk_bytes: int) -> dict[str, Any]:
+        """The same memory over another tcp carrier, which stages so much at a time."""
+        regions = [MemoryRegion(address, size) for address, size in self._areas]
+        memory = DeviceMemory(regions, chunk_bytes=chunk_bytes)
+        tcp = make_carrier("tcp", host="127.0.0.1", memory=memory)
+        tcp.register(regions)
+        self._carriers.append(tcp)
+        return {"tcp": tcp.endpoint().hex()}
+
     def release(self) -> dict[str, Any]:
         for carrier in self._carriers:
             carrier.close()

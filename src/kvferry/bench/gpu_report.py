@@ -181,3 +181,6 @@ def _staging(result: dict[str, Any]) -> Iterator[str]:
         ],
         rows,
     )
+    told = ", ".join(f"{mib} MiB: {rate:.1f}" for mib, rate in found["chunks"].items())
+    yield f"By what is staged at a time, 4 transfers, runs of 64 KiB, GB/s: {told}."
+    yield ""

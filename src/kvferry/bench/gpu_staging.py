@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.bench.gpu_clock import GB, soon, wall
 from kvferry.bench.gpu_owner import Remote
+from kvferry.transport import Carrier, make_carrier
 from kvferry.transport.regions import Arrays
+from kvferry.transport.staging import DeviceMemory
 
 if TYPE_CHECKING:
     from kvferry.bench.gpu import Bench
@@ -52,11 +54,32 @@ def staging(bench: Bench) -> dict[str, Any]:
 
             row[f"tcp_{transfers}_gb_s"] = total / wall(partial(together, bench, parts), 3) / GB
         found["rows"].append(row)
+    found["chunks"] = by_chunk(bench, size)
     return found
 
 
-def together(bench: Bench, parts: list[Arrays]) -> None:
-    carrier, peer = bench.tcp
+def by_chunk(bench: Bench, size: int) -> dict[str, float]:
+    """What four transfers reach by how much is staged at a time, in MiB; runs of 64 KiB."""
+    arrays = bench.arrays(64 << 10)
+    count = size >> 16
+    parts = [
+        Arrays(*(a[:count][i::4] for a in (arrays.src, arrays.dst, arrays.length)))
+        for i in range(4)
+    ]
+    rates = {}
+    for mib in (1, 4, 8, 16, 32):
+        endpoint = bench.owner.ask("restage", chunk_bytes=mib << 20)["tcp"]
+        memory = DeviceMemory([bench.region], chunk_bytes=mib << 20)
+        carrier = make_carrier("tcp", host="127.0.0.1", memory=memory)
+        carrier.register([bench.region])
+        pair = carrier, carrier.connect(bytes.fromhex(endpoint), soon())
+        rates[str(mib)] = size / wall(partial(together, bench, parts, pair), 3) / GB
+        carrier.close()
+    return rates
+
+
+def together(bench: Bench, parts: list[Arrays], pair: tuple[Carrier, Any] | None = None) -> None:
+    carrier, peer = pair or bench.tcp
     started = [carrier.read(peer, part) for part in parts]
     for transfer in started:
         transfer.wait(soon())

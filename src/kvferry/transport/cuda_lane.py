@@ -31,8 +31,10 @@ from kvferry.transport.cuda_work import CHUNKS, MOST_ITEMS, WINDOW, Runs, Work
 SLOTS = 3
 LAUNCH_BYTES = 1 << 30  # about half a millisecond on an H200
 SLOT_NUMBERS = 4 * WINDOW + 4096  # of a window with uneven lengths: src, dst, length, first chunk
-# A kernel reads so few numbers straight from pinned memory sooner than a copy of them is queued.
+# So few numbers a kernel reads from pinned memory sooner than a copy of them is queued; but every
+# program reads its own across the bus, so that must be few too.
 DIRECT_NUMBERS = 1 << 11
+DIRECT_BYTES = 8 << 20
 SYSTEM_COPIES = 256  # without Triton: copies between two looks at `check`
 
 NAP_SECONDS = 20e-6  # the kernel makes about 70 microseconds of it
@@ -181,7 +183,7 @@ class Lane:
             slot.numbers[at : at + len(table)] = table
             at += len(table)
         base = slot.address
-        if at > DIRECT_NUMBERS:
+        if at > DIRECT_NUMBERS or runs.bytes > DIRECT_BYTES:
             self.stream.copy(slot.there, base, 8 * at)
             base = slot.there
         tables = [base + 8 * place for place in places] + [base] * (8 - len(places))

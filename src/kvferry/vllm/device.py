@@ -15,7 +15,7 @@ from typing import Any
 
 from kvferry.errors import TransferError
 from kvferry.transport import make_carrier
-from kvferry.transport.auto import select
+from kvferry.transport.auto import AUTO, select
 from kvferry.transport.base import Carrier, MemoryRegion
 from kvferry.transport.host import HostMemory
 from kvferry.transport.memory import Memory
@@ -74,6 +74,8 @@ def cache_carriers(
         carriers.append(carrier)
     if not carriers:
         raise TransferError(f"none of the carriers {', '.join(wanted)} can move this cache")
+    if gpu and config.carriers == (AUTO,):
+        carriers.sort(key=lambda carrier: carrier.name != "cuda")  # nothing else comes near it
     return carriers
 
 

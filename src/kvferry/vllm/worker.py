@@ -77,7 +77,7 @@ class FerryWorker:
         self._ready = WhenReady(gpu)
         reached = memory_of(memory, gpu)
         self._carriers = cache_carriers(self.config, memory, reached, gpu)
-        if self.config.carriers == (AUTO,):
+        if self.config.carriers == (AUTO,) and not gpu:
             self._carriers = by_cost(self._carriers)
         engine = engine_info(
             self.engine_id, self._incarnation, described.model, layout.shape, described.meaning
