@@ -93,6 +93,7 @@ class Spec:
     only: tuple[Rank, ...] = ()  # ranks of this process; empty: all
     gate_after: int | None = None  # reads of a rank before its gate
     checksums: bool = False
+    packing: str = "auto"
 
     @property
     def cache_model(self) -> CacheModel:
@@ -175,7 +176,9 @@ class Rack:
         views = make_views(model, shape, rank, spec.blocks, memory.regions())
         for view in views:
             write_byte(view, np.arange(spec.blocks), fill)
-        options = {} if spec.carrier == "null" else {"secret": spec.secret, "host": LOOPBACK}
+        options: dict[str, Any] = {}
+        if spec.carrier != "null":
+            options = {"secret": spec.secret, "host": LOOPBACK, "packing": spec.packing}
         carrier: Any = make_carrier(spec.carrier, **options)
         if spec.gate_after is not None:
             carrier = GatedCarrier(carrier, spec.gate_after)
