@@ -157,6 +157,7 @@ class Spec:
     writes: bool = True  # whether it can
     absent: tuple[str, ...] = ()  # roles whose layers this engine does not have
     checksums: bool = False
+    packing: str = "auto"
     optional: tuple[str, ...] = ()  # roles whose layers a peer may lack
 
     @property
@@ -258,7 +259,9 @@ class Rack:
         views = make_views(model, shape, rank, spec.blocks, memory.regions())
         for view in views:
             write_byte(view, np.arange(spec.blocks), fill)
-        options = {} if spec.carrier == "null" else {"secret": spec.secret, "host": LOOPBACK}
+        options: dict[str, Any] = {}
+        if spec.carrier != "null":
+            options = {"secret": spec.secret, "host": LOOPBACK, "packing": spec.packing}
         carrier: Any = make_carrier(spec.carrier, **options)
         if spec.gate_after is not None:
             carrier = GatedCarrier(carrier, spec.gate_after)

@@ -5,7 +5,9 @@ of different tp: blocks of 16 tokens from random places, of each token one run, 
 to the next, on both sides. Modes take turns; each number is the best of several rounds.
 
 `chosen` is what `packing: "auto"` does. It must not be slower than direct by more than noise, and
-what noise is, is measured: `noise` is how far two equal direct measurements were apart.
+what noise is, is measured: `noise` is how far two equal direct measurements were apart. On a busy
+machine the processors' time says more than the clock: `cpu` is what both processes spent, in
+nanoseconds a byte.
 
 `calibrate` measures both modes at few and at many runs of several lengths, and fits the lines of
 cost.py: non-negative, by relative error.
@@ -43,6 +45,7 @@ MOST_RUNS = 1 << 16
 BLOCK_TOKENS = 16
 WAIT_SECONDS = 60.0
 LEAST_ROUNDS = 3
+CPU_SECONDS = 0.2  # spent on each measurement of it: twenty of the kernel's ticks
 GB = 1e9
 
 
@@ -55,6 +58,7 @@ class PackedRow:
     packed_gb_s: float
     chosen_gb_s: float
     noise: float  # of direct, as a share
+    cpu_ns_per_byte: dict[str, float]  # by packing
 
     @property
     def chosen_of_direct(self) -> float:
@@ -90,6 +94,7 @@ def run(sizes: Sequence[int] = SIZES, seconds: float = 1.0) -> PackedResult:
                         count / packed / GB,
                         count / chosen / GB,
                         abs(direct - again) / max(direct, again),
+                        {p: bench.cpu_seconds(carrier, copies, p) / count * 1e9 for p in PACKINGS},
                     )
                 )
     crossover = {
@@ -111,13 +116,14 @@ def lines(result: PackedResult) -> Iterator[str]:
     yield f"costs: {result.costs}"
     yield (
         f"{'carrier':8}{'run':>8}{'runs':>9}{'direct':>9}{'packed':>9}{'chosen':>9} GB/s  "
-        "chosen/direct  noise"
+        "chosen/direct  noise   cpu: direct  packed  chosen"
     )
     for row in result.rows:
+        cpu = row.cpu_ns_per_byte
         yield (
             f"{row.carrier:8}{row.run_bytes:8,}{row.runs:9,}{row.direct_gb_s:9.2f}"
             f"{row.packed_gb_s:9.2f}{row.chosen_gb_s:9.2f}{row.chosen_of_direct:18.2f}"
-            f"{row.noise:7.0%}"
+            f"{row.noise:7.0%}{cpu['direct']:15.2f}{cpu['packed']:8.2f}{cpu['auto']:8.2f}"
         )
     for carrier, size in result.crossover_bytes.items():
         yield (
@@ -205,7 +211,8 @@ def _processor() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
-    source: int  # address in the owner
+    owner: int  # process
+    source: int  # address there
     landing: NDArray[np.uint8]
     reads: dict[tuple[str, Packing], Callable[[Arrays], None]]
 
@@ -232,6 +239,19 @@ class _Bench:
                 self.reads[carrier, mode](copies)
                 best[number] = min(best[number], time.perf_counter() - begin)
         return best
+
+    def cpu_seconds(self, carrier: str, copies: Arrays, mode: Packing) -> float:
+        """What both processes spend on one batch."""
+        begin, rounds = self._cpu(), 0
+        while rounds < LEAST_ROUNDS or self._cpu() - begin < CPU_SECONDS:
+            rounds += 1
+            self.reads[carrier, mode](copies)
+        return (self._cpu() - begin) / rounds
+
+    def _cpu(self) -> float:
+        fields = Path(f"/proc/{self.owner}/stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[11]) + int(fields[12])  # user and system
+        return ticks / os.sysconf("SC_CLK_TCK") + time.process_time()
 
 
 def _tokens(rng: np.random.Generator, size: int, runs: int, stride: int) -> Ints:
@@ -265,7 +285,7 @@ def _bench(costs: Costs | None = None) -> Iterator[_Bench]:
                 stack.callback(carrier.close)
                 carrier.register([MemoryRegion(landing.ctypes.data, landing.nbytes)])
                 reads[name, packing] = _reader(carrier, bytes.fromhex(endpoint))
-            yield _Bench(int(said[0]), landing, reads)
+            yield _Bench(process.pid, int(said[0]), landing, reads)
         finally:
             process.kill()
 

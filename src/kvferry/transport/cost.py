@@ -35,7 +35,7 @@ Mode = Literal["direct", "packed"]
 Packing = Literal["auto", "direct", "packed"]
 ENVIRONMENT = "KVFERRY_COSTS"
 # Direct is never left for less than this: lines fitted twice on a busy machine differ by as much.
-MARGIN = 0.9
+MARGIN = 0.8
 
 
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
