@@ -1,8 +1,9 @@
 """vLLM's own example proxies, from a checkout of vLLM, before engines without a model.
 
 The checkout is given by path (KVFERRY_VLLM_CHECKOUT). Nothing of a proxy is changed or copied: it
-runs as a process, and talks HTTP to two engines with vLLM's scheduler and our connectors. Skipped where there is no checkout; requests built exactly as
-the proxies send them are in test_dropin.py and test_lifecycle.py.
+runs as a process, and talks HTTP to two engines with vLLM's scheduler and our connectors. Skipped
+where there is no checkout; requests built exactly as the proxies send them are in test_dropin.py
+and test_lifecycle.py.
 """
 
 from __future__ import annotations
