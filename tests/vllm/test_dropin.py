@@ -1,9 +1,9 @@
 """Stand-ins for vLLM's connectors: alone, under a MultiConnector, and behind vLLM's own proxies.
 
 One pair of engines runs MultiConnector with our MooncakeConnector, our NixlPushConnector and vLLM's
-ExampleConnector. Requests are built exactly as vLLM's example proxies send them; with a checkout of
-vLLM at hand (KVFERRY_VLLM_CHECKOUT), the proxies themselves run too. What becomes of requests in
-every case is in test_lifecycle.py; here is what needs whole engines.
+ExampleConnector. Requests are built exactly as vLLM's example proxies send them (the proxies
+themselves run in test_proxies.py). What becomes of requests in every case is in test_lifecycle.py;
+here is what needs whole engines.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -44,12 +42,6 @@ from vllm_pairs import (
 )
 
 ROOT = Path(__file__).parents[2]
-CHECKOUT = os.environ.get("KVFERRY_VLLM_CHECKOUT", "")
-PROXIES = {
-    "nixl": "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py",
-    "mooncake": "examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py",
-    "push": "examples/disaggregated/disaggregated_serving/disagg_proxy_pushconnector_demo.py",
-}
 HELD, OPEN = "vllm:kvferry_held_blocks", "vllm:kvferry_holds_open"
 LOADS = "vllm:kvferry_loads_total"
 LEASE, LOAD = 60.0, 90.0
@@ -105,44 +97,6 @@ def collector() -> Iterator[Collector]:
     yield collector
     collector.shutdown()
     collector.server_close()
-
-
-def proxied(style: str, *arguments: str) -> Iterator[int]:
-    """One of vLLM's proxies, from a checkout; its port."""
-    script = Path(CHECKOUT) / PROXIES[style]
-    if not CHECKOUT or not script.exists():
-        pytest.skip("needs a checkout of vLLM at KVFERRY_VLLM_CHECKOUT")
-    port = free_port()
-    process = subprocess.Popen([sys.executable, str(script), "--port", str(port), *arguments])
-    try:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            assert process.poll() is None, "the proxy ended"
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/openapi.json", timeout=5).close()
-                break
-            except OSError:
-                time.sleep(0.3)
-        yield port
-    finally:
-        process.terminate()
-        process.wait(20)
-
-
-def through_proxy(port: int, tokens: list[int], seconds: float = 60.0) -> dict[str, Any]:
-    """One completion through a proxy that may still be looking for its engines."""
-    body = {"model": "tiny", "prompt": tokens, "max_tokens": 8, "temperature": 0}
-    body |= {"ignore_eos": True, "return_token_ids": True}
-    deadline = time.monotonic() + seconds
-    while True:
-        status, answer = post(f"http://127.0.0.1:{port}/v1/completions", body)
-        if status == 200 or time.monotonic() > deadline:
-            assert status == 200, answer
-            return dict(answer)
-        time.sleep(0.5)
-
-
-# --- MultiConnector
 
 
 @pytest.fixture(scope="module")
@@ -269,26 +223,6 @@ class TestTightFamily:
         with urllib.request.urlopen(f"http://127.0.0.1:{bootstrap}/query", timeout=10) as answer:
             told = json.load(answer)
         assert {int(rank): entry["engine_id"] for rank, entry in told.items()} == {0: "mp"}
-
-    @pytest.mark.parametrize("style", ["nixl", "mooncake", "push"])
-    def test_behind_vllm_proxies(self, family: Pair, bootstrap: int, side: int, style: str) -> None:
-        prefill, decode = family
-        if style == "nixl":
-            ports = ["--prefiller-port", str(prefill.port), "--decoder-port", str(decode.port)]
-            ports += ["--prefiller-host", "127.0.0.1", "--decoder-host", "127.0.0.1"]
-        elif style == "push":
-            ports = ["--model", "tiny", "--prefill", f"127.0.0.1:{prefill.port}"]
-            ports += ["--decode", f"127.0.0.1:{decode.port}", "--prefill-engine-id", "mp"]
-            ports += ["--prefill-kv-host", "127.0.0.1", "--prefill-side-channel-port", str(side)]
-        else:
-            ports = ["--prefill", prefill.url, str(bootstrap), "--decode", decode.url]
-        for port in proxied(style, *ports):
-            for seed in range(2):
-                asked = prompt(50 + seed + len(style), 200)
-                before = decode.metric(LOADS)
-                answer = through_proxy(port, asked)
-                assert ids(answer) == ids(prefill.complete(asked, max_tokens=8))
-                assert decode.metric(LOADS) - before == 1
 
     def test_known_by_request_id(self, family: Pair, side: int) -> None:
         prefill, decode = family

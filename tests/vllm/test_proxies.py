@@ -1,0 +1,162 @@
+"""vLLM's own example proxies, from a checkout of vLLM, before engines without a model.
+
+The checkout is given by path (KVFERRY_VLLM_CHECKOUT). Nothing of a proxy is changed or copied: it
+runs as a process, and talks HTTP to two engines with vLLM's scheduler and our connectors. Skipped
+where there is no checkout; requests built exactly as the proxies send them are in test_dropin.py
+and test_lifecycle.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
+with warnings.catch_warnings():  # torch and vLLM warn of themselves
+    warnings.simplefilter("ignore")
+    from modelless import Modelless, expected
+
+from kvferry.demo.engines import free_port
+from kvferry.demo.tiny_model import make_model
+from vllm_pairs import post
+
+CHECKOUT = os.environ.get("KVFERRY_VLLM_CHECKOUT", "")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(not CHECKOUT, reason="needs a checkout at KVFERRY_VLLM_CHECKOUT"),
+]
+PROXIES = {
+    "NixlConnector": "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py",
+    "MooncakeConnector": "examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py",
+    "NixlPushConnector": "examples/disaggregated/disaggregated_serving/"
+    "disagg_proxy_pushconnector_demo.py",
+}
+
+
+class Front:
+    """The little of vLLM's HTTP API that proxies use, before an engine without a model."""
+
+    def __init__(self, engine: Modelless) -> None:
+        self.engine, self.lock, self.over = engine, threading.Lock(), False
+        front = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.answer({})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                name = self.headers.get("X-Request-Id") or secrets.token_hex(8)
+                self.answer(front.complete(f"cmpl-{name}-0-{secrets.token_hex(4)}", body))
+
+            def answer(self, body: Any) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self.server.server_port
+        for work in (self.server.serve_forever, self.step):
+            threading.Thread(target=work, daemon=True).start()
+
+    def step(self) -> None:
+        while not self.over:
+            with self.lock:
+                self.engine.step()
+            time.sleep(0.001)
+
+    def complete(self, name: str, body: Any) -> dict[str, Any]:
+        with self.lock:
+            params = body.get("kv_transfer_params") or {}
+            self.engine.add(name, body["prompt"], body["max_tokens"], **params)
+        while name not in self.engine.ended:
+            time.sleep(0.002)
+        told = {"choices": [{"token_ids": self.engine.tokens[name]}]}
+        return {**told, "kv_transfer_params": self.engine.params.get(name)}
+
+    def close(self) -> None:
+        self.over = True
+        self.server.shutdown()
+        self.server.server_close()
+        with self.lock:
+            self.engine.close()
+
+
+@pytest.fixture(params=list(PROXIES))
+def proxied(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Front, Front, int]]:
+    """Prefill and decode engine, and the port of a proxy before them."""
+    kind, bootstrap, side, port = request.param, free_port(), free_port(), free_port()
+    folder = make_model(tmp_path / "tiny")
+    monkeypatch.setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", str(bootstrap))
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(side))
+    p = Front(Modelless("p", folder, connector=kind))
+    monkeypatch.setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", str(free_port()))
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
+    d = Front(Modelless("d", folder, connector=kind, blocks=128, block_size=8))
+    arguments = {
+        "NixlConnector": f"--prefiller-host 127.0.0.1 --prefiller-port {p.port} "
+        f"--decoder-host 127.0.0.1 --decoder-port {d.port}",
+        "MooncakeConnector": f"--prefill http://127.0.0.1:{p.port} {bootstrap} "
+        f"--decode http://127.0.0.1:{d.port}",
+        "NixlPushConnector": f"--model tiny --prefill 127.0.0.1:{p.port} "
+        f"--decode 127.0.0.1:{d.port} --prefill-engine-id p --prefill-kv-host 127.0.0.1 "
+        f"--prefill-side-channel-port {side}",
+    }[kind]
+    script = Path(CHECKOUT) / PROXIES[kind]
+    command = [sys.executable, str(script), "--port", str(port), *arguments.split()]
+    proxy = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(200):
+            assert proxy.poll() is None, "the proxy ended"
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/openapi.json", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.3)
+        yield p, d, port
+    finally:
+        proxy.terminate()
+        proxy.wait(20)
+        p.close()
+        d.close()
+
+
+def test_behind_vllm_proxies(proxied: tuple[Front, Front, int]) -> None:
+    p, d, port = proxied
+    for seed, count in ((1, 20), (2, 200), (3, 64)):
+        tokens = [(seed * 131 + i * 17) % 997 for i in range(count)]
+        deadline = time.monotonic() + 60
+        while True:  # a proxy may still be looking for its engines
+            body = {"model": "tiny", "prompt": tokens, "max_tokens": 5}
+            status, answer = post(f"http://127.0.0.1:{port}/v1/completions", body)
+            if status == 200 or time.monotonic() > deadline:
+                break
+            time.sleep(0.5)
+        assert status == 200, answer
+        assert answer["choices"][0]["token_ids"] == expected(tokens, 5)
+    assert sum(len(told["bytes"]) for told in d.engine.stats) == 3  # all of them were loaded
+    deadline = time.monotonic() + 20
+    while p.engine.used_blocks and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert p.engine.used_blocks == d.engine.used_blocks == 0
