@@ -8,6 +8,7 @@ compared with contents that are derived from positions.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 import signal
 import socket
@@ -376,6 +377,54 @@ def test_peers_that_are_refused_leave_nothing(way: Way, case: str) -> None:
         again = Prompt(2, 100)
         require_ok(d.load(good.hold(again), again))
         assert d.wrong_bytes(again, WARM) == 0
+
+
+# --- damaged bytes -------------------------------------------------------------------------------
+
+
+class Damaging:
+    """A carrier on whose way one bit of each transfer flips, after it was checked by others."""
+
+    def __init__(self, carrier: Any) -> None:
+        self._carrier = carrier
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._carrier, name)
+
+    def read(self, peer: Any, copies: Any) -> Any:
+        transfer = self._carrier.read(peer, copies)
+        transfer.wait(time.monotonic() + PATIENCE_SECONDS)
+        ctypes.c_uint8.from_address(int(copies.dst[-1])).value ^= 1
+        return transfer
+
+
+@pytest.mark.parametrize("checksums", [True, False], ids=["checksums", "control: none"])
+def test_a_damaged_payload_is_noticed_with_checksums(way: Way, checksums: bool) -> None:
+    """In push mode too: with checksums, blocks are read. The control shows that it is damaged."""
+    target = replace(way.d, checksums=checksums, mode=way.d.mode if checksums else "pull")
+    prompt = Prompt(1, 100)
+    with producer(way.p) as p, consumer(target, way.p, alone=False) as d:
+        warm_up(p, d)
+        before = census(d)
+        carrier = d.racks[0].carrier
+        d.ranks[0]._loading.known.carriers = [Damaging(carrier)]
+        for known in list(d.ranks[0]._loading.known._remotes.values()):
+            d.ranks[0]._loading.known.forget(known.remote.result())
+        loaded = d.load(p.hold(prompt), prompt)
+        if checksums:
+            assert "ChecksumError" in error_of(loaded)
+            for reports in p.closed(1):
+                assert reports[0].outcomes == {"failed": 1}
+        else:
+            require_ok(loaded)
+        assert d.wrong_bytes(prompt, WARM) > 0
+        d.ranks[0]._loading.known.carriers = [carrier]
+        for known in list(d.ranks[0]._loading.known._remotes.values()):
+            d.ranks[0]._loading.known.forget(known.remote.result())
+        again = replace(prompt, number=2)
+        require_ok(d.load(p.hold(again), again))
+        assert d.wrong_bytes(again, WARM) == 0
+        require_no_more(d, before)
 
 
 # --- many ----------------------------------------------------------------------------------------

@@ -113,6 +113,11 @@ class Loading:
     offering: Offering | None = None  # where sources are let write
     checked: Memory | None = None  # where digests are compared, the memory that is read into
 
+    @property
+    def _offers(self) -> bool:
+        """Whether sources are let write. What is compared by digests is read."""
+        return self.offering is not None and self.checked is None
+
     def run(self, load: Load, watch: Watch, clock: Clock) -> Loaded:
         with self.known.meet(load.ticket, watch) as remote:
             clock.stop("meet")
@@ -121,7 +126,7 @@ class Loading:
     def _fetch(self, remote: Remote, load: Load, watch: Watch, clock: Clock) -> Loaded:
         try:
             self._require_distinct_blocks(remote, load)
-            written = self._let_write(remote, load, watch, clock) if self.offering else NOTHING
+            written = self._let_write(remote, load, watch, clock) if self._offers else NOTHING
             read = [source for source in remote.sources if source not in written.delivered]
             claimed = self._claim(remote, read, load.ticket, watch)
             clock.stop("claim")

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from kvferry.errors import DeadlineExceeded
+from kvferry.errors import DeadlineExceeded, KvferryError
 from kvferry.p2p.watch import Watch
 from kvferry.transport.base import Transfer, TransferState
 
 log = logging.getLogger("kvferry")
 
+STUCK_LOOK_SECONDS = 1.0  # between two tries to end a transfer
 TRANSFER_LOOK_SECONDS = 0.1  # between two looks at whether a transfer is still wanted
 
 
@@ -57,6 +58,8 @@ def end_transfers(transfers: Sequence[Transfer], stuck: Stuck) -> None:
             except DeadlineExceeded as error:
                 if left[-1].poll() is TransferState.RUNNING:
                     log.error("a transfer that was cancelled keeps its blocks: %s", error)
+                    with contextlib.suppress(KvferryError):  # it may end however it likes
+                        left[-1].wait(time.monotonic() + STUCK_LOOK_SECONDS)
                     return False
             left.pop()
         return True
