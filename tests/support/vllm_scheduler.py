@@ -48,7 +48,6 @@ from kvferry.vllm.pool_worker import PoolWorker
 HEADS, DIM, LAYERS = 4, 8, 2
 GROUP = Group("all", tuple(range(LAYERS)), (Component("kv", HEADS, (DIM,), 1),))
 MODEL = CacheModel("m", (GROUP,))
-CONNECTOR = "FerryPoolConnector"
 
 
 def content(tokens: list[int]) -> np.ndarray:
@@ -75,14 +74,16 @@ class SchedulerEngine:
         blocks: int = 64,
         extra: dict[str, Any] | None = None,
         batched: int = 64,
+        combined: bool = False,
     ) -> None:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / "model" / "config.json").write_text(json.dumps(llama_config()))
+        own = {"path": str(folder / "unused"), **(extra or {})}
         transfer = KVTransferConfig(
-            kv_connector=CONNECTOR,
+            kv_connector="FerryConnector" if combined else "FerryPoolConnector",
             kv_connector_module_path="kvferry.vllm",
             kv_role="kv_both",
-            kv_connector_extra_config={"path": str(folder / "unused"), **(extra or {})},
+            kv_connector_extra_config={"pool": own} if combined else own,
         )
         model = ModelConfig(
             model=str(folder / "model"),
@@ -123,7 +124,8 @@ class SchedulerEngine:
                 log_stats=True,
             )
         self.connector = self.scheduler.connector
-        pool = self.connector.scheduler.pool
+        half = self.connector.pool if combined else self.connector
+        pool = half.scheduler.pool
         pool._open_store = open_store
         self.pool, self.block_size = pool, block_size
         shape = EngineShape(tp=tp, block_size=block_size)
@@ -146,6 +148,7 @@ class SchedulerEngine:
         self.computed: dict[str, int] = {}  # tokens that were computed, not loaded or hit
         self.out: dict[str, list[int]] = {}
         self._reports: dict[str, int] = {}
+        self.preempted = 0
 
     def cells(self, rank: int) -> np.ndarray:
         """A rank's memory as [layer, block, head, slot, dim], LBHNC."""
@@ -170,7 +173,8 @@ class SchedulerEngine:
     def step(self) -> None:
         output = self.scheduler.schedule()
         self._execute(output)
-        metadata = output.kv_connector_metadata
+        metadata = getattr(output.kv_connector_metadata, "pool", output.kv_connector_metadata)
+        self.preempted += len(output.preempted_req_ids or ())
         results = KVConnectorOutput()
         together = None
         ended: dict[str, int] = {}

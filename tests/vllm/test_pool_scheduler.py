@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip(
@@ -18,6 +19,7 @@ pytest.importorskip("kvferry.vllm")
 
 from dir_store import DirStore, FaultyStore
 from kvferry.errors import StoreError
+from kvferry.pool.reader import ReadPlan
 from vllm_scheduler import SchedulerEngine
 
 Make = Callable[..., SchedulerEngine]
@@ -60,14 +62,16 @@ def ended(engine: SchedulerEngine) -> None:
         ({"tp": 1, "block_size": 16}, {"tp": 2, "block_size": 16}, 96),
         ({"tp": 2, "block_size": 16}, {"tp": 1, "block_size": 32}, 96),
         ({"tp": 1, "block_size": 32}, {"tp": 4, "block_size": 16}, 96),
+        ({"tp": 2, "block_size": 16, "combined": True}, {"tp": 1, "combined": True}, 96),
     ],
 )
 def test_other_shapes_read(make: Make, writer: Any, reader: Any, hits: int) -> None:
     """Chunked prefill writes; another shape reads, computes the rest, and says the same."""
-    first, second = make(**writer), make(**reader)
+    first = make(**writer)
     first.add("a", prompt(1, 100))
     first.run()
     ended(first)
+    second = make(**reader)
     assert first.computed["a"] == 100 + 3
     second.add("b", prompt(1, 100))
     second.add("other", prompt(2, 100))
@@ -83,9 +87,10 @@ def test_other_shapes_read(make: Make, writer: Any, reader: Any, hits: int) -> N
 
 
 def test_one_token_is_left_to_compute(make: Make) -> None:
-    first, second = make(), make(tp=2)
+    first = make()
     first.add("a", prompt(1, 96), output=1)
     first.run()
+    second = make(tp=2)
     second.add("b", prompt(1, 96), output=1)
     second.run()
     assert second.computed["b"] == 16 and second.out["b"] == first.out["a"]
@@ -94,9 +99,10 @@ def test_one_token_is_left_to_compute(make: Make) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_exactly_the_right_blocks_are_computed_again(make: Make, tp: int, faults: Any) -> None:
     """One object is lost between lookup and load: what is before it is used, nothing after it."""
-    first, second = make(), make(tp=tp)
+    first = make()
     first.add("a", prompt(1, 100))
     first.run()
+    second = make(tp=tp)  # a layout that is published later is noticed later
     store = DirStore(str(first.pool._open_store().path))
     chain = first.pool.track("x", tuple).chain
     chain.cover(prompt(1, 100), 100)
@@ -157,7 +163,7 @@ def test_preemption(make: Make) -> None:
         crowded.add(name, tokens, output=40)
     crowded.run(60)
     ended(crowded)
-    assert crowded.out == alone.out
+    assert crowded.out == alone.out and crowded.preempted > 0
 
 
 def test_abort_at_any_time(make: Make) -> None:
@@ -175,6 +181,22 @@ def test_abort_at_any_time(make: Make) -> None:
         engine.run()
         ended(engine)
         engine.close()
+
+
+def test_a_wrong_byte_is_noticed(make: Make, monkeypatch: Any) -> None:
+    """The check of the cache can fail: a load that puts bytes elsewhere does."""
+    bind = ReadPlan.bind
+
+    def shifted(self: Any, segment: Any, tables: Any, bases: Any) -> Any:
+        return bind(self, segment, [np.roll(table, 1) for table in tables], bases)
+
+    first, second = make(), make()
+    first.add("a", prompt(1, 100))
+    first.run()
+    monkeypatch.setattr(ReadPlan, "bind", shifted)
+    second.add("b", prompt(1, 100))
+    with pytest.raises(AssertionError, match="is not in the cache"):
+        second.run()
 
 
 def test_reset(make: Make) -> None:
