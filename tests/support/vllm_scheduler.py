@@ -23,6 +23,10 @@ from vllm.config import (
     VllmConfig,
     set_current_vllm_config,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiKVConnectorMetadata,
+    MultiKVConnectorWorkerMetadata,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -61,6 +65,25 @@ def content(tokens: list[int]) -> np.ndarray:
     return (mixed >> np.uint64(40)).astype(np.uint8).reshape(-1, LAYERS, HEADS, DIM)
 
 
+def _extra(connector: str, pool: dict[str, Any]) -> dict[str, Any]:
+    """The pool's keys where a connector has them."""
+    if connector == "FerryConnector":
+        return {"pool": pool}
+    if connector != "MultiConnector":
+        return pool
+    common = {"kv_connector_module_path": "kvferry.vllm", "kv_role": "kv_both"}
+    return {
+        "connectors": [
+            {"kv_connector": "FerryConnector", **common},
+            {
+                "kv_connector": "FerryPoolConnector",
+                **common,
+                "kv_connector_extra_config": pool,
+            },
+        ]
+    }
+
+
 class SchedulerEngine:
     """One engine: vLLM's scheduler, our connector, `tp` workers in this process."""
 
@@ -74,16 +97,17 @@ class SchedulerEngine:
         blocks: int = 64,
         extra: dict[str, Any] | None = None,
         batched: int = 64,
-        combined: bool = False,
+        connector: str = "FerryPoolConnector",
     ) -> None:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / "model" / "config.json").write_text(json.dumps(llama_config()))
         own = {"path": str(folder / "unused"), **(extra or {})}
         transfer = KVTransferConfig(
-            kv_connector="FerryConnector" if combined else "FerryPoolConnector",
-            kv_connector_module_path="kvferry.vllm",
+            kv_connector=connector,
+            kv_connector_module_path=None if connector == "MultiConnector" else "kvferry.vllm",
+            kv_load_failure_policy="recompute" if connector == "MultiConnector" else "fail",
             kv_role="kv_both",
-            kv_connector_extra_config={"pool": own} if combined else own,
+            kv_connector_extra_config=_extra(connector, own),
         )
         model = ModelConfig(
             model=str(folder / "model"),
@@ -124,7 +148,11 @@ class SchedulerEngine:
                 log_stats=True,
             )
         self.connector = self.scheduler.connector
-        half = self.connector.pool if combined else self.connector
+        half = self.connector
+        if connector == "FerryConnector":
+            half = half.pool
+        elif connector == "MultiConnector":
+            half = half._connectors[1]
         pool = half.scheduler.pool
         pool._open_store = open_store
         self.pool, self.block_size = pool, block_size
@@ -174,6 +202,9 @@ class SchedulerEngine:
         output = self.scheduler.schedule()
         self._execute(output)
         metadata = getattr(output.kv_connector_metadata, "pool", output.kv_connector_metadata)
+        several = isinstance(metadata, MultiKVConnectorMetadata)
+        if several:
+            metadata = metadata.metadata[1]
         self.preempted += len(output.preempted_req_ids or ())
         results = KVConnectorOutput()
         together = None
@@ -194,6 +225,8 @@ class SchedulerEngine:
             if self._reports[name] == len(self.workers):
                 del self._reports[name]
                 results.finished_recving = (results.finished_recving or set()) | {name}
+        if several and together is not None:
+            together = MultiKVConnectorWorkerMetadata((None, together))
         results.kv_connector_worker_meta = together
         names = list(output.num_scheduled_tokens)
         sampled = []

@@ -62,7 +62,8 @@ def ended(engine: SchedulerEngine) -> None:
         ({"tp": 1, "block_size": 16}, {"tp": 2, "block_size": 16}, 96),
         ({"tp": 2, "block_size": 16}, {"tp": 1, "block_size": 32}, 96),
         ({"tp": 1, "block_size": 32}, {"tp": 4, "block_size": 16}, 96),
-        ({"tp": 2, "block_size": 16, "combined": True}, {"tp": 1, "combined": True}, 96),
+        ({"tp": 2, "connector": "FerryConnector"}, {"tp": 1, "connector": "FerryConnector"}, 96),
+        ({"tp": 1, "connector": "MultiConnector"}, {"tp": 2, "connector": "MultiConnector"}, 96),
     ],
 )
 def test_other_shapes_read(make: Make, writer: Any, reader: Any, hits: int) -> None:
