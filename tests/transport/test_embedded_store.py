@@ -280,6 +280,24 @@ def test_memory_full(place: Path) -> None:
     peer.close()
 
 
+def test_a_batch_larger_than_memory(place: Path) -> None:
+    """What does not stay in memory goes down while the rest of the batch comes."""
+    peer = Peer(place, memory=1 << 20)
+    numbers = range(40)
+    data = np.concatenate([content(n) for n in numbers])
+    peer.store.register([MemoryRegion(data.ctypes.data, data.nbytes)])
+    ends = np.cumsum([len(content(n)) for n in numbers])
+    ranges = [
+        in_pieces(data.ctypes.data + int(end) - len(content(n)), len(content(n)), 2)
+        for n, end in zip(numbers, ends, strict=True)
+    ]
+    keys = [f"object/{n}" for n in numbers]
+    assert set(peer.store.put(keys, ranges, soon())) == {Outcome.DONE}
+    assert {peer.get(n) for n in numbers} == {Outcome.DONE}
+    invariants(peer.store)
+    peer.close()
+
+
 def test_disk_full(place: Path) -> None:
     """Files may not grow beyond 40 KB here: larger objects cannot go down, smaller ones can."""
     code = f"""

@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 HOT_BYTES = 1 << 20  # checked and copied at a time: stays in a core's cache in between
 PARALLEL_BYTES = 8 << 20  # a batch beyond this is shared among threads
+ATTEMPTS = 5
 THROW_OUT_SECONDS = 1.0  # to remove what is corrupt, even after the reader's deadline
 
 
@@ -143,14 +144,16 @@ class Reader:
         """Read what is needed (None: check all) of the object in this row."""
         room = self._room
         index = room.index
-        for _ in range(3):  # again where it moved between tiers meanwhile
+        for attempt in range(ATTEMPTS):  # again where it moved between tiers meanwhile
             generation, state = int(index.generation[row]), int(index.state[row])
             if index.in_memory(state):
                 offset, size = int(index.offset[row]), int(index.image_bytes[row])
                 view = room.arena.view(offset, size)
                 outcome = _serve(key, view, room.arena.address + offset, need)
             elif state in (ix.DISK, ix.PROMOTING):
-                if state == ix.DISK and need is not None and self._promote(row, deadline):
+                # Once only: where memory is short, others may push it down again before it is read.
+                worth_it = attempt == 0 and state == ix.DISK and need is not None
+                if worth_it and self._promote(row, deadline):
                     continue
                 generation = int(index.generation[row])  # trying has changed it
                 outcome = self._serve_file(key, row, need)

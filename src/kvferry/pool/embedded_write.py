@@ -14,6 +14,7 @@ import numpy as np
 
 from kvferry.errors import StoreError
 from kvferry.pool import embedded_index as ix
+from kvferry.pool.embedded_arena import ALIGN
 from kvferry.pool.embedded_copy import move
 from kvferry.pool.embedded_image import header_bytes, image_bytes, seal
 from kvferry.pool.embedded_index import hash_keys
@@ -21,6 +22,8 @@ from kvferry.pool.embedded_room import Room, Wish, aligned
 from kvferry.pool.store import Ints, Outcome, Ranges
 
 _log = logging.getLogger(__name__)
+
+PART_SHARE = 4  # of the memory: what one call writes at a time
 
 
 class Writer:
@@ -31,6 +34,29 @@ class Writer:
         self._clock = clock
 
     def put(
+        self,
+        keys: Sequence[str],
+        objects: Sequence[Ranges],
+        inside: Sequence[bool],
+        pinned: bool,
+        deadline: float,
+    ) -> list[Outcome]:
+        """In parts that leave most of the memory alone, because what is being written stays."""
+        sizes = [int(ranges.length.sum()) + ALIGN for ranges in objects]
+        most = self._room.arena.capacity // PART_SHARE
+        outcomes: list[Outcome] = []
+        first = 0
+        while first < len(keys):
+            last, total = first + 1, sizes[first]
+            while last < len(keys) and total + sizes[last] <= most:
+                total += sizes[last]
+                last += 1
+            part = slice(first, last)
+            outcomes += self._put_part(keys[part], objects[part], inside[part], pinned, deadline)
+            first = last
+        return outcomes
+
+    def _put_part(
         self,
         keys: Sequence[str],
         objects: Sequence[Ranges],
