@@ -527,6 +527,21 @@ def test_a_lookup_that_never_answers(case: CaseDict, tmp_path: Path, monkeypatch
     pair.close()
 
 
+def test_steps_that_are_slower_than_answers_age(pair: Pair, monkeypatch: Any) -> None:
+    """An answer reaches the scheduler however seldom it asks."""
+    tokens = sequence(pair.case)
+    pair.engine("src").save("w", tokens)
+    reader = pair.engine("dst")
+    reader.until(lambda: reader.scheduler.counters["layouts_published"] > 0)
+    monkeypatch.setattr(lookup_module, "CACHE_SECONDS", 0.05)
+    tracker = reader.scheduler.track("r", tuple)
+    found = []
+    for _ in range(12):
+        found.append(reader.scheduler.matched("r", tracker, tokens, 0))
+        time.sleep(0.15)
+    assert found.count(pair.case["tokens"]) >= 3, found
+
+
 def test_a_lookup_server_that_died(pair: Pair, monkeypatch: Any) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     tokens = sequence(pair.case)

@@ -31,6 +31,7 @@ from kvferry.pool.store import Store
 log = logging.getLogger("kvferry")
 
 CACHE_SECONDS = 1.0  # an answer may be this old: evictions are noticed by the load
+OLDEST_ANSWER_SECONDS = 10.0  # of a request that queued; longer than any step
 CACHED_ANSWERS = 256
 IDLE_SECONDS = 2.0  # between two looks at published layouts while nobody asks
 STUCK_SECONDS = 1.0  # after its deadline, a server is given up
@@ -83,6 +84,20 @@ class _Asked:
     deadline: float
     first: bool = True  # not asked again because the answer grew old
     answer: Answer | None = None
+    given_at: float | None = None  # when the scheduler got it
+
+
+def _stale(asked: _Asked, now: float) -> bool:
+    """Whether an answer is too old to promise anything.
+
+    It is given to the scheduler at least once, however slow its steps are, or a request could wait
+    for ever for an answer that is always just too old.
+    """
+    if asked.answer is None or asked.answer.failed:
+        return False
+    if asked.given_at is None:
+        return now - asked.answer.at > OLDEST_ANSWER_SECONDS
+    return now - asked.given_at > CACHE_SECONDS
 
 
 class LookupKeyServer:
@@ -261,13 +276,7 @@ class LookupKeyClient:
         """What the pool holds; None: ask again."""
         now = time.monotonic()
         asked = self._asked.get(request_id)
-        stale = (
-            asked is not None
-            and asked.answer is not None
-            and not asked.answer.failed
-            and now - asked.answer.at > CACHE_SECONDS
-        )
-        if asked is None or stale or asked.most_tokens != most_tokens:
+        if asked is None or asked.most_tokens != most_tokens or _stale(asked, now):
             deadline = now + self._seconds
             asked = _Asked(chain, tokens, count, most_tokens, deadline, first=asked is None)
             self._asked[request_id] = asked
@@ -283,6 +292,8 @@ class LookupKeyClient:
             asked.answer = Answer(failed=True)
         if asked.answer is None:
             self._able_server(now)
+        elif asked.given_at is None:
+            asked.given_at = now
         return asked.answer
 
     def discard(self, request_id: str) -> None:

@@ -8,7 +8,7 @@ offset in it. The result is one list of slices an object, with only the bytes th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,6 +158,3 @@ def plan_read(theirs: PoolLayout, model: CacheModel, ours: RankLayout) -> ReadPl
         if edge.dst == ours.rank
     ]
     return ReadPlan(theirs, ours, tuple(plans))
-
-
-Digests = Mapping[int, Sequence[str]]  # by block size in tokens: content of each block

@@ -1,0 +1,295 @@
+"""vLLM's real scheduler and cache manager over the pool, with a model runner of our own.
+
+The runner computes nothing but bytes: what a token leaves in the cache is a function of all tokens
+up to it. Before it computes, it checks that the cache holds exactly that for every token that the
+scheduler takes for computed; so a wrong, stale or missing byte is noticed wherever it comes from.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from vllm.config import (
+    CacheConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiKVConnectorMetadata,
+    MultiKVConnectorWorkerMetadata,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvferry.demo.tiny_model import llama_config
+from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, RankLayout
+from kvferry.p2p.describe import engine_info, rank_info
+from kvferry.pool.rank import PoolRank
+from kvferry.pool.store import Store
+from kvferry.vllm.metadata import FerryHandshake
+from kvferry.vllm.pool_config import PoolConfig
+from kvferry.vllm.pool_worker import PoolWorker
+
+HEADS, DIM, LAYERS = 4, 8, 2
+GROUP = Group("all", tuple(range(LAYERS)), (Component("kv", HEADS, (DIM,), 1),))
+MODEL = CacheModel("m", (GROUP,))
+
+
+def content(tokens: list[int]) -> np.ndarray:
+    """What each token leaves in the cache: [token, layer, head, dim]."""
+    state, rows = 7, []
+    for token in tokens:
+        state = (state * 6364136223846793005 + token + 1) & (2**63 - 1)
+        rows.append(state)
+    cells = np.arange(LAYERS * HEADS * DIM, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (np.asarray(rows, dtype=np.uint64)[:, None] + cells[None, :]) * np.uint64(2**61 - 1)
+    return (mixed >> np.uint64(40)).astype(np.uint8).reshape(-1, LAYERS, HEADS, DIM)
+
+
+def _extra(connector: str, pool: dict[str, Any]) -> dict[str, Any]:
+    """The pool's keys where a connector has them."""
+    if connector == "FerryConnector":
+        return {"pool": pool}
+    if connector != "MultiConnector":
+        return pool
+    common = {"kv_connector_module_path": "kvferry.vllm", "kv_role": "kv_both"}
+    return {
+        "connectors": [
+            {"kv_connector": "FerryConnector", **common},
+            {
+                "kv_connector": "FerryPoolConnector",
+                **common,
+                "kv_connector_extra_config": pool,
+            },
+        ]
+    }
+
+
+class SchedulerEngine:
+    """One engine: vLLM's scheduler, our connector, `tp` workers in this process."""
+
+    def __init__(
+        self,
+        folder: Path,
+        open_store: Callable[[], Store],
+        *,
+        tp: int = 1,
+        block_size: int = 16,
+        blocks: int = 64,
+        extra: dict[str, Any] | None = None,
+        batched: int = 64,
+        connector: str = "FerryPoolConnector",
+    ) -> None:
+        (folder / "model").mkdir(parents=True, exist_ok=True)
+        (folder / "model" / "config.json").write_text(json.dumps(llama_config()))
+        own = {"path": str(folder / "unused"), **(extra or {})}
+        transfer = KVTransferConfig(
+            kv_connector=connector,
+            kv_connector_module_path=None if connector == "MultiConnector" else "kvferry.vllm",
+            kv_load_failure_policy="recompute" if connector == "MultiConnector" else "fail",
+            kv_role="kv_both",
+            kv_connector_extra_config=_extra(connector, own),
+        )
+        model = ModelConfig(
+            model=str(folder / "model"),
+            dtype="float32",
+            max_model_len=1024,
+            skip_tokenizer_init=True,
+        )
+        config = VllmConfig(
+            model_config=model,
+            cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=8,
+                max_num_batched_tokens=batched,
+                max_model_len=1024,
+                is_encoder_decoder=False,
+                enable_chunked_prefill=True,
+                async_scheduling=False,
+            ),
+            kv_transfer_config=transfer,
+        )
+        config.cache_config.num_gpu_blocks = blocks
+        spec = FullAttentionSpec(
+            block_size=block_size, num_kv_heads=HEADS, head_size=DIM, dtype=model.dtype
+        )
+        cache = KVCacheConfig(
+            num_blocks=blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec([f"l{i}" for i in range(LAYERS)], spec)],
+        )
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(block_size, sha256)
+        with set_current_vllm_config(config):
+            self.scheduler = Scheduler(
+                vllm_config=config,
+                kv_cache_config=cache,
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=block_size,
+                log_stats=True,
+            )
+        self.connector = self.scheduler.connector
+        half = self.connector
+        if connector == "FerryConnector":
+            half = half.pool
+        elif connector == "MultiConnector":
+            half = half._connectors[1]
+        pool = half.scheduler.pool
+        pool._open_store = open_store
+        self.pool, self.block_size = pool, block_size
+        shape = EngineShape(tp=tp, block_size=block_size)
+        self.layouts = [RankLayout.build(MODEL, shape, Rank(0, r), blocks) for r in range(tp)]
+        self.memory = [np.zeros(layout.regions[0].bytes, np.uint8) for layout in self.layouts]
+        self.workers, handshakes = [], {}
+        for rank, layout in enumerate(self.layouts):
+            worker = PoolWorker(PoolConfig(), config, cache)
+            bases = [self.memory[rank].ctypes.data]
+            worker._rank = PoolRank(open_store(), MODEL, layout, bases)
+            worker._partial, worker._block_tokens = True, block_size
+            self.workers.append(worker)
+            handshakes[0, rank] = FerryHandshake(
+                msgspec.msgpack.encode(engine_info("", "", MODEL, shape, {})),
+                msgspec.msgpack.encode(rank_info(layout, [0], "", "", {})),
+            )
+        self.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
+        self.tokens: dict[str, list[int]] = {}
+        self.tables: dict[str, list[int]] = {}
+        self.computed: dict[str, int] = {}  # tokens that were computed, not loaded or hit
+        self.out: dict[str, list[int]] = {}
+        self._reports: dict[str, int] = {}
+        self.preempted = 0
+
+    def cells(self, rank: int) -> np.ndarray:
+        """A rank's memory as [layer, block, head, slot, dim], LBHNC."""
+        heads = HEADS // len(self.layouts)
+        blocks = self.layouts[rank].parts[0].num_blocks
+        return self.memory[rank].reshape(LAYERS, blocks, heads, self.block_size, DIM)
+
+    def add(self, name: str, tokens: list[int], output: int = 4) -> None:
+        params = SamplingParams(max_tokens=output, ignore_eos=True)
+        params.update_from_generation_config({}, None)
+        request = Request(name, tokens, params, None, block_hasher=self._hasher)
+        self.tokens[name], self.computed[name], self.out[name] = list(tokens), 0, []
+        self.scheduler.add_request(request)
+
+    def run(self, seconds: float = 30.0) -> None:
+        """Steps until nothing is left to do, saves included."""
+        deadline = time.monotonic() + seconds
+        while self.scheduler.has_requests():
+            assert time.monotonic() < deadline, "the engine hangs"
+            self.step()
+
+    def step(self) -> None:
+        output = self.scheduler.schedule()
+        self._execute(output)
+        metadata = getattr(output.kv_connector_metadata, "pool", output.kv_connector_metadata)
+        several = isinstance(metadata, MultiKVConnectorMetadata)
+        if several:
+            metadata = metadata.metadata[1]
+        self.preempted += len(output.preempted_req_ids or ())
+        results = KVConnectorOutput()
+        together = None
+        ended: dict[str, int] = {}
+        for worker in self.workers:
+            worker.start(metadata)
+            worker.save()
+            mine = worker.results()
+            for name in mine.finished_recving:
+                ended[name] = ended.get(name, 0) + 1
+            results.failed_recving |= mine.failed_recving
+            results.invalid_block_ids |= worker.take_invalid()
+            report = worker.take_report()
+            if report is not None:
+                together = report if together is None else together.aggregate(report)
+        for name, count in ended.items():  # told when all workers have told, as vLLM's aggregator
+            self._reports[name] = self._reports.get(name, 0) + count
+            if self._reports[name] == len(self.workers):
+                del self._reports[name]
+                results.finished_recving = (results.finished_recving or set()) | {name}
+        if several and together is not None:
+            together = MultiKVConnectorWorkerMetadata((None, together))
+        results.kv_connector_worker_meta = together
+        names = list(output.num_scheduled_tokens)
+        sampled = []
+        for name in names:
+            request = self.scheduler.requests[name]
+            done = request.num_computed_tokens  # after this step: schedule has advanced it
+            if done >= len(self.tokens[name]):
+                token = int(content(self.tokens[name])[-1].astype(int).sum()) % 997
+                self.tokens[name].append(token)
+                self.out[name].append(token)
+                sampled.append([token])
+            else:
+                sampled.append([])
+        self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: i for i, name in enumerate(names)},
+                sampled_token_ids=sampled,
+                kv_connector_output=results,
+            ),
+        )
+
+    def _execute(self, output: Any) -> None:
+        """Check what counts as computed, then compute."""
+        new = output.scheduled_new_reqs
+        for request in new:
+            self.tables[request.req_id] = list(request.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if name in cached.resumed_req_ids:
+                self.tables[name] = list(blocks[0])
+            elif blocks:
+                self.tables[name] += blocks[0]
+        starts = [(r.req_id, r.num_computed_tokens) for r in new]
+        starts += list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for name, start in starts:
+            stop = start + output.num_scheduled_tokens[name]
+            rows = content(self.tokens[name][:stop])
+            table = np.asarray(self.tables[name])
+            positions = np.arange(stop)
+            block, slot = table[positions // self.block_size], positions % self.block_size
+            heads = HEADS // len(self.workers)
+            for rank in range(len(self.workers)):
+                cells, mine = self.cells(rank), rows[:, :, rank * heads : (rank + 1) * heads]
+                held = cells[:, block, :, slot, :]  # token, layer, head, dim
+                assert held.shape == mine.shape, (held.shape, mine.shape)
+                wrong = np.flatnonzero((held[:start] != mine[:start]).any(axis=(1, 2, 3)))
+                assert not len(wrong), f"{name}: token {wrong[0]} of {start} is not in the cache"
+                cells[:, block[start:], :, slot[start:], :] = mine[start:]
+            self.computed[name] += stop - start
+
+    @property
+    def pinned(self) -> int:
+        return self.pool.pinned_blocks
+
+    @property
+    def in_use(self) -> int:
+        """Blocks that anybody still refers to; the null block is always in use."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return sum(block.ref_cnt > 0 for block in pool.blocks if not block.is_null)
+
+    def close(self) -> None:
+        self.connector.shutdown()
+        for worker in self.workers:
+            worker.close()

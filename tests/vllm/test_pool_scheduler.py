@@ -1,0 +1,211 @@
+"""vLLM's real scheduler and block pool with the pool's connector; only the model is ours.
+
+Every cached byte that the scheduler relies on is checked before it is used (see `vllm_scheduler`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip(
+    "vllm.v1.core.sched.scheduler", reason="this tier runs in the environment with vLLM"
+)
+pytest.importorskip("kvferry.vllm")
+
+from dir_store import DirStore, FaultyStore
+from kvferry.errors import StoreError
+from kvferry.pool.reader import ReadPlan
+from vllm_scheduler import SchedulerEngine
+
+Make = Callable[..., SchedulerEngine]
+
+
+def prompt(seed: int, count: int) -> list[int]:
+    return [(seed * 7919 + i * 37) % 5000 for i in range(count)]
+
+
+@pytest.fixture
+def faults() -> dict[str, Callable[..., Any]]:
+    return {}
+
+
+@pytest.fixture
+def make(tmp_path: Path, faults: dict[str, Callable[..., Any]]) -> Iterator[Make]:
+    made: list[SchedulerEngine] = []
+
+    def one(**options: Any) -> SchedulerEngine:
+        engine = SchedulerEngine(
+            tmp_path, lambda: FaultyStore(DirStore(str(tmp_path / "store")), faults), **options
+        )
+        made.append(engine)
+        return engine
+
+    yield one
+    faults.clear()
+    for engine in made:
+        engine.close()
+
+
+def ended(engine: SchedulerEngine) -> None:
+    assert engine.pinned == 0 and engine.in_use == 0
+    assert not engine.pool._trackers and not engine.pool._jobs
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "hits"),
+    [
+        ({"tp": 1, "block_size": 16}, {"tp": 2, "block_size": 16}, 96),
+        ({"tp": 2, "block_size": 16}, {"tp": 1, "block_size": 32}, 96),
+        ({"tp": 1, "block_size": 32}, {"tp": 4, "block_size": 16}, 96),
+        ({"tp": 2, "connector": "FerryConnector"}, {"tp": 1, "connector": "FerryConnector"}, 96),
+        ({"tp": 1, "connector": "MultiConnector"}, {"tp": 2, "connector": "MultiConnector"}, 96),
+    ],
+)
+def test_other_shapes_read(make: Make, writer: Any, reader: Any, hits: int) -> None:
+    """Chunked prefill writes; another shape reads, computes the rest, and says the same."""
+    first = make(**writer)
+    first.add("a", prompt(1, 100))
+    first.run()
+    ended(first)
+    second = make(**reader)
+    assert first.computed["a"] == 100 + 3
+    second.add("b", prompt(1, 100))
+    second.add("other", prompt(2, 100))
+    second.run()
+    ended(second)
+    assert second.out["b"] == first.out["a"] != second.out["other"]
+    assert second.computed["b"] == 103 - hits and second.computed["other"] == 103
+    third = make(**writer)  # a conversation goes on, over blocks of both
+    third.add("c", [*prompt(1, 100), *first.out["a"], *prompt(3, 20)])
+    third.run()
+    ended(third)
+    assert third.computed["c"] <= 100 + 4 + 20 + 3 - hits
+
+
+def test_one_token_is_left_to_compute(make: Make) -> None:
+    first = make()
+    first.add("a", prompt(1, 96), output=1)
+    first.run()
+    second = make(tp=2)
+    second.add("b", prompt(1, 96), output=1)
+    second.run()
+    assert second.computed["b"] == 16 and second.out["b"] == first.out["a"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_exactly_the_right_blocks_are_computed_again(make: Make, tp: int, faults: Any) -> None:
+    """One object is lost between lookup and load: what is before it is used, nothing after it."""
+    first = make()
+    first.add("a", prompt(1, 100))
+    first.run()
+    second = make(tp=tp)  # a layout that is published later is noticed later
+    store = DirStore(str(first.pool._open_store().path))
+    chain = first.pool.track("x", tuple).chain
+    chain.cover(prompt(1, 100), 100)
+    key = first.pool._client._server._database.question(chain, [first.pool._ours]).keys[3]
+    first.pool.finished("x")
+
+    def lose(*_: Any) -> None:
+        store.remove([key], 0)
+
+    faults["get"] = lose
+    second.add("b", prompt(1, 100))
+    second.run()
+    ended(second)
+    assert second.out["b"] == first.out["a"]
+    assert second.computed["b"] == 103 - 3 * 16
+    assert second.pool.counters["hit_tokens"] == 96
+
+
+def test_a_store_that_fails_in_every_call(make: Make, faults: Any) -> None:
+    engine = make()
+
+    def fail(*_: Any) -> None:
+        raise StoreError("gone")
+
+    for name in ("exists", "put", "get", "put_bytes", "get_bytes"):
+        faults[name] = fail
+    for number in range(3):
+        engine.add(f"r{number}", prompt(number, 100))
+    engine.run()
+    ended(engine)
+    assert [engine.computed[f"r{n}"] for n in range(3)] == [103] * 3
+
+
+def test_loads_fail_and_nothing_loops(make: Make, faults: Any) -> None:
+    first, second = make(), make()
+    first.add("a", prompt(1, 100))
+    first.run()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("in a load")
+
+    faults["get"] = fail
+    second.add("b", prompt(1, 100))
+    second.run()
+    ended(second)
+    assert second.out["b"] == first.out["a"] and second.computed["b"] == 103
+
+
+def test_preemption(make: Make) -> None:
+    """Too few blocks for all: requests are preempted, match again, and say what they should."""
+    alone = make(blocks=128)
+    prompts = {f"r{n}": prompt(n + 5, 90) for n in range(4)}
+    for name, tokens in prompts.items():
+        alone.add(name, tokens, output=40)
+    alone.run()
+    crowded = make(blocks=20, tp=2)
+    for name, tokens in prompts.items():
+        crowded.add(name, tokens, output=40)
+    crowded.run(60)
+    ended(crowded)
+    assert crowded.out == alone.out and crowded.preempted > 0
+
+
+def test_abort_at_any_time(make: Make) -> None:
+    from vllm.v1.request import RequestStatus
+
+    first = make()
+    first.add("a", prompt(1, 200))
+    first.run()
+    for steps in range(6):
+        engine = make(tp=2)
+        engine.add("b", prompt(1, 200))
+        for _ in range(steps):
+            engine.step()
+        engine.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+        engine.run()
+        ended(engine)
+        engine.close()
+
+
+def test_a_wrong_byte_is_noticed(make: Make, monkeypatch: Any) -> None:
+    """The check of the cache can fail: a load that puts bytes elsewhere does."""
+    bind = ReadPlan.bind
+
+    def shifted(self: Any, segment: Any, tables: Any, bases: Any) -> Any:
+        return bind(self, segment, [np.roll(table, 1) for table in tables], bases)
+
+    first, second = make(), make()
+    first.add("a", prompt(1, 100))
+    first.run()
+    monkeypatch.setattr(ReadPlan, "bind", shifted)
+    second.add("b", prompt(1, 100))
+    with pytest.raises(AssertionError, match="is not in the cache"):
+        second.run()
+
+
+def test_reset(make: Make) -> None:
+    """After a reset nothing old is found; what is computed since is."""
+    first, second = make(), make()
+    first.add("a", prompt(1, 100))
+    first.run()
+    assert second.scheduler.reset_prefix_cache(reset_connector=True)
+    second.add("b", prompt(1, 100))
+    second.run()
+    assert second.computed["b"] == 103
