@@ -20,12 +20,13 @@ from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.producer import ProducerRank
+from kvferry.p2p.ready import WhenReady
 from kvferry.p2p.stats import ConsumerStats
 from kvferry.transport.auto import AUTO, by_cost
 from kvferry.transport.base import Carrier, MemoryRegion
 from kvferry.vllm.config import FerryConfig, incarnation
 from kvferry.vllm.describe import describe_worker
-from kvferry.vllm.device import WhenReady, cache_carriers, memory_of, on_gpu
+from kvferry.vllm.device import cache_carriers, memory_of, on_gpu
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
 from kvferry.wire.sockets import Sockets
 
