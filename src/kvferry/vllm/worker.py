@@ -21,11 +21,12 @@ from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.producer import ProducerRank
 from kvferry.p2p.push import Pusher
+from kvferry.p2p.ready import WhenReady
 from kvferry.transport.auto import AUTO, by_cost
 from kvferry.transport.base import Carrier, MemoryRegion
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.describe import describe_worker
-from kvferry.vllm.device import WhenReady, cache_carriers, memory_of, on_gpu
+from kvferry.vllm.device import cache_carriers, memory_of, on_gpu
 from kvferry.vllm.family import Family
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry.vllm.stats import FerryStats
