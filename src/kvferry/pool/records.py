@@ -36,6 +36,9 @@ class LayoutRecord(msgspec.Struct, frozen=True):
     ranks: list[RankInfo]
 
 
+_records = msgspec.msgpack.Decoder(LayoutRecord)  # made once: its first use is on many threads
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolLayout:
     """A writer's layout, ready to plan with."""
@@ -99,7 +102,7 @@ def read_record(encoded: bytes, expected_id: str) -> PoolLayout:
             f"{layout_id(encoded)}; it was damaged, and its objects cannot be read"
         )
     try:
-        record = msgspec.msgpack.decode(encoded, type=LayoutRecord)
+        record = _records.decode(encoded)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"layout {expected_id} cannot be read: {error}") from None
     if record.format != FORMAT:

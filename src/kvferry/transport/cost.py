@@ -116,9 +116,13 @@ def user_path() -> Path:
     return (Path(base) if base else Path.home() / ".config") / "kvferry" / "costs.json"
 
 
+# made here: msgspec 0.22 crashes where two threads are the first to decode a type
+_costs = msgspec.json.Decoder(Costs)
+
+
 def read_costs(raw: bytes, whose: str) -> Costs:
     try:
-        costs = msgspec.json.decode(raw, type=Costs)
+        costs = _costs.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DescriptionError(
             f"{whose} is no file of costs ({error}); make it again by "

@@ -40,7 +40,7 @@ class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def decode(cls, raw: bytes) -> CudaEndpoint:
         try:
-            endpoint = msgspec.msgpack.decode(raw, type=cls)
+            endpoint = _endpoints.decode(raw)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"this is not the endpoint of a cuda carrier: {error}") from None
         bad = any(len(a.handle) != IPC_HANDLE_BYTES for a in endpoint.allocations)
@@ -48,6 +48,9 @@ class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True):
         if endpoint.carrier != "cuda" or bad:
             raise ProtocolError(f"this is not a cuda carrier's endpoint: {endpoint.carrier!r}")
         return endpoint
+
+
+_endpoints = msgspec.msgpack.Decoder(CudaEndpoint)  # made once: its first use is on many threads
 
 
 class CudaPeer:

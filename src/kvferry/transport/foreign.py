@@ -69,7 +69,7 @@ class ForeignEndpoint(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def decode(cls, raw: bytes, carrier: str) -> ForeignEndpoint:
         try:
-            endpoint = msgspec.msgpack.decode(raw, type=cls)
+            endpoint = _endpoints.decode(raw)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"this is not a {carrier} carrier's endpoint: {error}") from None
         if (
@@ -78,6 +78,9 @@ class ForeignEndpoint(msgspec.Struct, frozen=True, array_like=True):
         ):
             raise ProtocolError(f"this is not a {carrier} endpoint, but {endpoint.carrier!r}")
         return endpoint
+
+
+_endpoints = msgspec.msgpack.Decoder(ForeignEndpoint)  # made once: its first use is on many threads
 
 
 class ForeignPeer:
