@@ -20,6 +20,7 @@ with warnings.catch_warnings():  # torch and vLLM warn of themselves
 
 from kvferry.demo.engines import free_port
 from kvferry.demo.tiny_model import make_model
+from vllm_pairs import mooncake_decode, post
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -237,6 +238,36 @@ class TestAtOnce:
         d.abort("d")
         prefilled(p, "p", prompt(46, 60), transfer_id="t")
         run(p, d, until=lambda: p.used_blocks == 0, seconds=10)
+
+    def test_in_tree_peers_are_refused(self, make: Pairs, caplog: pytest.LogCaptureFixture) -> None:
+        """By their parameters and by their bootstrap, each with a message; computed here."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_utils import (
+            MooncakeBootstrapServer,
+        )
+
+        _, d, where = mooncake(make)
+        theirs = MooncakeBootstrapServer("127.0.0.1", 0)
+        theirs.start()
+        try:
+            entry = {"engine_id": "t", "dp_rank": 0, "tp_rank": 0, "pp_rank": 0, "addr": "x:1"}
+            assert post(f"http://127.0.0.1:{theirs.port}/register", entry)[0] == 200
+            there = {**mooncake_decode("t", theirs.port, "t")}
+            nixl = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "tp_size": 1}
+            nixl |= {"remote_engine_id": "t", "remote_host": "127.0.0.1", "remote_port": 5600}
+            for name, params, message in (
+                ("1", there, "vLLM's own MooncakeConnector"),
+                ("2", nixl, "vLLM's own NixlConnector"),
+                ("3", {"do_remote_prefill": True}, "hold no kvferry ticket"),
+                ("4", mooncake_decode("x", free_port(), "p"), "does not answer"),
+                ("5", {**where, "transfer_id": "y", "remote_engine_id": "q"}, "not 'q'"),
+            ):
+                tokens = prompt(int(name), 30)
+                d.add(name, tokens, 2, **params)
+                run(d, until=lambda: name in d.ended)  # noqa: B023
+                assert d.tokens[name] == expected(tokens, 2)
+                assert message in caplog.text, message
+        finally:
+            theirs.shutdown()
 
     def test_samples_share_a_hold(self, make: Pairs) -> None:
         p, d, where = mooncake(make)
