@@ -184,6 +184,27 @@ def test_abort_at_any_time(make: Make) -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("fail", [False, True])
+def test_windows_beside_full_attention(make: Make, faults: Any, fail: bool) -> None:
+    """Two groups, two tables: the hit is right for both, or all of it is computed."""
+    first = make(hybrid=True, blocks=256)  # so that no save is postponed
+    first.add("a", prompt(1, 200))
+    first.run()
+    ended(first)
+    second = make(hybrid=True, tp=2, block_size=32)
+
+    def fault(*_: Any) -> None:
+        raise StoreError("gone")
+
+    if fail:
+        faults["get"] = fault
+    second.add("b", prompt(1, 200))
+    second.run()
+    ended(second)
+    assert second.out["b"] == first.out["a"]
+    assert second.computed["b"] == 203 - (0 if fail else 192)
+
+
 def test_a_wrong_byte_is_noticed(make: Make, monkeypatch: Any) -> None:
     """The check of the cache can fail: a load that puts bytes elsewhere does."""
     bind = ReadPlan.bind
