@@ -5,6 +5,7 @@ Every cached byte that the scheduler relies on is checked before it is used (see
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,31 @@ def test_preemption(make: Make) -> None:
     crowded.run(60)
     ended(crowded)
     assert crowded.out == alone.out and crowded.preempted > 0
+
+
+def test_abort_while_loading_saves_nothing(make: Make, faults: Any) -> None:
+    """vLLM counts tokens as computed before they are loaded: an abort must not save such blocks."""
+    from vllm.v1.request import RequestStatus
+
+    first = make()
+    first.add("a", prompt(1, 200))
+    first.run()
+    release = threading.Event()
+    faults["get"] = lambda *_: release.wait(20) and None
+    second = make(tp=2)
+    second.add("b", prompt(1, 200))
+    while not any(worker._rank.busy for worker in second.workers):
+        second.step()
+    second.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    second.step()
+    release.set()
+    second.run()
+    ended(second)
+    assert second.pool.counters["save_jobs"] == 0
+    third = make(tp=2)
+    third.add("c", prompt(1, 200))
+    third.run()
+    assert third.out["c"] == first.out["a"]
 
 
 def test_abort_at_any_time(make: Make) -> None:
