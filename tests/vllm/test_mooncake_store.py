@@ -125,6 +125,20 @@ def test_ranges_of_objects(store: MooncakeStore, memory: np.ndarray) -> None:
     assert np.array_equal(got[5000:5007], written[:7])
     assert np.array_equal(got[10_000 : 10_000 + MIB - 5], memory[2 * MIB + 5 : 3 * MIB])
     assert not got[20:100].any() and not got[9000:9010].any()
+    memory[8 * MIB :] = 0
+    # the whole of one object, the beginning of another, and more than there is
+    wanted = [
+        Slices(ints(0, 500), into + ints(0, MIB), ints(500, 70_503)),
+        Slices(ints(0, 10), into + ints(3 * MIB, 4 * MIB), ints(10, 90)),
+        Slices(ints(0), ints(into + 5 * MIB), ints(71_004)),
+    ]
+    outcomes = store.get(["a", "b", "a"], wanted, soon())
+    assert outcomes == [Outcome.DONE, Outcome.DONE, Outcome.FAILED]
+    assert np.array_equal(got[:500], written[:500])
+    assert np.array_equal(got[MIB : MIB + 70_503], written[500:])
+    assert np.array_equal(got[3 * MIB : 3 * MIB + 10], memory[2 * MIB : 2 * MIB + 10])
+    assert np.array_equal(got[4 * MIB : 4 * MIB + 90], memory[2 * MIB + 10 : 2 * MIB + 100])
+    assert not got[5 * MIB :].any()
     beyond = [Slices(ints(70_000), ints(into), ints(2000))]
     assert store.get(["a"], beyond, soon()) == [Outcome.FAILED]
 

@@ -43,7 +43,7 @@ class Trace:
 
     @property
     def half(self) -> int:
-        """Requests of the first half of the time, on which parameters were chosen."""
+        """Requests of the first half of the time (30 minutes of a trace of one hour)."""
         middle = (self.seconds[0] + self.seconds[-1]) / 2
         middle = 1800.0 if 3000 < self.seconds[-1] < 4000 else middle
         return int(np.searchsorted(self.seconds, middle))

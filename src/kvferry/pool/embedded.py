@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import getpass
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -81,7 +82,7 @@ class EmbeddedStore:
         disk_bytes: int = 0,
         *,
         slots: int | None = None,
-        threads: int = 2,
+        threads: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open or create. Whoever creates it decides the sizes; others take them as they are."""
@@ -111,6 +112,8 @@ class EmbeddedStore:
         self._clock = clock
         self._regions = RegionTable.of([])
         self._registered: list[MemoryRegion] = []
+        # a quarter of the cores: the engine needs the others
+        threads = threads or min(4, max(1, (os.cpu_count() or 1) // 4))
         self._reader = Reader(self._room, threads, clock)
         self._writer = Writer(self._room, clock)
         self._closed = False
