@@ -35,13 +35,22 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.demo.tiny_model import llama_config
-from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, RankLayout
+from kvferry.layout import (
+    CacheModel,
+    Component,
+    EngineShape,
+    Group,
+    Rank,
+    RankLayout,
+    Residency,
+)
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.pool.rank import PoolRank
 from kvferry.pool.store import Store
@@ -50,8 +59,13 @@ from kvferry.vllm.pool_config import PoolConfig
 from kvferry.vllm.pool_worker import PoolWorker
 
 HEADS, DIM, LAYERS = 4, 8, 2
-GROUP = Group("all", tuple(range(LAYERS)), (Component("kv", HEADS, (DIM,), 1),))
-MODEL = CacheModel("m", (GROUP,))
+WINDOW = 24
+CELL = (Component("kv", HEADS, (DIM,), 1),)
+PLAIN = CacheModel("m", (Group("all", tuple(range(LAYERS)), CELL),))
+# one layer with full attention, one with a window; each with a block table of its own
+HYBRID = CacheModel(
+    "h", (Group("full", (0,), CELL), Group("window", (1,), CELL, Residency("window", WINDOW)))
+)
 
 
 def content(tokens: list[int]) -> np.ndarray:
@@ -98,6 +112,7 @@ class SchedulerEngine:
         extra: dict[str, Any] | None = None,
         batched: int = 64,
         connector: str = "FerryPoolConnector",
+        hybrid: bool = False,
     ) -> None:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / "model" / "config.json").write_text(json.dumps(llama_config()))
@@ -129,14 +144,16 @@ class SchedulerEngine:
             kv_transfer_config=transfer,
         )
         config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(
-            block_size=block_size, num_kv_heads=HEADS, head_size=DIM, dtype=model.dtype
-        )
-        cache = KVCacheConfig(
-            num_blocks=blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec([f"l{i}" for i in range(LAYERS)], spec)],
-        )
+        sizes = {"block_size": block_size, "num_kv_heads": HEADS, "head_size": DIM}
+        specs = [FullAttentionSpec(**sizes, dtype=model.dtype)]
+        if hybrid:
+            specs.append(SlidingWindowSpec(**sizes, dtype=model.dtype, sliding_window=WINDOW))
+        self.model = HYBRID if hybrid else PLAIN
+        groups = [
+            KVCacheGroupSpec([f"layers.{i}" for i in group.layers], spec)
+            for group, spec in zip(self.model.groups, specs, strict=True)
+        ]
+        cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(block_size, sha256)
         with set_current_vllm_config(config):
@@ -157,32 +174,35 @@ class SchedulerEngine:
         pool._open_store = open_store
         self.pool, self.block_size = pool, block_size
         shape = EngineShape(tp=tp, block_size=block_size)
-        self.layouts = [RankLayout.build(MODEL, shape, Rank(0, r), blocks) for r in range(tp)]
-        self.memory = [np.zeros(layout.regions[0].bytes, np.uint8) for layout in self.layouts]
+        self.layouts = [RankLayout.build(self.model, shape, Rank(0, r), blocks) for r in range(tp)]
+        self.memory = [
+            [np.zeros(region.bytes, np.uint8) for region in layout.regions]
+            for layout in self.layouts
+        ]
         self.workers, handshakes = [], {}
         for rank, layout in enumerate(self.layouts):
             worker = PoolWorker(PoolConfig(), config, cache)
-            bases = [self.memory[rank].ctypes.data]
-            worker._rank = PoolRank(open_store(), MODEL, layout, bases)
-            worker._partial, worker._block_tokens = True, block_size
+            bases = [array.ctypes.data for array in self.memory[rank]]
+            worker._rank = PoolRank(open_store(), self.model, layout, bases)
+            worker._partial, worker._block_tokens = not hybrid, block_size
             self.workers.append(worker)
             handshakes[0, rank] = FerryHandshake(
-                msgspec.msgpack.encode(engine_info("", "", MODEL, shape, {})),
-                msgspec.msgpack.encode(rank_info(layout, [0], "", "", {})),
+                msgspec.msgpack.encode(engine_info("", "", self.model, shape, {})),
+                msgspec.msgpack.encode(rank_info(layout, [0] * len(bases), "", "", {})),
             )
         self.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
         self.tokens: dict[str, list[int]] = {}
-        self.tables: dict[str, list[int]] = {}
+        self.tables: dict[str, list[list[int]]] = {}  # of each group
         self.computed: dict[str, int] = {}  # tokens that were computed, not loaded or hit
         self.out: dict[str, list[int]] = {}
         self._reports: dict[str, int] = {}
         self.preempted = 0
 
-    def cells(self, rank: int) -> np.ndarray:
-        """A rank's memory as [layer, block, head, slot, dim], LBHNC."""
+    def cells(self, rank: int, table: int) -> np.ndarray:
+        """A rank's memory of one group as [layer, block, head, slot, dim], LBHNC."""
         heads = HEADS // len(self.layouts)
-        blocks = self.layouts[rank].parts[0].num_blocks
-        return self.memory[rank].reshape(LAYERS, blocks, heads, self.block_size, DIM)
+        layers = len(self.model.groups[table].layers)
+        return self.memory[rank][table].reshape(layers, -1, heads, self.block_size, DIM)
 
     def add(self, name: str, tokens: list[int], output: int = 4) -> None:
         params = SamplingParams(max_tokens=output, ignore_eos=True)
@@ -254,30 +274,39 @@ class SchedulerEngine:
         """Check what counts as computed, then compute."""
         new = output.scheduled_new_reqs
         for request in new:
-            self.tables[request.req_id] = list(request.block_ids[0])
+            self.tables[request.req_id] = [list(ids) for ids in request.block_ids]
         cached = output.scheduled_cached_reqs
         for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if name in cached.resumed_req_ids:
-                self.tables[name] = list(blocks[0])
+                self.tables[name] = [list(ids) for ids in blocks]
             elif blocks:
-                self.tables[name] += blocks[0]
+                for table, ids in zip(self.tables[name], blocks, strict=True):
+                    table += ids
         starts = [(r.req_id, r.num_computed_tokens) for r in new]
         starts += list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for name, start in starts:
             stop = start + output.num_scheduled_tokens[name]
             rows = content(self.tokens[name][:stop])
-            table = np.asarray(self.tables[name])
-            positions = np.arange(stop)
-            block, slot = table[positions // self.block_size], positions % self.block_size
-            heads = HEADS // len(self.workers)
-            for rank in range(len(self.workers)):
-                cells, mine = self.cells(rank), rows[:, :, rank * heads : (rank + 1) * heads]
-                held = cells[:, block, :, slot, :]  # token, layer, head, dim
-                assert held.shape == mine.shape, (held.shape, mine.shape)
-                wrong = np.flatnonzero((held[:start] != mine[:start]).any(axis=(1, 2, 3)))
-                assert not len(wrong), f"{name}: token {wrong[0]} of {start} is not in the cache"
-                cells[:, block[start:], :, slot[start:], :] = mine[start:]
+            for number, group in enumerate(self.model.groups):
+                needed = group.residency.needed_from(start)
+                self._compute(name, number, rows[:, list(group.layers)], needed, start)
             self.computed[name] += stop - start
+
+    def _compute(self, name: str, number: int, rows: np.ndarray, needed: int, start: int) -> None:
+        """One group: tokens from `needed` on must be there up to `start`; later ones are made."""
+        table = np.asarray(self.tables[name][number])
+        positions = np.arange(needed, len(rows))
+        block, slot = table[positions // self.block_size], positions % self.block_size
+        assert block.all(), f"{name}: a token that is needed has no block"
+        heads, old = HEADS // len(self.workers), start - needed
+        for rank in range(len(self.workers)):
+            cells = self.cells(rank, number)
+            mine = rows[needed:, :, rank * heads : (rank + 1) * heads]
+            held = cells[:, block, :, slot, :]  # token, layer, head, dim
+            assert held.shape == mine.shape, (held.shape, mine.shape)
+            wrong = np.flatnonzero((held[:old] != mine[:old]).any(axis=(1, 2, 3)))
+            assert not len(wrong), f"{name}: token {wrong[0] + needed} is not in the cache"
+            cells[:, block[old:], :, slot[old:], :] = mine[old:]
 
     @property
     def pinned(self) -> int:

@@ -157,7 +157,7 @@ def test_events_wait_for_all_workers(made: tuple[VllmPoolScheduler, Blocks]) -> 
     (save,) = metadata.orders.saves
     assert save.tables[0].block_ids == (5, 7)  # whole blocks only
     assert blocks.references[5] == blocks.references[7] == 1 and blocks.references[9] == 0
-    scheduler.finished(asked, ([5, 7, 9],))
+    scheduler.finished(asked)
     scheduler.reported(PoolReport([Saved(save.job_id)]), ())
     assert scheduler.take_events() == [] and blocks.references[5] == 1
     scheduler.reported(PoolReport([Saved(save.job_id, ((0, 1),))]), ())  # its block 1 failed

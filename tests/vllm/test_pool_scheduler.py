@@ -5,6 +5,7 @@ Every cached byte that the scheduler relies on is checked before it is used (see
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,31 @@ def test_preemption(make: Make) -> None:
     assert crowded.out == alone.out and crowded.preempted > 0
 
 
+def test_abort_while_loading_saves_nothing(make: Make, faults: Any) -> None:
+    """vLLM counts tokens as computed before they are loaded: an abort must not save such blocks."""
+    from vllm.v1.request import RequestStatus
+
+    first = make()
+    first.add("a", prompt(1, 200))
+    first.run()
+    release = threading.Event()
+    faults["get"] = lambda *_: release.wait(20) and None
+    second = make(tp=2)
+    second.add("b", prompt(1, 200))
+    while not any(worker._rank.busy for worker in second.workers):
+        second.step()
+    second.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    second.step()
+    release.set()
+    second.run()
+    ended(second)
+    assert second.pool.counters["save_jobs"] == 0
+    third = make(tp=2)
+    third.add("c", prompt(1, 200))
+    third.run()
+    assert third.out["c"] == first.out["a"]
+
+
 def test_abort_at_any_time(make: Make) -> None:
     from vllm.v1.request import RequestStatus
 
@@ -182,6 +208,27 @@ def test_abort_at_any_time(make: Make) -> None:
         engine.run()
         ended(engine)
         engine.close()
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_windows_beside_full_attention(make: Make, faults: Any, fail: bool) -> None:
+    """Two groups, two tables: the hit is right for both, or all of it is computed."""
+    first = make(hybrid=True, blocks=256)  # so that no save is postponed
+    first.add("a", prompt(1, 200))
+    first.run()
+    ended(first)
+    second = make(hybrid=True, tp=2, block_size=32)
+
+    def fault(*_: Any) -> None:
+        raise StoreError("gone")
+
+    if fail:
+        faults["get"] = fault
+    second.add("b", prompt(1, 200))
+    second.run()
+    ended(second)
+    assert second.out["b"] == first.out["a"]
+    assert second.computed["b"] == 203 - (0 if fail else 192)
 
 
 def test_a_wrong_byte_is_noticed(make: Make, monkeypatch: Any) -> None:

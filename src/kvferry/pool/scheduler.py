@@ -7,7 +7,7 @@ A request is tracked from its first lookup to its end, through chunked prefill, 
 - *load*: ordered when blocks are there. A load that failed makes its request never match again.
 - *save*: a block is ordered in the step that fills it, once its tokens are final, and pinned until
   every rank has reported the job. Where too much is pinned already, nothing is ordered; the request
-  tries again with its next block and when it ends.
+  tries again with its next step.
 
 All methods are called by the scheduler's thread, take plain values, and never wait for the store.
 """

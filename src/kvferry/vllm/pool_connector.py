@@ -132,7 +132,7 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self.scheduler is not None
-        self.scheduler.finished(request, block_ids)
+        self.scheduler.finished(request)
         return False, None
 
     def has_pending_push_work(self) -> bool:

@@ -130,20 +130,13 @@ class VllmPoolScheduler:
         orders = self.pool.take_orders()
         return PoolMetadata(orders, idle=output.total_num_scheduled_tokens == 0)
 
-    def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> None:
-        """The last chance to save what had to be postponed; pins outlive the request."""
-        if request.request_id in self._requests:
-            final = request.num_computed_tokens - request.num_in_flight_tokens
-            if not self.config.save_decode_cache:
-                final = min(final, request.num_prompt_tokens)
-            self.pool.computed(
-                request.request_id,
-                request.all_token_ids,
-                final,
-                lambda: tables,
-                tag=request if self._with_events else None,
-            )
-            del self._requests[request.request_id]
+    def finished(self, request: Any) -> None:
+        """A request is over; its pins outlive it.
+
+        Nothing is saved here: vLLM counts tokens as computed while they are still being loaded, so
+        the blocks of a request that was aborted may hold anything.
+        """
+        self._requests.pop(request.request_id, None)
         self.pool.finished(request.request_id)
 
     # Reports
