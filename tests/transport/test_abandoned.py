@@ -59,18 +59,18 @@ def test_an_abandoned_load_is_counted_and_reported_when_it_has_ended() -> None:
             assert stuck.asked.wait(PATIENCE_SECONDS)
             user.cancel(request)
             until = time.monotonic() + PATIENCE_SECONDS
-            while rank.stats().abandoned == 0:
+            while rank.stats().abandoned_now == 0:
                 assert time.monotonic() < until
                 time.sleep(0.01)
             time.sleep(0.2)
             assert user.pending(request)  # its blocks are still the carrier's
-            assert (rank.stats().abandoned, rank.stats().running) == (1, 1)
-            assert rank.stats().failed == {}
+            assert (rank.stats().abandoned_now, rank.stats().running) == (1, 1)
+            assert rank.stats().loads_failed == {}
             stuck.released.set()
             ((loaded,),) = user.wait(request)
             assert loaded.error.startswith("Cancelled")
             stats = rank.stats()
-            assert (stats.abandoned, stats.running, stats.done) == (0, 0, 0)
-            assert stats.failed == {"Cancelled": 1}
+            assert (stats.abandoned_now, stats.running, stats.loads_done) == (0, 0, 0)
+            assert stats.loads_failed == {"Cancelled": 1}
     finally:
         producer.close()

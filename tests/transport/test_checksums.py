@@ -49,13 +49,13 @@ def test_a_bit_that_flips_fails_the_load(copy: int | None) -> None:
         if copy is None:
             assert loaded.ok
             assert sink.wrong_bytes(PROMPT) == 0
-            assert (stats.done, stats.failed, stats.running) == (1, {}, 0)
+            assert (stats.loads_done, stats.loads_failed, stats.running) == (1, {}, 0)
             assert stats.bytes == stats.checked_bytes == loaded.bytes > 0
             assert set(stats.seconds) >= {"meet", "claim", "bind", "read", "check", "confirm"}
         else:
             assert loaded.error.startswith("ChecksumError: rank ")
             assert "arrived differently" in loaded.error
-            assert (stats.done, stats.failed, stats.bytes) == (0, {"ChecksumError": 1}, 0)
+            assert (stats.loads_done, stats.loads_failed, stats.bytes) == (0, {"ChecksumError": 1}, 0)
             until = time.monotonic() + 20
             while source.open_holds() and time.monotonic() < until:
                 time.sleep(0.01)
@@ -127,7 +127,7 @@ def test_a_byte_flipped_in_flight(checksums: bool) -> None:
             assert wire.flipped == 1
             if checksums:
                 assert loaded.error.startswith("ChecksumError")
-                assert user.ranks[0].stats().failed == {"ChecksumError": 1}
+                assert user.ranks[0].stats().loads_failed == {"ChecksumError": 1}
             else:
                 assert loaded.ok
                 assert user.wrong_bytes(PROMPT) == 1
