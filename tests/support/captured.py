@@ -19,8 +19,9 @@ from golden import Golden, golden, ordinal
 from kvferry.layout.shape import Rank
 from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
+from kvferry.p2p.directory import Directory
 from kvferry.p2p.load import Load, Loaded
-from kvferry.p2p.producer import Directory, ProducerRank
+from kvferry.p2p.producer import ProducerRank
 from kvferry.p2p.ticket import Ticket
 from kvferry.transport import make_carrier
 from kvferry.transport.base import MemoryRegion

@@ -41,9 +41,10 @@ from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.p2p import push as push_module
 from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
+from kvferry.p2p.directory import Directory
 from kvferry.p2p.holds import Closed
 from kvferry.p2p.load import Load, Loaded
-from kvferry.p2p.producer import Directory, ProducerRank
+from kvferry.p2p.producer import ProducerRank
 from kvferry.p2p.push import Pusher
 from kvferry.p2p.stats import ConsumerStats, ProducerStats
 from kvferry.p2p.ticket import Ticket

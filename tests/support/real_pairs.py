@@ -1,10 +1,9 @@
-"""Two real engines, what they answer, and what their caches hold."""
+"""What the caches of real engines hold."""
 
 from __future__ import annotations
 
 import json
 import os
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,7 @@ from typing import Any
 from kvferry.demo.engines import Engine
 
 SUPPORT = str(Path(__file__).parent)
-USAGE = "vllm:kv_cache_usage_perc"
 Digests = dict[str, list[str | None]]
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    return [(seed * 7919 + i * (37 + seed)) % 500 + 3 for i in range(tokens)]
-
-
-def ids(answer: dict[str, Any]) -> list[list[int]]:
-    assert "choices" in answer, answer
-    return [choice["token_ids"] for choice in answer["choices"]]
 
 
 def probed(engine: Engine) -> Engine:
@@ -31,18 +20,6 @@ def probed(engine: Engine) -> Engine:
     engine.environment |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join(path)}
     engine.arguments += ["--worker-extension-cls", "cache_probe.CacheProbe"]
     return engine
-
-
-def started(*engines: Engine) -> list[Engine]:
-    """Start engines at once; end all of them if one does not come up."""
-    try:
-        for engine in engines:
-            engine.start()
-        return [engine.wait_ready() for engine in engines]
-    except BaseException:
-        for engine in engines:
-            engine.kill()
-        raise
 
 
 def call(engine: Engine, method: str) -> list[Any]:
@@ -86,14 +63,3 @@ def require_same_cache(source: Digests, loaded: Digests, needed_from: int) -> in
                 assert ours == theirs, f"{key}, entry {token}"
                 compared += 1
     return compared
-
-
-def settled(engine: Engine, seconds: float = 60.0) -> bool:
-    """Whether all blocks of an idle engine come back; small requests keep it stepping."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        engine.complete(prompt(999, 5), max_tokens=1)
-        if engine.metric(USAGE) == 0:
-            return True
-        time.sleep(0.3)
-    return False

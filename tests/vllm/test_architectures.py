@@ -23,18 +23,9 @@ pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM"
 
 from kvferry.demo.engines import Engine, free_port, hand_over
 from kvferry.demo.tiny_model import llama_config, make_model
-from real_pairs import (
-    Digests,
-    call,
-    ids,
-    probed,
-    prompt,
-    require_same_cache,
-    seen,
-    settled,
-    started,
-)
+from real_pairs import Digests, call, probed, require_same_cache, seen
 from tiny_models import TINY, WINDOW
+from vllm_pairs import ids, prompt, settled, started
 
 CONFIG: dict[str, Any] = {"lease_seconds": 60.0, "load_seconds": 60.0}
 HITS = "vllm:prefix_cache_hits_total"

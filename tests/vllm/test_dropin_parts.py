@@ -29,8 +29,8 @@ from kvferry.errors import (
     KvferryError,
     ProtocolError,
 )
+from kvferry.p2p.directory import Directory
 from kvferry.p2p.load import Loaded
-from kvferry.p2p.producer import Directory
 from kvferry.p2p.ticket import Ticket
 from kvferry.vllm import FerryConnector, MooncakeConnector, NixlConnector, NixlPushConnector
 from kvferry.vllm.bootstrap import Bootstrap, Whereabouts, host_port, query, register

@@ -23,22 +23,13 @@ pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM"
 
 from kvferry.demo.engines import Engine, free_port, hand_over
 from kvferry.demo.tiny_model import llama_config, make_model
+from vllm_pairs import ids, prompt, settled, started
 
 # Loads take milliseconds; deadlines are long, because two cores are shared by all engines' workers,
 # and short only where one must pass.
 LEASE, LOAD, SHORT_LEASE = 60.0, 120.0, 20.0
 FAST: dict[str, Any] = {"lease_seconds": LEASE, "load_seconds": LOAD}
 HIT = "vllm:external_prefix_cache_hits_total"
-USAGE = "vllm:kv_cache_usage_perc"
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    return [(seed * 7919 + i * (37 + seed)) % 500 + 3 for i in range(tokens)]
-
-
-def ids(answer: dict[str, Any]) -> list[list[int]]:
-    assert "choices" in answer, answer
-    return [choice["token_ids"] for choice in answer["choices"]]
 
 
 @pytest.fixture(scope="session")
@@ -51,18 +42,6 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
 
-def started(*engines: Engine) -> list[Engine]:
-    """Start engines at once; end all of them if one does not come up."""
-    try:
-        for engine in engines:
-            engine.start()
-        return [engine.wait_ready() for engine in engines]
-    except BaseException:
-        for engine in engines:
-            engine.kill()
-        raise
-
-
 def ticket_of(prefill: Engine, tokens: list[int]) -> dict[str, Any]:
     answer = prefill.complete(tokens, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
     params: dict[str, Any] = answer["kv_transfer_params"]
@@ -73,17 +52,6 @@ def loads(engine: Engine) -> int:
     """Loads that an engine's first worker has completed."""
     lines = engine.log.read_text(errors="replace").splitlines()
     return sum(": loaded " in x and ("Worker pid" in x or "TP0" in x) for x in lines)
-
-
-def settled(engine: Engine, seconds: float = LEASE) -> bool:
-    """Whether all blocks of an idle engine come back; small requests keep it stepping."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        engine.complete(prompt(999, 5), max_tokens=1)
-        if engine.metric(USAGE) == 0:
-            return True
-        time.sleep(0.3)
-    return False
 
 
 Pair = tuple[Engine, Engine]

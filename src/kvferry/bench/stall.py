@@ -29,8 +29,9 @@ from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
+from kvferry.p2p.directory import Directory
 from kvferry.p2p.load import Load
-from kvferry.p2p.producer import Directory, ProducerRank
+from kvferry.p2p.producer import ProducerRank
 from kvferry.p2p.ticket import Ticket
 from kvferry.transport import MemoryRegion, make_carrier
 from kvferry.transport.host import HostMemory

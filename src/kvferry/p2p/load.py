@@ -30,7 +30,7 @@ from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import Ints
 from kvferry.p2p.acquaintances import Acquaintances
 from kvferry.p2p.caller import Caller
-from kvferry.p2p.checksum import digest, encode_runs, parts
+from kvferry.p2p.comparing import require_equal
 from kvferry.p2p.offers import Arrived, Offering, Offers
 from kvferry.p2p.remote import Remote, Source
 from kvferry.p2p.stats import ConsumerTally
@@ -41,7 +41,6 @@ from kvferry.plan import Bound, Copies, EdgePlan, bind, uncovered, whole_blocks
 from kvferry.plan.landing import require_distinct_blocks
 from kvferry.transport.base import Transfer
 from kvferry.transport.memory import Memory
-from kvferry.transport.regions import Arrays
 from kvferry.wire.messages import (
     VERSION,
     Claim,
@@ -54,8 +53,6 @@ from kvferry.wire.messages import (
     Renew,
     Renewed,
     ReplyBody,
-    Sum,
-    Summed,
 )
 
 log = logging.getLogger("kvferry")
@@ -292,33 +289,18 @@ class Loading:
         memory: Memory,
         watch: Watch,
     ) -> None:
-        """Compare digests, slice by slice; all sources work on theirs while we do on ours."""
-        left = {source: parts(copies) for source, copies in bound.items()}
-        while left:
-            asked: list[tuple[Source, Arrays, Future[ReplyBody]]] = []
-            for source, more in list(left.items()):
-                part = next(more, None)
-                if part is None:
-                    del left[source]
-                    continue
-                runs = encode_runs(part.src, part.length)
-                sum_ = Sum(VERSION, source.incarnation, ticket.hold_id, runs)
-                asked.append((source, part, self.caller.call(source.address, sum_, watch.deadline)))
-            for source, part, call in asked:
-                ours = digest(memory, part.dst, part.length)
-                reply = self.answer(remote, call, watch)
-                who = f"rank {tuple(source.rank)}"
-                if not isinstance(reply, Summed):
-                    why = reply.message if isinstance(reply, Refused) else type(reply).__name__
-                    raise HandoverError(f"{who} gives no checksum: {why}")
-                if reply.digest != ours:
-                    self.known.forget(remote)
-                    raise ChecksumError(
-                        f"{who}: {len(part)} runs of {int(part.length.sum())} bytes arrived "
-                        f"differently than the source holds them (xxh3 {reply.digest.hex()} there, "
-                        f"{ours.hex()} here); nothing of this load is used. The carrier or the "
-                        "network between the two engines damages bytes"
-                    )
+        try:
+            require_equal(
+                self.caller,
+                ticket.hold_id,
+                bound,
+                memory,
+                watch.deadline,
+                lambda call: self.answer(remote, call, watch),
+            )
+        except ChecksumError:
+            self.known.forget(remote)
+            raise
 
     def _zero_rest(self, remote: Remote, load: Load) -> int:
         """Zero what nothing covers; how much of that is of layers that the source has not."""

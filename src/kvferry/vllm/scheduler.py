@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import DescriptionError, KvferryError
-from kvferry.p2p.producer import Directory
+from kvferry.p2p.directory import Directory
 from kvferry.p2p.renewer import Renewer
 from kvferry.vllm.asking import Asking
 from kvferry.vllm.bootstrap import Bootstrap, Whereabouts, register
