@@ -177,22 +177,28 @@ def offering(style: Any, **config: Any) -> tuple[Offering, FerryMetadata]:
     return made, orders
 
 
+def ended(made: Offering, request: Any, tables: tuple[list[int], ...]) -> Any:
+    """A request comes, and ends."""
+    made.accept(request)
+    return made.finished(request, tables)
+
+
 class TestOffering:
     def test_names_are_derived_alike(self) -> None:
         made, orders = offering("mooncake")
-        held, _ = made.finished(request(do_remote_decode=True, transfer_id="t"), ([0, 1, 2],))
+        held, _ = ended(made, request(do_remote_decode=True, transfer_id="t"), ([0, 1, 2],))
         assert held and orders.holds[0].hold_id == derived_hold("i", "transfer t")
         assert made.held_blocks == 2  # the null block is nobody's
 
     def test_samples_of_one_request_share_a_hold(self) -> None:
         made, orders = offering("mooncake")
         ends = [
-            made.finished(request(f"{i}_cmpl-a-0-11111111", transfer_id="t"), ([1],))
+            ended(made, request(f"{i}_cmpl-a-0-11111111", transfer_id="t"), ([1],))
             for i in range(2)
         ]
         assert [held for held, _ in ends] == [True, False]
         assert ends[1][1] is None and len(orders.holds) == 1
-        held, told = made.finished(request("cmpl-b-0-22222222", transfer_id="t"), ([1],))
+        held, told = ended(made, request("cmpl-b-0-22222222", transfer_id="t"), ([1],))
         assert not held and told is not None and "used before" in told["kvferry"]["not_held"]
         assert not orders.withdrawals  # the first one's is not touched
 
@@ -202,24 +208,24 @@ class TestOffering:
         made, orders = offering("mooncake")
         aborted = request(transfer_id="t")
         aborted.status = RequestStatus.FINISHED_ABORTED
-        assert made.finished(aborted, ([1],)) == (False, None)
+        assert ended(made, aborted, ([1],)) == (False, None)
         assert orders.withdrawals == [derived_hold("i", "transfer t")]
 
     def test_a_limit(self) -> None:
         made, orders = offering("ferry", max_held_blocks=3)
-        assert made.finished(request("a"), ([1, 2],))[0]
-        held, told = made.finished(request("b"), ([3, 4],))
+        assert ended(made, request("a"), ([1, 2],))[0]
+        held, told = ended(made, request("b"), ([3, 4],))
         assert not held and told is not None
         assert told["do_remote_prefill"] is False and "max_held_blocks" in str(told)
         made.sent(["a", "unknown"])
-        assert made.held_blocks == 0 and made.finished(request("c"), ([3, 4],))[0]
+        assert made.held_blocks == 0 and ended(made, request("c"), ([3, 4],))[0]
         assert made.stats.data["unheld"] == {"limit": 1} and not orders.withdrawals
 
     def test_a_request_id_that_comes_again(self) -> None:
         """Push style: the ticket still serves, the name does not."""
         made, orders = offering("push")
         for suffix in ("11111111", "22222222"):
-            assert made.finished(request(f"cmpl-r-0-{suffix}"), ([1],))[0]
+            assert ended(made, request(f"cmpl-r-0-{suffix}"), ([1],))[0]
         first, second = (order.hold_id for order in orders.holds)
         assert first == derived_hold("i", "request cmpl-r-0") != second
 
