@@ -47,7 +47,7 @@ from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.producer import ProducerRank
 from kvferry.transport import MemoryRegion, make_carrier
 from kvferry.transport.host import HostMemory
-from kvferry.vllm import FerryConnector
+from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.worker import FerryWorker
 from kvferry.wire.sockets import Sockets
