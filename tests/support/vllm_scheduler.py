@@ -54,6 +54,7 @@ from kvferry.layout import (
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.pool.rank import PoolRank
 from kvferry.pool.store import Store
+from kvferry.vllm.both import BothMetadata, BothReport
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig
 from kvferry.vllm.pool_worker import PoolWorker
@@ -247,6 +248,8 @@ class SchedulerEngine:
                 results.finished_recving = (results.finished_recving or set()) | {name}
         if several and together is not None:
             together = MultiKVConnectorWorkerMetadata((None, together))
+        if isinstance(output.kv_connector_metadata, BothMetadata):
+            together = BothReport(None, together)
         results.kv_connector_worker_meta = together
         names = list(output.num_scheduled_tokens)
         sampled = []

@@ -8,35 +8,15 @@ import pytest
 
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 
-from test_pool import TOKENS, ask, event, folder, pool_engine, prompt, settle  # noqa: F401
+from test_pool import ask, event, folder, pool_engine, prompt, settle  # noqa: F401
 
-from kvferry.demo.tiny_model import VOCABULARY, make_model
-
-GEMMA = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 4096,
-    "sliding_window": 96,
-    "sliding_window_pattern": 6,
-    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
-    "query_pre_attn_scalar": 64,
-    "initializer_range": 0.35,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "dtype": "float32",
-}
+from kvferry.demo.tiny_model import make_model
+from tiny_models import TINY
 
 
+@pytest.mark.matrix
 def test_windows_and_full_attention(folder: Path) -> None:  # noqa: F811
-    model = make_model(folder / "gemma", GEMMA)
+    model = make_model(folder / "gemma", TINY["gemma3"])
     first = pool_engine("wide", model, folder)
     second = pool_engine("narrow", model, folder, block_size=32)
     try:

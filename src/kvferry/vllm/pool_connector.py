@@ -136,7 +136,10 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        return self.scheduler is not None and self.scheduler.pool.has_work
+        """Keeps an idle engine stepping until saves have ended and routers were told."""
+        return self.scheduler is not None and (
+            self.scheduler.pool.has_work or self.scheduler.has_events
+        )
 
     def has_pending_block_frees(self) -> bool:
         return self.scheduler is not None and self.scheduler.pool.pinned_blocks > 0

@@ -208,6 +208,10 @@ class VllmPoolScheduler:
         size = getattr(self._blocks, "hash_block_size", None) or block_tokens
         return block_tokens // size if block_tokens % size == 0 else 0
 
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
     def take_events(self) -> list[Any]:
         events, self._events = self._events, []
         return events
