@@ -142,10 +142,11 @@ def place_of(address: int) -> Place | None:
 class Current:
     """A context that is this thread's while one is inside."""
 
-    __slots__ = ("_context", "_driver")
+    __slots__ = ("_context", "_driver", "_popped")
 
     def __init__(self, calls: Driver, context: c_void_p) -> None:
         self._driver, self._context = calls, context
+        self._popped = byref(c_void_p())  # nobody looks at it
 
     def __enter__(self) -> None:
         code = self._driver.push(self._context)
@@ -153,7 +154,7 @@ class Current:
             raise self._driver.error("cuCtxPushCurrent", code)
 
     def __exit__(self, *_: object) -> None:
-        code = self._driver.pop(byref(c_void_p()))
+        code = self._driver.pop(self._popped)
         if code:
             raise self._driver.error("cuCtxPopCurrent", code)
 
@@ -168,6 +169,7 @@ class Device:
         self._driver.call("cuDeviceGet", byref(handle), ordinal)
         self._driver.call("cuDevicePrimaryCtxRetain", byref(context), handle)
         self._handle, self._context = handle, context
+        self._current = Current(self._driver, context)
         uuid = ctypes.create_string_buffer(UUID_BYTES)
         self._driver.call("cuDeviceGetUuid_v2", uuid, handle)
         self.uuid = uuid.raw
@@ -185,7 +187,7 @@ class Device:
 
     def current(self) -> Current:
         """Make it this thread's device for a while. From any thread."""
-        return Current(self._driver, self._context)
+        return self._current
 
     def can_reach(self, other: Device) -> bool:
         """Whether its kernels can use the other's memory."""

@@ -8,12 +8,16 @@ must be known of them is found there, in one call for each kind of question:
     least, most     do both sides lie in registered memory? are all lengths equal, and above zero?
     bits            what do all addresses and lengths have as common divisor?
 
+Long batches are looked at where they are, and then written piece by piece: the GPU copies the first
+piece while the others are on their way.
+
 What is not usual is left to cuda_lane.py, which cuts, and which says what is wrong: empty copies,
 a kernel that is not compiled yet, memory that is registered in pieces, more numbers than a slot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, cast
 
@@ -21,48 +25,43 @@ import numpy as np
 
 from kvferry.transport import cuda_kernels
 from kvferry.transport.base import CopyArrays, Ints, StridedCopies
-from kvferry.transport.cuda_kernels import SCRATCH_ARGUMENTS, Form
-from kvferry.transport.cuda_lane import DIRECT_BYTES, DIRECT_NUMBERS, SLOT_NUMBERS, Lane, ranges
+from kvferry.transport.cuda_kernels import SCRATCH_ARGUMENTS
+from kvferry.transport.cuda_lane import SLOT_NUMBERS, Lane, ranges
 from kvferry.transport.cuda_mapped import Mapped
-from kvferry.transport.cuda_work import (
-    GRAINS,
-    MOST_ITEMS,
-    SAMPLE,
-    WINDOW,
-    best_chunk,
-    chunk_for,
-)
+from kvferry.transport.cuda_work import GRAINS, MOST_ITEMS, SAMPLE, WINDOW, best_chunk, chunk_for
 
-# Tables up to so many numbers are looked at together; longer ones one by one, which takes half the
-# time for each number and a microsecond more for each table.
+# So many numbers are looked at together; longer tables one by one, which takes half the time for
+# each number and a microsecond more for each table.
 TOGETHER_NUMBERS = 1 << 13
-MOST_LAUNCHES = 64  # of one batch: what the driver queues without waiting
+PIECES = 8  # of a long batch, and no more
+# Of so few chunks a kernel reads the numbers from pinned memory; of more, every program would read
+# its own across the bus, and one copy of them all before it is sooner done.
+DIRECT_ITEMS = 1 << 6
+LEAST_PIECE = 1 << 12  # segments: what queueing a piece costs, in numbers to be written
 
 _ZERO = np.zeros(1, dtype=np.int64)
 
 
-def tables_of(copies: CopyArrays | StridedCopies) -> tuple[list[Any], Any] | None:
-    """Rows, segments and steps, each of source and destination; lengths. None: of odd shapes."""
+def tables_of(copies: CopyArrays | StridedCopies) -> list[Any] | None:
+    """Rows, steps and segments, each of source and destination; lengths. None: of odd shapes."""
     if hasattr(copies, "src_rows"):
         runs = cast(StridedCopies, copies)
-        tables = [
+        tables: list[Any] = [
             runs.src_rows,
             runs.dst_rows,
-            runs.src_segments,
-            runs.dst_segments,
             runs.src_steps,
             runs.dst_steps,
+            runs.src_segments,
+            runs.dst_segments,
+            runs.lengths,
         ]
-        lengths: Any = runs.lengths
     else:
-        tables = [_ZERO, _ZERO, copies.src, copies.dst, _ZERO, _ZERO]
-        lengths = copies.length
+        tables = [_ZERO, _ZERO, _ZERO, _ZERO, copies.src, copies.dst, copies.length]
     try:
-        sizes = [len(table) for table in tables]
-        same = sizes[0] == sizes[1] and sizes[2] == sizes[3] == len(lengths)
+        a, b, c, d, e, f, g = map(len, tables)
     except TypeError:
         return None
-    return (tables, lengths) if same and sizes[4] == sizes[5] and all(sizes) else None
+    return tables if a == b and c == d and e == f == g and a and c and e else None
 
 
 def constant(lengths: Any) -> int:
@@ -78,26 +77,29 @@ def queue(
 
     0, and nothing is queued, where they are not for here. The device must be current.
     """
-    found = tables_of(copies)
-    if found is None or not lane.kernels:
+    tables = tables_of(copies)
+    if tables is None or not lane.kernels:
         return 0
-    tables, lengths = found
-    rows, segments, steps = len(tables[0]), len(tables[2]), len(tables[4])
-    length = constant(lengths)
-    if not length:
-        tables.append(lengths)
-    ends = list(accumulate(map(len, tables)))
-    total = ends[-1]
-    if segments > WINDOW or total + segments + 1 > SLOT_NUMBERS:
+    rows, steps, segments = len(tables[0]), len(tables[2]), len(tables[4])
+    length = constant(tables[6])
+    if length:
+        tables.pop()
+    outer = 2 * (rows + steps)
+    total = outer + (2 if length else 3) * segments
+    room = outer + (2 if length else 4) * segments + PIECES
+    if segments > WINDOW or room > SLOT_NUMBERS:
         return 0
-    slot = lane.slot(total if length else total + segments + 1)
-    numbers = slot.numbers[:total]
+    slot = lane.slot(room)
+    numbers, together = slot.numbers, total <= TOGETHER_NUMBERS
     try:
-        np.concatenate(tables, out=numbers)
+        if together:
+            np.concatenate(tables, out=numbers[:total])
+            lows, highs, bits = look_together(numbers[:total], tables)
+        else:
+            np.concatenate(tables[:4], out=numbers[:outer])
+            lows, highs, bits = look_at_each(tables)
     except (TypeError, ValueError):  # no integers, or not of one dimension
         return 0
-    heads = [0, *ends[:-1]]
-    lows, highs, bits = looks(numbers, heads, ends)
     if length:
         shortest = longest = length
         bits.append(length)
@@ -111,66 +113,89 @@ def queue(
         high = highs[2 + side] + highs[4 + side] + longest
         shift = memory.shift_of(lows[side] + low, highs[side] + high)
         if shift is None:
-            here = numbers[heads[side] : ends[side]]
+            here = numbers[side * rows : (side + 1) * rows]
             shifted = memory.shifted(here, low, high)
             if shifted is None:
                 return 0
             here[:] = shifted
             shift = 0
         shifts.append(shift)
-    if shortest == longest:
-        chunk, length = chunk_for(longest), longest
-        firsts, chunks, total = 0, -(-longest // chunk), ends[5]
-        per_row, row_bytes = chunks * segments * steps, longest * segments * steps
-    else:
-        length, each = 0, numbers[heads[6] :]
-        chunk = best_chunk(each[:: max(1, segments // SAMPLE)])
-        firsts = total
-        into = slot.numbers[total : total + segments + 1]
-        into[0] = 0
-        np.cumsum(-(-each // chunk), out=into[1:])
-        total += segments + 1
-        chunks = int(into[-1])
-        per_row, row_bytes = chunks * steps, int(each.sum()) * steps
     every = 0
     for some in bits:
         every |= some
-    form = Form(chunk, not length, False, next(g for g in GRAINS if every % g == 0))
-    kernel = cuda_kernels.compiled(lane.device, form)
-    bytes_ = row_bytes * rows
-    if kernel is None or per_row > MOST_ITEMS or bytes_ > most_bytes:
+    grain = next(g for g in GRAINS if every % g == 0)
+    uneven = shortest != longest
+    if uneven:
+        length, all_lengths = 0, numbers[total - segments : total] if together else tables[6]
+        chunk = best_chunk(all_lengths[:: max(1, segments // SAMPLE)])
+        bytes_ = int(np.add.reduce(all_lengths)) * steps * rows
+    else:
+        length, chunk = longest, chunk_for(longest)
+        bytes_ = longest * segments * steps * rows
+    ready = cuda_kernels.ready(lane.device, chunk, uneven, grain)
+    most_items = (longest // chunk + 1) * segments * steps
+    if ready is None or bytes_ > most_bytes or most_items > MOST_ITEMS:
         return 0
-    parts = list(ranges(rows, per_row, row_bytes))
-    if len(parts) > MOST_LAUNCHES:
-        return 0
+    kernel, count = ready
     stream, base = lane.stream, slot.address
-    if total > DIRECT_NUMBERS or bytes_ > DIRECT_BYTES:
+    if not together or most_items * rows > DIRECT_ITEMS:
         base = slot.there
-        stream.copy(base, slot.address, 8 * total)
-    places = [base + 8 * head for head in heads[:6]]
-    lengths_at = base + 8 * heads[6] if not length else base
-    rest = [*places[2:], lengths_at, base + 8 * firsts, length, *shifts, segments, steps]
-    rest += [chunks, segments.bit_length()]
-    for row, begin, end in parts:
-        values = [places[0] + 8 * row, places[1] + 8 * row, *rest, begin, end, *SCRATCH_ARGUMENTS]
-        kernel.launch(-(-(end - begin) // form.count), stream, values)
+    step = segments if together else max(LEAST_PIECE, -(-segments // PIECES))
+    steps_at = base + 16 * rows
+    tail = [length, *shifts]
+    at = uploaded = 0
+    for first in range(0, segments, step):
+        size = min(step, segments - first)
+        at = at or outer
+        end = at + 2 * size
+        if not together:
+            parts = [table[first : first + size] for table in tables[4 : 7 if uneven else 6]]
+            np.concatenate(parts, out=numbers[at : at + len(parts) * size])
+        if uneven:
+            each = numbers[end : end + size]
+            firsts = numbers[end + size : end + 2 * size + 1]
+            firsts[0] = 0
+            np.cumsum(-(-each // chunk), out=firsts[1:])
+            chunks, row_bytes = int(firsts[-1]), int(each.sum()) * steps
+            per_row = chunks * steps
+            end += 2 * size + 1
+        else:
+            chunks = -(-length // chunk)
+            per_row, row_bytes = chunks * size * steps, length * size * steps
+        if base != slot.address:
+            stream.copy(base + 8 * uploaded, slot.address + 8 * uploaded, 8 * (end - uploaded))
+            uploaded = end
+        here_at = base + 8 * at
+        places = [here_at, here_at + 8 * size, steps_at, steps_at + 8 * steps]
+        places += [here_at + 16 * size, here_at + 24 * size] if uneven else [base, base]
+        rest = [*places, *tail, size, steps, chunks, size.bit_length()]
+        for row, begin, stop in ranges(rows, per_row, row_bytes):
+            values = [base + 8 * row, base + 8 * (rows + row), *rest, begin, stop]
+            kernel.launch(-(-(stop - begin) // count), stream, [*values, *SCRATCH_ARGUMENTS])
+        at = end
     lane.mark_end()
     return bytes_
 
 
-def looks(
-    numbers: Ints, heads: list[int], ends: list[int]
-) -> tuple[list[int], list[int], list[int]]:
-    """Of each table that lies there: the least, the most, and the bits set in any of them."""
-    if len(numbers) <= TOGETHER_NUMBERS:
-        least, most, bits = (
-            ufunc.reduceat(numbers, heads).tolist()
-            for ufunc in (np.minimum, np.maximum, np.bitwise_or)
-        )
-        return least, most, bits
-    tables = [numbers[head:end] for head, end in zip(heads, ends, strict=True)]
-    least, most, bits = (
-        [int(ufunc.reduce(table)) for table in tables]
-        for ufunc in (np.minimum, np.maximum, np.bitwise_or)
+Look = tuple[list[int], list[int], list[int]]  # of each table: least, most, bits set in any
+
+
+def look_together(numbers: Ints, tables: Sequence[Any]) -> Look:
+    """Of tables that were written there one after another."""
+    heads = np.array([0, *accumulate(map(len, tables[:-1]))])
+    return (
+        np.minimum.reduceat(numbers, heads).tolist(),
+        np.maximum.reduceat(numbers, heads).tolist(),
+        np.bitwise_or.reduceat(numbers, heads).tolist(),
     )
-    return least, most, bits
+
+
+def look_at_each(tables: Sequence[Any]) -> Look:
+    """Of arrays where they are; `TypeError` where they are not what the GPU takes."""
+    look: Look = ([], [], [])
+    for table in tables:
+        if not isinstance(table, np.ndarray) or table.dtype != np.int64 or table.ndim != 1:
+            raise TypeError
+        for into, ufunc in zip(look, (np.minimum, np.maximum, np.bitwise_or), strict=True):
+            into.append(int(ufunc.reduce(table)))
+    return look
