@@ -36,7 +36,7 @@ TOGETHER_NUMBERS = 1 << 13
 PIECES = 8  # of a long batch, and no more
 # Of so few chunks a kernel reads the numbers from pinned memory; of more, every program would read
 # its own across the bus, and one copy of them all before it is sooner done.
-DIRECT_ITEMS = 1 << 6
+DIRECT_ITEMS = 1 << 5
 LEAST_PIECE = 1 << 12  # segments: what queueing a piece costs, in numbers to be written
 
 _ZERO = np.zeros(1, dtype=np.int64)
