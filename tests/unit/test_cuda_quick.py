@@ -1,6 +1,6 @@
 """What the cuda carrier's short way queues: its launches, done by loops on host memory.
 
-The lane is a stand-in whose stream copies at once and whose kernel is written down here again, item
+The lane is a stand-in that uploads at once and whose kernel is written down here again, item
 by item; nothing but the numbers that it is handed tells it what to copy.
 """
 
@@ -66,11 +66,6 @@ class Kernel:
             ctypes.memmove(dst, src, size)
 
 
-class Stream:
-    def copy(self, dst: int, src: int, size: int) -> None:
-        ctypes.memmove(dst, src, size)
-
-
 @dataclass
 class Lane:
     """One slot, whose memory on the device holds rubbish until it is copied there."""
@@ -78,7 +73,7 @@ class Lane:
     kernels: bool = True
     ended: bool = False
     device: Any = field(default_factory=lambda: SimpleNamespace(ordinal=0))
-    stream: Stream = field(default_factory=Stream)
+    stream: Any = None
 
     def slot(self, numbers: int) -> Any:
         self.numbers = np.full(numbers, -1, dtype=np.int64)
@@ -88,6 +83,9 @@ class Lane:
             address=self.numbers.ctypes.data,
             there=self.there.ctypes.data,
         )
+
+    def upload(self, dst: int, src: int, size: int) -> None:
+        ctypes.memmove(dst, src, size)
 
     def mark_end(self) -> None:
         self.ended = True

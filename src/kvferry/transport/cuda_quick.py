@@ -112,6 +112,9 @@ def queue(
         low = lows[2 + side] + lows[4 + side]
         high = highs[2 + side] + highs[4 + side] + longest
         shift = memory.shift_of(lows[side] + low, highs[side] + high)
+        if shift is None and not together:  # now exactly
+            low += int(tables[4 + side].min()) - lows[4 + side]
+            shift = memory.shift_of(lows[side] + low, highs[side] + high)
         if shift is None:
             here = numbers[side * rows : (side + 1) * rows]
             shifted = memory.shifted(here, low, high)
@@ -163,7 +166,7 @@ def queue(
             chunks = -(-length // chunk)
             per_row, row_bytes = chunks * size * steps, length * size * steps
         if base != slot.address:
-            stream.copy(base + 8 * uploaded, slot.address + 8 * uploaded, 8 * (end - uploaded))
+            lane.upload(base + 8 * uploaded, slot.address + 8 * uploaded, 8 * (end - uploaded))
             uploaded = end
         here_at = base + 8 * at
         places = [here_at, here_at + 8 * size, steps_at, steps_at + 8 * steps]
@@ -191,11 +194,16 @@ def look_together(numbers: Ints, tables: Sequence[Any]) -> Look:
 
 
 def look_at_each(tables: Sequence[Any]) -> Look:
-    """Of arrays where they are; `TypeError` where they are not what the GPU takes."""
-    look: Look = ([], [], [])
-    for table in tables:
+    """Of arrays where they are; `TypeError` where they are not what the GPU takes.
+
+    Where no segment is negative, 0 is said to be the least of them: that is enough for offsets.
+    """
+    lows, highs, bits = look = ([], [], [])  # type: Look
+    for number, table in enumerate(tables):
         if not isinstance(table, np.ndarray) or table.dtype != np.int64 or table.ndim != 1:
             raise TypeError
-        for into, ufunc in zip(look, (np.minimum, np.maximum, np.bitwise_or), strict=True):
-            into.append(int(ufunc.reduce(table)))
+        highs.append(int(np.maximum.reduce(table)))
+        bits.append(int(np.bitwise_or.reduce(table)))
+        offsets = number in (4, 5) and bits[-1] >= 0
+        lows.append(0 if offsets else int(np.minimum.reduce(table)))
     return look
