@@ -322,6 +322,8 @@ class CudaCarrier:
 
         flight = Flight(lane, what, queued, self._pace, land)
         self._flights[flight] = peer
+        if self._closed or not peer.connected:  # meanwhile, and so it was not seen there
+            self._end_flights(peer)
         return flight
 
     def _room(self) -> bool:
