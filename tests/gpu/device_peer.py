@@ -32,6 +32,7 @@ class DeviceKind:
 
     name: str
     long_rounds: int  # of 64 MiB: seconds of work
+    second: int = 200_000  # descriptors that take it about a second, or less
 
     def carrier(self, regions: list[MemoryRegion]) -> Carrier:
         if self.name == "tcp":

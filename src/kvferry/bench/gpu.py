@@ -121,7 +121,7 @@ class Bench:
         row = np.arange(rows, dtype=np.int64) * (slots * size)
         src, dst = (rng.permutation(count).astype(np.int64) * spread for _ in range(2))
         one = np.zeros(1, dtype=np.int64)
-        lengths = np.full(count, size, dtype=np.int64)
+        lengths = np.broadcast_to(np.asarray([size]), count)  # as a plan's batch says it
         return Runs(row + self.there, row + self.here, src, dst, lengths, one, one)
 
     def read(self, which: tuple[Carrier, Any], copies: Any) -> None:

@@ -56,7 +56,7 @@ class Batch:
     dst_rows: Ints
     src_segments: Ints
     dst_segments: Ints
-    lengths: Ints  # of each segment
+    lengths: Ints  # of each segment; one number with a stride of zero where they are equal
     axes: tuple[Axis, ...]
     src_steps: Ints
     dst_steps: Ints
@@ -72,7 +72,9 @@ class Batch:
 
     @property
     def bytes(self) -> int:
-        return int(self.lengths.sum()) * len(self.src_rows) * len(self.src_steps)
+        lengths = self.lengths
+        one = int(lengths[0]) * len(lengths) if lengths.strides == (0,) else int(lengths.sum())
+        return one * len(self.src_rows) * len(self.src_steps)
 
     def fill(self, out: Copies, rows: Span, segments: Span, steps: Span) -> int:
         """Write the copies of a sub-batch to the front of `out`; say how many."""
@@ -250,7 +252,7 @@ class Binder:
         self._require_bases(piece)
         src_ids = self._block_ids("source", src, segments.src_block, key)
         dst_ids = self._block_ids("destination", dst, segments.dst_block, key)
-        self._note_written(dst, dst_ids[np.diff(segments.dst_block, prepend=-1) != 0])
+        self._note_written(dst, dst_ids[segments.dst_heads])
         return [
             self._batch(piece, runs, segments, which, src_ids, dst_ids)
             for runs, which in _by_template(piece, segments)
@@ -336,10 +338,12 @@ class Binder:
     ) -> Batch:
         src = _offsets(piece.src, src_ids[which], segments.src_slot[which], runs.src_slot)
         dst = _offsets(piece.dst, dst_ids[which], segments.dst_slot[which], runs.dst_slot)
-        if runs.entry_bytes:
-            lengths = segments.forms[:, 0][segments.kinds[which]] * runs.entry_bytes
+        if not runs.entry_bytes:
+            lengths = _constant(runs.length, len(src))
+        elif len(segments.forms) == 1:
+            lengths = _constant(int(segments.forms[0, 0]) * runs.entry_bytes, len(src))
         else:
-            lengths = np.full(len(src), runs.length, dtype=np.int64)
+            lengths = segments.forms[:, 0][segments.kinds[which]] * runs.entry_bytes
         src, dst, lengths = _join(src, dst, lengths)
         return Batch(
             src_rows=self.src_bases[runs.src_regions] + runs.src_offsets,
@@ -383,6 +387,13 @@ def _offsets(side: Side, ids: Ints, slots: Ints, slot_stride: int) -> Ints:
     tile, slot = np.divmod(slots, side.paging.tile)
     offsets += tile * side.tile_stride + slot * slot_stride
     return offsets
+
+
+def _constant(value: int, count: int) -> Ints:
+    """One number as often as needed, at one place: its stride of zero says so to who looks."""
+    numbers: Ints = np.ndarray((count,), np.int64, np.array([value], dtype=np.int64), 0, (0,))
+    numbers.flags.writeable = False
+    return numbers
 
 
 def _join(src: Ints, dst: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:

@@ -9,6 +9,7 @@ on the request's length; block ids come later.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import gcd, lcm
 
 import numpy as np
@@ -151,7 +152,7 @@ def _block_floor(group: Group, shape: EngineShape, token: int) -> int:
     return token // span * span
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Segments:
     """Runs of entries that are consecutive slots on both sides, in ascending order of position.
 
@@ -170,9 +171,29 @@ class Segments:
     def total_entries(self) -> int:
         return int((self.forms[:, 0] * self.forms[:, 1])[self.kinds].sum())
 
+    @cached_property
+    def dst_heads(self) -> Ints | slice:
+        """The first segment of each stretch that lies in one destination block."""
+        if len(self.dst_block) < 2 or bool((self.dst_block[1:] != self.dst_block[:-1]).all()):
+            return slice(None)
+        return np.flatnonzero(np.diff(self.dst_block, prepend=-1))
 
+
+# The edges of one request walk alike, and so do requests of one length; a long one has a megabyte.
+@lru_cache(maxsize=16)
 def walk(src: Paging, dst: Paging, span: Span) -> Segments:
-    """Cut the positions of `span` at every boundary of both sides; keep what both ranks hold."""
+    """Cut the positions of `span` at every boundary of both sides; keep what both ranks hold.
+
+    Who asks again gets the same arrays: they cannot be written to.
+    """
+    found = _walk(src, dst, span)
+    for array in (found.src_block, found.src_slot, found.dst_block, found.dst_slot):
+        array.flags.writeable = False
+    found.kinds.flags.writeable = found.forms.flags.writeable = False
+    return found
+
+
+def _walk(src: Paging, dst: Paging, span: Span) -> Segments:
     starts, entries = _cut(src, dst, span)
     if src.context > 1 or dst.context > 1:
         both = src.holds(starts) & dst.holds(starts)

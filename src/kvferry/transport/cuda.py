@@ -1,11 +1,12 @@
 """The carrier between processes with GPUs on one host: a kernel copies, one-sided.
 
 `register` exports the allocations that regions lie in as CUDA IPC handles; `connect` opens them,
-once per peer. A transfer is a launch or a few of one kernel that executes all of its copies
-(cuda_lane.py), on a stream of its own; it is done when an event after it is, and then visible at
-its destination. Memory of another GPU is reached by peer access, where the hardware has it.
+once per peer. A transfer is a launch or a few of one kernel that executes all of its copies, on a
+stream of its own; it is done when an event after it is, and then visible at its destination. Memory
+of another GPU is reached by peer access, where the hardware has it.
 
-What is copied without Triton, what a batch costs and how it is cut: cuda_lane.py, cuda_work.py.
+Most transfers are queued whole by the thread that asks for them (cuda_quick.py, cuda_flight.py);
+what is too much for that, or has to be cut, by threads of the carrier (cuda_lane.py, cuda_work.py).
 
 The owner takes no part in a transfer. That it still lives is seen on a connection (pulse.py)
 which it holds open as long as its carrier is: looked at before, between and after launches. The
@@ -34,7 +35,6 @@ from kvferry.transport.base import (
     MemoryRegion,
     StridedCopies,
     Transfer,
-    TransferState,
 )
 from kvferry.transport.cuda_driver import (
     CudaError,
@@ -44,10 +44,11 @@ from kvferry.transport.cuda_driver import (
     device_count,
     place_of,
 )
-from kvferry.transport.cuda_flight import Flight
+from kvferry.transport.cuda_flight import Flight, Pace
 from kvferry.transport.cuda_lane import Lanes
 from kvferry.transport.cuda_mapped import Mapped, place
 from kvferry.transport.cuda_peer import Allocation, CudaEndpoint, CudaPeer, export, within
+from kvferry.transport.cuda_quick import queue
 from kvferry.transport.cuda_work import runs_of
 from kvferry.transport.jobs import Job, Workers
 from kvferry.transport.local import _boot as boot_id
@@ -56,9 +57,12 @@ from kvferry.transport.pulse import Pulse, PulseServer
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-# What the caller's thread launches itself: about 20 microseconds of copying, and of Python.
-SMALL_NUMBERS = 4096
-SMALL_BYTES = 32 << 20
+# What the caller's thread queues by itself, whole: cancelling waits for its end. On the same GPU
+# that is 9 milliseconds of an H200, and between GPUs without NVLink about 50.
+FLIGHT_BYTES = 16 << 30
+FAR_FLIGHT_BYTES = 1 << 30
+SWEPT_FLIGHTS = 8  # from so many on, look which have ended without anybody's looking
+MOST_FLIGHTS = 32  # each has a stream and its numbers; more wait for one of the carrier's threads
 
 
 class CudaCarrier:
@@ -87,7 +91,8 @@ class CudaCarrier:
         self._lanes: Lanes | None = None
         self._pulse: PulseServer | None = None
         self._peers: list[CudaPeer] = []
-        self._flights: list[tuple[CudaPeer, Flight]] = []
+        self._flights: dict[Flight, CudaPeer] = {}  # each entry is set and removed in one step
+        self._pace = Pace()
         self._lock = threading.Lock()
         self._endpoint: bytes | None = None
         self._closed = False
@@ -174,7 +179,8 @@ class CudaCarrier:
                 for address in opened:
                     mine.close(address)
             raise
-        peer = CudaPeer(pulse, memory, opened, mine)
+        near = all(a.gpu == mine.uuid for a in found.allocations)
+        peer = CudaPeer(pulse, memory, opened, mine, near=near)
         with self._lock:
             if not self._closed:
                 self._peers.append(peer)
@@ -244,7 +250,7 @@ class CudaCarrier:
         self, peer: CudaPeer, copies: CopyArrays | StridedCopies, *, reading: bool
     ) -> Transfer:
         what = "a cuda read" if reading else "a cuda write"
-        flight = self._launch_small(peer, copies, what, reading=reading)
+        flight = self._fly(peer, copies, what, reading=reading)
         if flight is not None:
             return flight
 
@@ -271,62 +277,64 @@ class CudaCarrier:
         """Source and destination."""
         return (peer.memory, self.memory) if reading else (self.memory, peer.memory)
 
-    def _launch_small(
+    def _fly(
         self, peer: CudaPeer, copies: CopyArrays | StridedCopies, what: str, *, reading: bool
     ) -> Flight | None:
-        """Launch what is small here and now; None where it is not, or something stands against it.
+        """Queue it here and now; None where it is not for that, or something stands against it.
 
         Whatever that is, the other way says it.
         """
         lanes = self._lanes
-        if lanes is None or self._closed:
+        if lanes is None or self._closed or not self._room():
             return None
-        self._land_flights()
         try:
-            runs = runs_of(copies)
-            if runs.copies == 0 or runs.entries > SMALL_NUMBERS or runs.bytes > SMALL_BYTES:
-                return None
-            parts = list(place(runs, *self._ends(peer, reading), reading=reading))
-            held = contextlib.ExitStack()
-            with lanes.device.current(), contextlib.ExitStack() as undo:
-                undo.callback(held.close)
-                held.enter_context(peer.used())
-                peer.check()
-                lane = lanes.take()
-                undo.callback(lanes.put, lane)
-                undo.callback(lane.drain)
-                for part, shifts in parts:
-                    some = part.without_empty()
-                    if some.copies and not lane.launch_now(some, shifts):
-                        return None
-                lane.mark_end()
-                undo.pop_all()
+            peer.hold()
         except TransferError:
             return None
-
-        def land() -> None:
-            with held:
-                with lanes.device.current():
+        queued, lane = 0, None
+        try:
+            peer.check()
+            with lanes.device.current():
+                lane = lanes.take()
+                most = FLIGHT_BYTES if peer.near else FAR_FLIGHT_BYTES
+                try:
+                    queued = queue(lane, copies, *self._ends(peer, reading), most)
+                except BaseException:
+                    lane.drain()
+                    raise
+        except TransferError:
+            pass
+        finally:
+            if not queued:
+                if lane is not None:
                     lanes.put(lane)
-                peer.check()
+                peer.release()
+        if not queued or lane is None:
+            return None
 
-        flight = Flight(lane, what, land)
-        with self._lock:
-            self._flights.append((peer, flight))
+        def land(flight: Flight) -> None:
+            self._flights.pop(flight, None)
+            lanes.put(flight.lane)
+            try:
+                peer.check()
+            finally:
+                peer.release()
+
+        flight = Flight(lane, what, queued, self._pace, land)
+        self._flights[flight] = peer
+        if self._closed or not peer.connected:  # meanwhile, and so it was not seen there
+            self._end_flights(peer)
         return flight
 
-    def _land_flights(self) -> None:
-        """Let go of what flights hold that nobody waited for."""
-        with self._lock:
-            flights = list(self._flights)
-        over = [f for _, f in flights if f.poll() is not TransferState.RUNNING]
-        with self._lock:
-            self._flights = [(p, f) for p, f in self._flights if f not in over]
+    def _room(self) -> bool:
+        """Whether there is room for one more flight, after those have landed that can."""
+        if len(self._flights) >= SWEPT_FLIGHTS:
+            for flight in list(self._flights):
+                flight.poll()
+        return len(self._flights) < MOST_FLIGHTS
 
     def _end_flights(self, peer: CudaPeer | None) -> None:
-        with self._lock:
-            flights = [f for p, f in self._flights if peer is None or p is peer]
-        for flight in flights:
-            with contextlib.suppress(TransferError):
-                flight.cancel()
-        self._land_flights()
+        for flight, its in list(self._flights.items()):
+            if peer is None or its is peer:
+                with contextlib.suppress(TransferError):
+                    flight.cancel()

@@ -55,11 +55,18 @@ class Driver:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         library.cuIpcOpenMemHandle_v2.argtypes = (c_void_p, _IpcHandle, c_uint)
+        # The calls that latency is made of: found once, with their types, so that they take
+        # plain numbers.
+        self.launch = self._typed("cuLaunchKernel", c_void_p, *(c_uint,) * 7, *(c_void_p,) * 3)
+        self.push = self._typed("cuCtxPushCurrent_v2", c_void_p)
+        self.pop = self._typed("cuCtxPopCurrent_v2", c_void_p)
+        self.record = self._typed("cuEventRecord", c_void_p, c_void_p)
+        self.query = self._typed("cuEventQuery", c_void_p)
+        self.copy = self._typed("cuMemcpyAsync", c_uint64, c_uint64, c_size_t, c_void_p)
 
-    def launcher(self) -> Callable[..., int]:
-        """`cuLaunchKernel`, with its types: the call that latency is made of."""
-        call = self._library.cuLaunchKernel
-        call.argtypes = (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p)
+    def _typed(self, name: str, *types: Any) -> Callable[..., int]:
+        call = getattr(self._library, name)
+        call.argtypes = types
         found: Callable[..., int] = call
         return found
 
@@ -135,16 +142,21 @@ def place_of(address: int) -> Place | None:
 class Current:
     """A context that is this thread's while one is inside."""
 
-    __slots__ = ("_context", "_driver")
+    __slots__ = ("_context", "_driver", "_popped")
 
     def __init__(self, calls: Driver, context: c_void_p) -> None:
         self._driver, self._context = calls, context
+        self._popped = byref(c_void_p())  # nobody looks at it
 
     def __enter__(self) -> None:
-        self._driver.call("cuCtxPushCurrent_v2", self._context)
+        code = self._driver.push(self._context)
+        if code:
+            raise self._driver.error("cuCtxPushCurrent", code)
 
     def __exit__(self, *_: object) -> None:
-        self._driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+        code = self._driver.pop(self._popped)
+        if code:
+            raise self._driver.error("cuCtxPopCurrent", code)
 
 
 class Device:
@@ -157,6 +169,7 @@ class Device:
         self._driver.call("cuDeviceGet", byref(handle), ordinal)
         self._driver.call("cuDevicePrimaryCtxRetain", byref(context), handle)
         self._handle, self._context = handle, context
+        self._current = Current(self._driver, context)
         uuid = ctypes.create_string_buffer(UUID_BYTES)
         self._driver.call("cuDeviceGetUuid_v2", uuid, handle)
         self.uuid = uuid.raw
@@ -174,7 +187,7 @@ class Device:
 
     def current(self) -> Current:
         """Make it this thread's device for a while. From any thread."""
-        return Current(self._driver, self._context)
+        return self._current
 
     def can_reach(self, other: Device) -> bool:
         """Whether its kernels can use the other's memory."""
@@ -242,9 +255,9 @@ class Stream:
 
     def copy(self, dst: int, src: int, size: int) -> None:
         """Between any two memories that the device knows."""
-        self._driver.call(
-            "cuMemcpyAsync", c_uint64(dst), c_uint64(src), c_size_t(size), self.handle
-        )
+        code = self._driver.copy(dst, src, size, self.handle)
+        if code:
+            raise self._driver.error("cuMemcpyAsync", code)
 
     def zero(self, dst: int, size: int) -> None:
         self._driver.call(
@@ -273,11 +286,13 @@ class Event:
         self.handle = handle
 
     def record(self, stream: Stream) -> None:
-        self._driver.call("cuEventRecord", self.handle, stream.handle)
+        code = self._driver.record(self.handle, stream.handle)
+        if code:
+            raise self._driver.error("cuEventRecord", code)
 
     def done(self) -> bool:
         """Raises where what came before it failed."""
-        code = self._driver.status("cuEventQuery", self.handle)
+        code = self._driver.query(self.handle)
         if code not in (0, _NOT_READY):
             raise self._driver.error("cuEventQuery", code)
         return code == 0
@@ -306,7 +321,7 @@ class Function:
             self._driver.call("cuFuncSetAttribute", handle, _FUNCTION_MAX_SHARED, shared_bytes)
         self._handle, self._threads, self._shared = handle, 32 * warps, shared_bytes
         self._local = threading.local()
-        self._launch = self._driver.launcher()
+        self._launch = self._driver.launch
 
     def launch(self, grid: int, stream: Stream, values: Sequence[int]) -> None:
         """`values`: the arguments, each in the low bytes of its eight."""

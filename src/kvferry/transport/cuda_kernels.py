@@ -56,6 +56,7 @@ USUAL = tuple(Form(chunk, search) for search in (False, True) for chunk in TUNIN
 
 _lock = threading.Lock()
 _functions: dict[tuple[int, Form], Function | None] = {}  # None: the compiler failed
+_ready: dict[tuple[int, int, bool, int], tuple[Function, int]] = {}
 
 
 @cache
@@ -81,9 +82,16 @@ def function(device: Device, form: Form) -> Function | None:
     return _functions[key]
 
 
-def compiled(device: Device, form: Form) -> Function | None:
-    """The kernel, if it is there already."""
-    return _functions.get((device.ordinal, form))
+def ready(device: Device, chunk: int, search: bool, grain: int) -> tuple[Function, int] | None:
+    """The kernel that copies, and its chunks a program, if it is there already."""
+    key = (device.ordinal, chunk, search, grain)
+    found = _ready.get(key)
+    if found is None:
+        form = Form(chunk, search, grain=grain)
+        kernel = _functions.get((device.ordinal, form))
+        if kernel is not None:
+            found = _ready[key] = (kernel, form.count)
+    return found
 
 
 def warm(device: Device) -> None:

@@ -4,10 +4,12 @@
     lane.finish()       wait until everything queued is done, and visible
 
 The numbers of a batch go into pinned memory and from there to the device, or, where they are few,
-are read from the pinned memory by the kernel itself. There are a few such slots, so that the next
-batch is prepared while the last one runs; between two launches the caller's `check` is asked, and
-no more than `SLOTS` launches of at most `LAUNCH_BYTES` are ever under way, so that a cancelled
-transfer ends within milliseconds. One thread uses a lane at a time.
+are read from the pinned memory by the kernel itself. There are a few such slots, made when
+they are needed, so that the next batch is prepared while the last one runs; between two launches
+the caller's `check` is asked, and no more than `SLOTS` launches of at most `LAUNCH_BYTES` are ever
+under way, so that a cancelled transfer ends within milliseconds. One thread uses a lane at a time.
+
+What is queued whole by the thread that asks for it is in cuda_quick.py.
 
 Without Triton, each copy is a `cuMemcpyAsync`.
 """
@@ -31,6 +33,7 @@ from kvferry.transport.cuda_work import CHUNKS, MOST_ITEMS, WINDOW, Runs, Work
 SLOTS = 3
 LAUNCH_BYTES = 1 << 30  # about half a millisecond on an H200
 SLOT_NUMBERS = 4 * WINDOW + 4096  # of a window with uneven lengths: src, dst, length, first chunk
+LEAST_SLOT_NUMBERS = 1 << 14  # what a slot begins with: most requests never need more
 # So few numbers a kernel reads from pinned memory sooner than a copy of them is queued; but every
 # program reads its own across the bus, so that must be few too.
 DIRECT_NUMBERS = 1 << 11
@@ -51,17 +54,30 @@ class _Slot:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.pinned = device.pinned(8 * SLOT_NUMBERS)
-        self.address = self.pinned.ctypes.data
-        self.numbers: Ints = self.pinned.view(np.int64)
-        self.there = device.allocate(8 * SLOT_NUMBERS)
         self.done = Event()
         self.used = False
+        self._make(LEAST_SLOT_NUMBERS)
+
+    def _make(self, numbers: int) -> None:
+        pinned = self._device.pinned(8 * numbers)
+        self.numbers: Ints = pinned.view(np.int64)
+        self.address: int = pinned.ctypes.data
+        self.there = self._device.allocate(8 * numbers)
+
+    def hold(self, numbers: int) -> None:
+        """Have room for so many. The GPU has done with it; what it held is lost where it grows."""
+        if numbers > len(self.numbers):
+            self._drop()
+            self._make(max(numbers, min(SLOT_NUMBERS, 1 << numbers.bit_length())))
+
+    def _drop(self) -> None:
+        address, self.numbers = self.address, np.empty(0, dtype=np.int64)
+        self._device.free(self.there)
+        self._device.free_pinned(address)
 
     def free(self) -> None:
         self.done.destroy()
-        self._device.free(self.there)
-        self._device.free_pinned(self.address)
+        self._drop()
 
 
 @dataclass(slots=True)
@@ -78,9 +94,12 @@ class Lane:
     def __init__(self, device: Device, *, triton: bool | None = None) -> None:
         self.device = device
         self.stream = Stream()
+        self._aside = Stream()  # brings numbers of the next launch while the last one runs
+        self._brought = Event()
         self._kernels = cuda_kernels.available() if triton is None else triton
-        self._slots = [_Slot(device) for _ in range(SLOTS if self._kernels else 0)]
+        self._slots: list[_Slot] = []
         self._next = 0
+        self._running = False  # whether numbers were brought since `begin`
         self.end = Event()  # after what was queued last
         self._marks = [Event() for _ in range(SLOTS)]  # between launches of one batch
 
@@ -107,35 +126,52 @@ class Lane:
             return
         self._pieces(runs, shifts, fill, check)
 
+    def begin(self) -> None:
+        """Nothing is under way: use the first slots again, so that others need not be made."""
+        self._next = 0
+        self._running = False
+
+    def upload(self, dst: int, src: int, size: int) -> None:
+        """Bring numbers to the device, before what is launched next.
+
+        Where something runs already, beside it: queued behind it, every launch would begin some
+        20 microseconds after the last one's end.
+        """
+        if not self._running:
+            self.stream.copy(dst, src, size)
+            self._running = True
+            return
+        self._aside.copy(dst, src, size)
+        self._brought.record(self._aside)
+        self.stream.wait_for(self._brought)
+
     def mark_end(self) -> None:
         self.end.record(self.stream)
 
     def finish(self) -> None:
         self.mark_end()
         wait_event(self.end)
+        self._running = False
 
-    def launch_now(self, runs: Runs, shifts: Shifts) -> bool:
-        """Queue runs of a few copies, none empty; False where their kernel is not compiled yet."""
-        work = Work.of(runs)
-        form = Form(work.chunk, search=not work.length, grain=runs.grain())
-        kernel = cuda_kernels.compiled(self.device, form) if self._kernels else None
-        if kernel is None:
-            return False
-        self._launch_kernel(work, form, kernel, shifts, _nothing)
-        return True
+    @property
+    def kernels(self) -> bool:
+        """Whether copies are done by kernels here."""
+        return self._kernels
 
     def drain(self) -> None:
         """Wait for what is queued, whatever became of it."""
-        with contextlib.suppress(Exception):
-            self.stream.synchronize()
+        for stream in (self._aside, self.stream):
+            with contextlib.suppress(Exception):
+                stream.synchronize()
 
     def free(self) -> None:
         self.drain()
         for slot in self._slots:
             slot.free()
-        for event in (self.end, *self._marks):
+        for event in (self.end, self._brought, *self._marks):
             event.destroy()
-        self.stream.destroy()
+        for stream in (self._aside, self.stream):
+            stream.destroy()
 
     def _pieces(self, runs: Runs, shifts: Shifts, fill: bool, check: Check) -> None:
         for piece in runs.pieces(WINDOW):
@@ -168,8 +204,8 @@ class Lane:
         self, work: Work, form: Form, kernel: Function, shifts: Shifts, check: Check
     ) -> None:
         check()
-        slot = self._take()
         runs, at, places = work.runs, 0, []
+        slot = self.slot(runs.entries + (len(work.firsts) if form.search else 0))
         for table in (
             runs.src_rows,
             runs.dst_rows,
@@ -184,7 +220,7 @@ class Lane:
             at += len(table)
         base = slot.address
         if at > DIRECT_NUMBERS or runs.bytes > DIRECT_BYTES:
-            self.stream.copy(slot.there, base, 8 * at)
+            self.upload(slot.there, base, 8 * at)
             base = slot.there
         tables = [base + 8 * place for place in places] + [base] * (8 - len(places))
         numbers = [work.length, shifts.src, shifts.dst, len(runs.lengths), len(runs.src_steps)]
@@ -202,12 +238,16 @@ class Lane:
         slot.done.record(self.stream)
         slot.used = True
 
-    def _take(self) -> _Slot:
-        """The slot whose turn it is, once the GPU has done with it."""
+    def slot(self, numbers: int) -> _Slot:
+        """The slot whose turn it is, with room for so many, once the GPU has done with it."""
+        if self._next == len(self._slots):
+            self._slots.append(_Slot(self.device))
         slot = self._slots[self._next]
-        self._next = (self._next + 1) % len(self._slots)
+        self._next = (self._next + 1) % SLOTS
         if slot.used:
             wait_event(slot.done)
+            slot.used = False
+        slot.hold(numbers)
         return slot
 
     def _copy_singly(self, runs: Runs, shifts: Shifts, fill: bool, check: Check) -> None:
@@ -228,8 +268,13 @@ class Lane:
 
 def launches(work: Work) -> Iterator[tuple[int, int, int]]:
     """First row, first and last item of each launch, so that none takes long."""
-    rows, per_row = len(work.runs.src_rows), work.items_per_row
-    row_bytes = max(1, work.runs.bytes // rows)
+    rows = len(work.runs.src_rows)
+    return ranges(rows, work.items_per_row, work.runs.bytes // rows)
+
+
+def ranges(rows: int, per_row: int, row_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """The same of so many rows, items of a row and bytes of a row."""
+    row_bytes = max(1, row_bytes)
     most_rows = max(1, MOST_ITEMS // per_row)
     most_items = max(1, LAUNCH_BYTES * per_row // row_bytes)
     for row in range(0, rows, most_rows):
@@ -268,10 +313,13 @@ class Lanes:
                 self.put(lane)
 
     def take(self) -> Lane:
-        """A lane, which `put` gives back; the device is current, both times."""
+        """A lane, which `put` gives back; the device is current."""
         with self._lock:
             lane = self._idle.pop() if self._idle else None
-        return lane or Lane(self.device, triton=self._triton)
+        if lane is None:
+            return Lane(self.device, triton=self._triton)
+        lane.begin()
+        return lane
 
     def close(self) -> None:
         with self._lock:
@@ -286,4 +334,5 @@ class Lanes:
             if not self._closed:
                 self._idle.append(lane)
                 return
-        lane.free()
+        with self.device.current():
+            lane.free()

@@ -6,6 +6,7 @@ enough, or one for each row of strided runs; else every copy is looked at by its
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,7 @@ class Mapped:
 
     table: RegionTable
     shifts: Ints
+    spans: tuple[tuple[int, int, int], ...]  # start, end and shift of each region
 
     @classmethod
     def of(cls, parts: Iterable[tuple[Sequence[MemoryRegion], int]]) -> Mapped:
@@ -35,14 +37,29 @@ class Mapped:
         ends = np.concatenate([none, *(t.ends for t, _ in tables)])
         shifts = np.concatenate([none, *(np.full(len(t), s, dtype=np.int64) for t, s in tables)])
         order = np.argsort(starts, kind="stable")
-        return cls(RegionTable(starts[order], ends[order]), shifts[order])
+        arrays = starts[order], ends[order], shifts[order]
+        spans = tuple(zip(*(a.tolist() for a in arrays), strict=True))
+        return cls(RegionTable(*arrays[:2]), arrays[2], spans)
 
     def shift_of(self, low: int, high: int) -> int | None:
         """The shift of the region that holds all from `low` to `high`; None where none does."""
-        at = int(np.searchsorted(self.table.starts, low, side="right")) - 1 if low >= 0 else -1
-        if at < 0 or high > int(self.table.ends[at]):
+        at = bisect_right(self.spans, (low, 1 << 63)) - 1  # sooner than NumPy is called
+        if at < 0 or high > self.spans[at][1]:
             return None
-        return int(self.shifts[at])
+        return self.spans[at][2]
+
+    def shifted(self, rows: Ints, low: int, high: int) -> Ints | None:
+        """Rows where they lie here, each of which reaches from `low` to `high` around it.
+
+        None where one of them does not lie in one region.
+        """
+        if max(abs(low), abs(high), int(rows.max()), -int(rows.min())) >= FAR:
+            return None
+        lows = rows + low
+        if self.table.first_outside(lows, np.full(len(lows), high - low)) >= 0:
+            return None
+        at = np.searchsorted(self.table.starts, lows, side="right") - 1
+        return rows + self.shifts[at]
 
     def here(self, address: Ints) -> Ints:
         """Addresses in this process, of ranges that were checked."""
@@ -71,14 +88,7 @@ class _Extent:
 
     def shifted_rows(self, memory: Mapped) -> Ints | None:
         """Where each row lies in one region."""
-        far = max(abs(self.low), abs(self.high), int(self.rows.max()), -int(self.rows.min()))
-        if far >= FAR:
-            return None
-        lows = self.rows + self.low
-        if memory.table.first_outside(lows, np.full(len(lows), self.high - self.low)) >= 0:
-            return None
-        at = np.searchsorted(memory.table.starts, lows, side="right") - 1
-        return self.rows + memory.shifts[at]
+        return memory.shifted(self.rows, self.low, self.high)
 
 
 def place(runs: Runs, src: Mapped, dst: Mapped, *, reading: bool) -> Iterator[tuple[Runs, Shifts]]:

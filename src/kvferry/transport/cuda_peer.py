@@ -56,8 +56,11 @@ _endpoints = msgspec.msgpack.Decoder(CudaEndpoint)  # made once: its first use i
 class CudaPeer:
     """A process whose device memory this one has open."""
 
-    def __init__(self, pulse: Pulse, memory: Mapped, opened: list[int], on: Device) -> None:
+    def __init__(
+        self, pulse: Pulse, memory: Mapped, opened: list[int], on: Device, *, near: bool
+    ) -> None:
         self.memory, self._pulse, self._opened, self._device = memory, pulse, opened, on
+        self.near = near  # all of its memory is on the GPU that copies
         self._lock = threading.Lock()
         self._users = 0
         self.connected = True
@@ -65,14 +68,22 @@ class CudaPeer:
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Its memory stays open meanwhile."""
-        with self._lock:
-            self.require_connected()
-            self._users += 1
+        self.hold()
         try:
             yield
         finally:
-            with self._lock:
-                self._users -= 1
+            self.release()
+
+    def hold(self) -> None:
+        """Keep its memory open until `release`."""
+        with self._lock:
+            self.require_connected()
+            self._users += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+        if not self.connected:
             self._close_if_unused()
 
     def require_connected(self) -> None:
