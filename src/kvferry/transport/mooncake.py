@@ -39,7 +39,7 @@ from kvferry.transport.regions import Arrays
 BATCH_DESCRIPTORS = 512
 BATCH_BYTES = 32 << 20  # some 30 ms on loopback: between two looks at cancel
 PATIENCE_SECONDS = 10.0
-SINGLE_SECONDS = 1.0  # a copy that is refused by itself does not fail for want of room
+SINGLE_SECONDS = 8.0  # a copy that is refused by itself for so long does not fail for want of room
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.001, 0.2
 REFUSED_SECONDS = 5.0  # a batch that failed later than this was not refused: it got stuck
 # Longer than MC_TCP_STATUS_TIMEOUT_SEC, after which the engine itself drops a silent connection.
@@ -124,8 +124,8 @@ class MooncakeCarrier(ForeignCarrier):
             failed = True
             stuck = time.monotonic() - begun > REFUSED_SECONDS
             alone = min(target.limit, len(part) - at) == 1
-            patience = min(SINGLE_SECONDS, self._patience) if alone else self._patience
-            over = time.monotonic() - refusal.since > patience
+            over = refusal.seconds > self._patience
+            over |= alone and refusal.alone_seconds() > min(SINGLE_SECONDS, self._patience)
             if over or stuck or job.cancelled or not peer.connected:
                 self._settle(peer, SETTLE_SECONDS if stuck else SETTLE_REFUSED_SECONDS)
                 job.checkpoint()
@@ -175,12 +175,23 @@ class _Refusal:
     """Since when a batch is refused, and how long to wait before it is tried again."""
 
     def __init__(self) -> None:
-        self.since = time.monotonic()
-        self._seconds = FIRST_PAUSE_SECONDS
+        self._since = time.monotonic()
+        self._alone_since: float | None = None
+        self._pause = FIRST_PAUSE_SECONDS
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._since
+
+    def alone_seconds(self) -> float:
+        """Since the first of its copies was refused by itself."""
+        if self._alone_since is None:
+            self._alone_since = time.monotonic()
+        return time.monotonic() - self._alone_since
 
     def pause(self) -> None:
-        time.sleep(self._seconds)
-        self._seconds = min(2 * self._seconds, LONGEST_PAUSE_SECONDS)
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
 
 
 class _Target:
