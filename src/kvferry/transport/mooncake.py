@@ -39,7 +39,7 @@ from kvferry.transport.regions import Arrays
 BATCH_DESCRIPTORS = 512
 BATCH_BYTES = 32 << 20  # some 30 ms on loopback: between two looks at cancel
 PATIENCE_SECONDS = 10.0
-SINGLE_SECONDS = 8.0  # a copy that is refused by itself for so long does not fail for want of room
+SINGLE_SECONDS = 2.0  # a copy that is refused by itself for so long does not fail for want of room
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.001, 0.2
 REFUSED_SECONDS = 5.0  # a batch that failed later than this was not refused: it got stuck
 # Longer than MC_TCP_STATUS_TIMEOUT_SEC, after which the engine itself drops a silent connection.
