@@ -328,6 +328,9 @@ class ProducerRank(Server):
                 reply = Summed(digest(memory, address, length))
             except KvferryError as error:  # a run outside of the registered memory
                 reply = Refused("malformed", str(error))
+            except Exception as error:  # the reader waits: it is told, whatever it was
+                log.exception("a checksum could not be made")
+                reply = Refused("busy", f"the checksum could not be made: {error!r}")
             self.submit(lambda: self._summed(sender, request_id, asked.hold_id, reply))
 
         if not self._summing.submit(work):
