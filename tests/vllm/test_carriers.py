@@ -42,21 +42,23 @@ from kvferry.transport import MemoryRegion
 from kvferry.transport.regions import RegionTable
 
 LIBRARIES = {"mooncake": "mooncake.engine", "nixl": "nixl._api"}
+MODES = [*LIBRARIES, *(f"{name}-packed" for name in LIBRARIES)]
 
 
 def kind_of(name: str) -> Kind:
-    pytest.importorskip(LIBRARIES[name], reason=f"needs the library of the carrier {name}")
-    return KINDS[name]
+    kind = KINDS[name]
+    pytest.importorskip(LIBRARIES[kind.name], reason=f"needs the library of the carrier {name}")
+    return kind
 
 
-@pytest.fixture(scope="module", params=list(LIBRARIES))
+@pytest.fixture(scope="module", params=MODES)
 def standing(request: pytest.FixtureRequest) -> Iterator[tuple[Kind, Peer]]:
     kind = kind_of(request.param)
     with owner(kind) as peer:
         yield kind, peer
 
 
-@pytest.fixture(params=list(LIBRARIES))
+@pytest.fixture(params=MODES)
 def mortal(request: pytest.FixtureRequest) -> Iterator[Pair]:
     kind = kind_of(request.param)
     with owner(kind) as peer:

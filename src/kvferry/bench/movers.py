@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from kvferry.errors import TransferError
 from kvferry.transport import mooncake, nixl
 from kvferry.transport.base import Carrier, Ints, MemoryRegion
-from kvferry.transport.foreign import batches
+from kvferry.transport.foreign_peer import batches
 from kvferry.transport.regions import Arrays
 from kvferry.transport.registry import make_carrier
 

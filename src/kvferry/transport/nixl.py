@@ -35,13 +35,9 @@ from numpy.typing import NDArray
 
 from kvferry.errors import OutOfBounds, PeerLost, TransferError
 from kvferry.transport.base import Ints, MemoryRegion
-from kvferry.transport.foreign import (
-    GRACE_SECONDS,
-    ForeignCarrier,
-    ForeignEndpoint,
-    ForeignPeer,
-    is_loopback,
-)
+from kvferry.transport.cost import Costs, Packing
+from kvferry.transport.foreign import GRACE_SECONDS, ForeignCarrier
+from kvferry.transport.foreign_peer import ForeignEndpoint, ForeignPeer, is_loopback
 from kvferry.transport.jobs import Job
 from kvferry.transport.regions import Arrays
 
@@ -69,24 +65,26 @@ class NixlCarrier(ForeignCarrier):
         secret: bytes | str | None = None,
         backends: Sequence[str] = ("UCX",),
         threads: int = 0,
+        packing: Packing = "auto",
+        costs: Costs | None = None,
     ) -> None:
         nixl = api()
         chosen = [backends] if isinstance(backends, str) else list(backends)
-        super().__init__(host=host, secret=secret, flavour=",".join(chosen))
+        flavour = ",".join(chosen)
+        super().__init__(host=host, secret=secret, flavour=flavour, packing=packing, costs=costs)
         self._handles: dict[Any, int] = {}  # remote agents, and how many peers use each
         self._handles_lock = threading.Lock()
         try:
             with ucx_settings(is_loopback(self.host)):
                 self._agent = _agent(nixl, chosen, threads)
         except Exception as error:
-            self._pulse.close()
+            self._fail_to_start()
             raise TransferError(
                 f"NIXL's agent does not start with {chosen}: {_text(error)}; its own log says why. "
                 "With UCX_NET_DEVICES set, the device must exist"
             ) from None
         self._registered: dict[int, Any] = {}
-        scratch = MemoryRegion(self._scratch.ctypes.data, self._scratch.nbytes)
-        self._register([scratch], [])
+        self._register(self._own_regions(), [])
 
     def _register(self, added: list[MemoryRegion], gone: list[MemoryRegion]) -> None:
         for region in gone:
