@@ -71,7 +71,8 @@ class ForeignJob(Job):
 
 class ForeignCarrier(ABC):
     """`host` is the address that peers reach this one at. `secret` is taken for uniformity: these
-    libraries have no use for one. `packing` other than "direct" is for host memory only."""
+    libraries have no use for one. `costs_of` names what chooses whether to pack (cost.py); where it
+    is not measured, "auto" does not. `packing` other than "direct" is for host memory only."""
 
     name: ClassVar[str]
     batch_descriptors: ClassVar[int]
@@ -85,6 +86,7 @@ class ForeignCarrier(ABC):
         host: str | None,
         secret: bytes | str | None,
         flavour: str,
+        costs_of: str,
         packing: Packing,
         costs: Costs | None,
     ) -> None:
@@ -103,7 +105,7 @@ class ForeignCarrier(ABC):
                 "any address of this machine" if self.listens_everywhere else self.host,
             )
         self._flavour = flavour
-        choice = Choice(self.name, packing, costs)
+        choice = Choice(costs_of, packing, costs)
         self._pulse = PulseServer(self.host)
         self._slots = Slots(SLOTS if packing != "direct" else 0)
         self._packer = Packer(self._slots, choice, self)

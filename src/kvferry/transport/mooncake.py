@@ -76,7 +76,14 @@ class MooncakeCarrier(ForeignCarrier):
         costs: Costs | None = None,
     ) -> None:
         engine = engine_class()
-        super().__init__(host=host, secret=secret, flavour=protocol, packing=packing, costs=costs)
+        super().__init__(
+            host=host,
+            secret=secret,
+            flavour=protocol,
+            costs_of=self.name if protocol == "tcp" else f"{self.name}-{protocol}",
+            packing=packing,
+            costs=costs,
+        )
         self._patience = patience_seconds
         with _long_timeout():
             self._engine = engine()

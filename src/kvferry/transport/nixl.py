@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from kvferry.errors import OutOfBounds, PeerLost, TransferError
 from kvferry.transport.base import Ints, MemoryRegion
 from kvferry.transport.cost import Costs, Packing
-from kvferry.transport.foreign import GRACE_SECONDS, ForeignCarrier
+from kvferry.transport.foreign import GRACE_SECONDS, LOOPBACK, ForeignCarrier
 from kvferry.transport.foreign_peer import ForeignEndpoint, ForeignPeer, is_loopback
 from kvferry.transport.jobs import Job
 from kvferry.transport.regions import Arrays
@@ -70,8 +70,15 @@ class NixlCarrier(ForeignCarrier):
     ) -> None:
         nixl = api()
         chosen = [backends] if isinstance(backends, str) else list(backends)
-        flavour = ",".join(chosen)
-        super().__init__(host=host, secret=secret, flavour=flavour, packing=packing, costs=costs)
+        rdma = not is_loopback(host or LOOPBACK) and _has_rdma()
+        super().__init__(
+            host=host,
+            secret=secret,
+            flavour=",".join(chosen),
+            costs_of=f"{self.name}-rdma" if rdma or chosen != ["UCX"] else self.name,
+            packing=packing,
+            costs=costs,
+        )
         self._handles: dict[Any, int] = {}  # remote agents, and how many peers use each
         self._handles_lock = threading.Lock()
         try:
