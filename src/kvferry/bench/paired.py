@@ -24,7 +24,7 @@ from kvferry.transport.regions import Arrays
 from kvferry.units import show_bytes
 
 MAX_DESCRIPTORS = 1 << 17
-PAIR_DESCRIPTORS = 1 << 10  # two of Mooncake's batches
+PAIR_DESCRIPTORS = {"mooncake": 1 << 10, "nixl": 1 << 14}  # tens of milliseconds
 PAIR_BYTES = 64 << 20
 LEAST_PAIRS, MOST_PAIRS = 11, 101
 GB = 1e9
@@ -76,7 +76,7 @@ def _row(
     seconds: float,
 ) -> PairedRow:
     src, dst = slots(size)
-    few = slice(0, max(1, min(PAIR_DESCRIPTORS, PAIR_BYTES // size)))
+    few = slice(0, max(1, min(PAIR_DESCRIPTORS[name], PAIR_BYTES // size)))
     here, there = landing.ctypes.data, owner.address
     a, b = (there, here) if op == "read" else (here, there)
     length = np.full(len(src[few]), size, dtype=np.int64)
