@@ -140,7 +140,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
     method: Annotated[str, typer.Option(help="auto, vm or shared.")] = "auto",
     transport: Annotated[
-        str, typer.Option(help="A carrier instead: local, tcp, mooncake, nixl, ...")
+        str, typer.Option(help="A carrier instead: auto, local, tcp, mooncake, nixl, cuda.")
     ] = "",
     as_json: Json = False,
     html: Annotated[Path, typer.Option(help="Where to draw the plan.")] = Path(
