@@ -33,10 +33,11 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from kvferry.errors import Cancelled, DeadlineExceeded, PeerLost, TransferError
-from kvferry.transport.base import CopyArrays, MemoryRegion, Transfer, TransferState
+from kvferry.errors import Cancelled, PeerLost, TransferError
+from kvferry.transport.base import CopyArrays, MemoryRegion, Transfer
 from kvferry.transport.cost import Choice, Costs, Packing
 from kvferry.transport.desk import Desk
+from kvferry.transport.foreign_jobs import Abandoned, ForeignJob
 from kvferry.transport.foreign_packed import Packer
 from kvferry.transport.foreign_peer import ForeignEndpoint, ForeignPeer, batches, is_loopback
 from kvferry.transport.host import HostMemory
@@ -51,22 +52,6 @@ LOOPBACK = "127.0.0.1"
 EVERYWHERE = ("0.0.0.0", "::")
 GRACE_SECONDS = 1.0  # a dead peer's data plane may fail before its pulse does
 SCRATCH_BYTES = 4096  # registered, for the byte that `connect` tries
-
-
-class ForeignJob(Job):
-    """A transfer that can end up abandoned."""
-
-    def __init__(self, carrier: ForeignCarrier, *args: Any) -> None:
-        super().__init__(*args)
-        self._carrier = carrier
-        self.abandoned = False
-
-    def cancel(self, why: str = "the caller gave it up", seconds: float = CANCEL_SECONDS) -> None:
-        try:
-            super().cancel(why, seconds)
-        except DeadlineExceeded:
-            self._carrier.note_abandoned(self)
-            raise
 
 
 class ForeignCarrier(ABC):
@@ -118,10 +103,8 @@ class ForeignCarrier(ABC):
         self._table = RegionTable.of([])
         self._peers: list[ForeignPeer] = []
         self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
-        self._counts = dict.fromkeys(
-            ("transfers", "batches", "packed", "rejected_batches", "abandoned"), 0
-        )
-        self._abandoned: set[ForeignJob] = set()
+        self._counts = dict.fromkeys(("transfers", "batches", "packed", "rejected_batches"), 0)
+        self._abandoned = Abandoned(self.name)
         self._closed = self._was_shut = False
 
     # What a library's carrier gives
@@ -157,9 +140,9 @@ class ForeignCarrier(ABC):
         """What was carried. `packed`: transfers of which a part was; `desk_...`: what the desk did
         for others. `abandoned`: transfers that were given up and whose end was not seen in time;
         `abandoned_now`: those whose memory the library may still touch."""
+        given_up = {"abandoned": self._abandoned.count, "abandoned_now": self._abandoned.now}
         with self._lock:
-            self._abandoned = {j for j in self._abandoned if j.poll() is TransferState.RUNNING}
-            found = {**self._counts, "abandoned_now": len(self._abandoned)}
+            found = {**self._counts, **given_up}
         if self._desk is not None:
             found |= {f"desk_{what}": count for what, count in self._desk.counters.items()}
         return found
@@ -167,19 +150,6 @@ class ForeignCarrier(ABC):
     def count(self, what: str) -> None:
         with self._lock:
             self._counts[what] += 1
-
-    def note_abandoned(self, job: ForeignJob) -> None:
-        with self._lock:
-            if job.abandoned:
-                return
-            job.abandoned = True
-            self._abandoned.add(job)
-            self._counts["abandoned"] += 1
-        log.error(
-            "a %s transfer is abandoned: the library has not let go of its memory, which counts as "
-            "in use until it does",
-            self.name,
-        )
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         with self._lock:
@@ -273,7 +243,7 @@ class ForeignCarrier(ABC):
         peer.close_visits()
         for job in peer.workers.busy:
             if isinstance(job, ForeignJob):
-                self.note_abandoned(job)
+                self._abandoned.note(job)
         self._tidy(peer)
 
     def _tidy(self, peer: ForeignPeer | None, ending: Job | None = None) -> None:
@@ -336,7 +306,7 @@ class ForeignCarrier(ABC):
                 if not peer.connected:
                     self._tidy(peer, job)
 
-        return ForeignJob(self, then_tidy, what)
+        return ForeignJob(self._abandoned, then_tidy, what)
 
     def move_direct(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
         """Batch by batch, each in its turn."""
