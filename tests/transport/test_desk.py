@@ -24,7 +24,7 @@ from kvferry.errors import (
 from kvferry.transport import desk as desk_module
 from kvferry.transport import foreign
 from kvferry.transport.base import MemoryRegion
-from kvferry.transport.cost import Packing
+from kvferry.transport.cost import Choice, Packing
 from kvferry.transport.desk import Desk, Say
 from kvferry.transport.desk_visit import Busy, Visit
 from kvferry.transport.foreign import ForeignCarrier
@@ -329,3 +329,28 @@ def test_a_peer_that_does_not_pack_is_reached_directly(two: Two) -> None:
     two.user.read(link, copies).wait(soon())
     assert np.array_equal(two.ours, expected) and two.user.counters["packed"] == 0
     plain.close()
+
+
+def test_a_desk_that_is_full_or_cannot_be_reached_is_done_without(
+    two: Two, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for broken in ("full", "unreachable"):
+        if broken == "full":
+            monkeypatch.setattr(desk_module, "MOST_VISITORS", 0)
+        else:
+            assert two.owner._desk is not None
+            two.owner._desk.port = 1
+        link = two.user.connect(two.owner.endpoint(), soon())
+        copies = two.copies(reading=True)
+        expected, before = two.expected(copies, reading=True), two.user.moved
+        two.user.read(link, copies).wait(soon())
+        assert np.array_equal(two.ours, expected)
+        assert two.user.moved - before > 3000
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "port 1 " in caplog.text
+
+
+def test_what_was_not_measured_is_not_packed() -> None:
+    assert not Choice("nobody-measured-this").may_pack
+    assert Choice("nobody-measured-this", "packed").may_pack
+    assert Choice("tcp").may_pack and not Choice("tcp", "direct").may_pack

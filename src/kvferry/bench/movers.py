@@ -71,9 +71,15 @@ class OurCarrier:
 
     def library(self, op: str, copies: Arrays) -> Callable[[], None]:
         """The same over the library alone: the carrier's own engine, called directly."""
+        engine, peer = self.engine()
+        calls = mooncake_calls if self._carrier.name == "mooncake" else nixl_calls
+        return calls(engine, peer, op, copies)
+
+    def engine(self) -> tuple[Any, Any]:
+        """The library's engine in this carrier, and its name for the peer."""
         if self._carrier.name == "mooncake":
-            return mooncake_calls(self._carrier._engine, self._peer.handle.name, op, copies)
-        return nixl_calls(self._carrier._agent, self._peer.handle, op, copies)
+            return self._carrier._engine, self._peer.handle.name
+        return self._carrier._agent, self._peer.handle
 
     def close(self) -> None:
         self._carrier.close()

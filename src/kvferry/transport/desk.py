@@ -7,7 +7,7 @@ moves the slot in one piece, and the visitor scatters it. Writes go the other wa
 
     visitor                     owner
     MAGIC, token          ---->          both are in the endpoint, as those of the pulse
-                          <----          incarnation
+                          <----          incarnation, or FULL where too many visit already
     GATHER table          ---->          checks every range, then gathers
                           <----  READY   payload_bytes = where the slot begins in the staging memory
     (the library reads the slot)
@@ -33,7 +33,8 @@ Frames are those of the tcp carrier (tcp_frames.py). What may go wrong in betwee
     the visitor stalls  after `LEND_SECONDS` the same. If it reads on, its RETURN is not answered
                         with DONE, and its transfer fails
     the visitor lies    ranges outside of registered memory are refused before a byte moves
-    no slot is free     BUSY: the visitor moves these runs directly
+    no slot is free     BUSY, or FULL: the visitor moves these runs directly
+    no way to the desk  found when a peer is connected: all runs are moved directly, and it is said
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from enum import IntEnum
 from kvferry.errors import DeadlineExceeded, PeerLost, ProtocolError, TransferError
 from kvferry.transport.base import Ints
 from kvferry.transport.memory import Memory
+from kvferry.transport.pulse import TOKEN_BYTES
 from kvferry.transport.regions import RegionTable
 from kvferry.transport.slots import Slot, Slots
 from kvferry.transport.tcp_frames import HEADER, ROW_BYTES, Code, Header, error_frame, table_of
@@ -64,6 +66,7 @@ STALL_SECONDS = 30.0
 LEND_SECONDS = 120.0  # for the library to move one slot: behind others, over a slow network
 IDLE_SECONDS = 900.0
 MOST_VISITORS = 256
+FULL = b"\0" * TOKEN_BYTES
 
 
 class Say(IntEnum):
@@ -142,9 +145,13 @@ class Desk:
             target=self._serve, args=(stream,), name="kvferry-desk-serve", daemon=True
         )
         with self._lock:
-            if self._closed or len(self._streams) >= MOST_VISITORS:
-                visitor.close()
-                return
+            full = self._closed or len(self._streams) >= MOST_VISITORS
+        if full:
+            with contextlib.suppress(TransferError):
+                stream.send(FULL, time.monotonic() + 0.1)
+            stream.close()
+            return
+        with self._lock:
             self._streams.add(stream)
             self._threads.add(thread)
         try:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from kvferry.errors import DeadlineExceeded, KvferryError, PeerLost, ProtocolError, TransferError
 from kvferry.transport.base import Ints
-from kvferry.transport.desk import MAGIC, STALL_SECONDS, Say
+from kvferry.transport.desk import FULL, MAGIC, STALL_SECONDS, Say
 from kvferry.transport.tcp_frames import (
     ERROR_CODE,
     HEADER,
@@ -43,10 +43,17 @@ class Visit:
         self._used = time.monotonic()
 
     @classmethod
-    def open(cls, host: str, port: int, token: bytes, incarnation: bytes) -> Visit:
-        deadline = time.monotonic() + CONNECT_SECONDS
+    def open(
+        cls,
+        host: str,
+        port: int,
+        token: bytes,
+        incarnation: bytes,
+        seconds: float = CONNECT_SECONDS,
+    ) -> Visit:
+        deadline = time.monotonic() + seconds
         try:
-            connected = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
+            connected = socket.create_connection((host, port), timeout=seconds)
         except TimeoutError:
             raise DeadlineExceeded(f"{host}:{port} does not answer in time") from None
         except OSError as error:
@@ -54,7 +61,10 @@ class Visit:
         stream = Stream(connected, STALL_SECONDS)
         try:
             stream.send(MAGIC + token, deadline)
-            if not hmac.compare_digest(stream.recv(len(incarnation), deadline), incarnation):
+            said = stream.recv(len(incarnation), deadline)
+            if said == FULL:
+                raise Busy("the peer has as many visitors as it takes")
+            if not hmac.compare_digest(said, incarnation):
                 raise PeerLost(f"{host}:{port} is not the peer any more: it restarted")
         except TransferError:
             stream.close()

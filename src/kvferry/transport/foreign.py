@@ -92,10 +92,10 @@ class ForeignCarrier(ABC):
         self._flavour = flavour
         choice = Choice(costs_of, packing, costs)
         self._pulse = PulseServer(self.host)
-        self._slots = Slots(SLOTS if packing != "direct" else 0)
+        self._slots = Slots(SLOTS if choice.may_pack else 0)
         self._packer = Packer(self._slots, choice, self)
         self._desk: Desk | None = None
-        if packing != "direct":
+        if choice.may_pack:
             pulse = self._pulse
             self._desk = Desk(self.host, pulse.token, pulse.incarnation, self._slots)
         self._lock = threading.Lock()
@@ -265,6 +265,18 @@ class ForeignCarrier(ABC):
 
     def _greet(self, job: Job, peer: ForeignPeer) -> None:
         peer.handle = self._attach(peer.endpoint)
+        if self._desk is not None:
+            try:
+                peer.find_desk()
+            except TransferError as error:
+                peer.require_usable()
+                log.warning(
+                    "short runs to and from a %s peer are not packed, which is slower: its port %d "
+                    "cannot be used (%s)",
+                    self.name,
+                    peer.endpoint.desk_port,
+                    error,
+                )
         if len(peer.regions):
             one = np.ones(1, dtype=np.int64)
             into = np.array([self._scratch.ctypes.data], dtype=np.int64)

@@ -46,7 +46,7 @@ class Packer:
 
     def split(self, peer: ForeignPeer, copies: Arrays) -> tuple[list[Arrays], list[Arrays]]:
         """What is cheaper to move directly, and what packed, window by window."""
-        if not peer.endpoint.desk_port or self._choice.packing == "direct":
+        if not peer.packs or self._choice.packing == "direct":
             return [copies], []
         direct: list[Arrays] = []
         packed: list[Arrays] = []
@@ -76,8 +76,11 @@ class Packer:
     def _part(self, lanes: _Lanes, part: Arrays, reading: bool) -> None:
         slot = self._slots.take()
         if slot is not None:
+            done = False
             try:
                 done = self._through(lanes, slot, part, reading)
+            except Busy:
+                pass
             except BaseException:
                 if lanes.job.late_bytes:
                     self._slots.retire(slot)

@@ -13,13 +13,14 @@ import numpy as np
 
 from kvferry.errors import Cancelled, ProtocolError
 from kvferry.transport.base import MemoryRegion
-from kvferry.transport.desk_visit import Visit
+from kvferry.transport.desk_visit import Busy, Visit
 from kvferry.transport.jobs import Job, Workers
 from kvferry.transport.pulse import TOKEN_BYTES, Pulse
 from kvferry.transport.regions import Arrays, RegionTable, slices
 
 THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
 LANES_PER_TRANSFER = 2  # in packed mode: one is asked for or scattered while the other one moves
+DESK_SECONDS = 2.0  # for the first connection to a desk: there is another way
 TURN_LOOK_SECONDS = 0.02  # between two looks at cancel, for one that waits for its turn
 
 
@@ -65,6 +66,7 @@ class ForeignPeer:
         self.endpoint, self.regions, self.pulse = endpoint, regions, pulse
         self.handle: Any = None
         self.connected = True
+        self.packs = False  # whether its desk was reached
         name = f"kvferry-{endpoint.carrier}"
         self.workers = Workers(name, THREADS_PER_PEER)
         self.helpers = Workers(f"{name}-help", THREADS_PER_PEER * (LANES_PER_TRANSFER - 1))
@@ -89,6 +91,15 @@ class ForeignPeer:
             yield
         finally:
             self._turn.release()
+
+    def find_desk(self) -> None:
+        """Where it has one: `packs` from now on, or the `TransferError` that says why not."""
+        to = self.endpoint
+        if to.desk_port:
+            where = (to.host, to.desk_port, to.token, to.incarnation)
+            with contextlib.suppress(Busy):
+                self.put_visit(Visit.open(*where, DESK_SECONDS))
+            self.packs = True
 
     def take_visit(self) -> Visit:
         """A connection to its desk: an idle one that still works, or a new one."""
