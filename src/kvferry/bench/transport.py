@@ -49,6 +49,7 @@ from kvferry.transport.regions import Arrays
 
 DEFAULT_SIZES = tuple(256 << (2 * step) for step in range(9))  # 256 B to 16 MiB
 SCATTER_BYTES = 64 << 10
+LEAST_ROUNDS = 4
 TAKE_BELOW_BYTES = 16 << 10  # under it, a memmove per descriptor would measure Python
 BASELINES = {
     "local": "memcpy",
@@ -162,7 +163,7 @@ class _Measured:
         for task, _ in tasks.values():
             task()  # pages, connections, threads
         until, rounds = time.monotonic() + self.seconds, 0
-        while rounds < (only_rounds or 2) or (limits and time.monotonic() < until):
+        while rounds < (only_rounds or LEAST_ROUNDS) or (limits and time.monotonic() < until):
             rounds += 1
             for (name, op), (task, count) in tasks.items():
                 self._note(name, op, size, count / seconds_of(task))
