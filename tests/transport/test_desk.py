@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from carrier_peer import soon, threads_left
@@ -348,6 +349,14 @@ def test_a_desk_that_is_full_or_cannot_be_reached_is_done_without(
         assert two.user.moved - before > 3000
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "port 1 " in caplog.text
+
+
+@pytest.mark.parametrize("slot_bytes", [0, -1, 1 << 60])
+def test_endpoints_whose_slots_make_no_sense_are_refused(two: Two, slot_bytes: int) -> None:
+    good = ForeignEndpoint.decode(two.owner.endpoint(), "memmove")
+    bad = msgspec.msgpack.encode(msgspec.structs.replace(good, slot_bytes=slot_bytes))
+    with pytest.raises(KvferryError, match="slots of"):
+        two.user.connect(bad, soon())
 
 
 def test_what_was_not_measured_is_not_packed() -> None:

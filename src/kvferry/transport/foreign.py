@@ -161,8 +161,8 @@ class ForeignCarrier(ABC):
             )
             self._regions += regions
             self._table = table
-            self._packer.memory = memory = HostMemory(self._regions)
             if self._desk is not None:
+                self._packer.memory = memory = HostMemory(self._regions)
                 self._desk.regions, self._desk.memory = table, memory
 
     def endpoint(self) -> bytes:

@@ -21,6 +21,7 @@ from kvferry.transport.cost import Choice
 from kvferry.transport.desk import Say
 from kvferry.transport.desk_visit import Busy, Visit
 from kvferry.transport.foreign_peer import LANES_PER_TRANSFER, ForeignPeer, follow
+from kvferry.transport.iovec import joined
 from kvferry.transport.jobs import Job, share
 from kvferry.transport.memory import Memory
 from kvferry.transport.regions import Arrays, slices
@@ -97,10 +98,11 @@ class Packer:
         memory, peer, job = self.memory, lanes.peer, lanes.job
         assert memory is not None
         count = int(part.length.sum())
-        runs, what = (part.src, Say.GATHER) if reading else (part.dst, Say.LEND)
+        runs, lengths = joined(part.src if reading else part.dst, part.length)
+        what = Say.GATHER if reading else Say.LEND
         with lanes.visit() as visit:
             try:
-                there = _address(peer, visit.ask(what, runs, part.length, lanes.check), count)
+                there = _address(peer, visit.ask(what, runs, lengths, lanes.check), count)
             except Busy:
                 return False
             if not reading:

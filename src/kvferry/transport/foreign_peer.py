@@ -20,6 +20,7 @@ from kvferry.transport.regions import Arrays, RegionTable, slices
 
 THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
 LANES_PER_TRANSFER = 2  # in packed mode: one is asked for or scattered while the other one moves
+LEAST_SLOT_BYTES = 4096
 DESK_SECONDS = 2.0  # for the first connection to a desk: there is another way
 TURN_LOOK_SECONDS = 0.02  # between two looks at cancel, for one that waits for its turn
 
@@ -50,6 +51,14 @@ class ForeignEndpoint(msgspec.Struct, frozen=True, array_like=True):
             or not len(endpoint.token) == len(endpoint.incarnation) == TOKEN_BYTES
         ):
             raise ProtocolError(f"this is not a {carrier} endpoint, but {endpoint.carrier!r}")
+        if (
+            endpoint.desk_port
+            and not LEAST_SLOT_BYTES <= endpoint.slot_bytes <= endpoint.staging[1]
+        ):
+            raise ProtocolError(
+                f"a {carrier} endpoint names slots of {endpoint.slot_bytes} bytes in a staging "
+                f"memory of {endpoint.staging[1]}"
+            )
         return endpoint
 
     def table(self) -> RegionTable:
