@@ -197,7 +197,8 @@ class MemmoveCarrier(ForeignCarrier):
 
     def _detach(self, handle: Any) -> None: ...
 
-    def _carry(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
+    def _carry(self, job: Job, peer: ForeignPeer, batch: Any, *, reading: bool) -> None:
+        part: Arrays = batch
         if self.fails is not None:
             self.fails(job)
         self.moved += len(part)

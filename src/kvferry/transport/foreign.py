@@ -39,9 +39,15 @@ from kvferry.transport.cost import Choice, Costs, Packing
 from kvferry.transport.desk import Desk
 from kvferry.transport.foreign_jobs import Abandoned, ForeignJob
 from kvferry.transport.foreign_packed import Packer
-from kvferry.transport.foreign_peer import ForeignEndpoint, ForeignPeer, batches, is_loopback
+from kvferry.transport.foreign_peer import (
+    LANES_PER_TRANSFER,
+    ForeignEndpoint,
+    ForeignPeer,
+    batches,
+    is_loopback,
+)
 from kvferry.transport.host import HostMemory
-from kvferry.transport.jobs import CANCEL_SECONDS, Job
+from kvferry.transport.jobs import CANCEL_SECONDS, Job, share
 from kvferry.transport.pulse import Pulse, PulseServer
 from kvferry.transport.regions import Arrays, RegionTable, require_all
 from kvferry.transport.slots import SLOTS, Slots
@@ -126,8 +132,13 @@ class ForeignCarrier(ABC):
         """Nothing of ours is under way to or from that peer."""
 
     @abstractmethod
-    def _carry(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
+    def _carry(self, job: Job, peer: ForeignPeer, batch: Any, *, reading: bool) -> None:
         """Move one batch. Returns or raises when the library has let it go."""
+
+    def _prepare(self, part: Arrays, *, reading: bool) -> Any:
+        """A batch as `_carry` takes it."""
+        del reading
+        return part
 
     @abstractmethod
     def _shut(self) -> None:
@@ -321,16 +332,24 @@ class ForeignCarrier(ABC):
         return ForeignJob(self._abandoned, then_tidy, what)
 
     def move_direct(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
-        """Batch by batch, each in its turn."""
-        for few in batches(part, self.batch_descriptors, self.batch_bytes):
+        """Batch by batch, each in its turn; one is prepared while the other moves."""
+
+        def one(few: Arrays) -> None:
+            ready = self._prepare(few, reading=reading)
             with peer.turn(job):
-                self.move_batch(job, peer, few, reading=reading)
+                self._judged(job, peer, ready, reading=reading)
             self.count("batches")
 
+        parts = batches(part, self.batch_descriptors, self.batch_bytes)
+        share(job, parts, one, peer.helpers, LANES_PER_TRANSFER - 1)
+
     def move_batch(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
+        self._judged(job, peer, self._prepare(part, reading=reading), reading=reading)
+
+    def _judged(self, job: Job, peer: ForeignPeer, batch: Any, *, reading: bool) -> None:
         """Carry a batch. Whatever the library says, a peer that is gone is the better reason."""
         try:
-            self._carry(job, peer, part, reading=reading)
+            self._carry(job, peer, batch, reading=reading)
         except (Cancelled, PeerLost):
             raise
         except TransferError as error:

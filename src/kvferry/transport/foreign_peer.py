@@ -19,7 +19,7 @@ from kvferry.transport.pulse import TOKEN_BYTES, Pulse
 from kvferry.transport.regions import Arrays, RegionTable, slices
 
 THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
-LANES_PER_TRANSFER = 2  # in packed mode: one is asked for or scattered while the other one moves
+LANES_PER_TRANSFER = 2  # one batch is prepared, asked for or scattered while the other one moves
 LEAST_SLOT_BYTES = 4096
 DESK_SECONDS = 2.0  # for the first connection to a desk: there is another way
 TURN_LOOK_SECONDS = 0.02  # between two looks at cancel, for one that waits for its turn

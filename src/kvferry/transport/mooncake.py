@@ -121,7 +121,8 @@ class MooncakeCarrier(ForeignCarrier):
     def _detach(self, handle: _Target) -> None:
         """Mooncake keeps what it knows of a peer; a new process has a new address."""
 
-    def _carry(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
+    def _carry(self, job: Job, peer: ForeignPeer, batch: Any, *, reading: bool) -> None:
+        part: Arrays = batch
         target = peer.handle
         local, remote = (part.dst, part.src) if reading else (part.src, part.dst)
         at, refusal, failed = 0, _Refusal(), False
