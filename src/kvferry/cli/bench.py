@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.bench.plan import BenchResult, CaseResult
+from kvferry.bench.targets import lines as target_lines
 from kvferry.bench.transport import TransportResult
 from kvferry.units import show_bytes
 
@@ -167,13 +168,14 @@ def transport_bench_page(result: TransportResult) -> str:
         f"<li>not measured: {escape(name)}: {escape(why)}</li>"
         for name, why in result.missing.items()
     )
+    targets = "".join(f"<li>{escape(line)}</li>" for line in target_lines(result.targets) if line)
     return _page(
         "kvferry bench transport",
         f"""<h1>Carriers, beside their libraries</h1>
 <p>Two processes on this machine, scattered descriptors, the best of several rounds in which all
 take turns. raw-mooncake and raw-nixl are the libraries called directly, with the same batches.
 Dashed: limits of this machine in the same run.</p>
-{plots}<ul>{missing}</ul>
+{plots}<ul>{targets}{missing}</ul>
 <table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>""",
     )
 
@@ -262,12 +264,12 @@ def _log_plot(
 
 
 def calibrate_costs(as_json: bool) -> None:
-    """Measure what the embedded carriers cost on this machine, and keep it where they look."""
+    """Measure what the carriers cost on this machine, and keep it where they look."""
     import sys
 
     import msgspec
 
-    from kvferry.bench.packed import calibrate, write_costs
+    from kvferry.bench.calibrate import calibrate, write_costs
 
     costs = calibrate()
     path = write_costs(costs)

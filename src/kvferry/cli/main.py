@@ -140,7 +140,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
     method: Annotated[str, typer.Option(help="auto, vm or shared.")] = "auto",
     transport: Annotated[
-        str, typer.Option(help="A carrier instead: local, tcp, mooncake, nixl, ...")
+        str, typer.Option(help="A carrier instead: auto, local, tcp, mooncake, nixl, cuda.")
     ] = "",
     as_json: Json = False,
     html: Annotated[Path, typer.Option(help="Where to draw the plan.")] = Path(
@@ -261,7 +261,7 @@ def bench_transport(
     if calibrate:
         from kvferry.cli.bench import calibrate_costs
 
-        with refusals():
+        with refusals(), libraries_to_stderr():
             calibrate_costs(as_json)
         return
     from kvferry.bench.transport import DEFAULT_SIZES, lines, run
@@ -287,14 +287,17 @@ def bench_transport(
 def bench_packed(
     sizes: Annotated[str, typer.Option(help="Run lengths in bytes, with commas.")] = "",
     seconds: Annotated[float, typer.Option(help="Seconds for each length and carrier.")] = 1.0,
+    carriers: Annotated[str, typer.Option(help="Which ones, with commas; else all.")] = "",
     as_json: Json = False,
 ) -> None:
     """Short runs: direct, packed and what the cost model chooses, in the same run."""
-    from kvferry.bench.packed import SIZES, lines, run
+    from kvferry.bench.packed import CARRIERS, SIZES, lines, run
 
     with refusals():
         chosen = [int(s) for s in sizes.split(",")] if sizes else list(SIZES)
-        result = run(chosen, seconds)
+        names = carriers.split(",") if carriers else list(CARRIERS)
+        with libraries_to_stderr():
+            result = run(chosen, seconds, names)
     if as_json:
         print_json(asdict(result))
     else:

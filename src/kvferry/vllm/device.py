@@ -8,7 +8,7 @@ from typing import Any
 
 from kvferry.errors import TransferError
 from kvferry.transport import make_carrier
-from kvferry.transport.auto import AUTO, select
+from kvferry.transport.auto import AUTO, ENGINES, select
 from kvferry.transport.base import Carrier, MemoryRegion
 from kvferry.transport.host import HostMemory
 from kvferry.transport.memory import Memory
@@ -50,8 +50,10 @@ def cache_carriers(
         # as reachable as the engine's directory, and no more
         host = config.host or "127.0.0.1"
         options: dict[str, Any] = {"secret": config.secret, "host": host}
-        if chosen.name in ("local", "tcp"):
-            options["packing"] = config.packing
+        if chosen.name in ("local", "tcp", *ENGINES):
+            # an engine reaches a GPU run by run; its desk gathers host memory only
+            engine_on_gpu = gpu and chosen.name in ENGINES
+            options["packing"] = "direct" if engine_on_gpu else config.packing
         if gpu and chosen.name == "tcp":
             options["memory"] = memory
         options |= config.carrier_options.get(chosen.name, {})
