@@ -20,7 +20,6 @@ it: see `kvferry bench stall`.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import statistics
 import sys
@@ -29,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvferry.bench.handover_pair import KINDS, USUAL, Cost, Kind, Pair, started
+from kvferry.bench.handover_pair import KINDS, USUAL, Cost, Kind, Pair, make_pair
 from kvferry.demo.tiny_model import llama_config, make_model
 from kvferry.errors import DescriptionError, KvferryError
 
@@ -74,12 +73,12 @@ class Verdict:
 @dataclass(slots=True)
 class _Runner:
     kind: Kind
-    pair: Pair | None = None
+    pair: Pair | None
     costs: list[Cost] = field(default_factory=list)
     stalls: list[tuple[float, float, float]] = field(default_factory=list)
     error: str = ""
 
-    def attempt(self, action: Callable[[Pair], None]) -> None:
+    def attempt(self, action: Callable[[Pair], object]) -> None:
         """A connector that fails is out; the others go on."""
         if self.pair is None:
             return
@@ -98,7 +97,7 @@ class _Runner:
     def result(self) -> HandoverResult:
         if self.pair is None:
             return HandoverResult(self.kind.name, self.kind.ours, error=self.error)
-        longest = [max(column) * 1e3 for column in zip(*self.stalls, strict=True)]
+        longest = [max(column) * 1e3 for column in zip(*self.stalls, strict=True)] or [0.0] * 3
         return HandoverResult(
             self.kind.name,
             self.kind.ours,
@@ -123,31 +122,39 @@ def run(
         raise DescriptionError(f"no connectors {sorted(unknown)}; there are {names}")
     # engines are ended on the way out
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    runners = [_Runner(kind) for kind in KINDS if kind.name in (kinds or USUAL)]
-    with (
-        tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder,
-        contextlib.ExitStack() as engines,
-    ):
-        logs = Path(folder)
-        model = make_model(logs / "tiny", llama_config(num_hidden_layers=LAYERS))
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
+        model = make_model(Path(folder) / "tiny", llama_config(num_hidden_layers=LAYERS))
+        pairs = [
+            make_pair(kind, model, Path(folder)) for kind in KINDS if kind.name in (kinds or USUAL)
+        ]
+        try:
+            return _compare([_Runner(pair.kind, pair) for pair in pairs], requests, tokens, tell)
+        finally:
+            for engine in (engine for pair in pairs for engine in pair.engines):
+                engine.kill()  # at once: nothing of theirs is wanted any more
+
+
+def _compare(
+    runners: list[_Runner], requests: int, tokens: int, tell: Callable[[str], None]
+) -> list[HandoverResult]:
+    for runner in runners:
+        runner.attempt(lambda pair: [engine.start() for engine in pair.engines])
+    for runner in runners:
+        runner.attempt(lambda pair: [engine.wait_ready() for engine in pair.engines])
+        tell(f"{runner.kind.name}: {runner.error or 'started'}")
+    seeds = iter(range(1, 1_000_000))
+    for number in range(WARM_UP + requests):
         for runner in runners:
-            try:
-                runner.pair = engines.enter_context(started(runner.kind, model, logs))
-            except KvferryError as error:
-                runner.error = f"{error}"[-2000:]
-            tell(f"{runner.kind.name}: {runner.error or 'started'}")
-        seeds = iter(range(1, 1_000_000))
-        for number in range(WARM_UP + requests):
-            for runner in runners:
-                runner.measure(_prompt(next(seeds), tokens))
-                if number < WARM_UP:
-                    runner.costs.clear()
-        tell(f"{requests} requests each")
-        for _ in range(BUSY_ROUNDS):
-            for runner in runners:
-                prompts = [_prompt(next(seeds), tokens) for _ in range(PER_BUSY_ROUND)]
-                runner.stall(prompts, _prompt(next(seeds), 32))
-        return [runner.result() for runner in runners]
+            runner.measure(_prompt(next(seeds), tokens))
+            if number < WARM_UP:
+                runner.costs.clear()
+    for runner in runners:
+        tell(str(runner.result()))
+    for _ in range(BUSY_ROUNDS):
+        for runner in runners:
+            prompts = [_prompt(next(seeds), tokens) for _ in range(PER_BUSY_ROUND)]
+            runner.stall(prompts, _prompt(next(seeds), 32))
+    return [runner.result() for runner in runners]
 
 
 def verdicts(results: Sequence[HandoverResult]) -> list[Verdict]:

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from kvferry.errors import TransferError
 
 TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK")
 DECODE_TOKENS = 4
+MOST_TOKENS = 1900  # of a request that is decoded meanwhile
+BUSY_SECONDS = 0.5
 REST_SECONDS = 0.05  # what is left to do on either side belongs to the request
 OURS = {"kv_connector_module_path": "kvferry.bench.timed_ours"}
 THEIRS = {"kv_connector_module_path": "kvferry.bench.timed_vllm"}
@@ -84,6 +86,10 @@ class Pair:
     wrong: int = 0  # answers that differ from the prefill engine's own
     count: int = 0
 
+    @property
+    def engines(self) -> tuple[Engine, Engine]:
+        return self.prefill, self.decode
+
     def hand_over(self, prompt: list[int]) -> Cost:
         self.count += 1
         name = f"xfer-{self.kind.name}-{self.count}"
@@ -110,30 +116,37 @@ class Pair:
 
         The gap is between two tokens of another request (`busy`), which D decodes meanwhile.
         """
-        gaps: list[float] = []
+        times: list[float] = []
+        over = threading.Event()
 
         def decode() -> None:
-            times, _ = stream(self.decode, busy, 1900 - len(busy), {})
-            gaps.extend(b - a for a, b in itertools.pairwise(times))
+            times.extend(stream(self.decode, busy, MOST_TOKENS, {}, over)[0])
 
         thread = threading.Thread(target=decode)
         thread.start()
-        time.sleep(0.3)  # until it decodes
-        self.prefill_times.clear()
-        self.decode_times.clear()
-        for prompt in prompts:
-            self.hand_over(prompt)
-        longest = self.prefill_times.read()[0], self.decode_times.read()[0]
-        if not thread.is_alive():
-            raise TransferError("the other request was over before the hand-overs: too few tokens")
-        thread.join()
-        return (*longest, max(gaps))
+        try:
+            time.sleep(BUSY_SECONDS)  # until it decodes
+            self.prefill_times.clear()
+            self.decode_times.clear()
+            for prompt in prompts:
+                self.hand_over(prompt)
+            longest = self.prefill_times.read()[0], self.decode_times.read()[0]
+            if not thread.is_alive():
+                raise TransferError("the other request ended before the hand-overs did")
+        finally:
+            over.set()
+            thread.join()
+        return (*longest, max(b - a for a, b in itertools.pairwise(times)))
 
 
 def stream(
-    engine: Engine, prompt: list[int], tokens: int, params: Mapping[str, Any]
+    engine: Engine,
+    prompt: list[int],
+    tokens: int,
+    params: Mapping[str, Any],
+    over: threading.Event | None = None,
 ) -> tuple[list[float], list[int]]:
-    """When each token came, and all of them."""
+    """When each token came, and all of them, until it is `over`."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
     body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
     if params:
@@ -150,6 +163,8 @@ def stream(
             if line.startswith(b"data: {"):
                 times.append(time.perf_counter())
                 found += json.loads(line[6:])["choices"][0].get("token_ids") or []
+            if over is not None and over.is_set():
+                break
     if not times:
         raise TransferError(f"engine {engine.name} gave no token:\n{engine.tail()}")
     return times, found
@@ -166,8 +181,8 @@ def cpu_seconds(group: int) -> float:
     return ticks * TICK_SECONDS
 
 
-@contextlib.contextmanager
-def started(kind: Kind, model: Path, logs: Path) -> Iterator[Pair]:
+def make_pair(kind: Kind, model: Path, logs: Path) -> Pair:
+    """Its engines, not started yet."""
     bootstrap = free_port()
     short = kind.name.replace(" ", "-").replace("'", "")
 
@@ -188,12 +203,4 @@ def started(kind: Kind, model: Path, logs: Path) -> Iterator[Pair]:
     prefill = engine("p", "kv_producer" if kind.transfer_ids else "kv_both", bootstrap)
     decode = engine("d", "kv_consumer" if kind.transfer_ids else "kv_both", free_port())
     times = [Times(Path(one.environment[FILE])) for one in (prefill, decode)]
-    try:
-        for one in (prefill, decode):
-            one.start()
-        for one in (prefill, decode):
-            one.wait_ready()
-        yield Pair(kind, prefill, decode, bootstrap, *times)
-    finally:
-        for one in (prefill, decode):
-            one.kill()  # at once: nothing of theirs is wanted any more
+    return Pair(kind, prefill, decode, bootstrap, *times)
