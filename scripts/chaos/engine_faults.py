@@ -75,8 +75,8 @@ def reset(pair: Pair) -> None:
 
 FAULTS: dict[str, tuple[int, Callable[[Pair, int, random.Random], None]]] = {
     # weight: engines take half a minute to come back
-    "prefill engine killed": (1, lambda p, n, r: kill(p, "p")),
-    "decode engine killed": (1, lambda p, n, r: kill(p, "d")),
+    "prefill engine killed": (2, lambda p, n, r: kill(p, "p")),
+    "decode engine killed": (2, lambda p, n, r: kill(p, "d")),
     "prefill engine stopped": (3, lambda p, n, r: stop(p, "p", r.uniform(0.2, 3.0))),
     "decode engine stopped": (3, lambda p, n, r: stop(p, "d", r.uniform(0.2, 3.0))),
     "decode engine stopped past lease": (2, lambda p, n, r: stop(p, "d", LEASE_SECONDS + 2)),

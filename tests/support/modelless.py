@@ -174,6 +174,7 @@ class Modelless:
             worker._incarnation,
             lease_seconds=worker.config.lease_seconds,
             pusher=pusher if push else None,
+            bell=worker._bell,
         )
         worker._producer.start()
         worker._consumer = ConsumerRank(
@@ -185,6 +186,7 @@ class Modelless:
             [carrier],
             zero=HostMemory([region]).zero,
             mode=worker.config.mode,
+            bell=worker._bell,
         )
         info = rank_info(
             layout,

@@ -2,16 +2,17 @@
 
 For each connector, two engines of vLLM's CPU build (tp 1, equal blocks, which all of them take).
 All are started first; then they hand prompts over one after another, taking turns, so that what the
-machine does besides hits all alike. Compared per request:
+machine does besides hits all alike; those whose turn it is not are stopped (SIGSTOP), because some
+have threads that never rest. Compared per request:
 
     first token   from the prefill engine's answer to the decode engine's first streamed token: the
                   load, and one step
     P, D cpu      processor time of all processes of each engine
 
-and, in rounds of their own in which the decode engine also decodes another request, of all rounds
+and, in rounds of their own in which both engines also decode another request, of all rounds
 
     P, D step     the longest that the connector's calls kept one step of the engine
-    gap           the longest between two tokens of that other request
+    gap           the longest between two tokens of that other request on the decode engine
 
 Every answer is compared with the prefill engine's own: a connector that is fast and wrong is shown
 as wrong. An engine whose steps are held up by planning needs a long prompt on many layers to show
@@ -78,12 +79,25 @@ class _Runner:
     stalls: list[tuple[float, float, float]] = field(default_factory=list)
     error: str = ""
 
+    def start(self) -> None:
+        assert self.pair is not None
+        try:
+            for engine in self.pair.engines:
+                engine.start()
+            for engine in self.pair.engines:
+                engine.wait_ready()
+            self.pair.signal(signal.SIGSTOP)
+        except KvferryError as error:
+            self.error = f"{error}"[-2000:]
+            self.pair = None
+
     def attempt(self, action: Callable[[Pair], object]) -> None:
         """A connector that fails is out; the others go on."""
         if self.pair is None:
             return
         try:
-            action(self.pair)
+            with self.pair.awake():
+                action(self.pair)
         except (KvferryError, OSError, KeyError) as error:
             self.error = f"{type(error).__name__}: {error}"[-2000:]
             self.pair = None
@@ -138,9 +152,7 @@ def _compare(
     runners: list[_Runner], requests: int, tokens: int, tell: Callable[[str], None]
 ) -> list[HandoverResult]:
     for runner in runners:
-        runner.attempt(lambda pair: [engine.start() for engine in pair.engines])
-    for runner in runners:
-        runner.attempt(lambda pair: [engine.wait_ready() for engine in pair.engines])
+        runner.start()
         tell(f"{runner.kind.name}: {runner.error or 'started'}")
     seeds = iter(range(1, 1_000_000))
     for number in range(WARM_UP + requests):

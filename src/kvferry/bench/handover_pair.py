@@ -12,10 +12,11 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,20 @@ class Pair:
     def engines(self) -> tuple[Engine, Engine]:
         return self.prefill, self.decode
 
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Its engines run; before and after they are stopped, for some never rest."""
+        self.signal(signal.SIGCONT)
+        time.sleep(REST_SECONDS)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGSTOP)
+
+    def signal(self, number: int) -> None:
+        for engine in self.engines:
+            os.killpg(engine.pid, number)
+
     def hand_over(self, prompt: list[int]) -> Cost:
         self.count += 1
         name = f"xfer-{self.kind.name}-{self.count}"
@@ -114,29 +129,33 @@ class Pair:
     def stalls(self, prompts: list[list[int]], busy: list[int]) -> tuple[float, float, float]:
         """Seconds: the connector's longest step on P and on D, and the longest gap on D.
 
-        The gap is between two tokens of another request (`busy`), which D decodes meanwhile.
+        Both engines decode another request (`busy`) meanwhile, so that no step is empty; the gap is
+        between two tokens of that request.
         """
-        times: list[float] = []
+        times: dict[str, list[float]] = {}
         over = threading.Event()
 
-        def decode() -> None:
-            times.extend(stream(self.decode, busy, MOST_TOKENS, {}, over)[0])
+        def decode(engine: Engine) -> None:
+            times[engine.name] = stream(engine, busy, MOST_TOKENS, {}, over)[0]
 
-        thread = threading.Thread(target=decode)
-        thread.start()
+        threads = [threading.Thread(target=decode, args=(engine,)) for engine in self.engines]
+        for thread in threads:
+            thread.start()
         try:
-            time.sleep(BUSY_SECONDS)  # until it decodes
+            time.sleep(BUSY_SECONDS)  # until they decode
             self.prefill_times.clear()
             self.decode_times.clear()
             for prompt in prompts:
                 self.hand_over(prompt)
             longest = self.prefill_times.read()[0], self.decode_times.read()[0]
-            if not thread.is_alive():
+            if not all(thread.is_alive() for thread in threads):
                 raise TransferError("the other request ended before the hand-overs did")
         finally:
             over.set()
-            thread.join()
-        return (*longest, max(b - a for a, b in itertools.pairwise(times)))
+            for thread in threads:
+                thread.join()
+        found = times[self.decode.name]
+        return (*longest, max(b - a for a, b in itertools.pairwise(found)))
 
 
 def stream(

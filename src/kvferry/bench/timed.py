@@ -1,8 +1,9 @@
 """How long a connector keeps an engine's step: its calls, timed from outside.
 
 `timed(Connector)` is the same connector, whose calls within a step add up in a small file that
-whoever started the engine reads and clears. A step is what lies between two calls of
-`build_connector_meta`. Time in which the step waits for the interpreter's lock within such a call
+whoever started the engine reads and clears. A step ends with `build_connector_meta` in the
+scheduler's process, and with `clear_connector_metadata` in a worker's; the longest of either is
+kept. Time in which the step waits for the interpreter's lock within such a call
 counts; that is the point. Used by `kvferry bench handover`, alike for every connector.
 """
 
@@ -18,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 FILE = "KVFERRY_BENCH_TIMES"  # the environment's name for the file
-STEP_ENDS = "build_connector_meta"
+STEP_ENDS = ("build_connector_meta", "clear_connector_metadata")
 CALLS = (
     "on_new_request",
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
-    STEP_ENDS,
+    "build_connector_meta",
     "update_connector_output",
     "request_finished",
     "request_finished_all_groups",
@@ -74,7 +75,7 @@ class Times:
         finally:
             self._step += time.perf_counter() - start
             self._depth = 0
-            if name == STEP_ENDS:
+            if name in STEP_ENDS:
                 longest, total, steps = self.read()
                 self.FORM.pack_into(
                     self._memory, 0, max(longest, self._step), total + self._step, steps + 1.0
@@ -86,7 +87,7 @@ _times: Times | None = None
 
 
 def _of_this_process() -> Times:
-    """Scheduler and worker of an engine with one rank share a process, and so a step."""
+    """All processes of an engine share the file; what two write at once may be lost, once."""
     global _times
     if _times is None:
         _times = Times(Path(os.environ[FILE]))

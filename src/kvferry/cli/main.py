@@ -308,7 +308,7 @@ def bench_stall(
     as_json: Json = False,
 ) -> None:
     """The longest that a hand-over holds up an engine's step, beside vLLM's MooncakeConnector."""
-    from kvferry.bench.stall import run
+    from kvferry.bench.stall import TARGET_RATIO, run
 
     with refusals(), libraries_to_stderr():
         result = run(blocks)
@@ -319,6 +319,7 @@ def bench_stall(
     print(f"longest stall of a step: {result.kvferry_ms:.2f} ms")
     if result.vllm_ms is not None and result.ratio is not None:
         print(f"vLLM's MooncakeConnector: {result.vllm_ms:.0f} ms, {result.ratio:.0f} x as long")
+        print(f"  {'yes' if result.met else 'NO'}  at least {TARGET_RATIO} times shorter")
 
 
 @bench.command("pool")
