@@ -6,14 +6,19 @@ are processes with a real carrier (`registered`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
+with warnings.catch_warnings():  # torch and vLLM warn of themselves
+    warnings.simplefilter("ignore")
+    from registered import Registered, RegisteredConsumer
 
 from p2p_peers import Child
-from registered import Registered, RegisteredConsumer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 HEADS = (("num_key_value_heads", 24),)
 EIGHT = (("num_key_value_heads", 8),)
