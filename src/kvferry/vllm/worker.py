@@ -169,8 +169,8 @@ class FerryWorker:
         results = KVConnectorTransferResults()
         if self._producer is None or self._consumer is None:
             return results
-        if self._idle and (self._consumer.busy or self._producer.open_holds):
-            self._bell.wait(IDLE_STEP_SECONDS)
+        expecting = self._consumer.busy or self._producer.open_holds
+        self._bell.wait(IDLE_STEP_SECONDS if self._idle and expecting else 0.0)
         for closed in self._producer.take_closed():
             results.finished_sending.add(closed.request_id)
             if self._rank == Rank(0, 0):  # all ranks close the same holds
