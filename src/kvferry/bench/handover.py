@@ -12,7 +12,8 @@ have threads that never rest. Compared per request:
 and, in rounds of their own in which both engines also decode another request, of all rounds
 
     P, D step     the longest that the connector's calls kept one step of the engine
-    gap           the longest between two tokens of that other request on the decode engine
+    gap           the longest between two tokens of that other request on the decode engine; of all
+                  hand-overs, the median
 
 Every answer is compared with the prefill engine's own: a connector that is fast and wrong is shown
 as wrong. An engine whose steps are held up by planning needs a long prompt on many layers to show
@@ -29,7 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvferry.bench.handover_pair import KINDS, USUAL, Cost, Kind, Pair, make_pair
+from kvferry.bench.handover_pair import KINDS, USUAL, Cost, Kind, Pair, Stalls, make_pair
 from kvferry.demo.tiny_model import llama_config, make_model
 from kvferry.errors import DescriptionError, KvferryError
 
@@ -39,6 +40,7 @@ BUSY_ROUNDS = 2
 PER_BUSY_ROUND = 3
 # Of a noisy machine: medians of alternating requests differ by this much between equal engines.
 NOISE = 0.05
+LEAST_STALL_MS = 1.0  # what a step does not feel
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,11 @@ class Verdict:
     theirs_ms: float
     limit: float  # of ours / theirs
 
+    floor_ms: float = 0.0  # below it, all are alike
+
     @property
     def met(self) -> bool:
-        return self.ours_ms <= self.theirs_ms * self.limit
+        return self.ours_ms <= max(self.theirs_ms * self.limit, self.floor_ms)
 
 
 @dataclass(slots=True)
@@ -76,7 +80,7 @@ class _Runner:
     kind: Kind
     pair: Pair | None
     costs: list[Cost] = field(default_factory=list)
-    stalls: list[tuple[float, float, float]] = field(default_factory=list)
+    stalls: list[Stalls] = field(default_factory=list)
     error: str = ""
 
     def start(self) -> None:
@@ -111,7 +115,7 @@ class _Runner:
     def result(self) -> HandoverResult:
         if self.pair is None:
             return HandoverResult(self.kind.name, self.kind.ours, error=self.error)
-        longest = [max(column) * 1e3 for column in zip(*self.stalls, strict=True)] or [0.0] * 3
+        gaps = [gap for one in self.stalls for gap in one.gaps]
         return HandoverResult(
             self.kind.name,
             self.kind.ours,
@@ -119,8 +123,10 @@ class _Runner:
             statistics.median(cost.first_token_seconds for cost in self.costs) * 1e3,
             statistics.mean(cost.prefill_cpu_seconds for cost in self.costs) * 1e3,
             statistics.mean(cost.decode_cpu_seconds for cost in self.costs) * 1e3,
-            *longest,
-            wrong=self.pair.wrong,
+            max((one.prefill_step for one in self.stalls), default=0.0) * 1e3,
+            max((one.decode_step for one in self.stalls), default=0.0) * 1e3,
+            statistics.median(gaps) * 1e3 if gaps else 0.0,
+            self.pair.wrong,
         )
 
 
@@ -175,7 +181,14 @@ def verdicts(results: Sequence[HandoverResult]) -> list[Verdict]:
     if ours is None:
         return []
     return [
-        Verdict(what, getattr(ours, name), theirs.name, getattr(theirs, name), 1 + NOISE)
+        Verdict(
+            what,
+            getattr(ours, name),
+            theirs.name,
+            getattr(theirs, name),
+            1 + NOISE,
+            LEAST_STALL_MS if "step" in name else 0.0,
+        )
         for theirs in results
         if not theirs.ours and not theirs.error
         for what, name in (

@@ -77,6 +77,15 @@ class Cost:
 
 
 @dataclass(slots=True)
+class Stalls:
+    """Seconds that hand-overs held up another request."""
+
+    prefill_step: float  # the connector's longest in one step
+    decode_step: float
+    gaps: list[float]  # for each hand-over, the longest between two tokens on the decode engine
+
+
+@dataclass(slots=True)
 class Pair:
     kind: Kind
     prefill: Engine
@@ -126,12 +135,9 @@ class Pair:
         self.wrong += tokens != alone["choices"][0]["token_ids"]
         return Cost(times[0] - answered, after[0] - before[0], after[1] - before[1])
 
-    def stalls(self, prompts: list[list[int]], busy: list[int]) -> tuple[float, float, float]:
-        """Seconds: the connector's longest step on P and on D, and the longest gap on D.
-
-        Both engines decode another request (`busy`) meanwhile, so that no step is empty; the gap is
-        between two tokens of that request.
-        """
+    def stalls(self, prompts: list[list[int]], busy: list[int]) -> Stalls:
+        """Hand prompts over while both engines decode another request (`busy`), so that no step is
+        empty."""
         times: dict[str, list[float]] = {}
         over = threading.Event()
 
@@ -141,21 +147,25 @@ class Pair:
         threads = [threading.Thread(target=decode, args=(engine,)) for engine in self.engines]
         for thread in threads:
             thread.start()
+        moments = []
         try:
             time.sleep(BUSY_SECONDS)  # until they decode
             self.prefill_times.clear()
             self.decode_times.clear()
             for prompt in prompts:
+                begun = time.perf_counter()
                 self.hand_over(prompt)
-            longest = self.prefill_times.read()[0], self.decode_times.read()[0]
+                moments.append((begun, time.perf_counter()))
+            steps = self.prefill_times.read()[0], self.decode_times.read()[0]
             if not all(thread.is_alive() for thread in threads):
                 raise TransferError("the other request ended before the hand-overs did")
         finally:
             over.set()
             for thread in threads:
                 thread.join()
-        found = times[self.decode.name]
-        return (*longest, max(b - a for a, b in itertools.pairwise(found)))
+        pairs = list(itertools.pairwise(times[self.decode.name]))
+        gaps = [max(b - a for a, b in pairs if b > start and a < end) for start, end in moments]
+        return Stalls(*steps, gaps)
 
 
 def stream(

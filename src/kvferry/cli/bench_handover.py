@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.bench.handover import NOISE, HandoverResult, verdicts
+from kvferry.bench.handover import LEAST_STALL_MS, NOISE, HandoverResult, verdicts
 
 COLUMNS = ("first token", "P cpu", "D cpu", "P step", "D step", "gap", "wrong")
 
@@ -24,7 +24,10 @@ def print_handover(results: Sequence[HandoverResult]) -> None:
             one.gap_ms,
         )
         print(f"{one.name:22}" + "".join(f"{x:12.1f}" for x in figures) + f"{one.wrong:12}")
-    print(f"\nnot slower (to within {NOISE:.0%}, what equal engines differ by):")
+    print(
+        f"\nnot slower (to within {NOISE:.0%}, what equal engines differ by; steps below "
+        f"{LEAST_STALL_MS:.0f} ms are alike):"
+    )
     for one in verdicts(results):
         print(
             f"  {'yes' if one.met else 'NO':4}{one.what}: {one.ours_ms:.1f} ms, "
