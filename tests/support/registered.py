@@ -146,6 +146,7 @@ class Registered:
                 kv_cache_layout=engine["kv_cache_layout"],
                 get_resolved_kv_cache_layout=lambda: layout,
                 enable_prefix_caching=True,
+                prefix_cache_retention_interval=None,
                 mamba_cache_mode="align",
             ),
             parallel_config=Fake(
@@ -160,7 +161,7 @@ class Registered:
             attention_config=Fake(hisparse_config=None),
             kv_transfer_config=None,
             num_prefill_lookahead_tokens=0,
-            num_speculative_tokens=0,
+            max_in_flight_tokens=64,
         )
 
     def _told(self, rank: Rank, config: Any, like: Golden) -> dict[str, Any]:

@@ -232,4 +232,4 @@ def make_pair(kind: Kind, model: Path, logs: Path) -> Pair:
     prefill = engine("p", "kv_producer" if kind.transfer_ids else "kv_both", bootstrap)
     decode = engine("d", "kv_consumer" if kind.transfer_ids else "kv_both", free_port())
     times = [Times(Path(one.environment[FILE])) for one in (prefill, decode)]
-    return Pair(kind, prefill, decode, bootstrap, *times)
+    return Pair(kind, prefill, decode, bootstrap, times[0], times[1])

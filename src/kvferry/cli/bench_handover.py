@@ -28,8 +28,8 @@ def print_handover(results: Sequence[HandoverResult]) -> None:
         f"\nnot slower (to within {NOISE:.0%}, what equal engines differ by; steps below "
         f"{LEAST_STALL_MS:.0f} ms are alike):"
     )
-    for one in verdicts(results):
+    for target in verdicts(results):
         print(
-            f"  {'yes' if one.met else 'NO':4}{one.what}: {one.ours_ms:.1f} ms, "
-            f"{one.theirs} {one.theirs_ms:.1f} ms"
+            f"  {'yes' if target.met else 'NO':4}{target.what}: {target.ours_ms:.1f} ms, "
+            f"{target.theirs} {target.theirs_ms:.1f} ms"
         )
