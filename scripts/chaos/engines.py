@@ -63,7 +63,7 @@ def tokens_of(answer: dict[str, Any]) -> list[int] | None:
 class Pair:
     folder: Path
     model: Path
-    modes: dict[str, str]  # by engine
+    seed: int
     expected: list[list[int]] = field(default_factory=list)
     lives: Counter[str] = field(default_factory=Counter)
     engines: dict[str, Engine] = field(default_factory=dict)
@@ -83,7 +83,8 @@ class Pair:
                     "lease_seconds": LEASE_SECONDS,
                     "load_seconds": LOAD_SECONDS,
                     "carriers": ["tcp"],
-                    "mode": self.modes[name],
+                    # whoever decodes decides; it changes its mind when it was killed
+                    "mode": ("pull", "push")[(self.seed + self.lives["d"] - 1) % 2],
                 },
                 on_failure="recompute",
                 arguments=["--num-gpu-blocks-override", "40" if name == "p" else "160"],
@@ -202,10 +203,9 @@ def play(outcomes: Outcomes, rounds: range, seed: int, after: Callable[[str], bo
     from chaos.engine_faults import FAULTS
 
     folder = Path(tempfile.mkdtemp(prefix="kvferry-chaos-"))
-    # the decode engine decides: seeds take turns
-    modes = {"p": "pull", "d": "push" if seed % 2 else "pull"}
-    pair = Pair(folder, make_model(folder / "tiny"), modes)
+    pair = Pair(folder, make_model(folder / "tiny"), seed)
     names = [name for name, (weight, _) in FAULTS.items() for _ in range(weight)]
+    random.Random(f"{seed}-engines").shuffle(names)  # so that each has its turn
     print(f"engines: logs in {folder}", flush=True)
     try:
         pair.start("p", "d")
@@ -215,7 +215,7 @@ def play(outcomes: Outcomes, rounds: range, seed: int, after: Callable[[str], bo
         pair.usual = {name: belongings(engine.pid) for name, engine in pair.engines.items()}
         for number in rounds:
             rng = random.Random(f"{seed}-engines-{number}")
-            fault = rng.choice(names)
+            fault = names[number % len(names)]
             _round(pair, outcomes, fault, FAULTS[fault][1], number, rng)
             outcomes.played += 1
             if not after(fault):
