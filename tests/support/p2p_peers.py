@@ -650,6 +650,10 @@ def _serve(kind: str, arguments: tuple[Any, ...], pipe: Connection) -> None:
         from captured import CapturedProducer
 
         kinds[kind] = CapturedProducer
+    elif kind == "registered":
+        from registered import Host
+
+        kinds[kind] = Host
     peer: Any = kinds[kind](*arguments)
     pipe.send(peer.descriptions() if kind in ("producer", "captured") else None)
     with contextlib.suppress(EOFError):

@@ -1,7 +1,8 @@
 """The life of requests under vLLM's real scheduler, with real transfers and without a model.
 
 Every answer is compared with what any engine must answer (`expected`), so it shows where the bytes
-of a cache came from; after every test, no block is held, and no id was reported twice.
+of a cache came from; after every test, no block is held, and no id was reported twice. All of it
+twice: where the decode engine reads, and where the prefill engine writes.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Pairs:
     """Engines of a test, ended and checked after it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.engines = folder, []
+    def __init__(self, folder: Path, mode: str) -> None:
+        self.folder, self.mode, self.engines = folder, mode, []
 
     def __call__(self, name: str, **options: Any) -> Modelless:
-        engine = Modelless(name, self.folder, **options)
+        engine = Modelless(name, self.folder, **{"mode": self.mode, **options})
         self.engines.append(engine)
         return engine
 
@@ -48,9 +49,9 @@ class Pairs:
         return self("p", **options), self("d", **{**options, "block_size": 8, "blocks": 128})
 
 
-@pytest.fixture
-def make(folder: Path) -> Iterator[Pairs]:
-    pairs = Pairs(folder)
+@pytest.fixture(params=["pull", "push"])
+def make(folder: Path, request: pytest.FixtureRequest) -> Iterator[Pairs]:
+    pairs = Pairs(folder, request.param)
     yield pairs
     try:
         run(*pairs.engines, until=lambda: not any(e.used_blocks for e in pairs.engines))
@@ -90,6 +91,7 @@ def test_handed_over(make: Pairs, asynchronous: bool) -> None:
         assert d.tokens[f"d{seed}"] == expected(tokens, 6)
         assert d.tokens[f"d{seed}"] != expected(prompt(seed + 50, count), 6)
     assert loads(d) == 3
+    assert p.pushes == (3 if make.mode == "push" else 0)
 
 
 def test_at_a_stop_token(make: Pairs) -> None:
@@ -376,9 +378,11 @@ def test_spans_of_both_engines_in_one_trace(make: Pairs) -> None:
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    exporter, provider = InMemorySpanExporter(), trace.get_tracer_provider()
+    if not isinstance(provider, TracerProvider):  # a process has one, for ever
+        provider = TracerProvider()
+        trace.set_tracer_provider(provider)  # as vLLM does where an endpoint is configured
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    trace.set_tracer_provider(provider)  # as vLLM does where an endpoint is configured
     p, d = make.pair(traces="http://127.0.0.1:1/v1/traces")
     tokens, trace_id = prompt(90, 60), "0af7651916cd43dd8448eb211c80319c"
     headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}

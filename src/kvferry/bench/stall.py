@@ -40,6 +40,7 @@ from kvferry.wire.sockets import Sockets
 LAYERS, HEADS, BLOCK = 80, 8, 16
 STEP_SECONDS = 0.001  # between two questions
 LOAD_SECONDS = 120.0
+TARGET_RATIO = 100  # vLLM's stall to ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,10 @@ class StallResult:
     kvferry_seconds: float  # the whole hand-over
     vllm_ms: float | None
     ratio: float | None
+
+    @property
+    def met(self) -> bool:
+        return self.ratio is not None and self.ratio >= TARGET_RATIO
 
 
 def run(blocks: int = 8192) -> StallResult:

@@ -311,7 +311,7 @@ def bench_stall(
     as_json: Json = False,
 ) -> None:
     """The longest that a hand-over holds up an engine's step, beside vLLM's MooncakeConnector."""
-    from kvferry.bench.stall import run
+    from kvferry.bench.stall import TARGET_RATIO, run
 
     with refusals(), libraries_to_stderr():
         result = run(blocks)
@@ -322,6 +322,7 @@ def bench_stall(
     print(f"longest stall of a step: {result.kvferry_ms:.2f} ms")
     if result.vllm_ms is not None and result.ratio is not None:
         print(f"vLLM's MooncakeConnector: {result.vllm_ms:.0f} ms, {result.ratio:.0f} x as long")
+        print(f"  {'yes' if result.met else 'NO'}  at least {TARGET_RATIO} times shorter")
 
 
 @bench.command("pool")
@@ -358,20 +359,11 @@ def bench_handover(
 ) -> None:
     """Prefill to decode between real engines, beside vLLM's own connectors."""
     from kvferry.bench.handover import run
+    from kvferry.cli.bench_handover import print_handover
 
     with refusals(), libraries_to_stderr():
-        results = run(
-            requests, tokens, tuple(only or ()), lambda one: err.print(str(one), highlight=False)
-        )
+        results = run(requests, tokens, only or (), lambda line: err.print(line, highlight=False))
     if as_json:
         print_json([asdict(result) for result in results])
         return
-    print(f"{'connector':24}{'first token ms':>16}{'P cpu ms':>10}{'D cpu ms':>10}{'wrong':>7}")
-    for one in results:
-        if one.error:
-            print(f"{one.name:24}did not run: {one.error.splitlines()[-1]}")
-            continue
-        print(
-            f"{one.name:24}{one.first_token_ms:16.1f}{one.prefill_cpu_ms:10.0f}"
-            f"{one.decode_cpu_ms:10.0f}{one.wrong:7}"
-        )
+    print_handover(results)

@@ -27,6 +27,7 @@ import time
 from dataclasses import dataclass
 
 from kvferry.errors import KvferryError
+from kvferry.p2p.bell import Bell
 from kvferry.p2p.checksum import Summing, decode_runs, digest
 from kvferry.p2p.directory import refuse_version
 from kvferry.p2p.holds import MOST_ENGINES, Closed, Hold, HoldTable, Why
@@ -88,11 +89,13 @@ class ProducerRank(Server):
         lease_seconds: float = DEFAULT_LEASE_SECONDS,
         pusher: Pusher | None = None,
         memory: Memory | None = None,
+        bell: Bell | None = None,
     ) -> None:
         """What the rank can do for consumers beside holding.
 
         `pusher` writes what they offer; without one, they are told to read. `memory`: what
-        checksums are made of; without it, readers that ask are refused.
+        checksums are made of; without it, readers that ask are refused. `bell`: rung when a hold
+        has closed.
         """
         super().__init__(sockets, host, port, "kvferry-producer")
         self._pusher = pusher
@@ -100,7 +103,7 @@ class ProducerRank(Server):
         self.incarnation = incarnation
         self._table: HoldTable[_Sender] = HoldTable(lease_seconds)
         self._closed: list[Closed] = []
-        self._closed_lock = threading.Lock()
+        self._closed_lock, self._bell = threading.Lock(), bell or Bell()
 
     # Called by the engine
 
@@ -375,3 +378,4 @@ class ProducerRank(Server):
             self._pusher.cancel(closed.hold_id)  # its blocks are about to be used again
         with self._closed_lock:
             self._closed.append(closed)
+        self._bell.ring()

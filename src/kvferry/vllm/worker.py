@@ -16,6 +16,7 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvferry.layout.shape import Rank
+from kvferry.p2p.bell import Bell
 from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.load import Loaded
@@ -34,8 +35,9 @@ from kvferry.wire.sockets import Sockets
 
 log = logging.getLogger("kvferry")
 
-# While requests wait for their caches and nothing else runs, vLLM's steps spin. A step that
-# computes nothing waits this long for a load to end, and leaves the processors to others.
+# While requests wait for their caches, or finished ones' blocks are held, and nothing else runs,
+# vLLM's steps spin. A step that computes nothing waits this long for a load to end or a hold to
+# close, and leaves the processors to others; a new request waits as long, at most.
 IDLE_STEP_SECONDS = 0.002
 
 
@@ -59,7 +61,7 @@ class FerryWorker:
         self._producer: ProducerRank | None = None
         self._consumer: ConsumerRank | None = None
         self._handshake: FerryHandshake | None = None
-        self._idle = False
+        self._idle, self._bell = False, Bell()
         self._ready = WhenReady(gpu=False)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
@@ -90,6 +92,7 @@ class FerryWorker:
             lease_seconds=self.config.lease_seconds,
             memory=reached,
             pusher=Pusher(engine, described.model, layout, bases, self._carriers),
+            bell=self._bell,
         )
         self._producer.start()
         self._consumer = ConsumerRank(
@@ -103,6 +106,7 @@ class FerryWorker:
             optional_roles=frozenset({"draft"} if self.config.draft_layers == "zero" else ()),
             checked=reached if self.config.checksums else None,
             mode=self.config.mode,
+            bell=self._bell,
         )
         address = f"{self.config.host or '127.0.0.1'}:{self._producer.port}"
         info = rank_info(
@@ -165,8 +169,8 @@ class FerryWorker:
         results = KVConnectorTransferResults()
         if self._producer is None or self._consumer is None:
             return results
-        if self._idle:
-            self._consumer.wait_done(IDLE_STEP_SECONDS)
+        expecting = self._consumer.busy or self._producer.open_holds
+        self._bell.wait(IDLE_STEP_SECONDS if self._idle and expecting else 0.0)
         for closed in self._producer.take_closed():
             results.finished_sending.add(closed.request_id)
             if self._rank == Rank(0, 0):  # all ranks close the same holds
