@@ -168,18 +168,18 @@ def test_a_call_that_hangs(store: MooncakeStore, monkeypatch: pytest.MonkeyPatch
 
     client = store._client
     monkeypatch.setattr(store, "_client", Hanging())
-    before = store.abandoned
+    before = store.calls.abandoned
     begun = time.monotonic()
     with pytest.raises(StoreError, match="deadline"):
         store.exists(["a"], soon(0.1))
-    assert time.monotonic() - begun < 0.9 and store.abandoned == before + 1
+    assert time.monotonic() - begun < 0.9 and store.calls.abandoned == before + 1
     # a get stays until its writes have ended, and says that it was late
     with pytest.raises(StoreError, match="deadline"):
         store.get(["a"], [Slices(ints(0), ints(0), ints(1))], soon(0.1))
-    assert time.monotonic() - begun > 1.0 and store.late_writes == 0
+    assert time.monotonic() - begun > 1.0 and store.calls.late_writes == 0
     monkeypatch.setattr(store, "_client", client)
     time.sleep(1.2)
-    assert store._hanging == 0
+    assert store.calls._hanging == 0
     assert store.exists(["a"], soon()).shape == (1,)
 
 
@@ -207,7 +207,7 @@ def test_a_master_that_dies(store: MooncakeStore, memory: np.ndarray, master: Ma
     memory[8 * MIB :] = 0
     assert store.get(["after", "before"], wanted * 2, soon()) == [Outcome.DONE, Outcome.MISSING]
     assert np.array_equal(memory[8 * MIB : 9 * MIB], memory[:MIB])
-    assert store.late_writes == 0
+    assert store.calls.late_writes == 0
 
 
 def test_no_master() -> None:
