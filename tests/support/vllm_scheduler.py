@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from vllm.config import (
     CacheConfig,
     KVTransferConfig,
@@ -35,6 +36,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -67,6 +69,9 @@ PLAIN = CacheModel("m", (Group("all", tuple(range(LAYERS)), CELL),))
 HYBRID = CacheModel(
     "h", (Group("full", (0,), CELL), Group("window", (1,), CELL, Residency("window", WINDOW)))
 )
+# one layer with full attention, one with a recurrent state
+MAMBA = CacheModel("s", (Group("full", (0,), CELL), Group("state", (1,), CELL, Residency("state"))))
+MODELS = {"": PLAIN, "window": HYBRID, "state": MAMBA}
 
 
 def content(tokens: list[int]) -> np.ndarray:
@@ -113,7 +118,7 @@ class SchedulerEngine:
         extra: dict[str, Any] | None = None,
         batched: int = 64,
         connector: str = "FerryPoolConnector",
-        hybrid: bool = False,
+        hybrid: str = "",
     ) -> None:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / "model" / "config.json").write_text(json.dumps(llama_config()))
@@ -133,7 +138,12 @@ class SchedulerEngine:
         )
         config = VllmConfig(
             model_config=model,
-            cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True),
+            cache_config=CacheConfig(
+                block_size=block_size,
+                enable_prefix_caching=True,
+                mamba_cache_mode="align" if hybrid == "state" else "none",
+                mamba_block_size=block_size if hybrid == "state" else None,
+            ),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=8,
                 max_num_batched_tokens=batched,
@@ -146,10 +156,19 @@ class SchedulerEngine:
         )
         config.cache_config.num_gpu_blocks = blocks
         sizes = {"block_size": block_size, "num_kv_heads": HEADS, "head_size": DIM}
-        specs = [FullAttentionSpec(**sizes, dtype=model.dtype)]
-        if hybrid:
+        specs: list[Any] = [FullAttentionSpec(**sizes, dtype=model.dtype)]
+        if hybrid == "window":
             specs.append(SlidingWindowSpec(**sizes, dtype=model.dtype, sliding_window=WINDOW))
-        self.model = HYBRID if hybrid else PLAIN
+        elif hybrid == "state":
+            specs.append(
+                MambaSpec(
+                    block_size=block_size,
+                    shapes=((HEADS, DIM),),
+                    dtypes=(torch.int8,),
+                    mamba_cache_mode="align",
+                )
+            )
+        self.model = MODELS[hybrid]
         groups = [
             KVCacheGroupSpec([f"layers.{i}" for i in group.layers], spec)
             for group, spec in zip(self.model.groups, specs, strict=True)
@@ -203,7 +222,8 @@ class SchedulerEngine:
         """A rank's memory of one group as [layer, block, head, slot, dim], LBHNC."""
         heads = HEADS // len(self.layouts)
         layers = len(self.model.groups[table].layers)
-        return self.memory[rank][table].reshape(layers, -1, heads, self.block_size, DIM)
+        slots = 1 if self.model.groups[table].is_state else self.block_size
+        return self.memory[rank][table].reshape(layers, -1, heads, slots, DIM)
 
     def add(self, name: str, tokens: list[int], output: int = 4) -> None:
         params = SamplingParams(max_tokens=output, ignore_eos=True)
@@ -291,6 +311,9 @@ class SchedulerEngine:
             stop = start + output.num_scheduled_tokens[name]
             rows = content(self.tokens[name][:stop])
             for number, group in enumerate(self.model.groups):
+                if group.is_state:
+                    self._advance(name, number, rows[:, list(group.layers)], start)
+                    continue
                 needed = group.residency.needed_from(start)
                 self._compute(name, number, rows[:, list(group.layers)], needed, start)
             self.computed[name] += stop - start
@@ -310,6 +333,20 @@ class SchedulerEngine:
             wrong = np.flatnonzero((held[:old] != mine[:old]).any(axis=(1, 2, 3)))
             assert not len(wrong), f"{name}: token {wrong[0] + needed} is not in the cache"
             cells[:, block[old:], :, slot[old:], :] = mine[old:]
+
+    def _advance(self, name: str, number: int, rows: np.ndarray, start: int) -> None:
+        """A recurrent state: the one after `start` tokens must be there; then the next is made."""
+        table, stop = self.tables[name][number], len(rows)
+        heads = HEADS // len(self.workers)
+        for rank in range(len(self.workers)):
+            cells = self.cells(rank, number)
+            mine = rows[:, :, rank * heads : (rank + 1) * heads]
+            if start:
+                held = cells[:, table[(start - 1) // self.block_size], :, 0, :]
+                assert (held == mine[start - 1]).all(), f"{name}: no state after token {start}"
+            block = table[(stop - 1) // self.block_size]
+            assert block, f"{name}: the state after token {stop} has no block"
+            cells[:, block, :, 0, :] = mine[stop - 1]
 
     @property
     def pinned(self) -> int:

@@ -210,14 +210,18 @@ def test_abort_at_any_time(make: Make) -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("kind", ["window", "state"])
 @pytest.mark.parametrize("fail", [False, True])
-def test_windows_beside_full_attention(make: Make, faults: Any, fail: bool) -> None:
-    """Two groups, two tables: the hit is right for both, or all of it is computed."""
-    first = make(hybrid=True, blocks=256)  # so that no save is postponed
+def test_hybrid_models(make: Make, faults: Any, kind: str, fail: bool) -> None:
+    """Full attention beside windows or recurrent states (vLLM's `align` mode), two tables.
+
+    The hit is right for both groups, or all of it is computed.
+    """
+    first = make(hybrid=kind, blocks=256)  # so that no save is postponed
     first.add("a", prompt(1, 200))
     first.run()
     ended(first)
-    second = make(hybrid=True, tp=2, block_size=32)
+    second = make(hybrid=kind, tp=2, block_size=32)
 
     def fault(*_: Any) -> None:
         raise StoreError("gone")
@@ -225,10 +229,42 @@ def test_windows_beside_full_attention(make: Make, faults: Any, fail: bool) -> N
     if fail:
         faults["get"] = fault
     second.add("b", prompt(1, 200))
+    second.add("other", prompt(2, 200))
+    second.run()
+    ended(second)
+    assert second.out["b"] == first.out["a"] != second.out["other"]
+    assert second.computed["b"] == 203 - (0 if fail else 192)
+    assert second.computed["other"] == 203
+    # a conversation goes on from a state that decoding left, or the prompt's last
+    third = make(hybrid=kind, blocks=256)
+    faults.clear()
+    third.add("c", [*prompt(1, 200), *first.out["a"], *prompt(3, 20)])
+    third.run()
+    ended(third)
+    assert third.computed["c"] == 200 + 4 + 20 + 3 - 192
+
+
+def test_a_state_that_is_not_at_the_hit(make: Make, faults: Any) -> None:
+    """The attention blocks are there, the state at their end is lost: the hit is shorter."""
+    first = make(hybrid="state", blocks=256)
+    first.add("a", prompt(1, 100))
+    first.run()
+    store = DirStore(str(first.pool._open_store().path))
+    chain = first.pool.track("x", tuple).chain
+    chain.cover(prompt(1, 100), 100)
+    question = first.pool._client._server._database.question(chain, [first.pool._ours])
+    states = dict(question.by_fragment())[first.pool._ours.fragments_of("state")[0]]
+    there = store.exists(states, 0)
+    assert there[5], "the state after 96 tokens"
+    first.pool.finished("x")
+    store.remove([states[5]], 0)
+    second = make(hybrid="state", blocks=256)
+    second.add("b", prompt(1, 100))
     second.run()
     ended(second)
     assert second.out["b"] == first.out["a"]
-    assert second.computed["b"] == 203 - (0 if fail else 192)
+    before = [n for n in range(5) if there[n]]
+    assert second.computed["b"] == 103 - (16 * (before[-1] + 1) if before else 0)
 
 
 def test_a_wrong_byte_is_noticed(make: Make, monkeypatch: Any) -> None:

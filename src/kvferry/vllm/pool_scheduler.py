@@ -14,7 +14,8 @@ from kvferry.pool.chain import Extra
 from kvferry.pool.keys import KeyMetadata
 from kvferry.pool.orders import Loaded
 from kvferry.pool.records import make_layout
-from kvferry.pool.scheduler import PoolLimits, PoolScheduler, SavedBlocks
+from kvferry.pool.save_jobs import SavedBlocks, WholeState
+from kvferry.pool.scheduler import PoolLimits, PoolScheduler
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig, weight_revision
 from kvferry.vllm.pool_metadata import PoolMetadata, PoolReport
@@ -125,6 +126,7 @@ class VllmPoolScheduler:
                 request.all_token_ids,
                 final,
                 lambda r=request_id: state.get_block_ids(r),  # type: ignore[misc]
+                states=_states(state, request_id, final),
                 tag=request if self._with_events else None,
             )
         orders = self.pool.take_orders()
@@ -234,6 +236,19 @@ def _extras(request: Any) -> list[Extra]:
     for feature in getattr(request, "mm_features", None) or ():
         extras.append(Extra(feature.mm_position.offset, f"mm {feature.identifier}"))
     return extras
+
+
+def _states(block_state: Any, request_id: str, final: int) -> list[WholeState]:
+    """States that vLLM hands out with this step, each with the block that holds it.
+
+    A state after a draft may be of tokens that are rejected: only those of final tokens count.
+    """
+    offered = getattr(block_state, "boundary_state_offloads", None) or {}
+    return [
+        WholeState(group, block, tokens)
+        for group, block, tokens in offered.get(request_id, ())
+        if tokens <= final
+    ]
 
 
 def _runs(numbers: Sequence[int]) -> list[list[int]]:
