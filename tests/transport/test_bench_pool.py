@@ -11,6 +11,7 @@ import pytest
 from kvferry.bench import pool, pool_bandwidth, pool_lookups, pool_tune
 from kvferry.bench.pool_beside_vllm import SchedulerShare
 from kvferry.bench.pool_policies import BY_BLOCK, VARIANTS
+from kvferry.bench.pool_rules import replay_rules
 from kvferry.bench.pool_trace import (
     replay,
     replay_lru,
@@ -73,12 +74,19 @@ def test_policies_that_were_not_taken() -> None:
     trace = synthetic_trace(300)
     replays = [
         *BY_BLOCK.values(),
-        *(lambda t, c, p=variant: replay_store(t, c, p) for variant in VARIANTS),
+        *(lambda t, c, p=variant: replay_rules(t, c, p) for variant in VARIANTS),
     ]
     best, everything = replay_optimum(trace, 150, True).whole, replay_lru(trace, 20_000)
     for run in replays:
         assert 0 < run(trace, 150).whole <= best
         assert run(trace, 20_000) == everything
+
+
+@pytest.mark.parametrize("capacity", [40, 150, 5000])
+def test_the_model_decides_like_the_store(capacity: int) -> None:
+    trace = synthetic_trace(300)
+    modelled, stored = replay_rules(trace, capacity), replay_store(trace, capacity)
+    assert modelled.whole == pytest.approx(stored.whole, abs=0.005)
 
 
 def test_tuning_sees_the_first_half_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ pytest.importorskip("mooncake")
 
 import zmq
 from test_pool import ask, event, folder, pool_engine, prompt, settle  # noqa: F401
-from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 from kvferry.demo.engines import Engine, free_port
 from kvferry.demo.tiny_model import make_model
@@ -38,6 +37,31 @@ def master(tmp_path: Path) -> Iterator[Master]:
     made.close()
 
 
+class Stored(msgspec.Struct, tag="BlockStored"):
+    """vLLM's event as it goes over the wire."""
+
+    block_hashes: list[Any]
+    parent_block_hash: Any
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+
+
+class Removed(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: list[Any]
+    medium: str | None = None
+
+
+class Cleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[Stored | Removed | Cleared]
+
+
 class Listener:
     """A router's ear: what an engine's publisher says, from its replay buffer on."""
 
@@ -46,7 +70,7 @@ class Listener:
         self._socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.connect(f"tcp://127.0.0.1:{self.port}")
         self._socket.setsockopt_string(zmq.SUBSCRIBE, "kv")
-        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self._decoder = msgspec.msgpack.Decoder(Batch)
 
     @property
     def arguments(self) -> list[str]:
@@ -98,7 +122,7 @@ def test_a_writer_that_is_gone(folder: Path, master: Master, tp: int) -> None:  
             assert (hits, computed) == (0, n), "the truth is computed, not loaded"
             truth[n] = out
         stored = listener.heard(len(LENGTHS), 30)
-        assert all(isinstance(e, BlockStored) and e.block_size == 128 for e in stored), stored
+        assert all(isinstance(e, Stored) and e.block_size == 128 for e in stored), stored
         told = {tuple(e.token_ids[:128]) for e in stored if e.parent_block_hash is None}
         assert told == {tuple(prompt(1, n)[:128]) for n in LENGTHS}
         settle(writer)

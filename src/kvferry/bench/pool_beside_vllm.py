@@ -86,7 +86,8 @@ def scheduler_share(notes: list[str]) -> SchedulerShare | None:
             )
             result = folder / "result.json"
             if ran.returncode or not result.exists():
-                raise StoreError("\n".join(ran.stderr.splitlines()[-3:]))
+                lines = [line for line in ran.stderr.splitlines() if "Error" in line]
+                raise StoreError("; ".join(lines[-3:]) or f"status {ran.returncode}")
             return SchedulerShare(**json.loads(result.read_text()))
     except (StoreError, OSError, subprocess.TimeoutExpired) as error:
         notes.append(f"no lookup beside vLLM's: {error}")
@@ -189,6 +190,7 @@ def _measure(folder: Path) -> SchedulerShare:
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector import (
         MooncakeStoreConnector,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import PoolKey
     from vllm.distributed.parallel_state import (
         init_distributed_environment,
         initialize_model_parallel,
@@ -213,7 +215,7 @@ def _measure(folder: Path) -> SchedulerShare:
         mine = pool._client._server._database.question(chain, [pool._ours]).keys
         keys = len(mine)
         _fill(half.store, mine)
-        _fill(half.store, [prefix + h for prefix in prefixes for h in hashes])
+        _fill(half.store, [PoolKey.build_key_string(p, h) for p in prefixes for h in hashes])
         pool.finished(request.request_id)
     rows: list[tuple[float, float, float, float]] = []
     for request in requests:

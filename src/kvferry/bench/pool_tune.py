@@ -1,11 +1,12 @@
 """`kvferry bench pool --tune`: the eviction policy's constants, chosen on the first half hour.
 
-Nothing after the first half is replayed until the choice is made. Candidates run through the real
-store at four capacities. A candidate is admissible if it hits no less than LRU at any of them; of
-those, the one with the highest mean ratio to LRU is best. From the first value of every row of
-the grid on, one constant is moved at a time, in the grid's order, to its best value, and kept where
-nothing is better by `WORTH`, until a whole sweep changes nothing. Then the choice, its variants and
-the policies that look at single blocks are replayed over the whole trace.
+Nothing after the first half is replayed until the choice is made. Candidates run through the policy
+itself in a model of the store (`pool_rules`), at four capacities. A candidate is admissible if it
+hits no less than LRU at any of them; of those, the one with the highest mean ratio to LRU is best.
+From the first value of every row of the grid on, one constant is moved at a time, in the grid's
+order, to its best value, and kept where nothing is better by `WORTH`, until a whole sweep changes
+nothing. Then the choice, its variants and the policies that look at single blocks are replayed over
+the whole trace. `kvferry bench pool` replays what is in use through the real store.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.bench.pool_policies import BY_BLOCK, VARIANTS
-from kvferry.bench.pool_trace import Rates, Trace, read_trace, replay_store
-from kvferry.pool.policy import Tuning
+from kvferry.bench.pool_rules import replay_rules
+from kvferry.bench.pool_trace import Rates, Trace, read_trace
+from kvferry.pool.policy import ConversationPolicy, Tuning
 
 CAPACITIES = (1000, 3000, 10_000, 30_000)
 WORTH = 0.002  # of the mean ratio to LRU: less is noise
@@ -85,8 +87,12 @@ def _begin(path: Path) -> None:
     _traces.update(whole=whole, first=whole.first_half())
 
 
-def _replay(part: str, variant: int, tuning: Tuning, capacity: int) -> Rates:
-    return replay_store(_traces[part], capacity, partial(VARIANTS[variant], tuning=tuning))
+def _candidate(tuning: Tuning, capacity: int) -> Rates:
+    return replay_rules(_traces["first"], capacity, partial(ConversationPolicy, tuning=tuning))
+
+
+def _replay(variant: int, tuning: Tuning, capacity: int) -> Rates:
+    return replay_rules(_traces["whole"], capacity, partial(VARIANTS[variant], tuning=tuning))
 
 
 def _by_block(part: str, name: str, capacity: int) -> Rates:
@@ -111,7 +117,7 @@ class _Search:
 
     def evaluate(self, tunings: list[Tuning]) -> list[tuple[float, ...]]:
         jobs = {
-            tuning: [self._pool.submit(_replay, "first", 0, tuning, c) for c in CAPACITIES]
+            tuning: [self._pool.submit(_candidate, tuning, c) for c in CAPACITIES]
             for tuning in tunings
             if tuning not in self._known
         }
@@ -163,7 +169,7 @@ def tune(path: Path, say: Callable[[str], None]) -> TuneResult:
                 break
         say("the choice is made; now the whole trace")
         jobs = {
-            variant.name: [pool.submit(_replay, "whole", at, tuning, c) for c in CAPACITIES]
+            variant.name: [pool.submit(_replay, at, tuning, c) for c in CAPACITIES]
             for at, variant in enumerate(VARIANTS)
         }
         for name in BY_BLOCK:
