@@ -140,7 +140,12 @@ def step(request_id: str, computed: int, scheduled: int, table: list[int]) -> An
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[tuple[VllmPoolScheduler, Blocks]]:
     config = PoolConfig.read({"path": str(tmp_path / "store"), "size": "4MiB"})
-    vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="m", revision=None))
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(model="m", revision=None),
+        parallel_config=SimpleNamespace(
+            prefill_context_parallel_size=1, decode_context_parallel_size=1
+        ),
+    )
     scheduler = VllmPoolScheduler(config, vllm_config, PoolLimits(), events=True)
     blocks = Blocks()
     scheduler.bind_blocks(blocks)

@@ -88,6 +88,38 @@ def test_other_shapes_read(make: Make, writer: Any, reader: Any, hits: int) -> N
     assert third.computed["c"] <= 100 + 4 + 20 + 3 - hits
 
 
+@pytest.mark.parametrize(
+    ("writer", "reader", "hits"),
+    [
+        ({"pcp": 2}, {"tp": 2}, 96),  # replicas
+        ({"tp": 2}, {"pcp": 2, "tp": 2}, 96),
+        ({"hybrid": "latent", "tp": 2, "dcp": 2}, {"hybrid": "latent"}, 96),  # tokens shared out
+        ({"hybrid": "latent"}, {"hybrid": "latent", "tp": 4, "dcp": 2}, 96),
+        ({"hybrid": "latent", "pcp": 2, "dcp": 2}, {"hybrid": "latent", "block_size": 32}, 96),
+        ({"hybrid": "latent"}, {"hybrid": "latent", "tp": 2, "pcp": 2, "dcp": 4}, 64),
+    ],
+)
+def test_context_parallelism(make: Make, writer: Any, reader: Any, hits: int) -> None:
+    """Prefill and decode context parallelism: blocks are as long as vLLM's scheduler says."""
+    first = make(**writer)
+    first.add("a", prompt(1, 100))
+    first.run()
+    ended(first)
+    saved = sum(worker._rank.counters["save_done"] for worker in first.workers)
+    keys = first.pool._client._server._database
+    chain = first.pool.track("x", tuple).chain
+    chain.cover(prompt(1, 100), 100)
+    assert saved == len(keys.question(chain, [first.pool._ours]).keys), "each object, once"
+    first.pool.finished("x")
+    second = make(**reader)
+    second.add("b", prompt(1, 100))
+    second.add("other", prompt(2, 100))
+    second.run()
+    ended(second)
+    assert second.out["b"] == first.out["a"] != second.out["other"]
+    assert second.computed["b"] == 103 - hits and second.computed["other"] == 103
+
+
 def test_one_token_is_left_to_compute(make: Make) -> None:
     first = make()
     first.add("a", prompt(1, 96), output=1)

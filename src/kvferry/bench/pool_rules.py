@@ -4,7 +4,7 @@ What takes time in a replay through the store is all that a real store does besi
 block is a row of the policy's history, and whether it is kept is one boolean. The rules are those
 of `embedded_room`: newcomers take free room, the most valuable first; the next displaces the least
 valuable block that is kept, if that is worth less, else it is declined; where many are kept,
-victims are taken in batches, and a newcomer worth less than the last victim is declined for a while.
+victims are taken in batches, and who is worth less than the last victim is declined for a while.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from kvferry.pool.orders import Loaded
 from kvferry.pool.records import make_layout
 from kvferry.pool.save_jobs import SavedBlocks, WholeState
 from kvferry.pool.scheduler import PoolLimits, PoolScheduler
+from kvferry.vllm.context_parallel import replicas
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig, weight_revision
 from kvferry.vllm.pool_metadata import PoolMetadata, PoolReport
@@ -65,7 +66,8 @@ class VllmPoolScheduler:
         metadata = KeyMetadata.of(
             self.config.cache_prefix, model.fingerprint(), first.meaning, weights
         )
-        self.pool.start(metadata, layout, len(ranks), full_residency=shape.full_residency)
+        workers = len(ranks) * replicas(self._vllm.parallel_config)
+        self.pool.start(metadata, layout, workers, full_residency=shape.full_residency)
         log.info(
             "kvferry: the pool's namespace is %s, our layout %s (%s)",
             metadata.namespace,
