@@ -210,6 +210,52 @@ def test_a_master_that_dies(store: MooncakeStore, memory: np.ndarray, master: Ma
     assert store.calls.late_writes == 0
 
 
+def test_a_client_that_is_killed_in_a_save(
+    store: MooncakeStore, memory: np.ndarray, master: Master
+) -> None:
+    """Its objects are there with all their bytes, or not at all; others go on."""
+    code = f"""
+import sys, time
+import numpy as np
+from kvferry.pool.mooncake import MooncakeStore
+from kvferry.pool.mooncake_config import MooncakeStoreConfig
+from kvferry.pool.store import Ranges
+from kvferry.transport.base import MemoryRegion
+store = MooncakeStore(MooncakeStoreConfig(
+    {store.config.master_server_address!r}, mode="standalone-store", global_segment_size=0,
+    local_buffer_size=16 << 20, local_hostname="127.0.0.1"))
+memory = np.arange({MIB} // 8, dtype=np.int64).view(np.uint8)
+store.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
+one = Ranges(np.array([memory.ctypes.data]), np.array([memory.nbytes]))
+print("ready", flush=True)
+for n in range(100):
+    keys = [f"killed/{{n}}/{{k}}" for k in range(4)]
+    store.put(keys, [one] * 4, time.monotonic() + 30)
+    store.remove(keys[:2], time.monotonic() + 30)
+"""
+    base = memory.ctypes.data + 8 * MIB
+    want = np.arange(MIB // 8, dtype=np.int64).view(np.uint8)
+    seen = 0
+    for attempt in range(3):
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        while child.stdout.readline().strip() not in (b"ready", b""):
+            pass
+        time.sleep(0.02 + 0.015 * attempt)
+        child.kill()
+        child.wait()
+        keys = [f"killed/{n}/{k}" for n in range(100) for k in range(4)]
+        for key in [k for k, there in zip(keys, store.exists(keys, soon()), strict=True) if there]:
+            memory[8 * MIB : 9 * MIB] = 0
+            (outcome,) = store.get([key], [Slices(ints(0), ints(base), ints(MIB))], soon())
+            if outcome is Outcome.DONE:
+                assert np.array_equal(memory[8 * MIB : 9 * MIB], want), key
+                seen += 1
+        store.remove(keys, soon())
+    assert seen, "nothing was written before the kill: this test saw nothing"
+    assert store.put(["alive"], [Ranges(ints(base), ints(MIB))], soon()) == [Outcome.DONE]
+
+
 def test_no_master() -> None:
     config = MooncakeStoreConfig.of({"master_server_address": "127.0.0.1:1"})
     with pytest.raises(StoreError, match="mooncake_master"):
