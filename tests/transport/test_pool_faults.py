@@ -20,6 +20,7 @@ from dir_store import DirStore, FaultyStore
 from kvferry.errors import KvferryError, StoreError
 from kvferry.pool import load as load_module
 from kvferry.pool import lookup as lookup_module
+from kvferry.pool import lookup_client
 from kvferry.pool import save as save_module
 from kvferry.pool.database import ChunkedTokenDatabase
 from kvferry.pool.embedded import EmbeddedStore
@@ -618,7 +619,7 @@ def test_a_transfer_thread_that_raises_without_its_guard(pair: Pair, monkeypatch
 
 def test_a_lookup_that_never_answers(case: CaseDict, tmp_path: Path, monkeypatch: Any) -> None:
     """A miss by the deadline; the stuck server is replaced, and the next lookup is answered."""
-    monkeypatch.setattr(lookup_module, "STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(lookup_client, "STUCK_SECONDS", 0.05)
     pair = Pair(case, tmp_path, FAST)
     tokens = sequence(case)
     pair.engine("src").save("w", tokens)
@@ -644,7 +645,8 @@ def test_steps_that_are_slower_than_answers_age(pair: Pair, monkeypatch: Any) ->
     pair.engine("src").save("w", tokens)
     reader = pair.engine("dst")
     reader.until(lambda: reader.scheduler.counters["layouts_published"] > 0)
-    monkeypatch.setattr(lookup_module, "CACHE_SECONDS", 0.05)
+    for module in (lookup_module, lookup_client):
+        monkeypatch.setattr(module, "CACHE_SECONDS", 0.05)
     tracker = reader.scheduler.track("r", tuple)
     found = []
     for _ in range(12):

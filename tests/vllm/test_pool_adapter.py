@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,6 +174,36 @@ def test_events_wait_for_all_workers(made: tuple[VllmPoolScheduler, Blocks]) -> 
     assert event.medium == "STORAGE" and event.block_size == BLOCK
     assert +blocks.references == Counter()
     assert not scheduler.pool.has_work
+
+
+def test_an_evicted_block_is_told(
+    made: tuple[VllmPoolScheduler, Blocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store gives up a block that routers were told of: they are told, once."""
+    monkeypatch.setattr("kvferry.pool.watch.PERIOD_SECONDS", 0.0)
+    scheduler, _ = made
+    asked = request(40)
+    scheduler.on_new_request(asked)
+    (save,) = scheduler.step(step("r", 0, 40, [5, 7, 9])).orders.saves
+    store, soon = scheduler.config.opener()(), time.monotonic() + 30
+    keys = scheduler.pool.keys_of(0, save.tables[0].contents)
+    assert [len(of_block) for of_block in keys] == [2, 2]  # one of each rank
+    for key in (k for of_block in keys for k in of_block):
+        store.put_bytes(key, b"some block", soon)
+    for _ in range(2):
+        scheduler.reported(PoolReport([Saved(save.job_id)]), ())
+    assert [type(e) for e in scheduler.take_events()] == [BlockStored]
+    scheduler.pool.watch.look(store, soon)
+    assert not scheduler.has_events
+    store.remove([keys[1][1]], soon)  # one rank's part is enough
+    scheduler.pool.watch.look(store, soon)
+    assert scheduler.has_events
+    (event,) = scheduler.take_events()
+    assert isinstance(event, BlockRemoved) and event.medium == "STORAGE"
+    assert event.block_hashes == [maybe_convert_block_hash(asked.block_hashes[1])]
+    scheduler.pool.watch.look(store, soon)
+    assert scheduler.take_events() == []
+    store.close()
 
 
 def test_a_lost_block_is_told(made: tuple[VllmPoolScheduler, Blocks]) -> None:

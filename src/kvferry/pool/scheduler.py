@@ -23,8 +23,9 @@ from typing import Any
 
 from kvferry.pool.chain import ContentChain, Extra
 from kvferry.pool.hits import Hit, Need, Segment
-from kvferry.pool.keys import KeyMetadata
-from kvferry.pool.lookup import LookupKeyClient, LookupKeyServer, Reader
+from kvferry.pool.keys import KeyMetadata, object_keys
+from kvferry.pool.lookup import LookupKeyServer, Reader
+from kvferry.pool.lookup_client import LookupKeyClient
 from kvferry.pool.objects import block_span
 from kvferry.pool.orders import Loaded, LoadOrder, Saved, SaveOrder, Scope
 from kvferry.pool.records import PoolLayout
@@ -38,6 +39,7 @@ from kvferry.pool.save_jobs import (
 )
 from kvferry.pool.stats import PoolCounters
 from kvferry.pool.store import Store
+from kvferry.pool.watch import Watch
 
 log = logging.getLogger("kvferry")
 
@@ -106,6 +108,7 @@ class PoolScheduler:
         self._quarantine: dict[str, tuple[list[int], int]] = {}  # blocks, ranks that hang
         self._orders = PoolOrders()
         self._told: set[str] = set()
+        self.watch = Watch()
 
     # Start
 
@@ -145,8 +148,22 @@ class PoolScheduler:
 
     def _make_server(self) -> LookupKeyServer:
         return LookupKeyServer(
-            self._open_store, self._metadata, self._ours, self._reader, self.counters
+            self._open_store,
+            self._metadata,
+            self._ours,
+            self._reader,
+            self.counters,
+            self.watch,
         )
+
+    def keys_of(self, table: int, contents: Sequence[str]) -> list[list[str]]:
+        """Keys of all parts of each of these blocks of ours."""
+        of_fragment = [
+            object_keys(self._metadata, self._ours.id, fragment, contents)
+            for fragment in self._ours.fragments
+            if fragment.table == table
+        ]
+        return [list(keys) for keys in zip(*of_fragment, strict=True)]
 
     def _tell(self, layouts: dict[str, PoolLayout]) -> None:
         """Send ranks the records that they do not have."""
@@ -163,8 +180,13 @@ class PoolScheduler:
         log.info("the pool's namespace changes (epoch %s)", epoch)
         for tracker in self._trackers.values():
             tracker.saved_tokens, tracker.load = 0, None
+        self.watch.clear()
         metadata = self._metadata.at_epoch(epoch)
         self.start(metadata, self._ours, self._ranks, full_residency=self._full)
+
+    @property
+    def tables(self) -> int:
+        return len(self._ours.kinds)
 
     def block_tokens(self, table: int) -> int:
         return self._ours.kind(table).block_tokens

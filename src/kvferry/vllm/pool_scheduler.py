@@ -171,10 +171,14 @@ class VllmPoolScheduler:
             per = self._hashes_per_block(size)
             if not per:
                 continue
-            for run in _runs([n for n in blocks.numbers if (blocks.table, n) not in saved.failed]):
+            stored = [n for n in blocks.numbers if (blocks.table, n) not in saved.failed]
+            stored = [n for n in stored if (n + 1) * per <= len(hashes)]
+            content = dict(zip(blocks.numbers, blocks.contents, strict=True))
+            keys = self.pool.keys_of(blocks.table, [content[n] for n in stored])
+            for number, of_block in zip(stored, keys, strict=True):
+                self.pool.watch.add((hashes[(number + 1) * per - 1], blocks.table), of_block)
+            for run in _runs(stored):
                 first, last = run[0] * per, (run[-1] + 1) * per
-                if last > len(hashes):
-                    continue
                 self._events.append(
                     BlockStored(
                         block_hashes=hashes[first + per - 1 : last : per],
@@ -206,6 +210,19 @@ class VllmPoolScheduler:
         ]
         if hashes:
             self._events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM))
+            for block_hash in hashes:
+                for kind in range(self.pool.tables):
+                    self.pool.watch.discard((block_hash, kind))
+
+    def _evicted(self) -> None:
+        """Tell routers which blocks that they were told of the store has given up."""
+        from vllm.distributed.kv_events import BlockRemoved
+
+        by_table: dict[int, list[Any]] = {}
+        for block_hash, table in self.pool.watch.take_gone():  # type: ignore[misc]
+            by_table.setdefault(table, []).append(block_hash)
+        for table, hashes in by_table.items():
+            self._events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=table))
 
     def _hashes_per_block(self, block_tokens: int) -> int:
         """vLLM's hashes in one of our blocks; 0: the two do not fit."""
@@ -214,9 +231,11 @@ class VllmPoolScheduler:
 
     @property
     def has_events(self) -> bool:
-        return bool(self._events)
+        return bool(self._events) or self.pool.watch.has_gone
 
     def take_events(self) -> list[Any]:
+        if self.pool.watch.has_gone:
+            self._evicted()
         events, self._events = self._events, []
         return events
 
