@@ -26,7 +26,7 @@ from kvferry.pool.database import ChunkedTokenDatabase
 from kvferry.pool.embedded import EmbeddedStore
 from kvferry.pool.lookup import LookupKeyServer
 from kvferry.pool.records import PoolLayout
-from kvferry.pool.scheduler import PoolLimits
+from kvferry.pool.requests import PoolLimits
 from kvferry.pool.store import Outcome, Store
 from kvferry.verify.case import CaseDict
 from kvferry.verify.oracle import Oracle

@@ -28,7 +28,7 @@ from kvferry.errors import DescriptionError
 from kvferry.layout import CacheModel, Component, EngineShape, Group, RankLayout
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.pool.orders import Loaded, Saved
-from kvferry.pool.scheduler import PoolLimits
+from kvferry.pool.requests import PoolLimits
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig, parse_bytes, weight_revision
 from kvferry.vllm.pool_metadata import PoolReport

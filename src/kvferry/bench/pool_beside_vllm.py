@@ -145,7 +145,7 @@ def _ours(config: Any) -> Any:
 
     from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, RankLayout
     from kvferry.p2p.describe import engine_info, rank_info
-    from kvferry.pool.scheduler import PoolLimits
+    from kvferry.pool.requests import PoolLimits
     from kvferry.vllm.metadata import FerryHandshake
     from kvferry.vllm.pool_config import PoolConfig
     from kvferry.vllm.pool_scheduler import VllmPoolScheduler

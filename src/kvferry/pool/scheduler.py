@@ -17,18 +17,18 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from math import lcm
 from typing import Any
 
 from kvferry.pool.chain import ContentChain, Extra
-from kvferry.pool.hits import Hit, Need, Segment
+from kvferry.pool.hits import Need, Segment
 from kvferry.pool.keys import KeyMetadata, object_keys
 from kvferry.pool.lookup import LookupKeyServer, Reader
 from kvferry.pool.lookup_client import LookupKeyClient
 from kvferry.pool.objects import block_span
-from kvferry.pool.orders import Loaded, LoadOrder, Saved, SaveOrder, Scope
+from kvferry.pool.orders import Loaded, LoadOrder, Saved, Scope
 from kvferry.pool.records import PoolLayout
+from kvferry.pool.requests import LoadSpec, PoolLimits, PoolOrders, RequestTracker
 from kvferry.pool.save_jobs import (
     SavedBlocks,
     SaveJobs,
@@ -42,50 +42,6 @@ from kvferry.pool.store import Store
 from kvferry.pool.watch import Watch
 
 log = logging.getLogger("kvferry")
-
-
-@dataclass(frozen=True, slots=True)
-class PoolLimits:
-    """How long things may take, and how much may be pinned."""
-
-    lookup_seconds: float = 2.0
-    load_seconds: float = 60.0
-    save_seconds: float = 60.0
-    most_pinned_blocks: int = 1 << 30
-    min_load_tokens: int = 1
-    lookup: bool = True
-    save: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class LoadSpec:
-    """What a request was promised from the pool."""
-
-    hit: Hit
-    computed: int
-    layouts: dict[str, PoolLayout] = field(repr=False)
-
-    @property
-    def tokens(self) -> int:
-        return self.hit.tokens - self.computed
-
-
-@dataclass(slots=True)
-class RequestTracker:
-    """What the pool knows of one request."""
-
-    chain: ContentChain
-    saved_tokens: int = 0  # at the front: in the pool, or ordered
-    load: LoadSpec | None = None  # promised, not yet ordered
-    loading: LoadOrder | None = None
-    over: bool = False  # a load failed: never matched again
-
-
-@dataclass(slots=True)
-class PoolOrders:
-    scope: Scope | None = None
-    saves: list[SaveOrder] = field(default_factory=list)
-    loads: list[LoadOrder] = field(default_factory=list)
 
 
 class PoolScheduler:

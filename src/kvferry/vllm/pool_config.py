@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import DescriptionError
-from kvferry.pool.scheduler import PoolLimits
+from kvferry.pool.requests import PoolLimits
 from kvferry.pool.store import Store
 
 log = logging.getLogger("kvferry")

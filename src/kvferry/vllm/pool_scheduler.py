@@ -14,8 +14,9 @@ from kvferry.pool.chain import Extra
 from kvferry.pool.keys import KeyMetadata
 from kvferry.pool.orders import Loaded
 from kvferry.pool.records import make_layout
+from kvferry.pool.requests import PoolLimits
 from kvferry.pool.save_jobs import SavedBlocks, WholeState
-from kvferry.pool.scheduler import PoolLimits, PoolScheduler
+from kvferry.pool.scheduler import PoolScheduler
 from kvferry.vllm.context_parallel import replicas
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig, weight_revision
