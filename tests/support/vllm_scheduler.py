@@ -136,6 +136,7 @@ class SchedulerEngine:
         hybrid: str = "",
         pcp: int = 1,
         dcp: int = 1,
+        order: str = "LBHNC",
     ) -> None:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / "model" / "config.json").write_text(json.dumps(llama_config()))
@@ -217,8 +218,8 @@ class SchedulerEngine:
         self.pool, self.block_size = pool, block_size
         places = [(tp_rank, pcp_rank) for pcp_rank in range(pcp) for tp_rank in range(tp)]
         ranks = [cache_rank(config.parallel_config, 0, *place) for place in places]
-        self.dcp = dcp
-        shape = EngineShape(tp=ranks[0].tp, dcp=dcp, block_size=block_size)
+        self.dcp, self.order = dcp, order
+        shape = EngineShape(tp=ranks[0].tp, dcp=dcp, block_size=block_size, order=order)
         self.ranks = [one.rank.tp for one in ranks]  # as the planner sees them
         self.layouts = [RankLayout.build(self.model, shape, one.rank, blocks) for one in ranks]
         self.memory = [
@@ -255,11 +256,13 @@ class SchedulerEngine:
         self.preempted = 0
 
     def cells(self, rank: int, table: int) -> np.ndarray:
-        """A rank's memory of one group as [layer, block, head, slot, dim], LBHNC."""
+        """A rank's memory of one group as [layer, block, head, slot, dim], whatever its order."""
         group = self.model.groups[table]
         slots = 1 if group.is_state else self.block_size
         heads, dim = (1, HEADS * DIM) if self.model is LATENT else (self._heads, DIM)
-        return self.memory[rank][table].reshape(len(group.layers), -1, heads, slots, dim)
+        sizes = {"L": len(group.layers), "B": -1, "H": heads, "N": slots, "C": dim}
+        raw = self.memory[rank][table].reshape([sizes[axis] for axis in self.order])
+        return raw.transpose([self.order.index(axis) for axis in "LBHNC"])
 
     @property
     def _heads(self) -> int:
