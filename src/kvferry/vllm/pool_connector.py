@@ -7,17 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
-from vllm.version import __version__ as vllm_version
 
-from kvferry.vllm.config import require_supported_vllm
+from kvferry.vllm.base import WholeRequests
 from kvferry.vllm.pool_config import PoolConfig, default_tenant
 from kvferry.vllm.pool_metadata import PoolMetadata, PoolPromMetrics, PoolStats
 from kvferry.vllm.pool_scheduler import VllmPoolScheduler
@@ -29,13 +25,12 @@ log = logging.getLogger("kvferry")
 POOL_NAMES = ("FerryPoolConnector", "FerryMooncakeStoreConnector", "MooncakeStoreConnector")
 
 
-class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class FerryPoolConnector(WholeRequests):
     """Keeps KV blocks by content, for engines of any shape."""
 
     defaults: dict[str, Any] = {}
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        require_supported_vllm(vllm_version)
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         defaults = {"cache_prefix": default_tenant(), **self.defaults}
@@ -43,7 +38,6 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if transfer.kv_load_failure_policy == "fail" and transfer.kv_connector in POOL_NAMES:
             # a block that a cache lost is computed; that is no reason to end a request
             transfer.kv_load_failure_policy = "recompute"
-        self._groups = tuple(range(len(kv_cache_config.kv_cache_groups)))
         self.scheduler: VllmPoolScheduler | None = None
         self.worker: PoolWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -67,17 +61,7 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """A save that is dropped is a miss later, and nothing worse."""
         return False
 
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Head-major pages keep ranges long when tp differs; MLA has no heads to order."""
-        return None if vllm_config.model_config.use_mla else "LBHNC"
-
     # Scheduler
-
-    def set_xfer_handshake_metadata(
-        self, metadata: dict[int, KVConnectorHandshakeMetadata]
-    ) -> None:
-        self.set_xfer_handshake_metadata_pp_aware({(0, tp): m for tp, m in metadata.items()})
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -89,10 +73,6 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self.scheduler is not None
         self.scheduler.bind_blocks(gpu_block_pool)
 
-    def on_new_request(self, request: Any) -> None:
-        if self.scheduler is not None:
-            self.scheduler.on_new_request(request)
-
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -102,9 +82,6 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def promised(self, request: Any) -> bool:
         """Whether the last match of this request was ours."""
         return self.scheduler is not None and self.scheduler.pool.promised(request.request_id)
-
-    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        return self._groups
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self.scheduler is not None
@@ -119,11 +96,6 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.scheduler.reported(
                 connector_output.kv_connector_worker_meta, connector_output.finished_recving or ()
             )
-
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -153,38 +125,15 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # Worker
 
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        assert self.worker is not None
-        self.worker.register_kv_caches(kv_caches)
-
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self.worker.handshake() if self.worker is not None else None
-
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PoolMetadata) and self.worker is not None
         self.worker.start(metadata)
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are whole and asynchronous; no layer is waited for."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Blocks are saved whole, after the step."""
-
     def wait_for_save(self) -> None:
         """Saves begin; nobody waits for them."""
         assert self.worker is not None
         self.worker.save()
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending, results.finished_recving
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        assert self.worker is not None
-        return self.worker.results()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         assert self.worker is not None
@@ -218,11 +167,6 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PoolPromMetrics:
         return PoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    def shutdown(self) -> None:
-        for part in (self.scheduler, self.worker):
-            if part is not None:
-                part.close()
 
 
 class FerryMooncakeStoreConnector(FerryPoolConnector):
