@@ -13,9 +13,9 @@ at, and of those only what begins like an image, or with nothing at all, is ever
 from __future__ import annotations
 
 import contextlib
-import logging
 import errno
 import itertools
+import logging
 import os
 import re
 from collections.abc import Iterator

@@ -378,9 +378,9 @@ def _disk_of(directory: Path, found: Geometry, disk: Path | None) -> Path | None
         return disk
     where = link.readlink() if link.is_symlink() else "an unknown place"
     raise StoreError(
-        f"the store at {directory} has a disk tier at {where}, which is not there for this process; "
-        "mount it (also in this container), name where it is now, or remove the store while no "
-        "engine uses it"
+        f"the store at {directory} has a disk tier at {where}, which is not there for this "
+        "process; mount it (also in this container), name where it is now, or remove the store "
+        "while no engine uses it"
     )
 
 
