@@ -140,7 +140,7 @@ class SchedulerEngine:
     ) -> None:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / "model" / "config.json").write_text(json.dumps(llama_config()))
-        own = {"path": str(folder / "unused"), **(extra or {})}
+        own = {"path": str(folder / "unused"), "weight_revision": "test", **(extra or {})}
         transfer = KVTransferConfig(
             kv_connector=connector,
             kv_connector_module_path=None if connector == "MultiConnector" else "kvferry.vllm",

@@ -524,6 +524,54 @@ def test_a_load_that_hangs(case: CaseDict, tmp_path: Path, monkeypatch: Any) -> 
     pair.close()
 
 
+def test_a_load_that_hangs_and_whose_request_is_gone(
+    case: CaseDict, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The client leaves before the load is given up: its blocks are kept from reuse too."""
+    monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.1)
+    pair = Pair(case, tmp_path, FAST)
+    tokens = sequence(case)
+    pair.engine("src").save("w", tokens)
+    reader = pair.engine("dst")
+    found = reader.matched("r", tokens)
+    release = threading.Event()
+    pair.faults["get"] = lambda *_: release.wait(30) and None
+    reader.scheduler.allocated("r", reader.tables, found)
+    reader.step()
+    reader.scheduler.finished("r")
+    reader.until(lambda: len(reader.ends.get("r", ())) == len(reader.ranks))
+    assert all(end.hung for end in reader.ends["r"])
+    assert reader.pinned == len({i for table in reader.tables for i in table} - {reader.null})
+    release.set()
+    all_ended(reader)
+    assert not reader.scheduler._loads
+    pair.close()
+
+
+def test_a_reset_saves_nothing_old(pair: Pair) -> None:
+    """What runs on with old weights is not saved under the new namespace; what is new, is."""
+    tokens, other = sequence(pair.case), sequence(pair.case, seed=2)
+    engine = pair.engine("src")
+    half = engine.scheduler.align_tokens
+    engine.matched("runs", tokens)
+    engine.save("runs", tokens, half)
+    engine.scheduler.reset(keeps_blocks=True)
+    count = len(pair.objects)
+    engine.save("runs", tokens)
+    assert engine.matched("hits", tokens, computed=half) == 0
+    engine.save("hits", tokens)  # on top of blocks that the engine had
+    assert engine.scheduler.counters["save_jobs"] == 1
+    engine.until(lambda: len(pair.objects) >= count + 2)  # the layout, published again
+    assert len(pair.objects) == count + 2, "an old block was saved"
+    assert engine.matched("new", other) == 0
+    engine.save("new", other)
+    assert engine.scheduler.counters["save_jobs"] == 2
+    engine.scheduler.reset()  # nothing is kept: all that is computed from now on is new
+    assert engine.matched("hits", tokens) == 0
+    engine.save("hits", tokens)
+    assert engine.scheduler.counters["save_jobs"] == 3
+
+
 # What review of vLLM's own connector left open: each guard, and what happens without it
 
 

@@ -30,7 +30,7 @@ from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.pool.orders import Loaded, Saved
 from kvferry.pool.requests import PoolLimits
 from kvferry.vllm.metadata import FerryHandshake
-from kvferry.vllm.pool_config import PoolConfig, parse_bytes, weight_revision
+from kvferry.vllm.pool_config import PoolConfig, parse_bytes
 from kvferry.vllm.pool_metadata import PoolReport
 from kvferry.vllm.pool_scheduler import VllmPoolScheduler
 
@@ -73,16 +73,6 @@ def test_names() -> None:
     """vLLM branches on class names: ours are our own, under the names that configurations use."""
     assert kvferry.vllm.MooncakeStoreConnector.__name__ == "FerryMooncakeStoreConnector"
     assert supports_hma(kvferry.vllm.FerryPoolConnector)
-
-
-def test_weights_are_told_apart(tmp_path: Path) -> None:
-    for name, content in (("a", b"1" * 300_000), ("b", b"1" * 300_000), ("c", b"2" * 300_000)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(content)
-    a, b, c = (weight_revision(str(tmp_path / name)) for name in "abc")
-    assert a == b != c
-    assert weight_revision(str(tmp_path / "a"), configured="v2") == "named v2"
-    assert weight_revision("org/model", revision="main") == "revision main"
 
 
 class Blocks:
@@ -142,7 +132,7 @@ def step(request_id: str, computed: int, scheduled: int, table: list[int]) -> An
 def made(tmp_path: Path) -> Iterator[tuple[VllmPoolScheduler, Blocks]]:
     config = PoolConfig.read({"path": str(tmp_path / "store"), "size": "4MiB"})
     vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(model="m", revision=None),
+        model_config=SimpleNamespace(model="m", revision=None, hf_config=None),
         parallel_config=SimpleNamespace(
             prefill_context_parallel_size=1, decode_context_parallel_size=1
         ),

@@ -6,6 +6,7 @@ Every cached byte that the scheduler relies on is checked before it is used (see
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,27 @@ def test_preemption(make: Make) -> None:
     assert crowded.out == alone.out and crowded.preempted > 0
 
 
+@pytest.mark.parametrize("connector", ["FerryPoolConnector", "FerryConnector"])
+def test_a_store_that_hangs_does_not_stop_the_engine(
+    make: Make, faults: Any, connector: str
+) -> None:
+    """Blocks of a save that never ends stay away; the engine preempts, and goes on without them."""
+    release = threading.Event()
+    faults["put"] = lambda *_: release.wait(60) and None
+    engine = make(blocks=20, connector=connector)
+    names = [f"r{n}" for n in range(3)]
+    for number, name in enumerate(names):
+        engine.add(name, prompt(number + 20, 60), output=60)
+    deadline = time.monotonic() + 20
+    while any(len(engine.out[name]) < 60 for name in names):
+        assert time.monotonic() < deadline, "the engine waits for a store that hangs"
+        engine.step()
+    assert engine.preempted > 0 and engine.pinned > 0
+    release.set()
+    engine.run()
+    ended(engine)
+
+
 def test_abort_while_loading_saves_nothing(make: Make, faults: Any) -> None:
     """vLLM counts tokens as computed before they are loaded: an abort must not save such blocks."""
     from vllm.v1.request import RequestStatus
@@ -327,3 +349,27 @@ def test_reset(make: Make) -> None:
     second.add("b", prompt(1, 100))
     second.run()
     assert second.computed["b"] == 103
+
+
+def test_reset_while_something_runs(make: Make) -> None:
+    """vLLM keeps its blocks then: neither they nor what is computed on them is saved as new."""
+    engine = make()
+    engine.add("runs", prompt(1, 100), output=40)
+    while not engine.out["runs"]:
+        engine.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    jobs = engine.pool.counters["save_jobs"]
+    engine.run()
+    engine.add("hits", prompt(1, 100), output=40)  # in vLLM's own cache, which is old
+    engine.run()
+    assert engine.computed["hits"] < 100
+    assert engine.pool.counters["save_jobs"] == jobs
+    engine.add("new", prompt(2, 100))
+    engine.run()
+    assert engine.pool.counters["save_jobs"] > jobs
+    ended(engine)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)  # nothing runs: all is new
+    engine.add("again", prompt(1, 100))
+    jobs = engine.pool.counters["save_jobs"]
+    engine.run()
+    assert engine.computed["again"] == 103 and engine.pool.counters["save_jobs"] > jobs

@@ -24,7 +24,6 @@ from __future__ import annotations
 import getpass
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -87,7 +86,8 @@ class EmbeddedStore:
         clock: Callable[[], float] = time.time,
         make_policy: MakePolicy = ConversationPolicy,
     ) -> None:
-        """Open or create. Whoever creates it decides the sizes; others take them as they are."""
+        """Open or create. Whoever creates it decides the sizes and the place of the disk tier;
+        others take them as they are."""
         if (disk_directory is None) != (disk_bytes == 0):
             raise StoreError("a disk tier needs both a directory and a capacity in bytes")
         if memory_bytes < 1 << 16:
@@ -284,10 +284,3 @@ class EmbeddedStore:
         if self._closed:
             raise StoreError("the store is closed")
         return self._room
-
-
-def destroy(directory: Path, disk_directory: Path | None = None) -> None:
-    """Remove a store that nobody has open, with all that it holds."""
-    for path in (directory, disk_directory):
-        if path is not None:
-            shutil.rmtree(path, ignore_errors=True)

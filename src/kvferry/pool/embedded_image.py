@@ -88,6 +88,14 @@ def header_size(head: bytes) -> int:
     return -(-(_HEAD.size + 8 * chunks + key_bytes) // _ALIGN) * _ALIGN if magic == _MAGIC else 0
 
 
+def begins_image(head: bytes) -> bool:
+    """Whether a file that begins like this is an image, or one whose beginning was never written.
+
+    The digest in front may be anything; a file system that lost power shows zeros or an early end.
+    """
+    return not head.strip(b"\0") or head[8:12] == _MAGIC.to_bytes(4, "little")
+
+
 def check(image: Image, data: memoryview, chunks: Ints) -> bool:
     """Whether these chunks of the object are what was written."""
     step, sums = image.chunk_bytes, image.checksums

@@ -159,7 +159,10 @@ class Reader:
                 outcome = self._serve_file(key, row, need)
             else:
                 return Outcome.MISSING
-            if index.generation[row] == generation and index.has_object(int(index.state[row])):
+            after = int(index.state[row])
+            if index.generation[row] == generation and index.has_object(after):
+                if outcome is Outcome.CORRUPT and after not in (state, ix.DISK):
+                    continue  # brought to memory meanwhile, and its file removed: it is there
                 if outcome is Outcome.CORRUPT:
                     self._throw_out(row, generation, deadline)
                 return outcome

@@ -45,6 +45,7 @@ class RequestTracker:
     load: LoadSpec | None = None  # promised, not yet ordered
     loading: LoadOrder | None = None
     over: bool = False  # a load failed: never matched again
+    old: bool = False  # holds what weights computed that are replaced now: never saved
 
 
 @dataclass(slots=True)

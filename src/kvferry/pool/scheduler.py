@@ -4,10 +4,14 @@ A request is tracked from its first lookup to its end, through chunked prefill, 
 
 - *match*: how many tokens beyond the local ones the pool has. Whole blocks only, and never the last
   token: one is left to compute. `None` while the lookup is under way.
-- *load*: ordered when blocks are there. A load that failed makes its request never match again.
+- *load*: ordered when blocks are there. A load that failed makes its request never match again. One
+  that hangs keeps its blocks from everybody, also when its request is long gone.
 - *save*: a block is ordered in the step that fills it, once its tokens are final, and pinned until
   every rank has reported the job. Where too much is pinned already, nothing is ordered; the request
   tries again with its next step.
+
+- *reset*: weights are not what they were. What was computed before is never saved under the new
+  namespace: neither of requests that run on, nor of blocks that the engine keeps and hits again.
 
 All methods are called by the scheduler's thread, take plain values, and never wait for the store.
 """
@@ -61,7 +65,9 @@ class PoolScheduler:
         self._client: LookupKeyClient | None = None
         self._trackers: dict[str, RequestTracker] = {}
         self._jobs = SaveJobs(pin, unpin, limits.most_pinned_blocks)
+        self._loads: dict[str, LoadOrder] = {}  # that some rank has not ended; outlive requests
         self._quarantine: dict[str, tuple[list[int], int]] = {}  # blocks, ranks that hang
+        self._keeps_old = False  # the engine may have blocks that replaced weights computed
         self._orders = PoolOrders()
         self._told: set[str] = set()
         self.watch = Watch()
@@ -128,14 +134,19 @@ class PoolScheduler:
         before = self._orders.scope.records if self._orders.scope is not None else {}
         self._orders.scope = Scope(self._metadata, self._ours.id, {**before, **new})
 
-    def reset(self) -> None:
-        """Forget all that the pool holds for this engine: its weights are not what they were."""
+    def reset(self, *, keeps_blocks: bool = False) -> None:
+        """Forget all that the pool holds for this engine: its weights are not what they were.
+
+        keeps_blocks  the engine's own cache was not emptied: until a reset that finds it empty,
+                      what a request finds there is not saved, nor what it computes on top of it
+        """
         if self._client is None:
             return
         epoch = secrets.token_hex(8)
         log.info("the pool's namespace changes (epoch %s)", epoch)
+        self._keeps_old = keeps_blocks
         for tracker in self._trackers.values():
-            tracker.saved_tokens, tracker.load = 0, None
+            tracker.saved_tokens, tracker.load, tracker.old = 0, None, True
         self.watch.clear()
         metadata = self._metadata.at_epoch(epoch)
         self.start(metadata, self._ours, self._ranks, full_residency=self._full)
@@ -160,6 +171,8 @@ class PoolScheduler:
     ) -> int | None:
         """Tokens beyond the computed ones that the pool has; None: ask again."""
         tracker.load = None
+        # all of it is computed from here on, but for what the engine has
+        tracker.old = self._keeps_old and (tracker.old or computed > 0)
         count = len(tokens)
         if (
             self._client is None
@@ -204,6 +217,7 @@ class PoolScheduler:
             tuple(tuple(ids) for ids in tables),
             self.limits.load_seconds,
         )
+        self._loads[request_id] = tracker.loading
         self._orders.loads.append(tracker.loading)
         self.counters.add("hit_tokens", external)
 
@@ -241,7 +255,7 @@ class PoolScheduler:
         states  that this step leaves behind
         """
         tracker = self._trackers.get(request_id)
-        if tracker is None or self._client is None or not self.limits.save:
+        if tracker is None or tracker.old or self._client is None or not self.limits.save:
             return
         final = min(final, len(tokens))
         stop = final // self.align_tokens * self.align_tokens
@@ -285,17 +299,19 @@ class PoolScheduler:
             if not report.ok and tracker is not None:
                 tracker.over = True  # what is computed again is saved again
                 tracker.saved_tokens = min(tracker.saved_tokens, report.bad_from or 0)
-            if report.hung and tracker is not None and tracker.loading is not None:
+            order = self._loads.get(report.request_id)
+            if report.hung and order is not None:
                 ids = self._quarantine.get(report.request_id, ([], 0))
                 if not ids[0]:
-                    blocks = [i for t in tracker.loading.tables for i in t if i != self._null]
+                    blocks = [i for t in order.tables for i in t if i != self._null]
                     self._pin(blocks)
                     self.counters.add("quarantined_blocks", len(blocks))
                     ids = (blocks, 0)
                 self._quarantine[report.request_id] = (ids[0], ids[1] + 1)
 
     def load_over(self, request_id: str) -> None:
-        """All ranks have ended a request's load."""
+        """All ranks have ended a request's load; the request itself may be gone."""
+        self._loads.pop(request_id, None)
         tracker = self._trackers.get(request_id)
         if tracker is not None and tracker.loading is not None:
             stop = max((s.stop for s in tracker.loading.segments), default=0)

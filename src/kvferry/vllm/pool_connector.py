@@ -110,8 +110,8 @@ class FerryPoolConnector(WholeRequests):
             self.scheduler.pool.has_work or self.scheduler.has_events
         )
 
-    def has_pending_block_frees(self) -> bool:
-        return self.scheduler is not None and self.scheduler.pool.pinned_blocks > 0
+    # `has_pending_block_frees` stays False: it makes vLLM wait for a store that may hang, where
+    # it can preempt. Pinned blocks are just not there, until they are released.
 
     def take_events(self) -> Iterable[Any]:
         return self.scheduler.take_events() if self.scheduler is not None else ()
@@ -120,7 +120,7 @@ class FerryPoolConnector(WholeRequests):
         """Weights were replaced, or the operator wants a clean start: a namespace of its own."""
         if self.scheduler is None:
             return None
-        self.scheduler.pool.reset()
+        self.scheduler.reset()
         return True
 
     # Worker

@@ -17,9 +17,10 @@ from kvferry.pool.records import make_layout
 from kvferry.pool.requests import PoolLimits
 from kvferry.pool.save_jobs import SavedBlocks, WholeState
 from kvferry.pool.scheduler import PoolScheduler
+from kvferry.pool.weights import engine_weights
 from kvferry.vllm.context_parallel import replicas
 from kvferry.vllm.metadata import FerryHandshake
-from kvferry.vllm.pool_config import PoolConfig, weight_revision
+from kvferry.vllm.pool_config import PoolConfig
 from kvferry.vllm.pool_metadata import PoolMetadata, PoolReport
 from kvferry.wire.messages import EngineInfo, RankInfo
 
@@ -60,10 +61,7 @@ class VllmPoolScheduler:
             raise DescriptionError("the workers of this engine describe it differently")
         model, shape = read_model(first), read_shape(first)
         layout = make_layout(model, first.meaning, [read_layout(r, shape)[0] for r in ranks])
-        config = self._vllm.model_config
-        weights = weight_revision(
-            str(config.model), self.config.weight_revision, getattr(config, "revision", None)
-        )
+        weights = engine_weights(self._vllm, self.config.weight_revision)
         metadata = KeyMetadata.of(
             self.config.cache_prefix, model.fingerprint(), first.meaning, weights
         )
@@ -84,6 +82,17 @@ class VllmPoolScheduler:
 
     def _unpin(self, block_ids: Sequence[int]) -> None:
         self._blocks.free_blocks([self._blocks.blocks[i] for i in reversed(block_ids)])
+
+    def reset(self) -> None:
+        """A namespace of its own. vLLM empties its own cache first, unless blocks are in use."""
+        blocks = self._blocks
+        kept = blocks is None or blocks.get_num_free_blocks() < blocks.num_gpu_blocks - 1
+        if kept:
+            log.warning(
+                "the pool is reset while blocks are in use: vLLM keeps its own cache, so nothing "
+                "that requests find there is saved; reset again when nothing runs"
+            )
+        self.pool.reset(keeps_blocks=kept)
 
     # Requests
 
