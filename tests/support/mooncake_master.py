@@ -18,7 +18,9 @@ store = MooncakeStore(MooncakeStoreConfig(
     sys.argv[1], local_hostname="127.0.0.1", global_segment_size=int(sys.argv[2]),
     local_buffer_size=16 << 20))
 print("ready", flush=True)
-sys.stdin.read()
+for line in sys.stdin:  # wipe
+    store._client.remove_all(force=True)
+    print("ready", flush=True)
 store.close()
 """
 
@@ -55,7 +57,17 @@ class Master:
                 stdout=subprocess.PIPE,
                 stderr=log,
             )
-        assert self._holder.stdout is not None
+        self._wait_ready()
+
+    def wipe(self) -> None:
+        """Everything is evicted."""
+        assert self._holder is not None and self._holder.stdin is not None
+        self._holder.stdin.write(b"wipe\n")
+        self._holder.stdin.flush()
+        self._wait_ready()
+
+    def _wait_ready(self) -> None:
+        assert self._holder is not None and self._holder.stdout is not None
         for line in self._holder.stdout:  # the client prints, too
             if line.strip() == b"ready":
                 return

@@ -138,6 +138,8 @@ def test_a_writer_that_is_gone(folder: Path, master: Master, tp: int) -> None:  
         settle(reader)
         reader.stop()
         again = mooncake_engine("again", model, folder, master)  # the writer is back
+        later = Listener()
+        again.arguments += later.arguments
         try:
             again.start().wait_ready()
             for n in LENGTHS:
@@ -145,7 +147,22 @@ def test_a_writer_that_is_gone(folder: Path, master: Master, tp: int) -> None:  
                 assert out == truth[n] and hits >= n // 128 * 128
                 out, hits, _ = ask(again, prompt(2, n))
                 assert out == truth[-n] and hits == (n - 1) // 128 * 128
+            later.heard(9, 1)
+            ask(again, prompt(3, 300))
+            (stored,) = later.heard(1, 30)
+            settle(again)
+            master.wipe()
+            gone: list[Any] = []
+            for _ in range(30):  # events go out with steps
+                again.complete(prompt(999, 5), max_tokens=1)
+                gone += later.heard(1, 1)
+                if any(set(stored.block_hashes) <= set(e.block_hashes) for e in gone):
+                    break
+            else:
+                raise AssertionError(f"evicted blocks were not told: {gone}")
+            assert all(isinstance(e, Removed) for e in gone)
         finally:
+            later.close()
             again.stop()
     finally:
         listener.close()
