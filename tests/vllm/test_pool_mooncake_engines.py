@@ -103,14 +103,27 @@ def mooncake_engine(name: str, model: Path, place: Path, master: Master, **optio
     return engine
 
 
+def told(listener: Listener, engine: Engine, hashes: set[Any]) -> list[Any]:
+    """Events until all these blocks were told as gone."""
+    events: list[Any] = []
+    for _ in range(30):
+        engine.complete(prompt(999, 5), max_tokens=1)  # events go out with steps
+        events += listener.heard(1, 1)
+        gone = {h for e in events if isinstance(e, Removed) for h in e.block_hashes}
+        if hashes <= gone:
+            return events
+    raise AssertionError(f"evicted blocks were not told: {events}")
+
+
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.matrix)])
 def test_a_writer_that_is_gone(folder: Path, master: Master, tp: int) -> None:  # noqa: F811
     """Blocks of 128 are written, by an engine that is killed; one with blocks of 32 reads them."""
     model = make_model(folder / "tiny")
     listener = Listener()
     writer = mooncake_engine("writer", model, folder, master)
-    writer.arguments += listener.arguments
     reader = mooncake_engine("reader", model, folder, master, tp=tp, block_size=32)
+    reader.arguments += listener.arguments
+    again = mooncake_engine("again", model, folder, master)
     try:
         for engine in (writer, reader):
             engine.start()
@@ -120,51 +133,34 @@ def test_a_writer_that_is_gone(folder: Path, master: Master, tp: int) -> None:  
         for n in LENGTHS:
             out, hits, computed = ask(writer, prompt(1, n))
             assert (hits, computed) == (0, n), "the truth is computed, not loaded"
-            truth[n] = out
-        stored = listener.heard(len(LENGTHS), 30)
-        assert all(isinstance(e, Stored) and e.block_size == 128 for e in stored), stored
-        told = {tuple(e.token_ids[:128]) for e in stored if e.parent_block_hash is None}
-        assert told == {tuple(prompt(1, n)[:128]) for n in LENGTHS}
+            truth[1, n] = out
         settle(writer)
         writer.kill()
         for n in LENGTHS:
             out, hits, computed = ask(reader, prompt(1, n))
-            assert out == truth[n], n
+            assert out == truth[1, n], n
             assert hits == n // 128 * 128 and computed == n - hits, (n, hits, computed)
+        listener.heard(9, 2)  # blocks that the reader added
+        for n in LENGTHS:
             other, hits, _ = ask(reader, prompt(2, n))  # a control, and something new to save
-            assert other != out and hits == 0
-            truth[-n] = other
-        assert event(reader, "load_failures") == 0
+            assert other != truth[1, n] and hits == 0
+            truth[2, n] = other
         settle(reader)
-        reader.stop()
-        again = mooncake_engine("again", model, folder, master)  # the writer is back
-        later = Listener()
-        again.arguments += later.arguments
-        try:
+        stored = listener.heard(99, 3)
+        assert stored and all(isinstance(e, Stored) and e.block_size == 32 for e in stored), stored
+        first = {tuple(e.token_ids[:32]) for e in stored if e.parent_block_hash is None}
+        assert first == {tuple(prompt(2, n)[:32]) for n in LENGTHS}
+        assert event(reader, "load_failures") == 0
+        if tp == 2:  # the writer is back
             again.start().wait_ready()
-            for n in LENGTHS:
-                out, hits, _ = ask(again, prompt(1, n))
-                assert out == truth[n] and hits >= n // 128 * 128
-                out, hits, _ = ask(again, prompt(2, n))
-                assert out == truth[-n] and hits == (n - 1) // 128 * 128
-            later.heard(9, 1)
-            ask(again, prompt(3, 300))
-            (stored,) = later.heard(1, 30)
+            for seed in (1, 2):
+                for n in LENGTHS:
+                    out, hits, _ = ask(again, prompt(seed, n))
+                    assert out == truth[seed, n] and hits >= (n - 1) // 128 * 128
             settle(again)
-            master.wipe()
-            gone: list[Any] = []
-            for _ in range(30):  # events go out with steps
-                again.complete(prompt(999, 5), max_tokens=1)
-                gone += later.heard(1, 1)
-                if any(set(stored.block_hashes) <= set(e.block_hashes) for e in gone):
-                    break
-            else:
-                raise AssertionError(f"evicted blocks were not told: {gone}")
-            assert all(isinstance(e, Removed) for e in gone)
-        finally:
-            later.close()
-            again.stop()
+        master.wipe()
+        told(listener, reader, {h for e in stored for h in e.block_hashes})
     finally:
         listener.close()
-        for engine in (writer, reader):
+        for engine in (writer, reader, again):
             engine.stop()
