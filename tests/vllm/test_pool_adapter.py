@@ -25,10 +25,11 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 import kvferry.vllm
 from kvferry.errors import DescriptionError
-from kvferry.layout import CacheModel, Component, EngineShape, Group, RankLayout
+from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, RankLayout
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.pool.orders import Loaded, Saved
 from kvferry.pool.requests import PoolLimits
+from kvferry.vllm.context_parallel import cache_rank, replicas
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig, parse_bytes
 from kvferry.vllm.pool_metadata import PoolReport
@@ -233,3 +234,33 @@ def test_requests_without_token_ids_are_left_alone(
     scheduler.on_new_request(asked)
     assert scheduler.matched(asked, 0) == (0, False)
     assert scheduler.step(step("r", 0, 40, [1, 2, 3])).orders.saves == []
+
+
+def parallel(tp: int, pcp: int, dcp: int) -> Any:
+    return SimpleNamespace(
+        tensor_parallel_size=tp,
+        prefill_context_parallel_size=pcp,
+        decode_context_parallel_size=dcp,
+    )
+
+
+def test_prefill_context_parallel_ranks() -> None:
+    alone = cache_rank(parallel(2, 1, 2), 1, 1, 0)
+    assert (alone.rank, alone.tp, alone.replicas) == (Rank(1, 1), 2, 1)
+    copies = [cache_rank(parallel(2, 2, 1), 0, tp, pcp) for pcp in range(2) for tp in range(2)]
+    assert [(c.rank.tp, c.replica, c.replicas) for c in copies] == [
+        (0, 0, 2),
+        (1, 0, 2),
+        (0, 1, 2),
+        (1, 1, 2),
+    ]
+    for dcp in (2, 4):  # tokens shared out over pcp, and over all: the dcp rank is r % dcp
+        shared = {
+            (tp, pcp): cache_rank(parallel(2, 2, dcp), 0, tp, pcp)
+            for tp in range(2)
+            for pcp in range(2)
+        }
+        assert {one.rank.tp for one in shared.values()} == set(range(4))
+        assert all(one.tp == 4 and one.replicas == 1 for one in shared.values())
+        assert [shared[1, pcp].rank.tp % 2 for pcp in range(2)] == [0, 1]
+    assert (replicas(parallel(1, 2, 1)), replicas(parallel(1, 2, 2))) == (2, 1)
