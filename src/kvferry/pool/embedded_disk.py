@@ -4,21 +4,33 @@ A file appears under its name only when all its bytes are written (another name,
 leaves by unlink. Nothing is synced: after a loss of power a file may be short or wrong, which its
 header, its size and its checksums tell. Files need no index: a store that is opened on an empty
 index takes in what it finds.
+
+The directory may hold other things, which are nobody's business here: only names that this module
+gives (32 hexadecimal digits in the folder of their first two, parts with two numbers) are looked
+at, and of those only what begins like an image, or with nothing at all, is ever removed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import logging
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvferry.pool.embedded_image import Image, header_size, open_image
+from kvferry.errors import StoreError
+from kvferry.pool.embedded_image import Image, begins_image, header_size, open_image
 
 _log = logging.getLogger(__name__)
 _TEMPORARY = ".part-"
+_PART = re.compile(re.escape(_TEMPORARY) + r"(\d+)-\d+")
+_NAME = re.compile(r"[0-9a-f]{32}")
 _HEAD_BYTES = 32
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+_DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)  # the medium, not the moment
 
 
 class DiskTier:
@@ -29,7 +41,7 @@ class DiskTier:
         self._member = member
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._made: set[str] = set()
-        self._next = 0
+        self._numbers = itertools.count(1)  # one step of the interpreter: threads never share one
 
     def path(self, name: str) -> Path:
         return self._directory / name[:2] / name
@@ -40,8 +52,7 @@ class DiskTier:
         if name[:2] not in self._made:
             target.parent.mkdir(exist_ok=True, mode=0o700)
             self._made.add(name[:2])
-        self._next += 1
-        part = self._directory / f"{_TEMPORARY}{self._member}-{self._next}"
+        part = self._directory / f"{_TEMPORARY}{self._member}-{next(self._numbers)}"
         try:
             with part.open("wb", buffering=0) as file:
                 left = image
@@ -56,11 +67,16 @@ class DiskTier:
         return True
 
     def read(self, name: str, into: memoryview) -> bool:
-        """Fill `into` from the file; False where it is gone or has another size."""
+        """Fill `into` from the file; False where it is gone or has another size.
+
+        A `StoreError` where it cannot be read for now: that says nothing about the object.
+        """
         try:
             fd = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return False
+        except OSError as error:
+            if error.errno in _GONE:
+                return False
+            raise StoreError(f"disk tier: {self.path(name)} cannot be opened: {error}") from error
         try:
             if os.fstat(fd).st_size != len(into):
                 return False
@@ -71,6 +87,8 @@ class DiskTier:
                     return False
                 at += got
         except OSError as error:
+            if error.errno not in _DAMAGED:
+                raise StoreError(f"disk tier: {self.path(name)} cannot be read: {error}") from error
             _log.warning("disk tier: %s could not be read: %s", self.path(name), error)
             return False
         finally:
@@ -85,8 +103,8 @@ class DiskTier:
         """Remove what dead members (None: all) left half-written."""
         gone = None if dead is None else set(dead)
         for part in self._directory.glob(_TEMPORARY + "*"):
-            number = part.name[len(_TEMPORARY) :].partition("-")[0]
-            if gone is None or (number.isdigit() and int(number) in gone):
+            ours = _PART.fullmatch(part.name)
+            if ours is not None and (gone is None or int(ours[1]) in gone):
                 with contextlib.suppress(OSError):
                     part.unlink()
 
@@ -104,11 +122,34 @@ class DiskTier:
         return image if image is not None and image.header_bytes + image.length == size else None
 
     def found(self) -> Iterator[tuple[str, Image, int]]:
-        """Name, header and size of every whole file; others are removed."""
+        """Name, header and size of every whole file; what is left of ours otherwise is removed."""
+        foreign = 0
         for path in self._directory.glob("??/*"):
+            named = _NAME.fullmatch(path.name) and path.parent.name == path.name[:2]
+            if not named or path.is_symlink() or not path.is_file():
+                foreign += 1
+                continue
             image = self.header(path.name)
-            if image is None:
+            if image is not None:
+                yield path.name, image, image.header_bytes + image.length
+            elif self._is_ours(path):
                 with contextlib.suppress(OSError):
                     path.unlink()
             else:
-                yield path.name, image, image.header_bytes + image.length
+                foreign += 1
+        if foreign:
+            _log.warning(
+                "disk tier: %s holds %d things that are not the store's; they are left alone, and "
+                "not counted in its size",
+                self._directory,
+                foreign,
+            )
+
+    @staticmethod
+    def _is_ours(path: Path) -> bool:
+        """Whether a file with one of our names may be what a loss of power left of an image."""
+        try:
+            with path.open("rb") as file:
+                return begins_image(file.read(_HEAD_BYTES))
+        except OSError:
+            return False

@@ -13,6 +13,7 @@ gaps again, from the records.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,15 +22,19 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.errors import StoreError
 from kvferry.pool import embedded_index as ix
 from kvferry.pool.embedded_arena import ALIGN, Arena
 from kvferry.pool.embedded_disk import DiskTier
 from kvferry.pool.embedded_index import Geometry, SharedIndex, hash_keys, key_name
 from kvferry.pool.embedded_lock import Members, SharedLock
-from kvferry.pool.policy import ConversationPolicy
+from kvferry.pool.policy import ConversationPolicy, History
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+MakePolicy = Callable[[History, Floats], ConversationPolicy]  # from shared memory
+
+_log = logging.getLogger(__name__)
 
 ROUNDS = 6  # of making room for one batch: others may take what was freed
 FEW_OBJECTS = 4096  # up to here, victims are looked for each time, and only as many as needed
@@ -37,6 +42,7 @@ BATCH_SHARE = 256  # beyond, at least this part of the memory is freed at a time
 BAR_SECONDS = 1.0  # how long the last victim's score tells what is not worth a search
 OPEN_SECONDS = 60.0
 DISK_LINK = "disk"
+REAP_SECONDS = 1.0  # between two looks for extents of the dead, while there is something to evict
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +69,33 @@ class Room:
     """The tiers of one store, as one process sees them."""
 
     def __init__(
-        self, directory: Path, wanted: Geometry, disk: Path | None, clock: Callable[[], float]
+        self,
+        directory: Path,
+        wanted: Geometry,
+        disk: Path | None,
+        clock: Callable[[], float],
+        make_policy: MakePolicy = ConversationPolicy,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.clock = clock
         self.lock = SharedLock(directory / "lock")
         with self.lock.held(time.monotonic() + OPEN_SECONDS):
             self.index = SharedIndex(directory / "index", wanted)
-            self.policy = ConversationPolicy(self.index.history, self.index.learned)
+            self.policy = make_policy(self.index.history, self.index.learned)
             self.arena = Arena(directory / "arena", self.index)
             self.members = Members(directory / "members")
+            self._reap_at = 0.0
+            if not self.index.created:
+                disk = _disk_of(directory, self.index.geometry, disk)
             self.disk = DiskTier(disk, self.members.me) if disk is not None else None
             if self.index.created:
                 self.policy.reset()
-                if self.disk is not None:
+                link = directory / DISK_LINK  # for all who open the store later
+                link.unlink(missing_ok=True)
+                if disk is not None and self.disk is not None:
                     self.disk.clean()
                     self._adopt(self.disk)
-                    link = directory / DISK_LINK  # for people and tools that know one directory
-                    link.unlink(missing_ok=True)
-                    link.symlink_to(disk.absolute() if disk is not None else ".")
+                    link.symlink_to(disk.absolute())
                 self.index.publish()
             else:
                 self._undo(lambda owner: owner == self.members.me)  # my number's last holder
@@ -113,6 +127,19 @@ class Room:
         index.leave_memory(rows[states == ix.WRITING], ix.GHOST)
         self.arena.find_gaps()
         index.gaps_stale = False
+
+    def _reap(self, deadline: float, *, now: bool = False) -> bool:
+        """Whether memory came back that processes held which died outside of the lock."""
+        if not now and time.monotonic() < self._reap_at:
+            return False
+        self._reap_at = time.monotonic() + REAP_SECONDS
+        index = self.index
+        owners = np.unique(index.owner[index.in_state(*ix.OWNED)]).tolist()
+        if all(self.members.alive(owner) for owner in owners):
+            return False
+        with self.locked(deadline):
+            self.mend()
+        return True
 
     def _adopt(self, disk: DiskTier) -> None:
         """A new index takes in the files that are there, up to the disk's capacity."""
@@ -151,7 +178,11 @@ class Room:
             stuck = stuck + 1 if len(pending) == before else 0
             if not pending or stuck > ROUNDS or time.monotonic() > deadline:
                 break
+            if self._reap(deadline):  # before anything that somebody may still want
+                continue
             if not self._evict_for(pending, worth, firm, stuck > 1, granted, deadline):
+                if self._reap(deadline, now=True):
+                    continue
                 break
             pending = [w for w in pending if w.row not in granted.declined]
         granted.refused.update(wish.row for wish in pending)
@@ -322,6 +353,41 @@ class Room:
         self.lock.close()
         self.arena.close()
         self.index.close()
+
+
+def _disk_of(directory: Path, found: Geometry, disk: Path | None) -> Path | None:
+    """The disk tier of a store that is there: its creator's, whatever this process would have.
+
+    A process that looked for the store's files elsewhere, or nowhere, would take all of them for
+    lost, and remove their records.
+    """
+    if not found.disk_bytes:
+        if disk is not None:
+            _log.warning(
+                "the store at %s was created without a disk tier; %s is not used", directory, disk
+            )
+        return None
+    link = directory / DISK_LINK
+    if link.is_dir():
+        there = link.resolve()
+        if disk is None or disk.resolve() != there:
+            _log.warning(
+                "the store at %s has its disk tier at %s; that holds, not %s",
+                directory,
+                there,
+                disk or "none",
+            )
+        return there
+    if disk is not None and disk.is_dir():  # it has moved, and this process knows where
+        link.unlink(missing_ok=True)
+        link.symlink_to(disk.absolute())
+        return disk
+    where = link.readlink() if link.is_symlink() else "an unknown place"
+    raise StoreError(
+        f"the store at {directory} has a disk tier at {where}, which is not there for this "
+        "process; mount it (also in this container), name where it is now, or remove the store "
+        "while no engine uses it"
+    )
 
 
 def _lowest(scores: Floats, sizes: Ints, goal: int) -> Ints:

@@ -12,12 +12,11 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from kvferry.errors import DescriptionError
-from kvferry.pool.scheduler import PoolLimits
+from kvferry.pool.requests import PoolLimits
 from kvferry.pool.store import Store
 
 log = logging.getLogger("kvferry")
@@ -38,7 +37,6 @@ MOONCAKE_ONLY = frozenset(
     }
 )
 LOOKUP_BUFFER_BYTES = 64 << 20
-SAMPLE_BYTES = 1 << 16  # of each end and the middle of a file of weights
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
@@ -54,7 +52,7 @@ class PoolConfig:
     options: dict[str, Any] = field(default_factory=dict)  # for a store of your own
     cache_prefix: str = ""  # the tenant: engines with different ones share nothing
     model_id: str = ""  # names the model, where its path differs between engines
-    weight_revision: str = ""  # names the weights; default: read off the model's files
+    weight_revision: str = ""  # names the weights; default: see `kvferry.pool.weights`
     load_async: bool = True
     discard_partial_chunks: bool = True
     lookup_rpc_port: int | str = 0  # no port is needed: accepted, and not used
@@ -125,7 +123,7 @@ class PoolConfig:
         return EmbeddedStore(Path(self.path) if self.path else None, **sizes)
 
     def _open_mooncake(self, lookups_only: bool) -> Store:
-        from kvferry.pool.held_memory import HeldMemoryMooncakeStore
+        from kvferry.pool.mooncake import MooncakeStore
         from kvferry.pool.mooncake_config import MooncakeStoreConfig
 
         config = MooncakeStoreConfig.load()
@@ -136,7 +134,7 @@ class PoolConfig:
                 global_segment_size=0,
                 local_buffer_size=LOOKUP_BUFFER_BYTES,
             )
-        return HeldMemoryMooncakeStore(config)
+        return MooncakeStore(config, hold_memory=True)
 
 
 def parse_bytes(amount: int | str) -> int:
@@ -147,30 +145,6 @@ def parse_bytes(amount: int | str) -> int:
     number, prefix, binary = match.groups()
     unit = 1024 ** "kmgt".index(prefix.lower()) * 1024 if binary and prefix else None
     return int(float(number) * (unit or _UNITS[prefix.lower()]))
-
-
-def weight_revision(model: str, configured: str = "", revision: str | None = None) -> str:
-    """A name for the weights: as configured, or read off their files; empty where unknown.
-
-    Of each file the size, both ends and the middle are hashed: copies of the same weights have the
-    same name wherever they lie, and other weights of the same model have another.
-    """
-    if configured:
-        return f"named {configured}"
-    folder = Path(model)
-    if not folder.is_dir():
-        return f"revision {revision}" if revision else ""
-    patterns = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-    files = sorted(path for pattern in patterns for path in folder.glob(pattern))
-    digest = blake2b(digest_size=16)
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for start in (0, size // 2, max(0, size - SAMPLE_BYTES)):
-                file.seek(start)
-                digest.update(file.read(SAMPLE_BYTES))
-    return f"files {digest.hexdigest()}" if files else ""
 
 
 def default_tenant() -> str:

@@ -13,7 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvferry.errors import DescriptionError
 from kvferry.vllm.base import WholeRequests
 from kvferry.vllm.pool_config import PoolConfig, default_tenant
 from kvferry.vllm.pool_metadata import PoolMetadata, PoolPromMetrics, PoolStats
@@ -36,8 +35,6 @@ class FerryPoolConnector(WholeRequests):
         transfer = vllm_config.kv_transfer_config
         defaults = {"cache_prefix": default_tenant(), **self.defaults}
         config = PoolConfig.read(transfer.kv_connector_extra_config or {}, **defaults)
-        if vllm_config.parallel_config.prefill_context_parallel_size > 1:
-            raise DescriptionError("the pool does not know prefill context parallelism yet")
         if transfer.kv_load_failure_policy == "fail" and transfer.kv_connector in POOL_NAMES:
             # a block that a cache lost is computed; that is no reason to end a request
             transfer.kv_load_failure_policy = "recompute"
@@ -113,8 +110,8 @@ class FerryPoolConnector(WholeRequests):
             self.scheduler.pool.has_work or self.scheduler.has_events
         )
 
-    def has_pending_block_frees(self) -> bool:
-        return self.scheduler is not None and self.scheduler.pool.pinned_blocks > 0
+    # `has_pending_block_frees` stays False: it makes vLLM wait for a store that may hang, where
+    # it can preempt. Pinned blocks are just not there, until they are released.
 
     def take_events(self) -> Iterable[Any]:
         return self.scheduler.take_events() if self.scheduler is not None else ()
@@ -123,7 +120,7 @@ class FerryPoolConnector(WholeRequests):
         """Weights were replaced, or the operator wants a clean start: a namespace of its own."""
         if self.scheduler is None:
             return None
-        self.scheduler.pool.reset()
+        self.scheduler.reset()
         return True
 
     # Worker
