@@ -24,7 +24,7 @@ import xxhash
 from kvferry.errors import ProtocolError
 from kvferry.layout.rank import Ints
 from kvferry.plan import Bound
-from kvferry.transport.memory import Memory, make_buffer
+from kvferry.transport.memory import Memory, is_staged
 from kvferry.transport.regions import Arrays, slices
 from kvferry.wire.messages import MOST_RUNS, RUN_BYTES
 
@@ -38,7 +38,12 @@ MOST_WAITING = 1024  # slices that one source rank has before it
 
 def digest(memory: Memory, address: Ints, length: Ints) -> bytes:
     """xxh3 (128 bits) of the runs' bytes, one after another."""
-    hasher, buffer = xxhash.xxh3_128(), make_buffer(memory, CHUNK_BYTES)
+    hasher = xxhash.xxh3_128()
+    if is_staged(memory):
+        for chunk in memory.outgoing(address, length):
+            hasher.update(chunk.data)
+        return hasher.digest()
+    buffer = np.empty(CHUNK_BYTES, dtype=np.uint8)
     for part in slices(Arrays(address, address, length), CHUNK_BYTES):
         count = int(part.length.sum())
         memory.gather(part.src, part.length, buffer)

@@ -45,7 +45,7 @@ from kvferry.transport.cuda_driver import (
     place_of,
 )
 from kvferry.transport.cuda_flight import Flight, Pace
-from kvferry.transport.cuda_lane import Lanes
+from kvferry.transport.cuda_lanes import Lanes
 from kvferry.transport.cuda_mapped import Mapped, place
 from kvferry.transport.cuda_peer import Allocation, CudaEndpoint, CudaPeer, export, within
 from kvferry.transport.cuda_quick import queue
@@ -117,13 +117,8 @@ class CudaCarrier:
             if self._device is None:
                 self._device = device(first.ordinal)
                 self._lanes = Lanes(self._device, triton=self._triton)
-                if self._triton is not False and cuda_kernels.available():
-                    threading.Thread(
-                        target=cuda_kernels.warm,
-                        args=(self._device,),
-                        name="kvferry-cuda-compile",
-                        daemon=True,
-                    ).start()
+                if self._triton is not False:
+                    cuda_kernels.warm_aside(self._device)
             self._places[first.base] = first
         self._regions += regions
         self.memory = Mapped.of(
@@ -292,8 +287,7 @@ class CudaCarrier:
         except TransferError:
             return None
         queued, lane = 0, None
-        try:
-            peer.check()
+        try:  # that the peer lives is seen at the end: till then its memory is there, dead or not
             with lanes.device.current():
                 lane = lanes.take()
                 most = FLIGHT_BYTES if peer.near else FAR_FLIGHT_BYTES

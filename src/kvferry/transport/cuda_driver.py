@@ -1,4 +1,4 @@
-"""NVIDIA's driver by ctypes: contexts, streams, events, memory, and memory of other processes.
+"""NVIDIA's driver by ctypes: contexts, memory, and memory of other processes.
 
 The driver's own library is all that is needed; neither torch nor the CUDA toolkit is. Contexts are
 the devices' primary ones, so that memory and streams of torch work here and ours work there. A
@@ -9,9 +9,8 @@ interpreter's lock; every return code is looked at.
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable, Sequence
-from ctypes import byref, c_char_p, c_int, c_int64, c_size_t, c_uint, c_uint64, c_void_p
+from collections.abc import Callable
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,15 +24,11 @@ IPC_HANDLE_BYTES = 64
 UUID_BYTES = 16
 
 # Numbers of cuda.h
-_NOT_READY = 600
 _PEER_ACCESS_ALREADY_ENABLED = 704
-_STREAM_NON_BLOCKING = 1
-_EVENT_DEFAULT, _EVENT_DISABLE_TIMING = 0, 2
 _HOST_ALLOC_PORTABLE = 1
 _IPC_LAZY_PEER_ACCESS = 1
 _ATTRIBUTE_MEMORY_TYPE, _ATTRIBUTE_ORDINAL = 2, 9
 _MEMORY_TYPE_DEVICE = 2
-_FUNCTION_MAX_SHARED = 8
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _MULTIPROCESSORS = 75, 76, 16
 
 
@@ -242,99 +237,3 @@ class Device:
 
     def close(self, address: int) -> None:
         self._driver.call("cuIpcCloseMemHandle", c_uint64(address))
-
-
-class Stream:
-    """A queue of work on a device, apart from all others."""
-
-    def __init__(self) -> None:
-        self._driver = driver()
-        handle = c_void_p()
-        self._driver.call("cuStreamCreate", byref(handle), _STREAM_NON_BLOCKING)
-        self.handle = handle
-
-    def copy(self, dst: int, src: int, size: int) -> None:
-        """Between any two memories that the device knows."""
-        code = self._driver.copy(dst, src, size, self.handle)
-        if code:
-            raise self._driver.error("cuMemcpyAsync", code)
-
-    def zero(self, dst: int, size: int) -> None:
-        self._driver.call(
-            "cuMemsetD8Async", c_uint64(dst), ctypes.c_ubyte(0), c_size_t(size), self.handle
-        )
-
-    def wait_for(self, event: Event) -> None:
-        """What is queued from now on begins after the event."""
-        self._driver.call("cuStreamWaitEvent", self.handle, event.handle, 0)
-
-    def synchronize(self) -> None:
-        self._driver.call("cuStreamSynchronize", self.handle)
-
-    def destroy(self) -> None:
-        self._driver.call("cuStreamDestroy_v2", self.handle)
-
-
-class Event:
-    """A mark in a stream."""
-
-    def __init__(self, *, timing: bool = False) -> None:
-        self._driver = driver()
-        handle = c_void_p()
-        flags = _EVENT_DEFAULT if timing else _EVENT_DISABLE_TIMING
-        self._driver.call("cuEventCreate", byref(handle), flags)
-        self.handle = handle
-
-    def record(self, stream: Stream) -> None:
-        code = self._driver.record(self.handle, stream.handle)
-        if code:
-            raise self._driver.error("cuEventRecord", code)
-
-    def done(self) -> bool:
-        """Raises where what came before it failed."""
-        code = self._driver.query(self.handle)
-        if code not in (0, _NOT_READY):
-            raise self._driver.error("cuEventQuery", code)
-        return code == 0
-
-    def milliseconds_since(self, other: Event) -> float:
-        """Both with timing, both done."""
-        value = ctypes.c_float()
-        call = self._driver.status("cuEventElapsedTime", byref(value), other.handle, self.handle)
-        if call:
-            raise self._driver.error("cuEventElapsedTime", call)
-        return value.value
-
-    def destroy(self) -> None:
-        self._driver.call("cuEventDestroy_v2", self.handle)
-
-
-class Function:
-    """A kernel from machine code; `launch` from any thread on whose device it was loaded."""
-
-    def __init__(self, code: bytes, name: str, *, warps: int, shared_bytes: int) -> None:
-        self._driver = driver()
-        module, handle = c_void_p(), c_void_p()
-        self._driver.call("cuModuleLoadData", byref(module), code)
-        self._driver.call("cuModuleGetFunction", byref(handle), module, name.encode())
-        if shared_bytes > 48 << 10:
-            self._driver.call("cuFuncSetAttribute", handle, _FUNCTION_MAX_SHARED, shared_bytes)
-        self._handle, self._threads, self._shared = handle, 32 * warps, shared_bytes
-        self._local = threading.local()
-        self._launch = self._driver.launch
-
-    def launch(self, grid: int, stream: Stream, values: Sequence[int]) -> None:
-        """`values`: the arguments, each in the low bytes of its eight."""
-        arguments = getattr(self._local, "arguments", None)
-        if arguments is None or len(arguments[0]) != len(values):
-            numbers = (c_int64 * len(values))()
-            base = ctypes.addressof(numbers)
-            pointers = (c_void_p * len(values))(*range(base, base + 8 * len(values), 8))
-            arguments = self._local.arguments = (numbers, pointers)
-        numbers, pointers = arguments
-        numbers[:] = values
-        code = self._launch(
-            self._handle, grid, 1, 1, self._threads, 1, 1, self._shared, stream.handle, pointers, 0
-        )
-        if code:
-            raise self._driver.error("cuLaunchKernel", code)

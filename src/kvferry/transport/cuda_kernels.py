@@ -12,7 +12,8 @@ import threading
 from dataclasses import dataclass
 from functools import cache
 
-from kvferry.transport.cuda_driver import Device, Function
+from kvferry.transport.cuda_driver import Device
+from kvferry.transport.cuda_stream import Function
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,14 @@ def warm(device: Device) -> None:
     with device.current():
         for form in USUAL:
             function(device, form)
+
+
+def warm_aside(device: Device) -> None:
+    """The same on a thread of its own, where Triton is installed."""
+    if available():
+        threading.Thread(
+            target=warm, args=(device,), name="kvferry-cuda-compile", daemon=True
+        ).start()
 
 
 def _load(device: Device, form: Form) -> Function:
