@@ -1,6 +1,6 @@
 """What is queued on a device: streams, marks in them, and kernels.
 
-Everything here needs its device to be current (`Device.current`).
+What is queued needs its device to be current (`Device.current`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Stream:
 
     def wait_for(self, event: Event) -> None:
         """What is queued from now on begins after the event."""
-        self._driver.call("cuStreamWaitEvent", self.handle, event.handle, 0)
+        code = self._driver.after(self.handle, event.handle, 0)
+        if code:
+            raise self._driver.error("cuStreamWaitEvent", code)
 
     def synchronize(self) -> None:
         self._driver.call("cuStreamSynchronize", self.handle)
@@ -66,7 +68,7 @@ class Event:
             raise self._driver.error("cuEventRecord", code)
 
     def done(self) -> bool:
-        """Raises where what came before it failed."""
+        """Raises where what came before it failed. No device need be current."""
         code = self._driver.query(self.handle)
         if code not in (0, _NOT_READY):
             raise self._driver.error("cuEventQuery", code)

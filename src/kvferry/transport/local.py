@@ -248,7 +248,7 @@ class LocalCarrier:
             require_all(arrays, src, dst, reading=reading)
             peer.require_alive()
 
-            def carry(part: Arrays) -> None:
+            def carry(part: Arrays, _: Arrays | None) -> None:
                 peer.require_connected()
                 try:
                     self._move(peer, part, reading=reading)

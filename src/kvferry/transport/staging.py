@@ -33,7 +33,14 @@ from kvferry.transport.cuda_mapped import Mapped
 from kvferry.transport.cuda_work import Runs
 from kvferry.transport.memory import Bytes, Ints
 from kvferry.transport.regions import Arrays
-from kvferry.transport.staging_lane import CHUNK_BYTES, RING_CHUNKS, Chunk, StagingLane, pieces
+from kvferry.transport.staging_lane import (
+    CHUNK_BYTES,
+    RING_CHUNKS,
+    Chunk,
+    Piece,
+    StagingLane,
+    pieces,
+)
 
 
 class DeviceMemory:
@@ -43,6 +50,9 @@ class DeviceMemory:
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
         self._lock = threading.Lock()
+        # NumPy lets go of the interpreter's lock in each call. Threads that prepare a batch each
+        # would wait for each other at every one of them; so they do it one after another.
+        self._preparing = threading.Lock()
         self._idle: list[StagingLane] = []
         self._closed = False
         self._regions: list[MemoryRegion] = []
@@ -67,30 +77,28 @@ class DeviceMemory:
         """The runs' bytes in chunks, each of which stays until the next one is asked for."""
         self._require(address, length)
         with self._lane() as lane:
-            waiting: deque[tuple[Chunk, int]] = deque()  # oldest first
-            for one in self._gather(lane, address, length):
-                waiting.append(one)
+            waiting: deque[Chunk] = deque()  # oldest first
+            for chunk in self._gather(lane, pieces(address, length)):
+                waiting.append(chunk)
                 if len(waiting) == RING_CHUNKS:
-                    yield self._settled(*waiting.popleft())
+                    yield waiting.popleft().settled()
             while waiting:
-                yield self._settled(*waiting.popleft())
+                yield waiting.popleft().settled()
 
     def incoming(self, address: Ints, length: Ints) -> Generator[Bytes]:
         """Chunks to be filled with the runs' bytes; when it ends, they are in their places."""
         self._require(address, length)
         on = self._on()
         with self._lane() as lane:
-            turn = 0
             for number, piece in enumerate(pieces(address, length)):
                 with on.current():
                     half = lane.half(number)
                 for offset in range(0, piece.bytes, CHUNK_BYTES):
-                    chunk, count = lane.ring[turn % RING_CHUNKS], piece.bytes - offset
-                    count, turn = min(count, CHUNK_BYTES), turn + 1
-                    yield self._settled(chunk, count)
+                    chunk = lane.chunk(piece.bytes - offset)
+                    yield chunk.settled()
                     with on.current():
-                        lane.back(chunk, half, offset, count)
-                with on.current():
+                        lane.back(chunk, half, offset)
+                with self._preparing, on.current():
                     lane.scatter(piece, half, self._memory)
             with on.current():
                 lane.finish()
@@ -128,28 +136,20 @@ class DeviceMemory:
                 for lane in lanes:
                     lane.free()
 
-    def _gather(
-        self, lane: StagingLane, address: Ints, length: Ints
-    ) -> Iterator[tuple[Chunk, int]]:
+    def _gather(self, lane: StagingLane, parts: Iterator[Piece]) -> Iterator[Chunk]:
         """Queue chunk after chunk; whoever asks for one has done with the one of a ring before."""
-        turn = 0
-        for number, piece in enumerate(pieces(address, length)):
-            with self._on().current():
+        on = self._on()
+        for number, piece in enumerate(parts):
+            with self._preparing, on.current():
                 half = lane.half(number)
                 lane.gather(piece, half, self._memory)
             for offset in range(0, piece.bytes, CHUNK_BYTES):
-                chunk, count = lane.ring[turn % RING_CHUNKS], piece.bytes - offset
-                count, turn = min(count, CHUNK_BYTES), turn + 1
-                with self._on().current():
-                    lane.out(half, offset, chunk, count)
-                yield chunk, count
-            with self._on().current():
+                chunk = lane.chunk(piece.bytes - offset)
+                with on.current():
+                    lane.out(half, offset, chunk)
+                yield chunk
+            with on.current():
                 half.moved.record(lane.bus)
-
-    def _settled(self, chunk: Chunk, count: int) -> Bytes:
-        with self._on().current():
-            chunk.settle()
-        return chunk.bytes[:count]
 
     def _on(self) -> Device:
         if self._device is None:

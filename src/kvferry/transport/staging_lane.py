@@ -29,8 +29,8 @@ from kvferry.transport.memory import Bytes, Ints
 from kvferry.transport.regions import Arrays, slices
 
 PIECE_BYTES = 16 << 20  # of one kernel: its launch costs 0.1 ms, the bus takes 0.3 for so much
-CHUNK_BYTES = 2 << 20  # of one call of a socket: 0.5 ms, against some 20 us of Python for each
-RING_CHUNKS = 4  # that are under way
+CHUNK_BYTES = 4 << 20  # of one call of a socket: 1 ms, against some 20 us of Python for each
+RING_CHUNKS = 3  # that are under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,13 @@ class Piece:
 def pieces(address: Ints, length: Ints) -> Iterator[Piece]:
     """The runs in their order, so that each piece fits a half."""
     for part in slices(Arrays(address, address, length), PIECE_BYTES):
-        ends = np.cumsum(part.length)
-        yield Piece(part.src, part.length, ends - part.length, int(ends[-1]))
+        count, longest = len(part), int(part.length.max())
+        if longest == int(part.length.min()):  # said by one number, nothing is added up
+            equal = np.broadcast_to(np.asarray([longest]), count)
+            yield Piece(part.src, equal, np.arange(0, count * longest, longest), count * longest)
+        else:
+            ends = np.cumsum(part.length)
+            yield Piece(part.src, part.length, ends - part.length, int(ends[-1]))
 
 
 class Chunk:
@@ -55,14 +60,16 @@ class Chunk:
         self._device = on
         self.bytes: Bytes = on.pinned(size)
         self.address: int = self.bytes.ctypes.data
+        self.count = size  # bytes that are meant
         self.moved = Event()
         self.used = False
 
-    def settle(self) -> None:
-        """Until what is queued for it has happened. Its device is current."""
+    def settled(self) -> Bytes:
+        """Its bytes, once what is queued for them has happened."""
         if self.used:
             wait_event(self.moved)
             self.used = False
+        return self.bytes[: self.count]
 
     def free(self) -> None:
         self.moved.destroy()
@@ -90,13 +97,14 @@ class StagingLane:
 
     def __init__(self, on: Device) -> None:
         self.lane, self.bus = Lane(on), Stream()
-        self.ring = [Chunk(on, CHUNK_BYTES) for _ in range(RING_CHUNKS)]
+        self._ring = [Chunk(on, CHUNK_BYTES) for _ in range(RING_CHUNKS)]
+        self._turn = 0
         self._halves = (Half(on), Half(on))
 
     def begin(self) -> None:
         """Nothing is under way."""
         self.lane.begin()
-        for chunk in self.ring:
+        for chunk in self._ring:
             chunk.used = False
         for half in self._halves:
             half.used = False
@@ -131,13 +139,20 @@ class StagingLane:
         else:  # the kernel is not compiled yet, or something is unusual; runs have been checked
             self.lane.copy(Runs.of_arrays(copies))
 
-    def out(self, half: Half, offset: int, chunk: Chunk, count: int) -> None:
-        self.bus.copy(chunk.address, half.there + offset, count)
+    def chunk(self, left: int) -> Chunk:
+        """The chunk whose turn it is, for so many bytes or as many as it holds."""
+        chunk = self._ring[self._turn % RING_CHUNKS]
+        self._turn += 1
+        chunk.count = min(left, CHUNK_BYTES)
+        return chunk
+
+    def out(self, half: Half, offset: int, chunk: Chunk) -> None:
+        self.bus.copy(chunk.address, half.there + offset, chunk.count)
         chunk.moved.record(self.bus)
         chunk.used = True
 
-    def back(self, chunk: Chunk, half: Half, offset: int, count: int) -> None:
-        self.bus.copy(half.there + offset, chunk.address, count)
+    def back(self, chunk: Chunk, half: Half, offset: int) -> None:
+        self.bus.copy(half.there + offset, chunk.address, chunk.count)
         chunk.moved.record(self.bus)
         chunk.used = True
 
@@ -153,7 +168,7 @@ class StagingLane:
 
     def free(self) -> None:
         self.drain()
-        for chunk in self.ring:
+        for chunk in self._ring:
             chunk.free()
         for half in self._halves:
             half.free()

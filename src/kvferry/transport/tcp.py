@@ -5,7 +5,8 @@ The owner of memory runs a `Server` (tcp_server.py); who reads or writes connect
 bytes, direct or packed, in tcp_payload.py. A transfer has connections of its own, from a small
 pool per peer, so that cancelling it is closing them, and transfers do not wait for each other. A
 batch is cut into frames that the server's limits allow; two connections share them, so that one
-asks, gathers or scatters while the other one's bytes are on their way.
+asks, gathers or scatters while the other one's bytes are on their way. A frame to be read is asked
+for while the one before it arrives.
 
     cancelled read    nothing is received any more once `cancel` returns
     cancelled write   this side stops sending and waits until the server has closed: then all that
@@ -129,11 +130,11 @@ class _Streams:
         self._failed: list[Exception] = []
         self._ended: set[Connection] = set()
 
-    def carry(self, memory: Memory, part: Arrays) -> None:
+    def carry(self, memory: Memory, part: Arrays, following: Arrays | None) -> None:
         try:
             connection = self._mine.get(threading.get_ident()) or self._take()
             if self._reading:
-                connection.read(memory, part)
+                connection.read(memory, part, following)
             else:
                 connection.write(memory, part, self._grant)
         except Exception as error:
@@ -295,9 +296,10 @@ class TcpCarrier:
                     share(
                         job,
                         slices(arrays, frame),
-                        lambda part: streams.carry(memory, part),
+                        lambda part, following: streams.carry(memory, part, following),
                         peer.helpers,
                         self.streams_per_transfer - 1,
+                        ahead=reading,
                     )
             finally:
                 streams.give_back()
