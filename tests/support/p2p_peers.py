@@ -525,20 +525,18 @@ class Consumer(Gates):
         seconds: float = PATIENCE_SECONDS,
         keep_open: bool = False,
         request_id: str = "",
+        fails: str = "",
     ) -> str:
         request_id = request_id or f"load-{prompt.number}"
         tables = prompt.tables(self.spec, prompt.dst_first, self.source)
+        load = Load(
+            request_id, ticket, tuple(tuple(t) for t in tables), prompt.skip, seconds, keep_open
+        )
         for rank in self.ranks:
-            rank.start(
-                Load(
-                    request_id,
-                    ticket,
-                    tuple(tuple(t) for t in tables),
-                    prompt.skip,
-                    seconds,
-                    keep_open,
-                )
-            )
+            if fails:
+                rank.fail(load, fails)
+            else:
+                rank.start(load)
         return request_id
 
     def wait(self, *request_ids: str, seconds: float = 2 * PATIENCE_SECONDS) -> list[list[Loaded]]:

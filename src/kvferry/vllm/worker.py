@@ -144,12 +144,17 @@ class FerryWorker:
             self._ready.mark()(partial(self._pass_on, orders, self._producer, self._consumer))
 
     def _pass_on(
-        self, orders: FerryMetadata, producer: ProducerRank, consumer: ConsumerRank
+        self, orders: FerryMetadata, producer: ProducerRank, consumer: ConsumerRank, why: str
     ) -> None:
-        """What the orders say of blocks is true by now: the device has come to them."""
+        """What the orders say of blocks is true by now: the device has come to them.
+
+        Unless it failed, and `why` says so: then holds are closed as they open, and loads fail.
+        """
         if orders.incarnation:
             producer.reset(orders.incarnation)
         for hold in orders.holds:
+            if why:
+                producer.withdraw(hold.hold_id)  # nobody may read it, and it is still reported
             tables = [list(table) for table in hold.tables]
             producer.open_hold(hold.hold_id, hold.request_id, hold.digest, hold.tokens, tables)
         for hold_id in orders.withdrawals:
@@ -157,7 +162,10 @@ class FerryWorker:
         for request_id in orders.cancels:
             consumer.cancel(request_id)
         for load in orders.loads:
-            consumer.start(load)
+            if why:
+                consumer.fail(load, why)
+            else:
+                consumer.start(load)
         for ticket in orders.releases:
             consumer.release(ticket, "not needed")
 
