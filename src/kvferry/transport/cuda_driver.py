@@ -61,6 +61,8 @@ class Driver:
         self.pop = self._typed("cuCtxPopCurrent_v2", c_void_p)
         self.record = self._typed("cuEventRecord", c_void_p, c_void_p)
         self.query = self._typed("cuEventQuery", c_void_p)
+        self.ask = library.cuEventQuery  # the same, for those who ask again and again
+        self.ask.argtypes = (c_void_p,)
         self.after = self._typed("cuStreamWaitEvent", c_void_p, c_void_p, c_uint)
         self.copy = self._typed("cuMemcpyAsync", c_uint64, c_uint64, c_size_t, c_void_p)
 

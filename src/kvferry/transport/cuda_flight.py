@@ -84,7 +84,8 @@ class Flight:
             now = time.monotonic()
             if now >= until:
                 return False
-            time.sleep(0.0 if near <= now < late else NAP_SECONDS)  # others may run, either way
+            if not near <= now < late:
+                time.sleep(NAP_SECONDS)
         return True
 
     def _look(self) -> bool:
@@ -92,7 +93,7 @@ class Flight:
             if self._ended:
                 return True
             try:
-                if not self.lane.end.done():
+                if not self.lane.end.done_yet():
                     self._waited = time.monotonic()
                     return False
             except TransferError as error:

@@ -69,7 +69,13 @@ class Event:
 
     def done(self) -> bool:
         """Raises where what came before it failed. No device need be current."""
-        code = self._driver.query(self.handle)
+        return self._is_done(self._driver.query(self.handle))
+
+    def done_yet(self) -> bool:
+        """The same for who asks again and again: other threads may run meanwhile."""
+        return self._is_done(self._driver.ask(self.handle))
+
+    def _is_done(self, code: int) -> bool:
         if code not in (0, _NOT_READY):
             raise self._driver.error("cuEventQuery", code)
         return code == 0
