@@ -10,11 +10,13 @@ from carrier_peer import soon
 from device_peer import DeviceBytes
 
 from kvferry.errors import OutOfBounds, TransferError
+from kvferry.p2p.checksum import MIX128, XXH3, digest
 from kvferry.transport import MemoryRegion, make_carrier
 from kvferry.transport.cuda_driver import device
 from kvferry.transport.cuda_kernels import warm
 from kvferry.transport.cuda_lanes import Lanes
 from kvferry.transport.cuda_work import Runs, gathering, reverse
+from kvferry.transport.host import HostMemory
 from kvferry.transport.regions import Arrays
 from kvferry.transport.scatter import copy_scattered
 from kvferry.transport.staging import DeviceMemory
@@ -228,6 +230,37 @@ def test_chunks_of_long_and_short_runs(buffers) -> None:
             chunks.close()  # the lane comes back with nothing under way
         src[:] = data
     memory.close()
+
+
+@pytest.mark.parametrize("grain", [16, 8, 1])
+@pytest.mark.parametrize("even", [True, False])
+def test_checksums_of_device_memory_are_those_of_the_same_bytes(buffers, grain, even) -> None:
+    """By a kernel where runs are aligned, else through the host; mix128 and xxh3."""
+    rng = np.random.default_rng(grain)
+    src, _ = buffers
+    data = noise(6)
+    src[:] = data
+    there = DeviceMemory([MemoryRegion(src.address, SIZE)])
+    here = HostMemory([MemoryRegion(data.ctypes.data, SIZE)])
+    for length in (16, 304, 512, 8192, 70_000):
+        count = min(40_000, SIZE // (length + 16))
+        lengths = np.full(count, length // grain * grain)
+        if not even:
+            lengths = rng.integers(1, length // grain + 1, count) * grain
+        slots = rng.permutation(count).astype(np.int64) * ((length + 16) // 16 * 16)
+        slots += rng.integers(0, 16 // grain, count) * grain
+        for algorithm in (MIX128, XXH3):
+            found = digest(there, slots + src.address, lengths, algorithm)
+            assert found == digest(here, slots + data.ctypes.data, lengths, algorithm)
+        at = int(slots[count // 2])
+        src[at : at + 1] = int(data[at]) ^ 1
+        for algorithm in (MIX128, XXH3):
+            found = digest(there, slots + src.address, lengths, algorithm)
+            assert found != digest(here, slots + data.ctypes.data, lengths, algorithm)
+        src[at : at + 1] = int(data[at])
+    with pytest.raises(OutOfBounds):
+        there.mix(np.asarray([src.address + SIZE]), np.asarray([16]))
+    there.close()
 
 
 def wait_until_compiled() -> None:

@@ -15,6 +15,9 @@ class Mark:
     def __init__(self, error: str = "") -> None:
         self.reached, self._error = threading.Event(), error
 
+    def record(self) -> None:
+        pass
+
     def synchronize(self) -> None:
         assert self.reached.wait(10)
         if self._error:

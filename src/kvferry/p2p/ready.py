@@ -24,6 +24,8 @@ Action = Callable[[str], None]  # gets why the device failed; empty: it has come
 class Event(Protocol):
     """A mark in what a device does."""
 
+    def record(self) -> Any: ...
+
     def synchronize(self) -> Any:
         """Until the device has come to it; raises where it never will."""
         ...
@@ -32,7 +34,7 @@ class Event(Protocol):
 def _torch_event() -> Event:
     import torch
 
-    event = torch.cuda.Event(blocking=True)
+    event: Event = torch.cuda.Event(blocking=True)
     event.record()
     return event
 

@@ -26,12 +26,13 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 
 from kvferry.errors import TransferError
-from kvferry.transport import cuda_kernels
+from kvferry.transport import cuda_kernels, cuda_mix
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.cuda_driver import Device, device, place_of
 from kvferry.transport.cuda_mapped import Mapped
 from kvferry.transport.cuda_work import Runs
 from kvferry.transport.memory import Bytes, Ints
+from kvferry.transport.mixing import Mixed, mix_on_host
 from kvferry.transport.regions import Arrays
 from kvferry.transport.staging_lane import (
     CHUNK_BYTES,
@@ -41,6 +42,7 @@ from kvferry.transport.staging_lane import (
     StagingLane,
     pieces,
 )
+from kvferry.transport.turns import turn
 
 
 class DeviceMemory:
@@ -50,9 +52,6 @@ class DeviceMemory:
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
         self._lock = threading.Lock()
-        # NumPy lets go of the interpreter's lock in each call. Threads that prepare a batch each
-        # would wait for each other at every one of them; so they do it one after another.
-        self._preparing = threading.Lock()
         self._idle: list[StagingLane] = []
         self._closed = False
         self._regions: list[MemoryRegion] = []
@@ -98,7 +97,7 @@ class DeviceMemory:
                     yield chunk.settled()
                     with on.current():
                         lane.back(chunk, half, offset)
-                with self._preparing, on.current():
+                with turn(len(piece.address)), on.current():
                     lane.scatter(piece, half, self._memory)
             with on.current():
                 lane.finish()
@@ -118,6 +117,14 @@ class DeviceMemory:
         for chunk in self.incoming(address, length):
             chunk[:] = source[done : done + len(chunk)]
             done += len(chunk)
+
+    def mix(self, address: Ints, length: Ints) -> Mixed:
+        """The sums of `mix128` (mixing.py): by a kernel, where runs are aligned as caches are."""
+        self._require(address, length)
+        if len(address) == 0 or not (cuda_kernels.available() and cuda_mix.takes(address, length)):
+            return mix_on_host(self, address, length)
+        with self._lane() as lane, self._on().current():
+            return cuda_mix.mix(lane.lane, address, length)
 
     def zero(self, address: Ints, length: Ints) -> None:
         """Set the runs to zero; returns when that is visible."""
@@ -140,7 +147,7 @@ class DeviceMemory:
         """Queue chunk after chunk; whoever asks for one has done with the one of a ring before."""
         on = self._on()
         for number, piece in enumerate(parts):
-            with self._preparing, on.current():
+            with turn(len(piece.address)), on.current():
                 half = lane.half(number)
                 lane.gather(piece, half, self._memory)
             for offset in range(0, piece.bytes, CHUNK_BYTES):
@@ -158,7 +165,8 @@ class DeviceMemory:
 
     def _require(self, address: Ints, length: Ints, room: int | None = None) -> None:
         runs = Arrays.of(Arrays(address, address, length))
-        self._memory.table.require("this process", runs.src, runs.length)
+        with turn(len(runs)):
+            self._memory.table.require("this process", runs.src, runs.length)
         if room is not None and int(runs.length.sum()) > room:
             raise TransferError(f"runs of {int(runs.length.sum())} bytes and a buffer of {room}")
 

@@ -38,6 +38,7 @@ from kvferry.transport.tcp_frames import (
 )
 from kvferry.transport.tcp_payload import Payload
 from kvferry.transport.tcp_stream import Stream
+from kvferry.transport.turns import turn
 
 IDLE_SECONDS = 300.0  # a connection unused for longer is not used again; servers close theirs later
 
@@ -104,7 +105,8 @@ class Connection:
         if self._ahead is not copies:
             self.stream.send(self._question(Kind.READ, copies.src, copies.length))
         self._ahead = None
-        here, length = joined(copies.dst, copies.length)  # while the request travels
+        with turn(len(copies)):  # while the request travels
+            here, length = joined(copies.dst, copies.length)
         self._expect(Kind.DATA, int(length.sum()))
         self.in_step = False
         if following is not None:
@@ -128,12 +130,13 @@ class Connection:
         self._done()
 
     def _question(self, kind: Kind, address: Ints, length: Ints, grant: bytes = b"") -> bytes:
-        there, lengths = joined(address, length)
-        body = grant + table_bytes(there, lengths)
+        with turn(len(address)):
+            there, lengths = joined(address, length)
+            body = grant + table_bytes(there, lengths)
+            total = int(lengths.sum())
         self._request += 1
         self.in_step = False
-        header = Header(kind, self._request, len(body), int(lengths.sum()))
-        return header.pack() + body
+        return Header(kind, self._request, len(body), total).pack() + body
 
     def _expect(self, kind: Kind, payload_bytes: int) -> None:
         header, body = _frame(self.stream, None)

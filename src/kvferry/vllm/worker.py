@@ -16,6 +16,7 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvferry.layout.shape import Rank
+from kvferry.p2p.checksum import offered
 from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.load import Loaded
@@ -111,6 +112,7 @@ class FerryWorker:
             address,
             self._incarnation,
             {carrier.name: carrier.endpoint() for carrier in self._carriers},
+            offered(reached),
         )
         self._handshake = FerryHandshake(
             msgspec.msgpack.encode(engine), msgspec.msgpack.encode(info)
