@@ -10,6 +10,7 @@ The owner (gpu_owner.py) holds device memory, this process reads it. In one run,
     NIXL          the same descriptors as a prepared transfer, where it is installed
     packed        gather, one long copy, scatter, by the same kernel; against direct
     staging       over tcp on loopback, beside plain sockets and pinned copies across the bus
+    checksums     of device memory, through the host and by a kernel
 
 Copies go from random slots to random slots. Whole plans are in gpu_plan.py.
 """
@@ -28,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.bench import gpu_plan, gpu_report
+from kvferry.bench import gpu_parts, gpu_plan, gpu_report
 from kvferry.bench.gpu_clock import GB, REPEATS, TB, soon, wall
 from kvferry.bench.gpu_nixl import Nixl
 from kvferry.bench.gpu_owner import Remote, start_owner
@@ -275,6 +276,10 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
             progress(str(row))
         result["latency_us"] = latency(bench)
         progress(str(result["latency_us"]))
+        result["kernels"] = gpu_parts.kernels(bench)
+        result["around"] = [gpu_parts.around(bench, size) for size in (256, 1 << 10, 16 << 10)]
+        result["checksums"] = gpu_parts.checksums(bench)
+        progress(str([result[name] for name in ("kernels", "around", "checksums")]))
         result["packed"] = list(packed(bench))
         progress(str(result["packed"]))
         result["staging"] = staging(bench)

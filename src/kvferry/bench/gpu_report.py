@@ -41,9 +41,11 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield from _sizes(result, peak)
     yield from _latency(result)
+    yield from _parts(result)
     yield from _plans(result, peak)
     yield from _packed(result)
     yield from _staging(result)
+    yield from _checksums(result)
 
 
 def _sizes(result: dict[str, Any], peak: float) -> Iterator[str]:
@@ -86,6 +88,34 @@ def _latency(result: dict[str, Any]) -> Iterator[str]:
     told = ", ".join(f"{what}: {us:.1f}" for what, us in result["latency_us"].items())
     yield f"Latency, microseconds (`read` to the end of `wait`; *kernel*: on the device): {told}."
     yield ""
+
+
+def _parts(result: dict[str, Any]) -> Iterator[str]:
+    names = [name for name in result["kernels"][0] if name != "bytes"]
+    yield "The kernel by how slots lie (2 GiB in 64 rows; *apart*: every fourth slot), of the peak:"
+    yield ""
+    rows = [[size(r["bytes"]), *(f"{r[n]:.1%}" for n in names)] for r in result["kernels"]]
+    yield from table(["run", *names], rows)
+    yield "A transfer by the clock, microseconds from the call of `read`:"
+    yield ""
+    names = [name for name in result["around"][0] if name != "bytes"]
+    rows = [[size(r["bytes"]), *(f"{r[n]:,.0f}" for n in names)] for r in result["around"]]
+    yield from table(["run", *names[:-1], "kernel alone"], rows)
+
+
+def _checksums(result: dict[str, Any]) -> Iterator[str]:
+    yield "Checksums of device memory, GB/s: xxh3 on the host, `mix128` by a kernel."
+    yield ""
+    rows = [
+        [
+            size(r["bytes"]),
+            f"{r['xxh3']:.1f}",
+            f"{r['mix128 a message']:,.0f}",
+            f"{r['mix128']:,.0f}",
+        ]
+        for r in result["checksums"]
+    ]
+    yield from table(["run", "xxh3, 64 MiB", "mix128, 32,768 runs", "mix128, 1 GiB"], rows)
 
 
 def _plans(result: dict[str, Any], peak: float) -> Iterator[str]:
