@@ -274,6 +274,7 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
         for row in by_size(bench, nixl, SIZES[:3] if quick else SIZES):
             result["sizes"].append(row)
             progress(str(row))
+        nixl.stop()
         result["latency_us"] = latency(bench)
         progress(str(result["latency_us"]))
         result["kernels"] = gpu_parts.kernels(bench)

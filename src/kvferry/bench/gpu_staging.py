@@ -19,7 +19,7 @@ from kvferry.bench.gpu_clock import GB, soon, wall
 from kvferry.bench.gpu_owner import Remote
 from kvferry.transport.regions import Arrays
 from kvferry.transport.staging_lane import CHUNK_BYTES, RING_CHUNKS
-from kvferry.transport.tcp import STREAMS_PER_TRANSFER
+from kvferry.transport.tcp import STAGED_STREAMS_PER_TRANSFER
 
 if TYPE_CHECKING:
     from kvferry.bench.gpu import Bench
@@ -43,7 +43,7 @@ def staging(bench: Bench) -> dict[str, Any]:
     with bench.on.current():
         bench.on.free_pinned(at)
     for transfers in TRANSFERS:
-        streams = transfers * STREAMS_PER_TRANSFER
+        streams = transfers * STAGED_STREAMS_PER_TRANSFER
         rates = [sockets(bench.owner, streams) for _ in range(ROUNDS)]
         found[f"socket_{transfers}_gb_s"] = float(np.median(rates)) / GB
     found["rows"] = [_row(bench, run) for run in RUNS]

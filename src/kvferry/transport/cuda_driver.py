@@ -61,13 +61,15 @@ class Driver:
         self.pop = self._typed("cuCtxPopCurrent_v2", c_void_p)
         self.record = self._typed("cuEventRecord", c_void_p, c_void_p)
         self.query = self._typed("cuEventQuery", c_void_p)
-        self.ask = library.cuEventQuery  # the same, for those who ask again and again
-        self.ask.argtypes = (c_void_p,)
         self.after = self._typed("cuStreamWaitEvent", c_void_p, c_void_p, c_uint)
-        self.copy = self._typed("cuMemcpyAsync", c_uint64, c_uint64, c_size_t, c_void_p)
+        numbers = (c_uint64, c_uint64, c_size_t, c_void_p)
+        self.copy = self._typed("cuMemcpyAsync", *numbers)
+        # The same, for those who call again and again.
+        self.ask = self._typed("cuEventQuery", c_void_p, keeping=False)
+        self.copy_waiting = self._typed("cuMemcpyAsync", *numbers, keeping=False)
 
-    def _typed(self, name: str, *types: Any) -> Callable[..., int]:
-        call = getattr(self._keeping, name)
+    def _typed(self, name: str, *types: Any, keeping: bool = True) -> Callable[..., int]:
+        call = getattr(self._keeping if keeping else self._library, name)
         call.argtypes = types
         found: Callable[..., int] = call
         return found

@@ -138,10 +138,10 @@ class Lane:
         20 microseconds after the last one's end.
         """
         if not self._running:
-            self.stream.copy(dst, src, size)
+            self.stream.copy_at_once(dst, src, size)
             self._running = True
             return
-        self._aside.copy(dst, src, size)
+        self._aside.copy_at_once(dst, src, size)
         self._brought.record(self._aside)
         self.stream.wait_for(self._brought)
 

@@ -29,7 +29,13 @@ class Stream:
         self.handle = handle
 
     def copy(self, dst: int, src: int, size: int) -> None:
-        """Between any two memories that the device knows."""
+        """Between any two memories that the device knows. Waits where much is queued already."""
+        code = self._driver.copy_waiting(dst, src, size, self.handle)
+        if code:
+            raise self._driver.error("cuMemcpyAsync", code)
+
+    def copy_at_once(self, dst: int, src: int, size: int) -> None:
+        """The same for few copies, of memory that is the device's or pinned; keeps the lock."""
         code = self._driver.copy(dst, src, size, self.handle)
         if code:
             raise self._driver.error("cuMemcpyAsync", code)

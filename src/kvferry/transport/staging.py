@@ -42,7 +42,6 @@ from kvferry.transport.staging_lane import (
     StagingLane,
     pieces,
 )
-from kvferry.transport.turns import turn
 
 
 class DeviceMemory:
@@ -97,7 +96,7 @@ class DeviceMemory:
                     yield chunk.settled()
                     with on.current():
                         lane.back(chunk, half, offset)
-                with turn(len(piece.address)), on.current():
+                with on.current():
                     lane.scatter(piece, half, self._memory)
             with on.current():
                 lane.finish()
@@ -147,7 +146,7 @@ class DeviceMemory:
         """Queue chunk after chunk; whoever asks for one has done with the one of a ring before."""
         on = self._on()
         for number, piece in enumerate(parts):
-            with turn(len(piece.address)), on.current():
+            with on.current():
                 half = lane.half(number)
                 lane.gather(piece, half, self._memory)
             for offset in range(0, piece.bytes, CHUNK_BYTES):
@@ -165,8 +164,7 @@ class DeviceMemory:
 
     def _require(self, address: Ints, length: Ints, room: int | None = None) -> None:
         runs = Arrays.of(Arrays(address, address, length))
-        with turn(len(runs)):
-            self._memory.table.require("this process", runs.src, runs.length)
+        self._memory.table.require("this process", runs.src, runs.length)
         if room is not None and int(runs.length.sum()) > room:
             raise TransferError(f"runs of {int(runs.length.sum())} bytes and a buffer of {room}")
 

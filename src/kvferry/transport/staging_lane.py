@@ -147,12 +147,12 @@ class StagingLane:
         return chunk
 
     def out(self, half: Half, offset: int, chunk: Chunk) -> None:
-        self.bus.copy(chunk.address, half.there + offset, chunk.count)
+        self.bus.copy_at_once(chunk.address, half.there + offset, chunk.count)
         chunk.moved.record(self.bus)
         chunk.used = True
 
     def back(self, chunk: Chunk, half: Half, offset: int) -> None:
-        self.bus.copy(half.there + offset, chunk.address, chunk.count)
+        self.bus.copy_at_once(half.there + offset, chunk.address, chunk.count)
         chunk.moved.record(self.bus)
         chunk.used = True
 

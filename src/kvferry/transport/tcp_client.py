@@ -38,7 +38,6 @@ from kvferry.transport.tcp_frames import (
 )
 from kvferry.transport.tcp_payload import Payload
 from kvferry.transport.tcp_stream import Stream
-from kvferry.transport.turns import turn
 
 IDLE_SECONDS = 300.0  # a connection unused for longer is not used again; servers close theirs later
 
@@ -105,8 +104,7 @@ class Connection:
         if self._ahead is not copies:
             self.stream.send(self._question(Kind.READ, copies.src, copies.length))
         self._ahead = None
-        with turn(len(copies)):  # while the request travels
-            here, length = joined(copies.dst, copies.length)
+        here, length = joined(copies.dst, copies.length)  # while the request travels
         self._expect(Kind.DATA, int(length.sum()))
         self.in_step = False
         if following is not None:
@@ -130,13 +128,11 @@ class Connection:
         self._done()
 
     def _question(self, kind: Kind, address: Ints, length: Ints, grant: bytes = b"") -> bytes:
-        with turn(len(address)):
-            there, lengths = joined(address, length)
-            body = grant + table_bytes(there, lengths)
-            total = int(lengths.sum())
+        there, lengths = joined(address, length)
+        body = grant + table_bytes(there, lengths)
         self._request += 1
         self.in_step = False
-        return Header(kind, self._request, len(body), total).pack() + body
+        return Header(kind, self._request, len(body), int(lengths.sum())).pack() + body
 
     def _expect(self, kind: Kind, payload_bytes: int) -> None:
         header, body = _frame(self.stream, None)

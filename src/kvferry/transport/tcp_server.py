@@ -44,7 +44,6 @@ from kvferry.transport.tcp_frames import (
 from kvferry.transport.tcp_grants import Grants, Refused
 from kvferry.transport.tcp_payload import Payload
 from kvferry.transport.tcp_stream import Stream
-from kvferry.transport.turns import turn
 
 log = logging.getLogger(__name__)
 
@@ -230,8 +229,7 @@ class Server:
                 if header.request <= last:
                     raise Refused(Code.REPLAYED, f"request {header.request} came before")
                 last = header.request
-                with turn(header.body_bytes // ROW_BYTES):
-                    grant, address, length = self._checked(header, body)
+                grant, address, length = self._checked(header, body)
                 if header.kind == Kind.GRANTED:
                     with self.grants.writing(grant, stream, address, length):
                         stream.send(Header(Kind.GO, header.request).pack())
