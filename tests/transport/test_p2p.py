@@ -250,6 +250,21 @@ def test_a_cancelled_load_ends_at_once_and_its_hold_closes_when_it_comes() -> No
         require_all_closed(p, 1, "delivered", "failed")
 
 
+def test_a_load_that_must_not_begin_fails_once_and_its_sources_are_told() -> None:
+    """The device failed before the step's orders became true."""
+    prompt = Prompt(1, 100)
+    with producer(P) as p, consumer(D, P) as d:
+        p.ask("open", prompt)
+        why = "the device failed: an illegal memory access"
+        load = d.start(p.ticket(prompt), prompt, seconds=600.0, fails=why)
+        assert [one.error for one in d.wait(load)[0]] == [why]
+        require_all_closed(p, 1, "delivered", "failed")
+        assert not any(rank.take_done() for rank in d.ranks)
+        d.close()
+        late = d.start(p.ticket(prompt), prompt, request_id="late")  # closed: reported, not lost
+        require_failed(d.wait(late)[0], "Cancelled")
+
+
 def test_a_release_before_the_hold_closes_it_when_it_comes() -> None:
     prompt = Prompt(1, 100)
     with producer(P) as p, consumer(D, P) as d:

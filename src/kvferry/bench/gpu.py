@@ -10,6 +10,7 @@ The owner (gpu_owner.py) holds device memory, this process reads it. In one run,
     NIXL          the same descriptors as a prepared transfer, where it is installed
     packed        gather, one long copy, scatter, by the same kernel; against direct
     staging       over tcp on loopback, beside plain sockets and pinned copies across the bus
+    checksums     of device memory, through the host and by a kernel
 
 Copies go from random slots to random slots. Whole plans are in gpu_plan.py.
 """
@@ -21,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -29,15 +29,17 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.bench import gpu_plan, gpu_report
+from kvferry.bench import gpu_parts, gpu_plan, gpu_report
 from kvferry.bench.gpu_clock import GB, REPEATS, TB, soon, wall
+from kvferry.bench.gpu_nixl import Nixl
 from kvferry.bench.gpu_owner import Remote, start_owner
 from kvferry.bench.gpu_staging import staging
 from kvferry.transport import Carrier, MemoryRegion, make_carrier
 from kvferry.transport.base import Ints
-from kvferry.transport.cuda_driver import Device, Event, Stream, device, driver
+from kvferry.transport.cuda_driver import Device, device, driver
 from kvferry.transport.cuda_kernels import SCRATCH_ARGUMENTS, Form, function, warm
 from kvferry.transport.cuda_lane import launches
+from kvferry.transport.cuda_stream import Event, Stream
 from kvferry.transport.cuda_work import Runs, Work, gathering
 from kvferry.transport.regions import Arrays
 from kvferry.transport.staging import DeviceMemory
@@ -173,49 +175,6 @@ class Bench:
         return self.kernel_seconds(runs, shift, 0)
 
 
-@dataclass(slots=True)
-class Nixl:
-    """NIXL's prepared transfers over the same memory."""
-
-    bench: Bench
-    agent: Any = None
-    peer: Any = None
-    why_not: str = ""
-
-    def start(self) -> None:
-        try:
-            from nixl._api import nixl_agent, nixl_agent_config
-
-            metadata = self.bench.owner.ask("nixl")["metadata"]
-            self.agent = nixl_agent("reader", nixl_agent_config(backends=["UCX"]))
-            self.agent.register_memory([(self.bench.here, AREA_BYTES, 0, "")], mem_type="VRAM")
-            self.peer = self.agent.add_remote_agent(bytes.fromhex(metadata))
-        except Exception as error:
-            self.agent, self.why_not = None, f"{type(error).__name__}: {error}"
-
-    def seconds(self, copies: Arrays) -> float:
-        agent = self.agent
-        rows = np.zeros((len(copies), 3), dtype=np.uint64)
-        rows[:, 1] = copies.length
-        lists = []
-        for who, addresses in (("NIXL_INIT_AGENT", copies.dst), (self.peer, copies.src)):
-            rows[:, 0] = addresses
-            descriptors = agent.get_xfer_descs(rows, mem_type="VRAM")
-            lists.append(agent.prep_xfer_dlist(who, descriptors))
-        which = np.arange(len(copies), dtype=np.int32)
-
-        def transfer() -> None:
-            handle = agent.make_prepped_xfer("READ", lists[0], which, lists[1], which)
-            state = agent.transfer(handle)
-            while state == "PROC":
-                state = agent.check_xfer_state(handle)
-            if state != "DONE":
-                raise RuntimeError(f"NIXL ended with {state}")
-            agent.release_xfer_handle(handle)
-
-        return wall(transfer, 3)
-
-
 def by_size(bench: Bench, nixl: Nixl, sizes: tuple[int, ...] = SIZES) -> Iterator[dict[str, Any]]:
     for size in sizes:
         arrays, strided = bench.arrays(size), bench.strided(size)
@@ -315,8 +274,13 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
         for row in by_size(bench, nixl, SIZES[:3] if quick else SIZES):
             result["sizes"].append(row)
             progress(str(row))
+        nixl.stop()
         result["latency_us"] = latency(bench)
         progress(str(result["latency_us"]))
+        result["kernels"] = gpu_parts.kernels(bench)
+        result["around"] = [gpu_parts.around(bench, size) for size in (256, 1 << 10, 16 << 10)]
+        result["checksums"] = gpu_parts.checksums(bench)
+        progress(str([result[name] for name in ("kernels", "around", "checksums")]))
         result["packed"] = list(packed(bench))
         progress(str(result["packed"]))
         result["staging"] = staging(bench)

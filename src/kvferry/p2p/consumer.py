@@ -109,7 +109,16 @@ class ConsumerRank:
         watch = Watch(time.monotonic() + load.seconds)
         with self._lock:
             self._running[load.request_id] = watch
-        self._pool.submit(self._run, load, watch)
+        try:
+            self._pool.submit(self._run, load, watch)
+        except RuntimeError as error:  # the pool is shut down
+            self._end(Loaded(load.request_id, f"Cancelled: it did not begin: {error}"))
+
+    def fail(self, load: Load, why: str) -> None:
+        """Report a load that must not begin as failed, and tell its sources."""
+        if not load.keep_open:
+            self._later(load.ticket, "failed")
+        self._end(Loaded(load.request_id, why))
 
     def cancel(self, request_id: str) -> None:
         """Give a load up; it is still reported, as failed."""
@@ -161,16 +170,19 @@ class ConsumerRank:
         except Exception as error:
             log.exception("loading request %s failed", load.request_id)
             result = Loaded(load.request_id, f"internal error: {error!r}", seconds=clock.spent)
+        self._end(result)
+
+    def _end(self, result: Loaded) -> None:
         if result.ok:
             self._tally.done(result.bytes, result.descriptors, result.seconds, pushed=result.pushed)
         else:
             self._tally.failed(result.error.partition(":")[0], result.seconds)
         with self._lock:
-            self._running.pop(load.request_id, None)
+            self._running.pop(result.request_id, None)
             self._done.append(result)
         self._bell.ring()
         if not result.ok:
-            log.warning("request %s: not loaded: %s", load.request_id, result.error)
+            log.warning("request %s: not loaded: %s", result.request_id, result.error)
 
     def _later(self, ticket: Ticket, outcome: Outcome) -> None:
         with contextlib.suppress(RuntimeError):  # the pool is shut down: the hold expires

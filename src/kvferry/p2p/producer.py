@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import KvferryError
 from kvferry.p2p.bell import Bell
-from kvferry.p2p.checksum import Summing, decode_runs, digest
+from kvferry.p2p.checksum import Summing, decode_runs, digest, named
 from kvferry.p2p.directory import refuse_version
 from kvferry.p2p.holds import MOST_ENGINES, Closed, Hold, HoldTable, Why
 from kvferry.p2p.push import Pushed, Pusher, Unreachable
@@ -322,7 +322,8 @@ class ProducerRank(Server):
         """Checked here, made on the other thread, answered from here again."""
         if self._summing is None:
             return Refused("malformed", "this rank makes no checksums")
-        address, length = decode_runs(asked.runs)
+        algorithm = named(asked.algorithm, self._summing.memory)
+        address, length = decode_runs(asked.runs, algorithm)
         hold = self._table.find(asked.hold_id, time.monotonic())
         if not isinstance(hold, Hold):
             return _refuse_closed(hold or "withdrawn")
@@ -330,7 +331,7 @@ class ProducerRank(Server):
         def work(memory: Memory) -> None:
             reply: ReplyBody
             try:
-                reply = Summed(digest(memory, address, length))
+                reply = Summed(digest(memory, address, length, algorithm))
             except KvferryError as error:  # a run outside of the registered memory
                 reply = Refused("malformed", str(error))
             except Exception as error:  # the reader waits: it is told, whatever it was

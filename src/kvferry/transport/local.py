@@ -238,7 +238,7 @@ class LocalCarrier:
             require_all(arrays, src, dst, reading=reading)
             peer.require_alive()
 
-            def carry(part: Arrays) -> None:
+            def carry(part: Arrays, _: Arrays | None) -> None:
                 peer.require_connected()
                 try:
                     self._mover.move(peer.pid, peer.regions, part, reading=reading)

@@ -102,11 +102,11 @@ class Streams:
         self._failed: list[Exception] = []
         self._ended: set[Connection] = set()
 
-    def carry(self, memory: Memory, part: Arrays) -> None:
+    def carry(self, memory: Memory, part: Arrays, following: Arrays | None) -> None:
         try:
             connection = self._mine.get(threading.get_ident()) or self._take()
             if self._reading:
-                connection.read(memory, part)
+                connection.read(memory, part, following)
             else:
                 connection.write(memory, part, self._grant)
         except Exception as error:

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvferry.layout.shape import Rank
 from kvferry.p2p.bell import Bell
+from kvferry.p2p.checksum import offered
 from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.load import Loaded
@@ -115,6 +116,7 @@ class FerryWorker:
             address,
             self._incarnation,
             {carrier.name: carrier.endpoint() for carrier in self._carriers},
+            offered(reached),
         )
         self._handshake = FerryHandshake(
             msgspec.msgpack.encode(engine), msgspec.msgpack.encode(info)
@@ -148,12 +150,17 @@ class FerryWorker:
             self._ready.mark()(partial(self._pass_on, orders, self._producer, self._consumer))
 
     def _pass_on(
-        self, orders: FerryMetadata, producer: ProducerRank, consumer: ConsumerRank
+        self, orders: FerryMetadata, producer: ProducerRank, consumer: ConsumerRank, why: str
     ) -> None:
-        """What the orders say of blocks is true by now: the device has come to them."""
+        """What the orders say of blocks is true by now: the device has come to them.
+
+        Unless it failed, and `why` says so: then holds are closed as they open, and loads fail.
+        """
         if orders.incarnation:
             producer.reset(orders.incarnation)
         for hold in orders.holds:
+            if why:
+                producer.withdraw(hold.hold_id)  # nobody may read it, and it is still reported
             tables = [list(table) for table in hold.tables]
             producer.open_hold(hold.hold_id, hold.request_id, hold.digest, hold.tokens, tables)
         for hold_id in orders.withdrawals:
@@ -161,7 +168,10 @@ class FerryWorker:
         for request_id in orders.cancels:
             consumer.cancel(request_id)
         for load in orders.loads:
-            consumer.start(load)
+            if why:
+                consumer.fail(load, why)
+            else:
+                consumer.start(load)
         for ticket in orders.releases:
             consumer.release(ticket, "not needed")
 
