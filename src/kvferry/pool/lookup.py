@@ -7,6 +7,9 @@ goes wrong in it (the store cannot be reached, answers nonsense, raises anything
 counted. A server whose thread died, or that is stuck in the store past its deadline, is replaced by
 a new one with a store of its own; the questions that waited behind it move over. When too many are
 stuck, there is no point in more: lookups are misses at once until one of them comes back.
+
+Opening a store may take far longer than a lookup may (Mooncake's set-up: a minute). That is no
+question's time: a server that opens its store is left to it, and lookups are misses meanwhile.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
+from kvferry.errors import StoreError
 from kvferry.pool.book import LayoutBook
 from kvferry.pool.chain import ContentChain
 from kvferry.pool.database import ChunkedTokenDatabase
@@ -37,6 +41,7 @@ IDLE_SECONDS = 2.0  # between two looks at published layouts while nobody asks
 STUCK_SECONDS = 1.0  # after its deadline, a server is given up
 MOST_STUCK = 4
 OPEN_AGAIN_SECONDS = 1.0  # a store that could not be opened is tried again after this
+OPEN_SECONDS = 180.0  # a server that has not opened its store by then is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +95,13 @@ class _Asked:
 def _stale(asked: _Asked, now: float) -> bool:
     """Whether an answer is too old to promise anything.
 
-    It is given to the scheduler at least once, however slow its steps are, or a request could wait
-    for ever for an answer that is always just too old.
+    One that nobody took in time is asked for once more. That answer is given to the scheduler
+    however slow its steps are, or a request could wait for ever for one that is always too old.
     """
     if asked.answer is None or asked.answer.failed:
         return False
     if asked.given_at is None:
-        return now - asked.answer.at > OLDEST_ANSWER_SECONDS
+        return asked.first and now - asked.answer.at > OLDEST_ANSWER_SECONDS
     return now - asked.given_at > CACHE_SECONDS
 
 
@@ -120,6 +125,7 @@ class LookupKeyServer:
         self._recent: OrderedDict[tuple[str, int], Answer] = OrderedDict()
         self._closed = False
         self.busy_until: float | None = None  # deadline of what it does now
+        self.opening_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-lookup", daemon=True)
         self._thread.start()
 
@@ -150,12 +156,12 @@ class LookupKeyServer:
 
     def _run(self) -> None:
         try:
-            self._tend(time.monotonic() + IDLE_SECONDS)
+            self._tend()
             while not self._closed:
                 try:
                     asked = self._queue.get(timeout=IDLE_SECONDS)
                 except Empty:
-                    self._tend(time.monotonic() + IDLE_SECONDS)
+                    self._tend()
                     continue
                 if asked is not None:
                     answer = self._answer(asked)
@@ -168,17 +174,29 @@ class LookupKeyServer:
                 self._store.close()
 
     def _opened(self) -> Store:
+        """The store; no deadline runs while it is opened."""
         if self._store is None:
-            self._store = self._open()
+            now = time.monotonic()
+            if now < self._open_after:
+                raise StoreError("the store could not be opened a moment ago")
+            self.busy_until, self.opening_since = None, now
+            try:
+                self._store = self._open()
+            except Exception:
+                self._open_after = time.monotonic() + OPEN_AGAIN_SECONDS
+                raise
+            finally:
+                self.opening_since = None
         return self._store
 
-    def _tend(self, deadline: float) -> None:
+    def _tend(self) -> None:
         """Keep our layout published, and know the others'."""
         if time.monotonic() < self._open_after:
             return
-        self.busy_until = deadline
         try:
-            self._book.refresh(self._opened(), deadline)
+            store = self._opened()
+            self.busy_until = time.monotonic() + IDLE_SECONDS
+            self._book.refresh(store, self.busy_until)
         except Exception as error:
             self._open_after = time.monotonic() + OPEN_AGAIN_SECONDS
             self._counters.add("lookup_errors")
@@ -188,10 +206,11 @@ class LookupKeyServer:
 
     def _answer(self, asked: _Asked) -> Answer:
         """Always an answer: whatever goes wrong is a miss."""
-        if time.monotonic() >= asked.deadline:
-            return Answer(failed=True)
-        self.busy_until = asked.deadline
         try:
+            self._opened()
+            if time.monotonic() >= asked.deadline:
+                return Answer(failed=True)
+            self.busy_until = asked.deadline
             return self._look_up(asked)
         except Exception as error:
             self._counters.add("lookup_errors")
@@ -282,7 +301,7 @@ class LookupKeyClient:
             self._asked[request_id] = asked
             self._counters.add("lookups")
             server = self._able_server(now)
-            if server is None:
+            if server is None or self._opens_slowly(server, now):
                 self._counters.add("lookup_refused")
                 asked.answer = Answer(failed=True)
             else:
@@ -296,6 +315,11 @@ class LookupKeyClient:
             asked.given_at = now
         return asked.answer
 
+    def _opens_slowly(self, server: LookupKeyServer, now: float) -> bool:
+        """Whether there is no point in waiting: the store is not there, and may not be for long."""
+        opening = server.opening_since
+        return opening is not None and now > opening + self._seconds
+
     def discard(self, request_id: str) -> None:
         self._asked.pop(request_id, None)
 
@@ -308,8 +332,9 @@ class LookupKeyClient:
                 return None
             self._server = self._make()
             return self._server
-        busy_until = server.busy_until
+        busy_until, opening = server.busy_until, server.opening_since
         stuck = busy_until is not None and now > busy_until + STUCK_SECONDS
+        stuck |= opening is not None and now > opening + OPEN_SECONDS
         if server.alive and not stuck:
             return server
         self._counters.add("lookup_servers_replaced")
