@@ -16,7 +16,9 @@ from kvferry.pool.keys import KeyMetadata
 from kvferry.pool.orders import Loaded, Saved
 from kvferry.pool.rank import PoolRank
 from kvferry.pool.records import make_layout
-from kvferry.pool.scheduler import PoolLimits, PoolScheduler, RequestTracker, SavedBlocks
+from kvferry.pool.requests import PoolLimits, RequestTracker
+from kvferry.pool.save_jobs import SavedBlocks
+from kvferry.pool.scheduler import PoolScheduler
 from kvferry.pool.store import Store
 from kvferry.verify.case import CaseDict
 from kvferry.verify.engine import Worker

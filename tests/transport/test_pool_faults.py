@@ -20,12 +20,13 @@ from dir_store import DirStore, FaultyStore
 from kvferry.errors import KvferryError, StoreError
 from kvferry.pool import load as load_module
 from kvferry.pool import lookup as lookup_module
+from kvferry.pool import lookup_client
 from kvferry.pool import save as save_module
 from kvferry.pool.database import ChunkedTokenDatabase
 from kvferry.pool.embedded import EmbeddedStore
 from kvferry.pool.lookup import LookupKeyServer
 from kvferry.pool.records import PoolLayout
-from kvferry.pool.scheduler import PoolLimits
+from kvferry.pool.requests import PoolLimits
 from kvferry.pool.store import Outcome, Store
 from kvferry.verify.case import CaseDict
 from kvferry.verify.oracle import Oracle
@@ -285,6 +286,117 @@ def test_an_exception_in_a_save(pair: Pair, point: str, error: Exception) -> Non
     assert sum(rank.counters["save_errors"] for rank in writer.ranks.values()) > 0
     pair.faults.clear()
     assert pair.engine("dst").matched("r", tokens) == 0
+
+
+class Gone(BaseException):
+    """What no guard for errors catches."""
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException) -> None:
+    """`module.function` or `module.Class.method` of the pool raises."""
+    monkeypatch.setattr(f"kvferry.pool.{where}", raising(error))
+
+
+SAVE_POINTS = [
+    "database.ChunkedTokenDatabase.my_turn",
+    "database.ChunkedTokenDatabase.keys",
+    "database.ChunkedTokenDatabase.objects",
+    "database.object_keys",
+    "objects.ObjectMemory.addresses",
+    "fence",
+]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), Gone()], ids=["error", "gone"])
+@pytest.mark.parametrize("point", SAVE_POINTS)
+def test_an_exception_at_each_point_of_a_save(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, point: str, error: BaseException
+) -> None:
+    """Whatever raises: the job is reported, its blocks are free, nothing is found, saves go on."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    tokens = sequence(pair.case)
+    writer = pair.engine("src")
+    writer.until(lambda: writer.scheduler.counters["layouts_published"] > 0)
+    with monkeypatch.context() as patch:
+        if point == "fence":
+            start = save_module.Saver.start
+            patch.setattr(
+                save_module.Saver,
+                "start",
+                lambda self, o, d, f=None: start(self, o, d, raising(error)),
+            )
+        else:
+            broken(patch, point, error)
+        writer.save("w", tokens)
+        all_ended(writer)
+    assert all(saved.failed for saved in writer.saved)
+    if isinstance(error, Exception):
+        assert sum(rank.counters["save_errors"] for rank in writer.ranks.values()) > 0
+    assert pair.engine("dst").matched("r", tokens) == 0
+    time.sleep(save_module.FIRST_PAUSE_SECONDS)
+    writer.save("again", tokens)
+    assert pair.engine("dst").matched("r", tokens) == pair.case["tokens"]
+
+
+LOAD_POINTS = [
+    "rank.plan_read",
+    "reader.ReadPlan.bind",
+    "load.object_keys",
+    "load._cut",
+    "load.Loader._read",
+]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), Gone()], ids=["error", "gone"])
+@pytest.mark.parametrize("point", LOAD_POINTS)
+def test_an_exception_at_each_point_of_a_load(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, point: str, error: BaseException
+) -> None:
+    """Whatever raises: every rank reports once, nothing is trusted, and the next load works."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    tokens = sequence(pair.case)
+    pair.engine("src").save("w", tokens)
+    reader = pair.engine("dst")
+    found = reader.matched("r", tokens)
+    with monkeypatch.context() as patch:
+        broken(patch, point, error)
+        ends = reader.load("r", found)
+        all_ended(reader)
+    assert len(ends) == len(reader.ranks)
+    assert all(not end.ok and end.bad_from == 0 for end in ends)
+    counters = [rank.counters for rank in reader.ranks.values()]
+    assert sum(c["load_failures"] for c in counters) == len(ends)
+    assert reader.matched("r", tokens) == 0, "a request whose load failed is not matched again"
+    assert reader.matched("new", tokens) == found
+    assert all(end.ok for end in reader.load("new", found))
+    assert reader.wrong_bytes(pair.oracle) == 0
+    all_ended(reader)
+
+
+LOOKUP_POINTS = [
+    "chain.ContentChain.signature",
+    "chain.ContentChain.digests",
+    "database.Question.answer",
+    "book.LayoutBook.refresh",
+    "lookup.longest_hit",
+    "lookup.covered_prefix",
+]
+
+
+@pytest.mark.parametrize("point", LOOKUP_POINTS)
+def test_an_exception_at_each_point_of_a_lookup(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    tokens = sequence(pair.case)
+    pair.engine("src").save("w", tokens)
+    reader = pair.engine("dst")
+    reader.until(lambda: reader.scheduler.counters["layouts_published"] > 0)
+    with monkeypatch.context() as patch:
+        broken(patch, point, RuntimeError("a bug"))
+        assert reader.matched("r", tokens) == 0
+    assert reader.scheduler.counters["lookup_errors"] > 0
+    reader.until(lambda: reader.matched("r2", tokens) == pair.case["tokens"])
+    all_ended(reader)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FULL, Outcome.FAILED])
@@ -555,7 +667,7 @@ def test_a_transfer_thread_that_raises_without_its_guard(pair: Pair, monkeypatch
 
 def test_a_lookup_that_never_answers(case: CaseDict, tmp_path: Path, monkeypatch: Any) -> None:
     """A miss by the deadline; the stuck server is replaced, and the next lookup is answered."""
-    monkeypatch.setattr(lookup_module, "STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(lookup_client, "STUCK_SECONDS", 0.05)
     pair = Pair(case, tmp_path, FAST)
     tokens = sequence(case)
     pair.engine("src").save("w", tokens)
@@ -581,7 +693,8 @@ def test_steps_that_are_slower_than_answers_age(pair: Pair, monkeypatch: Any) ->
     pair.engine("src").save("w", tokens)
     reader = pair.engine("dst")
     reader.until(lambda: reader.scheduler.counters["layouts_published"] > 0)
-    monkeypatch.setattr(lookup_module, "CACHE_SECONDS", 0.05)
+    for module in (lookup_module, lookup_client):
+        monkeypatch.setattr(module, "CACHE_SECONDS", 0.05)
     tracker = reader.scheduler.track("r", tuple)
     found = []
     for _ in range(12):
@@ -596,9 +709,6 @@ def test_a_lookup_server_that_died(pair: Pair, monkeypatch: Any) -> None:
     pair.engine("src").save("w", tokens)
     reader = pair.engine("dst")
     reader.until(lambda: reader.scheduler.counters["layouts_published"] > 0)
-
-    class Gone(BaseException):
-        """What no guard for errors catches."""
 
     pair.faults["exists"] = raising(Gone())
     reader.scheduler.matched("r", reader.scheduler.track("r", tuple), tokens, 0)

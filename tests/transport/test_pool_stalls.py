@@ -18,11 +18,11 @@ from dir_store import DirStore
 from kvferry.layout import EngineShape, RankLayout
 from kvferry.layout.presets import load_model
 from kvferry.pool import load as load_module
-from kvferry.pool import lookup as lookup_module
+from kvferry.pool import lookup_client
 from kvferry.pool.book import LayoutBook
 from kvferry.pool.keys import KeyMetadata
 from kvferry.pool.records import PoolLayout, make_layout
-from kvferry.pool.scheduler import PoolLimits
+from kvferry.pool.requests import PoolLimits
 from kvferry.pool.stats import PoolCounters
 from kvferry.verify.case import CaseDict
 
@@ -41,7 +41,7 @@ def pair(case: CaseDict, tmp_path: Path) -> Iterator[Pair]:
 
 def test_a_store_that_opens_slowly(pair: Pair, monkeypatch: Any) -> None:
     """Misses while it opens, under steady lookups; hits once it is open. It is opened once."""
-    monkeypatch.setattr(lookup_module, "STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(lookup_client, "STUCK_SECONDS", 0.05)
     tokens = sequence(pair.case)
     pair.engine("src").save("w", tokens)
     reader = pair.engine("dst")
@@ -93,7 +93,7 @@ def test_steps_that_are_slower_than_any_answer(pair: Pair, monkeypatch: Any) -> 
     pair.engine("src").save("w", tokens)
     reader = pair.engine("dst")
     reader.until(lambda: reader.scheduler.counters["layouts_published"] > 0)
-    monkeypatch.setattr(lookup_module, "OLDEST_ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(lookup_client, "OLDEST_ANSWER_SECONDS", 0.05)
     tracker = reader.scheduler.track("r", tuple)
     found = []
     for _ in range(5):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,11 +25,12 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 import kvferry.vllm
 from kvferry.errors import DescriptionError
-from kvferry.layout import CacheModel, Component, EngineShape, Group, RankLayout
+from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, RankLayout
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.pool.orders import Loaded, Saved
-from kvferry.pool.scheduler import PoolLimits
+from kvferry.pool.requests import PoolLimits
 from kvferry.vllm import connector
+from kvferry.vllm.context_parallel import cache_rank, replicas
 from kvferry.vllm.describe import _interior
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig, parse_bytes
@@ -182,7 +184,12 @@ def step(request_id: str, computed: int, scheduled: int, table: list[int]) -> An
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[tuple[VllmPoolScheduler, Blocks]]:
     config = PoolConfig.read({"path": str(tmp_path / "store"), "size": "4MiB"})
-    vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="m", revision=None))
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(model="m", revision=None, hf_config=None),
+        parallel_config=SimpleNamespace(
+            prefill_context_parallel_size=1, decode_context_parallel_size=1
+        ),
+    )
     scheduler = VllmPoolScheduler(config, vllm_config, PoolLimits(), events=True)
     blocks = Blocks()
     scheduler.bind_blocks(blocks)
@@ -210,6 +217,36 @@ def test_events_wait_for_all_workers(made: tuple[VllmPoolScheduler, Blocks]) -> 
     assert event.medium == "STORAGE" and event.block_size == BLOCK
     assert +blocks.references == Counter()
     assert not scheduler.pool.has_work
+
+
+def test_an_evicted_block_is_told(
+    made: tuple[VllmPoolScheduler, Blocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store gives up a block that routers were told of: they are told, once."""
+    monkeypatch.setattr("kvferry.pool.watch.PERIOD_SECONDS", 0.0)
+    scheduler, _ = made
+    asked = request(40)
+    scheduler.on_new_request(asked)
+    (save,) = scheduler.step(step("r", 0, 40, [5, 7, 9])).orders.saves
+    store, soon = scheduler.config.opener()(), time.monotonic() + 30
+    keys = scheduler.pool.keys_of(0, save.tables[0].contents)
+    assert [len(of_block) for of_block in keys] == [2, 2]  # one of each rank
+    for key in (k for of_block in keys for k in of_block):
+        store.put_bytes(key, b"some block", soon)
+    for _ in range(2):
+        scheduler.reported(PoolReport([Saved(save.job_id)]), ())
+    assert [type(e) for e in scheduler.take_events()] == [BlockStored]
+    scheduler.pool.watch.look(store, soon)
+    assert not scheduler.has_events
+    store.remove([keys[1][1]], soon)  # one rank's part is enough
+    scheduler.pool.watch.look(store, soon)
+    assert scheduler.has_events
+    (event,) = scheduler.take_events()
+    assert isinstance(event, BlockRemoved) and event.medium == "STORAGE"
+    assert event.block_hashes == [maybe_convert_block_hash(asked.block_hashes[1])]
+    scheduler.pool.watch.look(store, soon)
+    assert scheduler.take_events() == []
+    store.close()
 
 
 def test_a_lost_block_is_told(made: tuple[VllmPoolScheduler, Blocks]) -> None:
@@ -249,3 +286,33 @@ def test_requests_without_token_ids_are_left_alone(
     scheduler.on_new_request(asked)
     assert scheduler.matched(asked, 0) == (0, False)
     assert scheduler.step(step("r", 0, 40, [1, 2, 3])).orders.saves == []
+
+
+def parallel(tp: int, pcp: int, dcp: int) -> Any:
+    return SimpleNamespace(
+        tensor_parallel_size=tp,
+        prefill_context_parallel_size=pcp,
+        decode_context_parallel_size=dcp,
+    )
+
+
+def test_prefill_context_parallel_ranks() -> None:
+    alone = cache_rank(parallel(2, 1, 2), 1, 1, 0)
+    assert (alone.rank, alone.tp, alone.replicas) == (Rank(1, 1), 2, 1)
+    copies = [cache_rank(parallel(2, 2, 1), 0, tp, pcp) for pcp in range(2) for tp in range(2)]
+    assert [(c.rank.tp, c.replica, c.replicas) for c in copies] == [
+        (0, 0, 2),
+        (1, 0, 2),
+        (0, 1, 2),
+        (1, 1, 2),
+    ]
+    for dcp in (2, 4):  # tokens shared out over pcp, and over all: the dcp rank is r % dcp
+        shared = {
+            (tp, pcp): cache_rank(parallel(2, 2, dcp), 0, tp, pcp)
+            for tp in range(2)
+            for pcp in range(2)
+        }
+        assert {one.rank.tp for one in shared.values()} == set(range(4))
+        assert all(one.tp == 4 and one.replicas == 1 for one in shared.values())
+        assert [shared[1, pcp].rank.tp % 2 for pcp in range(2)] == [0, 1]
+    assert (replicas(parallel(1, 2, 1)), replicas(parallel(1, 2, 2))) == (2, 1)

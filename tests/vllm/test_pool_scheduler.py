@@ -64,6 +64,9 @@ def ended(engine: SchedulerEngine) -> None:
         ({"tp": 1, "block_size": 16}, {"tp": 2, "block_size": 16}, 96),
         ({"tp": 2, "block_size": 16}, {"tp": 1, "block_size": 32}, 96),
         ({"tp": 1, "block_size": 32}, {"tp": 4, "block_size": 16}, 96),
+        ({"tp": 1, "order": "LBHNC"}, {"tp": 2, "order": "BLNHC"}, 96),
+        ({"tp": 2, "order": "BHLNC"}, {"tp": 1, "order": "LBNHC", "block_size": 32}, 96),
+        ({"tp": 1, "order": "LHBNC", "block_size": 32}, {"tp": 4, "order": "BLHNC"}, 96),
         ({"tp": 2, "connector": "FerryConnector"}, {"tp": 1, "connector": "FerryConnector"}, 96),
         ({"tp": 1, "connector": "MultiConnector"}, {"tp": 2, "connector": "MultiConnector"}, 96),
     ],
@@ -87,6 +90,38 @@ def test_other_shapes_read(make: Make, writer: Any, reader: Any, hits: int) -> N
     third.run()
     ended(third)
     assert third.computed["c"] <= 100 + 4 + 20 + 3 - hits
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "hits"),
+    [
+        ({"pcp": 2}, {"tp": 2}, 96),  # replicas
+        ({"tp": 2}, {"pcp": 2, "tp": 2}, 96),
+        ({"hybrid": "latent", "tp": 2, "dcp": 2}, {"hybrid": "latent"}, 96),  # tokens shared out
+        ({"hybrid": "latent"}, {"hybrid": "latent", "tp": 4, "dcp": 2}, 96),
+        ({"hybrid": "latent", "pcp": 2, "dcp": 2}, {"hybrid": "latent", "block_size": 32}, 96),
+        ({"hybrid": "latent"}, {"hybrid": "latent", "tp": 2, "pcp": 2, "dcp": 4}, 64),
+    ],
+)
+def test_context_parallelism(make: Make, writer: Any, reader: Any, hits: int) -> None:
+    """Prefill and decode context parallelism: blocks are as long as vLLM's scheduler says."""
+    first = make(**writer)
+    first.add("a", prompt(1, 100))
+    first.run()
+    ended(first)
+    saved = sum(worker._rank.counters["save_done"] for worker in first.workers)
+    keys = first.pool._client._server._database
+    chain = first.pool.track("x", tuple).chain
+    chain.cover(prompt(1, 100), 100)
+    assert saved == len(keys.question(chain, [first.pool._ours]).keys), "each object, once"
+    first.pool.finished("x")
+    second = make(**reader)
+    second.add("b", prompt(1, 100))
+    second.add("other", prompt(2, 100))
+    second.run()
+    ended(second)
+    assert second.out["b"] == first.out["a"] != second.out["other"]
+    assert second.computed["b"] == 103 - hits and second.computed["other"] == 103
 
 
 def test_one_token_is_left_to_compute(make: Make) -> None:
@@ -232,14 +267,18 @@ def test_abort_at_any_time(make: Make) -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("kind", ["window", "state"])
 @pytest.mark.parametrize("fail", [False, True])
-def test_windows_beside_full_attention(make: Make, faults: Any, fail: bool) -> None:
-    """Two groups, two tables: the hit is right for both, or all of it is computed."""
-    first = make(hybrid=True, blocks=256)  # so that no save is postponed
+def test_hybrid_models(make: Make, faults: Any, kind: str, fail: bool) -> None:
+    """Full attention beside windows or recurrent states (vLLM's `align` mode), two tables.
+
+    The hit is right for both groups, or all of it is computed.
+    """
+    first = make(hybrid=kind, blocks=256)  # so that no save is postponed
     first.add("a", prompt(1, 200))
     first.run()
     ended(first)
-    second = make(hybrid=True, tp=2, block_size=32)
+    second = make(hybrid=kind, tp=2, block_size=32)
 
     def fault(*_: Any) -> None:
         raise StoreError("gone")
@@ -247,10 +286,42 @@ def test_windows_beside_full_attention(make: Make, faults: Any, fail: bool) -> N
     if fail:
         faults["get"] = fault
     second.add("b", prompt(1, 200))
+    second.add("other", prompt(2, 200))
+    second.run()
+    ended(second)
+    assert second.out["b"] == first.out["a"] != second.out["other"]
+    assert second.computed["b"] == 203 - (0 if fail else 192)
+    assert second.computed["other"] == 203
+    # a conversation goes on from a state that decoding left, or the prompt's last
+    third = make(hybrid=kind, blocks=256)
+    faults.clear()
+    third.add("c", [*prompt(1, 200), *first.out["a"], *prompt(3, 20)])
+    third.run()
+    ended(third)
+    assert third.computed["c"] == 200 + 4 + 20 + 3 - 192
+
+
+def test_a_state_that_is_not_at_the_hit(make: Make, faults: Any) -> None:
+    """The attention blocks are there, the state at their end is lost: the hit is shorter."""
+    first = make(hybrid="state", blocks=256)
+    first.add("a", prompt(1, 100))
+    first.run()
+    store = DirStore(str(first.pool._open_store().path))
+    chain = first.pool.track("x", tuple).chain
+    chain.cover(prompt(1, 100), 100)
+    question = first.pool._client._server._database.question(chain, [first.pool._ours])
+    states = dict(question.by_fragment())[first.pool._ours.fragments_of("state")[0]]
+    there = store.exists(states, 0)
+    assert there[5], "the state after 96 tokens"
+    first.pool.finished("x")
+    store.remove([states[5]], 0)
+    second = make(hybrid="state", blocks=256)
+    second.add("b", prompt(1, 100))
     second.run()
     ended(second)
     assert second.out["b"] == first.out["a"]
-    assert second.computed["b"] == 203 - (0 if fail else 192)
+    before = [n for n in range(5) if there[n]]
+    assert second.computed["b"] == 103 - (16 * (before[-1] + 1) if before else 0)
 
 
 def test_a_wrong_byte_is_noticed(make: Make, monkeypatch: Any) -> None:

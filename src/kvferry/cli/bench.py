@@ -92,7 +92,7 @@ def print_plan_bench(console: Console, result: BenchResult) -> None:
         console.print(f"  {note}", highlight=False)
 
 
-def plan_bench_page(result: BenchResult) -> str:
+def plan_benchpage(result: BenchResult) -> str:
     """One self-contained page: the table, and the cost by number of blocks."""
     head = "".join(f"<th>{escape(t)}</th>" for t in TITLES)
     body = "".join(
@@ -104,7 +104,7 @@ def plan_bench_page(result: BenchResult) -> str:
         Line("arrays", "#0072b2", [(float(b), ms) for b, ms, _ in result.curve]),
         Line("strided runs", "#d55e00", [(float(b), ms) for b, _, ms in result.curve]),
     ]
-    return _page(
+    return page(
         "kvferry bench plan",
         f"""<h1>Planning, beside vLLM</h1>
 <p>80 layers of llama-3.1-70b, one request on one edge, times in milliseconds.</p>
@@ -126,7 +126,7 @@ COLOURS = {
 GREY = "#808080"
 
 
-def transport_bench_page(result: TransportResult) -> str:
+def transport_benchpage(result: TransportResult) -> str:
     """One self-contained page: what each carrier moves by descriptor size, for each direction."""
     sizes = sorted({row.descriptor_bytes for row in result.results})
     limits = [
@@ -167,7 +167,7 @@ def transport_bench_page(result: TransportResult) -> str:
         f"<li>not measured: {escape(name)}: {escape(why)}</li>"
         for name, why in result.missing.items()
     )
-    return _page(
+    return page(
         "kvferry bench transport",
         f"""<h1>Carriers, beside their libraries</h1>
 <p>Two processes on this machine, scattered descriptors, the best of several rounds in which all
@@ -178,7 +178,7 @@ Dashed: limits of this machine in the same run.</p>
     )
 
 
-def _page(title: str, body: str) -> str:
+def page(title: str, body: str) -> str:
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
 <style>

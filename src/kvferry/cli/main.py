@@ -329,11 +329,18 @@ def bench_pool(
     as_json: Json = False,
     html: Html = None,
     quick: Annotated[bool, typer.Option(help="Fewer capacities and repeats.")] = False,
+    tune: Annotated[
+        bool, typer.Option(help="Choose the eviction policy's constants on the first half instead.")
+    ] = False,
 ) -> None:
     """Hit rates, lookups and bandwidth of the pool's stores, beside LRU, memcpy, LMDB, Mooncake."""
     from kvferry.bench.pool import run
-    from kvferry.cli.bench_pool import pool_bench_page, print_pool_bench
+    from kvferry.cli.bench_pool import pool_bench_page, print_pool_bench, tune_pool
 
+    if tune:
+        with refusals():
+            tune_pool(trace, as_json)
+        return
     with refusals(), libraries_to_stderr():
         result = run(trace, lambda line: err.print(line, style="dim", highlight=False), quick=quick)
     if as_json:

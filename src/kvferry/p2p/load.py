@@ -219,7 +219,8 @@ class Loading:
                 raise HandoverError(f"{who} refuses the claim: {reply.message}")
             if not isinstance(reply, Claimed):
                 raise HandoverError(f"{who} answered a claim with a {type(reply).__name__}")
-            if reply.tokens < ticket.tokens:
+            exact = self.model.of_one_length and reply.tokens != ticket.tokens
+            if exact or reply.tokens < ticket.tokens:
                 raise HandoverError(
                     f"the ticket promises {ticket.tokens} tokens, {who} holds {reply.tokens}"
                 )

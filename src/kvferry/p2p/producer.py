@@ -143,6 +143,8 @@ class ProducerRank(Server):
                 closed, _ = self._table.withdraw(hold_id)
                 if closed is not None:
                     self._report(closed)
+            for sender in self._table.unpark_all():  # their holds will have other ids
+                self.reply(sender.identity, sender.request_id, _refuse_closed("withdrawn"))
 
         self.submit(work)
 
@@ -254,7 +256,7 @@ class ProducerRank(Server):
             return Refused("unable", "this engine writes nothing; read")
         if not self._pusher.knows(offer.reader):
             return Refused("unmet", "a rank offers its blocks, but has not introduced itself")
-        if offer.tokens > hold.tokens:
+        if not self._pusher.can_serve(offer.tokens, hold.tokens):
             return Refused(
                 "digest",
                 f"the ticket promises {offer.tokens} tokens, this rank holds {hold.tokens}",

@@ -250,6 +250,8 @@ class Renewer:
 
 def _ranks(key: _Key, call: Future[ReplyBody]) -> list[_Address]:
     reply = _reply(call)
+    if isinstance(reply, Refused) and reply.reason == "busy":  # it has not described itself yet
+        raise HandoverError(reply.message)
     if isinstance(reply, Refused):
         raise StaleTicket(f"it refuses us: {reply.message}")
     if not isinstance(reply, Welcome):

@@ -31,7 +31,7 @@ from kvferry.transport.regions import RegionTable
 
 _log = logging.getLogger(__name__)
 
-HOT_BYTES = 256 << 10  # checked and copied at a time: stays in a core's cache in between
+HOT_BYTES = 512 << 10  # checked and copied at a time: stays in a core's cache in between
 PARALLEL_BYTES = 8 << 20  # a batch beyond this is shared among threads
 ATTEMPTS = 5
 THROW_OUT_SECONDS = 1.0  # to remove what is corrupt, even after the reader's deadline

@@ -28,10 +28,11 @@ from kvferry.pool.embedded_arena import ALIGN, Arena
 from kvferry.pool.embedded_disk import DiskTier
 from kvferry.pool.embedded_index import Geometry, SharedIndex, hash_keys, key_name
 from kvferry.pool.embedded_lock import Members, SharedLock
-from kvferry.pool.policy import ConversationPolicy
+from kvferry.pool.policy import ConversationPolicy, History
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+MakePolicy = Callable[[History, Floats], ConversationPolicy]  # from shared memory
 
 _log = logging.getLogger(__name__)
 
@@ -68,14 +69,19 @@ class Room:
     """The tiers of one store, as one process sees them."""
 
     def __init__(
-        self, directory: Path, wanted: Geometry, disk: Path | None, clock: Callable[[], float]
+        self,
+        directory: Path,
+        wanted: Geometry,
+        disk: Path | None,
+        clock: Callable[[], float],
+        make_policy: MakePolicy = ConversationPolicy,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.clock = clock
         self.lock = SharedLock(directory / "lock")
         with self.lock.held(time.monotonic() + OPEN_SECONDS):
             self.index = SharedIndex(directory / "index", wanted)
-            self.policy = ConversationPolicy(self.index.history, self.index.learned)
+            self.policy = make_policy(self.index.history, self.index.learned)
             self.arena = Arena(directory / "arena", self.index)
             self.members = Members(directory / "members")
             self._reap_at = 0.0

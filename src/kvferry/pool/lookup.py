@@ -1,15 +1,10 @@
-"""Lookups off the scheduler's critical path: a server on a thread, and a client that never waits.
+"""Lookups off the scheduler's critical path: a server on a thread of its own.
 
-The client is asked once a step. It passes a question on the first time, answers `None` while the
-server works, and a miss when the deadline has passed. The server turns tokens into content hashes,
-asks the store one batched question for all fragments of all known layouts, and finds the hit. What
-goes wrong in it (the store cannot be reached, answers nonsense, raises anything) is a miss, and
-counted. A server whose thread died, or that is stuck in the store past its deadline, is replaced by
-a new one with a store of its own; the questions that waited behind it move over. When too many are
-stuck, there is no point in more: lookups are misses at once until one of them comes back.
-
-Opening a store may take far longer than a lookup may (Mooncake's set-up: a minute). That is no
-question's time: a server that opens its store is left to it, and lookups are misses meanwhile.
+It turns tokens into content hashes, asks the store one batched question for all fragments of all
+known layouts, and finds the hit. What goes wrong in it (the store cannot be reached, answers
+nonsense, raises anything) is a miss, and counted. Between questions it keeps our own layout
+published, and looks whether blocks that routers were told of are still there. Who asks it, and what
+becomes of a server that is stuck, is in `lookup_client`.
 """
 
 from __future__ import annotations
@@ -31,17 +26,14 @@ from kvferry.pool.keys import KeyMetadata
 from kvferry.pool.records import PoolLayout
 from kvferry.pool.stats import PoolCounters
 from kvferry.pool.store import Store
+from kvferry.pool.watch import Watch
 
 log = logging.getLogger("kvferry")
 
 CACHE_SECONDS = 1.0  # an answer may be this old: evictions are noticed by the load
-OLDEST_ANSWER_SECONDS = 10.0  # of a request that queued; longer than any step
 CACHED_ANSWERS = 256
 IDLE_SECONDS = 2.0  # between two looks at published layouts while nobody asks
-STUCK_SECONDS = 1.0  # after its deadline, a server is given up
-MOST_STUCK = 4
 OPEN_AGAIN_SECONDS = 1.0  # a store that could not be opened is tried again after this
-OPEN_SECONDS = 180.0  # a server that has not opened its store by then is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +71,7 @@ class Answer:
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class Asked:
     """A question on its way."""
 
     chain: ContentChain
@@ -92,19 +84,6 @@ class _Asked:
     given_at: float | None = None  # when the scheduler got it
 
 
-def _stale(asked: _Asked, now: float) -> bool:
-    """Whether an answer is too old to promise anything.
-
-    One that nobody took in time is asked for once more. That answer is given to the scheduler
-    however slow its steps are, or a request could wait for ever for one that is always too old.
-    """
-    if asked.answer is None or asked.answer.failed:
-        return False
-    if asked.given_at is None:
-        return asked.first and now - asked.answer.at > OLDEST_ANSWER_SECONDS
-    return now - asked.given_at > CACHE_SECONDS
-
-
 class LookupKeyServer:
     """One thread with one store. `ask` returns at once; answers appear in what was asked."""
 
@@ -115,11 +94,13 @@ class LookupKeyServer:
         ours: PoolLayout,
         reader: Reader,
         counters: PoolCounters,
+        watch: Watch | None = None,
     ) -> None:
         self._open, self._reader, self._counters = open_store, reader, counters
+        self._watch = watch or Watch()
         self._book = LayoutBook(metadata, ours, counters)
         self._database = ChunkedTokenDatabase(metadata, ours)
-        self._queue: SimpleQueue[_Asked | None] = SimpleQueue()
+        self._queue: SimpleQueue[Asked | None] = SimpleQueue()
         self._store: Store | None = None
         self._open_after = 0.0
         self._recent: OrderedDict[tuple[str, int], Answer] = OrderedDict()
@@ -133,12 +114,12 @@ class LookupKeyServer:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def ask(self, asked: _Asked) -> None:
+    def ask(self, asked: Asked) -> None:
         self._queue.put(asked)
 
-    def drain(self) -> list[_Asked]:
+    def drain(self) -> list[Asked]:
         """Questions that nobody has begun to answer."""
-        left: list[_Asked] = []
+        left: list[Asked] = []
         while True:
             try:
                 asked = self._queue.get_nowait()
@@ -195,8 +176,9 @@ class LookupKeyServer:
             return
         try:
             store = self._opened()
-            self.busy_until = time.monotonic() + IDLE_SECONDS
-            self._book.refresh(store, self.busy_until)
+            deadline = self.busy_until = time.monotonic() + IDLE_SECONDS
+            self._book.refresh(store, deadline)
+            self._watch.look(store, deadline)
         except Exception as error:
             self._open_after = time.monotonic() + OPEN_AGAIN_SECONDS
             self._counters.add("lookup_errors")
@@ -204,7 +186,7 @@ class LookupKeyServer:
         finally:
             self.busy_until = None
 
-    def _answer(self, asked: _Asked) -> Answer:
+    def _answer(self, asked: Asked) -> Answer:
         """Always an answer: whatever goes wrong is a miss."""
         try:
             self._opened()
@@ -219,7 +201,7 @@ class LookupKeyServer:
         finally:
             self.busy_until = None
 
-    def _look_up(self, asked: _Asked) -> Answer:
+    def _look_up(self, asked: Asked) -> Answer:
         chain, reader = asked.chain, self._reader
         chain.cover(asked.tokens, asked.count)
         store = self._opened()
@@ -247,7 +229,7 @@ class LookupKeyServer:
             self._recent.popitem(last=False)
         return answer
 
-    def _tell(self, asked: _Asked, answer: Answer) -> None:
+    def _tell(self, asked: Asked, answer: Answer) -> None:
         """Tell the store about a request, once, when it has its answer: eviction learns from it."""
         ours, align = self._book.ours, self._reader.align_tokens
         used = {s.layout_id for s in answer.hit.segments}
@@ -259,110 +241,9 @@ class LookupKeyServer:
                 layout = answer.layouts.get(layout_id, ours)
                 for _, keys in self._database.question(asked.chain, [layout]).by_fragment():
                     self._opened().access(keys, deadline)
+            self._watch.look(self._opened(), deadline)
         except Exception as error:
             self._counters.add("lookup_errors")
             log.warning("a request was not told to the store: %s: %s", type(error).__name__, error)
         finally:
             self.busy_until = None
-
-
-class LookupKeyClient:
-    """Asks for requests, by id; never waits. Used by the scheduler's thread alone."""
-
-    def __init__(
-        self,
-        make_server: Callable[[], LookupKeyServer],
-        counters: PoolCounters,
-        lookup_seconds: float,
-    ) -> None:
-        self._make, self._counters, self._seconds = make_server, counters, lookup_seconds
-        self._server: LookupKeyServer | None = make_server()
-        self._stuck: list[LookupKeyServer] = []
-        self._asked: dict[str, _Asked] = {}
-
-    @property
-    def pending(self) -> int:
-        return sum(asked.answer is None for asked in self._asked.values())
-
-    def lookup(
-        self,
-        request_id: str,
-        chain: ContentChain,
-        tokens: Sequence[int],
-        count: int,
-        most_tokens: int,
-    ) -> Answer | None:
-        """What the pool holds; None: ask again."""
-        now = time.monotonic()
-        asked = self._asked.get(request_id)
-        if asked is None or asked.most_tokens != most_tokens or _stale(asked, now):
-            deadline = now + self._seconds
-            asked = _Asked(chain, tokens, count, most_tokens, deadline, first=asked is None)
-            self._asked[request_id] = asked
-            self._counters.add("lookups")
-            server = self._able_server(now)
-            if server is None or self._opens_slowly(server, now):
-                self._counters.add("lookup_refused")
-                asked.answer = Answer(failed=True)
-            else:
-                server.ask(asked)
-        if asked.answer is None and now >= asked.deadline:
-            self._counters.add("lookup_timeouts")
-            asked.answer = Answer(failed=True)
-        if asked.answer is None:
-            self._able_server(now)
-        elif asked.given_at is None:
-            asked.given_at = now
-        return asked.answer
-
-    def _opens_slowly(self, server: LookupKeyServer, now: float) -> bool:
-        """Whether there is no point in waiting: the store is not there, and may not be for long."""
-        opening = server.opening_since
-        return opening is not None and now > opening + self._seconds
-
-    def discard(self, request_id: str) -> None:
-        self._asked.pop(request_id, None)
-
-    def _able_server(self, now: float) -> LookupKeyServer | None:
-        """The server, or a new one where it is dead or stuck; None: too many are stuck."""
-        self._stuck = [s for s in self._stuck if s.alive]
-        server = self._server
-        if server is None:
-            if len(self._stuck) >= MOST_STUCK:
-                return None
-            self._server = self._make()
-            return self._server
-        busy_until, opening = server.busy_until, server.opening_since
-        stuck = busy_until is not None and now > busy_until + STUCK_SECONDS
-        stuck |= opening is not None and now > opening + OPEN_SECONDS
-        if server.alive and not stuck:
-            return server
-        self._counters.add("lookup_servers_replaced")
-        log.warning("a lookup server %s, and is replaced", "is stuck" if stuck else "died")
-        waiting = server.drain()
-        if server.alive:
-            server.close()
-            self._stuck.append(server)
-        self._server = None
-        if len(self._stuck) < MOST_STUCK:
-            self._server = self._make()
-            for asked in waiting:
-                self._server.ask(asked)
-        else:
-            for asked in waiting:
-                asked.answer = Answer(failed=True)
-        return self._server
-
-    def replace(self, make_server: Callable[[], LookupKeyServer]) -> None:
-        """Forget all answers: the namespace has changed."""
-        if self._server is not None:
-            self._server.close()
-        self._make = make_server
-        self._server = make_server()
-        self._asked.clear()
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close(seconds=1.0)
-            self._server = None
-        self._asked.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,8 +53,12 @@ def describe_worker(
     kv_caches: Mapping[str, Any],
     rank: Rank,
     model_id: str = "",
+    tp: int | None = None,
 ) -> Described:
-    """Describe what this worker registered, or refuse it with the reason."""
+    """Describe what this worker registered, or refuse it with the reason.
+
+    tp  ranks that the cache is cut over, where that is not vLLM's tensor parallel size
+    """
     model, keys = cache_model(vllm_config, kv_cache_config)
     layers = vllm_config.compilation_config.static_forward_context
     interiors: dict[str, str] = {}
@@ -89,6 +93,7 @@ def describe_worker(
         slots = view.shape[2] * max(1, int(spec.tokens_per_state))
         _alike(group, "kernel block sizes", kernel_sizes, slots)
     shape = engine_shape(vllm_config, kv_cache_config, model, interiors, block_sizes, kernel_sizes)
+    shape = replace(shape, tp=tp or shape.tp)
     for _, name, spec in layer_specs(kv_cache_config):
         require_spec(model.group(keys[name][0]), shape, rank, spec, name)
         if shape.dcp > 1 and not spec.dcp_sharded and not is_state(spec):

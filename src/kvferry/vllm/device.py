@@ -47,7 +47,9 @@ def cache_carriers(
         if chosen.why_not:
             log.debug("kvferry: no carrier %s: %s", chosen.name, chosen.why_not)
             continue
-        options: dict[str, Any] = {"secret": config.secret, "host": config.host}
+        # as reachable as the engine's directory, and no more
+        host = config.host or "127.0.0.1"
+        options: dict[str, Any] = {"secret": config.secret, "host": host}
         if chosen.name in ("local", "tcp"):
             options["packing"] = config.packing
         if gpu and chosen.name == "tcp":

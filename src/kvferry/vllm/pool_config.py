@@ -16,7 +16,7 @@ from typing import Any
 
 from kvferry.errors import DescriptionError, StoreError
 from kvferry.pool.mooncake_config import parse_size
-from kvferry.pool.scheduler import PoolLimits
+from kvferry.pool.requests import PoolLimits
 from kvferry.pool.store import Store
 
 log = logging.getLogger("kvferry")
@@ -125,7 +125,7 @@ class PoolConfig:
         return EmbeddedStore(Path(self.path) if self.path else None, **sizes)
 
     def _open_mooncake(self, lookups_only: bool) -> Store:
-        from kvferry.pool.held_memory import HeldMemoryMooncakeStore
+        from kvferry.pool.mooncake import MooncakeStore
         from kvferry.pool.mooncake_config import MooncakeStoreConfig
 
         config = MooncakeStoreConfig.load()
@@ -136,7 +136,7 @@ class PoolConfig:
                 global_segment_size=0,
                 local_buffer_size=LOOKUP_BUFFER_BYTES,
             )
-        return HeldMemoryMooncakeStore(config)
+        return MooncakeStore(config, hold_memory=True)
 
 
 def parse_bytes(amount: int | str) -> int:

@@ -13,7 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvferry.errors import DescriptionError
 from kvferry.vllm.base import WholeRequests
 from kvferry.vllm.pool_config import PoolConfig, default_tenant
 from kvferry.vllm.pool_metadata import PoolMetadata, PoolPromMetrics, PoolStats
@@ -36,8 +35,6 @@ class FerryPoolConnector(WholeRequests):
         transfer = vllm_config.kv_transfer_config
         defaults = {"cache_prefix": default_tenant(), **self.defaults}
         config = PoolConfig.read(transfer.kv_connector_extra_config or {}, **defaults)
-        if vllm_config.parallel_config.prefill_context_parallel_size > 1:
-            raise DescriptionError("the pool does not know prefill context parallelism yet")
         if transfer.kv_load_failure_policy == "fail" and transfer.kv_connector in POOL_NAMES:
             # a block that a cache lost is computed; that is no reason to end a request
             transfer.kv_load_failure_policy = "recompute"
