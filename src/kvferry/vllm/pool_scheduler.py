@@ -131,7 +131,7 @@ class VllmPoolScheduler:
             if request is None:
                 continue
             final = computed + output.num_scheduled_tokens[request_id]
-            if not self.config.save_decode_cache:
+            if self.config.save_decode_cache is False:
                 final = min(final, request.num_prompt_tokens)
             self.pool.computed(
                 request_id,
