@@ -21,7 +21,7 @@ import numpy as np
 from kvferry.errors import TransferError
 from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, Store, StoreStats
 from kvferry.transport.base import MemoryRegion
-from kvferry.transport.memory import Bytes, Memory, make_buffer
+from kvferry.transport.memory import Bytes, Memory
 from kvferry.transport.regions import RegionTable
 
 log = logging.getLogger("kvferry")
@@ -154,7 +154,7 @@ class StagedStore:
                 size = self._stage_bytes
                 while size < count:
                     size *= 2
-                buffer = make_buffer(self._memory, size)
+                buffer = np.empty(size, dtype=np.uint8)
                 with self._changed:
                     self._store.register([MemoryRegion(buffer.ctypes.data, buffer.nbytes)])
             yield buffer
@@ -207,4 +207,4 @@ def _packed(wanted: Slices, begin: int) -> Slices:
 def _runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """First and last (exclusive) of each stretch that is there."""
     edges = np.flatnonzero(np.diff(np.array([False, *there, False], dtype=np.int8)))
-    return iter(edges.reshape(-1, 2).tolist())
+    return ((int(first), int(last)) for first, last in edges.reshape(-1, 2))

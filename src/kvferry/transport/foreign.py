@@ -41,6 +41,7 @@ from kvferry.transport.foreign_jobs import Abandoned, ForeignJob
 from kvferry.transport.foreign_packed import Packer
 from kvferry.transport.foreign_peer import (
     LANES_PER_TRANSFER,
+    ON_HOST,
     ForeignEndpoint,
     ForeignPeer,
     batches,
@@ -69,6 +70,7 @@ class ForeignCarrier(ABC):
     batch_descriptors: ClassVar[int]
     batch_bytes: ClassVar[int]
     listens_everywhere: ClassVar[bool] = False  # whatever `host` is
+    device: int = ON_HOST  # where what is registered lies, if the library must know
     can_revoke = False
 
     def __init__(
@@ -135,9 +137,9 @@ class ForeignCarrier(ABC):
     def _carry(self, job: Job, peer: ForeignPeer, batch: Any, *, reading: bool) -> None:
         """Move one batch. Returns or raises when the library has let it go."""
 
-    def _prepare(self, part: Arrays, *, reading: bool) -> Any:
+    def _prepare(self, peer: ForeignPeer, part: Arrays, *, reading: bool) -> Any:
         """A batch as `_carry` takes it."""
-        del reading
+        del peer, reading
         return part
 
     @abstractmethod
@@ -192,6 +194,7 @@ class ForeignCarrier(ABC):
                 desk_port=self._desk.port if self._desk is not None else 0,
                 staging=(self._slots.region.address, self._slots.region.bytes),
                 slot_bytes=self._slots.slot_bytes,
+                device=self.device,
             )
         )
 
@@ -334,8 +337,8 @@ class ForeignCarrier(ABC):
     def move_direct(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
         """Batch by batch, each in its turn; one is prepared while the other moves."""
 
-        def one(few: Arrays) -> None:
-            ready = self._prepare(few, reading=reading)
+        def one(few: Arrays, _: Arrays | None) -> None:
+            ready = self._prepare(peer, few, reading=reading)
             with peer.turn(job):
                 self._judged(job, peer, ready, reading=reading)
             self.count("batches")
@@ -344,7 +347,7 @@ class ForeignCarrier(ABC):
         share(job, parts, one, peer.helpers, LANES_PER_TRANSFER - 1)
 
     def move_batch(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
-        self._judged(job, peer, self._prepare(part, reading=reading), reading=reading)
+        self._judged(job, peer, self._prepare(peer, part, reading=reading), reading=reading)
 
     def _judged(self, job: Job, peer: ForeignPeer, batch: Any, *, reading: bool) -> None:
         """Carry a batch. Whatever the library says, a peer that is gone is the better reason."""

@@ -69,7 +69,7 @@ class Packer:
             share(
                 job,
                 parts,
-                lambda part: self._part(lanes, part, reading),
+                lambda part, _: self._part(lanes, part, reading),
                 peer.helpers,
                 LANES_PER_TRANSFER - 1,
             )

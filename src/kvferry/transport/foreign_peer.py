@@ -21,6 +21,7 @@ from kvferry.transport.regions import Arrays, RegionTable, slices
 THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
 LANES_PER_TRANSFER = 2  # one batch is prepared, asked for or scattered while the other one moves
 LEAST_SLOT_BYTES = 4096
+ON_HOST = -1  # no GPU's number
 DESK_SECONDS = 2.0  # for the first connection to a desk: there is another way
 TURN_LOOK_SECONDS = 0.02  # between two looks at cancel, for one that waits for its turn
 
@@ -39,6 +40,7 @@ class ForeignEndpoint(msgspec.Struct, frozen=True, array_like=True):
     desk_port: int = 0  # none: it does not pack
     staging: tuple[int, int] = (0, 0)  # address, bytes
     slot_bytes: int = 0
+    device: int = ON_HOST  # the number of the GPU that holds the regions
 
     @classmethod
     def decode(cls, raw: bytes, carrier: str) -> ForeignEndpoint:

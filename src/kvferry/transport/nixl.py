@@ -37,7 +37,7 @@ from kvferry.errors import OutOfBounds, PeerLost, TransferError
 from kvferry.transport.base import Ints, MemoryRegion
 from kvferry.transport.cost import Costs, Packing
 from kvferry.transport.foreign import GRACE_SECONDS, LOOPBACK, ForeignCarrier
-from kvferry.transport.foreign_peer import ForeignEndpoint, ForeignPeer, is_loopback
+from kvferry.transport.foreign_peer import ON_HOST, ForeignEndpoint, ForeignPeer, is_loopback
 from kvferry.transport.jobs import Job
 from kvferry.transport.regions import Arrays
 
@@ -46,13 +46,14 @@ BATCH_BYTES = 64 << 20  # some 50 ms on loopback: between two looks at cancel
 SPINS = 50  # looks at a batch before sleeping in between
 SHORT_NAP_SECONDS, LONG_NAP_SECONDS = 20e-6, 1e-3
 PULSE_SECONDS = 0.02  # between two looks at whether the peer lives
+MEMORY = "DRAM"  # a host's
 PROGRESS_MICROSECONDS = 1000  # that the progress thread sleeps at most; events wake it
-MEMORY = "DRAM"
 
 
 class NixlCarrier(ForeignCarrier):
     """`backends`: NIXL's names, in order of preference; both sides need the same. `threads`: of
-    UCX and LIBFABRIC, beside the one that makes progress."""
+    UCX and LIBFABRIC, beside the one that makes progress. `device`: the number of the GPU that
+    holds what is registered; either side may be a host's memory."""
 
     name = "nixl"
     batch_descriptors = BATCH_DESCRIPTORS
@@ -67,8 +68,12 @@ class NixlCarrier(ForeignCarrier):
         threads: int = 0,
         packing: Packing = "auto",
         costs: Costs | None = None,
+        device: int = ON_HOST,
     ) -> None:
         nixl = api()
+        self.device = device
+        if device != ON_HOST:
+            packing = "direct"  # runs of a GPU are not gathered by its host
         chosen = [backends] if isinstance(backends, str) else list(backends)
         rdma = not is_loopback(host or LOOPBACK) and _has_rdma()
         super().__init__(
@@ -97,9 +102,10 @@ class NixlCarrier(ForeignCarrier):
         for region in gone:
             self._agent.deregister_memory(self._registered.pop(region.address))
         for region in added:
+            kind, device = self._place(region.address)
             try:
                 self._registered[region.address] = self._agent.register_memory(
-                    [(region.address, region.bytes, 0, "")], mem_type=MEMORY
+                    [(region.address, region.bytes, device, "")], mem_type=kind
                 )
             except Exception as error:
                 raise TransferError(
@@ -130,12 +136,20 @@ class NixlCarrier(ForeignCarrier):
             with contextlib.suppress(Exception):  # it forgets dead peers by itself
                 self._agent.remove_remote_agent(handle)
 
-    def _prepare(self, part: Arrays, *, reading: bool) -> tuple[Any, ...]:
+    def _place(self, address: int) -> tuple[str, int]:
+        """Of memory registered here: the carrier's own is the host's."""
+        own = any(r.address <= address < r.address + r.bytes for r in self._own_regions())
+        return place(ON_HOST if own else self.device)
+
+    def _prepare(self, peer: ForeignPeer, part: Arrays, *, reading: bool) -> tuple[Any, ...]:
         """Descriptors of both ends: a few percent of the time that they take to move."""
-        ends = (part.dst, part.src) if reading else (part.src, part.dst)
-        return tuple(
-            self._agent.get_xfer_descs(rows(end, part.length), mem_type=MEMORY) for end in ends
+        local, remote = (part.dst, part.src) if reading else (part.src, part.dst)
+        return self._descriptors(local, part.length, *self._place(int(local[0]))), (
+            self._descriptors(remote, part.length, *place(peer.endpoint.device))
         )
+
+    def _descriptors(self, address: Ints, length: Ints, kind: str, device: int) -> Any:
+        return self._agent.get_xfer_descs(rows(address, length, device), mem_type=kind)
 
     def _carry(self, job: Job, peer: ForeignPeer, batch: Any, *, reading: bool) -> None:
         agent = self._agent
@@ -210,11 +224,17 @@ def _agent(nixl: Any, backends: list[str], threads: int) -> Any:
     return agent
 
 
-def rows(address: Ints, length: Ints) -> NDArray[np.uint64]:
+def place(device: int) -> tuple[str, int]:
+    """NIXL's kind of memory, and its device."""
+    return (MEMORY, 0) if device == ON_HOST else ("VRAM", device)
+
+
+def rows(address: Ints, length: Ints, device: int = 0) -> NDArray[np.uint64]:
     """Descriptors as NIXL takes them: address, length, device."""
-    table = np.zeros((len(address), 3), dtype=np.uint64)
+    table = np.empty((len(address), 3), dtype=np.uint64)
     table[:, 0] = address
     table[:, 1] = length
+    table[:, 2] = device
     return table
 
 

@@ -28,7 +28,7 @@ from kvferry.transport.auto import AUTO, by_cost
 from kvferry.transport.base import Carrier, MemoryRegion
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.describe import describe_worker
-from kvferry.vllm.device import cache_carriers, memory_of, on_gpu
+from kvferry.vllm.device import cache_carriers, gpu_of, memory_of
 from kvferry.vllm.family import Family
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry.vllm.stats import FerryStats
@@ -77,10 +77,11 @@ class FerryWorker:
             for base, region in zip(bases, layout.regions, strict=True)
         ]
         self._sockets = Sockets(self.config.secret)
-        gpu = on_gpu(kv_caches)
+        number = gpu_of(kv_caches)
+        gpu = number is not None
         self._ready = WhenReady(gpu)
         reached = memory_of(memory, gpu)
-        self._carriers = cache_carriers(self.config, memory, reached, gpu)
+        self._carriers = cache_carriers(self.config, memory, reached, number)
         if self.config.carriers == (AUTO,) and not gpu:
             self._carriers = by_cost(self._carriers)
         engine = engine_info(
