@@ -3,9 +3,9 @@
     put    the device gathers whole objects into a buffer; the store takes them from there
     get    the store fills a buffer with what is wanted, checked; the device scatters what is whole
 
-Buffers are pinned where the memory makes such (`DeviceMemory`). Each call has one to itself, from a
-few; a call that gets none by its deadline has failed, and nothing was moved. Only what the store
-calls DONE is ever written to the device.
+Buffers are plain memory; the device crosses the bus by pinned chunks of its own. Each call has a
+buffer to itself, from a few; a call that gets none by its deadline has failed, and nothing was
+moved. Only what the store calls DONE is ever written to the device.
 """
 
 from __future__ import annotations

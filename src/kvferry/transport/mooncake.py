@@ -141,6 +141,7 @@ class MooncakeCarrier(ForeignCarrier):
                 self._settle(peer, SETTLE_SECONDS if stuck else SETTLE_REFUSED_SECONDS)
                 job.checkpoint()
                 peer.require_usable()
+                job.late_bytes = stuck  # its own timeout came first: the peer may still go on
                 raise self._given_up(target, len(part) - at, stuck)
             peer.pulse.require_alive()
             self.count("rejected_batches")
