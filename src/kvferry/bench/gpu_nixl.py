@@ -36,7 +36,7 @@ class Nixl:
             self.agent, self.why_not = None, f"{type(error).__name__}: {error}"
 
     def stop(self) -> None:
-        """End both agents: their threads never sleep, and what is measured next needs processors."""
+        """End both agents: their threads never sleep, and others need the processors."""
         if self.agent is not None:
             self.agent = self.peer = None
             self.bench.owner.ask("end_nixl")
