@@ -91,10 +91,6 @@ class Owner:
         self._agent.register_memory([(a, n, 0, "") for a, n in self._areas], mem_type="VRAM")
         return {"metadata": self._agent.get_agent_metadata().hex()}
 
-    def end_nixl(self) -> dict[str, Any]:
-        self._agent = None
-        return {}
-
     def stream(self, port: int, streams: int, size: int, chunks: int) -> dict[str, Any]:
         """Send host memory over plain connections, as fast as they go: so many chunks in turn."""
 
