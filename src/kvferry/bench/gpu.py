@@ -65,7 +65,6 @@ class Bench:
             self.stream = Stream()
             self._events = [Event(timing=True) for _ in range(2)]
         self.region = MemoryRegion(self.here, AREA_BYTES)
-        warm(self.on)
         self.cuda = self._connect(make_carrier("cuda"), answer["cuda"])
         self.copies = self._connect(make_carrier("cuda", triton=False), answer["cuda"])
         memory = DeviceMemory([self.region])
@@ -175,7 +174,7 @@ class Bench:
         return self.kernel_seconds(runs, shift, 0)
 
 
-def by_size(bench: Bench, nixl: Nixl, sizes: tuple[int, ...] = SIZES) -> Iterator[dict[str, Any]]:
+def by_size(bench: Bench, sizes: tuple[int, ...] = SIZES) -> Iterator[dict[str, Any]]:
     for size in sizes:
         arrays, strided = bench.arrays(size), bench.strided(size)
         moved, strided_moved = len(arrays) * size, strided.bytes
@@ -184,14 +183,27 @@ def by_size(bench: Bench, nixl: Nixl, sizes: tuple[int, ...] = SIZES) -> Iterato
         row["kernel_strided_tb_s"] = 2 * strided_moved / bench.kernel_of(strided) / TB
         row["arrays_gb_s"] = moved / wall(partial(bench.read, bench.cuda, arrays)) / GB
         row["strided_gb_s"] = strided_moved / wall(partial(bench.read, bench.cuda, strided)) / GB
-        few = Arrays(*(a[:20_000] for a in (arrays.src, arrays.dst, arrays.length)))
-        few_bytes = len(few) * size
-        row["copies_gb_s"] = few_bytes / wall(partial(bench.read, bench.copies, few), 3) / GB
-        if nixl.agent is not None and size in NIXL_SIZES:
-            row["nixl_gb_s"] = few_bytes / nixl.seconds(few) / GB
-            row["same_gb_s"] = few_bytes / wall(partial(bench.read, bench.cuda, few)) / GB
+        few = _few(arrays)
+        row["copies_gb_s"] = len(few) * size / wall(partial(bench.read, bench.copies, few), 3) / GB
         row["right"] = _right(bench, arrays)
         yield row
+
+
+def beside_nixl(bench: Bench, rows: list[dict[str, Any]]) -> str:
+    """Add NIXL's rates to these rows, or say why not. Last: its threads never sleep."""
+    nixl = Nixl(bench)
+    nixl.start()
+    for row in rows if nixl.agent is not None else ():
+        if row["bytes"] in NIXL_SIZES:
+            few = _few(bench.arrays(row["bytes"]))
+            moved = len(few) * row["bytes"]
+            row["nixl_gb_s"] = moved / nixl.seconds(few) / GB
+            row["same_gb_s"] = moved / wall(partial(bench.read, bench.cuda, few)) / GB
+    return nixl.why_not or "yes"
+
+
+def _few(arrays: Arrays) -> Arrays:
+    return Arrays(*(a[:20_000] for a in (arrays.src, arrays.dst, arrays.length)))
 
 
 def _right(bench: Bench, copies: Arrays) -> bool:
@@ -260,21 +272,22 @@ def packed(bench: Bench) -> Iterator[dict[str, Any]]:
 
 def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
     result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d")}
+    warm(device(0))  # compiling beside what is measured would slow it down
     with start_owner() as owner:
+        result["plans"] = []
+        for plan in gpu_plan.run(owner, quick=quick):
+            result["plans"].append(plan)
+            progress(str(plan))
         bench = Bench(owner)
         result["device"], result["peak_tb_s"] = bench.on.name, bench.peak / TB
         version = c_int()
         driver().call("cuDriverGetVersion", byref(version))
         result["cuda"] = f"{version.value // 1000}.{version.value % 1000 // 10}"
         progress(f"{bench.on.name}, copy peak {bench.peak / TB:.2f} TB/s")
-        nixl = Nixl(bench)
-        nixl.start()
-        result["nixl"] = nixl.why_not or "yes"
         result["sizes"] = []
-        for row in by_size(bench, nixl, SIZES[:3] if quick else SIZES):
+        for row in by_size(bench, SIZES[:3] if quick else SIZES):
             result["sizes"].append(row)
             progress(str(row))
-        nixl.stop()
         result["latency_us"] = latency(bench)
         progress(str(result["latency_us"]))
         result["kernels"] = gpu_parts.kernels(bench)
@@ -285,15 +298,9 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
         progress(str(result["packed"]))
         result["staging"] = staging(bench)
         progress(str(result["staging"]))
+        result["nixl"] = beside_nixl(bench, result["sizes"])
         for carrier, _ in (bench.cuda, bench.copies, bench.tcp):
             carrier.close()
-        with bench.on.current():
-            bench.on.free(bench.here)
-        owner.ask("release")
-        result["plans"] = []
-        for plan in gpu_plan.run(owner, quick=quick):
-            result["plans"].append(plan)
-            progress(str(plan))
     return result
 
 

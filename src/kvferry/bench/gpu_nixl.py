@@ -35,12 +35,6 @@ class Nixl:
         except Exception as error:
             self.agent, self.why_not = None, f"{type(error).__name__}: {error}"
 
-    def stop(self) -> None:
-        """End both agents: their threads never sleep, and what comes next needs processors."""
-        if self.agent is not None:
-            self.agent = self.peer = None
-            self.bench.owner.ask("end_nixl")
-
     def seconds(self, copies: Arrays) -> float:
         agent = self.agent
         rows = np.zeros((len(copies), 3), dtype=np.uint64)

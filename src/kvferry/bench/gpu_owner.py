@@ -21,7 +21,7 @@ from kvferry.transport import Carrier, MemoryRegion, make_carrier
 from kvferry.transport.cuda_driver import device
 from kvferry.transport.cuda_stream import Stream
 from kvferry.transport.staging import DeviceMemory
-from kvferry.transport.staging_lane import CHUNK_BYTES, RING_CHUNKS
+from kvferry.transport.staging_lane import CHUNK_BYTES
 
 PATTERN_BYTES = (64 << 20) - 4096 * 7 - 16  # no power of two: blocks at equal strides differ
 
@@ -91,18 +91,14 @@ class Owner:
         self._agent.register_memory([(a, n, 0, "") for a, n in self._areas], mem_type="VRAM")
         return {"metadata": self._agent.get_agent_metadata().hex()}
 
-    def end_nixl(self) -> dict[str, Any]:
-        self._agent = None
-        return {}
-
-    def stream(self, port: int, streams: int, size: int) -> dict[str, Any]:
-        """Send host memory over plain connections, as fast as they go."""
+    def stream(self, port: int, streams: int, size: int, chunks: int) -> dict[str, Any]:
+        """Send host memory over plain connections, as fast as they go: so many chunks in turn."""
 
         def send() -> None:
-            memory = np.ones((RING_CHUNKS, CHUNK_BYTES), dtype=np.uint8)
+            memory = np.ones((chunks, CHUNK_BYTES), dtype=np.uint8)
             with socket.create_connection(("127.0.0.1", port)) as sock:
                 for number in range(size // CHUNK_BYTES):
-                    sock.sendall(memory[number % RING_CHUNKS].data)
+                    sock.sendall(memory[number % chunks].data)
 
         threads = [threading.Thread(target=send) for _ in range(streams)]
         for thread in threads:

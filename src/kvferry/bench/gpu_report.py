@@ -174,7 +174,9 @@ def _staging(result: dict[str, Any]) -> Iterator[str]:
         f"copy {found['pinned_out_gb_s']:.1f} GB/s out, {found['pinned_in_gb_s']:.1f} in; plain "
         "sockets, with rings of buffers as staging has them, "
         + ", ".join(f"{4 * n} streams {found[f'socket_{n}_gb_s']:.1f}" for n in (1, 2, 4))
-        + " GB/s. In brackets: of the sockets with as many streams."
+        + "; from memory that no cache holds "
+        + ", ".join(f"{found[f'cold_{n}_gb_s']:.1f}" for n in (1, 2, 4))
+        + " GB/s. In brackets: of both kinds of sockets with as many streams."
     )
     yield ""
     limit = min(found["pinned_out_gb_s"], found["pinned_in_gb_s"])
@@ -186,7 +188,11 @@ def _staging(result: dict[str, Any]) -> Iterator[str]:
                 size(r["bytes"]),
                 f"{r['gather_gb_s']:.1f} ({r['gather_gb_s'] / found['pinned_out_gb_s']:.0%})",
                 f"{r['scatter_gb_s']:.1f} ({r['scatter_gb_s'] / found['pinned_in_gb_s']:.0%})",
-                *(f"{v:.1f} ({v / found[f'socket_{n}_gb_s']:.0%})" for n, v in rates.items()),
+                *(
+                    f"{v:.1f} ({v / found[f'socket_{n}_gb_s']:.0%}, "
+                    f"{v / found[f'cold_{n}_gb_s']:.0%})"
+                    for n, v in rates.items()
+                ),
                 f"{max(rates.values()) / limit:.0%}",
             ]
         )

@@ -7,7 +7,7 @@ looked at.
 
 Calls that may wait release the interpreter's lock. Those that only put something into a queue take
 a few microseconds and keep it: where several threads stage at once, getting it back takes longer
-than the call, a hundred times as long with eight of them (H200, 16 cores).
+than the call: some 50 microseconds with eight of them (H200, 16 cores).
 """
 
 from __future__ import annotations

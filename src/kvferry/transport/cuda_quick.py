@@ -72,11 +72,18 @@ def constant(lengths: Any) -> int:
 
 
 def queue(
-    lane: Lane, copies: CopyArrays | StridedCopies, src: Mapped, dst: Mapped, most_bytes: int
+    lane: Lane,
+    copies: CopyArrays | StridedCopies,
+    src: Mapped,
+    dst: Mapped,
+    most_bytes: int,
+    *,
+    whole: bool = False,
 ) -> int:
     """Queue all of these copies and the lane's end after them; how many bytes.
 
-    0, and nothing is queued, where they are not for here. The device must be current.
+    0, and nothing is queued, where they are not for here. With `whole`, in one piece, for who has
+    other things for the GPU to do meanwhile. The device must be current.
     """
     tables = tables_of(copies)
     if tables is None or not lane.kernels:
@@ -149,7 +156,7 @@ def queue(
     steps_at = base + 16 * rows
     tail = [length, *shifts]
     at, first, uploaded = outer, 0, 0
-    size = segments if together else LEAST_PIECE
+    size = segments if together or whole else LEAST_PIECE
     while first < segments:
         size = min(size, segments - first)
         end = at + 2 * size

@@ -134,7 +134,7 @@ class StagingLane:
         half.computed.record(self.lane.stream)
 
     def _copy(self, copies: Arrays, src: Mapped, dst: Mapped) -> None:
-        if queue(self.lane, copies, src, dst, PIECE_BYTES):
+        if queue(self.lane, copies, src, dst, PIECE_BYTES, whole=True):
             self.lane.keep_slot()
         else:  # the kernel is not compiled yet, or something is unusual; runs have been checked
             self.lane.copy(Runs.of_arrays(copies))
