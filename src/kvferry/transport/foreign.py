@@ -83,18 +83,7 @@ class ForeignCarrier(ABC):
     ) -> None:
         del secret
         self.host = host or LOOPBACK
-        if self.host in EVERYWHERE:
-            raise TransferError(
-                f"the {self.name} carrier needs the address that peers dial, found {self.host!r}; "
-                "set `host` to an address of this machine"
-            )
-        if self.listens_everywhere or not is_loopback(self.host):
-            log.warning(
-                "the %s carrier's data plane authenticates nobody: whoever reaches %s can read and "
-                "write the caches registered here, whether or not there is a shared secret",
-                self.name,
-                "any address of this machine" if self.listens_everywhere else self.host,
-            )
+        _look_at_host(self.name, self.host, self.listens_everywhere)
         self._flavour = flavour
         choice = Choice(costs_of, packing, costs)
         self._pulse = PulseServer(self.host)
@@ -356,3 +345,19 @@ class ForeignCarrier(ABC):
             if peer.connected and not peer.pulse.alive(GRACE_SECONDS):
                 raise PeerLost(f"the peer is gone ({error})") from None
             raise
+
+
+def _look_at_host(name: str, host: str, everywhere: bool) -> None:
+    """Refuse what peers cannot dial, and say who can reach the rest."""
+    if host in EVERYWHERE:
+        raise TransferError(
+            f"the {name} carrier needs the address that peers dial, found {host!r}; set `host` to "
+            "an address of this machine"
+        )
+    if everywhere or not is_loopback(host):
+        log.warning(
+            "the %s carrier's data plane authenticates nobody: whoever reaches %s can read and "
+            "write the caches registered here, whether or not there is a shared secret",
+            name,
+            "any address of this machine" if everywhere else host,
+        )
