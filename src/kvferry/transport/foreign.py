@@ -39,13 +39,7 @@ from kvferry.transport.cost import Choice, Costs, Packing
 from kvferry.transport.desk import Desk
 from kvferry.transport.foreign_jobs import Abandoned, ForeignJob
 from kvferry.transport.foreign_packed import Packer
-from kvferry.transport.foreign_peer import (
-    LANES_PER_TRANSFER,
-    ForeignEndpoint,
-    ForeignPeer,
-    batches,
-    is_loopback,
-)
+from kvferry.transport.foreign_peer import ForeignEndpoint, ForeignPeer, batches, is_loopback
 from kvferry.transport.host import HostMemory
 from kvferry.transport.jobs import CANCEL_SECONDS, Job, share
 from kvferry.transport.pulse import Pulse, PulseServer
@@ -68,6 +62,7 @@ class ForeignCarrier(ABC):
     name: ClassVar[str]
     batch_descriptors: ClassVar[int]
     batch_bytes: ClassVar[int]
+    lanes: ClassVar[int] = 1  # two where preparing a batch takes longer than waking a thread
     listens_everywhere: ClassVar[bool] = False  # whatever `host` is
     can_revoke = False
 
@@ -321,7 +316,7 @@ class ForeignCarrier(ABC):
         return ForeignJob(self._abandoned, then_tidy, what)
 
     def move_direct(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
-        """Batch by batch, each in its turn; one is prepared while the other moves."""
+        """Batch by batch, each in its turn; with two lanes, one is prepared as the other moves."""
 
         def one(few: Arrays) -> None:
             ready = self._prepare(few, reading=reading)
@@ -330,7 +325,7 @@ class ForeignCarrier(ABC):
             self.count("batches")
 
         parts = batches(part, self.batch_descriptors, self.batch_bytes)
-        share(job, parts, one, peer.helpers, LANES_PER_TRANSFER - 1)
+        share(job, parts, one, peer.helpers, self.lanes - 1)
 
     def move_batch(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
         self._judged(job, peer, self._prepare(part, reading=reading), reading=reading)
