@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from html import escape
 
@@ -263,7 +264,7 @@ def _log_plot(
     )
 
 
-def calibrate_costs(as_json: bool) -> None:
+def calibrate_costs(as_json: bool, quietly: AbstractContextManager[None]) -> None:
     """Measure what the carriers cost on this machine, and keep it where they look."""
     import sys
 
@@ -271,7 +272,8 @@ def calibrate_costs(as_json: bool) -> None:
 
     from kvferry.bench.calibrate import calibrate, write_costs
 
-    costs = calibrate()
+    with quietly:
+        costs = calibrate()
     path = write_costs(costs)
     if as_json:
         sys.stdout.write(msgspec.json.encode(costs).decode() + "\n")

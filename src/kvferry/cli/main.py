@@ -261,8 +261,8 @@ def bench_transport(
     if calibrate:
         from kvferry.cli.bench import calibrate_costs
 
-        with refusals(), libraries_to_stderr():
-            calibrate_costs(as_json)
+        with refusals():
+            calibrate_costs(as_json, libraries_to_stderr())
         return
     from kvferry.bench.transport import DEFAULT_SIZES, lines, run
 

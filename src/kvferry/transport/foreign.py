@@ -40,7 +40,6 @@ from kvferry.transport.desk import Desk
 from kvferry.transport.foreign_jobs import Abandoned, ForeignJob
 from kvferry.transport.foreign_packed import Packer
 from kvferry.transport.foreign_peer import (
-    LANES_PER_TRANSFER,
     ON_HOST,
     ForeignEndpoint,
     ForeignPeer,
@@ -69,6 +68,7 @@ class ForeignCarrier(ABC):
     name: ClassVar[str]
     batch_descriptors: ClassVar[int]
     batch_bytes: ClassVar[int]
+    lanes: ClassVar[int] = 1  # two where preparing a batch takes longer than waking a thread
     listens_everywhere: ClassVar[bool] = False  # whatever `host` is
     device: int = ON_HOST  # where what is registered lies, if the library must know
     can_revoke = False
@@ -85,18 +85,7 @@ class ForeignCarrier(ABC):
     ) -> None:
         del secret
         self.host = host or LOOPBACK
-        if self.host in EVERYWHERE:
-            raise TransferError(
-                f"the {self.name} carrier needs the address that peers dial, found {self.host!r}; "
-                "set `host` to an address of this machine"
-            )
-        if self.listens_everywhere or not is_loopback(self.host):
-            log.warning(
-                "the %s carrier's data plane authenticates nobody: whoever reaches %s can read and "
-                "write the caches registered here, whether or not there is a shared secret",
-                self.name,
-                "any address of this machine" if self.listens_everywhere else self.host,
-            )
+        _look_at_host(self.name, self.host, self.listens_everywhere)
         self._flavour = flavour
         choice = Choice(costs_of, packing, costs)
         self._pulse = PulseServer(self.host)
@@ -335,7 +324,7 @@ class ForeignCarrier(ABC):
         return ForeignJob(self._abandoned, then_tidy, what)
 
     def move_direct(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
-        """Batch by batch, each in its turn; one is prepared while the other moves."""
+        """Batch by batch, each in its turn; with two lanes, one is prepared as the other moves."""
 
         def one(few: Arrays, _: Arrays | None) -> None:
             ready = self._prepare(peer, few, reading=reading)
@@ -344,7 +333,7 @@ class ForeignCarrier(ABC):
             self.count("batches")
 
         parts = batches(part, self.batch_descriptors, self.batch_bytes)
-        share(job, parts, one, peer.helpers, LANES_PER_TRANSFER - 1)
+        share(job, parts, one, peer.helpers, self.lanes - 1)
 
     def move_batch(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
         self._judged(job, peer, self._prepare(peer, part, reading=reading), reading=reading)
@@ -359,3 +348,19 @@ class ForeignCarrier(ABC):
             if peer.connected and not peer.pulse.alive(GRACE_SECONDS):
                 raise PeerLost(f"the peer is gone ({error})") from None
             raise
+
+
+def _look_at_host(name: str, host: str, everywhere: bool) -> None:
+    """Refuse what peers cannot dial, and say who can reach the rest."""
+    if host in EVERYWHERE:
+        raise TransferError(
+            f"the {name} carrier needs the address that peers dial, found {host!r}; set `host` to "
+            "an address of this machine"
+        )
+    if everywhere or not is_loopback(host):
+        log.warning(
+            "the %s carrier's data plane authenticates nobody: whoever reaches %s can read and "
+            "write the caches registered here, whether or not there is a shared secret",
+            name,
+            "any address of this machine" if everywhere else host,
+        )

@@ -37,7 +37,13 @@ from kvferry.errors import OutOfBounds, PeerLost, TransferError
 from kvferry.transport.base import Ints, MemoryRegion
 from kvferry.transport.cost import Costs, Packing
 from kvferry.transport.foreign import GRACE_SECONDS, LOOPBACK, ForeignCarrier
-from kvferry.transport.foreign_peer import ON_HOST, ForeignEndpoint, ForeignPeer, is_loopback
+from kvferry.transport.foreign_peer import (
+    LANES_PER_TRANSFER,
+    ON_HOST,
+    ForeignEndpoint,
+    ForeignPeer,
+    is_loopback,
+)
 from kvferry.transport.jobs import Job
 from kvferry.transport.regions import Arrays
 
@@ -58,6 +64,7 @@ class NixlCarrier(ForeignCarrier):
     name = "nixl"
     batch_descriptors = BATCH_DESCRIPTORS
     batch_bytes = BATCH_BYTES
+    lanes = LANES_PER_TRANSFER
 
     def __init__(
         self,
