@@ -18,8 +18,9 @@ SLACK_SECONDS = 20.0  # for a busy machine
 PER_ROUND = 4
 SRC_BLOCKS, DST_BLOCKS = 100, 100  # of one prompt, at most
 MOST_TOKENS = 1500
-# What may differ by chance: connections of a pool, pages of an allocator.
-SPARE = {"descriptors": 6, "resident MiB": 64}
+# What may differ by chance: how many loads met at once, each with connections and threads of a pool
+# that keeps them; pages of an allocator. A leak of one a fault is far beyond it.
+SPARE = {"threads": 8, "descriptors": 16, "resident MiB": 64}
 
 
 @dataclass

@@ -81,6 +81,7 @@ class Registered:
 
     def _spec(self, told: dict[str, Any]) -> Any:
         block, config = self.block or told["block_size"], self.config
+        told = {**told, "block_stride_alignment": None}  # captured as text; blocks are not split
         if told["type"] == "MambaSpec":
             calculate = MambaStateShapeCalculator
             if "linear_num_key_heads" in config:

@@ -34,7 +34,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.p2p import load as load_module
+from kvferry.p2p import pieces as pieces_module
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.ticket import Ticket
 from p2p_peers import (
@@ -145,7 +145,7 @@ def test_a_producer_is_killed_and_comes_back_at_its_address(
     way: Way, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three times: the consumer must not have more of anything after the third than before."""
-    monkeypatch.setattr(load_module, "SLICE_DESCRIPTORS", 64)
+    monkeypatch.setattr(pieces_module, "SLICE_DESCRIPTORS", 64)
     first, second = Prompt(1, 200, 1, 1), Prompt(2, 100, 20, 20)
     gate = 5 if when == "during" else None
     port, stale, before = 0, None, {}

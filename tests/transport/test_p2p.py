@@ -15,7 +15,7 @@ import pytest
 from kvferry.errors import IncompatibleError
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.p2p import caller as caller_module
-from kvferry.p2p import load as load_module
+from kvferry.p2p import pieces as pieces_module
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.remote import meet
 from kvferry.p2p.ticket import Ticket
@@ -378,7 +378,7 @@ def test_a_producer_that_falls_silent_is_lost_before_the_deadline(
 def test_a_producer_that_is_killed_during_the_read(
     carrier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load_module, "SLICE_DESCRIPTORS", 64)
+    monkeypatch.setattr(pieces_module, "SLICE_DESCRIPTORS", 64)
     prompt = Prompt(1, 200)
     source = replace(P, carrier=carrier, gate_after=5, slice_descriptors=64)
     with producer(source) as p, consumer(replace(D, carrier=carrier, gate_after=5), source) as d:

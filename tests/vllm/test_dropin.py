@@ -294,8 +294,10 @@ class TestFamily:
             before = decode.metric(LOADS)
             answer = decode.complete(asked, max_tokens=8, kv_transfer_params=old)
             assert decode.metric(LOADS) - before == 1
-            assert asleep.result(LEASE)[0] == 200
-        assert post(f"{prefill.url}/wake_up")[0] == 200
+            try:
+                assert asleep.result(LEASE + 30)[0] == 200
+            finally:
+                assert post(f"{prefill.url}/wake_up")[0] == 200
         assert ids(answer) == ids(prefill.complete(asked, max_tokens=8))
         said = len(decode.log.read_text(errors="replace"))
         assert post(f"{decode.url}/reset_prefix_cache")[0] == 200  # so that it is asked for again

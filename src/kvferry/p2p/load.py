@@ -33,12 +33,13 @@ from kvferry.p2p.acquaintances import Acquaintances
 from kvferry.p2p.caller import Caller
 from kvferry.p2p.comparing import require_equal
 from kvferry.p2p.offers import Arrived, Offering, Offers
+from kvferry.p2p.pieces import post_reads
 from kvferry.p2p.remote import Remote, Source
 from kvferry.p2p.stats import ConsumerTally
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.transfers import await_transfer, end_transfers
 from kvferry.p2p.watch import Clock, Watch
-from kvferry.plan import Bound, Copies, EdgePlan, Uncovered, bind, uncovered, whole_blocks
+from kvferry.plan import Bound, EdgePlan, Uncovered, bind, uncovered, whole_blocks
 from kvferry.plan.landing import require_distinct_blocks
 from kvferry.plan.tail import padded_tokens
 from kvferry.transport.base import Transfer
@@ -59,7 +60,6 @@ from kvferry.wire.messages import (
 
 log = logging.getLogger("kvferry")
 
-SLICE_DESCRIPTORS = 65_536  # bound at a time, so that no NumPy call takes long
 WORD_SECONDS = 5.0  # for a last word after something failed
 NOTHING = Arrived(0, 0, (), ())
 
@@ -130,6 +130,7 @@ class Loading:
             claimed = self._claim(remote, read, load.ticket, watch)
             clock.stop("claim")
             bound = self._bind(remote, load, claimed)
+            clock.stop("bind")
             rest = self._read(remote, load, bound, watch, clock)
             moved = sum(b.bytes for b in bound.values())
             descriptors = sum(b.descriptors for b in bound.values())
@@ -272,16 +273,7 @@ class Loading:
         """Read all of it; meanwhile, find what is to be zeroed."""
         transfers: list[Transfer] = []
         try:
-            for source, copies in bound.items():
-                assert source.carrier is not None
-                if getattr(source.carrier, "takes_strided", False):
-                    read: Any = source.carrier.read
-                    transfers.extend(read(source.peer, batch) for batch in copies.batches)
-                    continue
-                for piece in copies.slices(SLICE_DESCRIPTORS):
-                    mine = Copies(piece.src.copy(), piece.dst.copy(), piece.length.copy())
-                    transfers.append(source.carrier.read(source.peer, mine))
-            clock.stop("bind")
+            post_reads(bound, transfers, watch)
             rest = self._rest(remote, load)
             for transfer in transfers:
                 await_transfer(transfer, watch)
