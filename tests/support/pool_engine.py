@@ -37,7 +37,10 @@ def to_bytes(ids: np.ndarray) -> np.ndarray:
 
 
 class SmallEngine:
-    """One side of a case. `step` is an engine's step: orders out, reports in."""
+    """One side of a case. `step` is an engine's step: orders out, reports in.
+
+    `shift` moves its memory to addresses that no pointer reaches.
+    """
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class SmallEngine:
         open_store: Callable[[], Store],
         *,
         limits: PoolLimits | None = None,
+        shift: int = 0,
         tenant: str = "",
         weights: str = "",
     ) -> None:
@@ -60,7 +64,7 @@ class SmallEngine:
         }
         self.ranks = {
             rank: PoolRank(
-                open_store(), self.model, layout, [a.ctypes.data for a in self.memory[rank]]
+                open_store(), self.model, layout, [a.ctypes.data + shift for a in self.memory[rank]]
             )
             for rank, layout in self.layouts.items()
         }

@@ -29,7 +29,9 @@ from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, Rank
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.pool.orders import Loaded, Saved
 from kvferry.pool.requests import PoolLimits
+from kvferry.vllm import connector
 from kvferry.vllm.context_parallel import cache_rank, replicas
+from kvferry.vllm.describe import _interior
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig, parse_bytes
 from kvferry.vllm.pool_metadata import PoolReport
@@ -39,11 +41,11 @@ BLOCK = 16
 
 
 def test_sizes() -> None:
-    assert parse_bytes("80GB") == 80 * 10**9
+    assert parse_bytes("80GB") == parse_bytes("80GiB") == 80 << 30  # as in Mooncake
     assert parse_bytes("512MiB") == 512 << 20
     assert parse_bytes("1.5KiB") == 1536
     assert parse_bytes(4096) == parse_bytes("4096") == 4096
-    with pytest.raises(DescriptionError, match="cannot read the size"):
+    with pytest.raises(DescriptionError, match="cannot read a size"):
         parse_bytes("much")
 
 
@@ -68,6 +70,56 @@ def test_configuration_of_the_connector_in_vllm_is_understood() -> None:
         PoolConfig.read({"load_seconds": 0})
     with pytest.raises(DescriptionError, match="module:function"):
         PoolConfig.read({"store": "rocks"}).opener()
+
+
+@pytest.mark.parametrize(
+    ("role", "told", "saves"),
+    [
+        ("kv_both", None, True),
+        ("kv_producer", None, True),
+        ("kv_producer", False, True),
+        ("kv_consumer", None, False),
+        ("kv_consumer", False, False),
+        ("kv_consumer", True, True),
+    ],
+)
+@pytest.mark.parametrize("name", ["FerryPoolConnector", "MooncakeStoreConnector"])
+def test_roles_mean_what_they_mean_to_vllm(name: str, role: str, told: Any, saves: bool) -> None:
+    """All look up unless told not to: a prefill engine gains most. Consumers save if told to."""
+    extra = {} if told is None else {"save_decode_cache": told}
+    config = PoolConfig.read(extra, **getattr(kvferry.vllm, name).defaults)
+    limits = config.limits(100, produces=role != "kv_consumer")
+    assert (limits.lookup, limits.save) == (True, saves)
+    off = PoolConfig.read({**extra, "enable_lookup": False})
+    assert not off.limits(100, produces=True).lookup
+
+
+def test_unknown_backends_are_told_apart() -> None:
+    """Pages of two backends that nobody has looked into are not taken for the same."""
+
+    def layer(name: str, isa: str = "") -> Any:
+        backend = SimpleNamespace(get_name=lambda: name)
+        return SimpleNamespace(get_attn_backend=lambda: backend, isa=isa)
+
+    found = [
+        _interior(layer(*words))
+        for words in (("ROCM_ATTN",), ("ROCM_SEGMENTED_ATTN",), ("CPU_ATTN", "neon"))
+    ]
+    assert len(set(found)) == 3 and all(f.startswith("opaque:") for f in found)
+    assert _interior(layer("FLASH_ATTN")) == "joined"
+    assert _interior(layer("CPU_ATTN", "vec")) == "cpu"
+
+
+def test_a_pool_section_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector.FerryConnector, "__init__", lambda *_: None)
+
+    def made(section: Any) -> Any:
+        transfer = SimpleNamespace(kv_connector_extra_config={"pool": section})
+        return kvferry.vllm.FerryConnector(SimpleNamespace(kv_transfer_config=transfer), None, None)
+
+    assert made(False).pool is None
+    with pytest.raises(DescriptionError, match="'yes'"):
+        made("yes")
 
 
 def test_names() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
+from kvferry.errors import StoreError
 from kvferry.pool.book import LayoutBook
 from kvferry.pool.chain import ContentChain
 from kvferry.pool.database import ChunkedTokenDatabase
@@ -105,6 +106,7 @@ class LookupKeyServer:
         self._recent: OrderedDict[tuple[str, int], Answer] = OrderedDict()
         self._closed = False
         self.busy_until: float | None = None  # deadline of what it does now
+        self.opening_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-lookup", daemon=True)
         self._thread.start()
 
@@ -135,12 +137,12 @@ class LookupKeyServer:
 
     def _run(self) -> None:
         try:
-            self._tend(time.monotonic() + IDLE_SECONDS)
+            self._tend()
             while not self._closed:
                 try:
                     asked = self._queue.get(timeout=IDLE_SECONDS)
                 except Empty:
-                    self._tend(time.monotonic() + IDLE_SECONDS)
+                    self._tend()
                     continue
                 if asked is not None:
                     answer = self._answer(asked)
@@ -153,18 +155,30 @@ class LookupKeyServer:
                 self._store.close()
 
     def _opened(self) -> Store:
+        """The store; no deadline runs while it is opened."""
         if self._store is None:
-            self._store = self._open()
+            now = time.monotonic()
+            if now < self._open_after:
+                raise StoreError("the store could not be opened a moment ago")
+            self.busy_until, self.opening_since = None, now
+            try:
+                self._store = self._open()
+            except Exception:
+                self._open_after = time.monotonic() + OPEN_AGAIN_SECONDS
+                raise
+            finally:
+                self.opening_since = None
         return self._store
 
-    def _tend(self, deadline: float) -> None:
+    def _tend(self) -> None:
         """Keep our layout published, and know the others'."""
         if time.monotonic() < self._open_after:
             return
-        self.busy_until = deadline
         try:
-            self._book.refresh(self._opened(), deadline)
-            self._watch.look(self._opened(), deadline)
+            store = self._opened()
+            deadline = self.busy_until = time.monotonic() + IDLE_SECONDS
+            self._book.refresh(store, deadline)
+            self._watch.look(store, deadline)
         except Exception as error:
             self._open_after = time.monotonic() + OPEN_AGAIN_SECONDS
             self._counters.add("lookup_errors")
@@ -174,10 +188,11 @@ class LookupKeyServer:
 
     def _answer(self, asked: Asked) -> Answer:
         """Always an answer: whatever goes wrong is a miss."""
-        if time.monotonic() >= asked.deadline:
-            return Answer(failed=True)
-        self.busy_until = asked.deadline
         try:
+            self._opened()
+            if time.monotonic() >= asked.deadline:
+                return Answer(failed=True)
+            self.busy_until = asked.deadline
             return self._look_up(asked)
         except Exception as error:
             self._counters.add("lookup_errors")

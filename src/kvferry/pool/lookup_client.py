@@ -5,6 +5,9 @@ works, and a miss when the deadline has passed. A server whose thread died, or t
 store past its deadline, is replaced by a new one with a store of its own; the questions that waited
 behind it move over. When too many are stuck, there is no point in more: lookups are misses at once
 until one of them comes back.
+
+Opening a store may take far longer than a lookup may (Mooncake's set-up: a minute). That is no
+question's time: a server that opens its store is left to it, and lookups are misses meanwhile.
 """
 
 from __future__ import annotations
@@ -21,19 +24,20 @@ log = logging.getLogger("kvferry")
 
 OLDEST_ANSWER_SECONDS = 10.0  # of a request that queued; longer than any step
 STUCK_SECONDS = 1.0  # after its deadline, a server is given up
+OPEN_SECONDS = 180.0  # a server that has not opened its store by then is given up, too
 MOST_STUCK = 4
 
 
 def _stale(asked: Asked, now: float) -> bool:
     """Whether an answer is too old to promise anything.
 
-    It is given to the scheduler at least once, however slow its steps are, or a request could wait
-    for ever for an answer that is always just too old.
+    One that nobody took in time is asked for once more. That answer is given to the scheduler
+    however slow its steps are, or a request could wait for ever for one that is always too old.
     """
     if asked.answer is None or asked.answer.failed:
         return False
     if asked.given_at is None:
-        return now - asked.answer.at > OLDEST_ANSWER_SECONDS
+        return asked.first and now - asked.answer.at > OLDEST_ANSWER_SECONDS
     return now - asked.given_at > CACHE_SECONDS
 
 
@@ -72,7 +76,7 @@ class LookupKeyClient:
             self._asked[request_id] = asked
             self._counters.add("lookups")
             server = self._able_server(now)
-            if server is None:
+            if server is None or self._opens_slowly(server, now):
                 self._counters.add("lookup_refused")
                 asked.answer = Answer(failed=True)
             else:
@@ -86,6 +90,11 @@ class LookupKeyClient:
             asked.given_at = now
         return asked.answer
 
+    def _opens_slowly(self, server: LookupKeyServer, now: float) -> bool:
+        """Whether there is no point in waiting: the store is not there, and may not be for long."""
+        opening = server.opening_since
+        return opening is not None and now > opening + self._seconds
+
     def discard(self, request_id: str) -> None:
         self._asked.pop(request_id, None)
 
@@ -98,8 +107,9 @@ class LookupKeyClient:
                 return None
             self._server = self._make()
             return self._server
-        busy_until = server.busy_until
+        busy_until, opening = server.busy_until, server.opening_since
         stuck = busy_until is not None and now > busy_until + STUCK_SECONDS
+        stuck |= opening is not None and now > opening + OPEN_SECONDS
         if server.alive and not stuck:
             return server
         self._counters.add("lookup_servers_replaced")

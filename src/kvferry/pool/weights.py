@@ -59,7 +59,8 @@ def engine_weights(vllm_config: Any, configured: str = "") -> str:
 
 def _commit(config: Any) -> str:
     """What a branch's name was resolved to; a branch itself moves."""
-    told = (getattr(config.hf_config, "_commit_hash", None), getattr(config, "revision", None))
+    hub = getattr(config, "hf_config", None)
+    told = (getattr(hub, "_commit_hash", None), getattr(config, "revision", None))
     return next((c for c in told if isinstance(c, str) and _COMMIT.fullmatch(c)), "")
 
 

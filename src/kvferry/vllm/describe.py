@@ -153,8 +153,10 @@ def _regions(
 def _interior(layer: Any) -> str:
     backend = layer.get_attn_backend().get_name()
     if backend == "CPU_ATTN":
-        return CPU_ISA.get(getattr(layer, "isa", ""), "opaque")
-    return "joined" if backend in JOINED.split() else "opaque"
+        isa = getattr(layer, "isa", "")
+        return CPU_ISA.get(isa, f"opaque:{backend}.{isa}")
+    # two backends that nobody has looked into need not keep the same thing in a page
+    return "joined" if backend in JOINED.split() else f"opaque:{backend}"
 
 
 def engine_shape(

@@ -41,11 +41,7 @@ class FerryPoolConnector(WholeRequests):
         self.scheduler: VllmPoolScheduler | None = None
         self.worker: PoolWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            limits = config.limits(
-                kv_cache_config.num_blocks,
-                produces=transfer.is_kv_producer,
-                consumes=transfer.is_kv_consumer,
-            )
+            limits = config.limits(kv_cache_config.num_blocks, produces=transfer.is_kv_producer)
             events = vllm_config.kv_events_config
             self.scheduler = VllmPoolScheduler(
                 config,

@@ -11,11 +11,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvferry.errors import DescriptionError
 from kvferry.p2p.describe import engine_info, rank_info
+from kvferry.pool.checked import CheckedStore
 from kvferry.pool.orders import Loaded, LoadOrder, SaveOrder
 from kvferry.pool.rank import PoolRank
 from kvferry.pool.save import Fence
+from kvferry.pool.staged import StagedStore
+from kvferry.transport.base import MemoryRegion
 from kvferry.vllm.context_parallel import cache_rank
 from kvferry.vllm.describe import describe_worker
+from kvferry.vllm.device import memory_of, on_gpu
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig
 from kvferry.vllm.pool_metadata import PoolMetadata, PoolReport
@@ -56,10 +60,12 @@ class PoolWorker:
         )
         device = next(iter(kv_caches.values())).device
         self._on_device = device.type != "cpu"
-        if self._on_device and self.config.store == "embedded":
+        staged = self._on_device and (self.config.store == "embedded" or self.config.checked)
+        if staged and not on_gpu(kv_caches):
             raise DescriptionError(
-                f"the cache lies on {device}, and the embedded store moves host memory only; use "
-                '"store": "mooncake", which reaches device memory'
+                f"the cache lies on {device}, from where nothing here brings it to host memory, "
+                'which is what the embedded store moves, and what checksums need; use "store": '
+                '"mooncake" without "checksums"'
             )
         layout, bases = described.layout, described.bases
         groups = described.model.groups
@@ -70,13 +76,14 @@ class PoolWorker:
             group = groups[0]
             dcp = layout.shape.dcp_for(group)
             self._block_tokens = layout.shape.block_tokens(group) * dcp
+        store = self.config.opener()()
+        if staged or self.config.checked:
+            pairs = zip(bases, layout.regions, strict=True)
+            regions = [MemoryRegion(base, region.bytes) for base, region in pairs]
+            kind = CheckedStore if self.config.checked else StagedStore
+            store = kind(store, memory_of(regions, gpu=self._on_device))
         self._rank = PoolRank(
-            self.config.opener()(),
-            described.model,
-            layout,
-            bases,
-            replica=me.replica,
-            replicas=me.replicas,
+            store, described.model, layout, bases, replica=me.replica, replicas=me.replicas
         )
         engine = engine_info("", "", described.model, layout.shape, described.meaning)
         info = rank_info(layout, [0] * len(bases), "", "", {})
