@@ -5,7 +5,8 @@
 
 Buffers are pinned where the memory makes such (`DeviceMemory`). Each call has one to itself, from a
 few; a call that gets none by its deadline has failed, and nothing was moved. Only what the store
-calls DONE is ever written to the device.
+calls DONE is ever written to the device. A store must be done with a buffer when its call ends, in
+whichever way: the embedded one is, Mooncake's with `hold_memory`.
 """
 
 from __future__ import annotations
