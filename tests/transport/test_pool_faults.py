@@ -555,8 +555,8 @@ def test_a_reset_saves_nothing_old(pair: Pair) -> None:
     half = engine.scheduler.align_tokens
     engine.matched("runs", tokens)
     engine.save("runs", tokens, half)
-    engine.scheduler.reset(keeps_blocks=True)
     count = len(pair.objects)
+    engine.scheduler.reset(keeps_blocks=True)
     engine.save("runs", tokens)
     assert engine.matched("hits", tokens, computed=half) == 0
     engine.save("hits", tokens)  # on top of blocks that the engine had

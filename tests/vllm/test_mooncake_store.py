@@ -16,10 +16,12 @@ import pytest
 pytest.importorskip("mooncake.store", reason="this tier runs in the environment with Mooncake")
 
 from kvferry.errors import StoreError
+from kvferry.pool.checked import CheckedStore
 from kvferry.pool.mooncake import MooncakeStore
 from kvferry.pool.mooncake_config import MooncakeStoreConfig
 from kvferry.pool.store import Outcome, Ranges, Slices
 from kvferry.transport.base import MemoryRegion
+from kvferry.transport.host import HostMemory
 
 MIB = 1 << 20
 
@@ -141,6 +143,37 @@ def test_ranges_of_objects(store: MooncakeStore, memory: np.ndarray) -> None:
     assert not got[5 * MIB :].any()
     beyond = [Slices(ints(70_000), ints(into), ints(2000))]
     assert store.get(["a"], beyond, soon()) == [Outcome.FAILED]
+
+
+def test_checksums_of_our_own(store: MooncakeStore) -> None:
+    """Mooncake serves a flipped byte; with our checksums it is found, and nothing is written."""
+    whole = np.random.default_rng(7).integers(1, 256, 2 * MIB, dtype=np.uint8)
+    base, region = int(whole.ctypes.data), MemoryRegion(int(whole.ctypes.data), whole.nbytes)
+    checked = CheckedStore(store, HostMemory([region]), stage_bytes=MIB, buffers=1)
+    checked.register([region])
+    objects = [Ranges(base + ints(0, 200_000), ints(100_000, 5)), Ranges(ints(base), ints(77))]
+    assert checked.put(["sum/a", "sum/b"], objects, soon()) == [Outcome.DONE] * 2
+    wanted = [
+        Slices(ints(99_000, 10), base + MIB + ints(0, 2000), ints(1005, 20)),
+        Slices(ints(0), ints(base + MIB + 5000), ints(77)),
+    ]
+    whole[MIB:] = 0
+    assert checked.get(["sum/a", "sum/b"], wanted, soon()) == [Outcome.DONE] * 2
+    assert np.array_equal(whole[MIB : MIB + 1000], whole[99_000:100_000])
+    assert np.array_equal(whole[MIB + 1000 : MIB + 1005], whole[200_000:200_005])
+    assert np.array_equal(whole[MIB + 2000 : MIB + 2020], whole[10:30])
+    assert np.array_equal(whole[MIB + 5000 : MIB + 5077], whole[:77])
+    raw = bytearray(store.get_bytes("sum/a", soon()) or b"")
+    raw[50_000] ^= 1
+    until = soon()
+    while not store.remove(["sum/a"], soon()):  # leases of reads keep it for seconds
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    assert store.put_bytes("sum/a", bytes(raw), soon()) is Outcome.DONE
+    whole[MIB:] = 0
+    told = checked.get(["sum/a", "sum/b"], wanted, soon())
+    assert told == [Outcome.CORRUPT, Outcome.DONE]
+    assert not whole[MIB : MIB + 5000].any()
 
 
 def test_records_and_removal(store: MooncakeStore) -> None:

@@ -38,9 +38,7 @@ GRID: dict[str, tuple[float, ...]] = {
     "prior_return_s": (100, 200, 400),
     "fade_s": (15, 60, 240),
     "patience": (1, 2, 4, 8),
-    "refresh_every": (64, 256, 1024),
     "count_decay": (0.99, 0.999, 1.0),
-    "tail_decay": (0.5, 0.9, 1.0),
 }
 
 

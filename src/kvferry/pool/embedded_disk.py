@@ -25,6 +25,7 @@ from kvferry.errors import StoreError
 from kvferry.pool.embedded_image import Image, begins_image, header_size, open_image
 
 _log = logging.getLogger(__name__)
+DISK_LINK = "disk"  # in a store's directory: where its disk tier is
 _TEMPORARY = ".part-"
 _PART = re.compile(re.escape(_TEMPORARY) + r"(\d+)-\d+")
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -153,3 +154,38 @@ class DiskTier:
                 return begins_image(file.read(_HEAD_BYTES))
         except OSError:
             return False
+
+
+def own_directory(directory: Path, has_disk: bool, disk: Path | None) -> Path | None:
+    """The disk tier of a store that is there: its creator's, whatever this process would have.
+
+    A process that looked for the store's files elsewhere, or nowhere, would take all of them for
+    lost, and remove their records.
+    """
+    if not has_disk:
+        if disk is not None:
+            _log.warning(
+                "the store at %s was created without a disk tier; %s is not used", directory, disk
+            )
+        return None
+    link = directory / DISK_LINK
+    if link.is_dir():
+        there = link.resolve()
+        if disk is None or disk.resolve() != there:
+            _log.warning(
+                "the store at %s has its disk tier at %s; that holds, not %s",
+                directory,
+                there,
+                disk or "none",
+            )
+        return there
+    if disk is not None and disk.is_dir():  # it has moved, and this process knows where
+        link.unlink(missing_ok=True)
+        link.symlink_to(disk.absolute())
+        return disk
+    where = link.readlink() if link.is_symlink() else "an unknown place"
+    raise StoreError(
+        f"the store at {directory} has a disk tier at {where}, which is not there for this "
+        "process; mount it (also in this container), name where it is now, or remove the store "
+        "while no engine uses it"
+    )

@@ -13,7 +13,6 @@ gaps again, from the records.
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,10 +21,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import StoreError
 from kvferry.pool import embedded_index as ix
 from kvferry.pool.embedded_arena import ALIGN, Arena
-from kvferry.pool.embedded_disk import DiskTier
+from kvferry.pool.embedded_disk import DISK_LINK, DiskTier, own_directory
 from kvferry.pool.embedded_index import Geometry, SharedIndex, hash_keys, key_name
 from kvferry.pool.embedded_lock import Members, SharedLock
 from kvferry.pool.policy import ConversationPolicy, History
@@ -34,14 +32,11 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 MakePolicy = Callable[[History, Floats], ConversationPolicy]  # from shared memory
 
-_log = logging.getLogger(__name__)
-
 ROUNDS = 6  # of making room for one batch: others may take what was freed
 FEW_OBJECTS = 4096  # up to here, victims are looked for each time, and only as many as needed
 BATCH_SHARE = 256  # beyond, at least this part of the memory is freed at a time
 BAR_SECONDS = 1.0  # how long the last victim's score tells what is not worth a search
 OPEN_SECONDS = 60.0
-DISK_LINK = "disk"
 REAP_SECONDS = 1.0  # between two looks for extents of the dead, while there is something to evict
 
 
@@ -86,7 +81,7 @@ class Room:
             self.members = Members(directory / "members")
             self._reap_at = 0.0
             if not self.index.created:
-                disk = _disk_of(directory, self.index.geometry, disk)
+                disk = own_directory(directory, self.index.geometry.disk_bytes > 0, disk)
             self.disk = DiskTier(disk, self.members.me) if disk is not None else None
             if self.index.created:
                 self.policy.reset()
@@ -353,41 +348,6 @@ class Room:
         self.lock.close()
         self.arena.close()
         self.index.close()
-
-
-def _disk_of(directory: Path, found: Geometry, disk: Path | None) -> Path | None:
-    """The disk tier of a store that is there: its creator's, whatever this process would have.
-
-    A process that looked for the store's files elsewhere, or nowhere, would take all of them for
-    lost, and remove their records.
-    """
-    if not found.disk_bytes:
-        if disk is not None:
-            _log.warning(
-                "the store at %s was created without a disk tier; %s is not used", directory, disk
-            )
-        return None
-    link = directory / DISK_LINK
-    if link.is_dir():
-        there = link.resolve()
-        if disk is None or disk.resolve() != there:
-            _log.warning(
-                "the store at %s has its disk tier at %s; that holds, not %s",
-                directory,
-                there,
-                disk or "none",
-            )
-        return there
-    if disk is not None and disk.is_dir():  # it has moved, and this process knows where
-        link.unlink(missing_ok=True)
-        link.symlink_to(disk.absolute())
-        return disk
-    where = link.readlink() if link.is_symlink() else "an unknown place"
-    raise StoreError(
-        f"the store at {directory} has a disk tier at {where}, which is not there for this "
-        "process; mount it (also in this container), name where it is now, or remove the store "
-        "while no engine uses it"
-    )
 
 
 def _lowest(scores: Floats, sizes: Ints, goal: int) -> Ints:

@@ -52,15 +52,15 @@ PINNED_SCORE = 1e6
 class Tuning:
     """The policy's constants: what the first half hour of the trace says (`bench pool --tune`)."""
 
-    turn_classes: int = 8  # conversations are told apart by turns up to here; at most MOST_CLASSES
-    unseen_tail: int = 1  # blocks at a request's end that its next turn may replace
-    shortest_chain: int = 2  # fewer common blocks do not make a conversation
-    prior_starts: float = 20.0  # turns that the prior counts for
-    prior_return_s: float = 200.0
+    turn_classes: int = 4  # conversations are told apart by turns up to here; at most MOST_CLASSES
+    unseen_tail: int = 2  # blocks at a request's end that its next turn may replace
+    shortest_chain: int = 3  # fewer common blocks do not make a conversation
+    prior_starts: float = 80.0  # turns that the prior counts for
+    prior_return_s: float = 100.0
     fade_s: float = 60.0  # added to a shared life, so that two visits at once prove little
-    patience: float = 4.0  # mean gaps without a visit after which a shared beginning is at 1/e
+    patience: float = 1.0  # mean gaps without a visit after which a shared beginning is at 1/e
     refresh_every: int = 256  # requests between two tables
-    count_decay: float = 0.999  # of what was learned, per refresh
+    count_decay: float = 0.99  # of what was learned, per refresh: a half after 18,000 requests
     tail_decay: float = 0.9  # of what was learned about last blocks, per refresh
 
 

@@ -5,7 +5,8 @@
 
 Buffers are plain memory; the device crosses the bus by pinned chunks of its own. Each call has a
 buffer to itself, from a few; a call that gets none by its deadline has failed, and nothing was
-moved. Only what the store calls DONE is ever written to the device.
+moved. Only what the store calls DONE is ever written to the device. A store must be done with a
+buffer when its call ends, in whichever way: the embedded one is, Mooncake's with `hold_memory`.
 """
 
 from __future__ import annotations
@@ -55,59 +56,86 @@ class StagedStore:
 
     def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
         inside = self._inside(objects)
-        sizes = [int(o.length.sum()) if ok else 0 for o, ok in zip(objects, inside, strict=True)]
+        sizes = [int(o.length.sum()) for o in objects]
         outcomes = [Outcome.FAILED] * len(keys)
         for part in self._parts(sizes, inside):
-            total = sum(sizes[i] for i in part)
-            with self._buffer(total, deadline) as buffer:
-                if buffer is None:
-                    break
-                try:
-                    self._memory.gather(
-                        np.concatenate([objects[i].address for i in part]),
-                        np.concatenate([objects[i].length for i in part]),
-                        buffer[:total],
-                    )
-                except TransferError as error:
-                    log.warning("blocks could not be taken from the device: %s", error)
-                    continue
-                one = np.array([sizes[i] for i in part], dtype=np.int64)
-                begin = buffer.ctypes.data + np.cumsum(one) - one
-                ranges = [Ranges(begin[k : k + 1], one[k : k + 1]) for k in range(len(part))]
-                told = self._store.put([keys[i] for i in part], ranges, deadline)
+            some = [objects[i] for i in part]
+            length = np.array([sizes[i] for i in part], dtype=np.int64)
+            try:
+                told = self._put_some([keys[i] for i in part], some, length, deadline)
+            except TransferError as error:
+                log.warning("blocks could not be taken from their memory: %s", error)
+                continue
             for i, outcome in zip(part, told, strict=True):
                 outcomes[i] = outcome
         return outcomes
 
+    def _put_some(
+        self, keys: Sequence[str], objects: Sequence[Ranges], sizes: Ints, deadline: float
+    ) -> list[Outcome]:
+        total = int(sizes.sum())
+        with self._buffer(total, deadline) as buffer:
+            if buffer is None:
+                return [Outcome.FAILED] * len(keys)
+            self._gather(objects, buffer[:total])
+            begin = buffer.ctypes.data + np.cumsum(sizes) - sizes
+            ranges = [Ranges(begin[k : k + 1], sizes[k : k + 1]) for k in range(len(keys))]
+            return self._store.put(keys, ranges, deadline)
+
+    def _gather(self, objects: Sequence[Ranges], into: Bytes) -> None:
+        self._memory.gather(
+            np.concatenate([o.address for o in objects]),
+            np.concatenate([o.length for o in objects]),
+            into,
+        )
+
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
         inside = self._inside(wanted)
-        sizes = [int(w.length.sum()) if ok else 0 for w, ok in zip(wanted, inside, strict=True)]
+        sizes = [int(w.length.sum()) for w in wanted]
         outcomes = [Outcome.FAILED] * len(keys)
         for part in self._parts(sizes, inside):
-            ends = np.cumsum([sizes[i] for i in part]).tolist()
-            with self._buffer(ends[-1], deadline) as buffer:
-                if buffer is None:
-                    break
-                begins = [0, *ends[:-1]]
-                staged = [
-                    _packed(wanted[i], buffer.ctypes.data + begin)
-                    for i, begin in zip(part, begins, strict=True)
-                ]
-                told = self._store.get([keys[i] for i in part], staged, deadline)
-                there = [outcome is Outcome.DONE for outcome in told]
-                try:
-                    for first, last in _runs(there):
-                        some = [wanted[i] for i in part[first:last]]
-                        self._memory.scatter(
-                            buffer[begins[first] : ends[last - 1]],
-                            np.concatenate([w.address for w in some]),
-                            np.concatenate([w.length for w in some]),
-                        )
-                except TransferError as error:
-                    log.warning("blocks could not be brought to the device: %s", error)
-                    told = [o if o is not Outcome.DONE else Outcome.FAILED for o in told]
+            some = [wanted[i] for i in part]
+            length = np.array([sizes[i] for i in part], dtype=np.int64)
+            told = self._get_some([keys[i] for i in part], some, length, deadline)
             for i, outcome in zip(part, told, strict=True):
                 outcomes[i] = outcome
+        return outcomes
+
+    def _get_some(
+        self, keys: Sequence[str], wanted: Sequence[Slices], sizes: Ints, deadline: float
+    ) -> list[Outcome]:
+        with self._buffer(int(sizes.sum()), deadline) as buffer:
+            if buffer is None:
+                return [Outcome.FAILED] * len(keys)
+            begins = np.cumsum(sizes) - sizes
+            staged = [
+                _packed(need, buffer.ctypes.data + begin)
+                for need, begin in zip(wanted, begins.tolist(), strict=True)
+            ]
+            outcomes = list(self._store.get(keys, staged, deadline))
+            return self._scatter(wanted, buffer, begins, sizes, outcomes)
+
+    def _scatter(
+        self,
+        wanted: Sequence[Slices],
+        buffer: Bytes,
+        begins: Ints,
+        sizes: Ints,
+        outcomes: list[Outcome],
+    ) -> list[Outcome]:
+        """What is DONE to its place; objects lie in the buffer one after another."""
+        ends = begins + sizes
+        try:
+            for first, last in _runs([outcome is Outcome.DONE for outcome in outcomes]):
+                some = wanted[first:last]
+                self._memory.scatter(
+                    buffer[int(begins[first]) : int(ends[last - 1])],
+                    np.concatenate([w.address for w in some]),
+                    np.concatenate([w.length for w in some]),
+                )
+        except TransferError as error:
+            log.warning("blocks could not be brought to their memory: %s", error)
+            return [Outcome.FAILED if o is Outcome.DONE else o for o in outcomes]
         return outcomes
 
     def _parts(self, sizes: Sequence[int], inside: Sequence[bool]) -> Iterator[list[int]]:
@@ -116,7 +144,6 @@ class StagedStore:
         total = 0
         for at, size in enumerate(sizes):
             if not inside[at]:
-                log.warning("object %d of a batch is not inside the registered memory", at)
                 continue
             if part and total + size > self._stage_bytes:
                 yield part
@@ -132,8 +159,12 @@ class StagedStore:
             return []
         address = np.concatenate([p.address for p in parts])
         length = np.concatenate([p.length for p in parts])
-        if self._regions.first_outside(address, length) < 0:
+        bad = self._regions.first_outside(address, length)
+        if bad < 0:
             return [True] * len(parts)
+        log.warning(
+            "%d bytes at %#x are not inside the registered memory", length[bad], address[bad]
+        )
         return [self._regions.first_outside(p.address, p.length) < 0 for p in parts]
 
     @contextlib.contextmanager

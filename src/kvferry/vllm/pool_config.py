@@ -61,6 +61,7 @@ class PoolConfig:
     load_seconds: float = 60.0
     save_seconds: float = 60.0
     min_load_tokens: int = 1  # a shorter hit is computed
+    checksums: bool = False  # over a store without its own; the embedded one always has them
     pinned_share: float = 0.25  # of all blocks that saves may pin at a time
 
     @classmethod
@@ -98,6 +99,11 @@ class PoolConfig:
             lookup=self.enable_lookup,
             save=produces or self.save_decode_cache is True,
         )
+
+    @property
+    def checked(self) -> bool:
+        """Whether objects are stored with checksums of ours."""
+        return self.checksums and self.store != "embedded"
 
     def opener(self, *, lookups_only: bool = False) -> Callable[[], Store]:
         """What opens the store; every process and every lookup server opens its own."""

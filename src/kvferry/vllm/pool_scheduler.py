@@ -11,6 +11,7 @@ import msgspec
 from kvferry.errors import DescriptionError
 from kvferry.p2p.describe import read_layout, read_model, read_shape
 from kvferry.pool.chain import Extra
+from kvferry.pool.checked import MEANING
 from kvferry.pool.keys import KeyMetadata
 from kvferry.pool.orders import Loaded
 from kvferry.pool.records import make_layout
@@ -62,9 +63,8 @@ class VllmPoolScheduler:
         model, shape = read_model(first), read_shape(first)
         layout = make_layout(model, first.meaning, [read_layout(r, shape)[0] for r in ranks])
         weights = engine_weights(self._vllm, self.config.weight_revision)
-        metadata = KeyMetadata.of(
-            self.config.cache_prefix, model.fingerprint(), first.meaning, weights
-        )
+        meaning = dict([*first.meaning.items(), *([MEANING] if self.config.checked else [])])
+        metadata = KeyMetadata.of(self.config.cache_prefix, model.fingerprint(), meaning, weights)
         workers = len(ranks) * replicas(self._vllm.parallel_config)
         self.pool.start(metadata, layout, workers, full_residency=shape.full_residency)
         log.info(

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvferry.errors import DescriptionError
 from kvferry.p2p.describe import engine_info, rank_info
+from kvferry.pool.checked import CheckedStore
 from kvferry.pool.orders import Loaded, LoadOrder, SaveOrder
 from kvferry.pool.rank import PoolRank
 from kvferry.pool.save import Fence
@@ -59,11 +60,12 @@ class PoolWorker:
         )
         device = next(iter(kv_caches.values())).device
         self._on_device = device.type != "cpu"
-        staged = self._on_device and self.config.store == "embedded"
+        staged = self._on_device and (self.config.store == "embedded" or self.config.checked)
         if staged and not on_gpu(kv_caches):
             raise DescriptionError(
                 f"the cache lies on {device}, from where nothing here brings it to host memory, "
-                'which is what the embedded store moves; use "store": "mooncake"'
+                'which is what the embedded store moves, and what checksums need; use "store": '
+                '"mooncake" without "checksums"'
             )
         layout, bases = described.layout, described.bases
         groups = described.model.groups
@@ -75,10 +77,11 @@ class PoolWorker:
             dcp = layout.shape.dcp_for(group)
             self._block_tokens = layout.shape.block_tokens(group) * dcp
         store = self.config.opener()()
-        if staged:
+        if staged or self.config.checked:
             pairs = zip(bases, layout.regions, strict=True)
             regions = [MemoryRegion(base, region.bytes) for base, region in pairs]
-            store = StagedStore(store, memory_of(regions, gpu=True))
+            kind = CheckedStore if self.config.checked else StagedStore
+            store = kind(store, memory_of(regions, gpu=self._on_device))
         self._rank = PoolRank(
             store, described.model, layout, bases, replica=me.replica, replicas=me.replicas
         )
