@@ -79,8 +79,8 @@ def replay_lfu(trace: Trace, capacity: int) -> Rates:
 
 def replay_segmented(trace: Trace, capacity: int, protected_share: float = 0.8) -> Rates:
     """LRU in two segments: what is hit again is protected."""
-    probation: OrderedDict[int, None] = OrderedDict()
-    protected: OrderedDict[int, None] = OrderedDict()
+    probation: OrderedDict[int, object] = OrderedDict()
+    protected: OrderedDict[int, object] = OrderedDict()
     most = int(capacity * protected_share)
     hits = []
     for blocks in trace.blocks:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -129,7 +130,7 @@ class _Search:
 
     def move(self, current: Tuning, sweep: int, constant: str) -> Tuning:
         """The best value of one constant, the others as they are."""
-        options = [replace(current, **{constant: value}) for value in GRID[constant]]
+        options = [_with(current, constant, value) for value in GRID[constant]]
         found = self.evaluate(options)
         (mine,) = self.evaluate([current])
         best, best_worth = current, _admissible(*self._worth(mine)) + WORTH
@@ -195,3 +196,8 @@ def _compared(name: str, rates: list[Rates]) -> Compared:
         tuple(rate.second for rate in rates),
         tuple(rate.whole for rate in rates),
     )
+
+
+def _with(tuning: Tuning, constant: str, value: float) -> Tuning:
+    changed: dict[str, Any] = {constant: value}
+    return replace(tuning, **changed)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -24,7 +25,6 @@ import xxhash
 from kvferry.pool.embedded_copy import move
 from kvferry.pool.staged import StagedStore
 from kvferry.pool.store import Ints, Outcome, Ranges, Slices
-from kvferry.transport.memory import Bytes
 
 log = logging.getLogger("kvferry")
 
@@ -34,7 +34,7 @@ _HEADER = struct.Struct("<8sQQ")
 _MAGIC = b"KVFSUM01"
 
 
-def _checksum(key: str, data: Bytes | bytes) -> int:
+def _checksum(key: str, data: Any) -> int:
     return xxhash.xxh3_64_intdigest(data, xxhash.xxh3_64_intdigest(key.encode()))
 
 
