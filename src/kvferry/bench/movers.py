@@ -60,7 +60,8 @@ class OurCarrier:
         self._peer: Any = None
 
     def endpoint(self) -> bytes:
-        return self._carrier.endpoint()
+        endpoint: bytes = self._carrier.endpoint()
+        return endpoint
 
     def connect(self, endpoint: bytes) -> None:
         self._peer = self._carrier.connect(endpoint, time.monotonic() + WAIT_SECONDS)

@@ -291,7 +291,8 @@ def bench_packed(
     as_json: Json = False,
 ) -> None:
     """Short runs: direct, packed and what the cost model chooses, in the same run."""
-    from kvferry.bench.packed import CARRIERS, SIZES, lines, run
+    from kvferry.bench.packed import SIZES, lines, run
+    from kvferry.bench.packed_pair import CARRIERS
 
     with refusals():
         chosen = [int(s) for s in sizes.split(",")] if sizes else list(SIZES)

@@ -35,7 +35,8 @@ from kvferry.transport.host import HostMemory
 from kvferry.transport.jobs import Job, Workers, share
 from kvferry.transport.local_move import LocalMover
 from kvferry.transport.regions import Arrays, RegionTable, require_all, slices
-from kvferry.transport.tcp import LOOPBACK, TcpCarrier, TcpPeer
+from kvferry.transport.tcp import LOOPBACK, TcpCarrier
+from kvferry.transport.tcp_peer import TcpPeer
 
 log = logging.getLogger(__name__)
 
