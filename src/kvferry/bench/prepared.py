@@ -98,7 +98,7 @@ def _row(
         times.append((*taken[by_arrays], *taken[by_indices]))
     table = np.array(times[1:])
     low, middle, high = np.quantile(table[:, 1] / table[:, 3], (0.25, 0.5, 0.75)).tolist()
-    arrays_us, indices_us = (np.median(table[:, (0, 2)], axis=0) * 1e6).tolist()
+    arrays_us, indices_us = (float(np.median(table[:, n])) * 1e6 for n in (0, 2))
     return PreparedRow(op, size, count, arrays_us, indices_us, middle, low, high)
 
 
