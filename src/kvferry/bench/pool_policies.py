@@ -81,10 +81,11 @@ def replay_segmented(trace: Trace, capacity: int, protected_share: float = 0.8) 
     """LRU in two segments: what is hit again is protected."""
     probation: OrderedDict[int, None] = OrderedDict()
     protected: OrderedDict[int, None] = OrderedDict()
+    both: ChainMap[int, None] = ChainMap(protected, probation)
     most = int(capacity * protected_share)
     hits = []
     for blocks in trace.blocks:
-        hits.append(prefix_hits(blocks, ChainMap(protected, probation)))
+        hits.append(prefix_hits(blocks, both))
         for block in reversed(blocks):
             if block in protected:
                 protected.move_to_end(block)

@@ -67,9 +67,13 @@ def replay_rules(
     requests = np.split(flat, np.cumsum([len(blocks) for blocks in trace.blocks])[:-1])
     count = len(names)
     history = History(
-        *(np.zeros(count) for _ in range(2)),
-        *(np.zeros(count, dtype=np.uint16) for _ in range(4)),
-        np.zeros(count, dtype=np.uint8),
+        last=np.zeros(count),
+        first=np.zeros(count),
+        turns=np.zeros(count, dtype=np.uint16),
+        depth=np.zeros(count, dtype=np.uint16),
+        chain=np.zeros(count, dtype=np.uint16),
+        shared=np.zeros(count, dtype=np.uint16),
+        klass=np.zeros(count, dtype=np.uint8),
     )
     policy = make_policy(history, np.zeros(LEARNED_FLOATS))
     policy.reset()

@@ -129,7 +129,10 @@ class _Search:
 
     def move(self, current: Tuning, sweep: int, constant: str) -> Tuning:
         """The best value of one constant, the others as they are."""
-        options = [replace(current, **{constant: value}) for value in GRID[constant]]
+        options = [
+            replace(current, **{constant: value})  # type: ignore[arg-type]
+            for value in GRID[constant]
+        ]
         found = self.evaluate(options)
         (mine,) = self.evaluate([current])
         best, best_worth = current, _admissible(*self._worth(mine)) + WORTH

@@ -92,7 +92,7 @@ def print_plan_bench(console: Console, result: BenchResult) -> None:
         console.print(f"  {note}", highlight=False)
 
 
-def plan_benchpage(result: BenchResult) -> str:
+def plan_bench_page(result: BenchResult) -> str:
     """One self-contained page: the table, and the cost by number of blocks."""
     head = "".join(f"<th>{escape(t)}</th>" for t in TITLES)
     body = "".join(
@@ -126,7 +126,7 @@ COLOURS = {
 GREY = "#808080"
 
 
-def transport_benchpage(result: TransportResult) -> str:
+def transport_bench_page(result: TransportResult) -> str:
     """One self-contained page: what each carrier moves by descriptor size, for each direction."""
     sizes = sorted({row.descriptor_bytes for row in result.results})
     limits = [
