@@ -36,7 +36,8 @@ _MAGIC = b"KVFSUM01"
 
 def _checksum(key: str, data: Bytes | bytes) -> int:
     seed = xxhash.xxh3_64_intdigest(key.encode())
-    return xxhash.xxh3_64_intdigest(memoryview(data), seed)
+    raw = data if isinstance(data, bytes) else data.data
+    return xxhash.xxh3_64_intdigest(raw, seed)
 
 
 def _seal(key: str, length: int, checksum: int) -> bytes:
