@@ -80,7 +80,8 @@ class Master:
     def close(self) -> None:
         if self._holder is not None:
             self._holder.kill()
-            self._holder.wait()
+            with self._holder:  # closes its pipes, and waits
+                pass
         self.kill()
 
     def config(self, memory: int, buffer: int) -> MooncakeStoreConfig:

@@ -101,7 +101,7 @@ class Objects:
 def test_what_is_gone_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "PERIOD_SECONDS", 0.0)
     monkeypatch.setattr(watch, "BLOCKS_AT_A_TIME", 2)
-    seen = Watch()
+    seen: Watch[str] = Watch()
     store: Any = Objects("a0", "a1", "b0", "c0")
     for name in "abc":
         seen.add(name, [f"{name}0", f"{name}1"] if name == "a" else [f"{name}0"])

@@ -276,7 +276,8 @@ for n in range(100):
             pass
         time.sleep(0.02 + 0.015 * attempt)
         child.kill()
-        child.wait()
+        with child:  # closes its pipe, and waits
+            pass
         keys = [f"killed/{n}/{k}" for n in range(100) for k in range(4)]
         for key in [k for k, there in zip(keys, store.exists(keys, soon()), strict=True) if there]:
             memory[8 * MIB : 9 * MIB] = 0

@@ -79,12 +79,13 @@ def replay_lfu(trace: Trace, capacity: int) -> Rates:
 
 def replay_segmented(trace: Trace, capacity: int, protected_share: float = 0.8) -> Rates:
     """LRU in two segments: what is hit again is protected."""
-    probation: OrderedDict[int, object] = OrderedDict()
-    protected: OrderedDict[int, object] = OrderedDict()
+    probation: OrderedDict[int, None] = OrderedDict()
+    protected: OrderedDict[int, None] = OrderedDict()
+    both: ChainMap[int, None] = ChainMap(protected, probation)
     most = int(capacity * protected_share)
     hits = []
     for blocks in trace.blocks:
-        hits.append(prefix_hits(blocks, ChainMap(protected, probation)))
+        hits.append(prefix_hits(blocks, both))
         for block in reversed(blocks):
             if block in protected:
                 protected.move_to_end(block)

@@ -10,7 +10,7 @@
     the key, and zeros up to a multiple of 64
 
 A part of an object is checked by the checksums of the chunks that it touches, without the rest.
-Bytes are hashed a few hundred KiB before they are copied, so that the copy finds them in the cache.
+A reader hashes bytes a few hundred KiB after it has copied them, so that they are in the cache.
 """
 
 from __future__ import annotations

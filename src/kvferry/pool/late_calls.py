@@ -75,10 +75,11 @@ class LateCalls:
     ) -> T:
         """The function's result by the deadline, or `StoreError`."""
         call = _Call(function)
-        self._begin(what, call)
         if self._hold and memory is not Memory.NONE:
-            call.done.wait()
-        elif not call.done.wait(max(0.0, deadline - time.monotonic())):
+            call.run()  # it is waited for in any case: no other thread is needed
+        else:
+            self._begin(what, call)
+        if not call.done.wait(max(0.0, deadline - time.monotonic())):
             raise StoreError(self._give_up(what, call, memory is Memory.WRITES))
         if call.error is None:
             return call.value  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from kvferry.errors import StoreError
 from kvferry.pool.book import LayoutBook
@@ -94,10 +95,10 @@ class LookupKeyServer:
         ours: PoolLayout,
         reader: Reader,
         counters: PoolCounters,
-        watch: Watch | None = None,
+        watch: Watch[Any] | None = None,
     ) -> None:
         self._open, self._reader, self._counters = open_store, reader, counters
-        self._watch = watch or Watch()
+        self._watch: Watch[Any] = watch or Watch()
         self._book = LayoutBook(metadata, ours, counters)
         self._database = ChunkedTokenDatabase(metadata, ours)
         self._queue: SimpleQueue[Asked | None] = SimpleQueue()

@@ -70,7 +70,7 @@ class PoolScheduler:
         self._keeps_old = False  # the engine may have blocks that replaced weights computed
         self._orders = PoolOrders()
         self._told: set[str] = set()
-        self.watch = Watch()
+        self.watch: Watch[tuple[Any, int]] = Watch()  # by hash and table
 
     # Start
 

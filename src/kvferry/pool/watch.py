@@ -11,31 +11,34 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from kvferry.pool.store import Store
+
+Name = TypeVar("Name", bound=Hashable)
 
 PERIOD_SECONDS = 2.0
 BLOCKS_AT_A_TIME = 1024
 MOST_BLOCKS = 1 << 18  # the oldest are forgotten beyond: they are not told as gone
 
 
-class Watch:
+class Watch(Generic[Name]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._blocks: OrderedDict[Hashable, tuple[str, ...]] = OrderedDict()
-        self._gone: deque[Hashable] = deque()
+        self._blocks: OrderedDict[Name, tuple[str, ...]] = OrderedDict()
+        self._gone: deque[Name] = deque()
         self._next_at = 0.0
 
-    def add(self, name: Hashable, keys: Sequence[str]) -> None:
+    def add(self, name: Name, keys: Sequence[str]) -> None:
         """A block was told of; it is there while all these objects are."""
         with self._lock:
             self._blocks[name] = tuple(keys)
             if len(self._blocks) > MOST_BLOCKS:
                 self._blocks.popitem(last=False)
 
-    def discard(self, name: Hashable) -> None:
+    def discard(self, name: Name) -> None:
         """It was told as gone already."""
         with self._lock:
             self._blocks.pop(name, None)
@@ -49,7 +52,7 @@ class Watch:
     def has_gone(self) -> bool:
         return bool(self._gone)
 
-    def take_gone(self) -> list[Hashable]:
+    def take_gone(self) -> list[Name]:
         with self._lock:
             gone = list(self._gone)
             self._gone.clear()

@@ -229,8 +229,7 @@ class VllmPoolScheduler:
         from vllm.distributed.kv_events import BlockRemoved
 
         by_table: dict[int, list[Any]] = {}
-        gone: list[Any] = self.pool.watch.take_gone()
-        for block_hash, table in gone:
+        for block_hash, table in self.pool.watch.take_gone():
             by_table.setdefault(table, []).append(block_hash)
         for table, hashes in by_table.items():
             self._events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=table))
