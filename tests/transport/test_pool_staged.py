@@ -30,11 +30,6 @@ class FarMemory:
 
     def __init__(self) -> None:
         self.fails = False
-        self.buffers: list[int] = []
-
-    def buffer(self, count: int) -> np.ndarray:
-        self.buffers.append(count)
-        return np.empty(count, dtype=np.uint8)
 
     def _check(self) -> None:
         if self.fails:
