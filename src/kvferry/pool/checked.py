@@ -35,7 +35,7 @@ _MAGIC = b"KVFSUM01"
 
 
 def _checksum(key: str, data: Bytes | bytes) -> int:
-    return xxhash.xxh3_64_intdigest(data, xxhash.xxh3_64_intdigest(key.encode()))
+    return xxhash.xxh3_64_intdigest(memoryview(data), xxhash.xxh3_64_intdigest(key.encode()))
 
 
 def _seal(key: str, length: int, checksum: int) -> bytes:
