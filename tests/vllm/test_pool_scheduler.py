@@ -250,6 +250,47 @@ def test_abort_while_loading_saves_nothing(make: Make, faults: Any) -> None:
     assert third.out["c"] == first.out["a"]
 
 
+def test_abort_while_a_load_hangs(make: Make, faults: Any, monkeypatch: Any) -> None:
+    """The store writes late into blocks whose request is long gone: nobody else has them."""
+    from vllm.v1.request import RequestStatus
+
+    from kvferry.pool import load as load_module
+
+    monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.1)
+    first = make()
+    first.add("a", prompt(1, 200))
+    first.run()
+    release = threading.Event()
+    second = make(tp=2, blocks=40, extra={"load_seconds": 0.5})
+    faults["get"] = lambda *_: release.wait(30) and None
+    second.add("b", prompt(1, 200))
+    while not any(worker._rank.busy for worker in second.workers):
+        second.step()
+    second.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    deadline = time.monotonic() + 10
+    while "b" in second.scheduler.requests:
+        assert time.monotonic() < deadline, "the aborted request is never over"
+        second.step()
+    assert second.pool.counters["quarantined_blocks"] == second.pinned == second.in_use > 0
+    faults.clear()
+    for number in range(3):  # over all blocks that are left, again and again
+        second.add(f"c{number}", prompt(30 + number, 200), output=40)
+    halfway = 60
+    while second.scheduler.has_requests():
+        second.step()
+        halfway -= 1
+        if halfway == 0:
+            release.set()  # the late write
+    release.set()
+    second.run()
+    deadline = time.monotonic() + 10
+    while second.pinned:
+        assert time.monotonic() < deadline, "blocks are kept though the store is done"
+        second.add(f"d{deadline}{time.monotonic()}", prompt(99, 20), output=2)
+        second.run()
+    ended(second)
+
+
 def test_abort_at_any_time(make: Make) -> None:
     from vllm.v1.request import RequestStatus
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -34,13 +33,13 @@ _HEADER = struct.Struct("<8sQQ")
 _MAGIC = b"KVFSUM01"
 
 
-def _checksum(key: str, data: Any) -> int:
+def _checksum(key: str, data: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data, xxhash.xxh3_64_intdigest(key.encode()))
 
 
 def _seal(key: str, length: int, checksum: int) -> bytes:
     header = _HEADER.pack(_MAGIC, length, checksum)
-    header += _checksum(key, header).to_bytes(8, "little")
+    header += _checksum(key, memoryview(header)).to_bytes(8, "little")
     return header + bytes(HEADER_BYTES - len(header))
 
 
@@ -68,7 +67,7 @@ class CheckedStore(StagedStore):
                 zip(keys, sizes.tolist(), ends.tolist(), strict=True)
             ):
                 data = bodies[end - size : end]
-                header = _seal(key, size, _checksum(key, data))
+                header = _seal(key, size, _checksum(key, data.data))
                 place = buffer[at * HEADER_BYTES : (at + 1) * HEADER_BYTES]
                 place[:] = np.frombuffer(header, dtype=np.uint8)
                 where = [place.ctypes.data, bodies.ctypes.data + end - size]
@@ -153,7 +152,7 @@ class CheckedStore(StagedStore):
                 if outcomes[at] is not Outcome.DONE:
                     continue
                 begin = int(begins[at])
-                if _checksum(key, buffer[begin : begin + int(lengths[at])]) != sums[at]:
+                if _checksum(key, buffer[begin : begin + int(lengths[at])].data) != sums[at]:
                     log.error("%s is not what was written", key)
                     outcomes[at] = Outcome.CORRUPT
                     continue

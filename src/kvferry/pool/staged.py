@@ -238,4 +238,4 @@ def _packed(wanted: Slices, begin: int) -> Slices:
 def _runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """First and last (exclusive) of each stretch that is there."""
     edges = np.flatnonzero(np.diff(np.array([False, *there, False], dtype=np.int8)))
-    return ((int(first), int(last)) for first, last in edges.reshape(-1, 2))
+    return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
