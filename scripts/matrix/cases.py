@@ -59,6 +59,8 @@ def impossible(case: Case) -> str:
         return "one block size on the CPU"
     if case.architecture == "granite" and case.prefix != "none":
         return "no prefix caching of states"
+    if case.architecture == "granite" and "pp2" in case.prefill + case.decode:
+        return "its weights cannot be loaded in stages (KeyError: layers.2.input_layernorm.weight)"
     return ""
 
 
