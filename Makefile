@@ -39,7 +39,7 @@ matrix: $(VLLM_VENV)/.done  ## real engines, every pair of what they may differ 
 	$(VLLM_BIN)/python -m pytest tests/vllm -m matrix
 
 chaos: $(VLLM_VENV)/.done  ## 500 random faults among peers, 25 among real engines; seeds replay
-	$(VLLM_BIN)/python scripts/chaos.py --faults 500 --engines 25
+	$(VLLM_BIN)/python scripts/chaos --faults 500 --engines 25
 
 bench-plan: $(VLLM_VENV)/.done  ## planning speed beside vLLM's planner, in one run
 	$(VLLM_BIN)/kvferry bench plan --html out/bench-plan.html

@@ -38,6 +38,8 @@ class DeviceKind:
         if self.name == "tcp":
             memory = DeviceMemory(regions)
             carrier = make_carrier("tcp", secret=SECRET, host="127.0.0.1", memory=memory)
+        elif self.name == "nixl":
+            carrier = make_carrier("nixl", device=0)
         else:
             carrier = make_carrier("cuda", triton=self.name == "cuda")
         carrier.register(regions)
@@ -49,6 +51,7 @@ KINDS = {
     "cuda-copies": DeviceKind("cuda-copies", 40_000),  # as without Triton
     "tcp": DeviceKind("tcp", 400),
 }
+NIXL = DeviceKind("nixl", 4)  # too slow on one host for the whole suite
 
 
 class DeviceBytes:
@@ -158,7 +161,7 @@ def user(kind: DeviceKind, area: DeviceArea) -> Iterator[Carrier]:
 
 
 def main() -> None:
-    kind, area = KINDS[sys.argv[1]], DeviceArea.allocate()
+    kind, area = {**KINDS, "nixl": NIXL}[sys.argv[1]], DeviceArea.allocate()
     carrier = kind.carrier(area.regions())
     with device(0).current():
         handle = device(0).export(area.address)

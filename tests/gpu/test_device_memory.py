@@ -10,10 +10,13 @@ from carrier_peer import soon
 from device_peer import DeviceBytes
 
 from kvferry.errors import OutOfBounds, TransferError
+from kvferry.p2p.checksum import MIX128, XXH3, digest
 from kvferry.transport import MemoryRegion, make_carrier
 from kvferry.transport.cuda_driver import device
-from kvferry.transport.cuda_lane import Lanes
+from kvferry.transport.cuda_kernels import warm
+from kvferry.transport.cuda_lanes import Lanes
 from kvferry.transport.cuda_work import Runs, gathering, reverse
+from kvferry.transport.host import HostMemory
 from kvferry.transport.regions import Arrays
 from kvferry.transport.scatter import copy_scattered
 from kvferry.transport.staging import DeviceMemory
@@ -165,8 +168,7 @@ def test_packing_and_unpacking_strided_runs(lanes, buffers) -> None:
     assert np.array_equal(src[:], expected)
 
 
-@pytest.mark.parametrize("pinned", [True, False])
-def test_gather_scatter_zero(buffers, pinned) -> None:
+def test_gather_scatter_zero(buffers) -> None:
     rng = np.random.default_rng(3)
     src, dst = buffers
     data = noise(2)
@@ -176,7 +178,7 @@ def test_gather_scatter_zero(buffers, pinned) -> None:
     lengths = rng.integers(0, 600, count)
     slots = rng.permutation(count).astype(np.int64) * 700 + rng.integers(0, 16, count)
     total = int(lengths.sum())
-    buffer = memory.buffer(total) if pinned else np.empty(total, dtype=np.uint8)
+    buffer = np.empty(total, dtype=np.uint8)
     memory.gather(slots + src.address, lengths, buffer)
     expected = np.empty(total, dtype=np.uint8)
     copy_scattered(data, slots, expected, np.cumsum(lengths) - lengths, lengths)
@@ -195,8 +197,76 @@ def test_gather_scatter_zero(buffers, pinned) -> None:
         memory.zero(outside, np.asarray([2]))
     with pytest.raises(TransferError, match="a buffer of"):
         memory.gather(slots + src.address, lengths, buffer[:-1])
-    del buffer
     memory.close()
+
+
+def test_chunks_of_long_and_short_runs(buffers) -> None:
+    """More than two halves and a ring hold, through both again and again; and given up midway."""
+    src, dst = buffers
+    data = noise(5)
+    src[:], dst[:] = data, 1
+    memory = DeviceMemory([MemoryRegion(b.address, SIZE) for b in buffers])
+    wait_until_compiled()
+    lengths = np.concatenate([np.full(30_000, 512), [5 << 20, 3, 11 << 20]])
+    starts = np.cumsum(lengths) - lengths
+    order = np.random.default_rng(5).permutation(len(lengths))
+    address, length = starts[order], lengths[order]
+    for again in range(3):
+        dst[:] = again
+        got = np.concatenate([c.copy() for c in memory.outgoing(address + src.address, length)])
+        expected = np.empty(len(got), dtype=np.uint8)
+        copy_scattered(data, address, expected, np.cumsum(length) - length, length)
+        assert np.array_equal(got, expected)
+        done = 0
+        for chunk in memory.incoming(address + dst.address, length):
+            chunk[:] = got[done : done + len(chunk)]
+            done += len(chunk)
+        there = np.full(SIZE, again, dtype=np.uint8)
+        copy_scattered(data, starts, there, starts, lengths)
+        assert np.array_equal(dst[:], there)
+        for left in (memory.outgoing, memory.incoming):
+            chunks = left(address + src.address, length)
+            next(chunks)
+            chunks.close()  # the lane comes back with nothing under way
+        src[:] = data
+    memory.close()
+
+
+@pytest.mark.parametrize("grain", [16, 8, 1])
+@pytest.mark.parametrize("even", [True, False])
+def test_checksums_of_device_memory_are_those_of_the_same_bytes(buffers, grain, even) -> None:
+    """By a kernel where runs are aligned, else through the host; mix128 and xxh3."""
+    rng = np.random.default_rng(grain)
+    src, _ = buffers
+    data = noise(6)
+    src[:] = data
+    there = DeviceMemory([MemoryRegion(src.address, SIZE)])
+    here = HostMemory([MemoryRegion(data.ctypes.data, SIZE)])
+    for length in (16, 304, 512, 8192, 70_000):
+        count = min(40_000, SIZE // (length + 16))
+        lengths = np.full(count, length // grain * grain)
+        if not even:
+            lengths = rng.integers(1, length // grain + 1, count) * grain
+        slots = rng.permutation(count).astype(np.int64) * ((length + 16) // 16 * 16)
+        slots += rng.integers(0, 16 // grain, count) * grain
+        for algorithm in (MIX128, XXH3):
+            found = digest(there, slots + src.address, lengths, algorithm)
+            assert found == digest(here, slots + data.ctypes.data, lengths, algorithm)
+        at = int(slots[count // 2])
+        src[at : at + 1] = int(data[at]) ^ 1
+        for algorithm in (MIX128, XXH3):
+            found = digest(there, slots + src.address, lengths, algorithm)
+            assert found != digest(here, slots + data.ctypes.data, lengths, algorithm)
+        src[at : at + 1] = int(data[at])
+    with pytest.raises(OutOfBounds):
+        there.mix(np.asarray([src.address + SIZE]), np.asarray([16]))
+    there.close()
+
+
+def wait_until_compiled() -> None:
+    on = device(0)
+    with on.current():
+        warm(on)
 
 
 def test_strided_copies_are_checked(buffers) -> None:

@@ -66,12 +66,12 @@ def test_orders_wait_for_the_device() -> None:
         matrix = matrix @ matrix * 1e-4
     end.record()
     mark = ready.mark()
-    mark(lambda: done.append(end.query()))
-    mark(lambda: (done.append("second"), over.set()))
+    mark(lambda why: done.append(end.query() and not why))
+    mark(lambda why: (done.append("second" + why), over.set()))
     assert not done and not end.query()  # the caller has not waited
     assert over.wait(30)
     assert done == [True, "second"]
     ready.close()
     begin = time.monotonic()
-    WhenReady(gpu=False).mark()(lambda: done.append("at once"))
+    WhenReady(gpu=False).mark()(lambda why: done.append("at once" + why))
     assert done[-1] == "at once" and time.monotonic() - begin < 1

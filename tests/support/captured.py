@@ -160,7 +160,7 @@ class Rack:
                 at = self.engine.element_offsets(self.rank, layer, component, block)
                 heads, slots, dims = at.shape
                 first = 0 if latent else self.rank.tp * heads_total // tp
-                position = index * slots + np.arange(slots)
+                position = self._positions(index, slots)
                 key = (
                     ordinal(layer) * 7919
                     + number * 104729
@@ -171,6 +171,10 @@ class Rack:
                 held = np.broadcast_to((position < tokens)[None, :, None], at.shape)
                 for byte in range(size):
                     yield at + byte, _value(key, byte), held
+
+    def _positions(self, index: int, slots: int) -> Any:
+        """The tokens that the slots of a request's block hold."""
+        return index * slots + np.arange(slots)
 
     def _kv_heads(self) -> int:
         heads: int = self.engine.data["hf_config"]["num_key_value_heads"]
@@ -211,10 +215,12 @@ def _value(key: Any, byte: int) -> Any:
 class CapturedProducer:
     """All ranks of an engine, in this process."""
 
+    rack = Rack
+
     def __init__(self, captured: Captured) -> None:
         self.captured, engine = captured, captured.engine
         self.sockets = Sockets(None)
-        self.racks = [Rack(captured, rank, POISON) for rank in engine.ranks]
+        self.racks = [self.rack(captured, rank, POISON) for rank in engine.ranks]
         self.ranks, infos = [], []
         for rack in self.racks:
             server = ProducerRank(self.sockets, "first", lease_seconds=60.0)
@@ -257,11 +263,13 @@ class CapturedProducer:
 class CapturedConsumer:
     """All ranks of an engine, in this process."""
 
+    rack = Rack
+
     def __init__(self, captured: Captured) -> None:
         self.captured, engine = captured, captured.engine
         self.sockets = Sockets(None)
         told = engine_info("d", "first", engine.model, engine.shape, {})
-        self.racks = [Rack(captured, rank, CANARY) for rank in engine.ranks]
+        self.racks = [self.rack(captured, rank, CANARY) for rank in engine.ranks]
         self.ranks = [
             ConsumerRank(
                 self.sockets,

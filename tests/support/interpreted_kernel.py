@@ -12,8 +12,10 @@ import torch
 
 from kvferry.transport.cuda_kernels import TUNING
 from kvferry.transport.cuda_lane import launches
+from kvferry.transport.cuda_mix_triton import mix_runs
 from kvferry.transport.cuda_triton import copy_runs
 from kvferry.transport.cuda_work import Runs, Work
+from kvferry.transport.mixing import mix_words
 
 MEMORY = 1 << 15
 
@@ -90,6 +92,42 @@ def case(rng: np.random.Generator, grain: int, uniform: bool, strided: bool, fil
     assert len(wrong) == 0, (grain, uniform, strided, fill, lengths, wrong[:5])
 
 
+def mixing(rng: np.random.Generator, even: bool) -> None:
+    """The kernel of checksums, against what its sums mean."""
+    memory = rng.integers(0, 256, MEMORY, dtype=np.uint8)
+    runs = int(rng.integers(2, 9))
+    slot = MEMORY // runs // 16 * 16
+    lengths = rng.integers(1, slot // 16, runs) * 16
+    if even:
+        lengths[:] = lengths[0]
+    address = rng.permutation(runs).astype(np.int64) * slot + memory.ctypes.data
+    chunk, number = 256, int(rng.integers(0, 1 << 40))
+    firsts, words = np.cumsum(-(-lengths // chunk)), np.cumsum(lengths // 8)
+    chunks = -(-int(lengths[0]) // chunk)
+    items = chunks * runs if even else int(firsts[-1])
+    out = torch.zeros(2 * 4, dtype=torch.int64)
+    tables = (address, lengths, words - lengths // 8, np.append(0, firsts))
+    mix_runs[(-(-items // 16),)](
+        *(torch.from_numpy(table) for table in tables),
+        out,
+        int(lengths[0]),
+        number,
+        runs,
+        chunks,
+        items,
+        runs.bit_length(),
+        SEARCH=not even,
+        CHUNK=chunk,
+        COUNT=16,
+        SLOTS=4,
+    )
+    first, second = np.add.reduce(out.numpy().view(np.uint64).reshape(-1, 2), axis=0)
+    at = address - memory.ctypes.data
+    dense = np.concatenate([memory[a : a + n] for a, n in zip(at, lengths, strict=True)])
+    expected = mix_words(dense.view(np.uint64), number)
+    assert (int(first), int(second)) == (expected.first, expected.second), (even, lengths)
+
+
 def main() -> None:
     done = 0
     for seed in range(3):
@@ -100,6 +138,9 @@ def main() -> None:
                     for fill in (False, True):
                         case(rng, grain, uniform, strided, fill)
                         done += 1
+        for even in (True, False):
+            mixing(rng, even)
+            done += 1
     print(done)
 
 

@@ -45,6 +45,7 @@ from kvferry.layout.shape import EngineShape, Rank
 from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.producer import ProducerRank
+from kvferry.p2p.push import Pusher
 from kvferry.transport import MemoryRegion, make_carrier
 from kvferry.transport.host import HostMemory
 from kvferry.vllm.connector import FerryConnector
@@ -162,14 +163,20 @@ class Modelless:
         assert layout.total_bytes == self.memory.nbytes
         region = MemoryRegion(self.memory.ctypes.data, self.memory.nbytes)
         worker._sockets = Sockets()
-        carrier = make_carrier("local")
+        push = worker.config.mode == "push"
+        carrier = make_carrier("tcp", host="127.0.0.1") if push else make_carrier("local")
         carrier.register([region])
         worker._carriers = [carrier]
+        engine = engine_info(self.name, worker._incarnation, MODEL, shape, {})
+        pusher = Pusher(engine, MODEL, layout, [region.address], [carrier])
         worker._producer = ProducerRank(
-            worker._sockets, worker._incarnation, lease_seconds=worker.config.lease_seconds
+            worker._sockets,
+            worker._incarnation,
+            lease_seconds=worker.config.lease_seconds,
+            pusher=pusher if push else None,
+            bell=worker._bell,
         )
         worker._producer.start()
-        engine = engine_info(self.name, worker._incarnation, MODEL, shape, {})
         worker._consumer = ConsumerRank(
             worker._sockets,
             engine,
@@ -178,13 +185,15 @@ class Modelless:
             [region.address],
             [carrier],
             zero=HostMemory([region]).zero,
+            mode=worker.config.mode,
+            bell=worker._bell,
         )
         info = rank_info(
             layout,
             [region.address],
             f"127.0.0.1:{worker._producer.port}",
             worker._incarnation,
-            {"local": carrier.endpoint()},
+            {carrier.name: carrier.endpoint()},
         )
         worker._handshake = FerryHandshake(
             msgspec.msgpack.encode(engine), msgspec.msgpack.encode(info)
@@ -196,10 +205,18 @@ class Modelless:
         return next(c for c in self.children if isinstance(c, FerryConnector)).scheduler
 
     @property
-    def parked_claims(self) -> int:
+    def _workers(self) -> list[Any]:
         sides = getattr(self.worker_side, "sub_connectors", [self.worker_side])
-        ours = [c.worker for c in sides if isinstance(c, FerryConnector)]
-        return sum(worker._producer.parked_claims for worker in ours)
+        return [c.worker for c in sides if isinstance(c, FerryConnector)]
+
+    @property
+    def parked_claims(self) -> int:
+        return sum(worker._producer.parked_claims for worker in self._workers)
+
+    @property
+    def pushes(self) -> int:
+        """What this engine wrote into others."""
+        return sum(worker._producer.stats().pushes_done for worker in self._workers)
 
     # Requests
 

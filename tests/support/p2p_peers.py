@@ -39,6 +39,7 @@ from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.p2p import push as push_module
+from kvferry.p2p.checksum import offered
 from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.directory import Directory
@@ -51,6 +52,7 @@ from kvferry.p2p.ticket import Ticket
 from kvferry.transport import make_carrier
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.host import HostMemory
+from kvferry.transport.mixing import Mixed, mix_on_host
 from kvferry.wire.messages import RankInfo, Welcome
 from kvferry.wire.sockets import Sockets
 
@@ -158,6 +160,7 @@ class Spec:
     writes: bool = True  # whether it can
     absent: tuple[str, ...] = ()  # roles whose layers this engine does not have
     checksums: bool = False
+    mixes: bool = False  # whether its memory has the checksum of a GPU's
     packing: str = "auto"
     optional: tuple[str, ...] = ()  # roles whose layers a peer may lack
 
@@ -241,6 +244,13 @@ class Prompt:
         return (self.number, group, view.group.components.index(view.component))
 
 
+class MixingMemory(HostMemory):
+    """Host memory that has the checksum of a GPU's."""
+
+    def mix(self, address: Any, length: Any) -> Mixed:
+        return mix_on_host(self, address, length)
+
+
 @dataclass(slots=True)
 class Rack:
     """Memory of one rank."""
@@ -270,7 +280,8 @@ class Rack:
         return cls(spec, rank, layout, memory, views, carrier)
 
     def host_memory(self) -> HostMemory:
-        return HostMemory(memory_regions(self.layout, self.memory))
+        kind = MixingMemory if self.spec.mixes else HostMemory
+        return kind(memory_regions(self.layout, self.memory))
 
     def fill(self, prompt: Prompt) -> None:
         tables = prompt.tables(self.spec, prompt.src_first)
@@ -397,6 +408,7 @@ class Producer(Gates):
                     f"{LOOPBACK}:{server.port}",
                     server.incarnation,
                     {spec.carrier: rack.carrier.endpoint()},
+                    offered(rack.host_memory()),
                 )
             )
         self.directory = Directory(self.sockets, self.engine, port=spec.port)
@@ -525,20 +537,18 @@ class Consumer(Gates):
         seconds: float = PATIENCE_SECONDS,
         keep_open: bool = False,
         request_id: str = "",
+        fails: str = "",
     ) -> str:
         request_id = request_id or f"load-{prompt.number}"
         tables = prompt.tables(self.spec, prompt.dst_first, self.source)
+        load = Load(
+            request_id, ticket, tuple(tuple(t) for t in tables), prompt.skip, seconds, keep_open
+        )
         for rank in self.ranks:
-            rank.start(
-                Load(
-                    request_id,
-                    ticket,
-                    tuple(tuple(t) for t in tables),
-                    prompt.skip,
-                    seconds,
-                    keep_open,
-                )
-            )
+            if fails:
+                rank.fail(load, fails)
+            else:
+                rank.start(load)
         return request_id
 
     def wait(self, *request_ids: str, seconds: float = 2 * PATIENCE_SECONDS) -> list[list[Loaded]]:
@@ -650,6 +660,10 @@ def _serve(kind: str, arguments: tuple[Any, ...], pipe: Connection) -> None:
         from captured import CapturedProducer
 
         kinds[kind] = CapturedProducer
+    elif kind == "registered":
+        from registered import Host
+
+        kinds[kind] = Host
     peer: Any = kinds[kind](*arguments)
     pipe.send(peer.descriptions() if kind in ("producer", "captured") else None)
     with contextlib.suppress(EOFError):

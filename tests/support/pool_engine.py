@@ -16,7 +16,9 @@ from kvferry.pool.keys import KeyMetadata
 from kvferry.pool.orders import Loaded, Saved
 from kvferry.pool.rank import PoolRank
 from kvferry.pool.records import make_layout
-from kvferry.pool.scheduler import PoolLimits, PoolScheduler, RequestTracker, SavedBlocks
+from kvferry.pool.requests import PoolLimits, RequestTracker
+from kvferry.pool.save_jobs import SavedBlocks
+from kvferry.pool.scheduler import PoolScheduler
 from kvferry.pool.store import Store
 from kvferry.verify.case import CaseDict
 from kvferry.verify.engine import Worker
@@ -35,7 +37,10 @@ def to_bytes(ids: np.ndarray) -> np.ndarray:
 
 
 class SmallEngine:
-    """One side of a case. `step` is an engine's step: orders out, reports in."""
+    """One side of a case. `step` is an engine's step: orders out, reports in.
+
+    `shift` moves its memory to addresses that no pointer reaches.
+    """
 
     def __init__(
         self,
@@ -44,6 +49,7 @@ class SmallEngine:
         open_store: Callable[[], Store],
         *,
         limits: PoolLimits | None = None,
+        shift: int = 0,
         tenant: str = "",
         weights: str = "",
     ) -> None:
@@ -58,17 +64,18 @@ class SmallEngine:
         }
         self.ranks = {
             rank: PoolRank(
-                open_store(), self.model, layout, [a.ctypes.data for a in self.memory[rank]]
+                open_store(), self.model, layout, [a.ctypes.data + shift for a in self.memory[rank]]
             )
             for rank, layout in self.layouts.items()
         }
         self.pins: Counter[int] = Counter()
+        self.null = own["shape"]["null_block"]
         self.scheduler = PoolScheduler(
             limits or PoolLimits(lookup_seconds=5, load_seconds=10, save_seconds=10),
             open_store,
             pin=self.pins.update,
             unpin=self.pins.subtract,
-            null_block=own["shape"]["null_block"],
+            null_block=self.null,
         )
         self.layout = make_layout(self.model, MEANING, list(self.layouts.values()))
         metadata = KeyMetadata.of(tenant, self.model.fingerprint(), MEANING, weights)

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from vllm.config import (
     CacheConfig,
     KVTransferConfig,
@@ -29,12 +30,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 )
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -47,7 +53,6 @@ from kvferry.layout import (
     Component,
     EngineShape,
     Group,
-    Rank,
     RankLayout,
     Residency,
 )
@@ -55,6 +60,7 @@ from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.pool.rank import PoolRank
 from kvferry.pool.store import Store
 from kvferry.vllm.both import BothMetadata, BothReport
+from kvferry.vllm.context_parallel import cache_rank
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig
 from kvferry.vllm.pool_worker import PoolWorker
@@ -67,6 +73,20 @@ PLAIN = CacheModel("m", (Group("all", tuple(range(LAYERS)), CELL),))
 HYBRID = CacheModel(
     "h", (Group("full", (0,), CELL), Group("window", (1,), CELL, Residency("window", WINDOW)))
 )
+# one layer with full attention, one with a recurrent state
+MAMBA = CacheModel("s", (Group("full", (0,), CELL), Group("state", (1,), CELL, Residency("state"))))
+# every rank keeps all of a token, so that context parallelism can share tokens out
+LATENT = CacheModel(
+    "l",
+    (
+        Group(
+            "all",
+            tuple(range(LAYERS)),
+            (Component("kv", 1, (HEADS * DIM,), 1, sharding="replicated"),),
+        ),
+    ),
+)
+MODELS = {"": PLAIN, "window": HYBRID, "state": MAMBA, "latent": LATENT}
 
 
 def content(tokens: list[int]) -> np.ndarray:
@@ -113,11 +133,14 @@ class SchedulerEngine:
         extra: dict[str, Any] | None = None,
         batched: int = 64,
         connector: str = "FerryPoolConnector",
-        hybrid: bool = False,
+        hybrid: str = "",
+        pcp: int = 1,
+        dcp: int = 1,
+        order: str = "LBHNC",
     ) -> None:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / "model" / "config.json").write_text(json.dumps(llama_config()))
-        own = {"path": str(folder / "unused"), **(extra or {})}
+        own = {"path": str(folder / "unused"), "weight_revision": "test", **(extra or {})}
         transfer = KVTransferConfig(
             kv_connector=connector,
             kv_connector_module_path=None if connector == "MultiConnector" else "kvferry.vllm",
@@ -133,7 +156,12 @@ class SchedulerEngine:
         )
         config = VllmConfig(
             model_config=model,
-            cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True),
+            cache_config=CacheConfig(
+                block_size=block_size,
+                enable_prefix_caching=True,
+                mamba_cache_mode="align" if hybrid == "state" else "none",
+                mamba_block_size=block_size if hybrid == "state" else None,
+            ),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=8,
                 max_num_batched_tokens=batched,
@@ -145,24 +173,38 @@ class SchedulerEngine:
             kv_transfer_config=transfer,
         )
         config.cache_config.num_gpu_blocks = blocks
+        config.parallel_config.tensor_parallel_size = tp
+        config.parallel_config.prefill_context_parallel_size = pcp
+        config.parallel_config.decode_context_parallel_size = dcp
         sizes = {"block_size": block_size, "num_kv_heads": HEADS, "head_size": DIM}
-        specs = [FullAttentionSpec(**sizes, dtype=model.dtype)]
-        if hybrid:
+        specs: list[Any] = [FullAttentionSpec(**sizes, dtype=model.dtype)]
+        if hybrid == "window":
             specs.append(SlidingWindowSpec(**sizes, dtype=model.dtype, sliding_window=WINDOW))
-        self.model = HYBRID if hybrid else PLAIN
+        elif hybrid == "state":
+            specs.append(
+                MambaSpec(
+                    block_size=block_size,
+                    shapes=((HEADS, DIM),),
+                    dtypes=(torch.int8,),
+                    mamba_cache_mode="align",
+                )
+            )
+        self.model = MODELS[hybrid]
         groups = [
             KVCacheGroupSpec([f"layers.{i}" for i in group.layers], spec)
             for group, spec in zip(self.model.groups, specs, strict=True)
         ]
         cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(block_size, sha256)
+        span, hash_size = resolve_kv_cache_block_sizes(cache, config)
+        self._hasher = get_request_block_hasher(hash_size, sha256)
         with set_current_vllm_config(config):
             self.scheduler = Scheduler(
                 vllm_config=config,
                 kv_cache_config=cache,
                 structured_output_manager=StructuredOutputManager(config),
-                block_size=block_size,
+                block_size=span,
+                hash_block_size=hash_size,
                 log_stats=True,
             )
         self.connector = self.scheduler.connector
@@ -174,8 +216,12 @@ class SchedulerEngine:
         pool = half.scheduler.pool
         pool._open_store = open_store
         self.pool, self.block_size = pool, block_size
-        shape = EngineShape(tp=tp, block_size=block_size)
-        self.layouts = [RankLayout.build(self.model, shape, Rank(0, r), blocks) for r in range(tp)]
+        places = [(tp_rank, pcp_rank) for pcp_rank in range(pcp) for tp_rank in range(tp)]
+        ranks = [cache_rank(config.parallel_config, 0, *place) for place in places]
+        self.dcp, self.order = dcp, order
+        shape = EngineShape(tp=ranks[0].tp, dcp=dcp, block_size=block_size, order=order)
+        self.ranks = [one.rank.tp for one in ranks]  # as the planner sees them
+        self.layouts = [RankLayout.build(self.model, shape, one.rank, blocks) for one in ranks]
         self.memory = [
             [np.zeros(region.bytes, np.uint8) for region in layout.regions]
             for layout in self.layouts
@@ -184,10 +230,20 @@ class SchedulerEngine:
         for rank, layout in enumerate(self.layouts):
             worker = PoolWorker(PoolConfig(), config, cache)
             bases = [array.ctypes.data for array in self.memory[rank]]
-            worker._rank = PoolRank(open_store(), self.model, layout, bases)
-            worker._partial, worker._block_tokens = not hybrid, block_size
+            me = ranks[rank]
+            worker._rank = PoolRank(
+                open_store(),
+                self.model,
+                layout,
+                bases,
+                replica=me.replica,
+                replicas=me.replicas,
+            )
+            worker._partial = hybrid in ("", "latent")
+            worker._block_tokens = block_size * dcp
             self.workers.append(worker)
-            handshakes[0, rank] = FerryHandshake(
+            tp_rank, pcp_rank = places[rank]  # keyed as vLLM does
+            handshakes[0, tp_rank + (pcp_rank * tp if dcp > 1 else 0)] = FerryHandshake(
                 msgspec.msgpack.encode(engine_info("", "", self.model, shape, {})),
                 msgspec.msgpack.encode(rank_info(layout, [0] * len(bases), "", "", {})),
             )
@@ -200,10 +256,23 @@ class SchedulerEngine:
         self.preempted = 0
 
     def cells(self, rank: int, table: int) -> np.ndarray:
-        """A rank's memory of one group as [layer, block, head, slot, dim], LBHNC."""
-        heads = HEADS // len(self.layouts)
-        layers = len(self.model.groups[table].layers)
-        return self.memory[rank][table].reshape(layers, -1, heads, self.block_size, DIM)
+        """A rank's memory of one group as [layer, block, head, slot, dim], whatever its order."""
+        group = self.model.groups[table]
+        slots = 1 if group.is_state else self.block_size
+        heads, dim = (1, HEADS * DIM) if self.model is LATENT else (self._heads, DIM)
+        sizes = {"L": len(group.layers), "B": -1, "H": heads, "N": slots, "C": dim}
+        raw = self.memory[rank][table].reshape([sizes[axis] for axis in self.order])
+        return raw.transpose([self.order.index(axis) for axis in "LBHNC"])
+
+    @property
+    def _heads(self) -> int:
+        return HEADS // self.layouts[0].shape.tp
+
+    def _mine(self, rows: np.ndarray, rank: int) -> np.ndarray:
+        """What a rank keeps of tokens."""
+        if self.model is LATENT:
+            return rows.reshape(*rows.shape[:2], 1, HEADS * DIM)
+        return rows[:, :, self.ranks[rank] * self._heads : (self.ranks[rank] + 1) * self._heads]
 
     def add(self, name: str, tokens: list[int], output: int = 4) -> None:
         params = SamplingParams(max_tokens=output, ignore_eos=True)
@@ -291,25 +360,40 @@ class SchedulerEngine:
             stop = start + output.num_scheduled_tokens[name]
             rows = content(self.tokens[name][:stop])
             for number, group in enumerate(self.model.groups):
+                if group.is_state:
+                    self._advance(name, number, rows[:, list(group.layers)], start)
+                    continue
                 needed = group.residency.needed_from(start)
                 self._compute(name, number, rows[:, list(group.layers)], needed, start)
             self.computed[name] += stop - start
 
     def _compute(self, name: str, number: int, rows: np.ndarray, needed: int, start: int) -> None:
         """One group: tokens from `needed` on must be there up to `start`; later ones are made."""
-        table = np.asarray(self.tables[name][number])
-        positions = np.arange(needed, len(rows))
-        block, slot = table[positions // self.block_size], positions % self.block_size
-        assert block.all(), f"{name}: a token that is needed has no block"
-        heads, old = HEADS // len(self.workers), start - needed
+        table, span = np.asarray(self.tables[name][number]), self.block_size * self.dcp
         for rank in range(len(self.workers)):
-            cells = self.cells(rank, number)
-            mine = rows[needed:, :, rank * heads : (rank + 1) * heads]
+            positions = np.arange(needed, len(rows))
+            positions = positions[positions % self.dcp == self.ranks[rank] % self.dcp]
+            block, slot = table[positions // span], positions % span // self.dcp
+            assert block.all(), f"{name}: a token that is needed has no block"
+            cells, old = self.cells(rank, number), int((positions < start).sum())
+            mine = self._mine(rows, rank)[positions]
             held = cells[:, block, :, slot, :]  # token, layer, head, dim
             assert held.shape == mine.shape, (held.shape, mine.shape)
             wrong = np.flatnonzero((held[:old] != mine[:old]).any(axis=(1, 2, 3)))
-            assert not len(wrong), f"{name}: token {wrong[0] + needed} is not in the cache"
+            assert not len(wrong), f"{name}: token {positions[wrong[0]]} is not in the cache"
             cells[:, block[old:], :, slot[old:], :] = mine[old:]
+
+    def _advance(self, name: str, number: int, rows: np.ndarray, start: int) -> None:
+        """A recurrent state: the one after `start` tokens must be there; then the next is made."""
+        table, stop = self.tables[name][number], len(rows)
+        for rank in range(len(self.workers)):
+            cells, mine = self.cells(rank, number), self._mine(rows, rank)
+            if start:
+                held = cells[:, table[(start - 1) // self.block_size], :, 0, :]
+                assert (held == mine[start - 1]).all(), f"{name}: no state after token {start}"
+            block = table[(stop - 1) // self.block_size]
+            assert block, f"{name}: the state after token {stop} has no block"
+            cells[:, block, :, 0, :] = mine[stop - 1]
 
     @property
     def pinned(self) -> int:

@@ -123,8 +123,10 @@ KINDS = {
         {"secret": SECRET, "host": "127.0.0.1", "packing": "direct"},
     ),
     "tcp-open": Kind("tcp"),
-    "mooncake": Kind("mooncake", second=40_000),
-    "nixl": Kind("nixl"),
+    "mooncake": Kind("mooncake", {"packing": "direct"}, {"packing": "direct"}, second=40_000),
+    "mooncake-packed": Kind("mooncake", {"packing": "packed"}, {"packing": "packed"}),
+    "nixl": Kind("nixl", {"packing": "direct"}, {"packing": "direct"}),
+    "nixl-packed": Kind("nixl", {"packing": "packed"}, {"packing": "packed"}),
     "local-packed": Kind("local", {"packing": "packed"}, {"packing": "packed"}),
     "tcp-packed": Kind(
         "tcp",

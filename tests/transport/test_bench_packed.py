@@ -7,29 +7,44 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.bench import packed
+from kvferry.bench import calibrate, packed, packed_pair
+from kvferry.bench.packed_pair import BATCH_BYTES, BLOCK_TOKENS, Bench
 from kvferry.transport.cost import ENVIRONMENT, load_costs, shipped_costs
 
+NAMES = ("local", "tcp")
 
-def test_all_modes_are_measured_in_one_run() -> None:
-    result = packed.run((64, 4096), seconds=0.0)
+
+def test_all_modes_are_measured_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_pair, "CPU_SECONDS", 0.01)
+    result = packed.run((64, 4096), seconds=0.0, carriers=NAMES)
     assert [(r.carrier, r.run_bytes) for r in result.rows] == [
-        (carrier, size) for size in (64, 4096) for carrier in packed.CARRIERS
+        (carrier, size) for carrier in NAMES for size in (64, 4096)
     ]
     for row in result.rows:
         assert min(row.direct_gb_s, row.packed_gb_s, row.chosen_gb_s) > 0
         assert min(row.cpu_ns_per_byte.values()) > 0
-        assert row.runs * row.run_bytes <= packed.BATCH_BYTES
+        assert row.runs * row.run_bytes <= BATCH_BYTES
+        assert row.rounds >= packed.LEAST_ROUNDS and row.noise >= packed.LEAST_NOISE
     table = list(packed.lines(result))
-    assert len(table) == 2 + 4 + 2
-    assert set(result.crossover_bytes) == set(packed.CARRIERS)
+    assert len(table) == 2 + 4 + 2 + 2
+    assert set(result.crossover_bytes) == set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "noise", "cpu", "slower", "dearer"),
+    [(0.99, 0.05, 1.1, False, False), (0.94, 0.05, 1.0, True, False), (2, 0.05, 1.2, False, True)],
+)
+def test_the_verdict(ratio: float, noise: float, cpu: float, slower: bool, dearer: bool) -> None:
+    spent = {"direct": 1.0, "packed": 9.0, "auto": cpu}
+    row = packed.PackedRow("tcp", 64, 1, 7, 1.0, 1.0, 1.0, 1.0, ratio, noise, spent)
+    assert (not row.not_slower, not row.not_dearer) == (slower, dearer)
 
 
 def test_the_batches_are_token_major_and_do_not_overlap() -> None:
     for gaps, stride in ((True, 2), (False, 1)):
-        bench = packed._Bench(0, 0, np.zeros(1, dtype=np.uint8), {})
+        bench = Bench(0, 0, np.zeros(1, dtype=np.uint8), {})
         copies = bench.token_major(256, 4096, gaps=gaps)
-        steps = np.diff(copies.src.reshape(-1, packed.BLOCK_TOKENS), axis=1)
+        steps = np.diff(copies.src.reshape(-1, BLOCK_TOKENS), axis=1)
         assert (steps == stride * 256).all()
         for ends in (copies.src, copies.dst):
             assert (np.diff(np.sort(ends)) >= 256).all()
@@ -39,12 +54,12 @@ def test_calibration_writes_what_is_then_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "deep" / "costs.json"))
-    monkeypatch.setattr(packed, "CALIBRATED_SIZES", (64, 4096))
-    made = packed.calibrate(seconds=0.0)
-    assert packed.write_costs(made) == tmp_path / "deep" / "costs.json"
+    monkeypatch.setattr(calibrate, "CALIBRATED_SIZES", (64, 4096))
+    made = calibrate.calibrate(seconds=0.0, names=NAMES)
+    assert calibrate.write_costs(made) == tmp_path / "deep" / "costs.json"
     assert load_costs() == made
     assert "cores" in made.name
-    for carrier in packed.CARRIERS:
+    for carrier in NAMES:
         direct, staged = made.of(carrier, "direct"), made.of(carrier, "packed")
         assert direct is not None and staged is not None
         # a MiB in short runs costs something in either mode, and less than a minute

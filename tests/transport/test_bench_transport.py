@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.bench.paired import PairedRow
+from kvferry.bench.targets import judge
 from kvferry.bench.transport import lines, run
 from kvferry.cli.bench import transport_bench_page
 from kvferry.errors import TransferError
@@ -19,7 +21,9 @@ def test_a_short_run() -> None:
         assert row.gb_s > 0
         assert row.descriptors_s == pytest.approx(row.gb_s * 1e9 / size)
         assert (row.of_baseline is None) == (carrier == "memcpy")
-    assert len(list(lines(result))) == 5 + len(rows) + len(result.missing)
+    assert not result.paired  # neither of them has a library of its own
+    assert {t.met for t in result.targets} == {None}  # nothing to compare with was measured
+    assert len(list(lines(result))) == 5 + len(rows) + len(result.missing) + 1 + len(result.targets)
     page = transport_bench_page(result)
     assert page.startswith("<!doctype html>") and "<h2>Writes</h2>" in page
     assert "http" not in page  # needs nothing from elsewhere
@@ -30,3 +34,24 @@ def test_sizes_that_do_not_fit() -> None:
         run(sizes=(0,))
     with pytest.raises(TransferError, match="raw-nixl"):
         run(carriers=("pigeon",))
+
+
+def test_targets_are_judged_by_their_worst_cell() -> None:
+    rates = {
+        ("local", "read", 4096): 4.0,
+        ("raw-nixl", "read", 4096): 1.0,
+        ("local", "write", 4096): 1.9,
+        ("raw-nixl", "write", 4096): 1.0,
+        ("local", "write", 256): 0.1,  # no target there
+        ("raw-nixl", "write", 256): 1.0,
+    }
+    pairs = [
+        PairedRow("mooncake", "read", 256, 11, 1.0, 0.96, 0.5, 2.0),
+        PairedRow("mooncake", "write", 256, 11, 1.0, 0.94, 0.5, 2.0),
+        PairedRow("nixl", "write", 256, 11, 1.0, 1.2, 0.5, 2.0),
+    ]
+    first, *others, mooncake, nixl = judge(rates, pairs)
+    assert (first.found, first.where, first.met) == (1.9, "write 4.0 KiB", False)
+    assert {t.met for t in others} == {None}
+    assert (mooncake.found, mooncake.where, mooncake.met) == (0.94, "write 256 B", False)
+    assert nixl.met

@@ -12,10 +12,11 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+import xxhash
 
 from kvferry.errors import OutOfBounds, ProtocolError
 from kvferry.p2p.caller import Caller
-from kvferry.p2p.checksum import SLICE_BYTES, decode_runs, digest, encode_runs
+from kvferry.p2p.checksum import MIX128, XXH3, decode_runs, digest, encode_runs
 from kvferry.transport import MemoryRegion
 from kvferry.transport.host import HostMemory
 from kvferry.transport.null import Faults
@@ -62,6 +63,21 @@ def test_a_bit_that_flips_fails_the_load(copy: int | None) -> None:
                 time.sleep(0.01)
             words = [closed.outcomes for one in source.closed() for closed in one]
             assert words == [{"failed": 1}, {"failed": 1}]
+
+
+@pytest.mark.parametrize("mixes", [(True, True), (True, False), (False, True)])
+def test_the_quickest_that_both_ends_have(mixes: tuple[bool, bool]) -> None:
+    """A GPU's checksum where both name it in the handshake, else the one that all have."""
+    expected = "mix128" if all(mixes) else "xxh3"
+    theirs, ours = (replace(one, mixes=it) for one, it in zip((SOURCE, SINK), mixes, strict=True))
+    for flipped in (None, 5):
+        with both(theirs, ours) as (source, sink):
+            sink.racks[0].carrier.faults = Faults(corrupt_at=flipped)
+            source.fill(PROMPT)
+            source.open(PROMPT)
+            (loaded,) = sink.load(source.ticket(PROMPT), PROMPT)
+            assert loaded.ok == (flipped is None)
+            assert loaded.ok or f"({expected} " in loaded.error
 
 
 def test_without_checksums_the_same_bit_goes_unseen() -> None:
@@ -161,12 +177,18 @@ def test_what_a_source_refuses_to_digest() -> None:
             ([base], [-1]),
             ([base], [0]),
             ([base], [1 << 62]),
-            ([base] * 3, [SLICE_BYTES] * 3),
+            ([base] * 3, [XXH3.slice_bytes] * 3),
             ([], []),
         ):
             refused = ask(address, length)
             assert isinstance(refused, Refused), (address, length)
             assert refused.reason == "malformed"
+        runs = encode_runs(np.array([base]), np.array([8]))
+        for algorithm in ("mix128", "md5", ""):  # not of this memory, not of any
+            request = Sum(VERSION, rank.incarnation, "hold-1", runs, algorithm)
+            call = caller.call(f"{LOOPBACK}:{rank.port}", request, time.monotonic() + 20)
+            refused = call.result(20)
+            assert isinstance(refused, Refused) and refused.reason == "malformed"
         unknown = ask([base], [8], "another hold")
         assert isinstance(unknown, Refused)
         assert unknown.reason == "closed"
@@ -195,3 +217,52 @@ def test_a_digest_depends_on_order_and_every_byte() -> None:
     for raw in (b"", b"1234567", bytes(16)):
         with pytest.raises(ProtocolError):
             decode_runs(raw)
+
+
+def by_hand(runs: list[bytes]) -> bytes:
+    """`mix128` in plain integers."""
+    mask, sums, number = (1 << 64) - 1, [0, 0], 0
+    for run in runs:
+        for at in range(0, len(run), 8):
+            word = int.from_bytes(run[at : at + 8].ljust(8, b"\0"), "little")
+            h = word ^ ((number * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & mask)
+            h ^= h >> 32
+            h = h * 0xFF51AFD7ED558CCD & mask
+            h ^= h >> 29
+            h = h * 0xC4CEB9FE1A85EC53 & mask
+            h ^= h >> 32
+            g = (h ^ (h >> 31)) * 0xBF58476D1CE4E5B9 & mask
+            g ^= g >> 33
+            sums = [(sums[0] + h) & mask, (sums[1] + g) & mask]
+            number += 1
+    lengths = b"".join(len(run).to_bytes(8, "little") for run in runs)
+    sums_bytes = b"".join(s.to_bytes(8, "little") for s in sums)
+    return xxhash.xxh3_128_digest(sums_bytes + lengths)
+
+
+@pytest.mark.parametrize("grain", [16, 8, 1])
+def test_mix128_is_what_it_says(grain: int) -> None:
+    rng = np.random.default_rng(grain)
+    memory = rng.integers(0, 256, 3 << 20, dtype=np.uint8)
+    there = HostMemory([MemoryRegion(memory.ctypes.data, memory.nbytes)])
+    lengths = np.array([grain, 3 * grain, 304, (1 << 20) + 16 * grain, 4096])  # one beyond a chunk
+    starts = np.array([0, 1 << 10, 2 << 10, 4 << 10, 2 << 20])
+    runs = [memory[s : s + n].tobytes() for s, n in zip(starts, lengths, strict=True)]
+    found = digest(there, starts + memory.ctypes.data, lengths, MIX128)
+    assert found == by_hand(runs) and len(found) == 16
+    others = {
+        digest(there, starts[::-1] + memory.ctypes.data, lengths[::-1], MIX128),  # other order
+        digest(there, starts[:-1] + memory.ctypes.data, lengths[:-1], MIX128),
+        digest(there, starts[:1] + memory.ctypes.data, lengths[:1], MIX128),
+    }
+    cut = np.concatenate([lengths[:-1], [2048, 2048]])  # the same bytes, cut elsewhere
+    at = np.concatenate([starts, [(2 << 20) + 2048]]) + memory.ctypes.data
+    others.add(digest(there, at, cut, MIX128))
+    for bit in (0, 8 * (2 << 10) + 3, 8 * ((2 << 20) + 4095) + 7):
+        memory[bit // 8] ^= 1 << bit % 8
+        others.add(digest(there, starts + memory.ctypes.data, lengths, MIX128))
+        memory[bit // 8] ^= 1 << bit % 8
+    words = memory[4 << 10 : (4 << 10) + 16].view(np.uint64)
+    words[:] = words[::-1].copy()  # two words change places
+    others.add(digest(there, starts + memory.ctypes.data, lengths, MIX128))
+    assert len(others) == 8 and found not in others

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import StoreError
+from kvferry.pool import embedded_image
 from kvferry.pool import embedded_index as ix
 from kvferry.pool.embedded import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
@@ -193,9 +194,10 @@ def test_a_flipped_byte(place: Path, tier: str, where: str) -> None:
     peer.close()
 
 
-def test_a_slice_is_checked_by_itself(place: Path) -> None:
+def test_a_slice_is_checked_by_itself(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flipped byte elsewhere in the object does not make a slice of other chunks fail."""
     peer = Peer(place)
+    monkeypatch.setattr(embedded_image, "CHUNK_BYTES", 64 << 10)
     number = next(n for n in range(1000) if len(content(n)) > 200_000)
     data = content(number)
     peer.put(number)

@@ -1,8 +1,23 @@
 """The failure matrix: real processes die, stop, lie and come back; in time, and without a leak.
 
 Each case runs where the consumer reads and where the producer writes. Before and after, the peers
-that live are counted: threads, descriptors, holds, parked claims, grants, blocks. Bytes are
+that live are counted: threads, descriptors, holds, parked claims, grants, blocks, memory. Bytes are
 compared with contents that are derived from positions.
+
+    kill -9 P before, during, after a load;
+        restart with the same address  test_a_producer_is_killed_and_comes_back_at_its_address
+    kill -9 D before, during, after    test_a_consumer_is_killed
+    SIGSTOP, a late write              test_a_late_write_does_not_land_in_reused_blocks
+    SIGSTOP past the lease, and on     test_a_consumer_is_stopped_past_the_lease_and_goes_on,
+                                       test_a_producer_is_stopped_past_the_deadline_and_goes_on
+    abort at each stage                test_loads_are_given_up_at_every_moment; under vLLM's
+                                       scheduler: tests/vllm/test_lifecycle.py, test_aborted_*
+    D preempted after loading          tests/vllm/test_lifecycle.py, test_preempted_after_loading
+    stale, restarted, another prompt   test_tickets_that_are_refused_leave_nothing
+    wrong secret, another model,
+        a peer that answers nothing    test_peers_that_are_refused_leave_nothing
+    corrupted payload, checksums on    test_a_damaged_payload_is_noticed_with_checksums
+    64 consumers on one producer       test_64_consumers_on_one_producer
 """
 
 from __future__ import annotations
@@ -19,7 +34,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.p2p import load as load_module
+from kvferry.p2p import pieces as pieces_module
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.ticket import Ticket
 from p2p_peers import (
@@ -89,8 +104,11 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def census(peer: Any) -> dict[str, int]:
-    counted: dict[str, int] = peer.ask("census") if isinstance(peer, Child) else peer.census()
-    return counted
+    """What a peer has; memory with what it may grow by."""
+    alone = isinstance(peer, Child)  # else its memory is also the tests'
+    counted: dict[str, int] = peer.ask("census") if alone else peer.census()
+    memory = {"memory": peer.ask("resident_bytes") + MOST_GROWTH_BYTES} if alone else {}
+    return {**counted, **memory}
 
 
 def require_no_more(peer: Any, before: dict[str, int]) -> None:
@@ -99,6 +117,8 @@ def require_no_more(peer: Any, before: dict[str, int]) -> None:
 
     def settled() -> bool:
         found.update(census(peer))
+        if "memory" in found:  # what may be added was added to what it had
+            found["memory"] -= MOST_GROWTH_BYTES
         return all(found[what] <= count for what, count in before.items())
 
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -125,7 +145,7 @@ def test_a_producer_is_killed_and_comes_back_at_its_address(
     way: Way, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three times: the consumer must not have more of anything after the third than before."""
-    monkeypatch.setattr(load_module, "SLICE_DESCRIPTORS", 64)
+    monkeypatch.setattr(pieces_module, "SLICE_DESCRIPTORS", 64)
     first, second = Prompt(1, 200, 1, 1), Prompt(2, 100, 20, 20)
     gate = 5 if when == "during" else None
     port, stale, before = 0, None, {}
@@ -265,6 +285,29 @@ def test_a_consumer_is_stopped_past_the_lease_and_goes_on(way: Way) -> None:
         finally:
             d.kill()
         assert p.ask("open_holds") == 0
+
+
+def test_a_producer_is_stopped_past_the_deadline_and_goes_on(way: Way) -> None:
+    """Loads end by their deadline; it holds nothing that nobody wants when it is back."""
+    source = replace(way.p, lease_seconds=LEASE_SECONDS)
+    with producer(source) as p, consumer(way.d, source, alone=False) as d:
+        warm_up(p, d)
+        prompts = [Prompt(n, 100, 1, 1) for n in (1, 2)]
+        before, before_p = census(d), census(p)
+        for prompt in prompts:
+            ticket = p.hold(prompt)
+            p.signal(signal.SIGSTOP)
+            with within(SHORT_SECONDS):
+                error = error_of(d.load(ticket, prompt, seconds=SHORT_SECONDS))
+            assert "DeadlineExceeded" in error or "took longer than allowed" in error, error
+            p.signal(signal.SIGCONT)
+            for reports in p.closed(1):  # told that it failed, or by the end of the lease
+                assert reports[0].why in ("delivered", "expired")
+        again = Prompt(3, 100, 1, 1)
+        require_ok(d.load(p.hold(again), again))
+        assert d.wrong_bytes(again, WARM) == 0
+        require_no_more(d, before)
+        require_no_more(p, before_p)
 
 
 # --- aborts --------------------------------------------------------------------------------------

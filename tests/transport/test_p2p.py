@@ -15,7 +15,7 @@ import pytest
 from kvferry.errors import IncompatibleError
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.p2p import caller as caller_module
-from kvferry.p2p import load as load_module
+from kvferry.p2p import pieces as pieces_module
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.remote import meet
 from kvferry.p2p.ticket import Ticket
@@ -250,6 +250,21 @@ def test_a_cancelled_load_ends_at_once_and_its_hold_closes_when_it_comes() -> No
         require_all_closed(p, 1, "delivered", "failed")
 
 
+def test_a_load_that_must_not_begin_fails_once_and_its_sources_are_told() -> None:
+    """The device failed before the step's orders became true."""
+    prompt = Prompt(1, 100)
+    with producer(P) as p, consumer(D, P) as d:
+        p.ask("open", prompt)
+        why = "the device failed: an illegal memory access"
+        load = d.start(p.ticket(prompt), prompt, seconds=600.0, fails=why)
+        assert [one.error for one in d.wait(load)[0]] == [why]
+        require_all_closed(p, 1, "delivered", "failed")
+        assert not any(rank.take_done() for rank in d.ranks)
+        d.close()
+        late = d.start(p.ticket(prompt), prompt, request_id="late")  # closed: reported, not lost
+        require_failed(d.wait(late)[0], "Cancelled")
+
+
 def test_a_release_before_the_hold_closes_it_when_it_comes() -> None:
     prompt = Prompt(1, 100)
     with producer(P) as p, consumer(D, P) as d:
@@ -363,7 +378,7 @@ def test_a_producer_that_falls_silent_is_lost_before_the_deadline(
 def test_a_producer_that_is_killed_during_the_read(
     carrier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load_module, "SLICE_DESCRIPTORS", 64)
+    monkeypatch.setattr(pieces_module, "SLICE_DESCRIPTORS", 64)
     prompt = Prompt(1, 200)
     source = replace(P, carrier=carrier, gate_after=5, slice_descriptors=64)
     with producer(source) as p, consumer(replace(D, carrier=carrier, gate_after=5), source) as d:
@@ -505,7 +520,7 @@ def test_another_prompts_ticket_is_refused() -> None:
             require_failed(
                 d.load(bad, replace(prompt, tokens=bad.tokens), keep_open=True),
                 "HandoverError: rank (0, 0) refuses the claim: the ticket is for another prompt",
-                "HandoverError: rank (0, 0) refuses the offer: the ticket is for another prompt",
+                "refuses the offer: the ticket is for another prompt",  # whichever says so first
                 "HandoverError: the ticket promises 101 tokens, rank (0, 0) holds 100",
                 "refuses the offer: the ticket promises 101 tokens, this rank holds 100",
             )

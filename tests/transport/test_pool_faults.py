@@ -20,12 +20,13 @@ from dir_store import DirStore, FaultyStore
 from kvferry.errors import KvferryError, StoreError
 from kvferry.pool import load as load_module
 from kvferry.pool import lookup as lookup_module
+from kvferry.pool import lookup_client
 from kvferry.pool import save as save_module
 from kvferry.pool.database import ChunkedTokenDatabase
 from kvferry.pool.embedded import EmbeddedStore
 from kvferry.pool.lookup import LookupKeyServer
 from kvferry.pool.records import PoolLayout
-from kvferry.pool.scheduler import PoolLimits
+from kvferry.pool.requests import PoolLimits
 from kvferry.pool.store import Outcome, Store
 from kvferry.verify.case import CaseDict
 from kvferry.verify.oracle import Oracle
@@ -287,6 +288,117 @@ def test_an_exception_in_a_save(pair: Pair, point: str, error: Exception) -> Non
     assert pair.engine("dst").matched("r", tokens) == 0
 
 
+class Gone(BaseException):
+    """What no guard for errors catches."""
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException) -> None:
+    """`module.function` or `module.Class.method` of the pool raises."""
+    monkeypatch.setattr(f"kvferry.pool.{where}", raising(error))
+
+
+SAVE_POINTS = [
+    "database.ChunkedTokenDatabase.my_turn",
+    "database.ChunkedTokenDatabase.keys",
+    "database.ChunkedTokenDatabase.objects",
+    "database.object_keys",
+    "objects.ObjectMemory.addresses",
+    "fence",
+]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), Gone()], ids=["error", "gone"])
+@pytest.mark.parametrize("point", SAVE_POINTS)
+def test_an_exception_at_each_point_of_a_save(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, point: str, error: BaseException
+) -> None:
+    """Whatever raises: the job is reported, its blocks are free, nothing is found, saves go on."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    tokens = sequence(pair.case)
+    writer = pair.engine("src")
+    writer.until(lambda: writer.scheduler.counters["layouts_published"] > 0)
+    with monkeypatch.context() as patch:
+        if point == "fence":
+            start = save_module.Saver.start
+            patch.setattr(
+                save_module.Saver,
+                "start",
+                lambda self, o, d, f=None: start(self, o, d, raising(error)),
+            )
+        else:
+            broken(patch, point, error)
+        writer.save("w", tokens)
+        all_ended(writer)
+    assert all(saved.failed for saved in writer.saved)
+    if isinstance(error, Exception):
+        assert sum(rank.counters["save_errors"] for rank in writer.ranks.values()) > 0
+    assert pair.engine("dst").matched("r", tokens) == 0
+    time.sleep(save_module.FIRST_PAUSE_SECONDS)
+    writer.save("again", tokens)
+    assert pair.engine("dst").matched("r", tokens) == pair.case["tokens"]
+
+
+LOAD_POINTS = [
+    "rank.plan_read",
+    "reader.ReadPlan.bind",
+    "load.object_keys",
+    "load._cut",
+    "load.Loader._read",
+]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), Gone()], ids=["error", "gone"])
+@pytest.mark.parametrize("point", LOAD_POINTS)
+def test_an_exception_at_each_point_of_a_load(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, point: str, error: BaseException
+) -> None:
+    """Whatever raises: every rank reports once, nothing is trusted, and the next load works."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    tokens = sequence(pair.case)
+    pair.engine("src").save("w", tokens)
+    reader = pair.engine("dst")
+    found = reader.matched("r", tokens)
+    with monkeypatch.context() as patch:
+        broken(patch, point, error)
+        ends = reader.load("r", found)
+        all_ended(reader)
+    assert len(ends) == len(reader.ranks)
+    assert all(not end.ok and end.bad_from == 0 for end in ends)
+    counters = [rank.counters for rank in reader.ranks.values()]
+    assert sum(c["load_failures"] for c in counters) == len(ends)
+    assert reader.matched("r", tokens) == 0, "a request whose load failed is not matched again"
+    assert reader.matched("new", tokens) == found
+    assert all(end.ok for end in reader.load("new", found))
+    assert reader.wrong_bytes(pair.oracle) == 0
+    all_ended(reader)
+
+
+LOOKUP_POINTS = [
+    "chain.ContentChain.signature",
+    "chain.ContentChain.digests",
+    "database.Question.answer",
+    "book.LayoutBook.refresh",
+    "lookup.longest_hit",
+    "lookup.covered_prefix",
+]
+
+
+@pytest.mark.parametrize("point", LOOKUP_POINTS)
+def test_an_exception_at_each_point_of_a_lookup(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    tokens = sequence(pair.case)
+    pair.engine("src").save("w", tokens)
+    reader = pair.engine("dst")
+    reader.until(lambda: reader.scheduler.counters["layouts_published"] > 0)
+    with monkeypatch.context() as patch:
+        broken(patch, point, RuntimeError("a bug"))
+        assert reader.matched("r", tokens) == 0
+    assert reader.scheduler.counters["lookup_errors"] > 0
+    reader.until(lambda: reader.matched("r2", tokens) == pair.case["tokens"])
+    all_ended(reader)
+
+
 @pytest.mark.parametrize("outcome", [Outcome.FULL, Outcome.FAILED])
 def test_a_store_without_room(pair: Pair, outcome: Outcome) -> None:
     """What is not stored is not found; the store is left alone for a while, and tried again."""
@@ -412,6 +524,54 @@ def test_a_load_that_hangs(case: CaseDict, tmp_path: Path, monkeypatch: Any) -> 
     pair.close()
 
 
+def test_a_load_that_hangs_and_whose_request_is_gone(
+    case: CaseDict, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The client leaves before the load is given up: its blocks are kept from reuse too."""
+    monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.1)
+    pair = Pair(case, tmp_path, FAST)
+    tokens = sequence(case)
+    pair.engine("src").save("w", tokens)
+    reader = pair.engine("dst")
+    found = reader.matched("r", tokens)
+    release = threading.Event()
+    pair.faults["get"] = lambda *_: release.wait(30) and None
+    reader.scheduler.allocated("r", reader.tables, found)
+    reader.step()
+    reader.scheduler.finished("r")
+    reader.until(lambda: len(reader.ends.get("r", ())) == len(reader.ranks))
+    assert all(end.hung for end in reader.ends["r"])
+    assert reader.pinned == len({i for table in reader.tables for i in table} - {reader.null})
+    release.set()
+    all_ended(reader)
+    assert not reader.scheduler._loads
+    pair.close()
+
+
+def test_a_reset_saves_nothing_old(pair: Pair) -> None:
+    """What runs on with old weights is not saved under the new namespace; what is new, is."""
+    tokens, other = sequence(pair.case), sequence(pair.case, seed=2)
+    engine = pair.engine("src")
+    half = engine.scheduler.align_tokens
+    engine.matched("runs", tokens)
+    engine.save("runs", tokens, half)
+    count = len(pair.objects)
+    engine.scheduler.reset(keeps_blocks=True)
+    engine.save("runs", tokens)
+    assert engine.matched("hits", tokens, computed=half) == 0
+    engine.save("hits", tokens)  # on top of blocks that the engine had
+    assert engine.scheduler.counters["save_jobs"] == 1
+    engine.until(lambda: len(pair.objects) >= count + 2)  # the layout, published again
+    assert len(pair.objects) == count + 2, "an old block was saved"
+    assert engine.matched("new", other) == 0
+    engine.save("new", other)
+    assert engine.scheduler.counters["save_jobs"] == 2
+    engine.scheduler.reset()  # nothing is kept: all that is computed from now on is new
+    assert engine.matched("hits", tokens) == 0
+    engine.save("hits", tokens)
+    assert engine.scheduler.counters["save_jobs"] == 3
+
+
 # What review of vLLM's own connector left open: each guard, and what happens without it
 
 
@@ -507,7 +667,7 @@ def test_a_transfer_thread_that_raises_without_its_guard(pair: Pair, monkeypatch
 
 def test_a_lookup_that_never_answers(case: CaseDict, tmp_path: Path, monkeypatch: Any) -> None:
     """A miss by the deadline; the stuck server is replaced, and the next lookup is answered."""
-    monkeypatch.setattr(lookup_module, "STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(lookup_client, "STUCK_SECONDS", 0.05)
     pair = Pair(case, tmp_path, FAST)
     tokens = sequence(case)
     pair.engine("src").save("w", tokens)
@@ -533,7 +693,8 @@ def test_steps_that_are_slower_than_answers_age(pair: Pair, monkeypatch: Any) ->
     pair.engine("src").save("w", tokens)
     reader = pair.engine("dst")
     reader.until(lambda: reader.scheduler.counters["layouts_published"] > 0)
-    monkeypatch.setattr(lookup_module, "CACHE_SECONDS", 0.05)
+    for module in (lookup_module, lookup_client):
+        monkeypatch.setattr(module, "CACHE_SECONDS", 0.05)
     tracker = reader.scheduler.track("r", tuple)
     found = []
     for _ in range(12):
@@ -548,9 +709,6 @@ def test_a_lookup_server_that_died(pair: Pair, monkeypatch: Any) -> None:
     pair.engine("src").save("w", tokens)
     reader = pair.engine("dst")
     reader.until(lambda: reader.scheduler.counters["layouts_published"] > 0)
-
-    class Gone(BaseException):
-        """What no guard for errors catches."""
 
     pair.faults["exists"] = raising(Gone())
     reader.scheduler.matched("r", reader.scheduler.track("r", tuple), tokens, 0)

@@ -23,6 +23,9 @@ CASES = [
     ("gqa", "tp=4,block=24", "tp=2,pp=4,block=16", "tcp"),
     ("window", "tp=4,pp=2,block=32", "tp=3,pp=3,block=16", "local"),
     ("window", "tp=8,block=16,full=1", "tp=2,block=24", "tcp"),
+    # last blocks that move whole, and whose tails are zeroed
+    ("gqa", "tp=2,block=32,interior=cpu", "tp=2,block=16,interior=cpu", "local"),
+    ("gqa", "tp=2,block=16,interior=cpu", "tp=4,block=32,interior=cpu", "tcp"),
     # latents and few heads, shared by the ranks of decode context parallelism
     ("mla", "tp=8,dcp=8,block=16", "tp=2,block=16", "local"),
     ("mla", "tp=2,pp=2,block=32", "tp=8,dcp=4,interleave=4,block=16", "tcp"),

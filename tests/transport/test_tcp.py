@@ -24,8 +24,9 @@ from kvferry.errors import (
 from kvferry.transport import MemoryRegion, TransferState
 from kvferry.transport.host import HostMemory
 from kvferry.transport.regions import RegionTable
-from kvferry.transport.tcp import STREAMS_PER_TRANSFER, TRANSFERS_PER_PEER, TcpCarrier
+from kvferry.transport.tcp import STREAMS_PER_TRANSFER, TcpCarrier
 from kvferry.transport.tcp_client import TcpEndpoint
+from kvferry.transport.tcp_peer import TRANSFERS_PER_PEER
 from kvferry.transport.tcp_server import ServerLimits
 
 SIZE = 8 << 20

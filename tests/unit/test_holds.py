@@ -184,9 +184,28 @@ def test_closed_holds_never_open_again() -> None:
 
 def test_opening_a_hold_twice_changes_nothing() -> None:
     made = opened()
-    assert made.add("h", "other", "d2", 1, [], 5.0) == ([], None)
-    assert made.open["h"].request_id == "r"
+    assert made.add("h", "r", "d2", 1, [], 5.0) == ([], None)
+    assert made.open["h"].digest == "digest"
     assert made.next_deadline() == LEASE
+
+
+def test_an_id_that_another_request_has_used_is_reported_at_once() -> None:
+    """Its blocks are to be freed: it can never be claimed. The first hold stays as it is."""
+    made = opened()
+    closed = Closed("", "other", "withdrawn", {})
+    assert made.add("h", "other", "d2", 1, [], 5.0) == ([], closed)
+    assert made.open["h"].request_id == "r" and made.next_deadline() == LEASE
+    made.withdraw("h")
+    assert made.add("h", "other", "d2", 1, [], 6.0) == ([], closed)
+    assert made.add("h", "r", "d", 1, [], 7.0) == ([], None)  # reported before
+
+
+def test_all_claims_can_be_sent_away() -> None:
+    made = table()
+    for number, hold_id in enumerate(("a", "a", "b")):
+        assert made.park(hold_id, str(number), 5.0)
+    assert made.unpark_all() == ["0", "1", "2"]
+    assert made.parked == 0 and made.next_deadline() is None
 
 
 @pytest.mark.parametrize("outcome", ["failed", "not needed"])

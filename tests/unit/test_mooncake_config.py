@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,8 @@ from kvferry.pool.mooncake_config import MooncakeStoreConfig, parse_size
         ("1.5kb", 1536),
         ("7", 7),
         ("2g", 2 << 30),
+        ("80GiB", 80 << 30),
+        ("512MiB", 512 << 20),
     ],
 )
 def test_sizes(text: object, size: int) -> None:
@@ -61,6 +65,44 @@ def test_file_and_variables(tmp_path: Path) -> None:
     alone = {"MOONCAKE_MASTER": "127.0.0.1:5", "MOONCAKE_MODE": "standalone-store"}
     assert MooncakeStoreConfig.load(alone).global_segment_size == 0
     assert MooncakeStoreConfig.load(alone).hostname == "127.0.0.1"
+
+
+def test_a_file_means_what_it_means_to_vllm(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.json"
+    path.write_text(json.dumps({"master_server_address": "127.0.0.1:1", "local_hostname": "x"}))
+    found = MooncakeStoreConfig.load({"MOONCAKE_CONFIG_PATH": str(path)})
+    assert (found.protocol, found.metadata_server, found.hostname) == ("rdma", "P2PHANDSHAKE", "x")
+    named = {"MOONCAKE_CONFIG_PATH": str(path), "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": " node7 "}
+    assert MooncakeStoreConfig.load(named).hostname == "node7"
+    assert MooncakeStoreConfig.load({"MOONCAKE_MASTER": "127.0.0.1:1"}).protocol == "tcp"
+
+
+def test_the_name_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what the host calls itself, which Debian resolves to 127.0.1.1."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
+
+    def host(master: str, **variables: str) -> str:
+        return MooncakeStoreConfig.load({"MOONCAKE_MASTER": master, **variables}).hostname
+
+    assert host("10.0.0.1:5", VLLM_HOST_IP="10.0.0.7") == "10.0.0.7"
+    both = {"VLLM_HOST_IP": "10.0.0.7", "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "node7"}
+    assert host("10.0.0.1:5", **both) == "node7"
+    assert host("127.0.0.1:5") == host("localhost:5") == host("etcd://127.0.0.1:5;h:6")
+    assert host("127.0.0.1:5") == "127.0.0.1" and host("[::1]:5") in ("::1", "127.0.0.1")
+    asked = []
+
+    class Probe(socket.socket):
+        def connect(self, address: Any) -> None:
+            asked.append(address)
+
+        def getsockname(self) -> Any:
+            return ("10.9.8.7", 1)
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert host("10.0.0.1:50051") == "10.9.8.7" and asked == [("10.0.0.1", 50051)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: (_ for _ in ()).throw(OSError("?")))
+    with pytest.raises(StoreError, match="local_hostname"):
+        host("nowhere:1")
 
 
 def test_refusals(tmp_path: Path) -> None:

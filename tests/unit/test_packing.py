@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.bench.packed import fit
+from kvferry.bench.calibrate import fit
 from kvferry.errors import DescriptionError, OutOfBounds, TransferError
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.cost import (

@@ -20,6 +20,7 @@ from test_conformance import (  # noqa: F401, the tests and their fixtures
     Pair,
     make_pair,
     pair,
+    quick_switches,
     test_a_deadline_leaves_the_transfer_running,
     test_a_restarted_peer_is_another_peer,
     test_after_cancel_no_byte_arrives,
@@ -36,27 +37,30 @@ from test_conformance import (  # noqa: F401, the tests and their fixtures
     test_out_of_bounds_writes_nothing,
     test_peer_killed_in_the_middle,
 )
+from test_packed_p2p import test_short_runs_arrive_in_both_modes as packed_p2p
 
 from kvferry.demo.run import run_demo
 from kvferry.transport import MemoryRegion
 from kvferry.transport.regions import RegionTable
 
 LIBRARIES = {"mooncake": "mooncake.engine", "nixl": "nixl._api"}
+MODES = [*LIBRARIES, *(f"{name}-packed" for name in LIBRARIES)]
 
 
 def kind_of(name: str) -> Kind:
-    pytest.importorskip(LIBRARIES[name], reason=f"needs the library of the carrier {name}")
-    return KINDS[name]
+    kind = KINDS[name]
+    pytest.importorskip(LIBRARIES[kind.name], reason=f"needs the library of the carrier {name}")
+    return kind
 
 
-@pytest.fixture(scope="module", params=list(LIBRARIES))
+@pytest.fixture(scope="module", params=MODES)
 def standing(request: pytest.FixtureRequest) -> Iterator[tuple[Kind, Peer]]:
     kind = kind_of(request.param)
     with owner(kind) as peer:
         yield kind, peer
 
 
-@pytest.fixture(params=list(LIBRARIES))
+@pytest.fixture(params=MODES)
 def mortal(request: pytest.FixtureRequest) -> Iterator[Pair]:
     kind = kind_of(request.param)
     with owner(kind) as peer:
@@ -188,6 +192,38 @@ def test_the_backends_check_bounds_too(standing: tuple[Kind, Peer]) -> None:
         with pytest.raises(suite.TransferError, match="regist"):
             both.carrier.read(link, outside).wait(soon())
         assert (both.memory.bytes == 9).all()
+
+
+@pytest.mark.parametrize("name", list(LIBRARIES))
+def test_short_runs_are_packed_by_themselves(name: str) -> None:
+    """As users have it: token-major, different tp, the cost model chooses; every byte compared."""
+    kind = Kind(name)
+    kind_of(name)
+    with owner(kind) as peer:
+        for pair in make_pair(kind, peer):
+            peer.memory.bytes[:] = suite.noise()
+            pair.memory.bytes[:] = 0
+            at = FIRST[0] + np.arange(20_000) * 512
+            for size, packed in ((256, 1), (BIG // 4, 1)):  # and long runs stay as they are
+                some = at if size == 256 else FIRST[0] + np.arange(3) * size
+                pair.move("read", some, some, np.full(len(some), size))
+                assert pair.carrier.counters["packed"] == packed
+                for first in (0, len(some) - 1):
+                    here = slice(int(some[first]), int(some[first]) + size)
+                    assert np.array_equal(pair.memory.bytes[here], suite.noise()[here])
+                if size == 256:
+                    table = pair.memory.bytes[FIRST[0] : FIRST[0] + 20_000 * 512].reshape(-1, 512)
+                    wanted = suite.noise()[FIRST[0] : FIRST[0] + 20_000 * 512].reshape(-1, 512)
+                    assert np.array_equal(table[:, :256], wanted[:, :256])
+                    assert not table[:, 256:].any()
+                    assert peer.counters()["desk_gathered"] >= 2
+
+
+@pytest.mark.parametrize("name", list(LIBRARIES))
+def test_token_major_caches_are_handed_over_packed(name: str) -> None:
+    """Producer and consumer of different tp, checksums on."""
+    kind_of(name)
+    packed_p2p(name)
 
 
 @pytest.mark.parametrize("name", list(LIBRARIES))

@@ -281,6 +281,35 @@ class TestFamily:
         )
         assert decode.metric(LOADS) - before == 2
 
+    def test_an_engine_that_slept_is_another(self, family: Pair) -> None:
+        """It falls asleep when its holds are fetched; then all tickets of before are void."""
+        prefill, decode = family
+        asked, again = prompt(17, 280), prompt(18, 280)
+        told = prefill.complete(asked, max_tokens=1, kv_transfer_params=toy_proxy_prefill())
+        old = told["kv_transfer_params"]
+        with ThreadPoolExecutor(1) as pool:
+            asleep = pool.submit(post, f"{prefill.url}/sleep?level=1")
+            time.sleep(1.0)
+            assert not asleep.done()
+            before = decode.metric(LOADS)
+            answer = decode.complete(asked, max_tokens=8, kv_transfer_params=old)
+            assert decode.metric(LOADS) - before == 1
+            try:
+                assert asleep.result(LEASE + 30)[0] == 200
+            finally:
+                assert post(f"{prefill.url}/wake_up")[0] == 200
+        assert ids(answer) == ids(prefill.complete(asked, max_tokens=8))
+        said = len(decode.log.read_text(errors="replace"))
+        assert post(f"{decode.url}/reset_prefix_cache")[0] == 200  # so that it is asked for again
+        answer = decode.complete(asked, max_tokens=8, kv_transfer_params=old)
+        assert ids(answer) == ids(prefill.complete(asked, max_tokens=8))
+        since = decode.log.read_text(errors="replace")[said:]
+        assert re.search("before this engine restarted|was restarted since", since)
+        assert ids(hand_over(prefill, decode, again, max_tokens=8)) == ids(
+            prefill.complete(again, max_tokens=8)
+        )
+        assert decode.metric(LOADS) - before == 2
+
     def test_spans_of_both_engines_in_one_trace(self, family: Pair, collector: Collector) -> None:
         trace_id = "0af7651916cd43dd8448eb211c80319c"
         headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 import urllib.error
 import urllib.request
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +26,7 @@ with warnings.catch_warnings():  # torch warns of itself
     warnings.simplefilter("ignore")
     import kvferry.vllm  # noqa: F401
 
+from kvferry.demo.engines import free_port
 from kvferry.errors import (
     AuthenticationError,
     DescriptionError,
@@ -40,6 +45,7 @@ from kvferry.vllm.metadata import FerryMetadata
 from kvferry.vllm.offering import Offering
 from kvferry.vllm.plugin import NAMES
 from kvferry.vllm.prefill import HandedOver
+from kvferry.vllm.registration import Registration
 from kvferry.vllm.rendezvous import Place, Rendezvous, appointment, derived_hold, transfer_name
 from kvferry.vllm.stats import FerryStats, as_stats, levels
 from kvferry.wire.messages import EngineInfo
@@ -270,6 +276,24 @@ class TestAppointments:
 ENGINE = EngineInfo("e", "i", "m", [], 0, {}, {})
 
 
+@contextlib.contextmanager
+def listening(serve: Callable[[socket.socket], object]) -> Iterator[str]:
+    """The address of a server that says what it likes to its first client."""
+
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            client, _ = server.accept()
+            with client:
+                client.recv(1 << 16)
+                serve(client)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+    thread.join(10)
+
+
 class TestRendezvous:
     def find(self, rendezvous: Rendezvous, place: Place) -> Whereabouts:
         assert reaches(lambda: rendezvous.find(place) is not None, True)
@@ -362,10 +386,52 @@ class TestBootstrap:
         finally:
             bootstrap.close()
 
+    @pytest.mark.parametrize("answer", [b"[" * 200_000, b"{", b"null", b"{}" * (1 << 20)])
+    def test_no_bootstrap(self, answer: bytes) -> None:
+        head = b"HTTP/1.0 200 OK\r\n\r\n"
+        expected = pytest.raises(KvferryError, match=r"no bootstrap|more than|does not answer")
+        with listening(lambda client: client.sendall(head + answer)) as server, expected:
+            query(server, "e", 5.0)
+
+    def test_one_that_answers_drop_by_drop(self) -> None:
+        def drip(client: socket.socket) -> None:
+            for byte in b"HTTP/1.0 200 OK\r\n" * 10:
+                client.sendall(bytes([byte]))
+                time.sleep(0.05)
+
+        with listening(drip) as server:
+            began = time.monotonic()
+            with pytest.raises(HandoverError, match="does not answer"):
+                query(server, "e", 0.4)
+            assert time.monotonic() - began < 2.0
+
+    def test_a_rank_registers_as_soon_as_somebody_listens(self) -> None:
+        port = free_port()
+        registration = Registration(f"127.0.0.1:{port}", 1, "s", 5.0)
+        registration.tell(Whereabouts("e_dp1", "h", 1, "i").entry({}))
+        time.sleep(0.2)  # the first attempt finds nobody
+        bootstrap = Bootstrap(None, port, "s")
+        try:
+            assert reaches(lambda: bool(bootstrap._entries), True)
+            registration.tell(Whereabouts("e_dp1", "h", 1, "j").entry({}))
+            told = lambda: query(f"127.0.0.1:{port}", "e_dp1", 5.0).incarnation  # noqa: E731
+            assert reaches(told, "j")
+        finally:
+            registration.close()
+            bootstrap.close()
+
     def test_addresses(self) -> None:
         assert host_port("http://[::1]:8998") == ("::1", 8998)
         assert host_port("p.example:9") == ("p.example", 9)
-        for bad in ("http://h", "https://h:1", "http://u@h:1", "", "x" * 600):
+        for bad in (
+            "http://h",
+            "https://h:1",
+            "http://u@h:1",
+            "",
+            "x" * 600,
+            "http://[x",
+            "a..b:80",
+        ):
             with pytest.raises(ProtocolError):
                 host_port(bad)
 

@@ -1,7 +1,8 @@
 """The life of requests under vLLM's real scheduler, with real transfers and without a model.
 
 Every answer is compared with what any engine must answer (`expected`), so it shows where the bytes
-of a cache came from; after every test, no block is held, and no id was reported twice.
+of a cache came from; after every test, no block is held, and no id was reported twice. All of it
+twice: where the decode engine reads, and where the prefill engine writes.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
@@ -34,11 +37,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Pairs:
     """Engines of a test, ended and checked after it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.engines = folder, []
+    def __init__(self, folder: Path, mode: str) -> None:
+        self.folder, self.mode, self.engines = folder, mode, []
 
     def __call__(self, name: str, **options: Any) -> Modelless:
-        engine = Modelless(name, self.folder, **options)
+        engine = Modelless(name, self.folder, **{"mode": self.mode, **options})
         self.engines.append(engine)
         return engine
 
@@ -46,9 +49,9 @@ class Pairs:
         return self("p", **options), self("d", **{**options, "block_size": 8, "blocks": 128})
 
 
-@pytest.fixture
-def make(folder: Path) -> Iterator[Pairs]:
-    pairs = Pairs(folder)
+@pytest.fixture(params=["pull", "push"])
+def make(folder: Path, request: pytest.FixtureRequest) -> Iterator[Pairs]:
+    pairs = Pairs(folder, request.param)
     yield pairs
     try:
         run(*pairs.engines, until=lambda: not any(e.used_blocks for e in pairs.engines))
@@ -57,6 +60,7 @@ def make(folder: Path) -> Iterator[Pairs]:
             for ferry in [c.scheduler for c in engine.children if hasattr(c, "STYLE")]:
                 assert ferry.offering.held_blocks == 0 and not ferry.offering.held
                 assert not ferry.asking._wanted
+                run(engine, until=lambda: not ferry.asking._shared)  # noqa: B023
     finally:
         for engine in pairs.engines:
             engine.close()
@@ -87,6 +91,7 @@ def test_handed_over(make: Pairs, asynchronous: bool) -> None:
         assert d.tokens[f"d{seed}"] == expected(tokens, 6)
         assert d.tokens[f"d{seed}"] != expected(prompt(seed + 50, count), 6)
     assert loads(d) == 3
+    assert p.pushes == (3 if make.mode == "push" else 0)
 
 
 def test_at_a_stop_token(make: Pairs) -> None:
@@ -260,6 +265,8 @@ class TestAtOnce:
                 ("3", {"do_remote_prefill": True}, "hold no kvferry ticket"),
                 ("4", mooncake_decode("x", free_port(), "p"), "does not answer"),
                 ("5", {**where, "transfer_id": "y", "remote_engine_id": "q"}, "not 'q'"),
+                ("6", {**mooncake_decode("x", 1, "p"), "remote_bootstrap_addr": "http://[x"}, "[x"),
+                ("7", {"kvferry": {"format": 1}}, "hold"),
             ):
                 tokens = prompt(int(name), 30)
                 d.add(name, tokens, 2, **params)
@@ -277,6 +284,33 @@ class TestAtOnce:
             p.add(f"{i}_p", tokens, 1, **PREFILL, transfer_id="t")
         run(p, d, until=lambda: {"0_d", "1_d"} <= set(d.ended))
         assert d.tokens["0_d"] == d.tokens["1_d"] == expected(tokens, 3)
+
+    @pytest.mark.parametrize("last", [False, True])
+    def test_a_sample_is_aborted_while_it_waits_for_its_load(self, make: Pairs, last: bool) -> None:
+        """Its sibling loads all the same; when both go, the producer hears of it."""
+        p, d, where = mooncake(make)
+        tokens = prompt(48, 60)
+        for i in range(2):
+            d.add(f"{i}_d", tokens, 3, transfer_id="t", **where)
+        parked(p, d)
+        d.abort("0_d")
+        if last:
+            d.abort("1_d")
+        p.add("0_p", tokens, 1, **PREFILL, transfer_id="t")
+        run(p, d, until=lambda: "0_p" in p.ended)
+        if not last:
+            run(p, d, until=lambda: "1_d" in d.ended)
+            assert d.tokens["1_d"] == expected(tokens, 3)
+        run(p, d, until=lambda: p.used_blocks == 0, seconds=10)  # long before its lease is over
+
+    def test_a_reset_ends_the_wait_of_early_claims(self, make: Pairs) -> None:
+        p, d, where = mooncake(make)
+        tokens = prompt(49, 60)
+        d.add("d", tokens, 3, transfer_id="t", **where)
+        parked(p, d)
+        p.scheduler.reset_prefix_cache(reset_connector=True)
+        run(p, d, until=lambda: "d" in d.ended, seconds=10)  # long before the load's deadline
+        assert d.tokens["d"] == expected(tokens, 3) and loads(d) == 0
 
 
 def test_a_limit_of_held_blocks(make: Pairs) -> None:
@@ -344,9 +378,11 @@ def test_spans_of_both_engines_in_one_trace(make: Pairs) -> None:
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    exporter, provider = InMemorySpanExporter(), trace.get_tracer_provider()
+    if not isinstance(provider, TracerProvider):  # a process has one, for ever
+        provider = TracerProvider()
+        trace.set_tracer_provider(provider)  # as vLLM does where an endpoint is configured
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    trace.set_tracer_provider(provider)  # as vLLM does where an endpoint is configured
     p, d = make.pair(traces="http://127.0.0.1:1/v1/traces")
     tokens, trace_id = prompt(90, 60), "0af7651916cd43dd8448eb211c80319c"
     headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
@@ -369,17 +405,68 @@ def test_spans_of_both_engines_in_one_trace(make: Pairs) -> None:
     assert told["d"].attributes["kvferry.producer"] == "p"
 
 
-def test_an_in_tree_peer_at_the_door(make: Pairs, caplog: pytest.LogCaptureFixture) -> None:
-    """A decode engine with vLLM's NixlConnector asks for metadata: no answer, and a message."""
-    import zmq
+def mooncake_question(theirs: Any) -> Any:
+    """What a worker of vLLM's MooncakeConnector asks, with every field that it must have."""
+    samples: dict[str, Any] = {"remote_hostname": "h", "req_blocks": {"r": ("t", [[1]])}}
+    required = [f for f in msgspec.structs.fields(theirs.MooncakeXferMetadata) if f.required]
+    fields = {f.name: samples.get(f.name, 1 if f.type is int else []) for f in required}
+    return theirs.MooncakeXferMetadata(**{**fields, **samples})
+
+
+def test_an_in_tree_scheduler_takes_our_ticket_for_one_of_its_own(make: Pairs) -> None:
+    """So it asks our directory, and is refused there; without block ids it would end its engine."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
+        NixlPullConnectorScheduler as Theirs,
+    )
 
     p, d = make.pair()
-    with zmq.Context() as context, context.socket(zmq.REQ) as peer:
-        peer.linger = 0
-        peer.connect(f"tcp://127.0.0.1:{p.ferry._directory.port}")
-        peer.send(b"get_meta_msg")
-        assert not peer.poll(500)
-    assert "is the peer one of vLLM's own connectors" in caplog.text
+    params = prefilled(p, "p", prompt(92, 40))
+    blocks = SimpleNamespace(
+        get_unhashed_block_ids_all_groups=lambda: ([1, 2],), blocks=([],), get_block_ids=tuple
+    )
+    scheduler = SimpleNamespace(
+        is_bidirectional_kv_xfer_enabled=False,
+        use_host_buffer=False,
+        _reqs_need_recv={},
+        get_exchange_clipped_blocks=lambda ids: ids,
+    )
+    request = SimpleNamespace(request_id="r", kv_transfer_params=dict(params))
+    Theirs.update_state_after_alloc(scheduler, request, blocks, 40)
+    assert "r" in scheduler._reqs_need_recv
+    d.add("d", prompt(92, 40), 2, **params)
+    run(p, d, until=lambda: "d" in d.ended)
+    assert d.tokens["d"] == expected(prompt(92, 40), 2) and loads(d) == 1
+
+
+def test_an_in_tree_peer_at_the_door(make: Pairs, caplog: pytest.LogCaptureFixture) -> None:
+    """Decode engines with vLLM's connectors ask: both are refused in words that they log."""
+    import zmq
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as theirs
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+        GET_META_MSG,
+        NixlHandshakePayload,
+    )
+
+    p, d = make.pair()
+    address = f"tcp://127.0.0.1:{p.ferry._directory.port}"
+    with zmq.Context() as context, context.socket(zmq.REQ) as nixl:
+        nixl.linger = 0
+        nixl.connect(address)
+        nixl.send(msgspec.msgpack.encode((GET_META_MSG, 0, 0)))
+        assert nixl.poll(5000)
+        payload, clock = nixl.recv_multipart()
+        told = msgspec.msgpack.decode(payload, type=NixlHandshakePayload)
+        assert "run kvferry's connector on both sides" in told.compatibility_hash
+        assert isinstance(msgspec.msgpack.decode(clock), float)
+        with context.socket(zmq.DEALER) as mooncake:
+            mooncake.linger = 0
+            mooncake.connect(address)
+            mooncake.send(msgspec.msgpack.encode(mooncake_question(theirs)))
+            assert mooncake.poll(5000)
+            answer = msgspec.msgpack.decode(mooncake.recv(), type=theirs.MooncakeXferResponse)
+            assert answer.status == theirs.MooncakeXferResponseStatus.ERROR
+            assert answer.err_msg == told.compatibility_hash
+    assert "is it one of vLLM's own connectors" in caplog.text
     tokens = prompt(91, 40)
     d.add("d", tokens, 2, **prefilled(p, "p", tokens))
     run(p, d, until=lambda: "d" in d.ended)

@@ -16,10 +16,12 @@ import pytest
 pytest.importorskip("mooncake.store", reason="this tier runs in the environment with Mooncake")
 
 from kvferry.errors import StoreError
+from kvferry.pool.checked import CheckedStore
 from kvferry.pool.mooncake import MooncakeStore
 from kvferry.pool.mooncake_config import MooncakeStoreConfig
 from kvferry.pool.store import Outcome, Ranges, Slices
 from kvferry.transport.base import MemoryRegion
+from kvferry.transport.host import HostMemory
 
 MIB = 1 << 20
 
@@ -143,6 +145,37 @@ def test_ranges_of_objects(store: MooncakeStore, memory: np.ndarray) -> None:
     assert store.get(["a"], beyond, soon()) == [Outcome.FAILED]
 
 
+def test_checksums_of_our_own(store: MooncakeStore) -> None:
+    """Mooncake serves a flipped byte; with our checksums it is found, and nothing is written."""
+    whole = np.random.default_rng(7).integers(1, 256, 2 * MIB, dtype=np.uint8)
+    base, region = int(whole.ctypes.data), MemoryRegion(int(whole.ctypes.data), whole.nbytes)
+    checked = CheckedStore(store, HostMemory([region]), stage_bytes=MIB, buffers=1)
+    checked.register([region])
+    objects = [Ranges(base + ints(0, 200_000), ints(100_000, 5)), Ranges(ints(base), ints(77))]
+    assert checked.put(["sum/a", "sum/b"], objects, soon()) == [Outcome.DONE] * 2
+    wanted = [
+        Slices(ints(99_000, 10), base + MIB + ints(0, 2000), ints(1005, 20)),
+        Slices(ints(0), ints(base + MIB + 5000), ints(77)),
+    ]
+    whole[MIB:] = 0
+    assert checked.get(["sum/a", "sum/b"], wanted, soon()) == [Outcome.DONE] * 2
+    assert np.array_equal(whole[MIB : MIB + 1000], whole[99_000:100_000])
+    assert np.array_equal(whole[MIB + 1000 : MIB + 1005], whole[200_000:200_005])
+    assert np.array_equal(whole[MIB + 2000 : MIB + 2020], whole[10:30])
+    assert np.array_equal(whole[MIB + 5000 : MIB + 5077], whole[:77])
+    raw = bytearray(store.get_bytes("sum/a", soon()) or b"")
+    raw[50_000] ^= 1
+    until = soon()
+    while not store.remove(["sum/a"], soon()):  # leases of reads keep it for seconds
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    assert store.put_bytes("sum/a", bytes(raw), soon()) is Outcome.DONE
+    whole[MIB:] = 0
+    told = checked.get(["sum/a", "sum/b"], wanted, soon())
+    assert told == [Outcome.CORRUPT, Outcome.DONE]
+    assert not whole[MIB : MIB + 5000].any()
+
+
 def test_records_and_removal(store: MooncakeStore) -> None:
     assert store.put_bytes("layout", b"some bytes", soon()) is Outcome.DONE
     assert store.get_bytes("layout", soon()) == b"some bytes"
@@ -168,18 +201,18 @@ def test_a_call_that_hangs(store: MooncakeStore, monkeypatch: pytest.MonkeyPatch
 
     client = store._client
     monkeypatch.setattr(store, "_client", Hanging())
-    before = store.abandoned
+    before = store.calls.abandoned
     begun = time.monotonic()
     with pytest.raises(StoreError, match="deadline"):
         store.exists(["a"], soon(0.1))
-    assert time.monotonic() - begun < 0.9 and store.abandoned == before + 1
+    assert time.monotonic() - begun < 0.9 and store.calls.abandoned == before + 1
     # a get stays until its writes have ended, and says that it was late
     with pytest.raises(StoreError, match="deadline"):
         store.get(["a"], [Slices(ints(0), ints(0), ints(1))], soon(0.1))
-    assert time.monotonic() - begun > 1.0 and store.late_writes == 0
+    assert time.monotonic() - begun > 1.0 and store.calls.late_writes == 0
     monkeypatch.setattr(store, "_client", client)
     time.sleep(1.2)
-    assert store._hanging == 0
+    assert store.calls._hanging == 0
     assert store.exists(["a"], soon()).shape == (1,)
 
 
@@ -207,7 +240,54 @@ def test_a_master_that_dies(store: MooncakeStore, memory: np.ndarray, master: Ma
     memory[8 * MIB :] = 0
     assert store.get(["after", "before"], wanted * 2, soon()) == [Outcome.DONE, Outcome.MISSING]
     assert np.array_equal(memory[8 * MIB : 9 * MIB], memory[:MIB])
-    assert store.late_writes == 0
+    assert store.calls.late_writes == 0
+
+
+def test_a_client_that_is_killed_in_a_save(
+    store: MooncakeStore, memory: np.ndarray, master: Master
+) -> None:
+    """Its objects are there with all their bytes, or not at all; others go on."""
+    code = f"""
+import sys, time
+import numpy as np
+from kvferry.pool.mooncake import MooncakeStore
+from kvferry.pool.mooncake_config import MooncakeStoreConfig
+from kvferry.pool.store import Ranges
+from kvferry.transport.base import MemoryRegion
+store = MooncakeStore(MooncakeStoreConfig(
+    {store.config.master_server_address!r}, mode="standalone-store", global_segment_size=0,
+    local_buffer_size=16 << 20, local_hostname="127.0.0.1"))
+memory = np.arange({MIB} // 8, dtype=np.int64).view(np.uint8)
+store.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
+one = Ranges(np.array([memory.ctypes.data]), np.array([memory.nbytes]))
+print("ready", flush=True)
+for n in range(100):
+    keys = [f"killed/{{n}}/{{k}}" for k in range(4)]
+    store.put(keys, [one] * 4, time.monotonic() + 30)
+    store.remove(keys[:2], time.monotonic() + 30)
+"""
+    base = memory.ctypes.data + 8 * MIB
+    want = np.arange(MIB // 8, dtype=np.int64).view(np.uint8)
+    seen = 0
+    for attempt in range(3):
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        while child.stdout.readline().strip() not in (b"ready", b""):
+            pass
+        time.sleep(0.02 + 0.015 * attempt)
+        child.kill()
+        with child:  # closes its pipe, and waits
+            pass
+        keys = [f"killed/{n}/{k}" for n in range(100) for k in range(4)]
+        for key in [k for k, there in zip(keys, store.exists(keys, soon()), strict=True) if there]:
+            memory[8 * MIB : 9 * MIB] = 0
+            (outcome,) = store.get([key], [Slices(ints(0), ints(base), ints(MIB))], soon())
+            if outcome is Outcome.DONE:
+                assert np.array_equal(memory[8 * MIB : 9 * MIB], want), key
+                seen += 1
+        store.remove(keys, soon())
+    assert seen, "nothing was written before the kill: this test saw nothing"
+    assert store.put(["alive"], [Ranges(ints(base), ints(MIB))], soon()) == [Outcome.DONE]
 
 
 def test_no_master() -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM"
 
 from kvferry.demo.engines import Engine
 from kvferry.demo.tiny_model import make_model
+from kvferry.pool.keys import PoolKey
 
 HITS = "vllm:external_prefix_cache_hits_total"
 COMPUTED = "vllm:request_prefill_kv_computed_tokens_sum"
@@ -147,6 +150,7 @@ def test_engines_of_other_shapes_read(folder: Path) -> None:
 
         # damage: every object that is read turns out to be corrupt, and is computed again
         settle(third)
+        look_at(folder / "store")
         second.stop()
         errors = damage(folder / "store")
         assert errors > 0
@@ -159,11 +163,42 @@ def test_engines_of_other_shapes_read(folder: Path) -> None:
                 assert out == truth[1, n], "a wrong token from damaged memory"
             settle(fresh)
             assert event(fresh, "load_corrupt") > 0 and event(fresh, "load_failures") > 0
+            clean(folder / "store")
         finally:
             fresh.stop()
     finally:
         for engine in (first, second, third):
             engine.stop()
+
+
+def command(store: Path, *words: str) -> tuple[int, str]:
+    """`kvferry pool` as a user runs it, while engines use the store."""
+    program = Path(sys.executable).with_name("kvferry")
+    done = subprocess.run(
+        [program, "pool", *words, "--dir", str(store)], capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, done.stdout
+
+
+def look_at(store: Path) -> None:
+    status, out = command(store, "stats", "--json")
+    assert status == 0 and json.loads(out)["objects"] > 0
+    status, out = command(store, "ls", "--json", "--limit", "500")
+    parts = [one["key"] for one in json.loads(out) if "/layout/" not in one["key"]]
+    parts = [key for key in parts if "/index/" not in key]
+    assert {PoolKey.parse(key).fragment.tp for key in parts} == {0, 1}  # of the engine with tp 2
+    assert command(store, "verify")[0] == 0
+
+
+def clean(store: Path) -> None:
+    assert command(store, "verify")[0] == 1  # removes what was damaged, and says so
+    assert command(store, "verify")[0] == 0
+    before = json.loads(command(store, "stats", "--json")[1])["objects"]
+    status, out = command(store, "evict", "1KB")
+    evicted = int(out.split()[1])
+    assert status == 0 and 1 <= evicted < before
+    status, out = command(store, "clear")  # meanwhile the engine may publish its layout again
+    assert status == 0 and int(out.split()[1]) >= before - evicted
 
 
 def damage(store: Path) -> int:

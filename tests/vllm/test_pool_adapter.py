@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,12 +25,15 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 import kvferry.vllm
 from kvferry.errors import DescriptionError
-from kvferry.layout import CacheModel, Component, EngineShape, Group, RankLayout
+from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, RankLayout
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.pool.orders import Loaded, Saved
-from kvferry.pool.scheduler import PoolLimits
+from kvferry.pool.requests import PoolLimits
+from kvferry.vllm import connector
+from kvferry.vllm.context_parallel import cache_rank, replicas
+from kvferry.vllm.describe import _interior
 from kvferry.vllm.metadata import FerryHandshake
-from kvferry.vllm.pool_config import PoolConfig, parse_bytes, weight_revision
+from kvferry.vllm.pool_config import PoolConfig, parse_bytes
 from kvferry.vllm.pool_metadata import PoolReport
 from kvferry.vllm.pool_scheduler import VllmPoolScheduler
 
@@ -37,11 +41,11 @@ BLOCK = 16
 
 
 def test_sizes() -> None:
-    assert parse_bytes("80GB") == 80 * 10**9
+    assert parse_bytes("80GB") == parse_bytes("80GiB") == 80 << 30  # as in Mooncake
     assert parse_bytes("512MiB") == 512 << 20
     assert parse_bytes("1.5KiB") == 1536
     assert parse_bytes(4096) == parse_bytes("4096") == 4096
-    with pytest.raises(DescriptionError, match="cannot read the size"):
+    with pytest.raises(DescriptionError, match="cannot read a size"):
         parse_bytes("much")
 
 
@@ -68,20 +72,60 @@ def test_configuration_of_the_connector_in_vllm_is_understood() -> None:
         PoolConfig.read({"store": "rocks"}).opener()
 
 
+@pytest.mark.parametrize(
+    ("role", "told", "saves"),
+    [
+        ("kv_both", None, True),
+        ("kv_producer", None, True),
+        ("kv_producer", False, True),
+        ("kv_consumer", None, False),
+        ("kv_consumer", False, False),
+        ("kv_consumer", True, True),
+    ],
+)
+@pytest.mark.parametrize("name", ["FerryPoolConnector", "MooncakeStoreConnector"])
+def test_roles_mean_what_they_mean_to_vllm(name: str, role: str, told: Any, saves: bool) -> None:
+    """All look up unless told not to: a prefill engine gains most. Consumers save if told to."""
+    extra = {} if told is None else {"save_decode_cache": told}
+    config = PoolConfig.read(extra, **getattr(kvferry.vllm, name).defaults)
+    limits = config.limits(100, produces=role != "kv_consumer")
+    assert (limits.lookup, limits.save) == (True, saves)
+    off = PoolConfig.read({**extra, "enable_lookup": False})
+    assert not off.limits(100, produces=True).lookup
+
+
+def test_unknown_backends_are_told_apart() -> None:
+    """Pages of two backends that nobody has looked into are not taken for the same."""
+
+    def layer(name: str, isa: str = "") -> Any:
+        backend = SimpleNamespace(get_name=lambda: name)
+        return SimpleNamespace(get_attn_backend=lambda: backend, isa=isa)
+
+    found = [
+        _interior(layer(*words))
+        for words in (("ROCM_ATTN",), ("ROCM_SEGMENTED_ATTN",), ("CPU_ATTN", "neon"))
+    ]
+    assert len(set(found)) == 3 and all(f.startswith("opaque:") for f in found)
+    assert _interior(layer("FLASH_ATTN")) == "joined"
+    assert _interior(layer("CPU_ATTN", "vec")) == "cpu"
+
+
+def test_a_pool_section_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector.FerryConnector, "__init__", lambda *_: None)
+
+    def made(section: Any) -> Any:
+        transfer = SimpleNamespace(kv_connector_extra_config={"pool": section})
+        return kvferry.vllm.FerryConnector(SimpleNamespace(kv_transfer_config=transfer), None, None)
+
+    assert made(False).pool is None
+    with pytest.raises(DescriptionError, match="'yes'"):
+        made("yes")
+
+
 def test_names() -> None:
     """vLLM branches on class names: ours are our own, under the names that configurations use."""
     assert kvferry.vllm.MooncakeStoreConnector.__name__ == "FerryMooncakeStoreConnector"
     assert supports_hma(kvferry.vllm.FerryPoolConnector)
-
-
-def test_weights_are_told_apart(tmp_path: Path) -> None:
-    for name, content in (("a", b"1" * 300_000), ("b", b"1" * 300_000), ("c", b"2" * 300_000)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(content)
-    a, b, c = (weight_revision(str(tmp_path / name)) for name in "abc")
-    assert a == b != c
-    assert weight_revision(str(tmp_path / "a"), configured="v2") == "named v2"
-    assert weight_revision("org/model", revision="main") == "revision main"
 
 
 class Blocks:
@@ -140,7 +184,12 @@ def step(request_id: str, computed: int, scheduled: int, table: list[int]) -> An
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[tuple[VllmPoolScheduler, Blocks]]:
     config = PoolConfig.read({"path": str(tmp_path / "store"), "size": "4MiB"})
-    vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="m", revision=None))
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(model="m", revision=None, hf_config=None),
+        parallel_config=SimpleNamespace(
+            prefill_context_parallel_size=1, decode_context_parallel_size=1
+        ),
+    )
     scheduler = VllmPoolScheduler(config, vllm_config, PoolLimits(), events=True)
     blocks = Blocks()
     scheduler.bind_blocks(blocks)
@@ -168,6 +217,36 @@ def test_events_wait_for_all_workers(made: tuple[VllmPoolScheduler, Blocks]) -> 
     assert event.medium == "STORAGE" and event.block_size == BLOCK
     assert +blocks.references == Counter()
     assert not scheduler.pool.has_work
+
+
+def test_an_evicted_block_is_told(
+    made: tuple[VllmPoolScheduler, Blocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store gives up a block that routers were told of: they are told, once."""
+    monkeypatch.setattr("kvferry.pool.watch.PERIOD_SECONDS", 0.0)
+    scheduler, _ = made
+    asked = request(40)
+    scheduler.on_new_request(asked)
+    (save,) = scheduler.step(step("r", 0, 40, [5, 7, 9])).orders.saves
+    store, soon = scheduler.config.opener()(), time.monotonic() + 30
+    keys = scheduler.pool.keys_of(0, save.tables[0].contents)
+    assert [len(of_block) for of_block in keys] == [2, 2]  # one of each rank
+    for key in (k for of_block in keys for k in of_block):
+        store.put_bytes(key, b"some block", soon)
+    for _ in range(2):
+        scheduler.reported(PoolReport([Saved(save.job_id)]), ())
+    assert [type(e) for e in scheduler.take_events()] == [BlockStored]
+    scheduler.pool.watch.look(store, soon)
+    assert not scheduler.has_events
+    store.remove([keys[1][1]], soon)  # one rank's part is enough
+    scheduler.pool.watch.look(store, soon)
+    assert scheduler.has_events
+    (event,) = scheduler.take_events()
+    assert isinstance(event, BlockRemoved) and event.medium == "STORAGE"
+    assert event.block_hashes == [maybe_convert_block_hash(asked.block_hashes[1])]
+    scheduler.pool.watch.look(store, soon)
+    assert scheduler.take_events() == []
+    store.close()
 
 
 def test_a_lost_block_is_told(made: tuple[VllmPoolScheduler, Blocks]) -> None:
@@ -207,3 +286,33 @@ def test_requests_without_token_ids_are_left_alone(
     scheduler.on_new_request(asked)
     assert scheduler.matched(asked, 0) == (0, False)
     assert scheduler.step(step("r", 0, 40, [1, 2, 3])).orders.saves == []
+
+
+def parallel(tp: int, pcp: int, dcp: int) -> Any:
+    return SimpleNamespace(
+        tensor_parallel_size=tp,
+        prefill_context_parallel_size=pcp,
+        decode_context_parallel_size=dcp,
+    )
+
+
+def test_prefill_context_parallel_ranks() -> None:
+    alone = cache_rank(parallel(2, 1, 2), 1, 1, 0)
+    assert (alone.rank, alone.tp, alone.replicas) == (Rank(1, 1), 2, 1)
+    copies = [cache_rank(parallel(2, 2, 1), 0, tp, pcp) for pcp in range(2) for tp in range(2)]
+    assert [(c.rank.tp, c.replica, c.replicas) for c in copies] == [
+        (0, 0, 2),
+        (1, 0, 2),
+        (0, 1, 2),
+        (1, 1, 2),
+    ]
+    for dcp in (2, 4):  # tokens shared out over pcp, and over all: the dcp rank is r % dcp
+        shared = {
+            (tp, pcp): cache_rank(parallel(2, 2, dcp), 0, tp, pcp)
+            for tp in range(2)
+            for pcp in range(2)
+        }
+        assert {one.rank.tp for one in shared.values()} == set(range(4))
+        assert all(one.tp == 4 and one.replicas == 1 for one in shared.values())
+        assert [shared[1, pcp].rank.tp % 2 for pcp in range(2)] == [0, 1]
+    assert (replicas(parallel(1, 2, 1)), replicas(parallel(1, 2, 2))) == (2, 1)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("mooncake", reason="this tier runs in the environment with Mooncake")
 
-from kvferry.demo.engines import free_port
-from kvferry.pool.held_memory import HeldMemoryMooncakeStore
-from kvferry.pool.mooncake_config import MooncakeStoreConfig
-from kvferry.pool.scheduler import PoolLimits
+from kvferry.pool.mooncake import MooncakeStore
+from kvferry.pool.requests import PoolLimits
 from kvferry.verify.case import CaseDict
 from kvferry.verify.oracle import Oracle
+from mooncake_master import Master
 from pool_cases import pool_case
 from pool_engine import SmallEngine
 
@@ -25,44 +22,15 @@ LIMITS = PoolLimits(lookup_seconds=10, load_seconds=30, save_seconds=30)
 MEMORY = 32 << 20
 
 
-class Master:
-    """`mooncake_master` on ports of its own."""
-
-    def __init__(self, log: Path) -> None:
-        self.port, self._metrics, self._log = free_port(), free_port(), log
-        self.start()
-
-    def start(self) -> None:
-        program = Path(sys.executable).with_name("mooncake_master")
-        ports = [f"-rpc_port={self.port}", f"-metrics_port={self._metrics}"]
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [program, "-rpc_address=127.0.0.1", "-default_kv_lease_ttl=60000", *ports],
-                stdout=log,
-                stderr=log,
-            )
-        time.sleep(1.5)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def open_store(self) -> HeldMemoryMooncakeStore:
-        return HeldMemoryMooncakeStore(
-            MooncakeStoreConfig(
-                master_server_address=f"127.0.0.1:{self.port}",
-                local_hostname="127.0.0.1",
-                global_segment_size=MEMORY,
-                local_buffer_size=MEMORY,
-            )
-        )
-
-
 @pytest.fixture
 def master(tmp_path: Path) -> Iterator[Master]:
     made = Master(tmp_path / "master.log")
     yield made
-    made.kill()
+    made.close()
+
+
+def opener(master: Master) -> Callable[[], MooncakeStore]:
+    return lambda: MooncakeStore(master.config(MEMORY, MEMORY), hold_memory=True)
 
 
 def two_to_one() -> CaseDict:
@@ -82,10 +50,10 @@ def two_to_one() -> CaseDict:
 def test_other_shapes_and_a_master_that_dies(master: Master) -> None:
     case = two_to_one()
     oracle, tokens = Oracle(case), [7 * i % 1000 for i in range(case["tokens"] + 1)]
-    writer = SmallEngine(case, "src", master.open_store, limits=LIMITS)
+    writer = SmallEngine(case, "src", opener(master), limits=LIMITS)
     writer.fill(oracle)
     writer.save("w", tokens)
-    reader = SmallEngine(case, "dst", master.open_store, limits=LIMITS)
+    reader = SmallEngine(case, "dst", opener(master), limits=LIMITS)
     try:
         found = reader.matched("r", tokens)
         assert found == case["tokens"]

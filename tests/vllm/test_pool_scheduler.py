@@ -6,6 +6,7 @@ Every cached byte that the scheduler relies on is checked before it is used (see
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,9 @@ def ended(engine: SchedulerEngine) -> None:
         ({"tp": 1, "block_size": 16}, {"tp": 2, "block_size": 16}, 96),
         ({"tp": 2, "block_size": 16}, {"tp": 1, "block_size": 32}, 96),
         ({"tp": 1, "block_size": 32}, {"tp": 4, "block_size": 16}, 96),
+        ({"tp": 1, "order": "LBHNC"}, {"tp": 2, "order": "BLNHC"}, 96),
+        ({"tp": 2, "order": "BHLNC"}, {"tp": 1, "order": "LBNHC", "block_size": 32}, 96),
+        ({"tp": 1, "order": "LHBNC", "block_size": 32}, {"tp": 4, "order": "BLHNC"}, 96),
         ({"tp": 2, "connector": "FerryConnector"}, {"tp": 1, "connector": "FerryConnector"}, 96),
         ({"tp": 1, "connector": "MultiConnector"}, {"tp": 2, "connector": "MultiConnector"}, 96),
     ],
@@ -86,6 +90,38 @@ def test_other_shapes_read(make: Make, writer: Any, reader: Any, hits: int) -> N
     third.run()
     ended(third)
     assert third.computed["c"] <= 100 + 4 + 20 + 3 - hits
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "hits"),
+    [
+        ({"pcp": 2}, {"tp": 2}, 96),  # replicas
+        ({"tp": 2}, {"pcp": 2, "tp": 2}, 96),
+        ({"hybrid": "latent", "tp": 2, "dcp": 2}, {"hybrid": "latent"}, 96),  # tokens shared out
+        ({"hybrid": "latent"}, {"hybrid": "latent", "tp": 4, "dcp": 2}, 96),
+        ({"hybrid": "latent", "pcp": 2, "dcp": 2}, {"hybrid": "latent", "block_size": 32}, 96),
+        ({"hybrid": "latent"}, {"hybrid": "latent", "tp": 2, "pcp": 2, "dcp": 4}, 64),
+    ],
+)
+def test_context_parallelism(make: Make, writer: Any, reader: Any, hits: int) -> None:
+    """Prefill and decode context parallelism: blocks are as long as vLLM's scheduler says."""
+    first = make(**writer)
+    first.add("a", prompt(1, 100))
+    first.run()
+    ended(first)
+    saved = sum(worker._rank.counters["save_done"] for worker in first.workers)
+    keys = first.pool._client._server._database
+    chain = first.pool.track("x", tuple).chain
+    chain.cover(prompt(1, 100), 100)
+    assert saved == len(keys.question(chain, [first.pool._ours]).keys), "each object, once"
+    first.pool.finished("x")
+    second = make(**reader)
+    second.add("b", prompt(1, 100))
+    second.add("other", prompt(2, 100))
+    second.run()
+    ended(second)
+    assert second.out["b"] == first.out["a"] != second.out["other"]
+    assert second.computed["b"] == 103 - hits and second.computed["other"] == 103
 
 
 def test_one_token_is_left_to_compute(make: Make) -> None:
@@ -168,6 +204,27 @@ def test_preemption(make: Make) -> None:
     assert crowded.out == alone.out and crowded.preempted > 0
 
 
+@pytest.mark.parametrize("connector", ["FerryPoolConnector", "FerryConnector"])
+def test_a_store_that_hangs_does_not_stop_the_engine(
+    make: Make, faults: Any, connector: str
+) -> None:
+    """Blocks of a save that never ends stay away; the engine preempts, and goes on without them."""
+    release = threading.Event()
+    faults["put"] = lambda *_: release.wait(60) and None
+    engine = make(blocks=20, connector=connector)
+    names = [f"r{n}" for n in range(3)]
+    for number, name in enumerate(names):
+        engine.add(name, prompt(number + 20, 60), output=60)
+    deadline = time.monotonic() + 20
+    while any(len(engine.out[name]) < 60 for name in names):
+        assert time.monotonic() < deadline, "the engine waits for a store that hangs"
+        engine.step()
+    assert engine.preempted > 0 and engine.pinned > 0
+    release.set()
+    engine.run()
+    ended(engine)
+
+
 def test_abort_while_loading_saves_nothing(make: Make, faults: Any) -> None:
     """vLLM counts tokens as computed before they are loaded: an abort must not save such blocks."""
     from vllm.v1.request import RequestStatus
@@ -193,6 +250,47 @@ def test_abort_while_loading_saves_nothing(make: Make, faults: Any) -> None:
     assert third.out["c"] == first.out["a"]
 
 
+def test_abort_while_a_load_hangs(make: Make, faults: Any, monkeypatch: Any) -> None:
+    """The store writes late into blocks whose request is long gone: nobody else has them."""
+    from vllm.v1.request import RequestStatus
+
+    from kvferry.pool import load as load_module
+
+    monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.1)
+    first = make()
+    first.add("a", prompt(1, 200))
+    first.run()
+    release = threading.Event()
+    second = make(tp=2, blocks=40, extra={"load_seconds": 0.5})
+    faults["get"] = lambda *_: release.wait(30) and None
+    second.add("b", prompt(1, 200))
+    while not any(worker._rank.busy for worker in second.workers):
+        second.step()
+    second.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    deadline = time.monotonic() + 10
+    while "b" in second.scheduler.requests:
+        assert time.monotonic() < deadline, "the aborted request is never over"
+        second.step()
+    assert second.pool.counters["quarantined_blocks"] == second.pinned == second.in_use > 0
+    faults.clear()
+    for number in range(3):  # over all blocks that are left, again and again
+        second.add(f"c{number}", prompt(30 + number, 200), output=40)
+    halfway = 60
+    while second.scheduler.has_requests():
+        second.step()
+        halfway -= 1
+        if halfway == 0:
+            release.set()  # the late write
+    release.set()
+    second.run()
+    deadline = time.monotonic() + 10
+    while second.pinned:
+        assert time.monotonic() < deadline, "blocks are kept though the store is done"
+        second.add(f"d{deadline}{time.monotonic()}", prompt(99, 20), output=2)
+        second.run()
+    ended(second)
+
+
 def test_abort_at_any_time(make: Make) -> None:
     from vllm.v1.request import RequestStatus
 
@@ -210,14 +308,18 @@ def test_abort_at_any_time(make: Make) -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("kind", ["window", "state"])
 @pytest.mark.parametrize("fail", [False, True])
-def test_windows_beside_full_attention(make: Make, faults: Any, fail: bool) -> None:
-    """Two groups, two tables: the hit is right for both, or all of it is computed."""
-    first = make(hybrid=True, blocks=256)  # so that no save is postponed
+def test_hybrid_models(make: Make, faults: Any, kind: str, fail: bool) -> None:
+    """Full attention beside windows or recurrent states (vLLM's `align` mode), two tables.
+
+    The hit is right for both groups, or all of it is computed.
+    """
+    first = make(hybrid=kind, blocks=256)  # so that no save is postponed
     first.add("a", prompt(1, 200))
     first.run()
     ended(first)
-    second = make(hybrid=True, tp=2, block_size=32)
+    second = make(hybrid=kind, tp=2, block_size=32)
 
     def fault(*_: Any) -> None:
         raise StoreError("gone")
@@ -225,10 +327,42 @@ def test_windows_beside_full_attention(make: Make, faults: Any, fail: bool) -> N
     if fail:
         faults["get"] = fault
     second.add("b", prompt(1, 200))
+    second.add("other", prompt(2, 200))
+    second.run()
+    ended(second)
+    assert second.out["b"] == first.out["a"] != second.out["other"]
+    assert second.computed["b"] == 203 - (0 if fail else 192)
+    assert second.computed["other"] == 203
+    # a conversation goes on from a state that decoding left, or the prompt's last
+    third = make(hybrid=kind, blocks=256)
+    faults.clear()
+    third.add("c", [*prompt(1, 200), *first.out["a"], *prompt(3, 20)])
+    third.run()
+    ended(third)
+    assert third.computed["c"] == 200 + 4 + 20 + 3 - 192
+
+
+def test_a_state_that_is_not_at_the_hit(make: Make, faults: Any) -> None:
+    """The attention blocks are there, the state at their end is lost: the hit is shorter."""
+    first = make(hybrid="state", blocks=256)
+    first.add("a", prompt(1, 100))
+    first.run()
+    store = DirStore(str(first.pool._open_store().path))
+    chain = first.pool.track("x", tuple).chain
+    chain.cover(prompt(1, 100), 100)
+    question = first.pool._client._server._database.question(chain, [first.pool._ours])
+    states = dict(question.by_fragment())[first.pool._ours.fragments_of("state")[0]]
+    there = store.exists(states, 0)
+    assert there[5], "the state after 96 tokens"
+    first.pool.finished("x")
+    store.remove([states[5]], 0)
+    second = make(hybrid="state", blocks=256)
+    second.add("b", prompt(1, 100))
     second.run()
     ended(second)
     assert second.out["b"] == first.out["a"]
-    assert second.computed["b"] == 203 - (0 if fail else 192)
+    before = [n for n in range(5) if there[n]]
+    assert second.computed["b"] == 103 - (16 * (before[-1] + 1) if before else 0)
 
 
 def test_a_wrong_byte_is_noticed(make: Make, monkeypatch: Any) -> None:
@@ -256,3 +390,27 @@ def test_reset(make: Make) -> None:
     second.add("b", prompt(1, 100))
     second.run()
     assert second.computed["b"] == 103
+
+
+def test_reset_while_something_runs(make: Make) -> None:
+    """vLLM keeps its blocks then: neither they nor what is computed on them is saved as new."""
+    engine = make()
+    engine.add("runs", prompt(1, 100), output=40)
+    while not engine.out["runs"]:
+        engine.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    jobs = engine.pool.counters["save_jobs"]
+    engine.run()
+    engine.add("hits", prompt(1, 100), output=40)  # in vLLM's own cache, which is old
+    engine.run()
+    assert engine.computed["hits"] < 100
+    assert engine.pool.counters["save_jobs"] == jobs
+    engine.add("new", prompt(2, 100))
+    engine.run()
+    assert engine.pool.counters["save_jobs"] > jobs
+    ended(engine)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)  # nothing runs: all is new
+    engine.add("again", prompt(1, 100))
+    jobs = engine.pool.counters["save_jobs"]
+    engine.run()
+    assert engine.computed["again"] == 103 and engine.pool.counters["save_jobs"] > jobs

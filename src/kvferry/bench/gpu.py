@@ -10,6 +10,7 @@ The owner (gpu_owner.py) holds device memory, this process reads it. In one run,
     NIXL          the same descriptors as a prepared transfer, where it is installed
     packed        gather, one long copy, scatter, by the same kernel; against direct
     staging       over tcp on loopback, beside plain sockets and pinned copies across the bus
+    checksums     of device memory, through the host and by a kernel
 
 Copies go from random slots to random slots. Whole plans are in gpu_plan.py.
 """
@@ -21,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -29,15 +29,17 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.bench import gpu_plan, gpu_report
+from kvferry.bench import gpu_parts, gpu_plan, gpu_report
 from kvferry.bench.gpu_clock import GB, REPEATS, TB, soon, wall
+from kvferry.bench.gpu_nixl import Nixl
 from kvferry.bench.gpu_owner import Remote, start_owner
 from kvferry.bench.gpu_staging import staging
 from kvferry.transport import Carrier, MemoryRegion, make_carrier
 from kvferry.transport.base import Ints
-from kvferry.transport.cuda_driver import Device, Event, Stream, device, driver
+from kvferry.transport.cuda_driver import Device, device, driver
 from kvferry.transport.cuda_kernels import SCRATCH_ARGUMENTS, Form, function, warm
 from kvferry.transport.cuda_lane import launches
+from kvferry.transport.cuda_stream import Event, Stream
 from kvferry.transport.cuda_work import Runs, Work, gathering
 from kvferry.transport.regions import Arrays
 from kvferry.transport.staging import DeviceMemory
@@ -63,7 +65,6 @@ class Bench:
             self.stream = Stream()
             self._events = [Event(timing=True) for _ in range(2)]
         self.region = MemoryRegion(self.here, AREA_BYTES)
-        warm(self.on)
         self.cuda = self._connect(make_carrier("cuda"), answer["cuda"])
         self.copies = self._connect(make_carrier("cuda", triton=False), answer["cuda"])
         memory = DeviceMemory([self.region])
@@ -173,50 +174,7 @@ class Bench:
         return self.kernel_seconds(runs, shift, 0)
 
 
-@dataclass(slots=True)
-class Nixl:
-    """NIXL's prepared transfers over the same memory."""
-
-    bench: Bench
-    agent: Any = None
-    peer: Any = None
-    why_not: str = ""
-
-    def start(self) -> None:
-        try:
-            from nixl._api import nixl_agent, nixl_agent_config
-
-            metadata = self.bench.owner.ask("nixl")["metadata"]
-            self.agent = nixl_agent("reader", nixl_agent_config(backends=["UCX"]))
-            self.agent.register_memory([(self.bench.here, AREA_BYTES, 0, "")], mem_type="VRAM")
-            self.peer = self.agent.add_remote_agent(bytes.fromhex(metadata))
-        except Exception as error:
-            self.agent, self.why_not = None, f"{type(error).__name__}: {error}"
-
-    def seconds(self, copies: Arrays) -> float:
-        agent = self.agent
-        rows = np.zeros((len(copies), 3), dtype=np.uint64)
-        rows[:, 1] = copies.length
-        lists = []
-        for who, addresses in (("NIXL_INIT_AGENT", copies.dst), (self.peer, copies.src)):
-            rows[:, 0] = addresses
-            descriptors = agent.get_xfer_descs(rows, mem_type="VRAM")
-            lists.append(agent.prep_xfer_dlist(who, descriptors))
-        which = np.arange(len(copies), dtype=np.int32)
-
-        def transfer() -> None:
-            handle = agent.make_prepped_xfer("READ", lists[0], which, lists[1], which)
-            state = agent.transfer(handle)
-            while state == "PROC":
-                state = agent.check_xfer_state(handle)
-            if state != "DONE":
-                raise RuntimeError(f"NIXL ended with {state}")
-            agent.release_xfer_handle(handle)
-
-        return wall(transfer, 3)
-
-
-def by_size(bench: Bench, nixl: Nixl, sizes: tuple[int, ...] = SIZES) -> Iterator[dict[str, Any]]:
+def by_size(bench: Bench, sizes: tuple[int, ...] = SIZES) -> Iterator[dict[str, Any]]:
     for size in sizes:
         arrays, strided = bench.arrays(size), bench.strided(size)
         moved, strided_moved = len(arrays) * size, strided.bytes
@@ -225,14 +183,27 @@ def by_size(bench: Bench, nixl: Nixl, sizes: tuple[int, ...] = SIZES) -> Iterato
         row["kernel_strided_tb_s"] = 2 * strided_moved / bench.kernel_of(strided) / TB
         row["arrays_gb_s"] = moved / wall(partial(bench.read, bench.cuda, arrays)) / GB
         row["strided_gb_s"] = strided_moved / wall(partial(bench.read, bench.cuda, strided)) / GB
-        few = Arrays(*(a[:20_000] for a in (arrays.src, arrays.dst, arrays.length)))
-        few_bytes = len(few) * size
-        row["copies_gb_s"] = few_bytes / wall(partial(bench.read, bench.copies, few), 3) / GB
-        if nixl.agent is not None and size in NIXL_SIZES:
-            row["nixl_gb_s"] = few_bytes / nixl.seconds(few) / GB
-            row["same_gb_s"] = few_bytes / wall(partial(bench.read, bench.cuda, few)) / GB
+        few = _few(arrays)
+        row["copies_gb_s"] = len(few) * size / wall(partial(bench.read, bench.copies, few), 3) / GB
         row["right"] = _right(bench, arrays)
         yield row
+
+
+def beside_nixl(bench: Bench, rows: list[dict[str, Any]]) -> str:
+    """Add NIXL's rates to these rows, or say why not. Last: its threads never sleep."""
+    nixl = Nixl(bench)
+    nixl.start()
+    for row in rows if nixl.agent is not None else ():
+        if row["bytes"] in NIXL_SIZES:
+            few = _few(bench.arrays(row["bytes"]))
+            moved = len(few) * row["bytes"]
+            row["nixl_gb_s"] = moved / nixl.seconds(few) / GB
+            row["same_gb_s"] = moved / wall(partial(bench.read, bench.cuda, few)) / GB
+    return nixl.why_not or "yes"
+
+
+def _few(arrays: Arrays) -> Arrays:
+    return Arrays(*(a[:20_000] for a in (arrays.src, arrays.dst, arrays.length)))
 
 
 def _right(bench: Bench, copies: Arrays) -> bool:
@@ -301,35 +272,35 @@ def packed(bench: Bench) -> Iterator[dict[str, Any]]:
 
 def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
     result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d")}
+    warm(device(0))  # compiling beside what is measured would slow it down
     with start_owner() as owner:
+        result["plans"] = []
+        for plan in gpu_plan.run(owner, quick=quick):
+            result["plans"].append(plan)
+            progress(str(plan))
         bench = Bench(owner)
         result["device"], result["peak_tb_s"] = bench.on.name, bench.peak / TB
         version = c_int()
         driver().call("cuDriverGetVersion", byref(version))
         result["cuda"] = f"{version.value // 1000}.{version.value % 1000 // 10}"
         progress(f"{bench.on.name}, copy peak {bench.peak / TB:.2f} TB/s")
-        nixl = Nixl(bench)
-        nixl.start()
-        result["nixl"] = nixl.why_not or "yes"
         result["sizes"] = []
-        for row in by_size(bench, nixl, SIZES[:3] if quick else SIZES):
+        for row in by_size(bench, SIZES[:3] if quick else SIZES):
             result["sizes"].append(row)
             progress(str(row))
         result["latency_us"] = latency(bench)
         progress(str(result["latency_us"]))
+        result["kernels"] = gpu_parts.kernels(bench)
+        result["around"] = [gpu_parts.around(bench, size) for size in (256, 1 << 10, 16 << 10)]
+        result["checksums"] = gpu_parts.checksums(bench)
+        progress(str([result[name] for name in ("kernels", "around", "checksums")]))
         result["packed"] = list(packed(bench))
         progress(str(result["packed"]))
         result["staging"] = staging(bench)
         progress(str(result["staging"]))
+        result["nixl"] = beside_nixl(bench, result["sizes"])
         for carrier, _ in (bench.cuda, bench.copies, bench.tcp):
             carrier.close()
-        with bench.on.current():
-            bench.on.free(bench.here)
-        owner.ask("release")
-        result["plans"] = []
-        for plan in gpu_plan.run(owner, quick=quick):
-            result["plans"].append(plan)
-            progress(str(plan))
     return result
 
 

@@ -18,8 +18,10 @@ import numpy as np
 
 from kvferry.errors import TransferError
 from kvferry.transport import Carrier, MemoryRegion, make_carrier
-from kvferry.transport.cuda_driver import Stream, device
+from kvferry.transport.cuda_driver import device
+from kvferry.transport.cuda_stream import Stream
 from kvferry.transport.staging import DeviceMemory
+from kvferry.transport.staging_lane import CHUNK_BYTES
 
 PATTERN_BYTES = (64 << 20) - 4096 * 7 - 16  # no power of two: blocks at equal strides differ
 
@@ -71,15 +73,6 @@ class Owner:
             "tcp": tcp.endpoint().hex(),
         }
 
-    def restage(self, chunk_bytes: int) -> dict[str, Any]:
-        """The same memory over another tcp carrier, which stages so much at a time."""
-        regions = [MemoryRegion(address, size) for address, size in self._areas]
-        memory = DeviceMemory(regions, chunk_bytes=chunk_bytes)
-        tcp = make_carrier("tcp", host="127.0.0.1", memory=memory)
-        tcp.register(regions)
-        self._carriers.append(tcp)
-        return {"tcp": tcp.endpoint().hex()}
-
     def release(self) -> dict[str, Any]:
         for carrier in self._carriers:
             carrier.close()
@@ -98,14 +91,14 @@ class Owner:
         self._agent.register_memory([(a, n, 0, "") for a, n in self._areas], mem_type="VRAM")
         return {"metadata": self._agent.get_agent_metadata().hex()}
 
-    def stream(self, port: int, streams: int, size: int) -> dict[str, Any]:
-        """Send host memory over plain connections, as fast as they go."""
-        memory = np.ones(16 << 20, dtype=np.uint8)
+    def stream(self, port: int, streams: int, size: int, chunks: int) -> dict[str, Any]:
+        """Send host memory over plain connections, as fast as they go: so many chunks in turn."""
 
         def send() -> None:
+            memory = np.ones((chunks, CHUNK_BYTES), dtype=np.uint8)
             with socket.create_connection(("127.0.0.1", port)) as sock:
-                for _ in range(size // len(memory)):
-                    sock.sendall(memory.data)
+                for number in range(size // CHUNK_BYTES):
+                    sock.sendall(memory[number % chunks].data)
 
         threads = [threading.Thread(target=send) for _ in range(streams)]
         for thread in threads:

@@ -31,7 +31,8 @@ from kvferry.plan.assign import Edge
 from kvferry.transport import MemoryRegion, make_carrier
 from kvferry.transport.cuda import CudaCarrier
 from kvferry.transport.cuda_driver import Device, device, driver
-from kvferry.transport.cuda_lane import Lanes, Shifts
+from kvferry.transport.cuda_lane import Shifts
+from kvferry.transport.cuda_lanes import Lanes
 from kvferry.transport.cuda_mapped import place
 from kvferry.transport.cuda_peer import CudaPeer
 from kvferry.transport.cuda_work import Runs, gathering, runs_of

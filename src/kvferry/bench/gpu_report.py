@@ -41,9 +41,11 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield from _sizes(result, peak)
     yield from _latency(result)
+    yield from _parts(result)
     yield from _plans(result, peak)
     yield from _packed(result)
     yield from _staging(result)
+    yield from _checksums(result)
 
 
 def _sizes(result: dict[str, Any], peak: float) -> Iterator[str]:
@@ -86,6 +88,27 @@ def _latency(result: dict[str, Any]) -> Iterator[str]:
     told = ", ".join(f"{what}: {us:.1f}" for what, us in result["latency_us"].items())
     yield f"Latency, microseconds (`read` to the end of `wait`; *kernel*: on the device): {told}."
     yield ""
+
+
+def _parts(result: dict[str, Any]) -> Iterator[str]:
+    names = [name for name in result["kernels"][0] if name != "bytes"]
+    yield "The kernel by how slots lie (2 GiB in 64 rows; *apart*: every fourth slot), of the peak:"
+    yield ""
+    rows = [[size(r["bytes"]), *(f"{r[n]:.1%}" for n in names)] for r in result["kernels"]]
+    yield from table(["run", *names], rows)
+    yield "A transfer by the clock, microseconds from the call of `read`:"
+    yield ""
+    names = [name for name in result["around"][0] if name != "bytes"]
+    rows = [[size(r["bytes"]), *(f"{r[n]:,.0f}" for n in names)] for r in result["around"]]
+    yield from table(["run", *names[:-1], "kernel alone"], rows)
+
+
+def _checksums(result: dict[str, Any]) -> Iterator[str]:
+    yield "Checksums of device memory, GB/s: xxh3 on the host, `mix128` by a kernel."
+    yield ""
+    names = ("xxh3", "mix128 a message", "mix128")
+    rows = [[size(r["bytes"]), *(f"{r[n]:,.0f}" for n in names)] for r in result["checksums"]]
+    yield from table(["run", "xxh3, 64 MiB", "mix128, 32,768 runs", "mix128, 1 GiB"], rows)
 
 
 def _plans(result: dict[str, Any], peak: float) -> Iterator[str]:
@@ -147,25 +170,30 @@ def _packed(result: dict[str, Any]) -> Iterator[str]:
 def _staging(result: dict[str, Any]) -> Iterator[str]:
     found = result["staging"]
     yield (
-        f"Staging over `tcp` on loopback. Limits in the same run: pinned copy "
-        f"{found['pinned_out_gb_s']:.1f} GB/s out, {found['pinned_in_gb_s']:.1f} in; plain sockets "
-        + ", ".join(f"{n}: {found[f'socket_{n}_gb_s']:.1f}" for n in (1, 2, 4, 8))
-        + " GB/s by streams."
+        f"Staging over `tcp` on loopback, four streams a transfer. Limits in the same run: pinned "
+        f"copy {found['pinned_out_gb_s']:.1f} GB/s out, {found['pinned_in_gb_s']:.1f} in; plain "
+        "sockets, with rings of buffers as staging has them, "
+        + ", ".join(f"{4 * n} streams {found[f'socket_{n}_gb_s']:.1f}" for n in (1, 2, 4))
+        + "; from memory that no cache holds "
+        + ", ".join(f"{found[f'cold_{n}_gb_s']:.1f}" for n in (1, 2, 4))
+        + " GB/s. In brackets: of both kinds of sockets with as many streams."
     )
     yield ""
-    best = max(found[f"socket_{n}_gb_s"] for n in (1, 2, 4, 8))
     limit = min(found["pinned_out_gb_s"], found["pinned_in_gb_s"])
     rows = []
     for r in found["rows"]:
-        top = max(r[f"tcp_{n}_gb_s"] for n in (1, 2, 4))
+        rates = {n: r[f"tcp_{n}_gb_s"] for n in (1, 2, 4)}
         rows.append(
             [
                 size(r["bytes"]),
                 f"{r['gather_gb_s']:.1f} ({r['gather_gb_s'] / found['pinned_out_gb_s']:.0%})",
                 f"{r['scatter_gb_s']:.1f} ({r['scatter_gb_s'] / found['pinned_in_gb_s']:.0%})",
-                *(f"{r[f'tcp_{n}_gb_s']:.1f}" for n in (1, 2, 4)),
-                f"{top / limit:.0%}",
-                f"{top / best:.0%}",
+                *(
+                    f"{v:.1f} ({v / found[f'socket_{n}_gb_s']:.0%}, "
+                    f"{v / found[f'cold_{n}_gb_s']:.0%})"
+                    for n, v in rates.items()
+                ),
+                f"{max(rates.values()) / limit:.0%}",
             ]
         )
     yield from table(
@@ -177,10 +205,6 @@ def _staging(result: dict[str, Any]) -> Iterator[str]:
             "2",
             "4",
             "best of pinned",
-            "best of sockets",
         ],
         rows,
     )
-    told = ", ".join(f"{mib} MiB: {rate:.1f}" for mib, rate in found["chunks"].items())
-    yield f"By what is staged at a time, 4 transfers, runs of 64 KiB, GB/s: {told}."
-    yield ""

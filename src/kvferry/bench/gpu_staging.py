@@ -1,4 +1,9 @@
-"""Device memory over tcp on loopback: beside plain sockets, and pinned copies across the bus."""
+"""Device memory over tcp on loopback: beside plain sockets, and pinned copies across the bus.
+
+The sockets send from and receive into rings of buffers like those that staging uses, so that what
+differs is all that staging does; and from memory that no cache holds, as a device's bytes are in
+none when they have crossed the bus.
+"""
 
 from __future__ import annotations
 
@@ -9,94 +14,89 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvferry.bench.gpu_clock import GB, soon, wall
 from kvferry.bench.gpu_owner import Remote
-from kvferry.transport import Carrier, make_carrier
 from kvferry.transport.regions import Arrays
-from kvferry.transport.staging import DeviceMemory
+from kvferry.transport.staging_lane import CHUNK_BYTES, RING_CHUNKS
+from kvferry.transport.tcp import STAGED_STREAMS_PER_TRANSFER
 
 if TYPE_CHECKING:
     from kvferry.bench.gpu import Bench
+
+RUNS = (512, 8 << 10, 64 << 10)
+TRANSFERS = (1, 2, 4)
+ROUNDS = 5
+COLD_CHUNKS = 64  # of 4 MiB, each stream its own
+TOTAL_BYTES = 1 << 30
 
 
 def staging(bench: Bench) -> dict[str, Any]:
     """Device memory over tcp, and every limit that it could meet."""
     found: dict[str, Any] = {"cpus": os.cpu_count()}
-    size = 1 << 30
     with bench.on.current():
-        pinned = bench.on.pinned(size)
-    out = bench.device_seconds(lambda: bench.stream.copy(pinned.ctypes.data, bench.here, size), 3)
-    back = bench.device_seconds(lambda: bench.stream.copy(bench.here, pinned.ctypes.data, size), 3)
-    found["pinned_out_gb_s"], found["pinned_in_gb_s"] = size / out / GB, size / back / GB
+        pinned = bench.on.pinned(TOTAL_BYTES)
+    at = pinned.ctypes.data
+    out = bench.device_seconds(lambda: bench.stream.copy(at, bench.here, TOTAL_BYTES), 3)
+    back = bench.device_seconds(lambda: bench.stream.copy(bench.here, at, TOTAL_BYTES), 3)
+    found["pinned_out_gb_s"] = TOTAL_BYTES / out / GB
+    found["pinned_in_gb_s"] = TOTAL_BYTES / back / GB
     with bench.on.current():
-        bench.on.free_pinned(pinned.ctypes.data)
-    for streams in (1, 2, 4, 8):
-        found[f"socket_{streams}_gb_s"] = sockets(bench.owner, streams) / GB
-    found["rows"] = []
-    for run in (512, 8 << 10, 64 << 10):
-        arrays = bench.arrays(run)
-        count = min(len(arrays), size // run)
-        some = Arrays(arrays.src[:count], arrays.dst[:count], arrays.length[:count])
-        total = count * run
-        buffer = bench.memory.buffer(total)
-        row: dict[str, Any] = {"bytes": run}
-        row["gather_gb_s"] = (
-            total / wall(partial(bench.memory.gather, some.dst, some.length, buffer), 3) / GB
-        )
-        row["scatter_gb_s"] = (
-            total / wall(partial(bench.memory.scatter, buffer, some.dst, some.length), 3) / GB
-        )
-        for transfers in (1, 2, 4):
-            parts = [
-                Arrays(some.src[i::transfers], some.dst[i::transfers], some.length[i::transfers])
-                for i in range(transfers)
-            ]
-
-            row[f"tcp_{transfers}_gb_s"] = total / wall(partial(together, bench, parts), 3) / GB
-        found["rows"].append(row)
-    found["chunks"] = by_chunk(bench, size)
+        bench.on.free_pinned(at)
+    for transfers in TRANSFERS:
+        streams = transfers * STAGED_STREAMS_PER_TRANSFER
+        for name, chunks in (("socket", RING_CHUNKS), ("cold", COLD_CHUNKS)):
+            rates = [sockets(bench.owner, streams, chunks) for _ in range(ROUNDS)]
+            found[f"{name}_{transfers}_gb_s"] = float(np.median(rates)) / GB
+    found["rows"] = [_row(bench, run) for run in RUNS]
     return found
 
 
-def by_chunk(bench: Bench, size: int) -> dict[str, float]:
-    """What four transfers reach by how much is staged at a time, in MiB; runs of 64 KiB."""
-    arrays = bench.arrays(64 << 10)
-    count = size >> 16
-    parts = [
-        Arrays(*(a[:count][i::4] for a in (arrays.src, arrays.dst, arrays.length)))
-        for i in range(4)
-    ]
-    rates = {}
-    for mib in (1, 4, 8, 16, 32):
-        endpoint = bench.owner.ask("restage", chunk_bytes=mib << 20)["tcp"]
-        memory = DeviceMemory([bench.region], chunk_bytes=mib << 20)
-        carrier = make_carrier("tcp", host="127.0.0.1", memory=memory)
-        carrier.register([bench.region])
-        pair = carrier, carrier.connect(bytes.fromhex(endpoint), soon())
-        rates[str(mib)] = size / wall(partial(together, bench, parts, pair), 3) / GB
-        carrier.close()
-    return rates
+def _row(bench: Bench, run: int) -> dict[str, Any]:
+    arrays = bench.arrays(run)
+    count = min(len(arrays), TOTAL_BYTES // run)
+    some = Arrays(arrays.src[:count], arrays.dst[:count], arrays.length[:count])
+    total = count * run
+    row: dict[str, Any] = {"bytes": run}
+    for name, chunks in (("gather", bench.memory.outgoing), ("scatter", bench.memory.incoming)):
+
+        def drain() -> None:
+            for _ in chunks(some.dst, some.length):  # noqa: B023, called at once
+                pass
+
+        row[f"{name}_gb_s"] = total / wall(drain, 3) / GB
+    for transfers in TRANSFERS:
+        parts = [
+            Arrays(some.src[i::transfers], some.dst[i::transfers], some.length[i::transfers])
+            for i in range(transfers)
+        ]
+        row[f"tcp_{transfers}_gb_s"] = total / wall(partial(together, bench, parts), ROUNDS) / GB
+    return row
 
 
-def together(bench: Bench, parts: list[Arrays], pair: tuple[Carrier, Any] | None = None) -> None:
-    carrier, peer = pair or bench.tcp
+def together(bench: Bench, parts: list[Arrays]) -> None:
+    carrier, peer = bench.tcp
     started = [carrier.read(peer, part) for part in parts]
     for transfer in started:
         transfer.wait(soon())
 
 
-def sockets(owner: Remote, streams: int) -> float:
+def sockets(owner: Remote, streams: int, chunks: int) -> float:
     """Bytes a second over that many plain connections at once."""
-    size = (2 << 30) // streams
+    size = (2 << 30) // streams // CHUNK_BYTES * CHUNK_BYTES
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        owner.start("stream", port=listener.getsockname()[1], streams=streams, size=size)
+        owner.start(
+            "stream", port=listener.getsockname()[1], streams=streams, size=size, chunks=chunks
+        )
         accepted = [listener.accept()[0] for _ in range(streams)]
 
     def receive(sock: socket.socket) -> None:
-        buffer = bytearray(4 << 20)
+        memory = np.ones((RING_CHUNKS, CHUNK_BYTES), dtype=np.uint8)
         with sock:
-            while sock.recv_into(buffer):
-                pass
+            turn = 0
+            while sock.recv_into(memory[turn % RING_CHUNKS].data, 0, socket.MSG_WAITALL):
+                turn += 1
 
     threads = [threading.Thread(target=receive, args=(sock,)) for sock in accepted]
     begin = time.perf_counter()
@@ -106,4 +106,4 @@ def sockets(owner: Remote, streams: int) -> float:
         thread.join()
     seconds = time.perf_counter() - begin
     owner.answer()
-    return size // (16 << 20) * (16 << 20) * streams / seconds
+    return size * streams / seconds

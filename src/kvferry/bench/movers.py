@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 
 from kvferry.errors import TransferError
 from kvferry.transport import mooncake, nixl
-from kvferry.transport.base import Carrier, Ints, MemoryRegion
-from kvferry.transport.foreign import batches
+from kvferry.transport.base import Ints, MemoryRegion
+from kvferry.transport.cost import Packing
+from kvferry.transport.foreign_peer import batches
 from kvferry.transport.regions import Arrays
 from kvferry.transport.registry import make_carrier
 
@@ -33,8 +34,8 @@ LOOPBACK = "127.0.0.1"
 WAIT_SECONDS = 60.0
 # Of one batch: what the slower ones move in about a tenth of a second.
 MOST_DESCRIPTORS = {
-    "mooncake": 1 << 12,
-    "raw-mooncake": 1 << 12,
+    "mooncake": 1 << 11,
+    "raw-mooncake": 1 << 11,
     "nixl": 1 << 15,
     "raw-nixl": 1 << 15,
 }
@@ -53,13 +54,14 @@ class Mover(Protocol):
 class OurCarrier:
     """One of kvferry's."""
 
-    def __init__(self, name: str, memory: Bytes) -> None:
-        self._carrier: Carrier = make_carrier(name, host=LOOPBACK)
+    def __init__(self, name: str, memory: Bytes, packing: Packing = "auto") -> None:
+        self._carrier: Any = make_carrier(name, host=LOOPBACK, packing=packing)
         self._carrier.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
         self._peer: Any = None
 
     def endpoint(self) -> bytes:
-        return self._carrier.endpoint()
+        endpoint: bytes = self._carrier.endpoint()
+        return endpoint
 
     def connect(self, endpoint: bytes) -> None:
         self._peer = self._carrier.connect(endpoint, time.monotonic() + WAIT_SECONDS)
@@ -67,6 +69,18 @@ class OurCarrier:
     def prepare(self, op: str, copies: Arrays) -> Callable[[], None]:
         start = self._carrier.read if op == "read" else self._carrier.write
         return lambda: start(self._peer, copies).wait(time.monotonic() + WAIT_SECONDS)
+
+    def library(self, op: str, copies: Arrays) -> Callable[[], None]:
+        """The same over the library alone: the carrier's own engine, called directly."""
+        engine, peer = self.engine()
+        calls = mooncake_calls if self._carrier.name == "mooncake" else nixl_calls
+        return calls(engine, peer, op, copies)
+
+    def engine(self) -> tuple[Any, Any]:
+        """The library's engine in this carrier, and its name for the peer."""
+        if self._carrier.name == "mooncake":
+            return self._carrier._engine, self._peer.handle.name
+        return self._carrier._agent, self._peer.handle
 
     def close(self) -> None:
         self._carrier.close()
@@ -91,18 +105,7 @@ class RawMooncake:
         self._target = endpoint.decode()
 
     def prepare(self, op: str, copies: Arrays) -> Callable[[], None]:
-        call = getattr(self._engine, f"batch_transfer_sync_{op}")
-        parts = []
-        for part in batches(copies, mooncake.BATCH_DESCRIPTORS, mooncake.BATCH_BYTES):
-            local, remote = _sides(op, part)
-            parts.append((local.tolist(), remote.tolist(), part.length.tolist()))
-
-        def go() -> None:
-            for lists in parts:
-                if call(self._target, *lists) != 0:
-                    raise TransferError("raw Mooncake failed a batch")
-
-        return go
+        return mooncake_calls(self._engine, self._target, op, copies)
 
     def close(self) -> None:
         self._engine.unregister_memory(self._memory)
@@ -130,26 +133,7 @@ class RawNixl:
         self._peer = self._agent.add_remote_agent(endpoint)
 
     def prepare(self, op: str, copies: Arrays) -> Callable[[], None]:
-        agent = self._agent
-        parts = [
-            tuple(
-                agent.get_xfer_descs(nixl.rows(side, part.length), mem_type=nixl.MEMORY)
-                for side in _sides(op, part)
-            )
-            for part in batches(copies, nixl.BATCH_DESCRIPTORS, nixl.BATCH_BYTES)
-        ]
-
-        def go() -> None:
-            for local, remote in parts:
-                handle = agent.initialize_xfer(op.upper(), local, remote, self._peer)
-                state = agent.transfer(handle)
-                while state == "PROC":
-                    state = agent.check_xfer_state(handle)
-                agent.release_xfer_handle(handle)
-                if state != "DONE":
-                    raise TransferError("raw NIXL failed a batch")
-
-        return go
+        return nixl_calls(self._agent, self._peer, op, copies)
 
     def close(self) -> None:
         if self._peer is not None:
@@ -159,13 +143,50 @@ class RawNixl:
         self._agent = None
 
 
+def mooncake_calls(engine: Any, target: str, op: str, copies: Arrays) -> Callable[[], None]:
+    call = getattr(engine, f"batch_transfer_sync_{op}")
+    parts = []
+    for part in batches(copies, mooncake.BATCH_DESCRIPTORS, mooncake.BATCH_BYTES):
+        local, remote = _sides(op, part)
+        parts.append((local.tolist(), remote.tolist(), part.length.tolist()))
+
+    def go() -> None:
+        for lists in parts:
+            if call(target, *lists) != 0:
+                raise TransferError("raw Mooncake failed a batch")
+
+    return go
+
+
+def nixl_calls(agent: Any, peer: Any, op: str, copies: Arrays) -> Callable[[], None]:
+    parts = [
+        tuple(
+            agent.get_xfer_descs(nixl.rows(side, part.length), mem_type=nixl.MEMORY)
+            for side in _sides(op, part)
+        )
+        for part in batches(copies, nixl.BATCH_DESCRIPTORS, nixl.BATCH_BYTES)
+    ]
+
+    def go() -> None:
+        for local, remote in parts:
+            handle = agent.initialize_xfer(op.upper(), local, remote, peer)
+            state = agent.transfer(handle)
+            while state == "PROC":
+                state = agent.check_xfer_state(handle)
+            agent.release_xfer_handle(handle)
+            if state != "DONE":
+                raise TransferError("raw NIXL failed a batch")
+
+    return go
+
+
 def _sides(op: str, part: Arrays) -> tuple[Ints, Ints]:
     """Addresses here and there."""
     return (part.dst, part.src) if op == "read" else (part.src, part.dst)
 
 
-def _ours(name: str) -> Callable[[Bytes], Mover]:
-    return lambda memory: OurCarrier(name, memory)
+def _ours(name: str, packing: Packing = "auto") -> Callable[[Bytes], Mover]:
+    return lambda memory: OurCarrier(name, memory, packing)
 
 
 # In the order of their turns: a carrier and its library side by side.
@@ -177,6 +198,9 @@ MOVERS: dict[str, Callable[[Bytes], Mover]] = {
     "nixl": _ours("nixl"),
     "raw-nixl": RawNixl,
 }
+# Opened by their owners for pairs with their libraries, over one engine.
+IN_PAIRS = ("mooncake", "nixl")
+OWNED = {**MOVERS, **{f"{name}-direct": _ours(name, "direct") for name in IN_PAIRS}}
 # The progress threads of plain NIXL agents spin, on both sides, whoever moves: measured alone.
 ALONE = ("raw-nixl",)
 

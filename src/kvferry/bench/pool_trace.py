@@ -27,6 +27,8 @@ import numpy as np
 from kvferry.errors import DescriptionError
 from kvferry.pool.embedded import EmbeddedStore
 from kvferry.pool.embedded_arena import ALIGN
+from kvferry.pool.embedded_room import MakePolicy
+from kvferry.pool.policy import ConversationPolicy
 from kvferry.pool.store import Outcome, Ranges
 from kvferry.transport.base import MemoryRegion
 
@@ -47,6 +49,9 @@ class Trace:
         middle = (self.seconds[0] + self.seconds[-1]) / 2
         middle = 1800.0 if 3000 < self.seconds[-1] < 4000 else middle
         return int(np.searchsorted(self.seconds, middle))
+
+    def first_half(self) -> Trace:
+        return Trace(self.seconds[: self.half], self.blocks[: self.half])
 
     @property
     def total(self) -> int:
@@ -108,7 +113,7 @@ def synthetic_trace(requests: int = 3000, seed: int = 1) -> Trace:
     return Trace([e[0] for e in events], [e[1] for e in events])
 
 
-def _rates(trace: Trace, hits: list[int]) -> Rates:
+def rates_of(trace: Trace, hits: list[int]) -> Rates:
     count = np.array([len(b) for b in trace.blocks])
     hit, half = np.array(hits), trace.half
     parts = (slice(0, half), slice(half, None), slice(None))
@@ -119,13 +124,13 @@ def replay_lru(trace: Trace, capacity: int) -> Rates:
     kept: OrderedDict[int, None] = OrderedDict()
     hits = []
     for blocks in trace.blocks:
-        hits.append(_prefix(blocks, kept))
+        hits.append(prefix_hits(blocks, kept))
         for block in reversed(blocks):  # the end of a prefix goes before its beginning
             kept[block] = None
             kept.move_to_end(block)
         while len(kept) > capacity:
             kept.popitem(last=False)
-    return _rates(trace, hits)
+    return rates_of(trace, hits)
 
 
 def replay_optimum(trace: Trace, capacity: int, leaf_first: bool) -> Rates:
@@ -138,7 +143,7 @@ def replay_optimum(trace: Trace, capacity: int, leaf_first: bool) -> Rates:
     heap: list[tuple[int, int, int]] = []
     hits = []
     for at, blocks in enumerate(trace.blocks):
-        hits.append(_prefix(blocks, kept))
+        hits.append(prefix_hits(blocks, kept))
         for depth, (block, following) in enumerate(zip(blocks, uses[at], strict=True)):
             if following == NEVER:
                 kept.pop(block, None)
@@ -150,23 +155,30 @@ def replay_optimum(trace: Trace, capacity: int, leaf_first: bool) -> Rates:
             following, depth, block = heapq.heappop(heap)
             if kept.get(block) == (-following, -depth):
                 del kept[block]
-    return _rates(trace, hits)
+    return rates_of(trace, hits)
 
 
-def _prefix(blocks: list[int], kept: Mapping[int, object]) -> int:
+def prefix_hits(blocks: list[int], kept: Mapping[int, object]) -> int:
     for at, block in enumerate(blocks):
         if block not in kept:
             return at
     return len(blocks)
 
 
-def replay_store(trace: Trace, capacity: int) -> Rates:
+def replay_store(
+    trace: Trace, capacity: int, make_policy: MakePolicy = ConversationPolicy
+) -> Rates:
     """The real store: its index, its policy, its eviction, objects of one page each."""
     now = [trace.seconds[0]]
     base = "/dev/shm" if Path("/dev/shm").is_dir() else None
     directory = Path(tempfile.mkdtemp(prefix="kvferry-bench-", dir=base))
     store = EmbeddedStore(
-        directory, capacity * ALIGN, slots=1 << 18, threads=1, clock=lambda: now[0]
+        directory,
+        capacity * ALIGN,
+        slots=1 << 18,
+        threads=1,
+        clock=lambda: now[0],
+        make_policy=make_policy,
     )
     try:
         source = np.zeros(OBJECT_BYTES, dtype=np.uint8)
@@ -186,7 +198,7 @@ def replay_store(trace: Trace, capacity: int) -> Rates:
             new = [key for key, old in zip(keys, there.tolist(), strict=True) if not old]
             outcomes = store.put(new, [one] * len(new), deadline)
             assert set(outcomes) <= {Outcome.DONE, Outcome.DECLINED}, outcomes
-        return _rates(trace, hits)
+        return rates_of(trace, hits)
     finally:
         store.close()
         shutil.rmtree(directory, ignore_errors=True)

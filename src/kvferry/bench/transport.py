@@ -11,44 +11,45 @@ memory:
 
 Each number is the best of several rounds in which all take turns: on a shared machine, that is what
 compares. `of_baseline` is the ratio to memcpy over the same scatter (local), to the socket (tcp),
-or to the library called directly (mooncake, nixl), all at that size. memcpy has one thread; `local`
-uses two for a large transfer. What is not installed is in `missing`, with the reason.
+or to the library as its own examples use it (mooncake, nixl), all at that size. memcpy has one
+thread; `local` uses two for a large transfer. What is not installed is in `missing`, with the
+reason.
+
+The carriers are measured as they are used, so short runs may be packed. What the carriers over
+libraries add to them is measured apart, in pairs on one engine (`paired`, see paired.py). What all
+of it should come to is in `targets` (targets.py).
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
-import os
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
-from typing import IO
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.bench import targets
 from kvferry.bench.movers import (
     ALONE,
     MOST_DESCRIPTORS,
     MOVERS,
-    WAIT_SECONDS,
     Mover,
     installed,
     quiet_libraries,
 )
+from kvferry.bench.owner import BUFFER_BYTES, Owner, buffer, owner
+from kvferry.bench.paired import PairedRow, Task, paired, paired_lines, seconds_of, slots
+from kvferry.bench.targets import Target
 from kvferry.errors import TransferError
 from kvferry.transport.base import Ints
 from kvferry.transport.regions import Arrays
 
 DEFAULT_SIZES = tuple(256 << (2 * step) for step in range(9))  # 256 B to 16 MiB
-BUFFER_BYTES = 256 << 20  # per side: beyond the caches
-MAX_DESCRIPTORS = 1 << 17
 SCATTER_BYTES = 64 << 10
+LEAST_ROUNDS = 4
 TAKE_BELOW_BYTES = 16 << 10  # under it, a memmove per descriptor would measure Python
 BASELINES = {
     "local": "memcpy",
@@ -58,8 +59,6 @@ BASELINES = {
 }
 OPS = ("read", "write")
 GB = 1e9
-
-Task = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +78,8 @@ class TransportResult:
     socket_gb_s: float
     results: tuple[CarrierResult, ...]
     missing: dict[str, str] = field(default_factory=dict)
+    paired: tuple[PairedRow, ...] = ()
+    targets: tuple[Target, ...] = ()
 
 
 def run(
@@ -102,11 +103,14 @@ def run(
         for name in wanted:
             if reasons[name]:
                 raise TransferError(reasons[name])
-        measured = _Measured(tuple(sizes), seconds, tuple(ops), _buffer(1), _buffer(2))
-        with _owner() as owner:
-            measured.all_sizes(owner, wanted)
+        measured = _Measured(tuple(sizes), seconds, tuple(ops), buffer(1), buffer(2))
+        with owner() as other:
+            measured.all_sizes(other, wanted)
+            pairs = paired(other, measured.landing, wanted, sizes, ops, seconds)
     missing = {name: why for name, why in reasons.items() if why and name not in wanted}
-    return measured.result(wanted, missing)
+    result = replace(measured.result(wanted, missing), paired=tuple(pairs))
+    rates = {(r.carrier, r.op, r.descriptor_bytes): r.gb_s for r in result.results}
+    return replace(result, targets=targets.judge(rates, pairs))
 
 
 @dataclass(slots=True)
@@ -121,7 +125,7 @@ class _Measured:
     best: dict[tuple[str, str, int], float] = field(default_factory=dict)
     long_copy: float = 0.0
 
-    def all_sizes(self, owner: _Owner, names: Sequence[str]) -> None:
+    def all_sizes(self, owner: Owner, names: Sequence[str]) -> None:
         alone = [name for name in names if name in ALONE]
         with ExitStack() as stack:
             movers = {n: self._open(stack, owner, n) for n in names if n not in ALONE}
@@ -132,7 +136,7 @@ class _Measured:
                         one = {name: self._open(short, owner, name)}
                         self._size(owner, one, size, rounds)
 
-    def _open(self, stack: ExitStack, owner: _Owner, name: str) -> Mover:
+    def _open(self, stack: ExitStack, owner: Owner, name: str) -> Mover:
         """A mover on both sides."""
         mover = stack.enter_context(closing(MOVERS[name](self.landing)))
         endpoint = owner.open(name)
@@ -140,11 +144,9 @@ class _Measured:
         mover.connect(endpoint)
         return mover
 
-    def _size(
-        self, owner: _Owner, movers: dict[str, Mover], size: int, only_rounds: int = 0
-    ) -> int:
+    def _size(self, owner: Owner, movers: dict[str, Mover], size: int, only_rounds: int = 0) -> int:
         """Rounds of all that take turns, and the limits with them; or so many of a single one."""
-        src, dst = _slots(size)
+        src, dst = slots(size)
         limits = not only_rounds
         tasks: dict[tuple[str, str], tuple[Task, int]] = {}
         if limits:
@@ -161,12 +163,12 @@ class _Measured:
         for task, _ in tasks.values():
             task()  # pages, connections, threads
         until, rounds = time.monotonic() + self.seconds, 0
-        while rounds < (only_rounds or 2) or (limits and time.monotonic() < until):
+        while rounds < (only_rounds or LEAST_ROUNDS) or (limits and time.monotonic() < until):
             rounds += 1
             for (name, op), (task, count) in tasks.items():
-                self._note(name, op, size, count / _seconds(task))
+                self._note(name, op, size, count / seconds_of(task))
             if limits:
-                once = _seconds(lambda: np.copyto(self.landing, self.source))
+                once = seconds_of(lambda: np.copyto(self.landing, self.source))
                 self.long_copy = max(self.long_copy, BUFFER_BYTES / once)
                 stream = BUFFER_BYTES / owner.stream_seconds(self.landing)
                 self._note("socket", "copy", size, stream)
@@ -214,28 +216,8 @@ def lines(result: TransportResult) -> Iterator[str]:
         )
     for name, why in result.missing.items():
         yield f"not measured: {name}: {why}"
-
-
-def _buffer(seed: int) -> NDArray[np.uint8]:
-    """Memory whose pages exist."""
-    buffer = np.empty(BUFFER_BYTES, dtype=np.uint8)
-    buffer[:] = seed
-    return buffer
-
-
-def _slots(size: int) -> tuple[Ints, Ints]:
-    """Offsets of random slots on both sides."""
-    slots = BUFFER_BYTES // size
-    count = min(slots, MAX_DESCRIPTORS)
-    rng = np.random.default_rng(size)
-    src, dst = (rng.permutation(slots)[:count].astype(np.int64) * size for _ in range(2))
-    return src, dst
-
-
-def _seconds(task: Task) -> float:
-    begin = time.perf_counter()
-    task()
-    return time.perf_counter() - begin
+    yield from paired_lines(result.paired)
+    yield from targets.lines(result.targets)
 
 
 def _scattered_memcpy(
@@ -260,109 +242,6 @@ def _scattered_memcpy(
             memmove(b, a, size)
 
     return copy
-
-
-@dataclass(frozen=True, slots=True)
-class _Owner:
-    """The other process: owns the memory that is read and written."""
-
-    address: int
-    commands: IO[str]
-    stream: socket.socket
-
-    def open(self, name: str) -> bytes:
-        """Its side of a mover, ready to be reached."""
-        self._say(f"open {name}")
-        return bytes.fromhex(_line(self.stream))
-
-    def close(self, name: str) -> None:
-        self._say(f"close {name}")
-        _line(self.stream)
-
-    def stream_seconds(self, landing: NDArray[np.uint8]) -> float:
-        """How long its buffer takes over one plain connection."""
-        view = memoryview(landing.data)
-        begin = time.perf_counter()
-        self._say("stream")
-        while view:
-            got = self.stream.recv_into(view)
-            if got == 0:
-                raise TransferError("the process that owns the memory ended")
-            view = view[got:]
-        return time.perf_counter() - begin
-
-    def _say(self, words: str) -> None:
-        self.commands.write(words + "\n")
-        self.commands.flush()
-
-
-def _line(stream: socket.socket) -> str:
-    """One answer of the owner; its standard output belongs to the libraries."""
-    heard = b""
-    while not heard.endswith(b"\n"):
-        got = stream.recv(1)
-        if not got:
-            raise TransferError("the process that owns the memory ended")
-        heard += got
-    answer = json.loads(heard)
-    if "error" in answer:
-        raise TransferError(answer["error"])
-    return str(answer["value"])
-
-
-@contextmanager
-def _owner() -> Iterator[_Owner]:
-    code = "from kvferry.bench.transport import _own; _own()"
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        ) as process,
-    ):
-        assert process.stdin
-        try:
-            process.stdin.write(f"{listener.getsockname()[1]}\n")
-            process.stdin.flush()
-            listener.settimeout(WAIT_SECONDS)
-            try:
-                stream, _ = listener.accept()
-            except TimeoutError:
-                raise TransferError("the process that owns the memory did not start") from None
-            stream.settimeout(WAIT_SECONDS)
-            with stream:
-                yield _Owner(int(_line(stream)), process.stdin, stream)
-        finally:
-            process.kill()
-
-
-def _own() -> None:
-    """The other process's program."""
-    port = int(sys.stdin.readline())
-    memory = _buffer(3)
-    movers: dict[str, Mover] = {}
-    with socket.create_connection(("127.0.0.1", port)) as stream:
-
-        def answer(**words: object) -> None:
-            stream.sendall(json.dumps(words).encode() + b"\n")
-
-        answer(value=memory.ctypes.data)
-        for line in sys.stdin:
-            match line.split():
-                case ["stream"]:
-                    stream.sendall(memory.data)
-                case ["open", name]:
-                    try:
-                        movers[name] = MOVERS[name](memory)
-                        answer(value=movers[name].endpoint().hex())
-                    except Exception as error:
-                        answer(error=f"{name}: {error}")
-                case ["close", name]:
-                    movers.pop(name).close()
-                    answer(value="closed")
-    os._exit(0)  # whatever the libraries' threads do
 
 
 if __name__ == "__main__":

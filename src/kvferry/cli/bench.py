@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from html import escape
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.bench.plan import BenchResult, CaseResult
+from kvferry.bench.targets import lines as target_lines
 from kvferry.bench.transport import TransportResult
 from kvferry.units import show_bytes
 
@@ -104,7 +106,7 @@ def plan_bench_page(result: BenchResult) -> str:
         Line("arrays", "#0072b2", [(float(b), ms) for b, ms, _ in result.curve]),
         Line("strided runs", "#d55e00", [(float(b), ms) for b, _, ms in result.curve]),
     ]
-    return _page(
+    return page(
         "kvferry bench plan",
         f"""<h1>Planning, beside vLLM</h1>
 <p>80 layers of llama-3.1-70b, one request on one edge, times in milliseconds.</p>
@@ -167,18 +169,19 @@ def transport_bench_page(result: TransportResult) -> str:
         f"<li>not measured: {escape(name)}: {escape(why)}</li>"
         for name, why in result.missing.items()
     )
-    return _page(
+    targets = "".join(f"<li>{escape(line)}</li>" for line in target_lines(result.targets) if line)
+    return page(
         "kvferry bench transport",
         f"""<h1>Carriers, beside their libraries</h1>
 <p>Two processes on this machine, scattered descriptors, the best of several rounds in which all
 take turns. raw-mooncake and raw-nixl are the libraries called directly, with the same batches.
 Dashed: limits of this machine in the same run.</p>
-{plots}<ul>{missing}</ul>
+{plots}<ul>{targets}{missing}</ul>
 <table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>""",
     )
 
 
-def _page(title: str, body: str) -> str:
+def page(title: str, body: str) -> str:
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
 <style>
@@ -261,15 +264,16 @@ def _log_plot(
     )
 
 
-def calibrate_costs(as_json: bool) -> None:
-    """Measure what the embedded carriers cost on this machine, and keep it where they look."""
+def calibrate_costs(as_json: bool, quietly: AbstractContextManager[None]) -> None:
+    """Measure what the carriers cost on this machine, and keep it where they look."""
     import sys
 
     import msgspec
 
-    from kvferry.bench.packed import calibrate, write_costs
+    from kvferry.bench.calibrate import calibrate, write_costs
 
-    costs = calibrate()
+    with quietly:
+        costs = calibrate()
     path = write_costs(costs)
     if as_json:
         sys.stdout.write(msgspec.json.encode(costs).decode() + "\n")

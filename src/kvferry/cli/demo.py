@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvferry.bench.movers import quiet_libraries
 from kvferry.cli.picture import plan_page
 from kvferry.demo.run import DemoResult, Silent, Watch, run_demo
 from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, find_model
@@ -74,6 +75,8 @@ def demo(
     progress_console = Console(stderr=True)
     columns = (TextColumn("{task.description:6}"), BarColumn(), DownloadColumn(binary_units=True))
     with ExitStack() as stack:
+        if transport:
+            stack.enter_context(quiet_libraries())
         watch: Watch
         if progress_console.is_terminal:
             bars = Progress(*columns, TimeElapsedColumn(), console=progress_console)

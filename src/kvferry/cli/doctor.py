@@ -41,6 +41,7 @@ def doctor(
         *checks.installed(),
         *checks.permitted(),
         *checks.tried(carriers),
+        *checks.tried_libraries(carriers),
         *checks.configured(carriers),
         checks.costs(),
     ]

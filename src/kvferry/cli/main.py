@@ -140,7 +140,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
     method: Annotated[str, typer.Option(help="auto, vm or shared.")] = "auto",
     transport: Annotated[
-        str, typer.Option(help="A carrier instead: local, tcp, mooncake, nixl, ...")
+        str, typer.Option(help="A carrier instead: auto, local, tcp, mooncake, nixl, cuda.")
     ] = "",
     as_json: Json = False,
     html: Annotated[Path, typer.Option(help="Where to draw the plan.")] = Path(
@@ -262,7 +262,7 @@ def bench_transport(
         from kvferry.cli.bench import calibrate_costs
 
         with refusals():
-            calibrate_costs(as_json)
+            calibrate_costs(as_json, libraries_to_stderr())
         return
     from kvferry.bench.transport import DEFAULT_SIZES, lines, run
 
@@ -287,14 +287,18 @@ def bench_transport(
 def bench_packed(
     sizes: Annotated[str, typer.Option(help="Run lengths in bytes, with commas.")] = "",
     seconds: Annotated[float, typer.Option(help="Seconds for each length and carrier.")] = 1.0,
+    carriers: Annotated[str, typer.Option(help="Which ones, with commas; else all.")] = "",
     as_json: Json = False,
 ) -> None:
     """Short runs: direct, packed and what the cost model chooses, in the same run."""
     from kvferry.bench.packed import SIZES, lines, run
+    from kvferry.bench.packed_pair import CARRIERS
 
     with refusals():
         chosen = [int(s) for s in sizes.split(",")] if sizes else list(SIZES)
-        result = run(chosen, seconds)
+        names = carriers.split(",") if carriers else list(CARRIERS)
+        with libraries_to_stderr():
+            result = run(chosen, seconds, names)
     if as_json:
         print_json(asdict(result))
     else:
@@ -308,7 +312,7 @@ def bench_stall(
     as_json: Json = False,
 ) -> None:
     """The longest that a hand-over holds up an engine's step, beside vLLM's MooncakeConnector."""
-    from kvferry.bench.stall import run
+    from kvferry.bench.stall import TARGET_RATIO, run
 
     with refusals(), libraries_to_stderr():
         result = run(blocks)
@@ -319,6 +323,7 @@ def bench_stall(
     print(f"longest stall of a step: {result.kvferry_ms:.2f} ms")
     if result.vllm_ms is not None and result.ratio is not None:
         print(f"vLLM's MooncakeConnector: {result.vllm_ms:.0f} ms, {result.ratio:.0f} x as long")
+        print(f"  {'yes' if result.met else 'NO'}  at least {TARGET_RATIO} times shorter")
 
 
 @bench.command("pool")
@@ -329,11 +334,18 @@ def bench_pool(
     as_json: Json = False,
     html: Html = None,
     quick: Annotated[bool, typer.Option(help="Fewer capacities and repeats.")] = False,
+    tune: Annotated[
+        bool, typer.Option(help="Choose the eviction policy's constants on the first half instead.")
+    ] = False,
 ) -> None:
     """Hit rates, lookups and bandwidth of the pool's stores, beside LRU, memcpy, LMDB, Mooncake."""
     from kvferry.bench.pool import run
-    from kvferry.cli.bench_pool import pool_bench_page, print_pool_bench
+    from kvferry.cli.bench_pool import pool_bench_page, print_pool_bench, tune_pool
 
+    if tune:
+        with refusals():
+            tune_pool(trace, as_json)
+        return
     with refusals(), libraries_to_stderr():
         result = run(trace, lambda line: err.print(line, style="dim", highlight=False), quick=quick)
     if as_json:
@@ -355,20 +367,11 @@ def bench_handover(
 ) -> None:
     """Prefill to decode between real engines, beside vLLM's own connectors."""
     from kvferry.bench.handover import run
+    from kvferry.cli.bench_handover import print_handover
 
     with refusals(), libraries_to_stderr():
-        results = run(
-            requests, tokens, tuple(only or ()), lambda one: err.print(str(one), highlight=False)
-        )
+        results = run(requests, tokens, only or (), lambda line: err.print(line, highlight=False))
     if as_json:
         print_json([asdict(result) for result in results])
         return
-    print(f"{'connector':24}{'first token ms':>16}{'P cpu ms':>10}{'D cpu ms':>10}{'wrong':>7}")
-    for one in results:
-        if one.error:
-            print(f"{one.name:24}did not run: {one.error.splitlines()[-1]}")
-            continue
-        print(
-            f"{one.name:24}{one.first_token_ms:16.1f}{one.prefill_cpu_ms:10.0f}"
-            f"{one.decode_cpu_ms:10.0f}{one.wrong:7}"
-        )
+    print_handover(results)

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from kvferry.errors import KvferryError, StoreError
 from kvferry.pool.embedded import EmbeddedStore, default_directory
+from kvferry.pool.embedded_disk import DISK_LINK
 from kvferry.pool.embedded_index import peek
-from kvferry.pool.embedded_room import DISK_LINK
 from kvferry.pool.mooncake_config import parse_size
 from kvferry.units import show_bytes, show_seconds
 

@@ -186,7 +186,7 @@ class _Pager:
     def components(self, regions: dict[str, Bytes]) -> Iterator[tuple[Component, Bytes]]:
         """Bytes with the axes layer, block, kernel block, slot, unit, and what is in a unit."""
         interior = self.shape.interior_for(self.group)
-        if interior == "opaque":
+        if interior.partition(":")[0] == "opaque":
             raise DescriptionError(
                 f"group {self.group.name!r}: what lies inside an opaque page is not known, so it "
                 "cannot be checked; choose another interior"

@@ -9,7 +9,8 @@ How bytes move is the *method*:
     vm      process_vm_readv on the producers' private memory
     shared  producers keep their cache in shared memory, which consumers map, and copy themselves
     auto    vm where the system permits it, else shared
-    NAME    a carrier (`transport`): consumers read through it
+    NAME    a carrier (`transport`): consumers read through it. "auto" there is `local` where the
+            system permits it, else `tcp`
 
 However the demo ends, its processes end with it. Shared memory has no name, so none can be left.
 """
@@ -29,11 +30,13 @@ from kvferry.demo.rank import Checked, Greeting, Order, Pulled
 from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, Work, find_model, make_work
 from kvferry.errors import DescriptionError, PermissionDenied
 from kvferry.layout.shape import EngineShape, Rank
+from kvferry.transport.auto import AUTO
 from kvferry.transport.registry import CARRIERS
 from kvferry.units import show_bytes
 
 METHODS = ("auto", "vm", "shared")
-TRANSPORTS = tuple(name for name in CARRIERS if name != "null")  # that one stays in one process
+# The null carrier stays in one process.
+TRANSPORTS = (AUTO, *(name for name in CARRIERS if name != "null"))
 MEMORY_PART = 0.8  # of the memory that is free may be used
 
 
@@ -118,6 +121,7 @@ def run_demo(
             f"transport must be one of {', '.join(TRANSPORTS)}, without a method; found "
             f"{transport!r} and method {method!r}"
         )
+    _require_library(transport)
     watch = progress or Silent()
     started = time.monotonic()
     _require_memory(2 * min_bytes)  # before block tables are made for it
@@ -136,7 +140,9 @@ def run_demo(
         crew.start(work, fault, files)
         peers = crew.ask(crew.producers, Order("greet"), watch.advance)
         crew.ask(crew.consumers, Order("greet"), watch.advance)
-        if transport:
+        if transport == AUTO:
+            method, why = _choose_carrier(crew, peers)
+        elif transport:
             method, why = transport, f"asked for; consumers read through the carrier {transport}"
         else:
             method, why = _choose(crew, method, peers)
@@ -187,6 +193,27 @@ def _choose(crew: Crew, method: str, peers: list[Greeting]) -> tuple[str, str]:
     if method == "vm":
         raise PermissionDenied(reason)
     return "shared", f"chosen, because {reason}"
+
+
+def _choose_carrier(crew: Crew, peers: list[Greeting]) -> tuple[str, str]:
+    """What `auto` picks on one host for host memory, and why."""
+    reasons = crew.ask(crew.consumers, Order("probe", (peers,)), lambda _: None)
+    reason = next(filter(None, reasons), "")
+    if reason:
+        return "tcp", f"chosen, because local is not permitted: {reason}"
+    return "local", "chosen: one host, and the system permits it"
+
+
+def _require_library(transport: str) -> None:
+    """Say that it is missing before anything is filled."""
+    if transport == "mooncake":
+        from kvferry.transport.mooncake import engine_class
+
+        engine_class()
+    elif transport == "nixl":
+        from kvferry.transport.nixl import api
+
+        api()
 
 
 def _shared_file(stack: ExitStack) -> SharedFile:

@@ -15,7 +15,8 @@ it arranges by itself, the rest following the engine's memory order.
     nvfp4       page   planes K data, K scale, V data, V scale
     mla_scaled  page   planes latent, scale
     state       page   convolution state (sections side by side in channels), then the other states
-    opaque      page   unknown: moved whole, between identical pages only
+    opaque      page   unknown: moved whole, between identical pages only; `opaque:NAME` says
+                       whose, and pages with different names are not identical
 """
 
 from __future__ import annotations
@@ -230,9 +231,10 @@ INTERIORS: dict[str, Callable[[PageQuestion], tuple[Inside, ...]]] = {
 
 def arrange(interior: str, question: PageQuestion) -> tuple[Inside, ...]:
     """The arrays that hold a group's pages, and where each component lies in them."""
-    if interior not in INTERIORS:
+    name, _, whose = interior.partition(":")
+    if name not in INTERIORS or (whose and name != "opaque"):
         raise DescriptionError(
             f"interior {interior!r} is not known; name one of {', '.join(INTERIORS)}. "
             "A page whose inside is unknown is 'opaque': it moves whole, between identical pages"
         )
-    return INTERIORS[interior](question)
+    return INTERIORS[name](question)

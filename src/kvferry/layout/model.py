@@ -188,6 +188,11 @@ class CacheModel:
                 groups.append(replace(group, layers=layers))
         return replace(self, groups=tuple(groups), total_layers=self.num_layers) if groups else None
 
+    @property
+    def of_one_length(self) -> bool:
+        """Whether a cache is of one number of tokens: a state or a ring cannot be cut shorter."""
+        return any(g.residency.kind in ("state", "ring") for g in self.groups)
+
     def token_bytes(self) -> int:
         """Bytes that one token adds over all layers and ranks (states and rings excluded)."""
         return sum(

@@ -1,7 +1,8 @@
 """The engines that a consumer rank has met: one handshake per incarnation, made when first needed.
 
 Loads that need the same engine at the same time share one handshake. A handshake that failed is
-made again by the next load; an engine whose peers were lost is forgotten, and met again. Its
+made again by the next load; an engine whose peers were lost is forgotten, and met again. So is one
+that nothing was loaded from for a while: it may be gone, and its successor has another name. Its
 connections are given back when the last load that uses them has left.
 """
 
@@ -25,6 +26,7 @@ from kvferry.topology import TransferTopology
 from kvferry.transport.base import Carrier
 from kvferry.wire.messages import VERSION, EngineInfo, Hello, ReplyBody
 
+IDLE_SECONDS = 600.0  # an engine without a load is forgotten after this long
 ASK_AGAIN_SECONDS = 0.2  # where a directory does not know all its ranks yet
 
 
@@ -35,6 +37,7 @@ class Known:
     directory: str  # where it was met
     remote: Future[Remote] = field(default_factory=Future)
     users: int = 0  # loads that have it, or wait for it
+    used: float = field(default_factory=time.monotonic)  # when a load last left it
     forgotten: bool = False  # the last user gives its connections back
 
 
@@ -83,11 +86,25 @@ class Acquaintances:
             return
 
     def _leave(self, known: Known) -> None:
+        now = time.monotonic()
         with self._lock:
             known.users -= 1
-            over = known.forgotten and known.users == 0
-        if over:
-            _disconnect(known)
+            known.used = now
+            over = [known] if known.forgotten and known.users == 0 else self._idle(now)
+        for one in over:
+            _disconnect(one)
+
+    def _idle(self, now: float) -> list[Known]:
+        """With the lock held: engines that were not used for long, which are forgotten now."""
+        idle = [
+            key
+            for key, known in self._remotes.items()
+            if not known.users and known.used + IDLE_SECONDS <= now
+        ]
+        over = [self._remotes.pop(key) for key in idle]
+        for known in over:
+            known.forgotten = True
+        return over
 
     def _make_known(
         self, known: Known, key: tuple[str, str], ticket: Ticket, watch: Watch

@@ -5,10 +5,15 @@ of the runs that it read there, in the order in which it read them, and takes th
 meanwhile. A difference fails the load. The order matters: an open hold means that the source's
 bytes are still those that were read, and the last word that follows proves that it was open.
 
-The runs travel as a table, at most `MOST_RUNS` and `SLICE_BYTES` a message. The source checks that
-its hold is open, that the table is well formed and that every run lies in its registered memory,
-and digests on a thread of its own (`Summing`), so that other messages do not wait. Runs are
-gathered into a buffer first, which makes many short ones as fast to digest as one long one.
+The runs travel as a table, at most `MOST_RUNS` and the algorithm's `slice_bytes` a message. The
+source checks that its hold is open, that the table is well formed and that every run lies in its
+registered memory, and digests on a thread of its own (`Summing`), so that other messages do not
+wait.
+
+    xxh3     every rank has it. Runs are gathered into a buffer first, which makes many short ones
+             as fast to digest as one long one; a GPU's go through host memory
+    mix128   a GPU's own memory, by a kernel (mixing.py). Used between two ranks that both name it
+             in the handshake; else xxh3
 """
 
 from __future__ import annotations
@@ -16,7 +21,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
@@ -24,21 +30,58 @@ import xxhash
 from kvferry.errors import ProtocolError
 from kvferry.layout.rank import Ints
 from kvferry.plan import Bound
-from kvferry.transport.memory import Memory, make_buffer
+from kvferry.transport import mixing
+from kvferry.transport.memory import Memory, is_staged
+from kvferry.transport.mixing import is_mixing, mix_on_host
 from kvferry.transport.regions import Arrays, slices
 from kvferry.wire.messages import MOST_RUNS, RUN_BYTES
 
 log = logging.getLogger("kvferry")
 
-SLICE_BYTES = 64 << 20  # digested for one message: some milliseconds
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    name: str
+    slice_bytes: int  # digested for one message
+
+
+XXH3 = Algorithm("xxh3", 64 << 20)  # some milliseconds
+MIX128 = Algorithm(mixing.NAME, 1 << 30)  # half a millisecond
+_ALGORITHMS = {one.name: one for one in (XXH3, MIX128)}
+
 CHUNK_BYTES = 1 << 20  # gathered at a time
 CLOSE_SECONDS = 5.0
 MOST_WAITING = 1024  # slices that one source rank has before it
 
 
-def digest(memory: Memory, address: Ints, length: Ints) -> bytes:
-    """xxh3 (128 bits) of the runs' bytes, one after another."""
-    hasher, buffer = xxhash.xxh3_128(), make_buffer(memory, CHUNK_BYTES)
+def offered(memory: Memory) -> tuple[str, ...]:
+    """The algorithms that a rank with this memory names, the quickest first."""
+    return (MIX128.name, XXH3.name) if is_mixing(memory) else (XXH3.name,)
+
+
+def common(memory: Memory, theirs: Sequence[str]) -> Algorithm:
+    """The quickest that both ends have; every rank has xxh3."""
+    return _ALGORITHMS[next((name for name in offered(memory) if name in theirs), XXH3.name)]
+
+
+def named(name: str, memory: Memory) -> Algorithm:
+    """The algorithm that a peer asks for."""
+    if name not in offered(memory):
+        raise ProtocolError(f"no checksum {name!r} is made here; {', '.join(offered(memory))} are")
+    return _ALGORITHMS[name]
+
+
+def digest(memory: Memory, address: Ints, length: Ints, algorithm: Algorithm = XXH3) -> bytes:
+    """128 bits of the runs' bytes, one after another."""
+    if algorithm is MIX128:
+        mixed = memory.mix(address, length) if is_mixing(memory) else None
+        return (mixed or mix_on_host(memory, address, length)).digest(length)
+    hasher = xxhash.xxh3_128()
+    if is_staged(memory):
+        for chunk in memory.outgoing(address, length):
+            hasher.update(chunk.data)
+        return hasher.digest()
+    buffer = np.empty(CHUNK_BYTES, dtype=np.uint8)
     for part in slices(Arrays(address, address, length), CHUNK_BYTES):
         count = int(part.length.sum())
         memory.gather(part.src, part.length, buffer)
@@ -46,11 +89,11 @@ def digest(memory: Memory, address: Ints, length: Ints) -> bytes:
     return hasher.digest()
 
 
-def parts(bound: Bound) -> Iterator[Arrays]:
+def parts(bound: Bound, algorithm: Algorithm) -> Iterator[Arrays]:
     """An edge's copies, in the order in which they are read, as messages take them."""
     for piece in bound.slices(MOST_RUNS):
         mine = Arrays(piece.src.copy(), piece.dst.copy(), piece.length.copy())
-        yield from slices(mine, SLICE_BYTES)
+        yield from slices(mine, algorithm.slice_bytes)
 
 
 def encode_runs(address: Ints, length: Ints) -> bytes:
@@ -60,16 +103,17 @@ def encode_runs(address: Ints, length: Ints) -> bytes:
     return table.tobytes()
 
 
-def decode_runs(raw: bytes) -> tuple[Ints, Ints]:
+def decode_runs(raw: bytes, algorithm: Algorithm = XXH3) -> tuple[Ints, Ints]:
     """A table that a peer sent. Whether the runs are ours to read, `gather` sees."""
     if len(raw) % RUN_BYTES or not raw:
         raise ProtocolError(f"{len(raw)} bytes are not a table of runs")
     table = np.frombuffer(raw, dtype="<i8").reshape(-1, 2).astype(np.int64)
     address, length = np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1])
-    if int(length.min()) <= 0 or int(length.max()) > SLICE_BYTES:
+    most = algorithm.slice_bytes
+    if int(length.min()) <= 0 or int(length.max()) > most:
         raise ProtocolError("a run is empty, negative or too long")
-    if int(length.sum()) > SLICE_BYTES:
-        raise ProtocolError(f"runs of {int(length.sum())} bytes; at most {SLICE_BYTES} at a time")
+    if int(length.sum()) > most:
+        raise ProtocolError(f"runs of {int(length.sum())} bytes; at most {most} at a time")
     return address, length
 
 
@@ -77,7 +121,7 @@ class Summing:
     """The thread that digests for readers; started when the first one asks."""
 
     def __init__(self, memory: Memory) -> None:
-        self._memory = memory
+        self.memory = memory
         self._queue: queue.SimpleQueue[Callable[[Memory], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -104,6 +148,6 @@ class Summing:
             if self._closed:
                 return
             try:
-                work(self._memory)
+                work(self.memory)
             except Exception:
                 log.exception("a checksum could not be made")

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from kvferry.errors import ChecksumError, HandoverError
 from kvferry.p2p.caller import Caller
-from kvferry.p2p.checksum import digest, encode_runs, parts
+from kvferry.p2p.checksum import Algorithm, common, digest, encode_runs, parts
 from kvferry.p2p.remote import Source
 from kvferry.plan import Bound
 from kvferry.transport.memory import Memory
@@ -29,7 +29,8 @@ def require_equal(
     answer: Callable[[Future[ReplyBody]], ReplyBody],
 ) -> None:
     """`ChecksumError` where bytes differ from their source's, as long as the hold is open."""
-    left = {source: parts(copies) for source, copies in bound.items()}
+    by = {source: common(memory, source.sums) for source in bound}
+    left = {source: parts(copies, by[source]) for source, copies in bound.items()}
     while left:
         asked: list[Asked] = []
         for source, more in list(left.items()):
@@ -38,16 +39,17 @@ def require_equal(
                 del left[source]
                 continue
             runs = encode_runs(part.src, part.length)
-            call = caller.call(
-                source.address, Sum(VERSION, source.incarnation, hold_id, runs), deadline
-            )
+            question = Sum(VERSION, source.incarnation, hold_id, runs, by[source].name)
+            call = caller.call(source.address, question, deadline)
             asked.append((source, part, call))
         for source, part, call in asked:
-            ours = digest(memory, part.dst, part.length)
-            _require_same(source, part, ours, answer(call))
+            ours = digest(memory, part.dst, part.length, by[source])
+            _require_same(source, part, by[source], ours, answer(call))
 
 
-def _require_same(source: Source, part: Arrays, ours: bytes, reply: ReplyBody) -> None:
+def _require_same(
+    source: Source, part: Arrays, by: Algorithm, ours: bytes, reply: ReplyBody
+) -> None:
     who = f"rank {tuple(source.rank)}"
     if not isinstance(reply, Summed):
         why = reply.message if isinstance(reply, Refused) else type(reply).__name__
@@ -55,6 +57,7 @@ def _require_same(source: Source, part: Arrays, ours: bytes, reply: ReplyBody) -
     if reply.digest != ours:
         raise ChecksumError(
             f"{who}: {len(part)} runs of {int(part.length.sum())} bytes arrived differently than "
-            f"the source holds them (xxh3 {reply.digest.hex()} there, {ours.hex()} here); nothing "
-            "of this load is used. The carrier or the network between the two engines damages bytes"
+            f"the source holds them ({by.name} {reply.digest.hex()} there, {ours.hex()} here); "
+            "nothing of this load is used. The carrier or the network between the two engines "
+            "damages bytes"
         )

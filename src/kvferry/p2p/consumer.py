@@ -21,6 +21,7 @@ from kvferry.errors import Cancelled, KvferryError
 from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import Ints, RankLayout
 from kvferry.p2p.acquaintances import Acquaintances
+from kvferry.p2p.bell import Bell
 from kvferry.p2p.caller import Caller
 from kvferry.p2p.describe import rank_info
 from kvferry.p2p.load import WORD_SECONDS, Load, Loaded, Loading
@@ -56,12 +57,13 @@ class ConsumerRank:
         optional_roles: frozenset[str] = frozenset(),
         mode: Mode = "pull",
         checked: Memory | None = None,
+        bell: Bell | None = None,
     ) -> None:
         """What sources do, and how far they are trusted.
 
         `mode` "push": sources write, where their carrier lets us stop them; else we read.
         `checked`: compare what arrives in this memory with checksums of the sources'; it is read,
-        whatever the mode.
+        whatever the mode. `bell`: rung when a load has ended.
         """
         self.engine, self.model, self.layout = engine, model, layout
         self._caller = Caller(sockets)
@@ -96,7 +98,7 @@ class ConsumerRank:
             offering,
             checked,
         )
-        self._lock = threading.Condition()  # notified when a load has ended
+        self._lock, self._bell = threading.Lock(), bell or Bell()
         self._done: list[Loaded] = []
         self._running: dict[str, Watch] = {}
 
@@ -107,7 +109,16 @@ class ConsumerRank:
         watch = Watch(time.monotonic() + load.seconds)
         with self._lock:
             self._running[load.request_id] = watch
-        self._pool.submit(self._run, load, watch)
+        try:
+            self._pool.submit(self._run, load, watch)
+        except RuntimeError as error:  # the pool is shut down
+            self._end(Loaded(load.request_id, f"Cancelled: it did not begin: {error}"))
+
+    def fail(self, load: Load, why: str) -> None:
+        """Report a load that must not begin as failed, and tell its sources."""
+        if not load.keep_open:
+            self._later(load.ticket, "failed")
+        self._end(Loaded(load.request_id, why))
 
     def cancel(self, request_id: str) -> None:
         """Give a load up; it is still reported, as failed."""
@@ -125,11 +136,10 @@ class ConsumerRank:
             done, self._done = self._done, []
         return done
 
-    def wait_done(self, seconds: float) -> None:
-        """Wait for a load to end, if any is under way; for engines with nothing else to do."""
-        with self._lock:
-            if self._running and not self._done:
-                self._lock.wait(seconds)
+    @property
+    def busy(self) -> bool:
+        """Whether a load is under way."""
+        return bool(self._running)
 
     def stats(self) -> ConsumerStats:
         """What this rank has loaded and what it has not. Safe from any thread."""
@@ -160,16 +170,19 @@ class ConsumerRank:
         except Exception as error:
             log.exception("loading request %s failed", load.request_id)
             result = Loaded(load.request_id, f"internal error: {error!r}", seconds=clock.spent)
+        self._end(result)
+
+    def _end(self, result: Loaded) -> None:
         if result.ok:
             self._tally.done(result.bytes, result.descriptors, result.seconds, pushed=result.pushed)
         else:
             self._tally.failed(result.error.partition(":")[0], result.seconds)
         with self._lock:
-            self._running.pop(load.request_id, None)
+            self._running.pop(result.request_id, None)
             self._done.append(result)
-            self._lock.notify_all()
+        self._bell.ring()
         if not result.ok:
-            log.warning("request %s: not loaded: %s", load.request_id, result.error)
+            log.warning("request %s: not loaded: %s", result.request_id, result.error)
 
     def _later(self, ticket: Ticket, outcome: Outcome) -> None:
         with contextlib.suppress(RuntimeError):  # the pool is shut down: the hold expires

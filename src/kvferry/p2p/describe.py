@@ -116,6 +116,7 @@ def rank_info(
     address: str,
     incarnation: str,
     carriers: Mapping[str, bytes],
+    sums: Sequence[str] = ("xxh3",),
 ) -> RankInfo:
     regions = [
         RegionInfo(region.name, base, region.bytes)
@@ -153,7 +154,15 @@ def rank_info(
     ]
     rank = layout.rank
     return RankInfo(
-        rank.pp, rank.tp, address, incarnation, dict(carriers), regions, parts, layout.tables
+        rank.pp,
+        rank.tp,
+        address,
+        incarnation,
+        dict(carriers),
+        regions,
+        parts,
+        layout.tables,
+        tuple(sums),
     )
 
 

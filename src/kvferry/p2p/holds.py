@@ -119,7 +119,7 @@ class HoldTable(Generic[Parked]):
     lease_seconds: float
     open: dict[str, Hold] = field(default_factory=dict)
     parked: int = 0  # claims that wait
-    _tombstones: OrderedDict[str, Why] = field(default_factory=OrderedDict)
+    _tombstones: OrderedDict[str, Closed] = field(default_factory=OrderedDict)
     _unborn: OrderedDict[str, None] = field(default_factory=OrderedDict)  # withdrawn, not arrived
     _parked: dict[str, list[_Waiting[Parked]]] = field(default_factory=dict)
     _early: deque[_Early] = field(default_factory=deque)  # oldest first
@@ -140,14 +140,16 @@ class HoldTable(Generic[Parked]):
     ) -> tuple[list[Parked], Closed | None]:
         """Open a hold. Returns the claims that waited for it: answer them, then call `settle`.
 
-        A hold that was withdrawn before it arrived is closed at once, and returned as such.
+        A hold that was withdrawn before it arrived, or whose id was used before, is closed at once,
+        and returned as such.
         """
         if hold_id in self._unborn:
             del self._unborn[hold_id]
-            self._bury(hold_id, "withdrawn")
-            return [], Closed(hold_id, request_id, "withdrawn", {})
-        if hold_id in self.open or hold_id in self._tombstones:
-            return [], None
+            return [], self._bury(Closed(hold_id, request_id, "withdrawn", {}))
+        known = self.open.get(hold_id) or self._tombstones.get(hold_id)
+        if known is not None:  # an id serves one request
+            other = known.request_id != request_id
+            return [], Closed("", request_id, "withdrawn", {}) if other else None
         expires = now + self.lease_seconds
         self.open[hold_id] = Hold(hold_id, request_id, digest, tokens, tables, expires)
         heapq.heappush(self._leases, (expires, hold_id))
@@ -168,7 +170,8 @@ class HoldTable(Generic[Parked]):
         """An open hold (its lease renewed), why it is closed, or None where it is not known yet."""
         hold = self.open.get(hold_id)
         if hold is None:
-            return "withdrawn" if hold_id in self._unborn else self._tombstones.get(hold_id)
+            buried = self._tombstones.get(hold_id)
+            return "withdrawn" if hold_id in self._unborn else buried.why if buried else None
         hold.expires = now + self.lease_seconds
         return hold
 
@@ -210,6 +213,10 @@ class HoldTable(Generic[Parked]):
             while len(self._unborn) > TOMBSTONES:
                 self._unborn.popitem(last=False)
         return None, self._unpark(hold_id)
+
+    def unpark_all(self) -> list[Parked]:
+        """All claims that wait, which then wait no more."""
+        return [claim for hold_id in list(self._parked) for claim in self._unpark(hold_id)]
 
     def expire(self, now: float) -> tuple[list[Closed], list[Parked]]:
         """Holds whose lease ran out, and claims whose patience did."""
@@ -266,10 +273,10 @@ class HoldTable(Generic[Parked]):
         if len(self._leases) > 2 * len(self.open) + STALE_ENTRIES:
             self._leases = [entry for entry in self._leases if entry[1] in self.open]
             heapq.heapify(self._leases)
-        self._bury(hold.hold_id, why)
-        return Closed(hold.hold_id, hold.request_id, why, dict(hold.outcomes))
+        return self._bury(Closed(hold.hold_id, hold.request_id, why, dict(hold.outcomes)))
 
-    def _bury(self, hold_id: str, why: Why) -> None:
-        self._tombstones[hold_id] = why
+    def _bury(self, closed: Closed) -> Closed:
+        self._tombstones[closed.hold_id] = closed
         while len(self._tombstones) > TOMBSTONES:
             self._tombstones.popitem(last=False)
+        return closed

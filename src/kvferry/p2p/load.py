@@ -5,9 +5,10 @@
 2. **claim** the hold at every source rank that concerns us, all at once. A claim may be parked.
 3. **read** by carrier, edge by edge, all at once, in slices.
 4. **check**, where that was asked for: digests of what was read, compared with the sources' own.
-5. **zero** the bytes of loaded blocks that nothing covers, and layers that the source has not.
-6. the **last word**, `done`, to every source rank. Only if all of them answer that the hold was
-   still open is the load good: the bytes were read from blocks that nobody reused meanwhile.
+5. the **last word**, `done`, to every source rank; and while it travels,
+6. **zero** the bytes of loaded blocks that nothing covers, and layers that the source has not. Only
+   if all sources answer that the hold was still open is the load good: the bytes were read from
+   blocks that nobody reused meanwhile.
 
 Whatever fails, the sources are told `failed` (best effort, nobody waits for their answers). Every
 step ends by the load's deadline, or when the load is cancelled. `Loading.run` returns or raises
@@ -32,13 +33,15 @@ from kvferry.p2p.acquaintances import Acquaintances
 from kvferry.p2p.caller import Caller
 from kvferry.p2p.comparing import require_equal
 from kvferry.p2p.offers import Arrived, Offering, Offers
+from kvferry.p2p.pieces import post_reads
 from kvferry.p2p.remote import Remote, Source
 from kvferry.p2p.stats import ConsumerTally
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.transfers import await_transfer, end_transfers
 from kvferry.p2p.watch import Clock, Watch
-from kvferry.plan import Bound, Copies, EdgePlan, bind, uncovered, whole_blocks
+from kvferry.plan import Bound, EdgePlan, Uncovered, bind, uncovered, whole_blocks
 from kvferry.plan.landing import require_distinct_blocks
+from kvferry.plan.tail import padded_tokens
 from kvferry.transport.base import Transfer
 from kvferry.transport.memory import Memory
 from kvferry.wire.messages import (
@@ -57,7 +60,6 @@ from kvferry.wire.messages import (
 
 log = logging.getLogger("kvferry")
 
-SLICE_DESCRIPTORS = 65_536  # bound at a time, so that no NumPy call takes long
 WORD_SECONDS = 5.0  # for a last word after something failed
 NOTHING = Arrived(0, 0, (), ())
 
@@ -127,17 +129,19 @@ class Loading:
             read = [source for source in remote.sources if source not in written.delivered]
             claimed = self._claim(remote, read, load.ticket, watch)
             clock.stop("claim")
-            bound = self._bind(load, claimed)
-            self._read(remote, load, bound, watch, clock)
+            bound = self._bind(remote, load, claimed)
+            clock.stop("bind")
+            rest = self._read(remote, load, bound, watch, clock)
             moved = sum(b.bytes for b in bound.values())
             descriptors = sum(b.descriptors for b in bound.values())
             if self.checked is not None:
                 self._check(remote, load.ticket, bound, self.checked, watch)
                 self.tally.checked(moved)
                 clock.stop("check")
-            zeroed = self._zero_rest(remote, load)
+            words = self._last_words(read, load, watch)
+            zeroed = self._zero_rest(rest)  # while they travel
             clock.stop("zero")
-            self._confirm(remote, read, load, watch)
+            self._require_open(remote, load, words, watch)
             clock.stop("confirm")
         except BaseException:
             if not load.keep_open:
@@ -219,7 +223,8 @@ class Loading:
                 raise HandoverError(f"{who} refuses the claim: {reply.message}")
             if not isinstance(reply, Claimed):
                 raise HandoverError(f"{who} answered a claim with a {type(reply).__name__}")
-            if reply.tokens < ticket.tokens:
+            exact = self.model.of_one_length and reply.tokens != ticket.tokens
+            if exact or reply.tokens < ticket.tokens:
                 raise HandoverError(
                     f"the ticket promises {ticket.tokens} tokens, {who} holds {reply.tokens}"
                 )
@@ -236,12 +241,17 @@ class Loading:
             self.known.forget(remote)  # the peer may have restarted: meet it again next time
             raise
 
-    def _bind(self, load: Load, claimed: dict[Source, Claimed]) -> dict[Source, Bound]:
+    def _bind(
+        self, remote: Remote, load: Load, claimed: dict[Source, Claimed]
+    ) -> dict[Source, Bound]:
         """What is to be read, by source; small, whatever the number of copies."""
+        tokens = padded_tokens(
+            remote.pair.model, remote.shape, self.known.layout.shape, load.ticket.tokens
+        )
         return {
             source: bind(
                 source.plan,
-                tokens=load.ticket.tokens,
+                tokens=tokens,
                 skip=load.skip,
                 src_tables=hold.tables,
                 dst_tables=load.tables,
@@ -259,22 +269,16 @@ class Loading:
         bound: dict[Source, Bound],
         watch: Watch,
         clock: Clock,
-    ) -> None:
+    ) -> list[Uncovered]:
+        """Read all of it; meanwhile, find what is to be zeroed."""
         transfers: list[Transfer] = []
         try:
-            for source, copies in bound.items():
-                assert source.carrier is not None
-                if getattr(source.carrier, "takes_strided", False):
-                    read: Any = source.carrier.read
-                    transfers.extend(read(source.peer, batch) for batch in copies.batches)
-                    continue
-                for piece in copies.slices(SLICE_DESCRIPTORS):
-                    mine = Copies(piece.src.copy(), piece.dst.copy(), piece.length.copy())
-                    transfers.append(source.carrier.read(source.peer, mine))
-            clock.stop("bind")
+            post_reads(bound, transfers, watch)
+            rest = self._rest(remote, load)
             for transfer in transfers:
                 await_transfer(transfer, watch)
             clock.stop("read")
+            return rest
         except BaseException as error:
             end_transfers(transfers, lambda: self.tally.abandoned(load.blocks))
             if not isinstance(error, Cancelled):
@@ -302,40 +306,39 @@ class Loading:
             self.known.forget(remote)
             raise
 
-    def _zero_rest(self, remote: Remote, load: Load) -> int:
-        """Zero what nothing covers; how much of that is of layers that the source has not."""
-        rest = uncovered(
-            self.everything,
-            remote.shape,
-            tokens=load.ticket.tokens,
-            skip=load.skip,
-            dst_tables=load.tables,
-            dst_bases=self.bases,
-        )
-        if len(rest.address):
-            self.zero(rest.address, rest.length)
-        if remote.lacking is None:
-            return 0
-        lacking = whole_blocks(
-            remote.lacking,
-            tokens=load.ticket.tokens,
-            skip=load.skip,
-            dst_tables=load.tables,
-            dst_bases=self.bases,
-        )
-        self.zero(lacking.address, lacking.length)
-        return lacking.bytes
+    def _rest(self, remote: Remote, load: Load) -> list[Uncovered]:
+        """What nothing covers, and what is of layers that the source has not."""
+        where: dict[str, Any] = {
+            "skip": load.skip,
+            "dst_tables": load.tables,
+            "dst_bases": self.bases,
+        }
+        tokens = load.ticket.tokens
+        rest = [uncovered(self.everything, remote.shape, tokens=tokens, **where)]
+        if remote.lacking is not None:
+            rest.append(whole_blocks(remote.lacking, tokens=tokens, **where))
+        return rest
 
-    def _confirm(self, remote: Remote, sources: Sequence[Source], load: Load, watch: Watch) -> None:
-        """The load counts only if every source kept the hold open until after the last byte.
+    def _zero_rest(self, rest: list[Uncovered]) -> int:
+        """Zero it; how much of that is of layers that the source has not."""
+        for part in rest:
+            if len(part.address):
+                self.zero(part.address, part.length)
+        return sum(part.bytes for part in rest[1:])
 
-        A source that wrote has said so already.
-        """
+    def _last_words(
+        self, sources: Sequence[Source], load: Load, watch: Watch
+    ) -> dict[Source, Future[ReplyBody]]:
+        """To every source that was read; one that wrote has said its own already."""
         if load.keep_open:
-            calls = self._ask_open(sources, load.ticket, watch.deadline)
-        else:
-            calls = self._say(sources, load.ticket, "done", watch.deadline)
-        for source, call in calls.items():
+            return self._ask_open(sources, load.ticket, watch.deadline)
+        return self._say(sources, load.ticket, "done", watch.deadline)
+
+    def _require_open(
+        self, remote: Remote, load: Load, words: dict[Source, Future[ReplyBody]], watch: Watch
+    ) -> None:
+        """The load counts only if every source kept the hold open until after the last byte."""
+        for source, call in words.items():
             reply = self.answer(remote, call, watch)
             was_open = isinstance(reply, Closing) and reply.was_open
             was_open |= isinstance(reply, Renewed) and load.ticket.hold_id in reply.open

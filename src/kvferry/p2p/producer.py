@@ -27,7 +27,8 @@ import time
 from dataclasses import dataclass
 
 from kvferry.errors import KvferryError
-from kvferry.p2p.checksum import Summing, decode_runs, digest
+from kvferry.p2p.bell import Bell
+from kvferry.p2p.checksum import Summing, decode_runs, digest, named
 from kvferry.p2p.directory import refuse_version
 from kvferry.p2p.holds import MOST_ENGINES, Closed, Hold, HoldTable, Why
 from kvferry.p2p.push import Pushed, Pusher, Unreachable
@@ -88,11 +89,13 @@ class ProducerRank(Server):
         lease_seconds: float = DEFAULT_LEASE_SECONDS,
         pusher: Pusher | None = None,
         memory: Memory | None = None,
+        bell: Bell | None = None,
     ) -> None:
         """What the rank can do for consumers beside holding.
 
         `pusher` writes what they offer; without one, they are told to read. `memory`: what
-        checksums are made of; without it, readers that ask are refused.
+        checksums are made of; without it, readers that ask are refused. `bell`: rung when a hold
+        has closed.
         """
         super().__init__(sockets, host, port, "kvferry-producer")
         self._pusher = pusher
@@ -100,7 +103,7 @@ class ProducerRank(Server):
         self.incarnation = incarnation
         self._table: HoldTable[_Sender] = HoldTable(lease_seconds)
         self._closed: list[Closed] = []
-        self._closed_lock = threading.Lock()
+        self._closed_lock, self._bell = threading.Lock(), bell or Bell()
 
     # Called by the engine
 
@@ -143,6 +146,8 @@ class ProducerRank(Server):
                 closed, _ = self._table.withdraw(hold_id)
                 if closed is not None:
                     self._report(closed)
+            for sender in self._table.unpark_all():  # their holds will have other ids
+                self.reply(sender.identity, sender.request_id, _refuse_closed("withdrawn"))
 
         self.submit(work)
 
@@ -254,7 +259,7 @@ class ProducerRank(Server):
             return Refused("unable", "this engine writes nothing; read")
         if not self._pusher.knows(offer.reader):
             return Refused("unmet", "a rank offers its blocks, but has not introduced itself")
-        if offer.tokens > hold.tokens:
+        if not self._pusher.can_serve(offer.tokens, hold.tokens):
             return Refused(
                 "digest",
                 f"the ticket promises {offer.tokens} tokens, this rank holds {hold.tokens}",
@@ -317,7 +322,8 @@ class ProducerRank(Server):
         """Checked here, made on the other thread, answered from here again."""
         if self._summing is None:
             return Refused("malformed", "this rank makes no checksums")
-        address, length = decode_runs(asked.runs)
+        algorithm = named(asked.algorithm, self._summing.memory)
+        address, length = decode_runs(asked.runs, algorithm)
         hold = self._table.find(asked.hold_id, time.monotonic())
         if not isinstance(hold, Hold):
             return _refuse_closed(hold or "withdrawn")
@@ -325,9 +331,12 @@ class ProducerRank(Server):
         def work(memory: Memory) -> None:
             reply: ReplyBody
             try:
-                reply = Summed(digest(memory, address, length))
+                reply = Summed(digest(memory, address, length, algorithm))
             except KvferryError as error:  # a run outside of the registered memory
                 reply = Refused("malformed", str(error))
+            except Exception as error:  # the reader waits: it is told, whatever it was
+                log.exception("a checksum could not be made")
+                reply = Refused("busy", f"the checksum could not be made: {error!r}")
             self.submit(lambda: self._summed(sender, request_id, asked.hold_id, reply))
 
         if not self._summing.submit(work):
@@ -370,3 +379,4 @@ class ProducerRank(Server):
             self._pusher.cancel(closed.hold_id)  # its blocks are about to be used again
         with self._closed_lock:
             self._closed.append(closed)
+        self._bell.ring()

@@ -35,6 +35,7 @@ from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import Rank
 from kvferry.p2p.describe import read_layout, read_model, read_shape, require_same_meaning
+from kvferry.p2p.incarnations import are_siblings
 from kvferry.p2p.transfers import await_transfer, end_transfers
 from kvferry.p2p.watch import Watch
 from kvferry.plan import Copies, EdgePlan, bind, plan_pair
@@ -126,13 +127,18 @@ class Pusher:
             known = self._targets.get(key)
             if self._closed or (known and (known.engine, known.info) == (engine, info)):
                 return
-            void = [k for k in self._targets if (k[0] == key[0] and k[1] != key[1]) or k == key]
+            void = [k for k in self._targets if k == key or _supersedes(key, k)]
             old = [self._targets.pop(k) for k in void]
             self._targets[key] = _Target(engine, info)
             while len(self._targets) > MOST_TARGETS:
                 old.append(self._targets.popitem(last=False)[1])
         for target in old:
             self._drop(target)
+            self._later(self._disconnect, target)
+
+    def can_serve(self, tokens: int, held: int) -> bool:
+        """Whether a hold of so many tokens has what an offer of so many wants."""
+        return tokens == held if self._model.of_one_length else tokens <= held
 
     def knows(self, reader: Reader) -> bool:
         return key_of(reader) in self._targets
@@ -182,7 +188,7 @@ class Pusher:
                 return
             for target in self._targets.values():
                 if target.peers and not target.running and target.used + IDLE_SECONDS <= now:
-                    self._threads.submit(self._disconnect, target)
+                    self._later(self._retire, target)
 
     def close(self) -> None:
         with self._lock:
@@ -194,6 +200,8 @@ class Pusher:
         for target in targets:
             self._drop(target)
         self._threads.shutdown(wait=False)
+        for target in targets:
+            self._disconnect(target)
 
     # One push
 
@@ -285,10 +293,31 @@ class Pusher:
                     push.watch.give_up()
         for push in orphans:
             push.done(Cancelled("the consumer restarted, or this engine is shutting down"))
-        self._disconnect(target)
+
+    def _later(self, action: Callable[[_Target], None], target: _Target) -> None:
+        """On a thread that may wait: for a connection being made, or for a peer to let go."""
+        with contextlib.suppress(RuntimeError):  # closed meanwhile, which disconnects all
+            self._threads.submit(action, target)
+
+    def _retire(self, target: _Target) -> None:
+        """Give idle connections back, unless a push came meanwhile."""
+        with target.lock:
+            with self._lock:
+                if target.running or target.queue:
+                    return
+            peers, target.peers = target.peers, {}
+        self._disconnect_all(peers)
 
     def _disconnect(self, target: _Target) -> None:
         with target.lock:
             peers, target.peers = target.peers, {}
+        self._disconnect_all(peers)
+
+    def _disconnect_all(self, peers: dict[str, Any]) -> None:
         for name, peer in peers.items():
             self._carriers[name].disconnect(peer)
+
+
+def _supersedes(new: Key, old: Key) -> bool:
+    """Whether a rank's engine lives another life than before."""
+    return new[0] == old[0] and new[1] != old[1] and not are_siblings(new[1], old[1])

@@ -3,6 +3,9 @@
 Kernels run after their launch returned. So what a step says of its blocks (a hold may be read, a
 load may be written) is true only once the device has come to that point: a rank passes it on when
 an event recorded at that moment has completed. On host memory that is at once.
+
+Where the device fails before it has come there, nothing of the step is true. That is passed on too,
+in the same turn, so that what the step asked for ends as failed: nobody else would ever say so.
 """
 
 from __future__ import annotations
@@ -11,29 +14,51 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 log = logging.getLogger("kvferry")
 
-Action = Callable[[], None]
+Action = Callable[[str], None]  # gets why the device failed; empty: it has come to that point
+
+
+class Event(Protocol):
+    """A mark in what a device does."""
+
+    def record(self) -> Any: ...
+
+    def synchronize(self) -> Any:
+        """Until the device has come to it; raises where it never will."""
+        ...
+
+
+def _torch_event() -> Event:
+    import torch
+
+    event: Event = torch.cuda.Event(blocking=True)
+    event.record()
+    return event
 
 
 class WhenReady:
-    """Does things in the order in which they were asked for, when the device has come to each."""
+    """Does things in the order in which they were asked for, when the device has come to each.
 
-    def __init__(self, gpu: bool) -> None:
-        self._gpu = gpu
-        self._queue: queue.SimpleQueue[tuple[Any, Action] | None] = queue.SimpleQueue()
+    Each action is called exactly once, and must not raise.
+    """
+
+    def __init__(self, gpu: bool, record: Callable[[], Event] = _torch_event) -> None:
+        self._gpu, self._record = gpu, record
+        self._queue: queue.SimpleQueue[tuple[Event, Action] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def mark(self) -> Callable[[Action], None]:
         """What is passed to the answer is done once all that was launched so far has run."""
         if not self._gpu:
-            return lambda action: action()
-        import torch
-
-        event = torch.cuda.Event(blocking=True)
-        event.record()
+            return lambda action: action("")
+        try:
+            event = self._record()
+        except Exception as error:
+            why = _why(error)
+            return lambda action: action(why)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvferry-ready", daemon=True)
             self._thread.start()
@@ -47,8 +72,17 @@ class WhenReady:
     def _run(self) -> None:
         while (one := self._queue.get()) is not None:
             event, action = one
+            why = ""
             try:
                 event.synchronize()
-                action()
-            except Exception:
+            except Exception as error:
+                why = _why(error)
+            try:
+                action(why)
+            except Exception:  # the thread goes on for the orders after it
                 log.exception("an order of a step could not be passed on")
+
+
+def _why(error: Exception) -> str:
+    log.error("the device failed before it came to what a step said: %s", error)
+    return f"the device failed: {error}"

@@ -41,6 +41,7 @@ class Source:
     bases: tuple[int, ...]
     carrier: Carrier | None
     peer: Any
+    sums: tuple[str, ...]  # checksums that it makes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,4 +190,14 @@ def _source(
         plan = pair.plan(pair.edge(rank, layout.rank), remote_layout, layout)
         who = f"rank {tuple(rank)} at {info.address}"
         carrier, peer = connect(info.carriers, carriers, deadline, who)
-    return Source(rank, info.address, info.incarnation, readers, plan, tuple(bases), carrier, peer)
+    return Source(
+        rank,
+        info.address,
+        info.incarnation,
+        readers,
+        plan,
+        tuple(bases),
+        carrier,
+        peer,
+        info.sums,
+    )

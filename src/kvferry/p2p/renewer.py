@@ -1,8 +1,9 @@
 """Keeps holds open while a consumer's requests queue, on a thread that no engine step delays.
 
 A scheduler that sees a request with a ticket calls `watch`, and `drop` when the request's load has
-ended or it is over. In between, every rank of the producer hears a `Renew` now and then, first at
-once. The producer's directory is asked for its ranks once per incarnation.
+ended or it is over. In between, every rank of the producer hears a `Renew` now and then, first
+soon: a request that is loaded right away is never renewed, for its claim is as good. The producer's
+directory is asked for its ranks once per incarnation.
 
     watched --renewed by all ranks--> watched
     watched --closed at all ranks---> forgotten: there is nothing left to renew
@@ -45,6 +46,7 @@ log = logging.getLogger("kvferry")
 
 DEFAULT_INTERVAL_SECONDS = DEFAULT_LEASE_SECONDS / 4  # three may be lost before a lease runs out
 CALL_SECONDS = 5.0
+FIRST_RENEWAL = 1 / 8  # of the interval, after a ticket came
 MOST_FAILURES = 3  # in a row, before a producer is taken for dead
 MOST_HOLDS_PER_CALL = 4096  # ids of 32 characters: far below what a request may have
 CLOSE_SECONDS = 5.0
@@ -99,7 +101,7 @@ class Renewer:
         self._engines: dict[_Key, _Engine] = {}
         self._of_hold: dict[str, _Key] = {}
         self._condition = threading.Condition()
-        self._due = False  # a new hold is to be renewed at once
+        self._due = time.monotonic()  # when holds are to be renewed
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="kvferry-renewer", daemon=True)
         self._thread.start()
@@ -116,8 +118,10 @@ class Renewer:
             engine.holds[ticket.hold_id] = set()
             if not engine.asked:
                 engine.failures = MOST_FAILURES - 1  # one more try
-            self._due = True
-            self._condition.notify()
+            soon = time.monotonic() + self._interval_seconds * FIRST_RENEWAL
+            if soon < self._due:
+                self._due = soon
+                self._condition.notify()
 
     def drop(self, hold_id: str) -> None:
         """Renew a hold no more. One that is not watched is no error."""
@@ -147,18 +151,14 @@ class Renewer:
     # The thread
 
     def _run(self) -> None:
-        next_round = time.monotonic()
         while True:
             with self._condition:
-                self._condition.wait_for(
-                    lambda: self._stopped or self._due,
-                    timeout=max(0.0, next_round - time.monotonic()),
-                )
+                while not self._stopped and (left := self._due - time.monotonic()) > 0:
+                    self._condition.wait(left)
                 if self._stopped:
                     return
-                self._due = False
+                self._due = time.monotonic() + self._interval_seconds
                 engines = {k: e for k, e in self._engines.items() if e.asked}
-            next_round = time.monotonic() + self._interval_seconds
             try:
                 self._round(engines)
             except Exception:
@@ -250,6 +250,8 @@ class Renewer:
 
 def _ranks(key: _Key, call: Future[ReplyBody]) -> list[_Address]:
     reply = _reply(call)
+    if isinstance(reply, Refused) and reply.reason == "busy":  # it has not described itself yet
+        raise HandoverError(reply.message)
     if isinstance(reply, Refused):
         raise StaleTicket(f"it refuses us: {reply.message}")
     if not isinstance(reply, Welcome):

@@ -18,6 +18,7 @@ from typing import Any
 import zmq
 
 from kvferry.errors import KvferryError, ProtocolError
+from kvferry.p2p.strangers import answer_stranger
 from kvferry.wire.messages import (
     Refused,
     Reply,
@@ -94,9 +95,11 @@ class Server:
 
     def reply(self, sender: bytes, request_id: int, body: ReplyBody) -> None:
         """Send a reply; a peer that is gone is not worth waiting for."""
-        frame = encode(Reply(request_id, body))
+        self._send([sender, encode(Reply(request_id, body))])
+
+    def _send(self, frames: list[bytes]) -> None:
         try:
-            self._socket.send_multipart([sender, frame], zmq.NOBLOCK)
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self.counters["unsent"] += 1
             log.debug("a reply could not be sent: %s", error)
@@ -151,17 +154,23 @@ class Server:
             frames = self._socket.recv_multipart()
             self._guarded(lambda frames=frames: self._take(frames))  # type: ignore[misc]
 
+    def _turn_away(self, sender: bytes, refusal: list[bytes] | None) -> None:
+        """A message that is not kvferry's."""
+        if not self.counters["strangers"]:
+            log.warning(
+                "%s was asked by a peer that does not speak kvferry's protocol: is it one of "
+                "vLLM's own connectors? It is refused; run kvferry's connector on both sides",
+                self._thread.name,
+            )
+        self.counters["strangers"] += 1
+        if refusal is not None:
+            self._send([sender, *refusal])
+
     def _take(self, frames: list[bytes]) -> None:
         self.counters["messages"] += 1
-        if len(frames) != 2:
-            if not self.counters["malformed"]:
-                log.warning(
-                    "%s got a message of %d parts, which is not kvferry's: is the peer one of "
-                    "vLLM's own connectors? It gets no answer",
-                    self._thread.name,
-                    len(frames) - 1,
-                )
-            self.counters["malformed"] += 1
+        refusal = answer_stranger(frames[1:])
+        if refusal is not None or len(frames) != 2:
+            self._turn_away(frames[0], refusal)
             return
         sender, frame = frames
         try:

@@ -61,7 +61,10 @@ class Ticket:
         }
         if not flat:
             return {MARK: {**ours, **where}}
-        return {"do_remote_prefill": True, "do_remote_decode": False, **where, MARK: ours}
+        flags = {"do_remote_prefill": True, "do_remote_decode": False}
+        # an in-tree NixlConnector without block ids here would end its engine; with some, it asks
+        # our directory, which refuses it in its own words (see `strangers`)
+        return {**flags, **where, "remote_block_ids": [[]], MARK: ours}
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Ticket:

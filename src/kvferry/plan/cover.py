@@ -20,7 +20,8 @@ from kvferry.layout.model import CacheModel, Component, Group
 from kvferry.layout.rank import Ints, RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.plan.assign import Edge, Share, meet
-from kvferry.plan.bind import Binder, Bound, Copies
+from kvferry.plan.bind import Binder
+from kvferry.plan.bound import Bound, Copies
 from kvferry.plan.edge import EdgePlan, Piece, plan_edge
 from kvferry.plan.tokens import Moved, Paging, moved, paging_for
 

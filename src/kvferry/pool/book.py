@@ -13,6 +13,7 @@ import time
 
 from kvferry.errors import KvferryError
 from kvferry.pool.keys import KeyMetadata
+from kvferry.pool.reader import plan_read
 from kvferry.pool.records import PoolLayout, is_usable, read_record
 from kvferry.pool.stats import PoolCounters
 from kvferry.pool.store import Outcome, Store
@@ -66,6 +67,9 @@ class LayoutBook:
         try:
             layout = read_record(encoded, layout_id)
             why = is_usable(self.ours, layout)
+            if not why:  # what no rank could read must not be promised
+                for rank in self.ours.ranks.values():
+                    plan_read(layout, self.ours.model, rank)
         except KvferryError as error:
             why = str(error)
         except Exception as error:  # a record may hold anything

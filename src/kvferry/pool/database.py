@@ -71,6 +71,8 @@ class ChunkedTokenDatabase:
     rank: Rank | None = None
     memory: Mapping[int, ObjectMemory] = field(default_factory=dict)  # by table
     bases: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    replica: int = 0  # among workers with the same rank and the same bytes
+    replicas: int = 1
 
     def question(self, chain: ContentChain, layouts: Sequence[PoolLayout]) -> Question:
         keys: list[str] = []
@@ -86,7 +88,8 @@ class ChunkedTokenDatabase:
         """Which of these blocks this rank writes, as indices: replicas take turns."""
         assert self.rank is not None
         turns = self.layout.turns[self.layout.owner[table, self.rank]]
-        mine: Ints = np.flatnonzero(numbers % len(turns) == turns.index(self.rank))
+        turn = turns.index(self.rank) + len(turns) * self.replica
+        mine: Ints = np.flatnonzero(numbers % (len(turns) * self.replicas) == turn)
         return mine
 
     def keys(self, table: int, contents: Sequence[str]) -> list[str]:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import getpass
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,8 +36,9 @@ from kvferry.pool import embedded_index as ix
 from kvferry.pool.embedded_image import Image, open_image
 from kvferry.pool.embedded_index import Geometry, hash_keys, key_name
 from kvferry.pool.embedded_read import Reader, analyse
-from kvferry.pool.embedded_room import Room
+from kvferry.pool.embedded_room import MakePolicy, Room
 from kvferry.pool.embedded_write import Writer
+from kvferry.pool.policy import ConversationPolicy
 from kvferry.pool.store import Bools, Outcome, Ranges, Slices, StoreStats
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.regions import RegionTable
@@ -84,8 +84,10 @@ class EmbeddedStore:
         slots: int | None = None,
         threads: int | None = None,
         clock: Callable[[], float] = time.time,
+        make_policy: MakePolicy = ConversationPolicy,
     ) -> None:
-        """Open or create. Whoever creates it decides the sizes; others take them as they are."""
+        """Open or create. Whoever creates it decides the sizes and the place of the disk tier;
+        others take them as they are."""
         if (disk_directory is None) != (disk_bytes == 0):
             raise StoreError("a disk tier needs both a directory and a capacity in bytes")
         if memory_bytes < 1 << 16:
@@ -98,7 +100,7 @@ class EmbeddedStore:
         self.directory = directory or default_directory()
         wanted = Geometry(slots, memory_bytes, disk_bytes)
         try:
-            self._room = Room(self.directory, wanted, disk_directory, clock)
+            self._room = Room(self.directory, wanted, disk_directory, clock, make_policy)
         except OSError as error:
             raise StoreError(f"cannot open the store at {self.directory}: {error}") from error
         found = self._room.index.geometry
@@ -282,10 +284,3 @@ class EmbeddedStore:
         if self._closed:
             raise StoreError("the store is closed")
         return self._room
-
-
-def destroy(directory: Path, disk_directory: Path | None = None) -> None:
-    """Remove a store that nobody has open, with all that it holds."""
-    for path in (directory, disk_directory):
-        if path is not None:
-            shutil.rmtree(path, ignore_errors=True)

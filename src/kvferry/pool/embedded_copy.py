@@ -2,7 +2,9 @@
 
 Seen through a dtype as long as a range and a stride of one byte, memory is an array in which every
 byte begins an element. Ranges of one length then move in one call, each by one memcpy, and Python
-runs once per distinct length. Addresses must have been checked before.
+runs once per distinct length. Long ranges move by one call each, which is faster (91 % of memcpy
+with checksums, against 73 %, at 64 KiB), because NumPy's own copy of a long element is not memcpy.
+Addresses must have been checked before.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 STEP_BYTES = 1 << 20  # through an intermediate array, where both sides are scattered
-MAX_RANGE_BYTES = (1 << 31) - 1  # a dtype's item size is an int
+LONG_RANGE_BYTES = 32 << 10  # copying takes ten times as long as the call; below, NumPy is faster
 
 
 class _Memory:
@@ -45,8 +47,10 @@ def _row(address: int, count: int, size: int) -> NDArray[Any]:
 
 def spread(src: int, dst: Ints, size: int) -> None:
     """`size` bytes each, from one place on, to addresses `dst`."""
-    if size > MAX_RANGE_BYTES:
-        move(src + size * np.arange(len(dst), dtype=np.int64), dst, np.full(len(dst), size))
+    if size >= LONG_RANGE_BYTES:
+        for to in dst.tolist():
+            ctypes.memmove(to, src, size)
+            src += size
         return
     low = int(dst.min())
     _windows(low, int(dst.max()) + size, size)[dst - low] = _row(src, len(dst), size)
@@ -70,8 +74,8 @@ def move(src: Ints, dst: Ints, length: Ints) -> None:
 
 
 def _move_equal(src: Ints, dst: Ints, size: int) -> None:
-    if size > MAX_RANGE_BYTES:
-        for a, b in zip(src.tolist(), dst.tolist(), strict=True):  # gigabytes each
+    if size >= LONG_RANGE_BYTES:
+        for a, b in zip(src.tolist(), dst.tolist(), strict=True):
             ctypes.memmove(b, a, size)
         return
     count = len(src)

@@ -4,21 +4,34 @@ A file appears under its name only when all its bytes are written (another name,
 leaves by unlink. Nothing is synced: after a loss of power a file may be short or wrong, which its
 header, its size and its checksums tell. Files need no index: a store that is opened on an empty
 index takes in what it finds.
+
+The directory may hold other things, which are nobody's business here: only names that this module
+gives (32 hexadecimal digits in the folder of their first two, parts with two numbers) are looked
+at, and of those only what begins like an image, or with nothing at all, is ever removed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import logging
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvferry.pool.embedded_image import Image, header_size, open_image
+from kvferry.errors import StoreError
+from kvferry.pool.embedded_image import Image, begins_image, header_size, open_image
 
 _log = logging.getLogger(__name__)
+DISK_LINK = "disk"  # in a store's directory: where its disk tier is
 _TEMPORARY = ".part-"
+_PART = re.compile(re.escape(_TEMPORARY) + r"(\d+)-\d+")
+_NAME = re.compile(r"[0-9a-f]{32}")
 _HEAD_BYTES = 32
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+_DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)  # the medium, not the moment
 
 
 class DiskTier:
@@ -29,7 +42,7 @@ class DiskTier:
         self._member = member
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._made: set[str] = set()
-        self._next = 0
+        self._numbers = itertools.count(1)  # one step of the interpreter: threads never share one
 
     def path(self, name: str) -> Path:
         return self._directory / name[:2] / name
@@ -40,8 +53,7 @@ class DiskTier:
         if name[:2] not in self._made:
             target.parent.mkdir(exist_ok=True, mode=0o700)
             self._made.add(name[:2])
-        self._next += 1
-        part = self._directory / f"{_TEMPORARY}{self._member}-{self._next}"
+        part = self._directory / f"{_TEMPORARY}{self._member}-{next(self._numbers)}"
         try:
             with part.open("wb", buffering=0) as file:
                 left = image
@@ -56,11 +68,16 @@ class DiskTier:
         return True
 
     def read(self, name: str, into: memoryview) -> bool:
-        """Fill `into` from the file; False where it is gone or has another size."""
+        """Fill `into` from the file; False where it is gone or has another size.
+
+        A `StoreError` where it cannot be read for now: that says nothing about the object.
+        """
         try:
             fd = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return False
+        except OSError as error:
+            if error.errno in _GONE:
+                return False
+            raise StoreError(f"disk tier: {self.path(name)} cannot be opened: {error}") from error
         try:
             if os.fstat(fd).st_size != len(into):
                 return False
@@ -71,6 +88,8 @@ class DiskTier:
                     return False
                 at += got
         except OSError as error:
+            if error.errno not in _DAMAGED:
+                raise StoreError(f"disk tier: {self.path(name)} cannot be read: {error}") from error
             _log.warning("disk tier: %s could not be read: %s", self.path(name), error)
             return False
         finally:
@@ -85,8 +104,8 @@ class DiskTier:
         """Remove what dead members (None: all) left half-written."""
         gone = None if dead is None else set(dead)
         for part in self._directory.glob(_TEMPORARY + "*"):
-            number = part.name[len(_TEMPORARY) :].partition("-")[0]
-            if gone is None or (number.isdigit() and int(number) in gone):
+            ours = _PART.fullmatch(part.name)
+            if ours is not None and (gone is None or int(ours[1]) in gone):
                 with contextlib.suppress(OSError):
                     part.unlink()
 
@@ -104,11 +123,69 @@ class DiskTier:
         return image if image is not None and image.header_bytes + image.length == size else None
 
     def found(self) -> Iterator[tuple[str, Image, int]]:
-        """Name, header and size of every whole file; others are removed."""
+        """Name, header and size of every whole file; what is left of ours otherwise is removed."""
+        foreign = 0
         for path in self._directory.glob("??/*"):
+            named = _NAME.fullmatch(path.name) and path.parent.name == path.name[:2]
+            if not named or path.is_symlink() or not path.is_file():
+                foreign += 1
+                continue
             image = self.header(path.name)
-            if image is None:
+            if image is not None:
+                yield path.name, image, image.header_bytes + image.length
+            elif self._is_ours(path):
                 with contextlib.suppress(OSError):
                     path.unlink()
             else:
-                yield path.name, image, image.header_bytes + image.length
+                foreign += 1
+        if foreign:
+            _log.warning(
+                "disk tier: %s holds %d things that are not the store's; they are left alone, and "
+                "not counted in its size",
+                self._directory,
+                foreign,
+            )
+
+    @staticmethod
+    def _is_ours(path: Path) -> bool:
+        """Whether a file with one of our names may be what a loss of power left of an image."""
+        try:
+            with path.open("rb") as file:
+                return begins_image(file.read(_HEAD_BYTES))
+        except OSError:
+            return False
+
+
+def own_directory(directory: Path, has_disk: bool, disk: Path | None) -> Path | None:
+    """The disk tier of a store that is there: its creator's, whatever this process would have.
+
+    A process that looked for the store's files elsewhere, or nowhere, would take all of them for
+    lost, and remove their records.
+    """
+    if not has_disk:
+        if disk is not None:
+            _log.warning(
+                "the store at %s was created without a disk tier; %s is not used", directory, disk
+            )
+        return None
+    link = directory / DISK_LINK
+    if link.is_dir():
+        there = link.resolve()
+        if disk is None or disk.resolve() != there:
+            _log.warning(
+                "the store at %s has its disk tier at %s; that holds, not %s",
+                directory,
+                there,
+                disk or "none",
+            )
+        return there
+    if disk is not None and disk.is_dir():  # it has moved, and this process knows where
+        link.unlink(missing_ok=True)
+        link.symlink_to(disk.absolute())
+        return disk
+    where = link.readlink() if link.is_symlink() else "an unknown place"
+    raise StoreError(
+        f"the store at {directory} has a disk tier at {where}, which is not there for this "
+        "process; mount it (also in this container), name where it is now, or remove the store "
+        "while no engine uses it"
+    )

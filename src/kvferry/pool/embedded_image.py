@@ -10,7 +10,7 @@
     the key, and zeros up to a multiple of 64
 
 A part of an object is checked by the checksums of the chunks that it touches, without the rest.
-Bytes are hashed a few hundred KiB before they are copied, so that the copy finds them in the cache.
+A reader hashes bytes a few hundred KiB after it has copied them, so that they are in the cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Ints = NDArray[np.int64]
 Words = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]
 
-CHUNK_BYTES = 64 << 10
+CHUNK_BYTES = 256 << 10  # hashed at 10 GB/s from memory; chunks of 64 KiB at 9
 _HEAD = struct.Struct("<QIIQII")
 _MAGIC = 0x3146564B
 _ALIGN = 64
@@ -86,6 +86,14 @@ def header_size(head: bytes) -> int:
         return 0
     _, magic, key_bytes, _, _, chunks = _HEAD.unpack_from(head)
     return -(-(_HEAD.size + 8 * chunks + key_bytes) // _ALIGN) * _ALIGN if magic == _MAGIC else 0
+
+
+def begins_image(head: bytes) -> bool:
+    """Whether a file that begins like this is an image, or one whose beginning was never written.
+
+    The digest in front may be anything; a file system that lost power shows zeros or an early end.
+    """
+    return not head.strip(b"\0") or head[8:12] == _MAGIC.to_bytes(4, "little")
 
 
 def check(image: Image, data: memoryview, chunks: Ints) -> bool:

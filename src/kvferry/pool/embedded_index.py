@@ -33,6 +33,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvferry.errors import StoreError
+from kvferry.pool.embedded_header import HEADER_WORDS, Header
 from kvferry.pool.policy import LEARNED_FLOATS, History
 
 Ints = NDArray[np.int64]
@@ -46,22 +47,7 @@ _IN_MEMORY = np.array([False, False, False, True, False, True, True, False])
 
 WAYS = 8  # 8 words of one cache line
 MAGIC = 0x6B76_6665_7272_7901  # the last byte is the version of all that lies in the directory
-HEADER_WORDS = 512
 MAX_GAPS = 1 << 15
-COUNTERS = (
-    "evicted",
-    "demoted",
-    "promoted",
-    "dropped",  # evicted from the last tier
-    "corrupt",
-    "full",
-    "declined",
-    "disk_full",
-    "mended",  # recoveries after a process died
-    "hits",
-    "misses",
-    "puts",
-)
 _FIELDS: tuple[tuple[str, Any], ...] = (
     ("low", np.uint64),
     ("high", np.uint64),
@@ -114,7 +100,7 @@ def key_name(low: int, high: int) -> str:
     return f"{low:016x}{high:016x}"
 
 
-class SharedIndex:
+class SharedIndex(Header):
     """The records, and what belongs to all: geometry, counters, gaps, what was learned."""
 
     def __init__(self, path: Path, wanted: Geometry) -> None:
@@ -138,7 +124,7 @@ class SharedIndex:
         finally:
             os.close(fd)
         whole = np.frombuffer(self._map, dtype=np.uint8)
-        self._header = whole[: HEADER_WORDS * 8].view(np.int64)
+        super().__init__(whole[: HEADER_WORDS * 8].view(np.int64))
         at = HEADER_WORDS * 8
         self.learned = whole[at : at + LEARNED_FLOATS * 8].view(np.float64)
         at += LEARNED_FLOATS * 8
@@ -192,61 +178,6 @@ class SharedIndex:
                 "directory, or remove it while no engine uses it"
             )
         return Geometry(slots, memory, disk)
-
-    # --- words of the header -----------------------------------------------------------------
-
-    def _word(self, at: int) -> int:
-        return int(self._header[at])
-
-    @property
-    def dirty(self) -> bool:
-        return bool(self._header[8])
-
-    @dirty.setter
-    def dirty(self, value: bool) -> None:
-        self._header[8] = value
-
-    @property
-    def gaps(self) -> int:
-        return self._word(9)
-
-    @gaps.setter
-    def gaps(self, value: int) -> None:
-        self._header[9] = value
-
-    @property
-    def arena_bytes(self) -> int:
-        """Bytes of the arena that are backed by memory."""
-        return self._word(10)
-
-    @arena_bytes.setter
-    def arena_bytes(self, value: int) -> None:
-        self._header[10] = value
-
-    @property
-    def gaps_stale(self) -> bool:
-        """Whether extents were given up since the gaps were found."""
-        return bool(self._header[11])
-
-    @gaps_stale.setter
-    def gaps_stale(self, value: bool) -> None:
-        self._header[11] = value
-
-    @property
-    def bar(self) -> tuple[float, float]:
-        """Score of the last victim, and when that was."""
-        score, when = self._header[12:14].view(np.float64).tolist()
-        return score, when
-
-    @bar.setter
-    def bar(self, value: tuple[float, float]) -> None:
-        self._header[12:14].view(np.float64)[:] = value
-
-    def count(self, name: str, by: int = 1) -> None:
-        self._header[16 + COUNTERS.index(name)] += by
-
-    def counters(self) -> dict[str, int]:
-        return {name: self._word(16 + at) for at, name in enumerate(COUNTERS)}
 
     # --- records -----------------------------------------------------------------------------
 

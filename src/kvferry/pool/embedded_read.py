@@ -1,9 +1,13 @@
-"""Reading from the embedded store: found, checked, copied, and looked at once more.
+"""Reading from the embedded store: found, copied, checked, and looked at once more.
 
 What does not depend on a single object is done once for the batch, in whole arrays: hashing keys,
 finding records, checking destinations, and finding out which objects are wanted in the usual form
-(parts of one length, one after another). Those are then checked and copied by a few calls each;
+(parts of one length, one after another). Those are then copied and checked by a few calls each;
 others take the general way, which costs some microseconds more.
+
+Bytes are checked right after they were copied, while they are in the cache: that is faster than the
+other way round (84 % of memcpy against 72 %), because a copy reads memory better than a hash does.
+What is damaged has then landed; but it is told as CORRUPT, and its destination is nobody's yet.
 
 No lock is held. A record's generation, taken before and compared after, tells whether the extent
 was given up meanwhile; then the object is looked for again, in the other tier, and is missing
@@ -31,7 +35,7 @@ from kvferry.transport.regions import RegionTable
 
 _log = logging.getLogger(__name__)
 
-HOT_BYTES = 256 << 10  # checked and copied at a time: stays in a core's cache in between
+HOT_BYTES = 256 << 10  # copied and checked at a time: stays in a core's cache in between
 PARALLEL_BYTES = 8 << 20  # a batch beyond this is shared among threads
 ATTEMPTS = 5
 THROW_OUT_SECONDS = 1.0  # to remove what is corrupt, even after the reader's deadline
@@ -159,7 +163,10 @@ class Reader:
                 outcome = self._serve_file(key, row, need)
             else:
                 return Outcome.MISSING
-            if index.generation[row] == generation and index.has_object(int(index.state[row])):
+            after = int(index.state[row])
+            if index.generation[row] == generation and index.has_object(after):
+                if outcome is Outcome.CORRUPT and after not in (state, ix.DISK):
+                    continue  # brought to memory meanwhile, and its file removed: it is there
                 if outcome is Outcome.CORRUPT:
                     self._throw_out(row, generation, deadline)
                 return outcome
@@ -212,7 +219,7 @@ class Reader:
 
 
 def _serve(key: str | None, view: memoryview, address: int, need: Wanted | None) -> Outcome:
-    """Check what the parts touch, and copy them, a cache's worth at a time."""
+    """Copy the parts, and check what they touch, a cache's worth at a time."""
     image = open_image(view)
     if image is None or image.header_bytes + image.length != len(view):
         return Outcome.CORRUPT
@@ -247,10 +254,10 @@ def _copy_plain(image: Image, data: memoryview, address: int, need: Wanted) -> O
         part = target[first : first + step]
         begin = need.begin + first * size
         last = -(-(begin + len(part) * size) // image.chunk_bytes)
+        spread(address + begin, part, size)
         if not check_range(image, data, checked, last):
             return Outcome.CORRUPT
         checked = last
-        spread(address + begin, part, size)
     return Outcome.DONE
 
 
@@ -268,9 +275,9 @@ def _copy_any(image: Image, data: memoryview, address: int, parts: Slices) -> Ou
         part = slice(first, last)
         chunks = touched(image, offset[part], length[part])
         chunks = chunks[~seen[chunks]]
+        move(address + offset[part], target[part], length[part])
         if not check(image, data, chunks):
             return Outcome.CORRUPT
         seen[chunks] = True
-        move(address + offset[part], target[part], length[part])
         first = last
     return Outcome.DONE

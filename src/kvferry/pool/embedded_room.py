@@ -23,20 +23,21 @@ from numpy.typing import NDArray
 
 from kvferry.pool import embedded_index as ix
 from kvferry.pool.embedded_arena import ALIGN, Arena
-from kvferry.pool.embedded_disk import DiskTier
+from kvferry.pool.embedded_disk import DISK_LINK, DiskTier, own_directory
 from kvferry.pool.embedded_index import Geometry, SharedIndex, hash_keys, key_name
 from kvferry.pool.embedded_lock import Members, SharedLock
-from kvferry.pool.policy import ConversationPolicy
+from kvferry.pool.policy import ConversationPolicy, History
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+MakePolicy = Callable[[History, Floats], ConversationPolicy]  # from shared memory
 
 ROUNDS = 6  # of making room for one batch: others may take what was freed
 FEW_OBJECTS = 4096  # up to here, victims are looked for each time, and only as many as needed
 BATCH_SHARE = 256  # beyond, at least this part of the memory is freed at a time
 BAR_SECONDS = 1.0  # how long the last victim's score tells what is not worth a search
 OPEN_SECONDS = 60.0
-DISK_LINK = "disk"
+REAP_SECONDS = 1.0  # between two looks for extents of the dead, while there is something to evict
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +64,33 @@ class Room:
     """The tiers of one store, as one process sees them."""
 
     def __init__(
-        self, directory: Path, wanted: Geometry, disk: Path | None, clock: Callable[[], float]
+        self,
+        directory: Path,
+        wanted: Geometry,
+        disk: Path | None,
+        clock: Callable[[], float],
+        make_policy: MakePolicy = ConversationPolicy,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.clock = clock
         self.lock = SharedLock(directory / "lock")
         with self.lock.held(time.monotonic() + OPEN_SECONDS):
             self.index = SharedIndex(directory / "index", wanted)
-            self.policy = ConversationPolicy(self.index.history, self.index.learned)
+            self.policy = make_policy(self.index.history, self.index.learned)
             self.arena = Arena(directory / "arena", self.index)
             self.members = Members(directory / "members")
+            self._reap_at = 0.0
+            if not self.index.created:
+                disk = own_directory(directory, self.index.geometry.disk_bytes > 0, disk)
             self.disk = DiskTier(disk, self.members.me) if disk is not None else None
             if self.index.created:
                 self.policy.reset()
-                if self.disk is not None:
+                link = directory / DISK_LINK  # for all who open the store later
+                link.unlink(missing_ok=True)
+                if disk is not None and self.disk is not None:
                     self.disk.clean()
                     self._adopt(self.disk)
-                    link = directory / DISK_LINK  # for people and tools that know one directory
-                    link.unlink(missing_ok=True)
-                    link.symlink_to(disk.absolute() if disk is not None else ".")
+                    link.symlink_to(disk.absolute())
                 self.index.publish()
             else:
                 self._undo(lambda owner: owner == self.members.me)  # my number's last holder
@@ -113,6 +122,19 @@ class Room:
         index.leave_memory(rows[states == ix.WRITING], ix.GHOST)
         self.arena.find_gaps()
         index.gaps_stale = False
+
+    def _reap(self, deadline: float, *, now: bool = False) -> bool:
+        """Whether memory came back that processes held which died outside of the lock."""
+        if not now and time.monotonic() < self._reap_at:
+            return False
+        self._reap_at = time.monotonic() + REAP_SECONDS
+        index = self.index
+        owners = np.unique(index.owner[index.in_state(*ix.OWNED)]).tolist()
+        if all(self.members.alive(owner) for owner in owners):
+            return False
+        with self.locked(deadline):
+            self.mend()
+        return True
 
     def _adopt(self, disk: DiskTier) -> None:
         """A new index takes in the files that are there, up to the disk's capacity."""
@@ -151,7 +173,11 @@ class Room:
             stuck = stuck + 1 if len(pending) == before else 0
             if not pending or stuck > ROUNDS or time.monotonic() > deadline:
                 break
+            if self._reap(deadline):  # before anything that somebody may still want
+                continue
             if not self._evict_for(pending, worth, firm, stuck > 1, granted, deadline):
+                if self._reap(deadline, now=True):
+                    continue
                 break
             pending = [w for w in pending if w.row not in granted.declined]
         granted.refused.update(wish.row for wish in pending)

@@ -86,7 +86,7 @@ class Writer:
                 row = int(rows[at])
                 if row not in granted.offsets:
                     no = Outcome.DECLINED if row in granted.declined else Outcome.FULL
-                    outcomes[at] = self._lost_race(row) or no
+                    outcomes[at] = self._lost_race(keys[at], row) or no
                 elif time.monotonic() > deadline:
                     failed.append(row)
                 else:
@@ -151,9 +151,13 @@ class Writer:
                 self._room.mend()
                 return
 
-    def _lost_race(self, row: int) -> Outcome | None:
-        state = int(self._room.index.state[row])
-        return Outcome.EXISTS if state not in (ix.FREE, ix.GHOST) else None
+    def _lost_race(self, key: str, row: int) -> Outcome | None:
+        """EXISTS where somebody else put this key; its ghost's slot may be another key's by now."""
+        index = self._room.index
+        (low,), (high,) = hash_keys([key])
+        same = index.low[row] == low and index.high[row] == high
+        state = int(index.state[row])
+        return Outcome.EXISTS if same and state not in (ix.FREE, ix.GHOST) else None
 
     def _write(self, row: int, key: bytes, ranges: Ranges) -> None:
         room = self._room

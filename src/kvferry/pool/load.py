@@ -4,7 +4,8 @@ A load is cut into chunks of tokens, each bound and read on its own. Every objec
 short or damaged is told with the first token that it leaves unwritten; nothing after the first
 such token is trusted. A load ends exactly once: when all its chunks have ended, or, where the store
 does not keep its deadline, as *hung*: failed for the engine, but its blocks must stay unused,
-because the store may still write into them. When it comes back after all, that is told too.
+because the store may still write into them. When it comes back after all, that is told too. What
+the store has not begun by the deadline has written nothing: such a load has just failed.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
 from kvferry.errors import KvferryError, StoreError
 from kvferry.layout.rank import Ints
+from kvferry.pool.crew import Crew
 from kvferry.pool.hits import Segment
 from kvferry.pool.keys import KeyMetadata, object_keys
 from kvferry.pool.orders import Loaded, LoadOrder
@@ -34,6 +37,7 @@ log = logging.getLogger("kvferry")
 CHUNK_TOKENS = 2048  # read at a time: bounds memory for descriptors, and shares work among threads
 HUNG_SECONDS = 2.0  # after its deadline, a load that the store does not end is given up
 THREADS = 4
+MOST_LOST_THREADS = 32  # stuck in the store; beyond, loads wait for those that are left, and fail
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +53,7 @@ class _Running:
     order: LoadOrder
     deadline: float
     hung: bool = False
+    chunks: list[Future[_Chunk]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,15 +69,12 @@ class Loader:
     """Runs loads; `take_done` tells their ends, each once."""
 
     def __init__(self, store: Store, counters: PoolCounters, threads: int = THREADS) -> None:
-        self._store, self._counters, self._threads = store, counters, threads
+        self._store, self._counters = store, counters
         self._running: set[_Running] = set()
         self._done: deque[Loaded] = deque()
         self._recovered: deque[str] = deque()
         self._changed = threading.Condition()
-        self._pool = self._new_pool()
-
-    def _new_pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self._threads, thread_name_prefix="kvferry-load")
+        self._crew = Crew(threads, "kvferry-load", MOST_LOST_THREADS)
 
     @property
     def running(self) -> int:
@@ -104,7 +106,7 @@ class Loader:
                     first = min((s.start for s in running.order.segments), default=0)
                     request_id = running.order.request_id
                     self._done.append(Loaded(request_id, error, bad_from=first, hung=True))
-                    self._pool = self._new_pool()  # its threads may be stuck, too
+                    self._crew.replace(running.chunks)  # others must not wait behind them
             done = list(self._done)
             self._done.clear()
             return done
@@ -117,14 +119,14 @@ class Loader:
             return recovered
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._crew.close()
 
     def _run(self, running: _Running, sources: Sources) -> None:
         order, began = running.order, time.monotonic()
         first = min((s.start for s in order.segments), default=0)
         loaded = Loaded(order.request_id, "ended without a word", bad_from=first)
         try:
-            loaded = self._load(order, sources, running.deadline)
+            loaded = self._load(running, sources)
         except Exception as error:
             self._counters.add("load_errors")
             loaded = replace(loaded, error=f"{type(error).__name__}: {error}")
@@ -146,23 +148,24 @@ class Loader:
             self._counters.add("load_failures")
             log.warning("request %s: not all was loaded: %s", loaded.request_id, loaded.error)
 
-    def _load(self, order: LoadOrder, sources: Sources, deadline: float) -> Loaded:
+    def _load(self, running: _Running, sources: Sources) -> Loaded:
+        order, deadline, futures = running.order, running.deadline, running.chunks
         if not order.segments:
             raise KvferryError("nothing was promised that could be loaded")
         tables = [np.asarray(ids, dtype=np.int64) for ids in order.tables]
         chunks = [c for s in order.segments for c in _cut(s, sources.plan(s.layout_id))]
-        pool = self._pool
-        futures: list[Future[_Chunk]] = []
         try:
             for chunk in chunks:
-                future = pool.submit(self._read, chunk, order.contents, tables, sources, deadline)
-                futures.append(future)
-            wait(futures, return_when=FIRST_EXCEPTION)
+                read = partial(self._read, chunk, order.contents, tables, sources, deadline)
+                futures.append(self._crew.submit(read))
+            seconds = max(0.0, deadline - time.monotonic())
+            wait(futures, timeout=seconds, return_when=FIRST_EXCEPTION)
         finally:
-            for future in futures:
-                future.cancel()
-            wait(futures)  # nothing of this load may be written after it has ended
-        ended = [future.result() for future in futures]
+            begun = [future for future in futures if not future.cancel()]
+            wait(begun)  # nothing of this load may be written after it has ended
+        ended = [future.result() for future in begun]
+        if len(begun) < len(futures):
+            raise KvferryError("the store had not begun with all of it by the load's deadline")
         bad = sorted((b for c in ended for b in c.bad), key=lambda b: b[1])
         moved = sum(c.bytes for c in ended)
         if not bad:

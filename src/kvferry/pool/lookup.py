@@ -1,12 +1,10 @@
-"""Lookups off the scheduler's critical path: a server on a thread, and a client that never waits.
+"""Lookups off the scheduler's critical path: a server on a thread of its own.
 
-The client is asked once a step. It passes a question on the first time, answers `None` while the
-server works, and a miss when the deadline has passed. The server turns tokens into content hashes,
-asks the store one batched question for all fragments of all known layouts, and finds the hit. What
-goes wrong in it (the store cannot be reached, answers nonsense, raises anything) is a miss, and
-counted. A server whose thread died, or that is stuck in the store past its deadline, is replaced by
-a new one with a store of its own; the questions that waited behind it move over. When too many are
-stuck, there is no point in more: lookups are misses at once until one of them comes back.
+It turns tokens into content hashes, asks the store one batched question for all fragments of all
+known layouts, and finds the hit. What goes wrong in it (the store cannot be reached, answers
+nonsense, raises anything) is a miss, and counted. Between questions it keeps our own layout
+published, and looks whether blocks that routers were told of are still there. Who asks it, and what
+becomes of a server that is stuck, is in `lookup_client`.
 """
 
 from __future__ import annotations
@@ -18,7 +16,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import Any
 
+from kvferry.errors import StoreError
 from kvferry.pool.book import LayoutBook
 from kvferry.pool.chain import ContentChain
 from kvferry.pool.database import ChunkedTokenDatabase
@@ -27,15 +27,13 @@ from kvferry.pool.keys import KeyMetadata
 from kvferry.pool.records import PoolLayout
 from kvferry.pool.stats import PoolCounters
 from kvferry.pool.store import Store
+from kvferry.pool.watch import Watch
 
 log = logging.getLogger("kvferry")
 
 CACHE_SECONDS = 1.0  # an answer may be this old: evictions are noticed by the load
-OLDEST_ANSWER_SECONDS = 10.0  # of a request that queued; longer than any step
 CACHED_ANSWERS = 256
 IDLE_SECONDS = 2.0  # between two looks at published layouts while nobody asks
-STUCK_SECONDS = 1.0  # after its deadline, a server is given up
-MOST_STUCK = 4
 OPEN_AGAIN_SECONDS = 1.0  # a store that could not be opened is tried again after this
 
 
@@ -74,7 +72,7 @@ class Answer:
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class Asked:
     """A question on its way."""
 
     chain: ContentChain
@@ -87,19 +85,6 @@ class _Asked:
     given_at: float | None = None  # when the scheduler got it
 
 
-def _stale(asked: _Asked, now: float) -> bool:
-    """Whether an answer is too old to promise anything.
-
-    It is given to the scheduler at least once, however slow its steps are, or a request could wait
-    for ever for an answer that is always just too old.
-    """
-    if asked.answer is None or asked.answer.failed:
-        return False
-    if asked.given_at is None:
-        return now - asked.answer.at > OLDEST_ANSWER_SECONDS
-    return now - asked.given_at > CACHE_SECONDS
-
-
 class LookupKeyServer:
     """One thread with one store. `ask` returns at once; answers appear in what was asked."""
 
@@ -110,16 +95,19 @@ class LookupKeyServer:
         ours: PoolLayout,
         reader: Reader,
         counters: PoolCounters,
+        watch: Watch[Any] | None = None,
     ) -> None:
         self._open, self._reader, self._counters = open_store, reader, counters
+        self._watch: Watch[Any] = watch or Watch()
         self._book = LayoutBook(metadata, ours, counters)
         self._database = ChunkedTokenDatabase(metadata, ours)
-        self._queue: SimpleQueue[_Asked | None] = SimpleQueue()
+        self._queue: SimpleQueue[Asked | None] = SimpleQueue()
         self._store: Store | None = None
         self._open_after = 0.0
         self._recent: OrderedDict[tuple[str, int], Answer] = OrderedDict()
         self._closed = False
         self.busy_until: float | None = None  # deadline of what it does now
+        self.opening_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-lookup", daemon=True)
         self._thread.start()
 
@@ -127,12 +115,12 @@ class LookupKeyServer:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def ask(self, asked: _Asked) -> None:
+    def ask(self, asked: Asked) -> None:
         self._queue.put(asked)
 
-    def drain(self) -> list[_Asked]:
+    def drain(self) -> list[Asked]:
         """Questions that nobody has begun to answer."""
-        left: list[_Asked] = []
+        left: list[Asked] = []
         while True:
             try:
                 asked = self._queue.get_nowait()
@@ -150,12 +138,12 @@ class LookupKeyServer:
 
     def _run(self) -> None:
         try:
-            self._tend(time.monotonic() + IDLE_SECONDS)
+            self._tend()
             while not self._closed:
                 try:
                     asked = self._queue.get(timeout=IDLE_SECONDS)
                 except Empty:
-                    self._tend(time.monotonic() + IDLE_SECONDS)
+                    self._tend()
                     continue
                 if asked is not None:
                     answer = self._answer(asked)
@@ -168,17 +156,30 @@ class LookupKeyServer:
                 self._store.close()
 
     def _opened(self) -> Store:
+        """The store; no deadline runs while it is opened."""
         if self._store is None:
-            self._store = self._open()
+            now = time.monotonic()
+            if now < self._open_after:
+                raise StoreError("the store could not be opened a moment ago")
+            self.busy_until, self.opening_since = None, now
+            try:
+                self._store = self._open()
+            except Exception:
+                self._open_after = time.monotonic() + OPEN_AGAIN_SECONDS
+                raise
+            finally:
+                self.opening_since = None
         return self._store
 
-    def _tend(self, deadline: float) -> None:
+    def _tend(self) -> None:
         """Keep our layout published, and know the others'."""
         if time.monotonic() < self._open_after:
             return
-        self.busy_until = deadline
         try:
-            self._book.refresh(self._opened(), deadline)
+            store = self._opened()
+            deadline = self.busy_until = time.monotonic() + IDLE_SECONDS
+            self._book.refresh(store, deadline)
+            self._watch.look(store, deadline)
         except Exception as error:
             self._open_after = time.monotonic() + OPEN_AGAIN_SECONDS
             self._counters.add("lookup_errors")
@@ -186,12 +187,13 @@ class LookupKeyServer:
         finally:
             self.busy_until = None
 
-    def _answer(self, asked: _Asked) -> Answer:
+    def _answer(self, asked: Asked) -> Answer:
         """Always an answer: whatever goes wrong is a miss."""
-        if time.monotonic() >= asked.deadline:
-            return Answer(failed=True)
-        self.busy_until = asked.deadline
         try:
+            self._opened()
+            if time.monotonic() >= asked.deadline:
+                return Answer(failed=True)
+            self.busy_until = asked.deadline
             return self._look_up(asked)
         except Exception as error:
             self._counters.add("lookup_errors")
@@ -200,7 +202,7 @@ class LookupKeyServer:
         finally:
             self.busy_until = None
 
-    def _look_up(self, asked: _Asked) -> Answer:
+    def _look_up(self, asked: Asked) -> Answer:
         chain, reader = asked.chain, self._reader
         chain.cover(asked.tokens, asked.count)
         store = self._opened()
@@ -228,7 +230,7 @@ class LookupKeyServer:
             self._recent.popitem(last=False)
         return answer
 
-    def _tell(self, asked: _Asked, answer: Answer) -> None:
+    def _tell(self, asked: Asked, answer: Answer) -> None:
         """Tell the store about a request, once, when it has its answer: eviction learns from it."""
         ours, align = self._book.ours, self._reader.align_tokens
         used = {s.layout_id for s in answer.hit.segments}
@@ -240,104 +242,9 @@ class LookupKeyServer:
                 layout = answer.layouts.get(layout_id, ours)
                 for _, keys in self._database.question(asked.chain, [layout]).by_fragment():
                     self._opened().access(keys, deadline)
+            self._watch.look(self._opened(), deadline)
         except Exception as error:
             self._counters.add("lookup_errors")
             log.warning("a request was not told to the store: %s: %s", type(error).__name__, error)
         finally:
             self.busy_until = None
-
-
-class LookupKeyClient:
-    """Asks for requests, by id; never waits. Used by the scheduler's thread alone."""
-
-    def __init__(
-        self,
-        make_server: Callable[[], LookupKeyServer],
-        counters: PoolCounters,
-        lookup_seconds: float,
-    ) -> None:
-        self._make, self._counters, self._seconds = make_server, counters, lookup_seconds
-        self._server: LookupKeyServer | None = make_server()
-        self._stuck: list[LookupKeyServer] = []
-        self._asked: dict[str, _Asked] = {}
-
-    @property
-    def pending(self) -> int:
-        return sum(asked.answer is None for asked in self._asked.values())
-
-    def lookup(
-        self,
-        request_id: str,
-        chain: ContentChain,
-        tokens: Sequence[int],
-        count: int,
-        most_tokens: int,
-    ) -> Answer | None:
-        """What the pool holds; None: ask again."""
-        now = time.monotonic()
-        asked = self._asked.get(request_id)
-        if asked is None or asked.most_tokens != most_tokens or _stale(asked, now):
-            deadline = now + self._seconds
-            asked = _Asked(chain, tokens, count, most_tokens, deadline, first=asked is None)
-            self._asked[request_id] = asked
-            self._counters.add("lookups")
-            server = self._able_server(now)
-            if server is None:
-                self._counters.add("lookup_refused")
-                asked.answer = Answer(failed=True)
-            else:
-                server.ask(asked)
-        if asked.answer is None and now >= asked.deadline:
-            self._counters.add("lookup_timeouts")
-            asked.answer = Answer(failed=True)
-        if asked.answer is None:
-            self._able_server(now)
-        elif asked.given_at is None:
-            asked.given_at = now
-        return asked.answer
-
-    def discard(self, request_id: str) -> None:
-        self._asked.pop(request_id, None)
-
-    def _able_server(self, now: float) -> LookupKeyServer | None:
-        """The server, or a new one where it is dead or stuck; None: too many are stuck."""
-        self._stuck = [s for s in self._stuck if s.alive]
-        server = self._server
-        if server is None:
-            if len(self._stuck) >= MOST_STUCK:
-                return None
-            self._server = self._make()
-            return self._server
-        busy_until = server.busy_until
-        stuck = busy_until is not None and now > busy_until + STUCK_SECONDS
-        if server.alive and not stuck:
-            return server
-        self._counters.add("lookup_servers_replaced")
-        log.warning("a lookup server %s, and is replaced", "is stuck" if stuck else "died")
-        waiting = server.drain()
-        if server.alive:
-            server.close()
-            self._stuck.append(server)
-        self._server = None
-        if len(self._stuck) < MOST_STUCK:
-            self._server = self._make()
-            for asked in waiting:
-                self._server.ask(asked)
-        else:
-            for asked in waiting:
-                asked.answer = Answer(failed=True)
-        return self._server
-
-    def replace(self, make_server: Callable[[], LookupKeyServer]) -> None:
-        """Forget all answers: the namespace has changed."""
-        if self._server is not None:
-            self._server.close()
-        self._make = make_server
-        self._server = make_server()
-        self._asked.clear()
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close(seconds=1.0)
-            self._server = None
-        self._asked.clear()

@@ -5,12 +5,8 @@ call as well; for parts it opens a session (one question to the master), reads r
 their places, and ends it. Nothing is copied on our side. The client reconnects by itself when its
 master comes back; what the old master knew is then a miss.
 
-The client's calls take no deadline and may block for seconds when the master is gone. They run in
-threads of ours; a caller leaves at its deadline with `StoreError`, and the call is *abandoned*: it
-is counted, and no more than `MAX_ABANDONED` of them may hang before all calls fail at once. A get
-that is abandoned could still write into the caller's memory. So a get stays `LATE_SECONDS` longer,
-which covers the client's own timeouts; `late_writes` counts those that did not even end then, and
-memory that was handed to those must not be reused.
+The client's calls take no deadline and may block for seconds when the master is gone: they run as
+`late_calls`.
 
 Mooncake keeps no checksums: a byte that flips in its memory is not seen here. Lengths are checked,
 and an object is readable only after it was put whole.
@@ -25,11 +21,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from kvferry.errors import StoreError
+from kvferry.pool.late_calls import LateCalls, Memory
 from kvferry.pool.mooncake_config import MooncakeStoreConfig
 from kvferry.pool.store import Bools, Outcome, Ranges, Slices, StoreStats
 from kvferry.transport.base import MemoryRegion
@@ -40,8 +37,6 @@ T = TypeVar("T")
 PROBE_SECONDS = 5.0
 SETUP_SECONDS = 60.0
 CLOSE_SECONDS = 10.0
-LATE_SECONDS = 15.0  # the client gives up on a dead master after about five
-MAX_ABANDONED = 16
 NO_ROOM, NOT_FOUND, EXISTS_ALREADY, RPC_FAILED = -200, -704, -705, -900  # Mooncake's codes
 OTHER_SIZE = (-600, -800)  # buffers shorter, or longer, than the object
 
@@ -51,7 +46,9 @@ class MooncakeStore:
 
     name = "mooncake"
 
-    def __init__(self, config: MooncakeStoreConfig | None = None) -> None:
+    def __init__(
+        self, config: MooncakeStoreConfig | None = None, *, hold_memory: bool = False
+    ) -> None:
         self.config = config or MooncakeStoreConfig.load()
         try:
             client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
@@ -61,12 +58,10 @@ class MooncakeStore:
                 "mooncake-transfer-engine on machines with CUDA"
             ) from None
         self._client = client
+        self.calls = LateCalls("Mooncake", hold_memory=hold_memory)
         self._lock = threading.Lock()
         self._sessions: set[str] = set()
         self._session_ended = threading.Condition(self._lock)
-        self._hanging = 0
-        self.abandoned = 0
-        self.late_writes = 0
         self._puts = self._put_bytes = 0
         self._regions: list[MemoryRegion] = []
         self._closed = False
@@ -124,6 +119,7 @@ class MooncakeStore:
             "put",
             lambda: self._client.batch_put_from_multi_buffers(list(keys), addresses, lengths),
             deadline,
+            Memory.READS,
         )
         self._require_master("put", codes)
         outcomes = [_put_outcome(code) for code in codes]
@@ -143,8 +139,7 @@ class MooncakeStore:
         addresses = [w.address.tolist() for w in wanted]
         lengths = [w.length.tolist() for w in wanted]
         offsets = [w.offset.tolist() for w in wanted]
-
-        whole = [i for i, w in enumerate(wanted) if _from_the_start(w)]
+        whole = _from_the_start(wanted)
 
         def read() -> list[Outcome]:
             outcomes = [Outcome.FAILED] * len(names)
@@ -186,7 +181,7 @@ class MooncakeStore:
                         found[i] = _get_outcome(count, sum(lengths[i]))
             return [found[i] for i in parts]
 
-        return self._call("get", read, deadline, writes=True)
+        return self._call("get", read, deadline, Memory.WRITES)
 
     def put_bytes(self, key: str, value: bytes, deadline: float) -> Outcome:
         code = self._call("put", lambda: self._client.put(key, value), deadline)
@@ -220,11 +215,23 @@ class MooncakeStore:
             self._client.close()
 
         try:
-            self._call("close", end, time.monotonic() + CLOSE_SECONDS, closing=True)
+            self.calls("close", end, time.monotonic() + CLOSE_SECONDS)
         except StoreError as error:
             _log.warning("Mooncake's client did not close: %s", error)
+        self.calls.close()
 
-    # --- calls with deadlines ------------------------------------------------------------------
+    # --- helpers -------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        what: str,
+        function: Callable[[], T],
+        deadline: float,
+        memory: Memory = Memory.NONE,
+    ) -> T:
+        if self._closed:
+            raise StoreError("the store is closed")
+        return self.calls(what, function, deadline, memory)
 
     @contextmanager
     def _session(self, keys: list[str], deadline: float) -> Iterator[list[int]]:
@@ -245,55 +252,6 @@ class MooncakeStore:
             with self._session_ended:
                 self._sessions -= mine
                 self._session_ended.notify_all()
-
-    def _call(
-        self,
-        what: str,
-        function: Callable[[], T],
-        deadline: float,
-        *,
-        writes: bool = False,
-        closing: bool = False,
-    ) -> T:
-        """The function's result by the deadline, or `StoreError`."""
-        with self._lock:
-            if self._closed and not closing:
-                raise StoreError("the store is closed")
-            if self._hanging >= MAX_ABANDONED:
-                raise StoreError(f"{self._hanging} calls of Mooncake's client hang; {what} refused")
-        done = threading.Event()
-        result: list[Any] = []
-
-        def run() -> None:
-            try:
-                result.append((True, function()))
-            except BaseException as error:
-                result.append((False, error))
-            finally:
-                done.set()
-                with self._lock:
-                    if given_up:
-                        self._hanging -= 1
-
-        given_up: list[bool] = []
-        # A thread of its own, not a pool's: a call that hangs must not keep others waiting.
-        threading.Thread(target=run, name=f"mooncake-{what}", daemon=True).start()
-        if not done.wait(max(0.0, deadline - time.monotonic())):
-            ended = writes and done.wait(LATE_SECONDS)
-            with self._lock:
-                if not done.is_set():
-                    given_up.append(True)
-                    self._hanging += 1
-                    self.late_writes += writes
-                self.abandoned += 1
-            late = "" if ended or not writes else "; its memory may still be written to"
-            raise StoreError(f"Mooncake's {what} did not end by its deadline{late}")
-        ok, value = result[0]
-        if ok:
-            return value  # type: ignore[no-any-return]
-        if isinstance(value, StoreError):
-            raise value
-        raise StoreError(f"Mooncake's {what} failed: {value!r}") from value
 
     def _require_master(self, what: str, codes: Sequence[int]) -> None:
         if len(codes) and all(code == RPC_FAILED for code in codes):
@@ -316,15 +274,23 @@ def _require_listening(address: str) -> None:
         ) from None
 
 
-def _from_the_start(wanted: Slices) -> bool:
-    """Whether this may be the whole object, which the client reads several times faster.
+def _from_the_start(wanted: Sequence[Slices]) -> list[int]:
+    """Which of these may be whole objects, which the client reads several times faster.
 
-    If it is only its beginning, the client says so before it writes anything.
+    Where one is only its object's beginning, the client says so before it writes anything.
     """
-    offset, length = wanted.offset, wanted.length
-    if len(offset) == 0 or offset[0] != 0:
-        return False
-    return bool((offset[1:] == offset[:-1] + length[:-1]).all())
+    counts = np.array([len(w.length) for w in wanted], dtype=np.int64)
+    some = np.flatnonzero(counts)
+    if len(some) == 0:
+        return []
+    offset = np.concatenate([wanted[i].offset for i in some.tolist()])
+    length = np.concatenate([wanted[i].length for i in some.tolist()])
+    heads = np.concatenate(([0], np.cumsum(counts[some])[:-1]))
+    follows = np.empty(len(offset), dtype=bool)
+    follows[1:] = offset[1:] == offset[:-1] + length[:-1]
+    follows[heads] = offset[heads] == 0
+    found: list[int] = some[np.logical_and.reduceat(follows, heads)].tolist()
+    return found
 
 
 def _put_outcome(code: int) -> Outcome:

@@ -2,11 +2,18 @@
 
 From the JSON file that `MOONCAKE_CONFIG_PATH` names, or from `MOONCAKE_*` variables, which also win
 over the file: `MOONCAKE_MASTER` is `master_server_address`, the others are the field in capitals
-(`MOONCAKE_GLOBAL_SEGMENT_SIZE=80GB`). Sizes are written as 80GB, 512 MB or a number of bytes.
+(`MOONCAKE_GLOBAL_SEGMENT_SIZE=80GB`). Sizes are written as 80GB, 512 MB or a number of bytes; as in
+Mooncake and vLLM, a GB is 2^30 bytes. A file that names no protocol means rdma, as it does to vLLM;
+variables alone mean tcp.
+
+Others must reach this process under the name that it gives itself: vLLM's
+MOONCAKE_REQUESTER_LOCAL_HOSTNAME, a `local_hostname`, VLLM_HOST_IP, or else the address from which
+this host reaches the master. What a host calls itself is often 127.0.1.1.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -35,7 +42,7 @@ class MooncakeStoreConfig:
     local_buffer_size: int = 1 << 30
     enable_offload: bool = False
     tenant_id: str = "default"
-    local_hostname: str = ""  # empty: this host's name as others resolve it
+    local_hostname: str = ""  # empty: the address from which the master is reached
 
     def __post_init__(self) -> None:
         if not self.master_server_address:
@@ -65,12 +72,18 @@ class MooncakeStoreConfig:
                 raise StoreError(f"MOONCAKE_CONFIG_PATH={path} cannot be read: {error}") from None
             if not isinstance(found, dict):
                 raise StoreError(f"MOONCAKE_CONFIG_PATH={path}: expected a JSON object")
+            found.setdefault("protocol", "rdma")
         names = {f.name: f"MOONCAKE_{f.name.upper()}" for f in fields(cls)}
         for name, variable in names.items():
             if environ.get(variable):
                 found[name] = environ[variable]
         if environ.get("MOONCAKE_MASTER"):
             found["master_server_address"] = environ["MOONCAKE_MASTER"]
+        named = environ.get("MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "").strip()
+        if named:  # wins over the file, which vLLM does not ask
+            found["local_hostname"] = named
+        elif not found.get("local_hostname") and environ.get("VLLM_HOST_IP", "").strip():
+            found["local_hostname"] = environ["VLLM_HOST_IP"].strip()
         return cls.of(found)
 
     @classmethod
@@ -94,16 +107,34 @@ class MooncakeStoreConfig:
     def hostname(self) -> str:
         if self.local_hostname:
             return self.local_hostname
-        local = self.master_server_address.rpartition(":")[0] in ("127.0.0.1", "localhost")
-        return "127.0.0.1" if local else socket.gethostbyname(socket.gethostname())
+        return _address_towards(self.master_server_address)
+
+
+def _address_towards(master: str) -> str:
+    """This host's address on the way to a master, `host:port` or `etcd://host:port;…`."""
+    first = re.split("[;,]", master.rpartition("//")[2])[0]
+    host, _, port = first.rpartition(":")
+    host = (host or first).strip("[]")
+    try:
+        found = socket.getaddrinfo(host, int(port) if port.isdigit() else 1, type=socket.SOCK_DGRAM)
+        for family, kind, _, _, address in found:
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing: asks for a route
+                return str(probe.getsockname()[0])
+    except OSError as error:
+        raise StoreError(
+            f"no way to Mooncake's master at {master}: {error}; check master_server_address, or "
+            "name this host with local_hostname"
+        ) from None
+    raise StoreError(f"no route to Mooncake's master at {master}; name this host: local_hostname")
 
 
 def parse_size(value: Any) -> int:
-    """Bytes of 80GB, "512 mb", 1024."""
+    """Bytes of 80GB, 80GiB, "512 mb", 1024; all of these units are powers of 1024."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?b?)\s*", str(value).lower())
-    unit = match.group(2) if match else ""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", str(value).lower())
+    unit = match.group(2).replace("i", "") if match else ""
     unit = unit + "b" if unit in ("k", "m", "g", "t") else unit
     if match is None or unit not in _UNITS:
         raise StoreError(f"a size of {value!r}; write 80GB, 512MB or a number of bytes")

@@ -18,7 +18,8 @@ from kvferry.errors import DescriptionError
 from kvferry.layout.model import CacheModel, Group, Residency
 from kvferry.layout.rank import Ints, Part, Placement, RankLayout, Region
 from kvferry.layout.shape import EngineShape, Span
-from kvferry.plan.bind import Binder, Bound
+from kvferry.plan.bind import Binder
+from kvferry.plan.bound import Bound
 from kvferry.plan.cover import everything_plan
 from kvferry.plan.edge import Piece
 

@@ -36,28 +36,35 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-# Seconds since the last turn. Fine where conversations return (a median of two minutes).
+# Seconds since the last turn: finer where it matters more whether a conversation returns.
 AGE_EDGES_S = np.array(
     [0, 10, 20, 30, 45, 60, 90, 120, 180, 240, 360, 480, 720, 960, 1440, 1920, 2880, 5760.0]
 )
 AGES = len(AGE_EDGES_S) - 1
-TURN_CLASSES = 8  # one to seven turns so far, eight and more
-RECORD_CLASS = TURN_CLASSES  # small records that everything else needs; they go last
-UNSEEN_TAIL = 1  # blocks at a request's end that its next turn may replace: the part-filled one
-SHORTEST_CHAIN = 2  # one common block alone does not make a conversation
-
-PRIOR_STARTS = 20.0  # turns that the prior counts for: it is gone within a minute of traffic
-PRIOR_RETURN_S = 200.0
-PRIOR_FADE_S = 60.0  # added to a shared life, so that two visits at once prove little
-SHARED_PATIENCE = 4.0  # mean gaps without a visit after which a shared beginning has faded to 1/e
+MOST_CLASSES = 8
+RECORD_CLASS = MOST_CLASSES  # small records that everything else needs; they go last
 TAIL_PRIOR = 2.0
-REFRESH_EVERY = 256  # requests between two tables
-TAIL_DECAY = 0.9  # per refresh
-COUNT_DECAY = 0.999  # per refresh: half of a count is gone after 180,000 requests
 DEPTH_WEIGHT = 1e-6  # per block of depth: breaks ties only
 PINNED_SCORE = 1e6
 
-LEARNED_FLOATS = TURN_CLASSES * AGES + TURN_CLASSES + 4
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The policy's constants: what the first half hour of the trace says (`bench pool --tune`)."""
+
+    turn_classes: int = 4  # conversations are told apart by turns up to here; at most MOST_CLASSES
+    unseen_tail: int = 2  # blocks at a request's end that its next turn may replace
+    shortest_chain: int = 3  # fewer common blocks do not make a conversation
+    prior_starts: float = 80.0  # turns that the prior counts for
+    prior_return_s: float = 100.0
+    fade_s: float = 60.0  # added to a shared life, so that two visits at once prove little
+    patience: float = 1.0  # mean gaps without a visit after which a shared beginning is at 1/e
+    refresh_every: int = 256  # requests between two tables
+    count_decay: float = 0.99  # of what was learned, per refresh: a half after 18,000 requests
+    tail_decay: float = 0.9  # of what was learned about last blocks, per refresh
+
+
+LEARNED_FLOATS = MOST_CLASSES * AGES + MOST_CLASSES + 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,21 +92,24 @@ class ConversationPolicy:
 
     name = "conversations"
 
-    def __init__(self, history: History, learned: Floats) -> None:
-        cells = TURN_CLASSES * AGES
-        self._history = history
-        self._returns = learned[:cells].reshape(TURN_CLASSES, AGES)
-        self._starts = learned[cells : cells + TURN_CLASSES]
-        self._rest = learned[cells + TURN_CLASSES : LEARNED_FLOATS]  # tail hits, tails, requests
+    def __init__(self, history: History, learned: Floats, tuning: Tuning | None = None) -> None:
+        cells = MOST_CLASSES * AGES
+        self.tuning = tuning or Tuning()
+        self.history = history
+        self._returns = learned[:cells].reshape(MOST_CLASSES, AGES)
+        self._starts = learned[cells : cells + MOST_CLASSES]
+        self._rest = learned[cells + MOST_CLASSES : LEARNED_FLOATS]  # tail hits, tails, requests
         self._table: Floats | None = None
         self._table_of = -1.0
 
     def reset(self) -> None:
         """Before the first request of a new store: the prior."""
-        kind = np.arange(TURN_CLASSES)[:, None]
-        density = np.exp(-AGE_EDGES_S[:-1] / PRIOR_RETURN_S) * np.diff(AGE_EDGES_S) / PRIOR_RETURN_S
-        self._returns[:] = PRIOR_STARTS * np.minimum(0.8, 0.25 + 0.1 * kind) * density
-        self._starts[:] = PRIOR_STARTS
+        t = self.tuning
+        kind = np.arange(MOST_CLASSES)[:, None]
+        density = np.exp(-AGE_EDGES_S[:-1] / t.prior_return_s) * np.diff(AGE_EDGES_S)
+        chance = np.minimum(0.8, 0.25 + 0.1 * kind)
+        self._returns[:] = t.prior_starts * chance * density / t.prior_return_s
+        self._starts[:] = t.prior_starts
         self._rest[:] = (TAIL_PRIOR, TAIL_PRIOR, 0.0, 0.0)
 
     def observe(self, rows: Ints, known: Bools, now: float) -> None:
@@ -107,18 +117,18 @@ class ConversationPolicy:
         count = len(rows)
         if count == 0:
             return
-        h = self._history
+        h, t = self.history, self.tuning
         matched = count if bool(known.all()) else int(np.argmin(known))
         turn, goes_on = 1, False
-        if matched >= SHORTEST_CHAIN:
+        if matched >= t.shortest_chain:
             parent = int(rows[matched - 1])
             before = int(h.chain[parent])
-            if 0 <= before - matched <= UNSEEN_TAIL:
+            if 0 <= before - matched <= t.unseen_tail:
                 goes_on = True
                 turn = min(int(h.turns[parent]) + 1, 0xFFFF)
                 age = max(0.0, now - float(h.last[parent]))
                 cell = min(AGES, int(np.searchsorted(AGE_EDGES_S, age, side="right"))) - 1
-                self._returns[min(int(h.klass[parent]), TURN_CLASSES - 1), cell] += 1
+                self._returns[min(int(h.klass[parent]), MOST_CLASSES - 1), cell] += 1
                 self._rest[0] += before == matched
                 self._rest[1] += 1
         if not goes_on:
@@ -127,7 +137,7 @@ class ConversationPolicy:
         fresh = rows[~known]
         h.first[fresh] = now
         h.shared[fresh] = 0
-        klass = min(turn, TURN_CLASSES) - 1
+        klass = self.class_of(turn, count)
         self._starts[klass] += 1
         h.last[rows] = now
         h.turns[rows] = turn
@@ -135,21 +145,21 @@ class ConversationPolicy:
         h.chain[rows] = min(count, 0xFFFF)
         h.klass[rows] = klass
         self._rest[2] += 1
-        if self._rest[2] % REFRESH_EVERY == 0:
-            self._rest[:2] *= TAIL_DECAY
-            self._returns *= COUNT_DECAY
-            self._starts *= COUNT_DECAY
+        if self._rest[2] % t.refresh_every == 0:
+            self._rest[:2] *= t.tail_decay
+            self._returns *= t.count_decay
+            self._starts *= t.count_decay
 
     def touch(self, rows: Ints, now: float) -> None:
         """Read, or put again, outside of any request that was told."""
-        self._history.last[rows] = now
+        self.history.last[rows] = now
 
     def pin(self, rows: Ints) -> None:
-        self._history.klass[rows] = RECORD_CLASS
+        self.history.klass[rows] = RECORD_CLASS
 
     def scores(self, rows: Ints, now: float) -> Floats:
         """The higher, the longer to be kept."""
-        h = self._history
+        h = self.history
         table = self._rates()
         age = np.maximum(now - h.last[rows], 0.0)
         cells = np.searchsorted(AGE_EDGES_S, age, side="right") - 1
@@ -157,14 +167,23 @@ class ConversationPolicy:
         score = table[np.minimum(h.klass[rows], RECORD_CLASS), cells]
         tails = float(self._rest[0] / max(self._rest[1], 1e-9))
         score = np.where((chain > 0) & (depth == chain - 1), score * min(tails, 1.0), score)
-        visits = h.shared[rows].astype(np.float64)
-        rate = visits / (np.maximum(now - h.first[rows], 0.0) + PRIOR_FADE_S)
-        score = np.maximum(score, rate * np.exp(-age * rate / SHARED_PATIENCE))
+        score = np.maximum(score, self.shared_rate(rows, age, now))
         # Older first among objects of one class and age, deeper first among those of one request.
         return np.asarray(score * (1.0 - DEPTH_WEIGHT * np.minimum(depth, 1000)) - 1e-12 * age)
 
+    def class_of(self, turn: int, blocks: int) -> int:
+        """Of a conversation with so many turns, whose last request had so many blocks."""
+        return min(turn, self.tuning.turn_classes) - 1
+
+    def shared_rate(self, rows: Ints, age: Floats, now: float) -> Floats:
+        """Visits a second of beginnings that several conversations share."""
+        h, t = self.history, self.tuning
+        visits = h.shared[rows].astype(np.float64)
+        rate = visits / (np.maximum(now - h.first[rows], 0.0) + t.fade_s)
+        return np.asarray(rate * np.exp(-age * rate / t.patience))
+
     def _rates(self) -> Floats:
-        seen = float(self._rest[2]) // REFRESH_EVERY
+        seen = float(self._rest[2]) // self.tuning.refresh_every
         if self._table is None or seen != self._table_of:
             self._table, self._table_of = _rates(self._returns, self._starts), seen
         return self._table
@@ -175,7 +194,7 @@ class ConversationPolicy:
         return {
             "requests": float(self._rest[2]),
             "return_after_one_turn": round(float(chance[0]), 3),
-            "return_after_many_turns": round(float(chance[-1]), 3),
+            "return_after_many_turns": round(float(chance[self.tuning.turn_classes - 1]), 3),
             "last_block_hit": round(float(self._rest[0] / max(self._rest[1], 1e-9)), 3),
         }
 

@@ -44,8 +44,13 @@ class PoolRank:
         layout: RankLayout,
         bases: Sequence[int],
         counters: PoolCounters | None = None,
+        *,
+        replica: int = 0,
+        replicas: int = 1,
     ) -> None:
+        """replica, replicas  among workers that the layout does not tell apart"""
         self.counters = counters or PoolCounters()
+        self._replica, self._replicas = replica, replicas
         self._store, self._model, self._layout = store, model, layout
         self._bases = np.asarray(bases, dtype=np.int64)
         self._memory = object_memory(model, layout)
@@ -72,6 +77,8 @@ class PoolRank:
             self._layout.rank,
             self._memory,
             self._bases,
+            self._replica,
+            self._replicas,
         )
 
     def _plan(self, layout_id: str) -> ReadPlan:

@@ -18,7 +18,8 @@ from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import Ints, RankLayout
 from kvferry.layout.shape import Span
 from kvferry.plan import EdgePlan, plan_pair
-from kvferry.plan.bind import Binder, Bound
+from kvferry.plan.bind import Binder
+from kvferry.plan.bound import Bound
 from kvferry.plan.edge import Piece
 from kvferry.pool.hits import Segment
 from kvferry.pool.keys import Fragment

@@ -77,12 +77,12 @@ def _usual_seconds(carrier: Carrier, costs: Costs | None = None) -> float:
     def usual(name: str) -> float:
         return (costs or current_costs()).seconds(name, USUAL_DESCRIPTORS, USUAL_BYTES)
 
+    if carrier.name in ENGINES:
+        # someone configured it, for a network that tcp lacks; its costs are those of loopback
+        return JUST_BEFORE * usual("tcp")
     seconds = usual(getattr(carrier, "cost_name", carrier.name))
-    if seconds == float("inf"):  # not measured
-        if carrier.name == "cuda":
-            return 0.0  # one kernel moves a batch at the speed of the memory
-        if carrier.name in ENGINES:
-            return JUST_BEFORE * usual("tcp")  # someone configured it, for a network that tcp lacks
+    if seconds == float("inf") and carrier.name == "cuda":  # not measured
+        return 0.0  # one kernel moves a batch at the speed of the memory
     return seconds
 
 

@@ -82,6 +82,11 @@ class Choice:
         if self.packing == "auto" and self.costs is None:
             current_costs()  # a file that was named and is bad is refused here, not in a thread
 
+    @property
+    def may_pack(self) -> bool:
+        known = self.packing != "direct" and None not in (self.cost("direct"), self.cost("packed"))
+        return known or self.packing == "packed"
+
     def mode(self, descriptors: int, count_bytes: int) -> Mode:
         if self.packing != "auto":
             return self.packing

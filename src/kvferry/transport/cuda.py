@@ -5,7 +5,7 @@ once per peer. A transfer is a launch or a few of one kernel that executes all o
 stream of its own; it is done when an event after it is, and then visible at its destination. Memory
 of another GPU is reached by peer access, where the hardware has it.
 
-Most transfers are queued whole by the thread that asks for them (cuda_quick.py, cuda_flight.py);
+Most transfers are queued whole by the thread that asks for them (cuda_flights.py, cuda_quick.py);
 what is too much for that, or has to be cut, by threads of the carrier (cuda_lane.py, cuda_work.py).
 
 The owner takes no part in a transfer. That it still lives is seen on a connection (pulse.py)
@@ -20,7 +20,6 @@ endpoint is a capability: hand it only to peers that have authenticated.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -44,11 +43,10 @@ from kvferry.transport.cuda_driver import (
     device_count,
     place_of,
 )
-from kvferry.transport.cuda_flight import Flight, Pace
-from kvferry.transport.cuda_lane import Lanes
+from kvferry.transport.cuda_flights import Flights
+from kvferry.transport.cuda_lanes import Lanes
 from kvferry.transport.cuda_mapped import Mapped, place
 from kvferry.transport.cuda_peer import Allocation, CudaEndpoint, CudaPeer, export, within
-from kvferry.transport.cuda_quick import queue
 from kvferry.transport.cuda_work import runs_of
 from kvferry.transport.jobs import Job, Workers
 from kvferry.transport.local import _boot as boot_id
@@ -57,12 +55,6 @@ from kvferry.transport.pulse import Pulse, PulseServer
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-# What the caller's thread queues by itself, whole: cancelling waits for its end. On the same GPU
-# that is 9 milliseconds of an H200, and between GPUs without NVLink about 50.
-FLIGHT_BYTES = 16 << 30
-FAR_FLIGHT_BYTES = 1 << 30
-SWEPT_FLIGHTS = 8  # from so many on, look which have ended without anybody's looking
-MOST_FLIGHTS = 32  # each has a stream and its numbers; more wait for one of the carrier's threads
 
 
 class CudaCarrier:
@@ -91,8 +83,7 @@ class CudaCarrier:
         self._lanes: Lanes | None = None
         self._pulse: PulseServer | None = None
         self._peers: list[CudaPeer] = []
-        self._flights: dict[Flight, CudaPeer] = {}  # each entry is set and removed in one step
-        self._pace = Pace()
+        self._flights = Flights()
         self._lock = threading.Lock()
         self._endpoint: bytes | None = None
         self._closed = False
@@ -117,13 +108,8 @@ class CudaCarrier:
             if self._device is None:
                 self._device = device(first.ordinal)
                 self._lanes = Lanes(self._device, triton=self._triton)
-                if self._triton is not False and cuda_kernels.available():
-                    threading.Thread(
-                        target=cuda_kernels.warm,
-                        args=(self._device,),
-                        name="kvferry-cuda-compile",
-                        daemon=True,
-                    ).start()
+                if self._triton is not False:
+                    cuda_kernels.warm_aside(self._device)
             self._places[first.base] = first
         self._regions += regions
         self.memory = Mapped.of(
@@ -199,7 +185,7 @@ class CudaCarrier:
             if peer in self._peers:
                 self._peers.remove(peer)
         peer.connected = False
-        self._end_flights(peer)
+        self._flights.end(peer)
         peer.disconnect()
 
     def close(self) -> None:
@@ -210,7 +196,7 @@ class CudaCarrier:
         if pulse is not None:
             pulse.close()
         self._workers.close()
-        self._end_flights(None)
+        self._flights.close()
         for peer in peers:
             peer.disconnect()
         if self._lanes is not None:
@@ -250,13 +236,15 @@ class CudaCarrier:
         self, peer: CudaPeer, copies: CopyArrays | StridedCopies, *, reading: bool
     ) -> Transfer:
         what = "a cuda read" if reading else "a cuda write"
-        flight = self._fly(peer, copies, what, reading=reading)
-        if flight is not None:
-            return flight
+        ends = self._ends(peer, reading)
+        if self._lanes is not None and not self._closed:
+            flight = self._flights.fly(self._lanes, peer, copies, ends, what)
+            if flight is not None:
+                return flight
 
         def work(job: Job) -> None:
             lanes = self._lanes
-            parts = place(runs_of(copies), *self._ends(peer, reading), reading=reading)
+            parts = place(runs_of(copies), *ends, reading=reading)
             with peer.used():
                 peer.check()
 
@@ -276,65 +264,3 @@ class CudaCarrier:
     def _ends(self, peer: CudaPeer, reading: bool) -> tuple[Mapped, Mapped]:
         """Source and destination."""
         return (peer.memory, self.memory) if reading else (self.memory, peer.memory)
-
-    def _fly(
-        self, peer: CudaPeer, copies: CopyArrays | StridedCopies, what: str, *, reading: bool
-    ) -> Flight | None:
-        """Queue it here and now; None where it is not for that, or something stands against it.
-
-        Whatever that is, the other way says it.
-        """
-        lanes = self._lanes
-        if lanes is None or self._closed or not self._room():
-            return None
-        try:
-            peer.hold()
-        except TransferError:
-            return None
-        queued, lane = 0, None
-        try:
-            peer.check()
-            with lanes.device.current():
-                lane = lanes.take()
-                most = FLIGHT_BYTES if peer.near else FAR_FLIGHT_BYTES
-                try:
-                    queued = queue(lane, copies, *self._ends(peer, reading), most)
-                except BaseException:
-                    lane.drain()
-                    raise
-        except TransferError:
-            pass
-        finally:
-            if not queued:
-                if lane is not None:
-                    lanes.put(lane)
-                peer.release()
-        if not queued or lane is None:
-            return None
-
-        def land(flight: Flight) -> None:
-            self._flights.pop(flight, None)
-            lanes.put(flight.lane)
-            try:
-                peer.check()
-            finally:
-                peer.release()
-
-        flight = Flight(lane, what, queued, self._pace, land)
-        self._flights[flight] = peer
-        if self._closed or not peer.connected:  # meanwhile, and so it was not seen there
-            self._end_flights(peer)
-        return flight
-
-    def _room(self) -> bool:
-        """Whether there is room for one more flight, after those have landed that can."""
-        if len(self._flights) >= SWEPT_FLIGHTS:
-            for flight in list(self._flights):
-                flight.poll()
-        return len(self._flights) < MOST_FLIGHTS
-
-    def _end_flights(self, peer: CudaPeer | None) -> None:
-        for flight, its in list(self._flights.items()):
-            if peer is None or its is peer:
-                with contextlib.suppress(TransferError):
-                    flight.cancel()

@@ -5,7 +5,7 @@ its end, which is milliseconds away, because the carrier takes no more bytes int
 
 A waiter naps while the end is far, by the rate of flights before, and asks again and again when it
 is near: a nap takes about 70 microseconds, and often more, which is what a small transfer takes as
-a whole. Asking never goes on for long, because it keeps other threads from the interpreter.
+a whole. Asking never goes on for long, because it keeps a processor busy.
 """
 
 from __future__ import annotations
@@ -93,10 +93,9 @@ class Flight:
             if self._ended:
                 return True
             try:
-                with self.lane.device.current():
-                    if not self.lane.end.done():
-                        self._waited = time.monotonic()
-                        return False
+                if not self.lane.end.done_yet():
+                    self._waited = time.monotonic()
+                    return False
             except TransferError as error:
                 self._error = error
             now = time.monotonic()

@@ -9,10 +9,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
-from kvferry.transport.cuda_driver import Device, Function
+from kvferry.transport.cuda_driver import Device
+from kvferry.transport.cuda_stream import Function
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +104,14 @@ def warm(device: Device) -> None:
             function(device, form)
 
 
+def warm_aside(device: Device) -> None:
+    """The same on a thread of its own, where Triton is installed."""
+    if available():
+        threading.Thread(
+            target=warm, args=(device,), name="kvferry-cuda-compile", daemon=True
+        ).start()
+
+
 def _load(device: Device, form: Form) -> Function:
     code, name, shared = compile_form(form, device.capability)
     return Function(code, name, warps=TUNING[form.chunk][1], shared_bytes=shared)
@@ -108,10 +119,6 @@ def _load(device: Device, form: Form) -> Function:
 
 def compile_form(form: Form, capability: int) -> tuple[bytes, str, int]:
     """Machine code, the kernel's name in it, and the shared memory that it needs."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from kvferry.transport.cuda_triton import copy_runs
 
     count, warps = TUNING[form.chunk]
@@ -127,11 +134,26 @@ def compile_form(form: Form, capability: int) -> tuple[bytes, str, int]:
         **dict.fromkeys(_TABLES, "*i64"),
         **dict.fromkeys(_WIDE, "i64"),
         **dict.fromkeys(_NUMBERS, "i32"),
-        **dict.fromkeys(constants, "constexpr"),
     }
+    return compile_kernel(copy_runs, signature, constants, capability, warps)
+
+
+def compile_kernel(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, int],
+    capability: int,
+    warps: int,
+) -> tuple[bytes, str, int]:
+    """The same of any kernel; `constants` are its last arguments."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {**signature, **dict.fromkeys(constants, "constexpr")}
     places = list(signature)
     source = ASTSource(
-        copy_runs,
+        kernel,
         signature,
         constexprs={(places.index(name),): value for name, value in constants.items()},
     )

@@ -17,7 +17,6 @@ Without Triton, each copy is a `cuMemcpyAsync`.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,8 +25,9 @@ import numpy as np
 
 from kvferry.transport import cuda_kernels
 from kvferry.transport.base import Ints
-from kvferry.transport.cuda_driver import Device, Event, Function, Stream
+from kvferry.transport.cuda_driver import Device
 from kvferry.transport.cuda_kernels import SCRATCH_ARGUMENTS, Form
+from kvferry.transport.cuda_stream import Event, Function, Stream
 from kvferry.transport.cuda_work import CHUNKS, MOST_ITEMS, WINDOW, Runs, Work
 
 SLOTS = 3
@@ -138,10 +138,10 @@ class Lane:
         20 microseconds after the last one's end.
         """
         if not self._running:
-            self.stream.copy(dst, src, size)
+            self.stream.copy_at_once(dst, src, size)
             self._running = True
             return
-        self._aside.copy(dst, src, size)
+        self._aside.copy_at_once(dst, src, size)
         self._brought.record(self._aside)
         self.stream.wait_for(self._brought)
 
@@ -235,6 +235,11 @@ class Lane:
             rows = [tables[0] + 8 * row, tables[1] + 8 * row]
             values = [*rows, *tables[2:], *numbers, begin, end, *SCRATCH_ARGUMENTS]
             kernel.launch(-(-(end - begin) // form.count), self.stream, values)
+        self.keep_slot()
+
+    def keep_slot(self) -> None:
+        """What the last slot holds is used by what was queued since it was given out."""
+        slot = self._slots[self._next - 1]
         slot.done.record(self.stream)
         slot.used = True
 
@@ -274,6 +279,12 @@ def launches(work: Work) -> Iterator[tuple[int, int, int]]:
 
 def ranges(rows: int, per_row: int, row_bytes: int) -> Iterator[tuple[int, int, int]]:
     """The same of so many rows, items of a row and bytes of a row."""
+    if rows * per_row <= MOST_ITEMS and rows * row_bytes <= LAUNCH_BYTES:
+        return iter(((0, 0, rows * per_row),))
+    return _cut(rows, per_row, row_bytes)
+
+
+def _cut(rows: int, per_row: int, row_bytes: int) -> Iterator[tuple[int, int, int]]:
     row_bytes = max(1, row_bytes)
     most_rows = max(1, MOST_ITEMS // per_row)
     most_items = max(1, LAUNCH_BYTES * per_row // row_bytes)
@@ -287,52 +298,3 @@ def wait_event(event: Event) -> None:
     """Until it is done. Looks, and naps: an interrupt comes later than that, above all in a VM."""
     while not event.done():
         time.sleep(NAP_SECONDS)
-
-
-class Lanes:
-    """Lanes of one device, made when needed and used again."""
-
-    def __init__(self, device: Device, *, triton: bool | None = None) -> None:
-        self.device = device
-        self._triton = triton
-        self._idle: list[Lane] = []
-        self._lock = threading.Lock()
-        self._closed = False
-
-    @contextlib.contextmanager
-    def lane(self) -> Iterator[Lane]:
-        """A lane for this thread, with the device current; drained when it is given back."""
-        with self.device.current():
-            lane = self.take()
-            try:
-                yield lane
-            except BaseException:
-                lane.drain()
-                raise
-            finally:
-                self.put(lane)
-
-    def take(self) -> Lane:
-        """A lane, which `put` gives back; the device is current."""
-        with self._lock:
-            lane = self._idle.pop() if self._idle else None
-        if lane is None:
-            return Lane(self.device, triton=self._triton)
-        lane.begin()
-        return lane
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            lanes, self._idle = self._idle, []
-        with self.device.current():
-            for lane in lanes:
-                lane.free()
-
-    def put(self, lane: Lane) -> None:
-        with self._lock:
-            if not self._closed:
-                self._idle.append(lane)
-                return
-        with self.device.current():
-            lane.free()

@@ -8,8 +8,8 @@ must be known of them is found there, in one call for each kind of question:
     least, most     do both sides lie in registered memory? are all lengths equal, and above zero?
     bits            what do all addresses and lengths have as common divisor?
 
-Long batches are looked at where they are, and then written piece by piece: the GPU copies the first
-piece while the others are on their way.
+Long batches are looked at where they are, by one pass over each table where that is enough, and
+then written piece by piece: the GPU copies a piece while the next, twice as long, is on its way.
 
 What is not usual is left to cuda_lane.py, which cuts, and which says what is wrong: empty copies,
 a kernel that is not compiled yet, memory that is registered in pieces, more numbers than a slot.
@@ -18,6 +18,7 @@ a kernel that is not compiled yet, memory that is registered in pieces, more num
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, cast
 
@@ -33,11 +34,11 @@ from kvferry.transport.cuda_work import GRAINS, MOST_ITEMS, SAMPLE, WINDOW, best
 # So many numbers are looked at together; longer tables one by one, which takes half the time for
 # each number and a microsecond more for each table.
 TOGETHER_NUMBERS = 1 << 13
-PIECES = 8  # of a long batch, and no more
+LEAST_PIECE = 1 << 12  # segments of the first piece: a few microseconds to write
+PIECES = (-(-WINDOW // LEAST_PIECE)).bit_length()  # of a batch, at most
 # Of so few chunks a kernel reads the numbers from pinned memory; of more, every program would read
 # its own across the bus, and one copy of them all before it is sooner done.
 DIRECT_ITEMS = 1 << 5
-LEAST_PIECE = 1 << 12  # segments: what queueing a piece costs, in numbers to be written
 
 _ZERO = np.zeros(1, dtype=np.int64)
 
@@ -71,11 +72,18 @@ def constant(lengths: Any) -> int:
 
 
 def queue(
-    lane: Lane, copies: CopyArrays | StridedCopies, src: Mapped, dst: Mapped, most_bytes: int
+    lane: Lane,
+    copies: CopyArrays | StridedCopies,
+    src: Mapped,
+    dst: Mapped,
+    most_bytes: int,
+    *,
+    whole: bool = False,
 ) -> int:
     """Queue all of these copies and the lane's end after them; how many bytes.
 
-    0, and nothing is queued, where they are not for here. The device must be current.
+    0, and nothing is queued, where they are not for here. With `whole`, in one piece, for who has
+    other things for the GPU to do meanwhile. The device must be current.
     """
     tables = tables_of(copies)
     if tables is None or not lane.kernels:
@@ -113,7 +121,9 @@ def queue(
         high = highs[2 + side] + highs[4 + side] + longest
         shift = memory.shift_of(lows[side] + low, highs[side] + high)
         if shift is None and not together:  # now exactly
-            low += int(tables[4 + side].min()) - lows[4 + side]
+            segments_of = tables[4 + side]
+            low += int(np.minimum.reduce(segments_of)) - lows[4 + side]
+            high += int(np.maximum.reduce(segments_of)) - highs[4 + side]
             shift = memory.shift_of(lows[side] + low, highs[side] + high)
         if shift is None:
             here = numbers[side * rows : (side + 1) * rows]
@@ -143,13 +153,12 @@ def queue(
     stream, base = lane.stream, slot.address
     if not together or most_items * rows > DIRECT_ITEMS:
         base = slot.there
-    step = segments if together else max(LEAST_PIECE, -(-segments // PIECES))
     steps_at = base + 16 * rows
     tail = [length, *shifts]
-    at = uploaded = 0
-    for first in range(0, segments, step):
-        size = min(step, segments - first)
-        at = at or outer
+    at, first, uploaded = outer, 0, 0
+    size = segments if together or whole else LEAST_PIECE
+    while first < segments:
+        size = min(size, segments - first)
         end = at + 2 * size
         if not together:
             parts = [table[first : first + size] for table in tables[4 : 7 if uneven else 6]]
@@ -175,7 +184,7 @@ def queue(
         for row, begin, stop in ranges(rows, per_row, row_bytes):
             values = [base + 8 * row, base + 8 * (rows + row), *rest, begin, stop]
             kernel.launch(-(-(stop - begin) // count), stream, [*values, *SCRATCH_ARGUMENTS])
-        at = end
+        at, first, size = end, first + size, 2 * size
     lane.mark_end()
     return bytes_
 
@@ -185,7 +194,7 @@ Look = tuple[list[int], list[int], list[int]]  # of each table: least, most, bit
 
 def look_together(numbers: Ints, tables: Sequence[Any]) -> Look:
     """Of tables that were written there one after another."""
-    heads = np.array([0, *accumulate(map(len, tables[:-1]))])
+    heads = _heads(*map(len, tables[:-1]))
     return (
         np.minimum.reduceat(numbers, heads).tolist(),
         np.maximum.reduceat(numbers, heads).tolist(),
@@ -193,17 +202,27 @@ def look_together(numbers: Ints, tables: Sequence[Any]) -> Look:
     )
 
 
+@lru_cache(maxsize=256)
+def _heads(*sizes: int) -> Ints:
+    """Where each table begins."""
+    return np.array([0, *accumulate(sizes)])
+
+
 def look_at_each(tables: Sequence[Any]) -> Look:
     """Of arrays where they are; `TypeError` where they are not what the GPU takes.
 
-    Where no segment is negative, 0 is said to be the least of them: that is enough for offsets.
+    Where no segment is negative, 0 is said to be the least of them, and all bits that are set in
+    any of them together the most: for offsets that is usually enough, and found in one pass.
     """
     lows, highs, bits = look = ([], [], [])  # type: Look
     for number, table in enumerate(tables):
         if not isinstance(table, np.ndarray) or table.dtype != np.int64 or table.ndim != 1:
             raise TypeError
-        highs.append(int(np.maximum.reduce(table)))
         bits.append(int(np.bitwise_or.reduce(table)))
-        offsets = number in (4, 5) and bits[-1] >= 0
-        lows.append(0 if offsets else int(np.minimum.reduce(table)))
+        if number in (4, 5) and bits[-1] >= 0:
+            lows.append(0)
+            highs.append(bits[-1])
+        else:
+            lows.append(int(np.minimum.reduce(table)))
+            highs.append(int(np.maximum.reduce(table)))
     return look

@@ -4,6 +4,8 @@ The library gives batches between two processes; this gives the rest of the `Car
 
     bounds      checked here, against what the endpoint says, before the library sees a descriptor;
                 the library checks again, in its own way
+    packing     short runs are gathered by the owner, moved in one piece and scattered, where that
+                is cheaper (cost.py, desk.py, foreign_packed.py)
     batches     below the library's limits, neighbours joined, so that no call of ours holds the
                 interpreter's lock for long
     threads     the library's blocking calls run on a few threads for each peer, so a peer that
@@ -21,199 +23,135 @@ writes either (`can_revoke` is false).
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from kvferry.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    PeerLost,
-    ProtocolError,
-    TransferError,
+from kvferry.errors import Cancelled, PeerLost, TransferError
+from kvferry.transport.base import CopyArrays, MemoryRegion, Transfer
+from kvferry.transport.cost import Choice, Costs, Packing
+from kvferry.transport.desk import Desk
+from kvferry.transport.foreign_jobs import Abandoned, ForeignJob
+from kvferry.transport.foreign_packed import Packer
+from kvferry.transport.foreign_peer import (
+    ON_HOST,
+    ForeignEndpoint,
+    ForeignPeer,
+    batches,
+    is_loopback,
 )
-from kvferry.transport.base import CopyArrays, MemoryRegion, Transfer, TransferState
-from kvferry.transport.jobs import CANCEL_SECONDS, Job, Workers
-from kvferry.transport.pulse import TOKEN_BYTES, Pulse, PulseServer
-from kvferry.transport.regions import Arrays, RegionTable, require_all, slices
+from kvferry.transport.host import HostMemory
+from kvferry.transport.jobs import CANCEL_SECONDS, Job, share
+from kvferry.transport.pulse import Pulse, PulseServer
+from kvferry.transport.regions import Arrays, RegionTable, require_all
+from kvferry.transport.slots import SLOTS, Slots
 
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = ("0.0.0.0", "::")
-THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
-TURN_LOOK_SECONDS = 0.02  # between two looks at cancel, for one that waits for its turn
 GRACE_SECONDS = 1.0  # a dead peer's data plane may fail before its pulse does
 SCRATCH_BYTES = 4096  # registered, for the byte that `connect` tries
 
 
-class ForeignEndpoint(msgspec.Struct, frozen=True, array_like=True):
-    """Where the owner's pulse is, what it registered, and what its library needs to be reached."""
-
-    carrier: str
-    flavour: str  # protocol or backends: both sides must have the same
-    host: str
-    pulse_port: int
-    token: bytes
-    incarnation: bytes
-    regions: list[tuple[int, int]]
-    address: bytes
-
-    @classmethod
-    def decode(cls, raw: bytes, carrier: str) -> ForeignEndpoint:
-        try:
-            endpoint = _endpoints.decode(raw)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"this is not a {carrier} carrier's endpoint: {error}") from None
-        if (
-            endpoint.carrier != carrier
-            or not len(endpoint.token) == len(endpoint.incarnation) == TOKEN_BYTES
-        ):
-            raise ProtocolError(f"this is not a {carrier} endpoint, but {endpoint.carrier!r}")
-        return endpoint
-
-
-_endpoints = msgspec.msgpack.Decoder(ForeignEndpoint)  # made once: its first use is on many threads
-
-
-class ForeignPeer:
-    """A process that this one is connected to; `handle` is the library's name for it."""
-
-    def __init__(self, endpoint: ForeignEndpoint, regions: RegionTable, pulse: Pulse) -> None:
-        self.endpoint, self.regions, self.pulse = endpoint, regions, pulse
-        self.handle: Any = None
-        self.connected = True
-        self.workers = Workers(f"kvferry-{endpoint.carrier}", THREADS_PER_PEER)
-        self._turn = threading.Lock()
-
-    def require_usable(self) -> None:
-        if not self.connected:
-            raise Cancelled("the peer was disconnected on this side")
-        self.pulse.require_alive()
-
-    @contextlib.contextmanager
-    def turn(self, job: Job) -> Iterator[None]:
-        """One batch at a time: more of them only compete for the library's threads."""
-        while not self._turn.acquire(timeout=TURN_LOOK_SECONDS):
-            job.checkpoint()
-            self.require_usable()
-        try:
-            job.checkpoint()
-            self.require_usable()
-            yield
-        finally:
-            self._turn.release()
-
-
-class ForeignJob(Job):
-    """A transfer that can end up abandoned."""
-
-    def __init__(self, carrier: ForeignCarrier, *args: Any) -> None:
-        super().__init__(*args)
-        self._carrier = carrier
-        self.abandoned = False
-
-    def cancel(self, why: str = "the caller gave it up", seconds: float = CANCEL_SECONDS) -> None:
-        try:
-            super().cancel(why, seconds)
-        except DeadlineExceeded:
-            self._carrier.note_abandoned(self)
-            raise
-
-
-class ForeignCarrier:
+class ForeignCarrier(ABC):
     """`host` is the address that peers reach this one at. `secret` is taken for uniformity: these
-    libraries have no use for one."""
+    libraries have no use for one. `costs_of` names what chooses whether to pack (cost.py); where it
+    is not measured, "auto" does not. `packing` other than "direct" is for host memory only."""
 
     name: ClassVar[str]
     batch_descriptors: ClassVar[int]
     batch_bytes: ClassVar[int]
+    lanes: ClassVar[int] = 1  # two where preparing a batch takes longer than waking a thread
     listens_everywhere: ClassVar[bool] = False  # whatever `host` is
+    device: int = ON_HOST  # where what is registered lies, if the library must know
     can_revoke = False
 
-    def __init__(self, *, host: str | None, secret: bytes | str | None, flavour: str) -> None:
+    def __init__(
+        self,
+        *,
+        host: str | None,
+        secret: bytes | str | None,
+        flavour: str,
+        costs_of: str,
+        packing: Packing,
+        costs: Costs | None,
+    ) -> None:
         del secret
         self.host = host or LOOPBACK
-        if self.host in EVERYWHERE:
-            raise TransferError(
-                f"the {self.name} carrier needs the address that peers dial, found {self.host!r}; "
-                "set `host` to an address of this machine"
-            )
-        if self.listens_everywhere or not is_loopback(self.host):
-            log.warning(
-                "the %s carrier's data plane authenticates nobody: whoever reaches %s can read and "
-                "write the caches registered here, whether or not there is a shared secret",
-                self.name,
-                "any address of this machine" if self.listens_everywhere else self.host,
-            )
+        _look_at_host(self.name, self.host, self.listens_everywhere)
         self._flavour = flavour
+        choice = Choice(costs_of, packing, costs)
         self._pulse = PulseServer(self.host)
+        self._slots = Slots(SLOTS if choice.may_pack else 0)
+        self._packer = Packer(self._slots, choice, self)
+        self._desk: Desk | None = None
+        if choice.may_pack:
+            pulse = self._pulse
+            self._desk = Desk(self.host, pulse.token, pulse.incarnation, self._slots)
         self._lock = threading.Lock()
         self._regions: list[MemoryRegion] = []
         self._table = RegionTable.of([])
         self._peers: list[ForeignPeer] = []
         self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
-        self._counts = {"transfers": 0, "batches": 0, "rejected_batches": 0, "abandoned": 0}
-        self._abandoned: set[ForeignJob] = set()
+        self._counts = dict.fromkeys(("transfers", "batches", "packed", "rejected_batches"), 0)
+        self._abandoned = Abandoned(self.name)
         self._closed = self._was_shut = False
 
     # What a library's carrier gives
 
+    @abstractmethod
     def _register(self, added: list[MemoryRegion], gone: list[MemoryRegion]) -> None:
-        raise NotImplementedError
+        """With the library, which is also told of `_own_regions`, before anybody connects."""
 
+    @abstractmethod
     def _address(self) -> bytes:
         """What a peer's library needs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _attach(self, endpoint: ForeignEndpoint) -> Any:
         """The library's handle for a peer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _detach(self, handle: Any) -> None:
-        raise NotImplementedError
+        """Nothing of ours is under way to or from that peer."""
 
-    def _carry(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
+    @abstractmethod
+    def _carry(self, job: Job, peer: ForeignPeer, batch: Any, *, reading: bool) -> None:
         """Move one batch. Returns or raises when the library has let it go."""
-        raise NotImplementedError
 
+    def _prepare(self, peer: ForeignPeer, part: Arrays, *, reading: bool) -> Any:
+        """A batch as `_carry` takes it."""
+        del peer, reading
+        return part
+
+    @abstractmethod
     def _shut(self) -> None:
         """End the library's part; nothing of ours is under way in it."""
-        raise NotImplementedError
 
     # The protocol
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """What was carried. `abandoned`: transfers that were given up and whose end was not seen
-        in time; `abandoned_now`: those whose memory the library may still touch."""
+        """What was carried. `packed`: transfers of which a part was; `desk_...`: what the desk did
+        for others. `abandoned`: transfers that were given up and whose end was not seen in time;
+        `abandoned_now`: those whose memory the library may still touch."""
+        given_up = {"abandoned": self._abandoned.count, "abandoned_now": self._abandoned.now}
         with self._lock:
-            self._abandoned = {j for j in self._abandoned if j.poll() is TransferState.RUNNING}
-            return {**self._counts, "abandoned_now": len(self._abandoned)}
+            found = {**self._counts, **given_up}
+        if self._desk is not None:
+            found |= {f"desk_{what}": count for what, count in self._desk.counters.items()}
+        return found
 
     def count(self, what: str) -> None:
         with self._lock:
             self._counts[what] += 1
-
-    def note_abandoned(self, job: ForeignJob) -> None:
-        with self._lock:
-            if job.abandoned:
-                return
-            job.abandoned = True
-            self._abandoned.add(job)
-            self._counts["abandoned"] += 1
-        log.error(
-            "a %s transfer is abandoned: the library has not let go of its memory, which counts as "
-            "in use until it does",
-            self.name,
-        )
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         with self._lock:
@@ -225,6 +163,9 @@ class ForeignCarrier:
             )
             self._regions += regions
             self._table = table
+            if self._desk is not None:
+                self._packer.memory = memory = HostMemory(self._regions)
+                self._desk.regions, self._desk.memory = table, memory
 
     def endpoint(self) -> bytes:
         if self._closed:
@@ -239,6 +180,10 @@ class ForeignCarrier:
                 incarnation=self._pulse.incarnation,
                 regions=[(r.address, r.bytes) for r in self._table.regions()],
                 address=self._address(),
+                desk_port=self._desk.port if self._desk is not None else 0,
+                staging=(self._slots.region.address, self._slots.region.bytes),
+                slot_bytes=self._slots.slot_bytes,
+                device=self.device,
             )
         )
 
@@ -250,7 +195,7 @@ class ForeignCarrier:
                 f"the peer's {self.name} uses {found.flavour}, this one {self._flavour}; configure "
                 "both alike"
             )
-        regions = RegionTable.of([MemoryRegion(a, n) for a, n in found.regions])
+        regions = found.table()
         pulse = Pulse.connect(
             found.host, found.pulse_port, found.token, found.incarnation, deadline
         )
@@ -291,13 +236,17 @@ class ForeignCarrier:
         until = time.monotonic() + CANCEL_SECONDS
         for peer in peers:
             self._end(peer, max(0.0, until - time.monotonic()))
+        if self._desk is not None:
+            self._desk.close(max(0.0, until - time.monotonic()))
         self._tidy(None)
 
     def _end(self, peer: ForeignPeer, seconds: float) -> None:
         peer.workers.close(seconds)
+        peer.helpers.close(0.0)
+        peer.close_visits()
         for job in peer.workers.busy:
             if isinstance(job, ForeignJob):
-                self.note_abandoned(job)
+                self._abandoned.note(job)
         self._tidy(peer)
 
     def _tidy(self, peer: ForeignPeer | None, ending: Job | None = None) -> None:
@@ -319,10 +268,32 @@ class ForeignCarrier:
 
     def _greet(self, job: Job, peer: ForeignPeer) -> None:
         peer.handle = self._attach(peer.endpoint)
+        if self._desk is not None:
+            try:
+                peer.find_desk()
+            except TransferError as error:
+                peer.require_usable()
+                log.warning(
+                    "short runs to and from a %s peer are not packed, which is slower: its port %d "
+                    "cannot be used (%s)",
+                    self.name,
+                    peer.endpoint.desk_port,
+                    error,
+                )
         if len(peer.regions):
             one = np.ones(1, dtype=np.int64)
             into = np.array([self._scratch.ctypes.data], dtype=np.int64)
-            self._judged(job, peer, Arrays(peer.regions.starts[:1], into, one), reading=True)
+            self.move_batch(job, peer, Arrays(peer.regions.starts[:1], into, one), reading=True)
+
+    def _own_regions(self) -> list[MemoryRegion]:
+        """Memory of the carrier itself: a byte to try a peer with, and what packing stages in."""
+        scratch = MemoryRegion(self._scratch.ctypes.data, self._scratch.nbytes)
+        return [r for r in (scratch, self._slots.region) if r.bytes]
+
+    def _fail_to_start(self) -> None:
+        self._pulse.close()
+        if self._desk is not None:
+            self._desk.close(CANCEL_SECONDS)
 
     def _submit(self, peer: ForeignPeer, copies: CopyArrays, *, reading: bool) -> Transfer:
         def work(job: Job) -> None:
@@ -330,10 +301,12 @@ class ForeignCarrier:
             src, dst = (peer.regions, self._table) if reading else (self._table, peer.regions)
             require_all(arrays, src, dst, reading=reading)
             self.count("transfers")
-            for part in batches(arrays, self.batch_descriptors, self.batch_bytes):
-                with peer.turn(job):
-                    self._judged(job, peer, part, reading=reading)
-                self.count("batches")
+            direct, packed = self._packer.split(peer, arrays)
+            if packed:
+                self.count("packed")
+                self._packer.move(job, peer, packed, reading=reading)
+            for some in direct:
+                self.move_direct(job, peer, some, reading=reading)
             job.checkpoint()
             peer.require_usable()  # it was the same process, and open, all along
 
@@ -348,12 +321,27 @@ class ForeignCarrier:
                 if not peer.connected:
                     self._tidy(peer, job)
 
-        return ForeignJob(self, then_tidy, what)
+        return ForeignJob(self._abandoned, then_tidy, what)
 
-    def _judged(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
+    def move_direct(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
+        """Batch by batch, each in its turn; with two lanes, one is prepared as the other moves."""
+
+        def one(few: Arrays, _: Arrays | None) -> None:
+            ready = self._prepare(peer, few, reading=reading)
+            with peer.turn(job):
+                self._judged(job, peer, ready, reading=reading)
+            self.count("batches")
+
+        parts = batches(part, self.batch_descriptors, self.batch_bytes)
+        share(job, parts, one, peer.helpers, self.lanes - 1)
+
+    def move_batch(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
+        self._judged(job, peer, self._prepare(peer, part, reading=reading), reading=reading)
+
+    def _judged(self, job: Job, peer: ForeignPeer, batch: Any, *, reading: bool) -> None:
         """Carry a batch. Whatever the library says, a peer that is gone is the better reason."""
         try:
-            self._carry(job, peer, part, reading=reading)
+            self._carry(job, peer, batch, reading=reading)
         except (Cancelled, PeerLost):
             raise
         except TransferError as error:
@@ -362,26 +350,17 @@ class ForeignCarrier:
             raise
 
 
-def batches(copies: Arrays, descriptors: int, max_bytes: int) -> Iterator[Arrays]:
-    """The same copies, neighbours joined, so many at a time."""
-    for part in slices(copies, max_bytes):
-        joined = _join(part)
-        for first in range(0, len(joined), descriptors):
-            few = slice(first, first + descriptors)
-            yield Arrays(joined.src[few], joined.dst[few], joined.length[few])
-
-
-def _join(part: Arrays) -> Arrays:
-    """Copies that follow each other on both sides as one."""
-    src, dst, length = part.src, part.dst, part.length
-    apart = (src[1:] != src[:-1] + length[:-1]) | (dst[1:] != dst[:-1] + length[:-1])
-    if bool(apart.all()):
-        return part
-    heads = np.concatenate((np.zeros(1, dtype=np.int64), np.flatnonzero(apart) + 1))
-    return Arrays(src[heads], dst[heads], np.add.reduceat(length, heads))
-
-
-def is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+def _look_at_host(name: str, host: str, everywhere: bool) -> None:
+    """Refuse what peers cannot dial, and say who can reach the rest."""
+    if host in EVERYWHERE:
+        raise TransferError(
+            f"the {name} carrier needs the address that peers dial, found {host!r}; set `host` to "
+            "an address of this machine"
+        )
+    if everywhere or not is_loopback(host):
+        log.warning(
+            "the %s carrier's data plane authenticates nobody: whoever reaches %s can read and "
+            "write the caches registered here, whether or not there is a shared secret",
+            name,
+            "any address of this machine" if everywhere else host,
+        )

@@ -178,10 +178,17 @@ class Workers:
 
 
 def share(
-    job: Job, parts: Iterator[T], do: Callable[[T], None], helpers: Workers, count: int
+    job: Job,
+    parts: Iterator[T],
+    do: Callable[[T, T | None], None],
+    helpers: Workers,
+    count: int,
+    *,
+    ahead: bool = False,
 ) -> None:
     """Do all parts of a job on this thread and up to `count` others, in no order.
 
+    With `ahead`, a part comes with the one that the same thread does next, if there is one.
     Returns when no thread works on it any more; raises the first error.
     """
     lock = threading.Lock()
@@ -193,9 +200,12 @@ def share(
 
     def loop(_: Job) -> None:
         try:
-            while (part := take()) is not None:
+            part = take()
+            while part is not None:
                 job.checkpoint()
-                do(part)
+                following = take() if ahead else None
+                do(part, following)
+                part = following if ahead and not errors else take()
         except Exception as error:
             errors.append(error)
 

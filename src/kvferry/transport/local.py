@@ -10,9 +10,7 @@ Where this is not permitted (Yama, seccomp, another pid namespace or host), the 
 to tcp by itself and says so once; the endpoint carries what that needs. It is a capability: hand it
 only to peers that have authenticated.
 
-Short runs are moved in packed mode where that is cheaper (cost.py). A read takes long ranges that
-cover the runs into a staging buffer (cover.py) and scatters from there; a write whose runs lie
-together over there gathers here and writes them as one. The peer takes no part in either.
+Short runs are moved in packed mode where that is cheaper (local_move.py).
 
 The owner cannot stop a peer's writes here (`can_revoke` is false), and the kernel checks addresses
 but not regions: the initiator does, against what the endpoint says.
@@ -23,7 +21,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -33,22 +30,18 @@ import numpy as np
 from kvferry.errors import Cancelled, PeerLost, PermissionDenied, ProtocolError, TransferError
 from kvferry.transport import vm
 from kvferry.transport.base import CopyArrays, MemoryRegion, Transfer
-from kvferry.transport.cost import Choice, Costs, Packing, pays
-from kvferry.transport.cover import follows, pieces
+from kvferry.transport.cost import Choice, Costs, Packing
 from kvferry.transport.host import HostMemory
-from kvferry.transport.iovec import joined
 from kvferry.transport.jobs import Job, Workers, share
-from kvferry.transport.memory import Bytes, Ints
+from kvferry.transport.local_move import LocalMover
 from kvferry.transport.regions import Arrays, RegionTable, require_all, slices
-from kvferry.transport.tcp import LOOPBACK, TcpCarrier, TcpPeer
+from kvferry.transport.tcp import LOOPBACK, TcpCarrier
+from kvferry.transport.tcp_peer import TcpPeer
 
 log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
 SLICE_BYTES = 8 << 20  # about two milliseconds: between two looks at cancel
-STAGING_BYTES = 4 << 20  # of each thread; smaller ones spend their time in Python
-PACKED_RUN_BYTES = 16 << 10  # nothing is won by packing longer runs than these
-MOST_GAP_BYTES = 64 << 10
 # One thread reaches 80 % of memcpy over the same scatter (the kernel pins every page), two pass it.
 THREADS_PER_TRANSFER = 2
 
@@ -145,8 +138,7 @@ class LocalCarrier:
         self._tcp = TcpCarrier(
             secret=secret or self._own_secret, host=host, packing=packing, costs=costs
         )
-        self._choice = Choice("local", packing, costs)
-        self._staging = threading.local()
+        self._mover = LocalMover(Choice("local", packing, costs))
         self._workers = Workers("kvferry-local", workers)
         self._helping = threads_per_transfer - 1
         self._helpers = Workers("kvferry-local-help", workers * self._helping)
@@ -154,7 +146,6 @@ class LocalCarrier:
         self._secret_token = self._token.tobytes()
         self._regions: list[MemoryRegion] = []
         self._table = RegionTable.of([])
-        self._memory = HostMemory([])
         self._force_fallback = force_fallback
         self._said_fallback = False
         self._closed = False
@@ -169,7 +160,7 @@ class LocalCarrier:
         self._tcp.register(regions)
         self._regions += regions
         self._table = RegionTable.of(self._regions)
-        self._memory = HostMemory(self._regions)
+        self._mover.memory = HostMemory(self._regions)
 
     def endpoint(self) -> bytes:
         return msgspec.msgpack.encode(
@@ -248,10 +239,10 @@ class LocalCarrier:
             require_all(arrays, src, dst, reading=reading)
             peer.require_alive()
 
-            def carry(part: Arrays) -> None:
+            def carry(part: Arrays, _: Arrays | None) -> None:
                 peer.require_connected()
                 try:
-                    self._move(peer, part, reading=reading)
+                    self._mover.move(peer.pid, peer.regions, part, reading=reading)
                 except TransferError:
                     peer.require_alive()  # a peer that is gone is the better reason
                     raise
@@ -260,76 +251,6 @@ class LocalCarrier:
             peer.require_alive()  # it was the same process, and open, all along
 
         return self._workers.submit(Job(work, "a local read" if reading else "a local write"))
-
-    def _move(self, peer: LocalPeer, part: Arrays, *, reading: bool) -> None:
-        """One slice, direct or packed."""
-        if self._choice.packing != "direct" and int(part.length.max()) <= PACKED_RUN_BYTES:
-            if reading:
-                gap = self._most_gap()
-                if self._choice.packing == "packed" or self._covers_pay(peer, part, gap):
-                    self._read_covers(peer, part, gap)
-                    return
-            elif self._choice.packing == "packed" or self._gather_pays(part):
-                self._write_gathered(peer, part)
-                return
-        (vm.read if reading else vm.write)(peer.pid, part.src, part.dst, part.length)
-
-    def _most_gap(self) -> int:
-        """Beyond it, one more descriptor costs less than the bytes between two runs."""
-        direct = self._choice.cost("direct")
-        if direct is None or direct.byte_seconds <= 0:
-            return 0
-        return min(int(direct.descriptor_seconds / direct.byte_seconds), MOST_GAP_BYTES)
-
-    def _covers_pay(self, peer: LocalPeer, part: Arrays, most_gap: int) -> bool:
-        direct, packed = self._choice.cost("direct"), self._choice.cost("packed")
-        if direct is None or packed is None:
-            return False
-        gap, near = follows(peer.regions, part.src, part.length, most_gap)
-        apart = len(part) - int(np.count_nonzero(near))
-        runs = (len(part) - int(np.count_nonzero(gap == 0)) + _count_apart(part.dst, part)) / 2
-        count, extra = int(part.length.sum()), int(gap[near].sum())
-        as_they_are = runs * direct.descriptor_seconds + count * direct.byte_seconds
-        covered = (
-            (apart + 1) / 2 * direct.descriptor_seconds
-            + (count + extra) * direct.byte_seconds
-            + packed.seconds(len(part), count)
-        )
-        return pays(covered, as_they_are)
-
-    def _gather_pays(self, part: Arrays) -> bool:
-        direct, packed = self._choice.cost("direct"), self._choice.cost("packed")
-        if direct is None or packed is None:
-            return False
-        here, there = _count_apart(part.src, part), _count_apart(part.dst, part)
-        gain = (here - 1) / 2 * direct.descriptor_seconds  # what lies apart there stays so
-        return there < here and pays(packed.seconds(here, int(part.length.sum())), gain)
-
-    def _read_covers(self, peer: LocalPeer, part: Arrays, most_gap: int) -> None:
-        buffer = self._buffer()
-        for copies, covers in pieces(peer.regions, part, most_gap, len(buffer)):
-            where = buffer.ctypes.data + np.cumsum(covers.length) - covers.length
-            vm.read(peer.pid, covers.address, where, covers.length)
-            self._memory.place(buffer, covers.at, copies.dst, copies.length)
-
-    def _write_gathered(self, peer: LocalPeer, part: Arrays) -> None:
-        buffer = self._buffer()
-        for copies in slices(part, len(buffer)):
-            self._memory.gather(copies.src, copies.length, buffer)
-            there, length = joined(copies.dst, copies.length)
-            where = buffer.ctypes.data + np.cumsum(length) - length
-            vm.write(peer.pid, where, there, length)
-
-    def _buffer(self) -> Bytes:
-        if not hasattr(self._staging, "buffer"):
-            self._staging.buffer = np.empty(STAGING_BYTES, dtype=np.uint8)
-        made: Bytes = self._staging.buffer
-        return made
-
-
-def _count_apart(address: Ints, part: Arrays) -> int:
-    """Runs that do not begin where the one before them ends."""
-    return 1 + int(np.count_nonzero(address[1:] != address[:-1] + part.length[:-1]))
 
 
 def _boot() -> str:

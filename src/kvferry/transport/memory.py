@@ -16,7 +16,8 @@ Several threads may call at once, each with a buffer of its own.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Generator
+from typing import Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +29,7 @@ Bytes = NDArray[np.uint8]
 class Memory(Protocol):
     """Registered memory of this process, by address.
 
-    A class may also have `addressable: bool` (taken as false where it is missing), and
-    `buffer(count: int) -> Bytes`, which makes staging memory of its own kind (pinned, say).
+    A class may also have `addressable: bool` (taken as false where it is missing).
     """
 
     def gather(self, address: Ints, length: Ints, into: Bytes) -> None: ...
@@ -42,8 +42,21 @@ def is_addressable(memory: Memory) -> bool:
     return bool(getattr(memory, "addressable", False))
 
 
-def make_buffer(memory: Memory, count: int) -> Bytes:
-    """A staging buffer of at least `count` bytes that this memory likes best."""
-    make = getattr(memory, "buffer", None)
-    made: Bytes = make(count) if make is not None else np.empty(count, dtype=np.uint8)
-    return made
+class StagedMemory(Memory, Protocol):
+    """Memory that hands out chunks of staging memory of its own, and works while one is used.
+
+    Chunks come in the order of the runs' bytes. Close the generator, also where it did not end:
+    then nothing that it began is under way.
+    """
+
+    def outgoing(self, address: Ints, length: Ints) -> Generator[Bytes]:
+        """The runs' bytes; a chunk holds them until the next one is asked for."""
+        ...
+
+    def incoming(self, address: Ints, length: Ints) -> Generator[Bytes]:
+        """Chunks to be filled before the next one is asked for; visible when it has ended."""
+        ...
+
+
+def is_staged(memory: Memory) -> TypeGuard[StagedMemory]:
+    return hasattr(memory, "outgoing")

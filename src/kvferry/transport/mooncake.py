@@ -10,7 +10,9 @@ What Mooncake does with a batch decides how it is called (0.3.13, TCP):
   4,096 at once are refused. Batches of 512 pass and are as fast as any. Where the environment sets
   lower limits (`MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER`), a refused batch comes again in halves, with
   a growing pause, until it passes or `patience_seconds` are over.
-- Its blocking call spins until the batch is done, so one call a peer is at its best.
+- Its blocking call spins until the batch is done, so one call a peer is at its best. A batch that
+  was begun can be asked about, but is answered for its *first* copy: so single copies, as packed
+  mode makes them, are asked about now and then, and leave a processor to the engine's threads.
 - It reports a failed batch at its *first* failed copy, while others are still moving. After a
   failure, a transfer therefore does not end before they can have ended (`SETTLE_SECONDS`).
 - It gives up on a batch after 30 seconds, without stopping it. Unless MC_TRANSFER_TIMEOUT is set,
@@ -31,8 +33,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
-from kvferry.transport.base import MemoryRegion
-from kvferry.transport.foreign import ForeignCarrier, ForeignEndpoint, ForeignPeer
+from kvferry.transport.base import Ints, MemoryRegion
+from kvferry.transport.cost import Costs, Packing
+from kvferry.transport.foreign import ForeignCarrier
+from kvferry.transport.foreign_peer import ForeignEndpoint, ForeignPeer
 from kvferry.transport.jobs import Job
 from kvferry.transport.regions import Arrays
 
@@ -48,6 +52,7 @@ SETTLE_REFUSED_SECONDS = 1.0  # the engine answers: what it took of a refused ba
 SETTLE_RETRIED_SECONDS = 0.25  # after all of a batch was moved again: the rest is under way
 SETTLE_DEAD_SECONDS = 0.2  # for the engine to see that a dead peer's connections ended
 TICK_SECONDS = 0.02
+NAP_SECONDS = 50e-6  # between two looks at a single copy
 TIMEOUT_VARIABLE, TIMEOUT_SECONDS = "MC_TRANSFER_TIMEOUT", 86_400
 
 
@@ -67,25 +72,31 @@ class MooncakeCarrier(ForeignCarrier):
         protocol: str = "tcp",
         device: str = "",
         patience_seconds: float = PATIENCE_SECONDS,
+        packing: Packing = "auto",
+        costs: Costs | None = None,
     ) -> None:
         engine = engine_class()
-        super().__init__(host=host, secret=secret, flavour=protocol)
+        super().__init__(
+            host=host,
+            secret=secret,
+            flavour=protocol,
+            costs_of=self.name if protocol == "tcp" else f"{self.name}-{protocol}",
+            packing=packing,
+            costs=costs,
+        )
         self._patience = patience_seconds
         with _long_timeout():
             self._engine = engine()
         where = f"[{self.host}]" if ":" in self.host else self.host
         if self._engine.initialize(where, "P2PHANDSHAKE", protocol, device) != 0:
-            self._pulse.close()
+            self._fail_to_start()
             raise TransferError(
                 f"Mooncake's engine does not start on {self.host} with protocol {protocol!r} and "
                 f"device {device!r}; its own log says why. `device` must name RDMA devices of this "
                 "host (ibv_devices lists them); protocol tcp needs none"
             )
         self._where = where
-        self._require(
-            self._engine.register_memory(self._scratch.ctypes.data, self._scratch.nbytes),
-            f"{self._scratch.nbytes} bytes",
-        )
+        self._register(self._own_regions(), [])
 
     def _register(self, added: list[MemoryRegion], gone: list[MemoryRegion]) -> None:
         for region in gone:
@@ -110,15 +121,15 @@ class MooncakeCarrier(ForeignCarrier):
     def _detach(self, handle: _Target) -> None:
         """Mooncake keeps what it knows of a peer; a new process has a new address."""
 
-    def _carry(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
-        engine, target = self._engine, peer.handle
-        call = engine.batch_transfer_sync_read if reading else engine.batch_transfer_sync_write
+    def _carry(self, job: Job, peer: ForeignPeer, batch: Any, *, reading: bool) -> None:
+        part: Arrays = batch
+        target = peer.handle
         local, remote = (part.dst, part.src) if reading else (part.src, part.dst)
         at, refusal, failed = 0, _Refusal(), False
         while at < len(part):
             few = slice(at, at + target.limit)
             begun = time.monotonic()
-            if self._call(call, target.name, local[few], remote[few], part.length[few]):
+            if self._call(reading, target.name, local[few], remote[few], part.length[few]):
                 at, refusal = few.stop, _Refusal()
                 continue
             failed = True
@@ -130,6 +141,7 @@ class MooncakeCarrier(ForeignCarrier):
                 self._settle(peer, SETTLE_SECONDS if stuck else SETTLE_REFUSED_SECONDS)
                 job.checkpoint()
                 peer.require_usable()
+                job.late_bytes = stuck  # its own timeout came first: the peer may still go on
                 raise self._given_up(target, len(part) - at, stuck)
             peer.pulse.require_alive()
             self.count("rejected_batches")
@@ -150,10 +162,21 @@ class MooncakeCarrier(ForeignCarrier):
             "says which"
         )
 
-    @staticmethod
-    def _call(call: Any, target: str, local: Any, remote: Any, length: Any) -> bool:
+    def _call(self, reading: bool, target: str, local: Ints, remote: Ints, length: Ints) -> bool:
         # it takes lists; of a few hundred, so that making them takes microseconds
-        return bool(call(target, local.tolist(), remote.tolist(), length.tolist()) == 0)
+        engine, lists = self._engine, (local.tolist(), remote.tolist(), length.tolist())
+        if len(local) > 1:
+            call = engine.batch_transfer_sync_read if reading else engine.batch_transfer_sync_write
+            return bool(call(target, *lists) == 0)
+        call = engine.batch_transfer_async_read if reading else engine.batch_transfer_async_write
+        batch = call(target, *lists)
+        if batch == 0:
+            return False
+        state = 0
+        while state == 0:
+            time.sleep(NAP_SECONDS)
+            state = engine.transfer_check_status(batch)
+        return bool(state == 1)
 
     def _settle(self, peer: ForeignPeer, seconds: float) -> None:
         """Wait until copies of a failed batch that were under way have ended."""
@@ -165,9 +188,8 @@ class MooncakeCarrier(ForeignCarrier):
             time.sleep(TICK_SECONDS)
 
     def _shut(self) -> None:
-        for region in self._table.regions():
+        for region in (*self._table.regions(), *self._own_regions()):
             self._engine.unregister_memory(region.address)
-        self._engine.unregister_memory(self._scratch.ctypes.data)
         self._engine = None
 
 

@@ -3,9 +3,9 @@
     make_carrier("nixl", backends=["UCX"])
 
 Descriptors go to NIXL as NumPy arrays, a batch at a time. Lists that are prepared beforehand and
-used by index bring nothing measurable here (making and checking a batch's lists is 1 to 2 % of
-moving it), and copies are arbitrary: so there are none. Its notifications are not needed: who reads
-tells the owner itself when it is done.
+used by index bring nothing measurable here (a batch's lists are 1 to 2 % of moving it, of which
+indices save a third: bench/prepared.py), and copies are arbitrary: so there are none. Its
+notifications are not needed: who reads tells the owner itself when it is done.
 
 UCX finds its own way to a peer: shared memory, TCP, RDMA, NVLink. Where `host` is loopback and the
 environment says nothing else, it is kept to the loopback device: so it works without a network, and
@@ -35,9 +35,11 @@ from numpy.typing import NDArray
 
 from kvferry.errors import OutOfBounds, PeerLost, TransferError
 from kvferry.transport.base import Ints, MemoryRegion
-from kvferry.transport.foreign import (
-    GRACE_SECONDS,
-    ForeignCarrier,
+from kvferry.transport.cost import Costs, Packing
+from kvferry.transport.foreign import GRACE_SECONDS, LOOPBACK, ForeignCarrier
+from kvferry.transport.foreign_peer import (
+    LANES_PER_TRANSFER,
+    ON_HOST,
     ForeignEndpoint,
     ForeignPeer,
     is_loopback,
@@ -45,22 +47,24 @@ from kvferry.transport.foreign import (
 from kvferry.transport.jobs import Job
 from kvferry.transport.regions import Arrays
 
-BATCH_DESCRIPTORS = 16_384
+BATCH_DESCRIPTORS = 4096  # moved in milliseconds, while the next are prepared
 BATCH_BYTES = 64 << 20  # some 50 ms on loopback: between two looks at cancel
 SPINS = 50  # looks at a batch before sleeping in between
 SHORT_NAP_SECONDS, LONG_NAP_SECONDS = 20e-6, 1e-3
 PULSE_SECONDS = 0.02  # between two looks at whether the peer lives
+MEMORY = "DRAM"  # a host's
 PROGRESS_MICROSECONDS = 1000  # that the progress thread sleeps at most; events wake it
-MEMORY = "DRAM"
 
 
 class NixlCarrier(ForeignCarrier):
     """`backends`: NIXL's names, in order of preference; both sides need the same. `threads`: of
-    UCX and LIBFABRIC, beside the one that makes progress."""
+    UCX and LIBFABRIC, beside the one that makes progress. `device`: the number of the GPU that
+    holds what is registered; either side may be a host's memory."""
 
     name = "nixl"
     batch_descriptors = BATCH_DESCRIPTORS
     batch_bytes = BATCH_BYTES
+    lanes = LANES_PER_TRANSFER
 
     def __init__(
         self,
@@ -69,32 +73,46 @@ class NixlCarrier(ForeignCarrier):
         secret: bytes | str | None = None,
         backends: Sequence[str] = ("UCX",),
         threads: int = 0,
+        packing: Packing = "auto",
+        costs: Costs | None = None,
+        device: int = ON_HOST,
     ) -> None:
         nixl = api()
+        self.device = device
+        if device != ON_HOST:
+            packing = "direct"  # runs of a GPU are not gathered by its host
         chosen = [backends] if isinstance(backends, str) else list(backends)
-        super().__init__(host=host, secret=secret, flavour=",".join(chosen))
+        rdma = not is_loopback(host or LOOPBACK) and _has_rdma()
+        super().__init__(
+            host=host,
+            secret=secret,
+            flavour=",".join(chosen),
+            costs_of=f"{self.name}-rdma" if rdma or chosen != ["UCX"] else self.name,
+            packing=packing,
+            costs=costs,
+        )
         self._handles: dict[Any, int] = {}  # remote agents, and how many peers use each
         self._handles_lock = threading.Lock()
         try:
             with ucx_settings(is_loopback(self.host)):
                 self._agent = _agent(nixl, chosen, threads)
         except Exception as error:
-            self._pulse.close()
+            self._fail_to_start()
             raise TransferError(
                 f"NIXL's agent does not start with {chosen}: {_text(error)}; its own log says why. "
                 "With UCX_NET_DEVICES set, the device must exist"
             ) from None
         self._registered: dict[int, Any] = {}
-        scratch = MemoryRegion(self._scratch.ctypes.data, self._scratch.nbytes)
-        self._register([scratch], [])
+        self._register(self._own_regions(), [])
 
     def _register(self, added: list[MemoryRegion], gone: list[MemoryRegion]) -> None:
         for region in gone:
             self._agent.deregister_memory(self._registered.pop(region.address))
         for region in added:
+            kind, device = self._place(region.address)
             try:
                 self._registered[region.address] = self._agent.register_memory(
-                    [(region.address, region.bytes, 0, "")], mem_type=MEMORY
+                    [(region.address, region.bytes, device, "")], mem_type=kind
                 )
             except Exception as error:
                 raise TransferError(
@@ -125,16 +143,25 @@ class NixlCarrier(ForeignCarrier):
             with contextlib.suppress(Exception):  # it forgets dead peers by itself
                 self._agent.remove_remote_agent(handle)
 
-    def _carry(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
+    def _place(self, address: int) -> tuple[str, int]:
+        """Of memory registered here: the carrier's own is the host's."""
+        own = any(r.address <= address < r.address + r.bytes for r in self._own_regions())
+        return place(ON_HOST if own else self.device)
+
+    def _prepare(self, peer: ForeignPeer, part: Arrays, *, reading: bool) -> tuple[Any, ...]:
+        """Descriptors of both ends: a few percent of the time that they take to move."""
         local, remote = (part.dst, part.src) if reading else (part.src, part.dst)
+        return self._descriptors(local, part.length, *self._place(int(local[0]))), (
+            self._descriptors(remote, part.length, *place(peer.endpoint.device))
+        )
+
+    def _descriptors(self, address: Ints, length: Ints, kind: str, device: int) -> Any:
+        return self._agent.get_xfer_descs(rows(address, length, device), mem_type=kind)
+
+    def _carry(self, job: Job, peer: ForeignPeer, batch: Any, *, reading: bool) -> None:
         agent = self._agent
         try:
-            handle = agent.initialize_xfer(
-                "READ" if reading else "WRITE",
-                agent.get_xfer_descs(rows(local, part.length), mem_type=MEMORY),
-                agent.get_xfer_descs(rows(remote, part.length), mem_type=MEMORY),
-                peer.handle,
-            )
+            handle = agent.initialize_xfer("READ" if reading else "WRITE", *batch, peer.handle)
         except Exception as error:
             raise _mapped(error) from None
         try:
@@ -204,11 +231,17 @@ def _agent(nixl: Any, backends: list[str], threads: int) -> Any:
     return agent
 
 
-def rows(address: Ints, length: Ints) -> NDArray[np.uint64]:
+def place(device: int) -> tuple[str, int]:
+    """NIXL's kind of memory, and its device."""
+    return (MEMORY, 0) if device == ON_HOST else ("VRAM", device)
+
+
+def rows(address: Ints, length: Ints, device: int = 0) -> NDArray[np.uint64]:
     """Descriptors as NIXL takes them: address, length, device."""
-    table = np.zeros((len(address), 3), dtype=np.uint64)
+    table = np.empty((len(address), 3), dtype=np.uint64)
     table[:, 0] = address
     table[:, 1] = length
+    table[:, 2] = device
     return table
 
 

@@ -4,8 +4,9 @@ The owner of memory runs a `Server` (tcp_server.py); who reads or writes connect
 (tcp_client.py). Frames and their authentication are in tcp_frames.py; how an end moves a frame's
 bytes, direct or packed, in tcp_payload.py. A transfer has connections of its own, from a small
 pool per peer, so that cancelling it is closing them, and transfers do not wait for each other. A
-batch is cut into frames that the server's limits allow; two connections share them, so that one
-asks, gathers or scatters while the other one's bytes are on their way.
+batch is cut into frames that the server's limits allow; a few connections share them, so that one
+asks, gathers or scatters while another one's bytes are on their way. A frame to be read is asked
+for while the one before it arrives.
 
     cancelled read    nothing is received any more once `cancel` returns
     cancelled write   this side stops sending and waits until the server has closed: then all that
@@ -25,7 +26,6 @@ import logging
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -34,141 +34,26 @@ from kvferry.errors import Cancelled, TransferError
 from kvferry.transport.base import CopyArrays, Ints, MemoryRegion, Transfer
 from kvferry.transport.cost import Choice, Costs, Packing
 from kvferry.transport.host import HostMemory
-from kvferry.transport.jobs import CANCEL_SECONDS, Job, Workers, share
-from kvferry.transport.memory import Memory
+from kvferry.transport.jobs import CANCEL_SECONDS, Job, share
+from kvferry.transport.memory import Memory, is_staged
 from kvferry.transport.regions import Arrays, RegionTable, require_all, slices
-from kvferry.transport.tcp_client import MAX_REGIONS, Connection, TcpEndpoint
+from kvferry.transport.tcp_client import MAX_REGIONS, TcpEndpoint
 from kvferry.transport.tcp_frames import INCARNATION_BYTES, MAX_PAYLOAD_BYTES
+from kvferry.transport.tcp_peer import Own, Streams, TcpPeer
 from kvferry.transport.tcp_server import Server, ServerLimits
 
 log = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 10.0  # for the connections after a peer's first, which has the caller's deadline
-TRANSFERS_PER_PEER = 4  # at a time
 STREAMS_PER_TRANSFER = 2
+# Memory that is staged is gathered, crosses the bus and is sent one after another: while some
+# connections are at one of these, others are at the next (H200: 14 GB/s by four, 8 by two).
+STAGED_STREAMS_PER_TRANSFER = 4
 # A small frame costs a round trip that nothing hides, a large one leaves the other connection
 # without work. So a transfer has about this many frames, within these bounds.
 FRAMES_PER_TRANSFER = 8
 LEAST_FRAME_BYTES = 4 << 20
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = ("0.0.0.0", "::")
-
-
-class TcpPeer:
-    """A server that this carrier is connected to, and the connections that are not in use."""
-
-    def __init__(self, carrier: TcpCarrier, endpoint: TcpEndpoint, secret: bytes) -> None:
-        self.endpoint = endpoint
-        self.regions = RegionTable.of([])
-        self._carrier, self._secret = carrier, secret
-        self._idle: list[Connection] = []
-        self._lock = threading.Lock()
-        self._closed = False
-        self.workers = Workers("kvferry-tcp", TRANSFERS_PER_PEER)
-        self.helpers = Workers(
-            "kvferry-tcp-help", TRANSFERS_PER_PEER * (carrier.streams_per_transfer - 1)
-        )
-
-    def connect(self, deadline: float) -> None:
-        connection = self._open(deadline)
-        self.regions = connection.regions
-        self.put(connection)
-
-    def take(self) -> Connection:
-        """A connection for one transfer: an idle one that still works, or a new one."""
-        while True:
-            with self._lock:
-                if self._closed:
-                    raise Cancelled("the carrier was closed")
-                connection = self._idle.pop() if self._idle else None
-            if connection is None:
-                return self._open(time.monotonic() + CONNECT_SECONDS)
-            if connection.usable():
-                return connection
-            connection.stream.close()
-
-    def put(self, connection: Connection, *, keep: bool = True) -> None:
-        """Give it back, or close it: where it is out of step, and where it was shut down."""
-        with self._lock:
-            keep = keep and not self._closed and connection.in_step
-            if keep:
-                self._idle.append(connection)
-                ended = []
-            else:  # the others may have ended with it
-                ended = [connection, *(c for c in self._idle if not c.usable())]
-                self._idle = [c for c in self._idle if c not in ended]
-        for connection in ended:
-            connection.stream.close()
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-        self.workers.close()
-        self.helpers.close()
-        for connection in self._idle:
-            connection.stream.close()
-        self._idle.clear()
-
-    def _open(self, deadline: float) -> Connection:
-        return Connection.open(
-            self.endpoint,
-            self._secret,
-            self._carrier.incarnation,
-            deadline,
-            self._carrier.limits.stall_seconds,
-            self._carrier.choice,
-        )
-
-
-class _Streams:
-    """The connections that one transfer uses: one for each thread that works on it."""
-
-    def __init__(self, peer: TcpPeer, job: Job, *, reading: bool, grant: bytes) -> None:
-        self._peer, self._job, self._reading, self._grant = peer, job, reading, grant
-        self._mine: dict[int, Connection] = {}  # by thread
-        self._failed: list[Exception] = []
-        self._ended: set[Connection] = set()
-
-    def carry(self, memory: Memory, part: Arrays) -> None:
-        try:
-            connection = self._mine.get(threading.get_ident()) or self._take()
-            if self._reading:
-                connection.read(memory, part)
-            else:
-                connection.write(memory, part, self._grant)
-        except Exception as error:
-            self._failed.append(error)
-            if self._failed[0] is error:
-                self.end(but=threading.get_ident())  # its own may still be in step
-            raise self._failed[0] from None  # what came after is its consequence
-
-    def end(self, but: int | None = None) -> None:
-        """From any thread: end what is under way. What a peer applies, it still confirms."""
-        for thread, connection in list(self._mine.items()):
-            if thread == but:
-                continue
-            self._ended.add(connection)
-            if self._reading:
-                connection.stream.abort()
-            else:
-                connection.stream.stop_sending()
-
-    def give_back(self) -> None:
-        """When no thread works any more."""
-        for connection in self._mine.values():
-            ended = connection in self._ended
-            if not self._reading and (ended or not connection.in_step):
-                # what was sent may still be on its way into the peer's memory: see it end
-                self._job.late_bytes |= not connection.stream.drain(CANCEL_SECONDS)
-            self._peer.put(connection, keep=not ended)
-
-    def _take(self) -> Connection:
-        connection = self._peer.take()
-        self._mine[threading.get_ident()] = connection
-        self._job.checkpoint()  # after it can be ended: a cancel comes either before or after
-        if self._failed:
-            raise self._failed[0]
-        return connection
 
 
 class TcpCarrier:
@@ -192,7 +77,7 @@ class TcpCarrier:
         memory: Memory | None = None,
         packing: Packing = "auto",
         costs: Costs | None = None,
-        streams_per_transfer: int = STREAMS_PER_TRANSFER,
+        streams_per_transfer: int | None = None,
     ) -> None:
         self._secret = secret.encode() if isinstance(secret, str) else secret or b""
         if host is None:
@@ -206,9 +91,13 @@ class TcpCarrier:
         self._host, self._port, self._advertise = host, port, advertise
         self.limits = limits or ServerLimits()
         self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
-        self.choice = Choice("tcp", packing, costs)
-        self.streams_per_transfer = streams_per_transfer
-        self._server = Server(self._secret, self.incarnation, self.limits, self.choice)
+        choice = Choice("tcp", packing, costs)
+        usual = STREAMS_PER_TRANSFER
+        if memory is not None and is_staged(memory):
+            usual = STAGED_STREAMS_PER_TRANSFER
+        stall, streams = self.limits.stall_seconds, streams_per_transfer or usual
+        self._own = Own(self.incarnation, stall, choice, streams)
+        self._server = Server(self._secret, self.incarnation, self.limits, choice)
         self._memory = memory
         if memory is not None:
             self._server.memory = memory
@@ -259,9 +148,8 @@ class TcpCarrier:
 
     def connect(self, endpoint: bytes, deadline: float, *, secret: bytes | None = None) -> TcpPeer:
         """`secret`: the peer's, where it differs from this carrier's own."""
-        peer = TcpPeer(
-            self, TcpEndpoint.decode(endpoint), self._secret if secret is None else secret
-        )
+        found = TcpEndpoint.decode(endpoint)
+        peer = TcpPeer(self._own, found, self._secret if secret is None else secret)
         peer.connect(deadline)
         with self._lock:
             if not self._closed:
@@ -289,15 +177,16 @@ class TcpCarrier:
                 return
             memory = self._server.memory
             frame = min(max(total // FRAMES_PER_TRANSFER, LEAST_FRAME_BYTES), MAX_PAYLOAD_BYTES)
-            streams = _Streams(peer, job, reading=reading, grant=grant)
+            streams = Streams(peer, job, reading=reading, grant=grant)
             try:
                 with job.woken_by(streams.end):
                     share(
                         job,
                         slices(arrays, frame),
-                        lambda part: streams.carry(memory, part),
+                        lambda part, following: streams.carry(memory, part, following),
                         peer.helpers,
-                        self.streams_per_transfer - 1,
+                        self._own.streams_per_transfer - 1,
+                        ahead=reading,
                     )
             finally:
                 streams.give_back()

@@ -70,8 +70,10 @@ class Connection:
     def __init__(self, stream: Stream, regions: RegionTable, choice: Choice) -> None:
         self.stream, self.regions = stream, regions
         self._payload = Payload(stream, choice)
-        self.in_step = True  # both sides agree on what comes next
-        self._request = 0
+        self.in_step = True  # both sides agree on what comes next, and nothing is asked for
+        self._request = 0  # the newest
+        self._ahead: Arrays | None = None  # what that one is for, where it was sent before its turn
+        self._unsent: bytes | memoryview = b""  # of it
         self._used = time.monotonic()
 
     @classmethod
@@ -96,17 +98,28 @@ class Connection:
         """Whether the next transfer may have it. One that became readable while idle has ended."""
         return time.monotonic() - self._used < IDLE_SECONDS and not self.stream.wait_readable(0)
 
-    def read(self, memory: Memory, copies: Arrays) -> None:
-        self._ask(Kind.READ, copies.src, copies.length)
+    def read(self, memory: Memory, copies: Arrays, following: Arrays | None = None) -> None:
+        """`following` is what is read next: asked for before these bytes have come, so that the
+        peer goes on with it at once."""
+        if self._ahead is not copies:
+            self.stream.send(self._question(Kind.READ, copies.src, copies.length))
+        self._ahead = None
         here, length = joined(copies.dst, copies.length)  # while the request travels
         self._expect(Kind.DATA, int(length.sum()))
         self.in_step = False
+        if following is not None:
+            # The peer reads nothing while it sends: what does not fit into the sockets waits here.
+            question = self._question(Kind.READ, following.src, following.length)
+            self._unsent = self.stream.send_some(question)
+            self._ahead = following
         self._payload.receive(memory, here, length)
+        self.stream.send(self._unsent)
+        self._unsent = b""
         self._done()
 
     def write(self, memory: Memory, copies: Arrays, grant: bytes = b"") -> None:
         kind = Kind.GRANTED if grant else Kind.WRITE
-        self._ask(kind, copies.dst, copies.length, grant)
+        self.stream.send(self._question(kind, copies.dst, copies.length, grant))
         here, length = joined(copies.src, copies.length)
         self._expect(Kind.GO, 0)
         self.in_step = False
@@ -114,13 +127,12 @@ class Connection:
         self._expect(Kind.APPLIED, 0)
         self._done()
 
-    def _ask(self, kind: Kind, address: Ints, length: Ints, grant: bytes = b"") -> None:
+    def _question(self, kind: Kind, address: Ints, length: Ints, grant: bytes = b"") -> bytes:
         there, lengths = joined(address, length)
         body = grant + table_bytes(there, lengths)
         self._request += 1
         self.in_step = False
-        header = Header(kind, self._request, len(body), int(lengths.sum()))
-        self.stream.send(header.pack() + body)
+        return Header(kind, self._request, len(body), int(lengths.sum())).pack() + body
 
     def _expect(self, kind: Kind, payload_bytes: int) -> None:
         header, body = _frame(self.stream, None)
@@ -135,7 +147,7 @@ class Connection:
             )
 
     def _done(self) -> None:
-        self.in_step = True
+        self.in_step = self._ahead is None
         self._used = time.monotonic()
 
 

@@ -7,20 +7,22 @@ The wire carries the bytes of a frame's ranges one after another, whichever way 
              ranges. Transfers use two connections, so that one chunk is gathered or scattered
              while another is on its way; the sockets' own buffers overlap the rest
 
-Memory that plain pointers do not reach is always packed. A payload belongs to one connection.
+Memory that plain pointers do not reach is always packed; a GPU's hands out chunks by itself, and
+gathers or scatters others while one is on its way (staging.py). A payload is one connection's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from contextlib import closing
+
+import numpy as np
 
 from kvferry.transport.base import Ints
 from kvferry.transport.cost import Choice
 from kvferry.transport.iovec import Vectors
-from kvferry.transport.memory import Bytes, Memory, is_addressable, make_buffer
+from kvferry.transport.memory import Bytes, Memory, is_addressable, is_staged
 from kvferry.transport.regions import Arrays, slices
-from kvferry.transport.tcp_staged import Staged, StagedMemory
 from kvferry.transport.tcp_stream import Stream
 
 CHUNK_BYTES = 1 << 20  # staged at a time: half a millisecond on loopback, and it stays cached
@@ -32,18 +34,20 @@ class Payload:
     def __init__(self, stream: Stream, choice: Choice) -> None:
         self._stream, self._choice = stream, choice
         self._buffer: Bytes | None = None
-        self._made_by: Memory | None = None
-        self._staged: Staged | None = None
 
     def send(self, memory: Memory, address: Ints, length: Ints, check: Check | None = None) -> None:
         """The ranges' bytes. Neighbours must have been joined, and all been checked."""
         if not self._packs(memory, length):
             self._stream.send_vectors(Vectors.of(address, length), check)
             return
-        if hasattr(memory, "begin_gather"):
-            self._staged_by(memory).send(self._stream, address, length, check)
+        if is_staged(memory):
+            with closing(memory.outgoing(address, length)) as chunks:
+                for chunk in chunks:
+                    if check is not None:
+                        check()
+                    self._stream.send(chunk.data)
             return
-        buffer = self._staging(memory)
+        buffer = self._staging()
         for part in slices(Arrays(address, address, length), len(buffer)):
             if check is not None:
                 check()
@@ -58,10 +62,14 @@ class Payload:
         if not self._packs(memory, length):
             self._stream.recv_vectors(Vectors.of(address, length), check)
             return
-        if hasattr(memory, "begin_scatter"):
-            self._staged_by(memory).receive(self._stream, address, length, check)
+        if is_staged(memory):
+            with closing(memory.incoming(address, length)) as chunks:
+                for chunk in chunks:
+                    if check is not None:
+                        check()
+                    self._stream.recv_into(chunk.data)
             return
-        buffer = self._staging(memory)
+        buffer = self._staging()
         for part in slices(Arrays(address, address, length), len(buffer)):
             if check is not None:
                 check()
@@ -74,13 +82,7 @@ class Payload:
             return True
         return self._choice.mode(len(length), int(length.sum())) == "packed"
 
-    def _staged_by(self, memory: Memory) -> Staged:
-        if self._staged is None or self._staged.memory is not memory:
-            self._staged = Staged(cast(StagedMemory, memory))
-        return self._staged
-
-    def _staging(self, memory: Memory) -> Bytes:
-        if self._buffer is None or self._made_by is not memory:
-            self._buffer = make_buffer(memory, CHUNK_BYTES)[:CHUNK_BYTES]
-            self._made_by = memory
+    def _staging(self) -> Bytes:
+        if self._buffer is None:
+            self._buffer = np.empty(CHUNK_BYTES, dtype=np.uint8)
         return self._buffer

@@ -80,6 +80,17 @@ class Stream:
                 raise self._error(error.errno or errno.EIO, "sending to") from None
         self.bytes_out += len(data)
 
+    def send_some(self, data: bytes) -> memoryview:
+        """What of it the socket takes at once; the rest is returned."""
+        try:
+            sent = self._sock.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise self._error(error.errno or errno.EIO, "sending to") from None
+        self.bytes_out += sent
+        return memoryview(data)[sent:]
+
     def recv(self, count: int, deadline: float | None = None, *, end_ok: bool = False) -> bytes:
         """Exactly `count` bytes; none where the peer closed before the first and that is fine."""
         data = bytearray(count)

@@ -31,6 +31,7 @@ from kvferry.vllm.stats import FerryStats
 log = logging.getLogger("kvferry")
 
 SIBLING_SECONDS = 1.0  # samples of one request arrive together; the last within this
+QUESTIONS = 3  # that may go before a request's own, each as long as one may take
 
 
 @dataclass(slots=True)
@@ -98,7 +99,7 @@ class Asking:
                 self._wanted[request_id] = wanted
                 self._find(request, wanted)
                 return
-        except ProtocolError as error:
+        except KvferryError as error:
             log.warning("request %s: computed here, because %s", request_id, error)
             return
         refusal = _unfit(ticket, request, self.handed_over)
@@ -120,6 +121,15 @@ class Asking:
             return
         if ticket is not None:
             self._ticketed(request.request_id, wanted, ticket)
+        elif time.monotonic() > wanted.arrived + QUESTIONS * self.config.bootstrap_seconds:
+            where = wanted.appointment.place.address
+            log.warning(
+                "request %s: computed here, because nobody answers for %s",
+                request.request_id,
+                where,
+            )
+            self._through(request.request_id, wanted)
+            wanted.over = True
 
     def _ticket(self, named: Appointment, request: Any = None) -> Ticket | None:
         found = self.rendezvous.find(named.place)
@@ -208,9 +218,10 @@ class Asking:
         """A request is over, however it ended."""
         wanted = self._wanted.pop(request_id, None)
         if wanted is not None and not wanted.over:
-            if wanted.loading and wanted.ticket is not None:
+            if wanted.loading:
                 self.orders().cancels.append(request_id)
-                self._drop(wanted.ticket)
+            if wanted.loading and not wanted.shared and wanted.ticket is not None:
+                self._drop(wanted.ticket)  # the load says the last word
             else:
                 self._through(request_id, wanted)
 

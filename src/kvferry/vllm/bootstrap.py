@@ -17,13 +17,16 @@ from __future__ import annotations
 import hashlib
 import hmac
 import http.client
+import io
 import json
 import logging
+import socket
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from kvferry.errors import HandoverError, ProtocolError
@@ -96,7 +99,7 @@ class Bootstrap:
                         raise ProtocolError(f"a body of {size} bytes; 1 to {MOST_BYTES} are read")
                     body = self.rfile.read(size)
                     bootstrap._register(body, self.headers.get(MAC) or "")
-                except (ProtocolError, ValueError) as error:
+                except (ProtocolError, ValueError, RecursionError) as error:
                     self._answer(400, {"detail": str(error)})
                 else:
                     self._answer(200, {"status": "ok"})
@@ -170,7 +173,7 @@ def query(server: str, engine_id: str, seconds: float) -> Whereabouts:
     status, answer = _ask(server, "GET", "/query", seconds)
     try:
         entries = json.loads(answer) if status == 200 else None
-    except ValueError:
+    except (ValueError, RecursionError):
         entries = None
     if not isinstance(entries, dict):
         raise ProtocolError(f"{server} is no bootstrap: it answered /query with status {status}")
@@ -192,28 +195,55 @@ def _ask(
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> tuple[int, bytes]:
-    """One HTTP exchange: no redirects, no proxies, bounded in time and size."""
+    """One HTTP exchange: no redirects, no proxies, bounded in time and size, however slowly the
+    other side sends."""
     host, port = host_port(server)
-    connection = http.client.HTTPConnection(host, port, timeout=seconds)
+    deadline = time.monotonic() + seconds
+    said = {"Host": f"{host}:{port}", "Content-Length": str(len(body or b"")), **(headers or {})}
+    head = "".join(f"{name}: {value}\r\n" for name, value in said.items())
+    question = f"{method} {path} HTTP/1.0\r\n{head}\r\n".encode() + (body or b"")
     try:
-        connection.request(method, path, body, dict(headers or {}))
-        answer = connection.getresponse()
-        return answer.status, answer.read(MOST_BYTES)
-    except (OSError, http.client.HTTPException) as error:
+        with socket.create_connection((host, port), timeout=seconds) as connection:
+            connection.sendall(question)
+            answer = http.client.HTTPResponse(cast(Any, _Received(connection, deadline)))
+            answer.begin()
+            return answer.status, answer.read()
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise HandoverError(f"the bootstrap at {host}:{port} does not answer: {error}") from None
-    finally:
-        connection.close()
+
+
+class _Received:
+    """All that a server sends until it closes, for `http.client` to read."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        self._data = io.BytesIO()
+        while self._data.tell() <= MOST_BYTES:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("it did not answer in time")
+            connection.settimeout(left)
+            data = connection.recv(1 << 16)
+            if not data:
+                break
+            self._data.write(data)
+        else:
+            raise ValueError(f"it sends more than {MOST_BYTES} bytes")
+        self._data.seek(0)
+
+    def makefile(self, *args: Any, **kwargs: Any) -> Any:
+        return self._data
 
 
 def host_port(server: str) -> tuple[str, int]:
     """Of `http://host:port` or `host:port`."""
     if not isinstance(server, str) or len(server) > 512:
         raise ProtocolError("a bootstrap address is a text such as http://10.0.0.1:8998")
-    parts = urlsplit(server if "//" in server else f"//{server}")
     try:
+        parts = urlsplit(server if "//" in server else f"//{server}")
         host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if parts.scheme not in ("", "http") or not host or not port or parts.username:
-        raise ProtocolError(f"{server!r:.100} is no bootstrap address such as http://10.0.0.1:8998")
-    return host, port
+        plain = parts.scheme in ("", "http") and not parts.username
+        if plain and host and port and host.encode("idna"):
+            return host, port
+    except ValueError:  # UnicodeError is one
+        pass
+    raise ProtocolError(f"{server!r:.100} is no bootstrap address such as http://10.0.0.1:8998")

@@ -9,7 +9,7 @@ the hand-over alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import copy
 from typing import Any
 
@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+from kvferry.errors import DescriptionError
 from kvferry.vllm import connector
 from kvferry.vllm.both import BothMetadata, BothPromMetrics, BothReport, BothStats
 from kvferry.vllm.pool_connector import FerryPoolConnector
@@ -37,8 +38,12 @@ class FerryConnector(connector.FerryConnector):
         transfer = vllm_config.kv_transfer_config
         extra = dict(transfer.kv_connector_extra_config or {})
         section = extra.pop("pool", None)
+        if section is not None and not isinstance(section, bool | Mapping):
+            raise DescriptionError(
+                f"`pool` in kv_connector_extra_config is true, false or an object, not {section!r}"
+            )
         self.pool: FerryPoolConnector | None = None
-        if section is None:
+        if section is None or section is False:
             super().__init__(vllm_config, role, kv_cache_config)
             return
         super().__init__(_with_extra(vllm_config, extra), role, kv_cache_config)
@@ -112,10 +117,6 @@ class FerryConnector(connector.FerryConnector):
     def has_pending_push_work(self) -> bool:
         mine = super().has_pending_push_work()
         return bool(mine) or (self.pool is not None and self.pool.has_pending_push_work())
-
-    def has_pending_block_frees(self) -> bool:
-        mine = super().has_pending_block_frees()
-        return bool(mine) or (self.pool is not None and self.pool.has_pending_block_frees())
 
     def take_events(self) -> Iterable[Any]:
         return self.pool.take_events() if self.pool is not None else ()

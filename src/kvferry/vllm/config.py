@@ -61,6 +61,7 @@ class FerryConfig:
     peers: tuple[str, ...] = ()  # hosts and networks that tickets may name; empty: any
     bootstrap_port: int = 0  # where proxies ask for engine ids (Mooncake style); 0: not at all
     bootstrap_server: str = ""  # of another engine, to register with instead of an own one
+    bootstrap_seconds: float = 10.0  # for one question to a bootstrap, or to a directory
 
     @classmethod
     def read(
@@ -92,8 +93,10 @@ class FerryConfig:
         config = cls(**values)
         require_packing(config.packing)
         _require_options(config.carriers, config.carrier_options)
-        if config.lease_seconds <= 0 or config.load_seconds <= 0:
-            raise DescriptionError("lease_seconds and load_seconds must be positive")
+        if min(config.lease_seconds, config.load_seconds, config.bootstrap_seconds) <= 0:
+            raise DescriptionError(
+                "lease_seconds, load_seconds and bootstrap_seconds must be positive"
+            )
         if config.draft_layers not in ("refuse", "zero"):
             raise DescriptionError(
                 f'draft_layers is "refuse" or "zero", found {config.draft_layers!r}'
@@ -170,6 +173,8 @@ def _translated(
         values["bootstrap_port"] = port
         seconds = float(environment.get("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT") or MOONCAKE_SECONDS)
         values["lease_seconds"] = values["load_seconds"] = seconds
+        if environment.get("VLLM_MOONCAKE_CONNECTOR_TIMEOUT"):
+            values["bootstrap_seconds"] = float(environment["VLLM_MOONCAKE_CONNECTOR_TIMEOUT"])
         values["bootstrap_server"] = str(extra.get("bootstrap_server_address") or "")
     idle = {"kv_lease_duration", "push_registration_timeout", "bootstrap_server_address"}
     idle |= {"bidirectional_kv_xfer", "enforce_handshake_compat"}

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from kvferry.errors import DescriptionError
@@ -17,6 +18,7 @@ from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import RankLayout, Region
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.layout.tensors import LayerKey, TensorView, layout_from_tensors
+from kvferry.pool.weights import hub_snapshot
 from kvferry.topology import TransferRegion
 from kvferry.vllm.model import cache_model, configuration_digest, require_spec
 from kvferry.vllm.specs import group_spec, is_state, layer_specs
@@ -51,8 +53,12 @@ def describe_worker(
     kv_caches: Mapping[str, Any],
     rank: Rank,
     model_id: str = "",
+    tp: int | None = None,
 ) -> Described:
-    """Describe what this worker registered, or refuse it with the reason."""
+    """Describe what this worker registered, or refuse it with the reason.
+
+    tp  ranks that the cache is cut over, where that is not vLLM's tensor parallel size
+    """
     model, keys = cache_model(vllm_config, kv_cache_config)
     layers = vllm_config.compilation_config.static_forward_context
     interiors: dict[str, str] = {}
@@ -87,6 +93,7 @@ def describe_worker(
         slots = view.shape[2] * max(1, int(spec.tokens_per_state))
         _alike(group, "kernel block sizes", kernel_sizes, slots)
     shape = engine_shape(vllm_config, kv_cache_config, model, interiors, block_sizes, kernel_sizes)
+    shape = replace(shape, tp=tp or shape.tp)
     for _, name, spec in layer_specs(kv_cache_config):
         require_spec(model.group(keys[name][0]), shape, rank, spec, name)
         if shape.dcp > 1 and not spec.dcp_sharded and not is_state(spec):
@@ -146,8 +153,10 @@ def _regions(
 def _interior(layer: Any) -> str:
     backend = layer.get_attn_backend().get_name()
     if backend == "CPU_ATTN":
-        return CPU_ISA.get(getattr(layer, "isa", ""), "opaque")
-    return "joined" if backend in JOINED.split() else "opaque"
+        isa = getattr(layer, "isa", "")
+        return CPU_ISA.get(isa, f"opaque:{backend}.{isa}")
+    # two backends that nobody has looked into need not keep the same thing in a page
+    return "joined" if backend in JOINED.split() else f"opaque:{backend}"
 
 
 def engine_shape(
@@ -210,7 +219,7 @@ def meaning(vllm_config: Any, kv_cache_config: Any, model_id: str) -> dict[str, 
     """What must be equal on two engines for their bytes to mean the same."""
     config = vllm_config.model_config
     told = {
-        "model": model_id or str(config.model).rstrip("/").rsplit("/", 1)[-1],
+        "model": model_id or _last_name(str(config.model)),
         "model configuration": configuration_digest(config.hf_text_config.to_dict()),
         "dtype": str(config.dtype),
         "cache dtype": str(vllm_config.cache_config.cache_dtype),
@@ -222,6 +231,12 @@ def meaning(vllm_config: Any, kv_cache_config: Any, model_id: str) -> dict[str, 
     if kinds:  # kernels of different kinds keep delta net states in different orders
         told["states"] = f"{'+'.join(sorted(kinds))} on {vllm_config.device_config.device_type}"
     return told
+
+
+def _last_name(model: str) -> str:
+    """Of a path or of a Hub's name; a snapshot in the Hub's cache has its repository's."""
+    snapshot = hub_snapshot(Path(model))
+    return (snapshot[0] if snapshot else model).rstrip("/").rsplit("/", 1)[-1]
 
 
 def _scales(vllm_config: Any, kv_cache_config: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvferry.errors import TransferError
 from kvferry.transport import make_carrier
-from kvferry.transport.auto import AUTO, select
+from kvferry.transport.auto import AUTO, ENGINES, select
 from kvferry.transport.base import Carrier, MemoryRegion
 from kvferry.transport.host import HostMemory
 from kvferry.transport.memory import Memory
@@ -19,7 +19,13 @@ log = logging.getLogger("kvferry")
 
 def on_gpu(kv_caches: Mapping[str, Any]) -> bool:
     """Whether the cache's tensors are a GPU's."""
-    return any(tensor.device.type == "cuda" for tensor in kv_caches.values())
+    return gpu_of(kv_caches) is not None
+
+
+def gpu_of(kv_caches: Mapping[str, Any]) -> int | None:
+    """The number of the GPU that holds the cache's tensors; None where the host does."""
+    found = [t.device.index or 0 for t in kv_caches.values() if t.device.type == "cuda"]
+    return found[0] if found else None
 
 
 def memory_of(regions: Sequence[MemoryRegion], gpu: bool) -> Memory:
@@ -32,14 +38,14 @@ def memory_of(regions: Sequence[MemoryRegion], gpu: bool) -> Memory:
 
 
 def cache_carriers(
-    config: FerryConfig, regions: Sequence[MemoryRegion], memory: Memory, gpu: bool
+    config: FerryConfig, regions: Sequence[MemoryRegion], memory: Memory, number: int | None
 ) -> list[Carrier]:
     """The carriers that were configured, with the cache registered, in order of preference.
 
     On a GPU, `local` is `cuda`, and `tcp` stages. One that cannot take this memory (CUDA IPC does
     not share what an allocator of virtual memory made) is left out, if another can.
     """
-    wanted = config.carriers
+    wanted, gpu = config.carriers, number is not None
     if gpu:
         wanted = tuple(dict.fromkeys("cuda" if name == "local" else name for name in wanted))
     carriers: list[Carrier] = []
@@ -47,11 +53,17 @@ def cache_carriers(
         if chosen.why_not:
             log.debug("kvferry: no carrier %s: %s", chosen.name, chosen.why_not)
             continue
-        options: dict[str, Any] = {"secret": config.secret, "host": config.host}
-        if chosen.name in ("local", "tcp"):
-            options["packing"] = config.packing
+        # as reachable as the engine's directory, and no more
+        host = config.host or "127.0.0.1"
+        options: dict[str, Any] = {"secret": config.secret, "host": host}
+        if chosen.name in ("local", "tcp", *ENGINES):
+            # an engine reaches a GPU run by run; its desk gathers host memory only
+            engine_on_gpu = gpu and chosen.name in ENGINES
+            options["packing"] = "direct" if engine_on_gpu else config.packing
         if gpu and chosen.name == "tcp":
             options["memory"] = memory
+        if gpu and chosen.name == "nixl":
+            options["device"] = number
         options |= config.carrier_options.get(chosen.name, {})
         try:
             carrier = make_carrier(chosen.name, **options)

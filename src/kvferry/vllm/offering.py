@@ -2,10 +2,10 @@
 
 A request that ends with its prompt computed (at its length, at a stop token, at a repetition: its
 cache is valid in each case) is held, and its ticket goes into the response. It is not held, and the
-response says so, when that would keep more than `max_held_blocks`, when its transfer id was used
-before, or when the engine is shutting down. Consumers that got the request at the same time know
-the hold by a name (see `rendezvous`) and may wait for it already; so a named request that is
-aborted, or not held, is withdrawn at all ranks, which refuse those claims at once.
+response says so, when that would keep more than `max_held_blocks` or when its transfer id was used
+before. Consumers that got the request at the same time know the hold by a name (see `rendezvous`)
+and may wait for it already; so a named request that is aborted, or not held, is withdrawn at all
+ranks, which refuse those claims at once.
 """
 
 from __future__ import annotations

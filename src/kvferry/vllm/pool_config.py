@@ -9,15 +9,14 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from kvferry.errors import DescriptionError
-from kvferry.pool.scheduler import PoolLimits
+from kvferry.errors import DescriptionError, StoreError
+from kvferry.pool.mooncake_config import parse_size
+from kvferry.pool.requests import PoolLimits
 from kvferry.pool.store import Store
 
 log = logging.getLogger("kvferry")
@@ -38,8 +37,6 @@ MOONCAKE_ONLY = frozenset(
     }
 )
 LOOKUP_BUFFER_BYTES = 64 << 20
-SAMPLE_BYTES = 1 << 16  # of each end and the middle of a file of weights
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +51,17 @@ class PoolConfig:
     options: dict[str, Any] = field(default_factory=dict)  # for a store of your own
     cache_prefix: str = ""  # the tenant: engines with different ones share nothing
     model_id: str = ""  # names the model, where its path differs between engines
-    weight_revision: str = ""  # names the weights; default: read off the model's files
+    weight_revision: str = ""  # names the weights; default: see `kvferry.pool.weights`
     load_async: bool = True
     discard_partial_chunks: bool = True
     lookup_rpc_port: int | str = 0  # no port is needed: accepted, and not used
     enable_lookup: bool = True
-    save_decode_cache: bool = True
+    save_decode_cache: bool | None = None  # None: yes, of engines that save at all
     lookup_seconds: float = 2.0
     load_seconds: float = 60.0
     save_seconds: float = 60.0
     min_load_tokens: int = 1  # a shorter hit is computed
+    checksums: bool = False  # over a store without its own; the embedded one always has them
     pinned_share: float = 0.25  # of all blocks that saves may pin at a time
 
     @classmethod
@@ -75,6 +73,8 @@ class PoolConfig:
                 f"kv_connector_extra_config has {unknown}, which kvferry's pool does not know; it "
                 f"knows {sorted(known)}"
             )
+        if extra.get("preferred_segment") or os.environ.get("MOONCAKE_PREFERRED_SEGMENT"):
+            log.warning("preferred_segment is not known here: Mooncake chooses where blocks lie")
         unused = sorted(set(extra) & MOONCAKE_ONLY)
         if unused:
             log.info("kvferry's pool has no need of %s", ", ".join(unused))
@@ -88,16 +88,22 @@ class PoolConfig:
             log.info("discard_partial_chunks is off: only whole blocks are kept all the same")
         return config
 
-    def limits(self, blocks: int, *, produces: bool, consumes: bool) -> PoolLimits:
+    def limits(self, blocks: int, *, produces: bool) -> PoolLimits:
+        """Every role looks up, as prefill engines gain most; a consumer saves if it is told to."""
         return PoolLimits(
             lookup_seconds=self.lookup_seconds,
             load_seconds=self.load_seconds,
             save_seconds=self.save_seconds,
             most_pinned_blocks=max(1, int(blocks * self.pinned_share)),
             min_load_tokens=self.min_load_tokens,
-            lookup=self.enable_lookup and consumes,
-            save=produces,
+            lookup=self.enable_lookup,
+            save=produces or self.save_decode_cache is True,
         )
+
+    @property
+    def checked(self) -> bool:
+        """Whether objects are stored with checksums of ours."""
+        return self.checksums and self.store != "embedded"
 
     def opener(self, *, lookups_only: bool = False) -> Callable[[], Store]:
         """What opens the store; every process and every lookup server opens its own."""
@@ -125,7 +131,7 @@ class PoolConfig:
         return EmbeddedStore(Path(self.path) if self.path else None, **sizes)
 
     def _open_mooncake(self, lookups_only: bool) -> Store:
-        from kvferry.pool.held_memory import HeldMemoryMooncakeStore
+        from kvferry.pool.mooncake import MooncakeStore
         from kvferry.pool.mooncake_config import MooncakeStoreConfig
 
         config = MooncakeStoreConfig.load()
@@ -136,41 +142,15 @@ class PoolConfig:
                 global_segment_size=0,
                 local_buffer_size=LOOKUP_BUFFER_BYTES,
             )
-        return HeldMemoryMooncakeStore(config)
+        return MooncakeStore(config, hold_memory=True)
 
 
 def parse_bytes(amount: int | str) -> int:
-    """Bytes of an amount such as 80GB, 512MiB or 1073741824."""
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)(i?)b?\s*", str(amount), re.IGNORECASE)
-    if match is None:
-        raise DescriptionError(f"cannot read the size {amount!r}; write 80GB or 512MiB")
-    number, prefix, binary = match.groups()
-    unit = 1024 ** "kmgt".index(prefix.lower()) * 1024 if binary and prefix else None
-    return int(float(number) * (unit or _UNITS[prefix.lower()]))
-
-
-def weight_revision(model: str, configured: str = "", revision: str | None = None) -> str:
-    """A name for the weights: as configured, or read off their files; empty where unknown.
-
-    Of each file the size, both ends and the middle are hashed: copies of the same weights have the
-    same name wherever they lie, and other weights of the same model have another.
-    """
-    if configured:
-        return f"named {configured}"
-    folder = Path(model)
-    if not folder.is_dir():
-        return f"revision {revision}" if revision else ""
-    patterns = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-    files = sorted(path for pattern in patterns for path in folder.glob(pattern))
-    digest = blake2b(digest_size=16)
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for start in (0, size // 2, max(0, size - SAMPLE_BYTES)):
-                file.seek(start)
-                digest.update(file.read(SAMPLE_BYTES))
-    return f"files {digest.hexdigest()}" if files else ""
+    """Bytes of an amount such as 80GB, 512MiB or 1073741824; a GB is 2^30 bytes, as in Mooncake."""
+    try:
+        return parse_size(amount)
+    except StoreError as error:
+        raise DescriptionError(f"cannot read a size: {error}") from None
 
 
 def default_tenant() -> str:

@@ -7,18 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
-from vllm.version import __version__ as vllm_version
 
-from kvferry.errors import DescriptionError
-from kvferry.vllm.config import require_supported_vllm
+from kvferry.vllm.base import WholeRequests
 from kvferry.vllm.pool_config import PoolConfig, default_tenant
 from kvferry.vllm.pool_metadata import PoolMetadata, PoolPromMetrics, PoolStats
 from kvferry.vllm.pool_scheduler import VllmPoolScheduler
@@ -30,31 +25,23 @@ log = logging.getLogger("kvferry")
 POOL_NAMES = ("FerryPoolConnector", "FerryMooncakeStoreConnector", "MooncakeStoreConnector")
 
 
-class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class FerryPoolConnector(WholeRequests):
     """Keeps KV blocks by content, for engines of any shape."""
 
     defaults: dict[str, Any] = {}
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        require_supported_vllm(vllm_version)
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         defaults = {"cache_prefix": default_tenant(), **self.defaults}
         config = PoolConfig.read(transfer.kv_connector_extra_config or {}, **defaults)
-        if vllm_config.parallel_config.prefill_context_parallel_size > 1:
-            raise DescriptionError("the pool does not know prefill context parallelism yet")
         if transfer.kv_load_failure_policy == "fail" and transfer.kv_connector in POOL_NAMES:
             # a block that a cache lost is computed; that is no reason to end a request
             transfer.kv_load_failure_policy = "recompute"
-        self._groups = tuple(range(len(kv_cache_config.kv_cache_groups)))
         self.scheduler: VllmPoolScheduler | None = None
         self.worker: PoolWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            limits = config.limits(
-                kv_cache_config.num_blocks,
-                produces=transfer.is_kv_producer,
-                consumes=transfer.is_kv_consumer,
-            )
+            limits = config.limits(kv_cache_config.num_blocks, produces=transfer.is_kv_producer)
             events = vllm_config.kv_events_config
             self.scheduler = VllmPoolScheduler(
                 config,
@@ -70,17 +57,7 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """A save that is dropped is a miss later, and nothing worse."""
         return False
 
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Head-major pages keep ranges long when tp differs; MLA has no heads to order."""
-        return None if vllm_config.model_config.use_mla else "LBHNC"
-
     # Scheduler
-
-    def set_xfer_handshake_metadata(
-        self, metadata: dict[int, KVConnectorHandshakeMetadata]
-    ) -> None:
-        self.set_xfer_handshake_metadata_pp_aware({(0, tp): m for tp, m in metadata.items()})
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -92,10 +69,6 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self.scheduler is not None
         self.scheduler.bind_blocks(gpu_block_pool)
 
-    def on_new_request(self, request: Any) -> None:
-        if self.scheduler is not None:
-            self.scheduler.on_new_request(request)
-
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -105,9 +78,6 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def promised(self, request: Any) -> bool:
         """Whether the last match of this request was ours."""
         return self.scheduler is not None and self.scheduler.pool.promised(request.request_id)
-
-    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        return self._groups
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self.scheduler is not None
@@ -123,11 +93,6 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 connector_output.kv_connector_worker_meta, connector_output.finished_recving or ()
             )
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
-
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -141,8 +106,8 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.scheduler.pool.has_work or self.scheduler.has_events
         )
 
-    def has_pending_block_frees(self) -> bool:
-        return self.scheduler is not None and self.scheduler.pool.pinned_blocks > 0
+    # `has_pending_block_frees` stays False: it makes vLLM wait for a store that may hang, where
+    # it can preempt. Pinned blocks are just not there, until they are released.
 
     def take_events(self) -> Iterable[Any]:
         return self.scheduler.take_events() if self.scheduler is not None else ()
@@ -151,43 +116,20 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Weights were replaced, or the operator wants a clean start: a namespace of its own."""
         if self.scheduler is None:
             return None
-        self.scheduler.pool.reset()
+        self.scheduler.reset()
         return True
 
     # Worker
-
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        assert self.worker is not None
-        self.worker.register_kv_caches(kv_caches)
-
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self.worker.handshake() if self.worker is not None else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PoolMetadata) and self.worker is not None
         self.worker.start(metadata)
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are whole and asynchronous; no layer is waited for."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Blocks are saved whole, after the step."""
-
     def wait_for_save(self) -> None:
         """Saves begin; nobody waits for them."""
         assert self.worker is not None
         self.worker.save()
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending, results.finished_recving
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        assert self.worker is not None
-        return self.worker.results()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         assert self.worker is not None
@@ -221,11 +163,6 @@ class FerryPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PoolPromMetrics:
         return PoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    def shutdown(self) -> None:
-        for part in (self.scheduler, self.worker):
-            if part is not None:
-                part.close()
 
 
 class FerryMooncakeStoreConnector(FerryPoolConnector):

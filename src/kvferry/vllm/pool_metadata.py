@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvferry.pool.orders import Loaded, Saved
-from kvferry.pool.scheduler import PoolOrders
+from kvferry.pool.requests import PoolOrders
 
 
 @dataclass

@@ -11,12 +11,17 @@ import msgspec
 from kvferry.errors import DescriptionError
 from kvferry.p2p.describe import read_layout, read_model, read_shape
 from kvferry.pool.chain import Extra
+from kvferry.pool.checked import MEANING
 from kvferry.pool.keys import KeyMetadata
 from kvferry.pool.orders import Loaded
 from kvferry.pool.records import make_layout
-from kvferry.pool.scheduler import PoolLimits, PoolScheduler, SavedBlocks
+from kvferry.pool.requests import PoolLimits
+from kvferry.pool.save_jobs import SavedBlocks, WholeState
+from kvferry.pool.scheduler import PoolScheduler
+from kvferry.pool.weights import engine_weights
+from kvferry.vllm.context_parallel import replicas
 from kvferry.vllm.metadata import FerryHandshake
-from kvferry.vllm.pool_config import PoolConfig, weight_revision
+from kvferry.vllm.pool_config import PoolConfig
 from kvferry.vllm.pool_metadata import PoolMetadata, PoolReport
 from kvferry.wire.messages import EngineInfo, RankInfo
 
@@ -57,14 +62,11 @@ class VllmPoolScheduler:
             raise DescriptionError("the workers of this engine describe it differently")
         model, shape = read_model(first), read_shape(first)
         layout = make_layout(model, first.meaning, [read_layout(r, shape)[0] for r in ranks])
-        config = self._vllm.model_config
-        weights = weight_revision(
-            str(config.model), self.config.weight_revision, getattr(config, "revision", None)
-        )
-        metadata = KeyMetadata.of(
-            self.config.cache_prefix, model.fingerprint(), first.meaning, weights
-        )
-        self.pool.start(metadata, layout, len(ranks), full_residency=shape.full_residency)
+        weights = engine_weights(self._vllm, self.config.weight_revision)
+        meaning = dict([*first.meaning.items(), *([MEANING] if self.config.checked else [])])
+        metadata = KeyMetadata.of(self.config.cache_prefix, model.fingerprint(), meaning, weights)
+        workers = len(ranks) * replicas(self._vllm.parallel_config)
+        self.pool.start(metadata, layout, workers, full_residency=shape.full_residency)
         log.info(
             "kvferry: the pool's namespace is %s, our layout %s (%s)",
             metadata.namespace,
@@ -80,6 +82,17 @@ class VllmPoolScheduler:
 
     def _unpin(self, block_ids: Sequence[int]) -> None:
         self._blocks.free_blocks([self._blocks.blocks[i] for i in reversed(block_ids)])
+
+    def reset(self) -> None:
+        """A namespace of its own. vLLM empties its own cache first, unless blocks are in use."""
+        blocks = self._blocks
+        kept = blocks is None or blocks.get_num_free_blocks() < blocks.num_gpu_blocks - 1
+        if kept:
+            log.warning(
+                "the pool is reset while blocks are in use: vLLM keeps its own cache, so nothing "
+                "that requests find there is saved; reset again when nothing runs"
+            )
+        self.pool.reset(keeps_blocks=kept)
 
     # Requests
 
@@ -118,13 +131,14 @@ class VllmPoolScheduler:
             if request is None:
                 continue
             final = computed + output.num_scheduled_tokens[request_id]
-            if not self.config.save_decode_cache:
+            if self.config.save_decode_cache is False:
                 final = min(final, request.num_prompt_tokens)
             self.pool.computed(
                 request_id,
                 request.all_token_ids,
                 final,
                 lambda r=request_id: state.get_block_ids(r),  # type: ignore[misc]
+                states=_states(state, request_id, final),
                 tag=request if self._with_events else None,
             )
         orders = self.pool.take_orders()
@@ -167,10 +181,14 @@ class VllmPoolScheduler:
             per = self._hashes_per_block(size)
             if not per:
                 continue
-            for run in _runs([n for n in blocks.numbers if (blocks.table, n) not in saved.failed]):
+            stored = [n for n in blocks.numbers if (blocks.table, n) not in saved.failed]
+            stored = [n for n in stored if (n + 1) * per <= len(hashes)]
+            content = dict(zip(blocks.numbers, blocks.contents, strict=True))
+            keys = self.pool.keys_of(blocks.table, [content[n] for n in stored])
+            for number, of_block in zip(stored, keys, strict=True):
+                self.pool.watch.add((hashes[(number + 1) * per - 1], blocks.table), of_block)
+            for run in _runs(stored):
                 first, last = run[0] * per, (run[-1] + 1) * per
-                if last > len(hashes):
-                    continue
                 self._events.append(
                     BlockStored(
                         block_hashes=hashes[first + per - 1 : last : per],
@@ -202,6 +220,19 @@ class VllmPoolScheduler:
         ]
         if hashes:
             self._events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM))
+            for block_hash in hashes:
+                for kind in range(self.pool.tables):
+                    self.pool.watch.discard((block_hash, kind))
+
+    def _evicted(self) -> None:
+        """Tell routers which blocks that they were told of the store has given up."""
+        from vllm.distributed.kv_events import BlockRemoved
+
+        by_table: dict[int, list[Any]] = {}
+        for block_hash, table in self.pool.watch.take_gone():
+            by_table.setdefault(table, []).append(block_hash)
+        for table, hashes in by_table.items():
+            self._events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=table))
 
     def _hashes_per_block(self, block_tokens: int) -> int:
         """vLLM's hashes in one of our blocks; 0: the two do not fit."""
@@ -210,9 +241,11 @@ class VllmPoolScheduler:
 
     @property
     def has_events(self) -> bool:
-        return bool(self._events)
+        return bool(self._events) or self.pool.watch.has_gone
 
     def take_events(self) -> list[Any]:
+        if self.pool.watch.has_gone:
+            self._evicted()
         events, self._events = self._events, []
         return events
 
@@ -234,6 +267,19 @@ def _extras(request: Any) -> list[Extra]:
     for feature in getattr(request, "mm_features", None) or ():
         extras.append(Extra(feature.mm_position.offset, f"mm {feature.identifier}"))
     return extras
+
+
+def _states(block_state: Any, request_id: str, final: int) -> list[WholeState]:
+    """States that vLLM hands out with this step, each with the block that holds it.
+
+    A state after a draft may be of tokens that are rejected: only those of final tokens count.
+    """
+    offered = getattr(block_state, "boundary_state_offloads", None) or {}
+    return [
+        WholeState(group, block, tokens)
+        for group, block, tokens in offered.get(request_id, ())
+        if tokens <= final
+    ]
 
 
 def _runs(numbers: Sequence[int]) -> list[list[int]]:

@@ -10,12 +10,16 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvferry.errors import DescriptionError
-from kvferry.layout.shape import Rank
 from kvferry.p2p.describe import engine_info, rank_info
+from kvferry.pool.checked import CheckedStore
 from kvferry.pool.orders import Loaded, LoadOrder, SaveOrder
 from kvferry.pool.rank import PoolRank
 from kvferry.pool.save import Fence
+from kvferry.pool.staged import StagedStore
+from kvferry.transport.base import MemoryRegion
+from kvferry.vllm.context_parallel import cache_rank
 from kvferry.vllm.describe import describe_worker
+from kvferry.vllm.device import memory_of, on_gpu
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig
 from kvferry.vllm.pool_metadata import PoolMetadata, PoolReport
@@ -43,15 +47,25 @@ class PoolWorker:
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+        from vllm.distributed.parallel_state import get_pcp_group
 
-        rank = Rank(get_pp_group().rank_in_group, get_tensor_model_parallel_rank())
-        described = describe_worker(self._vllm, self._kv, kv_caches, rank, self.config.model_id)
+        parallel = self._vllm.parallel_config
+        pcp = get_pcp_group().rank_in_group if parallel.prefill_context_parallel_size > 1 else 0
+        me = cache_rank(
+            parallel, get_pp_group().rank_in_group, get_tensor_model_parallel_rank(), pcp
+        )
+        rank = me.rank
+        described = describe_worker(
+            self._vllm, self._kv, kv_caches, rank, self.config.model_id, me.tp
+        )
         device = next(iter(kv_caches.values())).device
         self._on_device = device.type != "cpu"
-        if self._on_device and self.config.store == "embedded":
+        staged = self._on_device and (self.config.store == "embedded" or self.config.checked)
+        if staged and not on_gpu(kv_caches):
             raise DescriptionError(
-                f"the cache lies on {device}, and the embedded store moves host memory only; use "
-                '"store": "mooncake", which reaches device memory'
+                f"the cache lies on {device}, from where nothing here brings it to host memory, "
+                'which is what the embedded store moves, and what checksums need; use "store": '
+                '"mooncake" without "checksums"'
             )
         layout, bases = described.layout, described.bases
         groups = described.model.groups
@@ -62,7 +76,15 @@ class PoolWorker:
             group = groups[0]
             dcp = layout.shape.dcp_for(group)
             self._block_tokens = layout.shape.block_tokens(group) * dcp
-        self._rank = PoolRank(self.config.opener()(), described.model, layout, bases)
+        store = self.config.opener()()
+        if staged or self.config.checked:
+            pairs = zip(bases, layout.regions, strict=True)
+            regions = [MemoryRegion(base, region.bytes) for base, region in pairs]
+            kind = CheckedStore if self.config.checked else StagedStore
+            store = kind(store, memory_of(regions, gpu=self._on_device))
+        self._rank = PoolRank(
+            store, described.model, layout, bases, replica=me.replica, replicas=me.replicas
+        )
         engine = engine_info("", "", described.model, layout.shape, described.meaning)
         info = rank_info(layout, [0] * len(bases), "", "", {})
         self._handshake = FerryHandshake(

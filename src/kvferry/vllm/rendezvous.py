@@ -33,7 +33,6 @@ from kvferry.wire.sockets import Sockets, is_loopback
 
 log = logging.getLogger("kvferry")
 
-ASK_SECONDS = 10.0  # for one question
 AGAIN_SECONDS = 0.05  # between two, while the engine is starting
 KEEP_SECONDS = 300.0  # an answer is asked for anew after this long
 MOST_KEPT = 4096
@@ -153,6 +152,16 @@ class Rendezvous:
                 del self._found[place]
 
     def _ask(self, place: Place) -> Whereabouts:
+        """What is asked for, or a KvferryError: others are bugs, and must not end the scheduler."""
+        try:
+            return self._found_at(place)
+        except KvferryError:
+            raise
+        except Exception as error:
+            log.exception("asking %s for engine %r", place.address, place.engine_id)
+            raise HandoverError(f"{place.address} could not be asked: {error!r}") from error
+
+    def _found_at(self, place: Place) -> Whereabouts:
         host = place.address.rsplit(":", 1)[0]
         if not self._config.admits(host):
             raise AuthenticationError(
@@ -163,11 +172,12 @@ class Rendezvous:
                 f"the request names a producer at {host}, on another host, and no secret is "
                 "configured; set the same secret on both engines"
             )
-        deadline = time.monotonic() + ASK_SECONDS
+        seconds = self._config.bootstrap_seconds
+        deadline = time.monotonic() + seconds
         while True:
             try:
                 if place.bootstrap:
-                    found = query(place.address, place.engine_id, ASK_SECONDS)
+                    found = query(place.address, place.engine_id, seconds)
                 else:
                     found = self._hello(place, deadline)
                 break
@@ -189,7 +199,7 @@ class Rendezvous:
             if self._caller is None:
                 self._caller = Caller(self._sockets)
         call = self._caller.call(place.address, Hello(VERSION, self._engine), deadline)
-        reply = call.result(ASK_SECONDS + 1.0)
+        reply = call.result(max(0.0, deadline - time.monotonic()) + 1.0)
         if isinstance(reply, Refused):
             if reply.reason == "busy":
                 raise _NotYet(reply.message)

@@ -8,32 +8,33 @@ changes when vLLM resets its caches (new weights, sleep): all holds are withdraw
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
-from kvferry.errors import DescriptionError, KvferryError
+from kvferry.errors import DescriptionError
 from kvferry.p2p.directory import Directory
+from kvferry.p2p.incarnations import after_reset, child
 from kvferry.p2p.renewer import Renewer
+from kvferry.p2p.ticket import MARK
 from kvferry.vllm.asking import Asking
-from kvferry.vllm.bootstrap import Bootstrap, Whereabouts, register
+from kvferry.vllm.bootstrap import Bootstrap, Whereabouts
 from kvferry.vllm.config import FerryConfig, Style, incarnation
 from kvferry.vllm.family import Family
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
 from kvferry.vllm.offering import Offering
 from kvferry.vllm.prefill import HandedOver
+from kvferry.vllm.registration import Registration
 from kvferry.vllm.rendezvous import Rendezvous
 from kvferry.vllm.spans import Spans
 from kvferry.vllm.stats import FerryStats
 from kvferry.wire.messages import EngineInfo, RankInfo
-from kvferry.wire.sockets import Sockets
+from kvferry.wire.sockets import Sockets, is_loopback
 
 log = logging.getLogger("kvferry")
 
 RENEWALS = 4  # of a lease; three may be lost before it runs out
-REGISTER_SECONDS = 30.0
 
 
 class FerryScheduler:
@@ -84,30 +85,45 @@ class FerryScheduler:
             self.stats,
             self.spans,
         )
-        self._bootstrap = self._open_bootstrap()
+        self._bootstrap: Bootstrap | None = None
+        self._registration: Registration | None = None
+        if config.bootstrap_port and self.produces:
+            self._open_bootstrap(parallel)
         log.info(
             "kvferry: engine %s offers its caches at port %d", self.engine_id, self._directory.port
         )
 
-    def _open_bootstrap(self) -> Bootstrap | None:
-        """Where Mooncake-style proxies ask; the first data-parallel rank's serves all."""
-        if not self.config.bootstrap_port or not self.produces:
-            return None
-        server = self.config.bootstrap_server
-        if server or self._dp_rank:
-            host = self.config.host or "127.0.0.1"
-            server = server or f"{host}:{self.config.bootstrap_port}"
-            register(server, self._dp_rank, self._entry(), self.config.secret, REGISTER_SECONDS)
-            return None
-        bootstrap = Bootstrap(self.config.host, self.config.bootstrap_port, self.config.secret)
-        bootstrap.put(0, self._entry())
-        log.info("kvferry: bootstrap at port %d", bootstrap.port)
-        return bootstrap
+    def _open_bootstrap(self, parallel: Any) -> None:
+        """Where Mooncake-style proxies ask. The first data-parallel rank's serves all, or the first
+        of each host where every host has a front door of its own."""
+        config, local = self.config, parallel.local_engines_only
+        first = not (parallel.data_parallel_rank_local if local else self._dp_rank)
+        if first and not config.bootstrap_server:
+            self._bootstrap = Bootstrap(config.host, config.bootstrap_port, config.secret)
+            log.info("kvferry: bootstrap at port %d", self._bootstrap.port)
+        else:
+            host = config.host or "127.0.0.1"
+            if not local and not is_loopback(parallel.data_parallel_master_ip):
+                host = parallel.data_parallel_master_ip
+            server = config.bootstrap_server or f"{host}:{config.bootstrap_port}"
+            self._registration = Registration(
+                server, self._dp_rank, config.secret, config.bootstrap_seconds
+            )
+        self._tell_bootstrap()
 
-    def _entry(self) -> dict[str, Any]:
+    def _tell_bootstrap(self) -> None:
         host = self.config.host or "127.0.0.1"
         where = (self.engine_id, host, self._directory.port, self.offering.incarnation)
-        return Whereabouts(*where).entry({})  # our ranks do not speak the in-tree protocol
+        # An in-tree decode engine asks these addresses, and is refused there in words it logs.
+        ranks = {
+            tp: dict.fromkeys(range(self._shape[1]), f"tcp://{host}:{self._directory.port}")
+            for tp in range(self._shape[0])
+        }
+        entry = Whereabouts(*where).entry(ranks)
+        if self._bootstrap is not None:
+            self._bootstrap.put(self._dp_rank, entry)
+        if self._registration is not None:
+            self._registration.tell(entry)
 
     # What workers tell
 
@@ -155,9 +171,12 @@ class FerryScheduler:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode") and self.produces and self.family.takes(params):
             self.offering.accept(request)
-        wants = params.get("do_remote_prefill") or "kvferry" in params
+        wants = params.get("do_remote_prefill") or MARK in params
         if wants and self.consumes and self.family.takes(params):
-            self.asking.arrived(request)
+            try:
+                self.asking.arrived(request)
+            except Exception:  # whatever a client's parameters are, the engine goes on
+                log.exception("request %s: computed here", request.request_id)
 
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -171,7 +190,7 @@ class FerryScheduler:
 
     def reset(self) -> None:
         """vLLM forgets all its caches; so must everybody who has a ticket."""
-        new = f"{self._first}.{secrets.token_hex(4)}"
+        new = after_reset(self._first)
         self.asking.reset()
         self.offering.incarnation = new
         self._orders.withdrawals += [hold.hold_id for hold in self._orders.holds]
@@ -181,19 +200,8 @@ class FerryScheduler:
             engine = msgspec.structs.replace(engine, incarnation=new)
             ranks = [msgspec.structs.replace(rank, incarnation=new) for rank in ranks]
             self._directory.set_engine(engine, ranks)
-        if self._bootstrap is not None:
-            self._bootstrap.put(self._dp_rank, self._entry())
-        elif self.config.bootstrap_port and self.produces:
-            self._register_again()
+        self._tell_bootstrap()
         log.info("kvferry: engine %s is reset: tickets from before are void", self.engine_id)
-
-    def _register_again(self) -> None:
-        try:
-            server = self.config.bootstrap_server
-            server = server or f"{self.config.host or '127.0.0.1'}:{self.config.bootstrap_port}"
-            register(server, self._dp_rank, self._entry(), self.config.secret, REGISTER_SECONDS)
-        except KvferryError as error:
-            log.warning("kvferry: requests by transfer id fail until a restart: %s", error)
 
     @property
     def waits_for_a_step(self) -> bool:
@@ -217,8 +225,9 @@ class FerryScheduler:
         self._rendezvous.close()
         if self._renewer is not None:
             self._renewer.close()
-        if self._bootstrap is not None:
-            self._bootstrap.close()
+        for open_end in (self._registration, self._bootstrap):
+            if open_end is not None:
+                open_end.close()
         self._directory.close()
         self._sockets.close()
 
@@ -226,4 +235,4 @@ class FerryScheduler:
 def child_incarnation(vllm_config: Any, family: Family) -> str:
     """Of an engine, or of one of several children of ours in it."""
     own = incarnation(vllm_config)
-    return own if family.alone else f"{own}.{family.index}"
+    return own if family.alone else child(own, family.index)

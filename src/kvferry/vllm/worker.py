@@ -16,6 +16,8 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvferry.layout.shape import Rank
+from kvferry.p2p.bell import Bell
+from kvferry.p2p.checksum import offered
 from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.p2p.load import Loaded
@@ -26,7 +28,7 @@ from kvferry.transport.auto import AUTO, by_cost
 from kvferry.transport.base import Carrier, MemoryRegion
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.describe import describe_worker
-from kvferry.vllm.device import cache_carriers, memory_of, on_gpu
+from kvferry.vllm.device import cache_carriers, gpu_of, memory_of
 from kvferry.vllm.family import Family
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry.vllm.stats import FerryStats
@@ -34,8 +36,9 @@ from kvferry.wire.sockets import Sockets
 
 log = logging.getLogger("kvferry")
 
-# While requests wait for their caches and nothing else runs, vLLM's steps spin. A step that
-# computes nothing waits this long for a load to end, and leaves the processors to others.
+# While requests wait for their caches, or finished ones' blocks are held, and nothing else runs,
+# vLLM's steps spin. A step that computes nothing waits this long for a load to end or a hold to
+# close, and leaves the processors to others; a new request waits as long, at most.
 IDLE_STEP_SECONDS = 0.002
 
 
@@ -59,7 +62,7 @@ class FerryWorker:
         self._producer: ProducerRank | None = None
         self._consumer: ConsumerRank | None = None
         self._handshake: FerryHandshake | None = None
-        self._idle = False
+        self._idle, self._bell = False, Bell()
         self._ready = WhenReady(gpu=False)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
@@ -74,10 +77,11 @@ class FerryWorker:
             for base, region in zip(bases, layout.regions, strict=True)
         ]
         self._sockets = Sockets(self.config.secret)
-        gpu = on_gpu(kv_caches)
+        number = gpu_of(kv_caches)
+        gpu = number is not None
         self._ready = WhenReady(gpu)
         reached = memory_of(memory, gpu)
-        self._carriers = cache_carriers(self.config, memory, reached, gpu)
+        self._carriers = cache_carriers(self.config, memory, reached, number)
         if self.config.carriers == (AUTO,) and not gpu:
             self._carriers = by_cost(self._carriers)
         engine = engine_info(
@@ -90,6 +94,7 @@ class FerryWorker:
             lease_seconds=self.config.lease_seconds,
             memory=reached,
             pusher=Pusher(engine, described.model, layout, bases, self._carriers),
+            bell=self._bell,
         )
         self._producer.start()
         self._consumer = ConsumerRank(
@@ -103,6 +108,7 @@ class FerryWorker:
             optional_roles=frozenset({"draft"} if self.config.draft_layers == "zero" else ()),
             checked=reached if self.config.checksums else None,
             mode=self.config.mode,
+            bell=self._bell,
         )
         address = f"{self.config.host or '127.0.0.1'}:{self._producer.port}"
         info = rank_info(
@@ -111,6 +117,7 @@ class FerryWorker:
             address,
             self._incarnation,
             {carrier.name: carrier.endpoint() for carrier in self._carriers},
+            offered(reached),
         )
         self._handshake = FerryHandshake(
             msgspec.msgpack.encode(engine), msgspec.msgpack.encode(info)
@@ -144,12 +151,17 @@ class FerryWorker:
             self._ready.mark()(partial(self._pass_on, orders, self._producer, self._consumer))
 
     def _pass_on(
-        self, orders: FerryMetadata, producer: ProducerRank, consumer: ConsumerRank
+        self, orders: FerryMetadata, producer: ProducerRank, consumer: ConsumerRank, why: str
     ) -> None:
-        """What the orders say of blocks is true by now: the device has come to them."""
+        """What the orders say of blocks is true by now: the device has come to them.
+
+        Unless it failed, and `why` says so: then holds are closed as they open, and loads fail.
+        """
         if orders.incarnation:
             producer.reset(orders.incarnation)
         for hold in orders.holds:
+            if why:
+                producer.withdraw(hold.hold_id)  # nobody may read it, and it is still reported
             tables = [list(table) for table in hold.tables]
             producer.open_hold(hold.hold_id, hold.request_id, hold.digest, hold.tokens, tables)
         for hold_id in orders.withdrawals:
@@ -157,7 +169,10 @@ class FerryWorker:
         for request_id in orders.cancels:
             consumer.cancel(request_id)
         for load in orders.loads:
-            consumer.start(load)
+            if why:
+                consumer.fail(load, why)
+            else:
+                consumer.start(load)
         for ticket in orders.releases:
             consumer.release(ticket, "not needed")
 
@@ -165,8 +180,8 @@ class FerryWorker:
         results = KVConnectorTransferResults()
         if self._producer is None or self._consumer is None:
             return results
-        if self._idle:
-            self._consumer.wait_done(IDLE_STEP_SECONDS)
+        expecting = self._consumer.busy or self._producer.open_holds
+        self._bell.wait(IDLE_STEP_SECONDS if self._idle and expecting else 0.0)
         for closed in self._producer.take_closed():
             results.finished_sending.add(closed.request_id)
             if self._rank == Rank(0, 0):  # all ranks close the same holds

@@ -88,7 +88,7 @@ class PartInfo(msgspec.Struct, frozen=True):
     placements: list[PlacementInfo]
 
 
-class RankInfo(msgspec.Struct, frozen=True):
+class RankInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """One worker of an engine: where to ask it, how to reach its memory, what lies there."""
 
     pp_rank: int
@@ -99,6 +99,7 @@ class RankInfo(msgspec.Struct, frozen=True):
     regions: list[RegionInfo]
     parts: list[PartInfo]
     tables: int
+    sums: tuple[Text, ...] = ("xxh3",)  # checksums that it makes, the quickest first
 
 
 class ComponentInfo(msgspec.Struct, frozen=True):
@@ -254,10 +255,11 @@ class Sum(msgspec.Struct, frozen=True, tag="sum"):
     incarnation: Text
     hold_id: Text
     runs: Runs  # rows of (address, length) in the source's memory
+    algorithm: Text = "xxh3"  # one of those that the source has named
 
 
 class Summed(msgspec.Struct, frozen=True, tag="summed"):
-    digest: bytes  # xxh3, 128 bits, of the runs' bytes in their order
+    digest: bytes  # 128 bits of the runs' bytes in their order
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

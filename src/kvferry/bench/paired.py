@@ -1,0 +1,126 @@
+"""What the carriers `mooncake` and `nixl` add to their libraries, measured in pairs.
+
+Two engines of one library in the same two processes differ by a factor of two, by luck: which
+threads serve which connections. So the carrier, without packing, and its library, called directly
+with the same batches made beforehand, move the same copies over the *same* engine, one right after
+the other, in turns of who is first. What counts is the ratio within each such pair: its median, and
+its quartiles as the spread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.bench.movers import IN_PAIRS, OurCarrier
+from kvferry.bench.owner import BUFFER_BYTES, Owner
+from kvferry.transport.base import Ints
+from kvferry.transport.regions import Arrays
+from kvferry.units import show_bytes
+
+MAX_DESCRIPTORS = 1 << 17
+PAIR_DESCRIPTORS = {"mooncake": 1 << 10, "nixl": 1 << 14}  # tens of milliseconds
+PAIR_BYTES = 64 << 20
+LEAST_PAIRS, MOST_PAIRS = 11, 101
+GB = 1e9
+
+Task = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PairedRow:
+    carrier: str
+    op: str
+    descriptor_bytes: int
+    pairs: int
+    library_gb_s: float  # the median
+    of_library: float  # median of the pairs' ratios; above one, the carrier is faster
+    lower_quartile: float
+    upper_quartile: float
+
+
+def paired(
+    owner: Owner,
+    landing: NDArray[np.uint8],
+    names: Sequence[str],
+    sizes: Sequence[int],
+    ops: Sequence[str],
+    seconds: float,
+) -> list[PairedRow]:
+    rows = []
+    for name in names:
+        if name not in IN_PAIRS:
+            continue
+        with closing(OurCarrier(name, landing, packing="direct")) as mover:
+            mover.connect(owner.open(f"{name}-direct"))
+            try:
+                for size in sizes:
+                    rows += [_row(owner, landing, mover, name, op, size, seconds) for op in ops]
+            finally:
+                owner.close(f"{name}-direct")
+    return rows
+
+
+def _row(
+    owner: Owner,
+    landing: NDArray[np.uint8],
+    mover: OurCarrier,
+    name: str,
+    op: str,
+    size: int,
+    seconds: float,
+) -> PairedRow:
+    src, dst = slots(size)
+    few = slice(0, max(1, min(PAIR_DESCRIPTORS[name], PAIR_BYTES // size)))
+    here, there = landing.ctypes.data, owner.address
+    a, b = (there, here) if op == "read" else (here, there)
+    length = np.full(len(src[few]), size, dtype=np.int64)
+    copies = Arrays(src[few] + a, dst[few] + b, length)
+    ours, theirs = mover.prepare(op, copies), mover.library(op, copies)
+    ours()
+    theirs()
+    times: list[tuple[float, float]] = []
+    until = time.monotonic() + seconds
+    while len(times) < LEAST_PAIRS or (time.monotonic() < until and len(times) < MOST_PAIRS):
+        if len(times) % 2:
+            first = seconds_of(theirs)
+            times.append((seconds_of(ours), first))
+        else:
+            times.append((seconds_of(ours), seconds_of(theirs)))
+    table = np.array(times)
+    low, middle, high = np.quantile(table[:, 1] / table[:, 0], (0.25, 0.5, 0.75)).tolist()
+    rate = int(length.sum()) / float(np.median(table[:, 1])) / GB
+    return PairedRow(name, op, size, len(times), rate, middle, low, high)
+
+
+def paired_lines(rows: Sequence[PairedRow]) -> Iterator[str]:
+    if not rows:
+        return
+    yield ""
+    title = f"{'of its library, one engine':26}{'descriptor':>12}{'pairs':>7}{'median':>9}"
+    yield title + "   quartiles"
+    for row in rows:
+        yield (
+            f"{row.carrier:20}{row.op:6}{show_bytes(row.descriptor_bytes):>12}{row.pairs:7}"
+            f"{row.of_library:9.2f}   {row.lower_quartile:.2f} to {row.upper_quartile:.2f}"
+        )
+
+
+def slots(size: int) -> tuple[Ints, Ints]:
+    """Offsets of random slots on both sides."""
+    count = BUFFER_BYTES // size
+    some = min(count, MAX_DESCRIPTORS)
+    rng = np.random.default_rng(size)
+    src, dst = (rng.permutation(count)[:some].astype(np.int64) * size for _ in range(2))
+    return src, dst
+
+
+def seconds_of(task: Task) -> float:
+    begin = time.perf_counter()
+    task()
+    return time.perf_counter() - begin

@@ -1,0 +1,287 @@
+"""Save and load bandwidth of the pool's stores, beside what is there anyway.
+
+Objects are `OBJECT_BYTES` long and made of ranges that lie scattered in a buffer larger than the
+caches; saving gathers them, loading scatters them. All contenders take turns in rounds. A figure is
+the best round of each; a ratio is the median over rounds of two times taken one after the other,
+because on a shared machine what happens in one round happens to both.
+
+    memcpy          one memmove per range, over the same scatter, from one buffer to the other
+    embedded        the embedded store, memory tier: checksums verified on every load
+    embedded disk   its disk tier: objects come up from files (the page cache is warm)
+    file            plain files, written and read whole by one call per object, no checksum
+    lmdb            the same bytes in LMDB, gathered and scattered by the same code
+    mooncake        Mooncake Store through our `Store`
+    mooncake direct its client with the same lists
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.bench.pool_scratch import scratch
+from kvferry.pool.embedded import EmbeddedStore
+from kvferry.pool.embedded_copy import move
+from kvferry.pool.store import Outcome, Ranges, Slices, Store
+from kvferry.transport.base import MemoryRegion
+
+OBJECT_BYTES = 1 << 20
+RANGE_BYTES = 64 << 10
+BATCH_OBJECTS = 64
+BUFFER_BYTES = 128 << 20
+GB = 1e9
+
+Contender = tuple[str, str]  # store, and save or load
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    store: str
+    op: str  # save or load
+    gb_s: float
+    of_memcpy: float
+
+
+class _Scatter:
+    """Objects as scattered ranges of one buffer, and where they go in another."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(3)
+        self.source = rng.integers(0, 256, BUFFER_BYTES, dtype=np.uint8)
+        self.landing = np.zeros(BUFFER_BYTES, dtype=np.uint8)
+        per = OBJECT_BYTES // RANGE_BYTES
+        shape = (BATCH_OBJECTS, per)
+        slots = BUFFER_BYTES // RANGE_BYTES
+
+        def places(base: int) -> NDArray[np.int64]:
+            chosen = rng.permutation(slots)[: BATCH_OBJECTS * per].astype(np.int64)
+            return chosen.reshape(shape) * RANGE_BYTES + base
+
+        self.src = places(int(self.source.ctypes.data))
+        self.dst = places(int(self.landing.ctypes.data))
+        self.length = np.full(per, RANGE_BYTES, dtype=np.int64)
+        self.offset = np.arange(per, dtype=np.int64) * RANGE_BYTES
+        self.ranges = [Ranges(a, self.length) for a in self.src]
+        self.slices = [Slices(self.offset, a, self.length) for a in self.dst]
+        self.regions = [
+            MemoryRegion(int(b.ctypes.data), b.nbytes) for b in (self.source, self.landing)
+        ]
+        self.bytes = BATCH_OBJECTS * OBJECT_BYTES
+
+    def memcpy(self) -> None:
+        memmove = ctypes.memmove
+        for a, b in zip(self.src.ravel().tolist(), self.dst.ravel().tolist(), strict=True):
+            memmove(b, a, RANGE_BYTES)
+
+    def right(self) -> bool:
+        """Whether what lies in the landing is what was saved."""
+        src = self.src - self.source.ctypes.data
+        dst = self.dst - self.landing.ctypes.data
+        return all(
+            np.array_equal(self.source[a : a + RANGE_BYTES], self.landing[b : b + RANGE_BYTES])
+            for a, b in zip(src.ravel().tolist(), dst.ravel().tolist(), strict=True)
+        )
+
+
+# Contenders whose ratio is a target, and what each is measured against.
+PAIRS: tuple[tuple[Contender, Contender], ...] = (
+    (("embedded", "load"), ("memcpy", "load")),
+    (("mooncake", "save"), ("mooncake direct", "save")),
+    (("mooncake", "load"), ("mooncake direct", "load")),
+)
+
+
+def bandwidths(
+    rounds: int, notes: list[str], say: Callable[[str], None] = lambda _: None
+) -> tuple[list[Bandwidth], dict[Contender, float]]:
+    """Rates, and the median ratio of each of `PAIRS` that was measured."""
+    scatter = _Scatter()
+    took: dict[Contender, list[float]] = {}
+    ratios: dict[Contender, list[float]] = {}
+    with contextlib.ExitStack() as stack:
+        memory = stack.enter_context(scratch())
+        disk = stack.enter_context(scratch(in_memory=False))
+        contenders: dict[Contender, Callable[[], float]] = {
+            ("memcpy", "load"): lambda: _seconds(scatter.memcpy),
+            **_embedded(stack, memory / "embedded", scatter),
+            **_embedded_disk(stack, memory / "tiers", disk / "tiers", scatter),
+            **_files(disk / "files", scatter),
+            **_lmdb(stack, memory / "lmdb", scatter),
+            **_mooncake(stack, scatter, notes),
+        }
+        for attempt in range(rounds):
+            say(f"bandwidth, round {attempt + 1} of {rounds}")
+            for name, task in contenders.items():
+                scatter.landing[:: 1 << 12] = 0
+                took.setdefault(name, []).append(task())
+                if attempt == 0 and name[1] == "load" and not scatter.right():
+                    raise AssertionError(f"{name} loaded other bytes than were saved")
+            for mine, other in PAIRS:
+                if mine in contenders and other in contenders:
+                    ratios.setdefault(mine, []).append(
+                        _paired(contenders[mine], contenders[other], attempt % 2 == 1)
+                    )
+    memcpy = min(took["memcpy", "load"])
+    rates = [
+        Bandwidth(store, op, scatter.bytes / min(times) / GB, memcpy / min(times))
+        for (store, op), times in took.items()
+    ]
+    return rates, {mine: median(of_rounds) for mine, of_rounds in ratios.items()}
+
+
+def _paired(mine: Callable[[], float], other: Callable[[], float], swapped: bool) -> float:
+    """How fast one is beside the other, one right after the other, best of three each."""
+    a = b = float("inf")
+    for _ in range(3):
+        if swapped:
+            b = min(b, other())
+            a = min(a, mine())
+        else:
+            a = min(a, mine())
+            b = min(b, other())
+    return b / a
+
+
+def _seconds(task: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    task()
+    return time.perf_counter() - begin
+
+
+def _of_store(name: str, store: Store, scatter: _Scatter) -> dict[Contender, Callable[[], float]]:
+    """Save fresh objects each time, load them."""
+    store.register(scatter.regions)
+    names = [f"bench/{n}" for n in range(BATCH_OBJECTS)]
+
+    def later() -> float:
+        return time.monotonic() + 60
+
+    def save() -> float:
+        store.remove(names, later())
+        begin = time.perf_counter()
+        outcomes = store.put(names, scatter.ranges, later())
+        took = time.perf_counter() - begin
+        assert set(outcomes) == {Outcome.DONE}, outcomes
+        return took
+
+    def load() -> float:
+        begin = time.perf_counter()
+        outcomes = store.get(names, scatter.slices, later())
+        took = time.perf_counter() - begin
+        assert set(outcomes) == {Outcome.DONE}, outcomes
+        return took
+
+    return {(name, "save"): save, (name, "load"): load}
+
+
+def _embedded(
+    stack: contextlib.ExitStack, directory: Path, scatter: _Scatter
+) -> dict[Contender, Callable[[], float]]:
+    store = EmbeddedStore(directory, 4 * scatter.bytes)
+    stack.callback(store.close)
+    return _of_store("embedded", store, scatter)
+
+
+def _embedded_disk(
+    stack: contextlib.ExitStack, directory: Path, disk: Path, scatter: _Scatter
+) -> dict[Contender, Callable[[], float]]:
+    """A memory tier for a quarter of the objects: most loads come from files."""
+    store = EmbeddedStore(directory, scatter.bytes // 4, disk, 4 * scatter.bytes)
+    stack.callback(store.close)
+    return _of_store("embedded disk", store, scatter)
+
+
+def _files(directory: Path, scatter: _Scatter) -> dict[Contender, Callable[[], float]]:
+    directory.mkdir()
+    staging = np.zeros(OBJECT_BYTES, dtype=np.uint8)
+    at = int(staging.ctypes.data) + scatter.offset
+    paths = [directory / str(n) for n in range(BATCH_OBJECTS)]
+
+    def save() -> None:
+        for path, src in zip(paths, scatter.src, strict=True):
+            move(src, at, scatter.length)
+            with path.open("wb", buffering=0) as file:
+                file.write(staging.data)
+
+    def load() -> None:
+        for path, dst in zip(paths, scatter.dst, strict=True):
+            with path.open("rb", buffering=0) as file:
+                os.preadv(file.fileno(), [staging.data], 0)
+            move(at, dst, scatter.length)
+
+    return {("file", "save"): lambda: _seconds(save), ("file", "load"): lambda: _seconds(load)}
+
+
+def _lmdb(
+    stack: contextlib.ExitStack, directory: Path, scatter: _Scatter
+) -> dict[Contender, Callable[[], float]]:
+    try:
+        lmdb: Any = importlib.import_module("lmdb")
+    except ImportError:
+        return {}
+    directory.mkdir()
+    env = lmdb.open(str(directory), map_size=1 << 30, sync=False, writemap=True, map_async=True)
+    stack.callback(env.close)
+    staging = np.zeros(OBJECT_BYTES, dtype=np.uint8)
+    at = int(staging.ctypes.data) + scatter.offset
+
+    def save() -> None:
+        with env.begin(write=True) as writing:
+            for n, src in enumerate(scatter.src):
+                move(src, at, scatter.length)
+                writing.put(b"bench/%d" % n, staging.data)
+
+    def load() -> None:
+        with env.begin(buffers=True) as reading:
+            for n, dst in enumerate(scatter.dst):
+                value = np.frombuffer(reading.get(b"bench/%d" % n), dtype=np.uint8)
+                move(int(value.ctypes.data) + scatter.offset, dst, scatter.length)
+
+    return {("lmdb", "save"): lambda: _seconds(save), ("lmdb", "load"): lambda: _seconds(load)}
+
+
+def _mooncake(
+    stack: contextlib.ExitStack, scatter: _Scatter, notes: list[str]
+) -> dict[Contender, Callable[[], float]]:
+    """With a master of our own on loopback, where Mooncake is installed."""
+    from kvferry.bench.pool_mooncake import master, store_of
+
+    try:
+        address = stack.enter_context(master())
+        store = store_of(address, 4 * scatter.bytes)
+    except Exception as error:
+        notes.append(f"Mooncake was not measured: {error}")
+        return {}
+    stack.callback(store.close)
+    ours = _of_store("mooncake", store, scatter)
+    client = store._client
+    names = [f"direct/{n}" for n in range(BATCH_OBJECTS)]
+    lengths = [scatter.length.tolist()] * BATCH_OBJECTS
+
+    def save() -> float:
+        client.batch_remove(names, True)
+        begin = time.perf_counter()
+        codes = client.batch_put_from_multi_buffers(names, scatter.src.tolist(), lengths)
+        took = time.perf_counter() - begin
+        assert set(codes) == {0}, codes
+        return took
+
+    def load() -> float:
+        begin = time.perf_counter()
+        counts = client.batch_get_into_multi_buffers(names, scatter.dst.tolist(), lengths)
+        took = time.perf_counter() - begin
+        assert set(counts) == {OBJECT_BYTES}, counts
+        return took
+
+    return {**ours, ("mooncake direct", "save"): save, ("mooncake direct", "load"): load}

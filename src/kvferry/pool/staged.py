@@ -1,0 +1,241 @@
+"""A store of host memory for a cache on a device: by way of buffers that the device reaches fast.
+
+    put    the device gathers whole objects into a buffer; the store takes them from there
+    get    the store fills a buffer with what is wanted, checked; the device scatters what is whole
+
+Buffers are plain memory; the device crosses the bus by pinned chunks of its own. Each call has a
+buffer to itself, from a few; a call that gets none by its deadline has failed, and nothing was
+moved. Only what the store calls DONE is ever written to the device. A store must be done with a
+buffer when its call ends, in whichever way: the embedded one is, Mooncake's with `hold_memory`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvferry.errors import TransferError
+from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, Store, StoreStats
+from kvferry.transport.base import MemoryRegion
+from kvferry.transport.memory import Bytes, Memory
+from kvferry.transport.regions import RegionTable
+
+log = logging.getLogger("kvferry")
+
+STAGE_BYTES = 32 << 20  # long enough for the bus, and for a batch of blocks
+BUFFERS = 5  # four loads and a save at a time
+
+
+class StagedStore:
+    """A `Store` whose registered memory is a device's, over one that moves host memory."""
+
+    def __init__(
+        self,
+        store: Store,
+        memory: Memory,
+        *,
+        stage_bytes: int = STAGE_BYTES,
+        buffers: int = BUFFERS,
+    ) -> None:
+        self.name = store.name
+        self._store, self._memory, self._stage_bytes = store, memory, stage_bytes
+        self._registered: list[MemoryRegion] = []
+        self._regions = RegionTable.of([])
+        self._changed = threading.Condition()
+        self._idle: list[Bytes | None] = [None] * buffers  # None: not made yet
+        self._closed = False
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        self._registered.extend(regions)
+        self._regions = RegionTable.of(self._registered)
+
+    def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
+        inside = self._inside(objects)
+        sizes = [int(o.length.sum()) for o in objects]
+        outcomes = [Outcome.FAILED] * len(keys)
+        for part in self._parts(sizes, inside):
+            some = [objects[i] for i in part]
+            length = np.array([sizes[i] for i in part], dtype=np.int64)
+            try:
+                told = self._put_some([keys[i] for i in part], some, length, deadline)
+            except TransferError as error:
+                log.warning("blocks could not be taken from their memory: %s", error)
+                continue
+            for i, outcome in zip(part, told, strict=True):
+                outcomes[i] = outcome
+        return outcomes
+
+    def _put_some(
+        self, keys: Sequence[str], objects: Sequence[Ranges], sizes: Ints, deadline: float
+    ) -> list[Outcome]:
+        total = int(sizes.sum())
+        with self._buffer(total, deadline) as buffer:
+            if buffer is None:
+                return [Outcome.FAILED] * len(keys)
+            self._gather(objects, buffer[:total])
+            begin = buffer.ctypes.data + np.cumsum(sizes) - sizes
+            ranges = [Ranges(begin[k : k + 1], sizes[k : k + 1]) for k in range(len(keys))]
+            return self._store.put(keys, ranges, deadline)
+
+    def _gather(self, objects: Sequence[Ranges], into: Bytes) -> None:
+        self._memory.gather(
+            np.concatenate([o.address for o in objects]),
+            np.concatenate([o.length for o in objects]),
+            into,
+        )
+
+    def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
+        inside = self._inside(wanted)
+        sizes = [int(w.length.sum()) for w in wanted]
+        outcomes = [Outcome.FAILED] * len(keys)
+        for part in self._parts(sizes, inside):
+            some = [wanted[i] for i in part]
+            length = np.array([sizes[i] for i in part], dtype=np.int64)
+            told = self._get_some([keys[i] for i in part], some, length, deadline)
+            for i, outcome in zip(part, told, strict=True):
+                outcomes[i] = outcome
+        return outcomes
+
+    def _get_some(
+        self, keys: Sequence[str], wanted: Sequence[Slices], sizes: Ints, deadline: float
+    ) -> list[Outcome]:
+        with self._buffer(int(sizes.sum()), deadline) as buffer:
+            if buffer is None:
+                return [Outcome.FAILED] * len(keys)
+            begins = np.cumsum(sizes) - sizes
+            staged = [
+                _packed(need, buffer.ctypes.data + begin)
+                for need, begin in zip(wanted, begins.tolist(), strict=True)
+            ]
+            outcomes = list(self._store.get(keys, staged, deadline))
+            return self._scatter(wanted, buffer, begins, sizes, outcomes)
+
+    def _scatter(
+        self,
+        wanted: Sequence[Slices],
+        buffer: Bytes,
+        begins: Ints,
+        sizes: Ints,
+        outcomes: list[Outcome],
+    ) -> list[Outcome]:
+        """What is DONE to its place; objects lie in the buffer one after another."""
+        ends = begins + sizes
+        try:
+            for first, last in _runs([outcome is Outcome.DONE for outcome in outcomes]):
+                some = wanted[first:last]
+                self._memory.scatter(
+                    buffer[int(begins[first]) : int(ends[last - 1])],
+                    np.concatenate([w.address for w in some]),
+                    np.concatenate([w.length for w in some]),
+                )
+        except TransferError as error:
+            log.warning("blocks could not be brought to their memory: %s", error)
+            return [Outcome.FAILED if o is Outcome.DONE else o for o in outcomes]
+        return outcomes
+
+    def _parts(self, sizes: Sequence[int], inside: Sequence[bool]) -> Iterator[list[int]]:
+        """Places in a batch that fit a buffer together; one that is larger has one to itself."""
+        part: list[int] = []
+        total = 0
+        for at, size in enumerate(sizes):
+            if not inside[at]:
+                continue
+            if part and total + size > self._stage_bytes:
+                yield part
+                part, total = [], 0
+            part.append(at)
+            total += size
+        if part:
+            yield part
+
+    def _inside(self, parts: Sequence[Ranges] | Sequence[Slices]) -> list[bool]:
+        """Whether each object's memory is registered; looked at one by one only if one is not."""
+        if not parts:
+            return []
+        address = np.concatenate([p.address for p in parts])
+        length = np.concatenate([p.length for p in parts])
+        bad = self._regions.first_outside(address, length)
+        if bad < 0:
+            return [True] * len(parts)
+        log.warning(
+            "%d bytes at %#x are not inside the registered memory", length[bad], address[bad]
+        )
+        return [self._regions.first_outside(p.address, p.length) < 0 for p in parts]
+
+    @contextlib.contextmanager
+    def _buffer(self, count: int, deadline: float) -> Iterator[Bytes | None]:
+        """A buffer of `count` bytes or more; None where none was free in time."""
+        with self._changed:
+            seconds = max(0.0, deadline - time.monotonic())
+            self._changed.wait_for(lambda: self._idle or self._closed, seconds)
+            free = bool(self._idle) and not self._closed
+            buffer = self._idle.pop() if free else None
+        if not free:
+            log.warning("no staging buffer was free in time")
+            yield None
+            return
+        try:
+            if buffer is None or buffer.nbytes < count:
+                buffer = None  # the shorter one goes before a longer one comes
+                size = self._stage_bytes
+                while size < count:
+                    size *= 2
+                buffer = np.empty(size, dtype=np.uint8)
+                with self._changed:
+                    self._store.register([MemoryRegion(buffer.ctypes.data, buffer.nbytes)])
+            yield buffer
+        finally:
+            with self._changed:
+                self._idle.append(buffer)
+                self._changed.notify()
+
+    # what needs no memory of ours
+
+    def access(self, keys: Sequence[str], deadline: float) -> None:
+        self._store.access(keys, deadline)
+
+    def exists(self, keys: Sequence[str], deadline: float) -> Bools:
+        return self._store.exists(keys, deadline)
+
+    def put_bytes(self, key: str, value: bytes, deadline: float) -> Outcome:
+        return self._store.put_bytes(key, value, deadline)
+
+    def get_bytes(self, key: str, deadline: float) -> bytes | None:
+        return self._store.get_bytes(key, deadline)
+
+    def remove(self, keys: Sequence[str], deadline: float) -> int:
+        return self._store.remove(keys, deadline)
+
+    def stats(self) -> StoreStats:
+        return self._store.stats()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._idle.clear()
+            self._changed.notify_all()
+        self._store.close()
+        close = getattr(self._memory, "close", None)
+        if close is not None:
+            close()
+
+
+def _packed(wanted: Slices, begin: int) -> Slices:
+    """The same parts, one after another from `begin` on; neighbours in the object are one part."""
+    offset, length = wanted.offset, wanted.length
+    if len(offset) == 0:
+        return wanted
+    heads = np.concatenate(([0], np.flatnonzero(offset[1:] != offset[:-1] + length[:-1]) + 1))
+    merged: Ints = np.add.reduceat(length, heads)
+    return Slices(offset[heads], begin + np.cumsum(merged) - merged, merged)
+
+
+def _runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """First and last (exclusive) of each stretch that is there."""
+    edges = np.flatnonzero(np.diff(np.array([False, *there, False], dtype=np.int8)))
+    return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)

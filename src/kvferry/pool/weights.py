@@ -1,0 +1,167 @@
+"""A name for the weights that an engine runs: what other weights computed must never be found.
+
+The first of these that is known:
+
+    named      the operator's `weight_revision`
+    hub        a repository of the Hub and the commit in it, also of a snapshot in the Hub's cache
+    files      of each file of weights: the SHA-256 that the Hub's client noted when it downloaded
+               it; else its size, when it was last changed, its table of contents, and samples
+    unknown    nothing of the above: the engine shares with nobody, nor with itself once restarted
+
+Files are not read whole, which takes minutes for large models. Samples alone would miss a change
+between them, so the time of the last change counts too: copies share what they computed only where
+the copy kept that time (`cp -p`, `rsync -t`, images), or where they have a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("kvferry")
+
+PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+SAMPLE_BYTES = 4096
+SAMPLE_EVERY_BYTES = 1 << 20  # or further apart, so that there are no more than
+MOST_SAMPLES = 1 << 15  # of all files: seconds, also where each takes a round trip to a file server
+THREADS = 8
+MOST_HEADER_BYTES = 100 << 20
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def engine_weights(vllm_config: Any, configured: str = "") -> str:
+    """Of the model, and of the draft model whose cache lies beside its own."""
+    model = vllm_config.model_config
+    name = weight_revision(
+        str(model.model),
+        configured,
+        commit=_commit(model),
+        elsewhere=bool(getattr(model, "model_weights", "")),
+    )
+    if configured:
+        return name
+    if str(getattr(getattr(vllm_config, "load_config", None), "load_format", "")) == "dummy":
+        name = f"dummy {name}"
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    if draft is not None and draft.model != model.model:
+        name += f" with draft {weight_revision(str(draft.model), commit=_commit(draft))}"
+    return name
+
+
+def _commit(config: Any) -> str:
+    """What a branch's name was resolved to; a branch itself moves."""
+    hub = getattr(config, "hf_config", None)
+    told = (getattr(hub, "_commit_hash", None), getattr(config, "revision", None))
+    return next((c for c in told if isinstance(c, str) and _COMMIT.fullmatch(c)), "")
+
+
+def weight_revision(
+    model: str, configured: str = "", *, commit: str = "", elsewhere: bool = False
+) -> str:
+    """The name; see the module.
+
+    commit     of the Hub, for a model that is named and not a path
+    elsewhere  the weights are not where the model's configuration is
+    """
+    if configured:
+        return f"named {configured}"
+    path = Path(model)
+    files = [path] if path.is_file() else []
+    if path.is_dir():
+        files = sorted(file for pattern in PATTERNS for file in path.glob(pattern))
+    if elsewhere:
+        files, commit = [], ""
+    if files:
+        snapshot = hub_snapshot(path)
+        if snapshot is not None and all(_blob(file) is not None for file in files):
+            return f"hub {snapshot[0]} {snapshot[1]}"
+        return f"files {_digest(files)}"
+    if commit and not path.exists():
+        return f"hub {model} {commit}"
+    log.warning(
+        "kvferry cannot tell which weights %s has: what this engine keeps in the pool is found by "
+        "no other engine, nor by itself after a restart; name them with `weight_revision`",
+        model,
+    )
+    return f"unknown {secrets.token_hex(16)}"
+
+
+def hub_snapshot(path: Path) -> tuple[str, str] | None:
+    """Repository and commit of a folder in the Hub's cache."""
+    parts = path.absolute().parts
+    if len(parts) < 3 or parts[-2] != "snapshots" or not _COMMIT.fullmatch(parts[-1]):
+        return None
+    kind, *name = parts[-3].split("--")
+    return ("/".join(name), parts[-1]) if kind == "models" and name else None
+
+
+def _blob(file: Path) -> str | None:
+    """The name of a blob in the Hub's cache: a digest of its content."""
+    if not file.is_symlink():
+        return None
+    target = file.resolve()
+    return target.name if target.parent.name == "blobs" and target.is_file() else None
+
+
+def _noted(file: Path) -> str | None:
+    """What the Hub's client noted beside a file that it downloaded, if it is still that file."""
+    note = file.parent / ".cache/huggingface/download" / f"{file.name}.metadata"
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        _, digest, when = note.read_text().split()[:3]
+        if _SHA256.fullmatch(digest) and file.stat().st_mtime - 1 <= float(when):
+            return digest
+    return None
+
+
+def _digest(files: Sequence[Path]) -> str:
+    digest = blake2b(digest_size=16)
+    unknown = []
+    for file in files:
+        content = _blob(file) or ""
+        if not _SHA256.fullmatch(content):
+            content = _noted(file) or ""
+        digest.update(f"{file.name} {content}\n".encode())
+        if not content:
+            unknown.append(file)
+    total = sum(file.stat().st_size for file in unknown)
+    apart = max(SAMPLE_EVERY_BYTES, total // MOST_SAMPLES)
+    with ThreadPoolExecutor(THREADS, "kvferry-weights") as threads:
+        for file in unknown:
+            stat = file.stat()
+            digest.update(f"{file.name} {stat.st_size} {int(stat.st_mtime)}\n".encode())
+            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+                digest.update(_contents_table(file, fd))
+                last = max(0, stat.st_size - SAMPLE_BYTES)
+                places = [*range(0, last, apart), last]
+                shares = [places[i::THREADS] for i in range(THREADS)]
+                for sampled in threads.map(_sample, [fd] * THREADS, shares):
+                    digest.update(sampled)
+            finally:
+                os.close(fd)
+    return digest.hexdigest()
+
+
+def _contents_table(file: Path, fd: int) -> bytes:
+    """The header of a safetensors file: names, shapes and places of all tensors."""
+    if file.suffix != ".safetensors":
+        return b""
+    size = int.from_bytes(os.pread(fd, 8, 0), "little")
+    return os.pread(fd, min(size, MOST_HEADER_BYTES), 8)
+
+
+def _sample(fd: int, places: Sequence[int]) -> bytes:
+    digest = blake2b(digest_size=16)
+    for place in places:
+        digest.update(os.pread(fd, SAMPLE_BYTES, place))
+    return digest.digest()

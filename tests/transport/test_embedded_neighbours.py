@@ -1,0 +1,241 @@
+"""The embedded store beside what is not its own: other people's files, other configurations,
+processes that died while they held nothing but memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.errors import StoreError
+from kvferry.pool import embedded_index as ix
+from kvferry.pool.embedded import EmbeddedStore
+from kvferry.pool.embedded_read import Reader
+from kvferry.pool.store import Outcome
+from pool_peers import DISK, MEMORY, ROOM, Peer, content
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def soon() -> float:
+    return time.monotonic() + 30
+
+
+def filled(place: Path) -> Peer:
+    """A store with objects in both tiers."""
+    peer = Peer(place)
+    for number in range(70):
+        assert peer.put(number) is Outcome.DONE
+    assert peer.store.counters()["demoted"] > 10
+    return peer
+
+
+def restarted(place: Path) -> Peer:
+    """As after a restart of the host: no memory, the disk as it was."""
+    for file in (place / "memory").iterdir():
+        file.unlink()
+    return Peer(place)
+
+
+def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:
+    """A disk tier in a directory that others use: nothing of theirs is read, counted or removed."""
+    digits = "0123456789abcdef" * 2
+    theirs = {
+        "hf/model.bin": b"weights",
+        "ab/notes.txt": b"",
+        f"ab/{digits}": b"KVF1 is not where we have it, and the folder is not ours either",
+        f"01/{digits}": b"\x89PNG: a cache of somebody else, with names like ours",
+        ".part-of-a-download": b"half",
+        ".part-1-2.tmp": b"half",
+    }
+    for name, data in theirs.items():
+        (tmp_path / "disk" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "disk" / name).write_bytes(data)
+    (tmp_path / "disk/01/link").symlink_to(tmp_path / "disk/hf/model.bin")
+    peer = filled(tmp_path)
+    peer.close()
+    again = restarted(tmp_path)
+    assert again.store.counters()["disk_bytes"] > 0
+    again.store.verify(soon())
+    again.store.clear(soon())
+    again.close()
+    for name, data in theirs.items():
+        assert (tmp_path / "disk" / name).read_bytes() == data, name
+    assert (tmp_path / "disk/01/link").is_symlink()
+
+
+def test_what_a_loss_of_power_leaves_is_removed(tmp_path: Path) -> None:
+    filled(tmp_path).close()
+    files = sorted(p for p in (tmp_path / "disk").glob("??/*"))
+    whole = files[0].read_bytes()
+    files[0].write_bytes(b"")
+    files[1].write_bytes(bytes(len(whole)))
+    files[2].write_bytes(files[2].read_bytes()[:-1])
+    (tmp_path / "disk/.part-7-1").write_bytes(whole[:100])
+    again = restarted(tmp_path)
+    assert not any(f.exists() for f in files[:3]) and files[3].exists()
+    assert not (tmp_path / "disk/.part-7-1").exists()
+    again.close()
+
+
+def on_disk(peer: Peer) -> list[int]:
+    return [int(one.key.split("/")[1]) for one in peer.store.listed() if one.tier == "disk"]
+
+
+@pytest.mark.parametrize("other", ["none", "elsewhere"])
+def test_an_engine_with_another_disk_configuration(tmp_path: Path, other: str) -> None:
+    """The store's own disk tier holds; nothing in it is lost to who does not know it."""
+    first = filled(tmp_path)
+    numbers = on_disk(first)
+    before = first.store.counters()
+    elsewhere = tmp_path / "other" if other == "elsewhere" else None
+    second = EmbeddedStore(
+        tmp_path / "memory", MEMORY, elsewhere, DISK if elsewhere else 0, slots=1 << 12
+    )
+    peer = Peer.__new__(Peer)
+    peer.memory, peer.store, peer.base = first.memory, second, first.base
+    second.register(first.store._registered)
+    assert {peer.get(n) for n in numbers} == {Outcome.DONE}
+    for number in range(100, 130):  # evictions go down to the same disk
+        peer.put(number)
+    second.close()
+    assert first.store.verify(soon())[1] == 0
+    after = first.store.counters()
+    assert after["corrupt"] == 0 and after["demoted"] > before["demoted"]
+    files = sum(f.stat().st_size for f in (tmp_path / "disk").glob("??/*"))
+    assert files == after["disk_bytes"]
+    assert elsewhere is None or not elsewhere.exists()
+    first.close()
+
+
+def test_a_disk_that_is_not_there(tmp_path: Path) -> None:
+    """Refused with the place, and nothing removed; served again when it is back, or where it is."""
+    first = filled(tmp_path)
+    numbers = on_disk(first)
+    first.close()
+    (tmp_path / "disk").rename(tmp_path / "moved")
+    for disk in (None, tmp_path / "nowhere"):
+        with pytest.raises(StoreError, match=str(tmp_path / "disk")):
+            EmbeddedStore(tmp_path / "memory", MEMORY, disk, DISK if disk else 0, slots=1 << 12)
+    EmbeddedStore(tmp_path / "memory", MEMORY, tmp_path / "moved", DISK, slots=1 << 12).close()
+    (tmp_path / "disk").symlink_to(tmp_path / "moved")
+    again = Peer(tmp_path)
+    assert {again.get(n) for n in numbers} == {Outcome.DONE}
+    again.close()
+
+
+def test_a_store_without_a_disk_stays_without(tmp_path: Path) -> None:
+    first = Peer(tmp_path, disk=False)
+    second = Peer(tmp_path)
+    assert second.put(1) is Outcome.DONE and first.get(1) is Outcome.DONE
+    assert not (tmp_path / "disk").exists()
+    second.close()
+    first.close()
+
+
+def test_a_file_that_cannot_be_opened_now_is_not_lost(tmp_path: Path) -> None:
+    peer = filled(tmp_path)
+    number = on_disk(peer)[0]
+    with pytest.MonkeyPatch.context() as patch:
+
+        def too_many(*_: object, **__: object) -> int:
+            raise OSError(24, "Too many open files")
+
+        patch.setattr(os, "open", too_many)
+        assert peer.get(number) is Outcome.FAILED
+    assert peer.get(number) is Outcome.DONE
+    assert peer.store.counters()["corrupt"] == 0
+    peer.close()
+
+
+def test_memory_of_a_process_that_died_outside_the_lock(tmp_path: Path) -> None:
+    """A quarter of the memory, in the hands of the dead, is used again by the next who need it."""
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {str(SUPPORT)!r})
+from pathlib import Path
+import numpy as np
+from pool_peers import Peer, ROOM, in_pieces
+from kvferry.pool import embedded_write
+embedded_write.Writer._write = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
+peer = Peer(Path({str(tmp_path)!r}), disk=False)
+peer.store.put(["a/%d" % i for i in range(5)], [in_pieces(peer.base, 280_000, 2)] * 5, 1e6)
+"""
+    watcher = Peer(tmp_path, disk=False)
+    child = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    assert child.returncode == -signal.SIGKILL
+    index = watcher.store._room.index
+    assert len(index.in_state(ix.WRITING)) == 5
+    room = index.geometry.memory_bytes
+    data = content(7)
+    for number in range(room // len(data) + 40):
+        watcher.store.put_bytes(f"b/{number}", data.tobytes(), soon())
+    assert watcher.store.counters()["evicted"] > 0
+    assert len(index.in_state(ix.WRITING)) == 0, "memory of the dead is still held"
+    watcher.close()
+
+
+def test_one_object_larger_than_what_the_living_hold(tmp_path: Path) -> None:
+    """Also where nothing can be evicted, because the dead hold all of it."""
+    watcher = Peer(tmp_path, disk=False, memory=2 << 20)
+    index = watcher.store._room.index
+    assert watcher.put(3) is Outcome.DONE
+    row = index.in_state(ix.MEMORY)
+    with watcher.store._room.locked(soon()):
+        index.extent[row], index.offset[row] = watcher.store._room.arena.capacity, 0
+        index.owner[row] = 999  # a number that nobody has
+        index.state[row] = ix.WRITING
+        watcher.store._room.arena.find_gaps()
+    assert watcher.put(9) is Outcome.DONE
+    watcher.close()
+
+
+def test_a_slot_that_went_to_another_key(tmp_path: Path) -> None:
+    """A writer that was not served is not told that its key exists, when the slot is another's."""
+    peer = Peer(tmp_path, disk=False)
+    assert peer.put(3) is Outcome.DONE
+    row = int(peer.store._room.index.in_state(ix.MEMORY)[0])
+    assert peer.store._writer._lost_race("object/3", row) is Outcome.EXISTS
+    assert peer.store._writer._lost_race("object/4", row) is None
+    peer.close()
+
+
+def test_a_file_that_goes_while_its_object_comes_to_memory(tmp_path: Path) -> None:
+    """BOTH becomes MEMORY and the file goes, between a reader's look and its read."""
+    peer = filled(tmp_path)
+    number = on_disk(peer)[0]
+    index = peer.store._room.index
+    serve_file = Reader._serve_file
+
+    def late(self: Reader, key: str | None, row: int, need: object) -> Outcome:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Reader, "_serve_file", serve_file)
+            assert self._promote(row, soon())  # another thread brings it up
+        index.state[row] = ix.MEMORY  # and the disk needed room
+        name = ix.key_name(int(index.low[row]), int(index.high[row]))
+        assert peer.store._room.disk is not None
+        peer.store._room.disk.remove(name)
+        return serve_file(self, key, row, need)  # type: ignore[arg-type]
+
+    promote = Reader._promote
+    first = [True]
+
+    def not_the_first(self: Reader, row: int, deadline: float) -> bool:
+        if first:
+            first.clear()
+            return False
+        return promote(self, row, deadline)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reader, "_serve_file", late)
+        patch.setattr(Reader, "_promote", not_the_first)
+        assert peer.get(number) is Outcome.DONE
+    assert peer.store.counters()["corrupt"] == 0
+    assert np.count_nonzero(peer.memory[ROOM:]) > 0
+    peer.close()

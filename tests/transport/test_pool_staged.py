@@ -1,0 +1,189 @@
+"""Memory that no pointer reaches, over a store of host memory: as a GPU's, without one."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_pool_faults import all_ended, cases, sequence
+
+from dir_store import DirStore, FaultyStore
+from kvferry.errors import TransferError
+from kvferry.pool.embedded import EmbeddedStore
+from kvferry.pool.staged import StagedStore
+from kvferry.pool.store import Outcome, Ranges, Slices
+from kvferry.transport.base import MemoryRegion
+from kvferry.verify.oracle import Oracle
+from pool_engine import SmallEngine
+
+FAR = 1 << 60  # device addresses are host addresses plus this
+
+
+class FarMemory:
+    """A device: only gather and scatter reach its memory."""
+
+    def __init__(self) -> None:
+        self.fails = False
+
+    def _check(self) -> None:
+        if self.fails:
+            raise TransferError("an illegal memory access was encountered")
+
+    def gather(self, address: np.ndarray, length: np.ndarray, into: np.ndarray) -> None:
+        self._check()
+        data = [
+            ctypes.string_at(a - FAR, n)
+            for a, n in zip(address.tolist(), length.tolist(), strict=True)
+        ]
+        whole = np.frombuffer(b"".join(data), dtype=np.uint8)
+        into[: len(whole)] = whole
+
+    def scatter(self, source: np.ndarray, address: np.ndarray, length: np.ndarray) -> None:
+        self._check()
+        at = 0
+        for a, n in zip(address.tolist(), length.tolist(), strict=True):
+            ctypes.memmove(a - FAR, source[at : at + n].tobytes(), n)
+            at += n
+        assert at == len(source)
+
+    def zero(self, address: np.ndarray, length: np.ndarray) -> None:
+        raise AssertionError("nothing is zeroed")
+
+
+def test_every_byte_between_devices(tmp_path: Path) -> None:
+    """Random shapes, written from and read to far memory; every byte judged by the oracle."""
+    compared = 0
+    for number, case in enumerate(cases(6)):
+        oracle, tokens = Oracle(case), sequence(case)
+
+        def open_store(number: int = number) -> StagedStore:
+            inner = EmbeddedStore(tmp_path / str(number), 4 << 20, slots=1 << 12)
+            return StagedStore(inner, FarMemory(), stage_bytes=4096, buffers=2)
+
+        writer = SmallEngine(case, "src", open_store, shift=FAR)
+        writer.fill(oracle)
+        writer.save("w", tokens)
+        reader = SmallEngine(case, "dst", open_store, shift=FAR)
+        found = reader.matched("r", tokens)
+        assert found == case["tokens"]
+        ends = reader.load("r", found)
+        assert all(end.ok for end in ends), ends
+        assert reader.wrong_bytes(oracle) == 0, number
+        compared += sum(end.bytes for end in ends)
+        for engine in (writer, reader):
+            all_ended(engine)
+            engine.close()
+    assert compared > 10_000
+
+
+class Far:
+    """A store of files behind far memory, and bytes in both halves of it."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.host = np.zeros(1 << 16, dtype=np.uint8)
+        self.base = int(self.host.ctypes.data) + FAR
+        self.memory, self.faults = FarMemory(), dict[str, Callable[..., Any]]()
+        self.inner = DirStore(str(path))
+        self.store = StagedStore(FaultyStore(self.inner, self.faults), self.memory, **options)
+        self.store.register([MemoryRegion(self.base, self.host.nbytes)])
+
+    def ranges(self, at: int, size: int) -> Ranges:
+        half = np.array([size // 2, size - size // 2], dtype=np.int64)
+        return Ranges(self.base + at + np.array([0, size // 2]), half)
+
+    def slices(self, at: int, size: int) -> Slices:
+        """Backwards, in three parts, so that nothing is contiguous."""
+        cuts = np.linspace(0, size, 4).astype(np.int64)
+        offset, length = cuts[:-1][::-1].copy(), np.diff(cuts)[::-1].copy()
+        return Slices(offset, self.base + at + offset, length)
+
+
+def soon() -> float:
+    return time.monotonic() + 5
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Far:
+    return Far(tmp_path, stage_bytes=1000, buffers=1)
+
+
+def test_batches_larger_than_a_buffer(far: Far) -> None:
+    sizes = [700, 700, 3000, 1, 999]
+    keys = [f"k{i}" for i in range(5)]
+    starts = [5000 * i for i in range(5)]
+    for i, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        far.host[start : start + size] = np.random.default_rng(i).integers(1, 255, size)
+    before = far.host.copy()
+    pairs = list(zip(starts, sizes, strict=True))
+    put = far.store.put(keys, [far.ranges(*p) for p in pairs], soon())
+    assert put == [Outcome.DONE] * 5
+    far.host[:30000] = 0
+    assert far.store.get(keys, [far.slices(*p) for p in pairs], soon()) == [Outcome.DONE] * 5
+    assert np.array_equal(far.host, before)
+
+
+def test_only_what_is_whole_reaches_the_device(far: Far) -> None:
+    keys = ["a", "b", "c"]
+    far.host[:300] = 7
+    far.store.put(keys, [far.ranges(100 * i, 100) for i in range(3)], soon())
+    file = far.inner.file("b")
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    far.host[:] = 0
+    wanted = [far.slices(1000 * i, 100) for i in range(3)]
+    assert far.store.get(keys, wanted, soon()) == [Outcome.DONE, Outcome.CORRUPT, Outcome.DONE]
+    assert far.host[:100].all() and far.host[2000:2100].all()
+    assert not far.host[1000:1100].any() and far.host.sum() == 1400
+
+
+def test_outside_of_registered_memory(far: Far) -> None:
+    """One object of a batch; the others go on."""
+    good, bad = far.ranges(0, 10), Ranges(np.array([far.base - 5]), np.array([10]))
+    assert far.store.put(["x", "y"], [bad, good], soon()) == [Outcome.FAILED, Outcome.DONE]
+    end = far.base + far.host.nbytes - 5
+    beyond = Slices(np.array([0]), np.array([end]), np.array([10]))
+    got = far.store.get(["y", "y"], [beyond, far.slices(100, 10)], soon())
+    assert got == [Outcome.FAILED, Outcome.DONE]
+
+
+def test_a_device_that_fails(far: Far) -> None:
+    assert far.store.put(["a"], [far.ranges(0, 10)], soon()) == [Outcome.DONE]
+    far.memory.fails = True
+    assert far.store.put(["b"], [far.ranges(0, 10)], soon()) == [Outcome.FAILED]
+    assert far.store.get(["a"], [far.slices(0, 10)], soon()) == [Outcome.FAILED]
+    far.memory.fails = False
+    assert far.store.get(["a", "b"], [far.slices(0, 10)] * 2, soon()) == [
+        Outcome.DONE,
+        Outcome.MISSING,
+    ]
+
+
+def test_a_store_that_keeps_all_buffers(far: Far) -> None:
+    """Others end by their deadlines, with nothing moved; all goes on when it lets go."""
+    far.store.put(["a"], [far.ranges(0, 10)], soon())
+    release, inside = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> None:
+        inside.set()
+        release.wait(10)
+
+    far.faults["get"] = hang
+    stuck = threading.Thread(target=far.store.get, args=(["a"], [far.slices(0, 10)], soon()))
+    stuck.start()
+    assert inside.wait(5)
+    began = time.monotonic()
+    late = far.store.get(["a"], [far.slices(100, 10)], time.monotonic() + 0.1)
+    assert late == [Outcome.FAILED] and time.monotonic() - began < 1
+    far.faults.clear()
+    release.set()
+    stuck.join(5)
+    assert far.store.get(["a"], [far.slices(100, 10)], soon()) == [Outcome.DONE]
+    far.store.close()
+    assert far.store.put(["z"], [far.ranges(0, 10)], time.monotonic()) == [Outcome.FAILED]

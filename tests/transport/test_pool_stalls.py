@@ -1,0 +1,197 @@
+"""Stores that take their time: slow to open, stuck in one call, slow to be asked; and layouts that
+cannot be read. One of them never costs the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_pool_faults import FAST, Pair, all_ended, cases, sequence, simple
+
+from dir_store import DirStore
+from kvferry.layout import EngineShape, RankLayout
+from kvferry.layout.presets import load_model
+from kvferry.pool import load as load_module
+from kvferry.pool import lookup_client
+from kvferry.pool.book import LayoutBook
+from kvferry.pool.keys import KeyMetadata
+from kvferry.pool.records import PoolLayout, make_layout
+from kvferry.pool.requests import PoolLimits
+from kvferry.pool.stats import PoolCounters
+from kvferry.verify.case import CaseDict
+
+
+@pytest.fixture(scope="module")
+def case() -> CaseDict:
+    return cases(1, simple)[0]
+
+
+@pytest.fixture
+def pair(case: CaseDict, tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(case, tmp_path, FAST)
+    yield made
+    made.close()
+
+
+def test_a_store_that_opens_slowly(pair: Pair, monkeypatch: Any) -> None:
+    """Misses while it opens, under steady lookups; hits once it is open. It is opened once."""
+    monkeypatch.setattr(lookup_client, "STUCK_SECONDS", 0.05)
+    tokens = sequence(pair.case)
+    pair.engine("src").save("w", tokens)
+    reader = pair.engine("dst")
+    opened = []
+
+    def slowly() -> Any:
+        opened.append(time.monotonic())
+        time.sleep(2.0)  # five times as long as a lookup may take
+        return pair.open_store()
+
+    reader.scheduler._open_store = slowly
+    reader.scheduler.start(reader.scheduler._metadata, reader.layout, len(reader.ranks))
+    until, number, waited = time.monotonic() + 8, 0, []
+    while True:
+        began = time.monotonic()
+        found = reader.matched(f"r{number}", [*tokens, number])
+        waited.append(time.monotonic() - began)
+        if found:
+            break
+        number += 1
+        assert time.monotonic() < until, "the store is never usable"
+        time.sleep(0.02)
+    assert len(opened) == 1 and reader.scheduler.counters["lookup_servers_replaced"] == 0
+    # the first waits for its deadline; then nobody does
+    assert sum(w > 0.3 for w in waited[:-1]) <= 2 and reader.scheduler.counters["lookup_refused"]
+
+
+def test_a_store_that_cannot_be_opened_is_not_tried_by_each_lookup(pair: Pair) -> None:
+    tokens = sequence(pair.case)
+    reader = pair.engine("dst")
+    tried = []
+
+    def fails() -> Any:
+        tried.append(1)
+        raise OSError("nobody listens")
+
+    reader.scheduler._open_store = fails
+    reader.scheduler.start(reader.scheduler._metadata, reader.layout, len(reader.ranks))
+    for number in range(20):
+        assert reader.matched(f"r{number}", [*tokens, number]) == 0
+    assert len(tried) == 1
+    reader.scheduler._client._server._open_after = 0.0  # type: ignore[union-attr]
+    assert reader.matched("later", [*tokens, 99]) == 0 and len(tried) == 2
+
+
+def test_steps_that_are_slower_than_any_answer(pair: Pair, monkeypatch: Any) -> None:
+    """More time between two questions than an answer may be old: it is given all the same."""
+    tokens = sequence(pair.case)
+    pair.engine("src").save("w", tokens)
+    reader = pair.engine("dst")
+    reader.until(lambda: reader.scheduler.counters["layouts_published"] > 0)
+    monkeypatch.setattr(lookup_client, "OLDEST_ANSWER_SECONDS", 0.05)
+    tracker = reader.scheduler.track("r", tuple)
+    found = []
+    for _ in range(5):
+        found.append(reader.scheduler.matched("r", tracker, tokens, 0))
+        time.sleep(0.2)
+    assert pair.case["tokens"] in found[:4], found
+    assert found[0] is None and found[1] is None, "an old answer is asked for once more"
+
+
+def test_loads_that_have_not_begun_are_not_hung(pair: Pair, monkeypatch: Any) -> None:
+    """One load more than there are threads, all of which hang: it fails, and holds no blocks."""
+    monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.3)
+    tokens = sequence(pair.case)
+    pair.engine("src").save("w", tokens)
+    reader = pair.engine("dst", limits=PoolLimits(lookup_seconds=5, load_seconds=1.0))
+    count = load_module.THREADS
+    names = [f"r{n}" for n in range(count + 1)]
+    found = {name: reader.matched(name, tokens) for name in names}
+    release = threading.Event()
+    pair.faults["get"] = lambda *_: release.wait(30) and None
+    for name in names[:count]:
+        reader.scheduler.allocated(name, reader.tables, found[name])
+    reader.step()
+    reader.until(lambda: all(len(r._loader._running) == count for r in reader.ranks.values()))
+    time.sleep(0.1)
+    late = reader.load(names[-1], found[names[-1]])
+    assert all(not end.ok and not end.hung for end in late), late
+    reader.until(lambda: all(len(reader.ends.get(n, ())) == len(reader.ranks) for n in names))
+    assert all(end.hung for name in names[:count] for end in reader.ends[name])
+    assert set(reader.scheduler._quarantine) == set(names[:count])
+    pair.faults.clear()
+    assert reader.matched("after", tokens) == found["r0"]
+    assert all(end.ok for end in reader.load("after", found["r0"])), "others wait behind the stuck"
+    release.set()
+    all_ended(reader)
+    before = threading.active_count()
+    reader.until(lambda: threading.active_count() <= before)  # those that came back have ended
+    assert all(not rank._loader._crew._lost for rank in reader.ranks.values())
+
+
+def test_too_many_stuck_threads(pair: Pair, monkeypatch: Any) -> None:
+    """Threads are not replaced without end; loads then fail by their deadlines, unhung."""
+    monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.05)
+    monkeypatch.setattr(load_module, "MOST_LOST_THREADS", 1)
+    tokens = sequence(pair.case)
+    pair.engine("src").save("w", tokens)
+    reader = pair.engine("dst", limits=PoolLimits(lookup_seconds=5, load_seconds=0.2))
+    release = threading.Event()
+    names = [f"r{n}" for n in range(load_module.THREADS + 3)]
+    found = {name: reader.matched(name, tokens) for name in names}
+    pair.faults["get"] = lambda *_: release.wait(30) and None
+    hung = [reader.load(name, found[name])[0].hung for name in names]
+    assert hung.count(True) == load_module.THREADS + 1 and not hung[-1]
+    release.set()
+    all_ended(reader)
+
+
+def test_a_process_with_a_hung_load_ends() -> None:
+    """Nobody joins a thread that the store keeps."""
+    code = """
+import threading, time
+from kvferry.pool.crew import Crew
+crew = Crew(2, "kvferry-load", 4)
+stuck = [crew.submit(threading.Event().wait) for _ in range(2)]
+while not all(f.running() for f in stuck): time.sleep(0.01)
+crew.replace(stuck)
+assert crew.submit(lambda: 7).result(5) == 7
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=10, check=True)
+
+
+def layout(shape: str) -> PoolLayout:
+    model = load_model("llama-3.1-8b")
+    parsed = EngineShape.parse(shape)
+    ranks = [RankLayout.build(model, parsed, rank, 4) for rank in parsed.ranks]
+    return make_layout(model, {"dtype": "x"}, ranks)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "readable"),
+    [
+        ("interior=opaque:A", "interior=opaque:A,pp=2", True),
+        ("interior=opaque:A,tp=2", "interior=opaque:A", False),
+        ("interior=opaque:A,block=32", "interior=opaque:A", False),
+        ("interior=opaque:A", "interior=opaque:B", False),
+        ("interior=opaque:A", "interior=opaque", False),
+        ("tp=2,block=32,order=LBNHC", "tp=1", True),
+    ],
+)
+def test_what_cannot_be_planned_is_not_promised(
+    tmp_path: Path, theirs: str, ours: str, readable: bool
+) -> None:
+    """A layout that no plan bridges is refused when it is met, not at each load."""
+    metadata, store = KeyMetadata.of("", "m", {}), DirStore(str(tmp_path))
+    writer, reader, counters = layout(theirs), layout(ours), PoolCounters()
+    assert writer.id != reader.id
+    LayoutBook(metadata, writer, PoolCounters()).refresh(store, time.monotonic() + 5)
+    book = LayoutBook(metadata, reader, counters)
+    book.refresh(store, time.monotonic() + 5)
+    assert (writer.id in {x.id for x in book.layouts}) == readable
+    assert counters["layouts_refused"] == (0 if readable else 1)

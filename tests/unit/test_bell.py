@@ -1,0 +1,27 @@
+"""An idle engine waits for what it would report, and not longer."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from kvferry.p2p.bell import Bell
+
+
+def test_rings_of_before_and_of_meanwhile_end_the_wait() -> None:
+    bell = Bell()
+    bell.ring()
+    begun = time.monotonic()
+    bell.wait(30.0)
+    threading.Timer(0.05, bell.ring).start()
+    bell.wait(30.0)
+    assert 0.04 < time.monotonic() - begun < 10.0
+
+
+def test_a_ring_is_heard_once() -> None:
+    bell = Bell()
+    bell.ring()
+    bell.wait(30.0)
+    begun = time.monotonic()
+    bell.wait(0.05)
+    assert time.monotonic() - begun > 0.04

@@ -1,0 +1,57 @@
+"""What `kvferry bench handover` calls slower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.bench.handover import HandoverResult, verdicts
+from kvferry.bench.timed import Times, timed
+from kvferry.cli.bench_handover import print_handover
+
+OURS = HandoverResult("kvferry", True, 5, 50.0, 400.0, 200.0, 0.4, 0.6, 30.0)
+THEIRS = HandoverResult("theirs", False, 5, 60.0, 410.0, 210.0, 0.1, 12.0, 29.0)
+
+
+def test_every_target_beside_every_other_connector(capsys: pytest.CaptureFixture[str]) -> None:
+    others = [THEIRS, replace(THEIRS, name="broken", error="it\ndied")]
+    found = {one.what: one.met for one in verdicts([OURS, *others])}
+    assert len(found) == 6 and all(found.values())  # within the noise, below what a step feels
+    slower = replace(OURS, first_token_ms=70.0, decode_step_ms=13.0)
+    found = {one.what: one.met for one in verdicts([slower, *others])}
+    assert [what for what, met in found.items() if not met] == ["first token", "longest step on D"]
+    print_handover([slower, *others])
+    said = capsys.readouterr().out
+    assert "NO  first token: 70.0 ms, theirs 60.0 ms" in said and "did not run: died" in said
+    assert verdicts([replace(OURS, error="x"), THEIRS]) == []
+
+
+def test_calls_add_up_to_steps(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    from kvferry.bench import timed as module
+
+    class Connector:
+        def start_load_kv(self) -> None:
+            time.sleep(0.01)
+
+        def get_finished(self) -> str:
+            self.start_load_kv()  # part of this call: not counted twice
+            return "finished"
+
+        def build_connector_meta(self) -> None:
+            pass
+
+    times = Times(tmp_path / "times")  # type: ignore[operator]
+    monkeypatch.setattr(module, "_times", times)
+    made = timed(Connector)()
+    assert type(made).__name__ == "Connector" and made.get_finished() == "finished"
+    made.start_load_kv()
+    made.build_connector_meta()
+    made.start_load_kv()
+    made.build_connector_meta()
+    longest, total, steps = times.read()
+    assert steps == 2 and 0.018 < longest < total and total > 0.028
+    times.clear()
+    assert times.read() == (0.0, 0.0, 0)

@@ -1,0 +1,139 @@
+"""Small rooms of the pool: calls without deadlines, blocks that are watched, states."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.errors import StoreError
+from kvferry.layout.model import Residency
+from kvferry.pool import late_calls, watch
+from kvferry.pool.chain import ContentChain
+from kvferry.pool.late_calls import LateCalls, Memory
+from kvferry.pool.objects import TableKind
+from kvferry.pool.save_jobs import WholeState, states_to_save
+from kvferry.pool.watch import Watch
+
+
+def soon(seconds: float = 5.0) -> float:
+    return time.monotonic() + seconds
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = soon()
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_call_gets_an_idle_thread() -> None:
+    calls, seen = LateCalls("x"), set()
+    for _ in range(20):
+        seen.add(calls("look", threading.get_ident, soon()))
+        until(lambda: bool(calls._idle))
+    assert len(seen) == 1 and threading.get_ident() not in seen
+    calls.close()
+    until(lambda: not any(t.ident in seen for t in threading.enumerate()))
+
+
+def test_a_call_that_hangs_keeps_nobody_waiting() -> None:
+    calls, release = LateCalls("x"), threading.Event()
+    with pytest.raises(StoreError, match="deadline"):
+        calls("look", lambda: release.wait(5), soon(0.05))
+    assert calls("look", lambda: 7, soon()) == 7
+    assert (calls.abandoned, calls._hanging) == (1, 1)
+    release.set()
+    until(lambda: calls._hanging == 0)
+
+
+def test_too_many_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_calls, "MAX_ABANDONED", 2)
+    calls, release = LateCalls("x"), threading.Event()
+    for _ in range(2):
+        with pytest.raises(StoreError, match="deadline"):
+            calls("look", lambda: release.wait(5), soon(0.02))
+    with pytest.raises(StoreError, match="hang; look refused"):
+        calls("look", lambda: 7, soon())
+    release.set()
+    until(lambda: calls._hanging == 0)
+    assert calls("look", lambda: 7, soon()) == 7
+
+
+def test_memory_is_held() -> None:
+    """With blocks in its hands, a call is waited for, past any deadline; lookups are not."""
+    calls = LateCalls("x", hold_memory=True)
+    for memory in (Memory.READS, Memory.WRITES):
+        assert calls("move", lambda: time.sleep(0.1) or 3, soon(0.0), memory) == 3
+    with pytest.raises(StoreError, match="deadline"):
+        calls("look", lambda: time.sleep(0.1), soon(0.0))
+
+
+def test_errors_of_calls() -> None:
+    calls = LateCalls("x")
+
+    def fail(error: BaseException) -> Any:
+        raise error
+
+    with pytest.raises(StoreError, match="look failed: KeyError"):
+        calls("look", lambda: fail(KeyError(1)), soon())
+    own = StoreError("said so")
+    with pytest.raises(StoreError) as caught:
+        calls("look", lambda: fail(own), soon())
+    assert caught.value is own
+
+
+class Objects:
+    """A store, as far as watching goes."""
+
+    def __init__(self, *keys: str) -> None:
+        self.keys, self.asked = set(keys), 0
+
+    def exists(self, keys: list[str], deadline: float) -> Any:
+        self.asked += len(keys)
+        return np.array([key in self.keys for key in keys])
+
+
+def test_what_is_gone_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "PERIOD_SECONDS", 0.0)
+    monkeypatch.setattr(watch, "BLOCKS_AT_A_TIME", 2)
+    seen: Watch[str] = Watch()
+    store: Any = Objects("a0", "a1", "b0", "c0")
+    for name in "abc":
+        seen.add(name, [f"{name}0", f"{name}1"] if name == "a" else [f"{name}0"])
+    for _ in range(2):  # a round
+        seen.look(store, soon())
+    assert store.asked == 3 + 3 and not seen.has_gone  # a and b; c and a again
+    store.keys -= {"a1", "c0"}
+    for _ in range(2):
+        seen.look(store, soon())
+    assert sorted(seen.take_gone()) == ["a", "c"] and not seen.has_gone
+    seen.look(store, soon())
+    assert seen.take_gone() == []
+    seen.discard("b")
+    store.keys.clear()
+    seen.look(store, soon())
+    assert not seen.has_gone
+
+
+def test_only_states_at_the_ends_of_blocks_are_saved() -> None:
+    kinds = [
+        TableKind(0, ("full",), 16, Residency("full")),
+        TableKind(1, ("state",), 32, Residency("state")),
+    ]
+    chain = ContentChain()
+    chain.extend(list(range(100)))
+    states = [
+        WholeState(1, 7, 64),
+        WholeState(1, 8, 80),  # inside a block
+        WholeState(1, 0, 32),  # no block
+        WholeState(1, 9, 128),  # tokens that are not final
+        WholeState(0, 5, 32),  # no state
+    ]
+    (found,) = states_to_save(kinds, chain, states, null_block=0)
+    assert (found.table, found.numbers, found.block_ids) == (1, (1,), (7,))
+    assert found.contents == (chain.digests(32)[1],)
