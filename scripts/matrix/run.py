@@ -27,9 +27,8 @@ console = Console()
 def code_digest() -> str:
     """Results count only for the code that made them."""
     digest = hashlib.sha256()
-    for folder in (ROOT / "src", ROOT / "scripts" / "matrix"):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -48,16 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="also cases that have a result")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     chosen = parser.parse_args(arguments)
-    cases = [case for case in covering() if not chosen.only or chosen.only in case.describe()]
+    path, digest = OUT / "results.jsonl", code_digest()
+    done = {} if chosen.again else read_results(path, digest)
+    every = covering([Case(**result["case"]) for result in done.values() if result["ok"]])
+    cases = [case for case in every if not chosen.only or chosen.only in case.describe()]
     if chosen.list:
         for case in cases:
             console.print(f"{case.name}  {case.describe()}", highlight=False)
         return 0
     OUT.mkdir(parents=True, exist_ok=True)
-    path, digest = OUT / "results.jsonl", code_digest()
-    done = read_results(path, digest)
-    todo = [c for c in cases if chosen.again or not done.get(c.name, {}).get("ok")]
-    todo = todo[: chosen.limit or None]
+    todo = [c for c in cases if not done.get(c.name, {}).get("ok")][: chosen.limit or None]
     console.print(f"{len(cases)} cases, {len(todo)} to run; results in {path.relative_to(ROOT)}")
     for index, case in enumerate(todo, 1):
         console.print(f"[{index}/{len(todo)}] {case.describe()} ...", highlight=False, end=" ")
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = "ok" if done[case.name]["ok"] else f"FAILED: {done[case.name]['error']}"
         console.print(f"{said} ({done[case.name]['seconds']:.0f} s)", highlight=False)
     if not chosen.only:
-        write_page(PAGE, covering(), done)
+        write_page(PAGE, every, done)
     return 0 if all(done.get(case.name, {}).get("ok") for case in cases) else 1
 
 
