@@ -528,6 +528,22 @@ def test_another_prompts_ticket_is_refused() -> None:
         require_ok(d.load(ticket, prompt))
 
 
+def test_a_state_is_of_all_tokens_or_of_none() -> None:
+    """A ticket that was cut shorter would get the state of more tokens than it names."""
+    source, target = replace(P, model="mamba2"), replace(D, model="mamba2")
+    prompt = Prompt(1, 100)
+    with producer(source) as p, consumer(target, source) as d:
+        ticket = p.hold(prompt)
+        require_failed(
+            d.load(replace(ticket, tokens=99), replace(prompt, tokens=99), keep_open=True),
+            "HandoverError: the ticket promises 99 tokens, rank (0, 0) holds 100",
+            "refuses the offer: the ticket promises 99 tokens, this rank holds 100",
+        )
+        assert d.wrong_bytes() == 0
+        require_ok(d.load(ticket, prompt))
+        assert d.wrong_bytes(prompt) == 0
+
+
 def test_a_ticket_with_a_wrong_address_fails_alone() -> None:
     """It names the right engine, so that others wait for its handshake; they make their own."""
     prompts = [Prompt(1, 100, 1, 1), Prompt(2, 100, 20, 20)]
