@@ -18,6 +18,7 @@ from device_peer import KINDS, DeviceArea, DeviceKind
 from test_conformance import (  # noqa: F401, the tests themselves
     Pair,
     pair,
+    quick_switches,
     test_a_deadline_leaves_the_transfer_running,
     test_a_restarted_peer_is_another_peer,
     test_after_cancel_no_byte_arrives,

@@ -197,12 +197,11 @@ class MemmoveCarrier(ForeignCarrier):
 
     def _detach(self, handle: Any) -> None: ...
 
-    def _carry(self, job: Job, peer: ForeignPeer, batch: Any, *, reading: bool) -> None:
-        part: Arrays = batch
+    def _carry(self, job: Job, peer: ForeignPeer, batch: Arrays, *, reading: bool) -> None:
         if self.fails is not None:
             self.fails(job)
-        self.moved += len(part)
-        for src, dst, length in zip(part.src, part.dst, part.length, strict=True):
+        self.moved += len(batch)
+        for src, dst, length in zip(batch.src, batch.dst, batch.length, strict=True):
             ctypes.memmove(int(dst), int(src), int(length))
 
     def _shut(self) -> None: ...

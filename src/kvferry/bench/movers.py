@@ -8,7 +8,8 @@ connects and prepares batches, so that only moving is timed:
     go = here.prepare("read", copies); go()
 
 `raw-mooncake` and `raw-nixl` are the libraries as their own examples use them, with the batches
-that our carriers make; their lists and descriptors are made beforehand, which favours them.
+that our carriers make. Their batches are cut beforehand; the lists or descriptors that the library
+takes are made as they are needed, by its own functions, as for every new request.
 """
 
 from __future__ import annotations
@@ -145,30 +146,26 @@ class RawNixl:
 
 def mooncake_calls(engine: Any, target: str, op: str, copies: Arrays) -> Callable[[], None]:
     call = getattr(engine, f"batch_transfer_sync_{op}")
-    parts = []
-    for part in batches(copies, mooncake.BATCH_DESCRIPTORS, mooncake.BATCH_BYTES):
-        local, remote = _sides(op, part)
-        parts.append((local.tolist(), remote.tolist(), part.length.tolist()))
+    parts = list(batches(copies, mooncake.BATCH_DESCRIPTORS, mooncake.BATCH_BYTES))
 
     def go() -> None:
-        for lists in parts:
-            if call(target, *lists) != 0:
+        for part in parts:
+            local, remote = _sides(op, part)
+            if call(target, local.tolist(), remote.tolist(), part.length.tolist()) != 0:
                 raise TransferError("raw Mooncake failed a batch")
 
     return go
 
 
 def nixl_calls(agent: Any, peer: Any, op: str, copies: Arrays) -> Callable[[], None]:
-    parts = [
-        tuple(
-            agent.get_xfer_descs(nixl.rows(side, part.length), mem_type=nixl.MEMORY)
-            for side in _sides(op, part)
-        )
-        for part in batches(copies, nixl.BATCH_DESCRIPTORS, nixl.BATCH_BYTES)
-    ]
+    parts = list(batches(copies, nixl.BATCH_DESCRIPTORS, nixl.BATCH_BYTES))
 
     def go() -> None:
-        for local, remote in parts:
+        for part in parts:
+            local, remote = (
+                agent.get_xfer_descs(nixl.rows(side, part.length), mem_type=nixl.MEMORY)
+                for side in _sides(op, part)
+            )
             handle = agent.initialize_xfer(op.upper(), local, remote, peer)
             state = agent.transfer(handle)
             while state == "PROC":

@@ -2,9 +2,10 @@
 
 Two engines of one library in the same two processes differ by a factor of two, by luck: which
 threads serve which connections. So the carrier, without packing, and its library, called directly
-with the same batches made beforehand, move the same copies over the *same* engine, one right after
-the other, in turns of who is first. What counts is the ratio within each such pair: its median, and
-its quartiles as the spread.
+with the same batches, move the same copies over the *same* engine in turns: library, carrier,
+library, ... What counts is each turn of the carrier against the mean of the library's turns before
+and after it, so that a drift of the machine cancels: the median of these ratios, with their
+quartiles as the spread.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvferry.units import show_bytes
 MAX_DESCRIPTORS = 1 << 17
 PAIR_DESCRIPTORS = {"mooncake": 1 << 10, "nixl": 1 << 14}  # tens of milliseconds
 PAIR_BYTES = 64 << 20
-LEAST_PAIRS, MOST_PAIRS = 11, 101
+LEAST_PAIRS, MOST_PAIRS = 31, 101
 GB = 1e9
 
 Task = Callable[[], None]
@@ -84,18 +85,16 @@ def _row(
     ours, theirs = mover.prepare(op, copies), mover.library(op, copies)
     ours()
     theirs()
-    times: list[tuple[float, float]] = []
+    us: list[float] = []
+    it = [seconds_of(theirs)]
     until = time.monotonic() + seconds
-    while len(times) < LEAST_PAIRS or (time.monotonic() < until and len(times) < MOST_PAIRS):
-        if len(times) % 2:
-            first = seconds_of(theirs)
-            times.append((seconds_of(ours), first))
-        else:
-            times.append((seconds_of(ours), seconds_of(theirs)))
-    table = np.array(times)
-    low, middle, high = np.quantile(table[:, 1] / table[:, 0], (0.25, 0.5, 0.75)).tolist()
-    rate = int(length.sum()) / float(np.median(table[:, 1])) / GB
-    return PairedRow(name, op, size, len(times), rate, middle, low, high)
+    while len(us) < LEAST_PAIRS or (time.monotonic() < until and len(us) < MOST_PAIRS):
+        us.append(seconds_of(ours))
+        it.append(seconds_of(theirs))
+    beside = (np.array(it[1:]) + np.array(it[:-1])) / 2
+    low, middle, high = np.quantile(beside / np.array(us), (0.25, 0.5, 0.75)).tolist()
+    rate = int(length.sum()) / float(np.median(it)) / GB
+    return PairedRow(name, op, size, len(us), rate, middle, low, high)
 
 
 def paired_lines(rows: Sequence[PairedRow]) -> Iterator[str]:

@@ -47,7 +47,7 @@ from kvferry.transport.foreign_peer import (
     is_loopback,
 )
 from kvferry.transport.host import HostMemory
-from kvferry.transport.jobs import CANCEL_SECONDS, Job, share
+from kvferry.transport.jobs import CANCEL_SECONDS, Job
 from kvferry.transport.pulse import Pulse, PulseServer
 from kvferry.transport.regions import Arrays, RegionTable, require_all
 from kvferry.transport.slots import SLOTS, Slots
@@ -68,7 +68,6 @@ class ForeignCarrier(ABC):
     name: ClassVar[str]
     batch_descriptors: ClassVar[int]
     batch_bytes: ClassVar[int]
-    lanes: ClassVar[int] = 1  # two where preparing a batch takes longer than waking a thread
     listens_everywhere: ClassVar[bool] = False  # whatever `host` is
     device: int = ON_HOST  # where what is registered lies, if the library must know
     can_revoke = False
@@ -123,13 +122,8 @@ class ForeignCarrier(ABC):
         """Nothing of ours is under way to or from that peer."""
 
     @abstractmethod
-    def _carry(self, job: Job, peer: ForeignPeer, batch: Any, *, reading: bool) -> None:
+    def _carry(self, job: Job, peer: ForeignPeer, batch: Arrays, *, reading: bool) -> None:
         """Move one batch. Returns or raises when the library has let it go."""
-
-    def _prepare(self, peer: ForeignPeer, part: Arrays, *, reading: bool) -> Any:
-        """A batch as `_carry` takes it."""
-        del peer, reading
-        return part
 
     @abstractmethod
     def _shut(self) -> None:
@@ -149,9 +143,9 @@ class ForeignCarrier(ABC):
             found |= {f"desk_{what}": count for what, count in self._desk.counters.items()}
         return found
 
-    def count(self, what: str) -> None:
+    def count(self, what: str, more: int = 1) -> None:
         with self._lock:
-            self._counts[what] += 1
+            self._counts[what] += more
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         with self._lock:
@@ -211,7 +205,8 @@ class ForeignCarrier(ABC):
             attach = self._job(peer, lambda job: self._greet(job, peer), "connecting")
             peer.workers.submit(attach).wait(deadline)
         except TransferError:
-            self.disconnect(peer)
+            peer.connected = False
+            self._end(peer, 0.0)  # the deadline is now; what is stuck tidies up as it ends
             raise
         return peer
 
@@ -321,27 +316,25 @@ class ForeignCarrier(ABC):
                 if not peer.connected:
                     self._tidy(peer, job)
 
-        return ForeignJob(self._abandoned, then_tidy, what)
+        def gone() -> bool:
+            return peer.connected and not peer.pulse.alive()
+
+        return ForeignJob(self._abandoned, then_tidy, what, gone)
 
     def move_direct(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
-        """Batch by batch, each in its turn; with two lanes, one is prepared as the other moves."""
-
-        def one(few: Arrays, _: Arrays | None) -> None:
-            ready = self._prepare(peer, few, reading=reading)
+        """Batch by batch, each in its turn."""
+        moved = 0
+        for few in batches(part, self.batch_descriptors, self.batch_bytes):
             with peer.turn(job):
-                self._judged(job, peer, ready, reading=reading)
-            self.count("batches")
-
-        parts = batches(part, self.batch_descriptors, self.batch_bytes)
-        share(job, parts, one, peer.helpers, self.lanes - 1)
+                self.move_batch(job, peer, few, reading=reading)
+            moved += 1
+        self.count("batches", moved)
 
     def move_batch(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
-        self._judged(job, peer, self._prepare(peer, part, reading=reading), reading=reading)
-
-    def _judged(self, job: Job, peer: ForeignPeer, batch: Any, *, reading: bool) -> None:
-        """Carry a batch. Whatever the library says, a peer that is gone is the better reason."""
+        """Whatever the library says of a batch that fails, a peer that is gone is the better
+        reason."""
         try:
-            self._carry(job, peer, batch, reading=reading)
+            self._carry(job, peer, part, reading=reading)
         except (Cancelled, PeerLost):
             raise
         except TransferError as error:

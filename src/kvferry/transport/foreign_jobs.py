@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from kvferry.errors import DeadlineExceeded
 from kvferry.transport.base import TransferState
 from kvferry.transport.jobs import CANCEL_SECONDS, Job
+
+LATE_SECONDS = 60.0  # longer than any timeout after which a library drops a connection
+LATE_LOOK_SECONDS = 0.02
 
 log = logging.getLogger(__name__)
 
@@ -44,16 +48,43 @@ class Abandoned:
 
 
 class ForeignJob(Job):
-    """A transfer that can end up abandoned."""
+    """A transfer that can end up abandoned. One that failed with `late_bytes` counts as running
+    until the peer is `gone`, or for so long that the library has given up by itself."""
 
-    def __init__(self, tracker: Abandoned, work: Callable[[Job], None], what: str) -> None:
+    def __init__(
+        self,
+        tracker: Abandoned,
+        work: Callable[[Job], None],
+        what: str,
+        gone: Callable[[], bool],
+    ) -> None:
         super().__init__(work, what)
-        self._tracker = tracker
+        self._tracker, self._gone = tracker, gone
+        self._late_until: float | None = None
         self.abandoned = False
 
+    def poll(self) -> TransferState:
+        state = super().poll()
+        return TransferState.RUNNING if self._is_late(state) else state
+
     def cancel(self, why: str = "the caller gave it up", seconds: float = CANCEL_SECONDS) -> None:
+        until = time.monotonic() + seconds
         try:
             super().cancel(why, seconds)
         except DeadlineExceeded:
+            while (state := super().poll()) is not TransferState.RUNNING:
+                if not self._is_late(state):
+                    return
+                if time.monotonic() >= until:
+                    break
+                time.sleep(LATE_LOOK_SECONDS)
             self._tracker.note(self)
             raise
+
+    def _is_late(self, state: TransferState) -> bool:
+        if state is TransferState.RUNNING or not self.late_bytes:
+            return False
+        if self._late_until is None:
+            self._late_until = time.monotonic() + LATE_SECONDS
+        self.late_bytes = time.monotonic() < self._late_until and not self._gone()
+        return self.late_bytes

@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.errors import Cancelled, ProtocolError
-from kvferry.transport.base import MemoryRegion
+from kvferry.transport.base import Ints, MemoryRegion
 from kvferry.transport.desk_visit import Busy, Visit
 from kvferry.transport.jobs import Job, Workers
 from kvferry.transport.pulse import TOKEN_BYTES, Pulse
@@ -149,6 +150,8 @@ def batches(copies: Arrays, descriptors: int, max_bytes: int) -> Iterator[Arrays
 
 def join(part: Arrays) -> Arrays:
     """Copies that follow each other on both sides as one; none may be empty."""
+    if not bool(_follow(part.src, part.length).any()):
+        return part  # as most often
     apart = ~follow(part)
     if bool(apart.all()):
         return part
@@ -156,12 +159,13 @@ def join(part: Arrays) -> Arrays:
     return Arrays(part.src[heads], part.dst[heads], np.add.reduceat(part.length, heads))
 
 
-def follow(part: Arrays) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def follow(part: Arrays) -> NDArray[np.bool_]:
     """For each copy but the first, whether it continues the one before it on both sides."""
-    src, dst, length = part.src, part.dst, part.length
-    found: np.ndarray[Any, np.dtype[np.bool_]] = (src[1:] == src[:-1] + length[:-1]) & (
-        dst[1:] == dst[:-1] + length[:-1]
-    )
+    return _follow(part.src, part.length) & _follow(part.dst, part.length)
+
+
+def _follow(address: Ints, length: Ints) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = address[1:] - address[:-1] == length[:-1]
     return found
 
 

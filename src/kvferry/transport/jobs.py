@@ -27,6 +27,32 @@ T = TypeVar("T")
 CANCEL_SECONDS = 10.0  # the bound of `cancel`; what can be woken takes milliseconds
 
 
+class Latch:
+    """A `threading.Event` that is set once: a lock and no more, on the way of every transfer."""
+
+    __slots__ = ("_lock", "_open")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._open = False
+
+    def is_set(self) -> bool:
+        return self._open
+
+    def set(self) -> None:
+        """By one thread, once."""
+        self._open = True
+        self._lock.release()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """At most so long; without a number, until it is set."""
+        most = -1.0 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
+        if not self._open and self._lock.acquire(timeout=most):
+            self._lock.release()  # for the next one that waits
+        return self._open
+
+
 class Job:
     """A `Transfer` that a worker thread runs."""
 
@@ -34,7 +60,7 @@ class Job:
         self._work: Callable[[Job], None] | None = work
         self._what = what
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._running = False
         self._error: TransferError | None = None
         self._cancelled = ""  # why, once it is
@@ -42,7 +68,7 @@ class Job:
         self._wake: Callable[[], None] | None = None
 
     def wait(self, deadline: float) -> None:
-        if not self._ended.wait(max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))):
+        if not self._ended.wait(deadline - time.monotonic()):
             raise DeadlineExceeded(f"{self._what} is not done by its deadline; it goes on")
         if self._error is not None:
             raise self._error.with_traceback(None)
@@ -70,6 +96,12 @@ class Job:
                 self._end(Cancelled(f"{self._what}: {why}, before it began"))
             if self._wake is not None:  # under the lock, so that it cannot hit a later job
                 self._wake()
+
+    def refuse(self, error: TransferError) -> None:
+        """It fails before it has begun."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._end(error)
 
     @property
     def cancelled(self) -> bool:
@@ -144,8 +176,15 @@ class Workers:
                 thread = threading.Thread(
                     target=self._loop, name=f"{self._name}-{len(self._threads)}", daemon=True
                 )
-                self._threads.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    if not self._threads:  # where there is one, it does this job too, later
+                        self._live.discard(job)
+                        job.refuse(TransferError(f"no thread for it can be started: {error}"))
+                        return job
+                else:
+                    self._threads.append(thread)
             self._queue.put(job)
         return job
 
@@ -214,9 +253,9 @@ def share(
         return
     parts = itertools.chain([first] if second is None else [first, second], parts)
     shares = [Job(loop, "a share of a transfer") for _ in range(count if second is not None else 0)]
-    for other in shares:
-        helpers.submit(other)
     try:
+        for other in shares:
+            helpers.submit(other)
         loop(job)
     finally:
         for other in shares:

@@ -121,31 +121,30 @@ class MooncakeCarrier(ForeignCarrier):
     def _detach(self, handle: _Target) -> None:
         """Mooncake keeps what it knows of a peer; a new process has a new address."""
 
-    def _carry(self, job: Job, peer: ForeignPeer, batch: Any, *, reading: bool) -> None:
-        part: Arrays = batch
+    def _carry(self, job: Job, peer: ForeignPeer, batch: Arrays, *, reading: bool) -> None:
         target = peer.handle
-        local, remote = (part.dst, part.src) if reading else (part.src, part.dst)
+        local, remote = (batch.dst, batch.src) if reading else (batch.src, batch.dst)
         at, refusal, failed = 0, _Refusal(), False
-        while at < len(part):
+        while at < len(batch):
             few = slice(at, at + target.limit)
             begun = time.monotonic()
-            if self._call(reading, target.name, local[few], remote[few], part.length[few]):
+            if self._call(reading, target.name, local[few], remote[few], batch.length[few]):
                 at, refusal = few.stop, _Refusal()
                 continue
             failed = True
             stuck = time.monotonic() - begun > REFUSED_SECONDS
-            alone = min(target.limit, len(part) - at) == 1
+            alone = min(target.limit, len(batch) - at) == 1
             over = refusal.seconds > self._patience
             over |= alone and refusal.alone_seconds() > min(SINGLE_SECONDS, self._patience)
             if over or stuck or job.cancelled or not peer.connected:
                 self._settle(peer, SETTLE_SECONDS if stuck else SETTLE_REFUSED_SECONDS)
                 job.checkpoint()
                 peer.require_usable()
-                job.late_bytes = stuck  # its own timeout came first: the peer may still go on
-                raise self._given_up(target, len(part) - at, stuck)
+                job.late_bytes |= stuck  # its own timeout came first: the peer may still go on
+                raise self._given_up(target, len(batch) - at, stuck)
             peer.pulse.require_alive()
             self.count("rejected_batches")
-            target.limit = max(1, min(target.limit, len(part) - at) // 2)
+            target.limit = max(1, min(target.limit, len(batch) - at) // 2)
             refusal.pause()
         if failed:
             self._settle(peer, SETTLE_RETRIED_SECONDS)

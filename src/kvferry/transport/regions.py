@@ -66,7 +66,7 @@ class RegionTable:
         """Index of the first range that is not inside one region, or -1. Nothing overflows."""
         if len(address) == 0:
             return -1
-        if self._hull_inside(address, length):
+        if int(length.min()) >= 0 and self.holds_hull(address, int(length.max())):
             return -1
         if len(self.starts) == 0:
             outside = length != 0
@@ -77,16 +77,12 @@ class RegionTable:
             outside = (length > room) & (length != 0) | (length < 0)
         return int(np.argmax(outside)) if bool(outside.any()) else -1
 
-    def _hull_inside(self, address: Ints, length: Ints) -> bool:
-        """Whether one region holds all that lies from the first range to the last: quick to see."""
-        low, longest = int(address.min()), int(length.max())
-        at = int(np.searchsorted(self.starts, low, side="right")) - 1
-        if at < 0 or int(length.min()) < 0:
-            return False
-        end = int(self.ends[at])
-        # the first two keep the sum of the last from overflowing
-        fits = longest <= end - int(self.starts[at]) and int(address.max()) <= end
-        return fits and int((address + length).max()) <= end
+    def holds_hull(self, address: Ints, longest: int) -> bool:
+        """Whether one region holds all from the first address to `longest` bytes after the last:
+        quick to see. No length may be negative."""
+        low, high = int(np.minimum.reduce(address)), int(np.maximum.reduce(address))
+        at = int(self.starts.searchsorted(low, side="right")) - 1
+        return at >= 0 and high <= int(self.ends[at]) - longest
 
     def require(self, whose: str, address: Ints, length: Ints) -> None:
         """Raise `OutOfBounds` naming the first range that leaves the regions."""
@@ -127,6 +123,9 @@ class Arrays:
         return len(self.length)
 
     def windows(self) -> Iterator[Arrays]:
+        if 0 < len(self) <= WINDOW:
+            yield self
+            return
         for start in range(0, len(self), WINDOW):
             part = slice(start, start + WINDOW)
             yield Arrays(self.src[part], self.dst[part], self.length[part])
@@ -142,6 +141,13 @@ def require_all(copies: Arrays, src: RegionTable, dst: RegionTable, *, reading: 
     """Both ends of every copy lie in registered memory, or `OutOfBounds` before a byte moves."""
     ours, theirs = "this carrier", "the peer"
     for part in copies.windows():
+        longest = int(np.maximum.reduce(part.length))
+        if (
+            int(np.minimum.reduce(part.length)) >= 0
+            and src.holds_hull(part.src, longest)
+            and dst.holds_hull(part.dst, longest)
+        ):
+            continue
         src.require(theirs if reading else ours, part.src, part.length)
         dst.require(ours if reading else theirs, part.dst, part.length)
 
