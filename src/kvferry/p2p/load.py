@@ -183,7 +183,7 @@ class Loading:
             )
             clock.stop("offer")
             arrived = offers.arrive(watch, lambda call: self.answer(remote, call, watch))
-            clock.stop("push")
+            clock.split("wait", "push", arrived.write_seconds)
             return arrived
         except StaleTicket:
             self.known.forget(remote)

@@ -163,6 +163,7 @@ class ProducerRank(Server):
             holds_open=len(self._table.open),
             parked=self._table.parked,
             holds_delivered=self.counters["closed: delivered"],
+            holds_failed=self.counters["closed: failed"],
             holds_expired=self.counters["closed: expired"],
             holds_withdrawn=self.counters["closed: withdrawn"],
             claims=self.counters["claims"],
@@ -290,7 +291,7 @@ class ProducerRank(Server):
             why = self._table.find(offer.hold_id, time.monotonic())
             body = _refuse_closed(why if isinstance(why, str) else "withdrawn")
         else:
-            body = Delivered(offer.grant, outcome.bytes, outcome.descriptors)
+            body = Delivered(offer.grant, outcome.bytes, outcome.descriptors, outcome.seconds)
             self.counters["bytes pushed"] += outcome.bytes
         self.counters["pushes done" if isinstance(body, Delivered) else "pushes failed"] += 1
         self.reply(sender.identity, sender.request_id, body)

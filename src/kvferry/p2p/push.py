@@ -60,6 +60,7 @@ class Unreachable(HandoverError):
 class Pushed:
     bytes: int
     descriptors: int
+    seconds: float  # of writing alone: not of the queue, nor of planning and connecting
 
 
 Key = tuple[str, str, int, int]  # engine, incarnation, pp, tp
@@ -237,6 +238,7 @@ class Pusher:
             dst_bases=target.bases,
         )
         transfers: list[Transfer] = []
+        begun = time.monotonic()
         try:
             for piece in bound.slices(SLICE_DESCRIPTORS):
                 watch.require_wanted()
@@ -247,7 +249,7 @@ class Pusher:
         except BaseException:
             end_transfers(transfers, contextlib.nullcontext)
             raise
-        return Pushed(bound.bytes, bound.descriptors)
+        return Pushed(bound.bytes, bound.descriptors, time.monotonic() - begun)
 
     def _plan(self, target: _Target) -> EdgePlan:
         with target.lock:
