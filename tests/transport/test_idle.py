@@ -122,7 +122,7 @@ class Leaving:
 def leaving(p: Producer) -> list[Leaving]:
     made = []
     for server in p.ranks:
-        pusher: Any = server._pusher
+        pusher: Any = server._deliveries.pusher
         pusher._carriers = {name: Leaving(c) for name, c in pusher._carriers.items()}
         made += pusher._carriers.values()
     return made

@@ -75,7 +75,7 @@ class Crooked:
 
 def bend(p: Producer, how: Any) -> None:
     for server in p.ranks:
-        pusher: Any = server._pusher
+        pusher: Any = server._deliveries.pusher
         pusher._carriers = {n: Crooked(c, how) for n, c in pusher._carriers.items()}
 
 
@@ -113,7 +113,7 @@ def test_a_source_that_does_not_reach_us_is_read() -> None:
     """Its way to our carrier is blocked, ours to it is not: we read."""
     with peers() as (p, d):
         for server in p.ranks:
-            pusher: Any = server._pusher
+            pusher: Any = server._deliveries.pusher
             for carrier in pusher._carriers.values():
                 carrier.connect = _refuse
         loaded = d.load(hold(p), PROMPT)
@@ -134,7 +134,7 @@ def test_a_source_that_forgot_us_is_told_again() -> None:
             assert error_of(loaded) == ""
             assert loaded[0].pushed
             for server in p.ranks:
-                pusher: Any = server._pusher
+                pusher: Any = server._deliveries.pusher
                 pusher._targets.clear()
         assert d.wrong_bytes(*prompts) == 0
         assert [server.counters["refused unmet"] for server in p.ranks] == [1, 1]
@@ -149,7 +149,7 @@ def test_a_restarted_consumer_voids_what_was_known_of_it() -> None:
             assert error_of(again.load(hold(p, prompt), prompt)) == ""
             assert again.wrong_bytes(prompt) == 0
             for server in p.ranks:
-                pusher: Any = server._pusher
+                pusher: Any = server._deliveries.pusher
                 assert [key[1] for key in pusher._targets] == ["second"]
         finally:
             again.close()

@@ -298,8 +298,15 @@ class Pusher:
 
     def _later(self, action: Callable[[_Target], None], target: _Target) -> None:
         """On a thread that may wait: for a connection being made, or for a peer to let go."""
+
+        def guarded() -> None:
+            try:
+                action(target)
+            except Exception:  # nobody looks at what becomes of it
+                log.exception("connections to %s were not given back", target.engine.engine_id)
+
         with contextlib.suppress(RuntimeError):  # closed meanwhile, which disconnects all
-            self._threads.submit(action, target)
+            self._threads.submit(guarded)
 
     def _retire(self, target: _Target) -> None:
         """Give idle connections back, unless a push came meanwhile."""
