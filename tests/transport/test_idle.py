@@ -178,3 +178,26 @@ def test_connections_that_are_written_to_are_kept(monkeypatch: pytest.MonkeyPatc
         p.open_gate()
         (loaded,) = d.wait(load)[0]
         assert loaded.ok and loaded.pushed and d.wrong_bytes_of(PROMPTS[0]) == 0
+
+
+# --- what goes wrong meanwhile, where nobody waits for an answer ---------------------------------
+
+
+def test_errors_that_nobody_waits_for_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(push, "IDLE_SECONDS", IDLE_SECONDS)
+    with peers(P, target=WRITTEN) as (p, d):
+        carriers = leaving(p)
+        for carrier in carriers:
+            carrier.may_leave = nothing = threading.Event()
+            nothing.wait = lambda _: False  # type: ignore[method-assign, assignment]
+        require_loaded(d, p, PROMPTS[0])
+        until(lambda: "connections to d were not given back" in caplog.text)
+        not_a_ticket: Any = None
+        d.release(not_a_ticket)
+        until(lambda: "the hold of a ticket was not released" in caplog.text)
+        require_loaded(d, p, PROMPTS[1])
+        for carrier in carriers:
+            carrier.may_leave = threading.Event()
+            carrier.may_leave.set()
