@@ -34,7 +34,12 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -86,10 +91,15 @@ class Modelless:
         asynchronous: bool = False,
         children: list[dict[str, Any]] | None = None,
         with_worker: bool = True,
+        states: bool = False,
         traces: str | None = None,
         **extra: Any,
     ) -> None:
-        """`children`: of a MultiConnector; those that are not ours must need no device."""
+        """`children`: of a MultiConnector; those that are not ours must need no device.
+
+        `states`: to the scheduler, the model has a layer with a recurrent state too; there are no
+        bytes of it.
+        """
         self.name, self.block_size = name, block_size
         module: str | None = "kvferry.vllm"
         extra = {"lease_seconds": 30, "load_seconds": 20, **extra}
@@ -105,9 +115,9 @@ class Modelless:
                 max_model_len=512,
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
-                disable_hybrid_kv_cache_manager=True,  # for in-tree children
+                disable_hybrid_kv_cache_manager=not states,  # for in-tree children
             ),
-            cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True),
+            cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=not states),
             kv_transfer_config=KVTransferConfig(
                 kv_connector=connector,
                 kv_connector_module_path=module,
@@ -123,9 +133,11 @@ class Modelless:
         spec = FullAttentionSpec(
             block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
         )
-        cache = KVCacheConfig(
-            num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)]
-        )
+        groups = [KVCacheGroupSpec(["l"], spec)]
+        if states:
+            state = MambaSpec(block_size=block_size, shapes=((8,),), dtypes=(torch.int8,))
+            groups.append(KVCacheGroupSpec(["s"], state))
+        cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         self.scheduler = (AsyncScheduler if asynchronous else Scheduler)(
             vllm_config=config,
             kv_cache_config=cache,
@@ -259,7 +271,7 @@ class Modelless:
         sampled = {}
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
-            (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            table = self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
             end = request.num_computed_tokens  # vLLM counts what it scheduled as computed
             tokens = [*request.prompt_token_ids, *self._own(request)]
             for position in range(end - count, end):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,17 +17,19 @@ import pytest
 
 from kvferry.demo.cache import CANARY, wrong_byte
 from kvferry.errors import DeadlineExceeded
+from kvferry.p2p import push
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.stats import ConsumerTally
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.transfers import end_transfers
 from kvferry.plan import Copies
 from kvferry.transport.base import TransferState
-from p2p_peers import Consumer, Producer, Prompt, Spec
+from p2p_peers import PATIENCE_SECONDS, Consumer, Producer, Prompt, Spec
 
 P = Spec("p", "tp=2,block=16", carrier="tcp")
 D = Spec("d", "tp=1,block=24", carrier="tcp", mode="push")
 PROMPT = Prompt(1, 100)
+WAITED_SECONDS = 0.2
 
 
 @contextlib.contextmanager
@@ -45,6 +47,13 @@ def hold(p: Producer, prompt: Prompt = PROMPT) -> Ticket:
     p.fill(prompt)
     p.open(prompt)
     return p.ticket(prompt)
+
+
+def until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def error_of(loaded: list[Loaded]) -> str:
@@ -66,7 +75,7 @@ class Crooked:
 
 def bend(p: Producer, how: Any) -> None:
     for server in p.ranks:
-        pusher: Any = server._pusher
+        pusher: Any = server._deliveries.pusher
         pusher._carriers = {n: Crooked(c, how) for n, c in pusher._carriers.items()}
 
 
@@ -104,7 +113,7 @@ def test_a_source_that_does_not_reach_us_is_read() -> None:
     """Its way to our carrier is blocked, ours to it is not: we read."""
     with peers() as (p, d):
         for server in p.ranks:
-            pusher: Any = server._pusher
+            pusher: Any = server._deliveries.pusher
             for carrier in pusher._carriers.values():
                 carrier.connect = _refuse
         loaded = d.load(hold(p), PROMPT)
@@ -125,7 +134,7 @@ def test_a_source_that_forgot_us_is_told_again() -> None:
             assert error_of(loaded) == ""
             assert loaded[0].pushed
             for server in p.ranks:
-                pusher: Any = server._pusher
+                pusher: Any = server._deliveries.pusher
                 pusher._targets.clear()
         assert d.wrong_bytes(*prompts) == 0
         assert [server.counters["refused unmet"] for server in p.ranks] == [1, 1]
@@ -140,10 +149,41 @@ def test_a_restarted_consumer_voids_what_was_known_of_it() -> None:
             assert error_of(again.load(hold(p, prompt), prompt)) == ""
             assert again.wrong_bytes(prompt) == 0
             for server in p.ranks:
-                pusher: Any = server._pusher
+                pusher: Any = server._deliveries.pusher
                 assert [key[1] for key in pusher._targets] == ["second"]
         finally:
             again.close()
+
+
+def test_waiting_for_the_prefill_is_not_transferring() -> None:
+    """The time until the hold arrives is told apart from that of the bytes, as it is for reads."""
+    with peers() as (p, d):
+        load = d.start(p.ticket(PROMPT), PROMPT)
+        until(lambda: p.parked() == len(p.ranks))
+        time.sleep(WAITED_SECONDS)
+        hold(p)
+        (loaded,) = d.wait(load)[0]
+        assert loaded.ok and loaded.pushed and d.wrong_bytes(PROMPT) == 0
+        assert loaded.seconds["wait"] >= WAITED_SECONDS
+        assert loaded.seconds["push"] > 0
+
+
+def test_queueing_at_the_source_is_not_transferring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One push at a time: the first stands at a gate, which is its transfer; the second waits."""
+    monkeypatch.setattr(push, "THREADS_PER_TARGET", 1)
+    prompts = [Prompt(1, 100, 1, 1), Prompt(2, 100, 20, 20)]
+    with peers(replace(P, gate_after=0)) as (p, d):
+        first = d.start(hold(p, prompts[0]), prompts[0])
+        p.wait_at_gate()
+        second = d.start(hold(p, prompts[1]), prompts[1])
+        until(lambda: all(server.stats().pushes_now == 2 for server in p.ranks))
+        time.sleep(WAITED_SECONDS)
+        p.open_gate()
+        (one,), (other,) = d.wait(first, second)
+        assert one.ok and other.ok and one.pushed and other.pushed
+        assert d.wrong_bytes(*prompts) == 0
+        assert one.seconds["push"] >= WAITED_SECONDS
+        assert other.seconds["wait"] >= WAITED_SECONDS
 
 
 def test_memory_is_written_under_grants_only() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from kvferry.bench.handover import HandoverResult, verdicts
+from kvferry.bench.handover import HandoverResult, so_far, verdicts
 from kvferry.bench.timed import Times, timed
 from kvferry.cli.bench_handover import print_handover
+from kvferry.cli.main import app
 
 OURS = HandoverResult("kvferry", True, 5, 50.0, 400.0, 200.0, 0.4, 0.6, 30.0)
 THEIRS = HandoverResult("theirs", False, 5, 60.0, 410.0, 210.0, 0.1, 12.0, 29.0)
@@ -25,6 +30,27 @@ def test_every_target_beside_every_other_connector(capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     assert "NO  first token: 70.0 ms, theirs 60.0 ms" in said and "did not run: died" in said
     assert verdicts([replace(OURS, error="x"), THEIRS]) == []
+
+
+def test_progress_is_for_people_and_results_are_for_programs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One goes to stderr, in words; the other to stdout, alone."""
+    broken = replace(THEIRS, name="broken", error="Traceback\n[bold]it died[/bold]")
+
+    def run(requests: int, tokens: int, kinds: object, tell: Callable[[str], None]) -> list[Any]:
+        for one in (OURS, broken):
+            tell(so_far(one))
+        return [OURS, broken]
+
+    monkeypatch.setattr("kvferry.bench.handover.run", run)
+    said = CliRunner().invoke(app, ["bench", "handover", "--json"])
+    assert said.exit_code == 0
+    assert [one["name"] for one in json.loads(said.stdout)] == ["kvferry", "broken"]
+    told = said.stderr.replace("\n", " ")
+    assert "kvferry: 5 hand-overs; first token after 50.0 ms" in told
+    assert "broken: did not run: [bold]it died[/bold]" in told
+    assert "HandoverResult" not in told
 
 
 def test_calls_add_up_to_steps(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:

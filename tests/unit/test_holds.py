@@ -86,12 +86,22 @@ def test_parked_claims_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hold_is_delivered_when_all_ranks_of_its_reader_spoke() -> None:
     made = opened()
     assert made.last_word("h", reader(0), 3, "done", 1.0) == (True, None)
-    assert made.last_word("h", reader(1), 3, "failed", 1.0) == (True, None)
+    assert made.last_word("h", reader(1), 3, "done", 1.0) == (True, None)
     was_open, closed = made.last_word("h", reader(0, stage=1), 3, "not needed", 1.0)
     assert was_open
-    assert closed == Closed("h", "r", "delivered", {"done": 1, "failed": 1, "not needed": 1})
+    assert closed == Closed("h", "r", "delivered", {"done": 2, "not needed": 1})
     assert made.find("h", 1.0) == "delivered"
     assert made.last_word("h", reader(0), 3, "done", 1.0) == (False, None)
+
+
+@pytest.mark.parametrize("last", ["done", "failed", "not needed"])
+def test_a_hold_that_a_reader_failed_to_load_is_not_delivered(last: Any) -> None:
+    made = opened()
+    assert made.last_word("h", reader(0), 2, "failed", 1.0) == (True, None)
+    was_open, closed = made.last_word("h", reader(1), 2, last, 1.0)
+    assert was_open and closed is not None and closed.why == "failed"
+    assert made.find("h", 1.0) == "failed"
+    assert made.last_word("h", reader(0), 2, "done", 1.0) == (False, None)
 
 
 def test_a_rank_that_speaks_twice_counts_once() -> None:
@@ -214,7 +224,8 @@ def test_a_word_that_comes_before_the_hold_counts_when_it_arrives(outcome: Any) 
     assert made.last_word("h", reader(0), 2, outcome, 0.0) == (False, None)
     assert made.last_word("h", reader(1), 2, outcome, 0.0) == (False, None)
     assert made.add("h", "r", "d", 1, [], 1.0) == ([], None)
-    assert made.settle("h") == Closed("h", "r", "delivered", {outcome: 2})
+    why = "failed" if outcome == "failed" else "delivered"
+    assert made.settle("h") == Closed("h", "r", why, {outcome: 2})
     assert made.settle("h") is None
 
 

@@ -443,20 +443,23 @@ class TestStats:
             stats = FerryStats()
             steps = {"meet": 1.0, "claim": 2.0, "bind": 0.5}
             stats.loaded(Loaded("r", "", 100, 3, seconds=steps))
+            steps = {"meet": 0.5, "offer": 0.5, "wait": 2.0, "push": 0.25}
+            stats.loaded(Loaded("t", "", 100, 3, seconds=steps, pushed=True))
             stats.loaded(Loaded("s", "StaleTicket: closed"))
             stats.level(f"0/0.{rank}", claims_parked=rank + 1)
             taken = stats.take()
             assert taken is not None and stats.take() is None
             ranks.append(as_stats(json.loads(json.dumps(taken.to_dict()))))  # as vLLM sends them
         both = ranks[0].aggregate(ranks[1])
-        assert both.data["claim_seconds"] == [3.0, 3.0]
+        assert both.data["claim_seconds"] == [3.0] * 4
+        assert both.data["transfer_seconds"] == [0.0, 0.25] * 2  # waiting is no transfer
         assert both.data["failures"] == {"StaleTicket": 2}
         assert levels(both.data["levels"])["claims_parked"] == 3
         later = FerryStats()
         later.level("0/0.1", claims_parked=0)
         line = both.aggregate(later).reduce()
         assert line["claims_parked"] == 1 and line["failed: StaleTicket"] == 2
-        assert line["loads"] == 2
+        assert line["loads"] == 4
 
     def test_children_of_a_multi_connector_share_metrics(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram, generate_latest

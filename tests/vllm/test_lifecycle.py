@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ with warnings.catch_warnings():  # torch and vLLM warn of themselves
 
 from kvferry.demo.engines import free_port
 from kvferry.demo.tiny_model import make_model
+from kvferry.errors import DescriptionError
 from vllm_pairs import mooncake_decode, post
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -372,6 +374,22 @@ def test_a_failed_load_fails_the_request_where_asked(make: Pairs) -> None:
     assert failures == [{"StaleTicket": 1}]
 
 
+def test_a_hold_that_was_not_loaded_is_not_counted_as_delivered(make: Pairs) -> None:
+    """The producer finds that the ticket is for another prompt; the decode engine computes it."""
+    p, d = make.pair()
+    tokens = prompt(64, 60)
+    for name, why in (("good", "delivered"), ("bad", "failed")):
+        d.add(name, tokens, 3, **prefilled(p, f"p {name}", tokens))
+        wanted = d.ferry.asking._wanted[name]
+        if why == "failed":
+            wanted.ticket = replace(wanted.ticket, digest="another prompt's")
+        run(p, d, until=lambda: name in d.ended and not p.used_blocks)  # noqa: B023
+        assert d.tokens[name] == expected(tokens, 3)
+        d.scheduler.reset_prefix_cache()
+        told = [one["holds"] for one in p.stats if one["holds"]]
+        assert told[-1] == {why: 1} and len(told) == (1 if why == "delivered" else 2)
+
+
 def test_spans_of_both_engines_in_one_trace(make: Pairs) -> None:
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
@@ -546,5 +564,53 @@ class TestMulti:
             d.add("d", tokens, 2, **told)
             assert d.ferry.asking._wanted["d"].ticket.tokens == 30
             d.abort("d")
+        finally:
+            p.connector.shutdown()
+
+
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+
+
+class TestStatesBesideVllmsOwn:
+    """Of a model with a recurrent state, both connectors leave the last token to the decoder."""
+
+    @pytest.fixture(autouse=True)
+    def here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+
+    def test_a_prompt_is_cut_once(self, folder: Path) -> None:
+        """What is computed is what the decode engines of both take it for."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
+
+        options: dict[str, Any] = {"with_worker": False, "states": True}
+        p = Modelless("p", folder, children=[child("NixlConnector"), NIXL], **options)
+        d = Modelless("d", folder, **options)
+        try:
+            theirs = next(c for c in p.children if isinstance(c, NixlConnector))
+            tokens = prompt(73, 40)
+            request = p.add("p", tokens, 1, **PREFILL)
+            count = theirs.connector_scheduler._get_remote_prefill_token_count(len(tokens))
+            assert request.num_prompt_tokens == request.num_tokens == count == 39
+            run(p, until=lambda: "p" in p.ended)
+            told = p.params["p"]
+            assert told["remote_num_tokens"] == told["kvferry"]["tokens"] == 39
+            d.add("d", tokens, 2, **told)
+            assert d.ferry.asking._wanted["d"].ticket.tokens == 39
+            d.abort("d")
+        finally:
+            p.connector.shutdown()
+            d.connector.shutdown()
+
+    def test_an_engine_in_which_ours_comes_second_does_not_start(self, folder: Path) -> None:
+        children = [NIXL, child("NixlConnector")]
+        with pytest.raises(DescriptionError, match=r"NixlPullConnector.*list kvferry first"):
+            Modelless("p", folder, children=children, with_worker=False, states=True)
+
+    def test_clients_cannot_say_that_it_was_cut(self, folder: Path) -> None:
+        p = Modelless("p", folder, with_worker=False, states=True)
+        try:
+            request = p.add("p", prompt(74, 40), 1, **PREFILL, _p_side_truncated=True)
+            assert request.num_prompt_tokens == 39
+            p.abort("p")
         finally:
             p.connector.shutdown()

@@ -159,7 +159,7 @@ def _compare(
 ) -> list[HandoverResult]:
     for runner in runners:
         runner.start()
-        tell(f"{runner.kind.name}: {runner.error or 'started'}")
+        tell(f"{runner.kind.name}: {_last_line(runner.error) or 'started'}")
     seeds = iter(range(1, 1_000_000))
     for number in range(WARM_UP + requests):
         for runner in runners:
@@ -167,12 +167,29 @@ def _compare(
             if number < WARM_UP:
                 runner.costs.clear()
     for runner in runners:
-        tell(str(runner.result()))
+        tell(so_far(runner.result()))
     for _ in range(BUSY_ROUNDS):
         for runner in runners:
             prompts = [_prompt(next(seeds), tokens) for _ in range(PER_BUSY_ROUND)]
             runner.stall(prompts, _prompt(next(seeds), 32))
     return [runner.result() for runner in runners]
+
+
+def so_far(result: HandoverResult) -> str:
+    """One line of progress, before the rounds with another request; the table has all of it."""
+    if result.error:
+        return f"{result.name}: did not run: {_last_line(result.error)}"
+    wrong = f", {result.wrong} answered wrong" if result.wrong else ""
+    return (
+        f"{result.name}: {result.requests} hand-overs{wrong}; first token after "
+        f"{result.first_token_ms:.1f} ms, processor time {result.prefill_cpu_ms:.1f} ms on P, "
+        f"{result.decode_cpu_ms:.1f} ms on D"
+    )
+
+
+def _last_line(text: str) -> str:
+    """Of an error, which may come with the end of an engine's log."""
+    return text.strip().rpartition("\n")[2]
 
 
 def verdicts(results: Sequence[HandoverResult]) -> list[Verdict]:

@@ -370,7 +370,9 @@ def bench_handover(
     from kvferry.cli.bench_handover import print_handover
 
     with refusals(), libraries_to_stderr():
-        results = run(requests, tokens, only or (), lambda line: err.print(line, highlight=False))
+        results = run(
+            requests, tokens, only or (), lambda line: err.print(line, style="dim", markup=False)
+        )
     if as_json:
         print_json([asdict(result) for result in results])
         return

@@ -22,6 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kvferry.errors import (
     AuthenticationError,
     DeadlineExceeded,
+    HandoverError,
     KvferryError,
     PeerLost,
     ProtocolError,
@@ -162,8 +163,11 @@ class Caller:
                 self._calls[number] = call
             except KvferryError as error:
                 call.future.set_exception(error)
-            except Exception as error:  # an address that is none, a full queue
+            except (zmq.ZMQError, OSError, ValueError) as error:  # no address, a full queue
                 call.future.set_exception(PeerLost(f"{call.address} cannot be reached: {error}"))
+            except Exception as error:  # ours, not the peer's; whoever waits is told at once
+                log.exception("a %s could not be sent", call.what)
+                call.future.set_exception(HandoverError(f"internal error: {error!r}"))
 
     def _line(self, address: str, poller: zmq.Poller) -> _Line:
         if address not in self._lines:

@@ -29,6 +29,7 @@ from kvferry.p2p.offers import Offering
 from kvferry.p2p.stats import ConsumerStats, ConsumerTally
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.watch import Clock, Watch
+from kvferry.p2p.words import Words
 from kvferry.plan import everything_plan
 from kvferry.topology import TransferTopology
 from kvferry.transport.base import Carrier, is_granting
@@ -86,11 +87,12 @@ class ConsumerRank:
                 self._tally,
             )
         self.topology = TransferTopology.of(engine.engine_id, model, layout, optional_roles)
+        known = Acquaintances(self._caller, engine, self.topology, layout, list(carriers))
+        self._words = Words(reader, model, known, self._caller)
         self._loading = Loading(
-            reader,
             model,
-            Acquaintances(self._caller, engine, self.topology, layout, list(carriers)),
-            self._caller,
+            known,
+            self._words,
             np.asarray(bases, dtype=np.int64),
             everything_plan(model, layout),
             zero,
@@ -191,7 +193,10 @@ class ConsumerRank:
     def _release(self, ticket: Ticket, outcome: Outcome, watch: Watch) -> None:
         try:
             with self._loading.known.meet(ticket, watch) as remote:
-                for call in self._loading.say(remote, ticket, outcome, watch.deadline).values():
-                    self._loading.answer(remote, call, watch)
+                calls = self._words.say(remote.sources, ticket, outcome, watch.deadline)
+                for call in calls.values():
+                    self._words.answer(remote, call, watch)
         except KvferryError as error:
             log.info("the hold of a ticket was not released, and will expire: %s", error)
+        except Exception:  # nobody looks at what becomes of it
+            log.exception("the hold of a ticket was not released, and will expire")

@@ -10,7 +10,7 @@ A hold's life on one rank:
     (unknown) --last word--> kept until the hold arrives (failed, or not needed: never done)
     (unknown) --withdrawn--> CLOSED "withdrawn" as soon as it arrives; parked claims are refused
     (unknown) --open-------> OPEN, claims are answered with its blocks; then early words count
-    OPEN --all readers spoke--> CLOSED "delivered"
+    OPEN --all readers spoke--> CLOSED "delivered", or "failed" if any of them said so
     OPEN --lease ran out------> CLOSED "expired"
     OPEN --withdrawn----------> CLOSED "withdrawn" (aborted, preempted, shut down)
     CLOSED: claims and last words are stale; a closed hold never opens again
@@ -36,7 +36,7 @@ from typing import Generic, Literal, TypeVar
 
 from kvferry.wire.messages import MAX_READERS, Outcome, Reader
 
-Why = Literal["delivered", "expired", "withdrawn"]
+Why = Literal["delivered", "failed", "expired", "withdrawn"]
 Parked = TypeVar("Parked")
 
 TOMBSTONES = 65_536  # closed holds remembered, so that late claims are refused at once
@@ -77,10 +77,13 @@ class Hold:
                 self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
 
     @property
-    def delivered(self) -> bool:
-        return bool(self.expected) and all(
-            len(self.spoke[engine]) >= count for engine, count in self.expected.items()
-        )
+    def over(self) -> Why | None:
+        """How it ended, when all readers have spoken; one that failed counts more than the rest."""
+        if not self.expected or any(
+            len(self.spoke[engine]) < count for engine, count in self.expected.items()
+        ):
+            return None
+        return "failed" if "failed" in self.outcomes else "delivered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,7 @@ class HoldTable(Generic[Parked]):
         self._early = deque(word for word in self._early if word.hold_id != hold_id)
         for word in early:
             hold.hear(word.reader, word.readers, word.outcome)
-        return self._close(hold, "delivered") if hold.delivered else None
+        return self._close_if_over(hold)
 
     def find(self, hold_id: str, now: float) -> Hold | Why | None:
         """An open hold (its lease renewed), why it is closed, or None where it is not known yet."""
@@ -201,7 +204,7 @@ class HoldTable(Generic[Parked]):
                     self._early.popleft()
             return False, None
         hold.hear(reader, readers, outcome)
-        return True, self._close(hold, "delivered") if hold.delivered else None
+        return True, self._close_if_over(hold)
 
     def withdraw(self, hold_id: str) -> tuple[Closed | None, list[Parked]]:
         """Close a hold, or keep it from opening; then also the claims that waited for it."""
@@ -267,6 +270,10 @@ class HoldTable(Generic[Parked]):
         for one in waiting:
             self._leave(one)
         return [one.claim for one in waiting]
+
+    def _close_if_over(self, hold: Hold) -> Closed | None:
+        why = hold.over
+        return self._close(hold, why) if why is not None else None
 
     def _close(self, hold: Hold, why: Why) -> Closed:
         del self.open[hold.hold_id]

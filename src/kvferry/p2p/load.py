@@ -10,27 +10,24 @@
    if all sources answer that the hold was still open is the load good: the bytes were read from
    blocks that nobody reused meanwhile.
 
-Whatever fails, the sources are told `failed` (best effort, nobody waits for their answers). Every
-step ends by the load's deadline, or when the load is cancelled. `Loading.run` returns or raises
-only when no byte of its transfers can arrive any more: the blocks may be used again right after. A
-load that shares its ticket with other requests (`keep_open`) asks whether the hold is open instead
-of closing it.
+What is said to sources, and what their answers mean, is in `words`. Whatever fails, they are told
+`failed` (best effort, nobody waits for their answers). Every step ends by the load's deadline, or
+when the load is cancelled. `Loading.run` returns or raises only when no byte of its transfers can
+arrive any more: the blocks may be used again right after. A load that shares its ticket with other
+requests (`keep_open`) asks whether the hold is open instead of closing it.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.errors import Cancelled, ChecksumError, HandoverError, KvferryError, StaleTicket
+from kvferry.errors import Cancelled, ChecksumError, StaleTicket
 from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import Ints
 from kvferry.p2p.acquaintances import Acquaintances
-from kvferry.p2p.caller import Caller
 from kvferry.p2p.comparing import require_equal
 from kvferry.p2p.offers import Arrived, Offering, Offers
 from kvferry.p2p.pieces import post_reads
@@ -39,26 +36,13 @@ from kvferry.p2p.stats import ConsumerTally
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.transfers import await_transfer, end_transfers
 from kvferry.p2p.watch import Clock, Watch
+from kvferry.p2p.words import Calls, Words
 from kvferry.plan import Bound, EdgePlan, Uncovered, bind, uncovered, whole_blocks
 from kvferry.plan.landing import require_distinct_blocks
 from kvferry.plan.tail import padded_tokens
 from kvferry.transport.base import Transfer
 from kvferry.transport.memory import Memory
-from kvferry.wire.messages import (
-    VERSION,
-    Claim,
-    Claimed,
-    Closing,
-    Complete,
-    Outcome,
-    Reader,
-    Refused,
-    Renew,
-    Renewed,
-    ReplyBody,
-)
-
-log = logging.getLogger("kvferry")
+from kvferry.wire.messages import Claimed
 
 WORD_SECONDS = 5.0  # for a last word after something failed
 NOTHING = Arrived(0, 0, (), ())
@@ -101,10 +85,9 @@ class Loaded:
 class Loading:
     """The steps of loads into one rank's memory; holds no state of any single load."""
 
-    reader: Reader  # who we are, to producers
     model: CacheModel
     known: Acquaintances
-    caller: Caller
+    words: Words
     bases: Ints  # of this rank's regions
     everything: EdgePlan  # all that this rank's blocks hold
     zero: Callable[[Ints, Ints], None]
@@ -127,7 +110,7 @@ class Loading:
             self._require_distinct_blocks(remote, load)
             written = self._let_write(remote, load, watch, clock) if self._offers else NOTHING
             read = [source for source in remote.sources if source not in written.delivered]
-            claimed = self._claim(remote, read, load.ticket, watch)
+            claimed = self.words.claim(remote, read, load.ticket, watch)
             clock.stop("claim")
             bound = self._bind(remote, load, claimed)
             clock.stop("bind")
@@ -141,11 +124,12 @@ class Loading:
             words = self._last_words(read, load, watch)
             zeroed = self._zero_rest(rest)  # while they travel
             clock.stop("zero")
-            self._require_open(remote, load, words, watch)
+            self.words.require_open(remote, load.ticket, words, watch)
             clock.stop("confirm")
         except BaseException:
             if not load.keep_open:
-                self.say(remote, load.ticket, "failed", time.monotonic() + WORD_SECONDS)
+                deadline = time.monotonic() + WORD_SECONDS
+                self.words.say(remote.sources, load.ticket, "failed", deadline)
             raise
         return Loaded(
             load.request_id,
@@ -182,64 +166,14 @@ class Loading:
                 watch=watch,
             )
             clock.stop("offer")
-            arrived = offers.arrive(watch, lambda call: self.answer(remote, call, watch))
-            clock.stop("push")
+            arrived = offers.arrive(watch, lambda call: self.words.answer(remote, call, watch))
+            clock.split("wait", "push", arrived.write_seconds)
             return arrived
         except StaleTicket:
             self.known.forget(remote)
             raise
         finally:
             offers.close()
-
-    def _claim(
-        self, remote: Remote, sources: Sequence[Source], ticket: Ticket, watch: Watch
-    ) -> dict[Source, Claimed]:
-        patience = max(0.0, watch.deadline - time.monotonic())
-        calls = {
-            source: self.caller.call(
-                source.address,
-                Claim(
-                    VERSION,
-                    source.incarnation,
-                    ticket.hold_id,
-                    ticket.digest,
-                    self.reader,
-                    source.readers,
-                    patience,
-                ),
-                watch.deadline,
-            )
-            for source in sources
-        }
-        claimed = {}
-        for source, call in calls.items():
-            reply = self.answer(remote, call, watch)
-            who = f"rank {tuple(source.rank)}"
-            if isinstance(reply, Refused):
-                if reply.reason == "stale":
-                    self.known.forget(remote)
-                if reply.reason in ("stale", "closed", "expired"):
-                    raise StaleTicket(f"{who} refuses the claim: {reply.message}")
-                raise HandoverError(f"{who} refuses the claim: {reply.message}")
-            if not isinstance(reply, Claimed):
-                raise HandoverError(f"{who} answered a claim with a {type(reply).__name__}")
-            exact = self.model.of_one_length and reply.tokens != ticket.tokens
-            if exact or reply.tokens < ticket.tokens:
-                raise HandoverError(
-                    f"the ticket promises {ticket.tokens} tokens, {who} holds {reply.tokens}"
-                )
-            claimed[source] = reply
-        watch.require_wanted()
-        return claimed
-
-    def answer(self, remote: Remote, call: Future[ReplyBody], watch: Watch) -> ReplyBody:
-        try:
-            return watch.result(call)
-        except Cancelled:
-            raise
-        except KvferryError:
-            self.known.forget(remote)  # the peer may have restarted: meet it again next time
-            raise
 
     def _bind(
         self, remote: Remote, load: Load, claimed: dict[Source, Claimed]
@@ -295,12 +229,12 @@ class Loading:
     ) -> None:
         try:
             require_equal(
-                self.caller,
+                self.words.caller,
                 ticket.hold_id,
                 bound,
                 memory,
                 watch.deadline,
-                lambda call: self.answer(remote, call, watch),
+                lambda call: self.words.answer(remote, call, watch),
             )
         except ChecksumError:
             self.known.forget(remote)
@@ -326,59 +260,8 @@ class Loading:
                 self.zero(part.address, part.length)
         return sum(part.bytes for part in rest[1:])
 
-    def _last_words(
-        self, sources: Sequence[Source], load: Load, watch: Watch
-    ) -> dict[Source, Future[ReplyBody]]:
+    def _last_words(self, sources: Sequence[Source], load: Load, watch: Watch) -> Calls:
         """To every source that was read; one that wrote has said its own already."""
         if load.keep_open:
-            return self._ask_open(sources, load.ticket, watch.deadline)
-        return self._say(sources, load.ticket, "done", watch.deadline)
-
-    def _require_open(
-        self, remote: Remote, load: Load, words: dict[Source, Future[ReplyBody]], watch: Watch
-    ) -> None:
-        """The load counts only if every source kept the hold open until after the last byte."""
-        for source, call in words.items():
-            reply = self.answer(remote, call, watch)
-            was_open = isinstance(reply, Closing) and reply.was_open
-            was_open |= isinstance(reply, Renewed) and load.ticket.hold_id in reply.open
-            if not was_open:
-                raise StaleTicket(
-                    f"rank {tuple(source.rank)} closed the hold before the load was over; what was "
-                    "read is discarded"
-                )
-
-    def _ask_open(
-        self, sources: Sequence[Source], ticket: Ticket, deadline: float
-    ) -> dict[Source, Future[ReplyBody]]:
-        return {
-            source: self.caller.call(
-                source.address, Renew(VERSION, source.incarnation, [ticket.hold_id]), deadline
-            )
-            for source in sources
-        }
-
-    def say(
-        self, remote: Remote, ticket: Ticket, outcome: Outcome, deadline: float
-    ) -> dict[Source, Future[ReplyBody]]:
-        """Send our last word to every source."""
-        return self._say(remote.sources, ticket, outcome, deadline)
-
-    def _say(
-        self, sources: Sequence[Source], ticket: Ticket, outcome: Outcome, deadline: float
-    ) -> dict[Source, Future[ReplyBody]]:
-        return {
-            source: self.caller.call(
-                source.address,
-                Complete(
-                    VERSION,
-                    source.incarnation,
-                    ticket.hold_id,
-                    self.reader,
-                    source.readers,
-                    outcome,
-                ),
-                deadline,
-            )
-            for source in sources
-        }
+            return self.words.ask_open(sources, load.ticket, watch.deadline)
+        return self.words.say(sources, load.ticket, "done", watch.deadline)

@@ -72,6 +72,7 @@ class Arrived:
     descriptors: int
     delivered: tuple[Source, ...]
     declined: tuple[Source, ...]
+    write_seconds: float = 0.0  # of the source that wrote longest, as it says
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,6 +170,7 @@ class Offers:
         delivered: list[Source] = []
         declined: list[Source] = []
         moved = descriptors = 0
+        seconds = 0.0
         while waiting:
             call = watch.first([one.call for one in waiting])
             one = next(one for one in waiting if one.call is call)
@@ -192,8 +194,9 @@ class Offers:
                     f"arrived and {one.bytes} were due; what came is discarded"
                 )
             moved, descriptors = moved + came, descriptors + said.descriptors
+            seconds = max(seconds, said.write_seconds)
             delivered.append(one.source)
-        return Arrived(moved, descriptors, tuple(delivered), tuple(declined))
+        return Arrived(moved, descriptors, tuple(delivered), tuple(declined), seconds)
 
     def close(self) -> None:
         """Take all grants back. No byte of any arrives after this returns."""

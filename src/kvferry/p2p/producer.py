@@ -8,8 +8,8 @@ What happens when a request finishes prefill:
    answered now; a claim of another incarnation or of a closed hold is refused at once.
 3. Consumer ranks read the blocks by a carrier, without any help from here, and then each sends one
    last word. The answer says whether the hold was still open: only that makes a load count. Or they
-   offer their own blocks, and the `Pusher` writes them: then the answer to the offer is the last
-   word, and it says `delivered` only if the hold was open until after the last byte.
+   offer their own blocks, which are written from here (`deliveries`): then the answer to the offer
+   is the last word, and it says `delivered` only if the hold was open until after the last byte.
 4. When all readers have spoken, or the lease ran out, the hold is closed, and only then appears in
    `take_closed`, which the engine reports so that the blocks are freed.
 
@@ -29,9 +29,10 @@ from dataclasses import dataclass
 from kvferry.errors import KvferryError
 from kvferry.p2p.bell import Bell
 from kvferry.p2p.checksum import Summing, decode_runs, digest, named
+from kvferry.p2p.deliveries import MOST_PATIENCE_SECONDS, Deliveries, refuse_closed
 from kvferry.p2p.directory import refuse_version
-from kvferry.p2p.holds import MOST_ENGINES, Closed, Hold, HoldTable, Why
-from kvferry.p2p.push import Pushed, Pusher, Unreachable
+from kvferry.p2p.holds import MOST_ENGINES, Closed, Hold, HoldTable
+from kvferry.p2p.push import Pushed, Pusher
 from kvferry.p2p.server import Server
 from kvferry.p2p.stats import ProducerStats
 from kvferry.transport.memory import Memory
@@ -40,13 +41,11 @@ from kvferry.wire.messages import (
     Claimed,
     Closing,
     Complete,
-    Delivered,
     Hello,
     Introduce,
     Introduced,
     Look,
     Offer,
-    Reason,
     Refused,
     Renew,
     Renewed,
@@ -58,13 +57,8 @@ from kvferry.wire.messages import (
 from kvferry.wire.sockets import Sockets
 
 DEFAULT_LEASE_SECONDS = 60.0
-MOST_PATIENCE_SECONDS = 600.0
 
 log = logging.getLogger("kvferry")
-
-
-def _refuse_closed(why: Why) -> Refused:
-    return Refused("closed", f"the hold is closed ({why}); prefill again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +92,10 @@ class ProducerRank(Server):
         has closed.
         """
         super().__init__(sockets, host, port, "kvferry-producer")
-        self._pusher = pusher
         self._summing = Summing(memory) if memory is not None else None
         self.incarnation = incarnation
         self._table: HoldTable[_Sender] = HoldTable(lease_seconds)
+        self._deliveries = Deliveries(pusher, self._table, self.counters, self._report)
         self._closed: list[Closed] = []
         self._closed_lock, self._bell = threading.Lock(), bell or Bell()
 
@@ -133,7 +127,7 @@ class ProducerRank(Server):
             if closed is not None:
                 self._report(closed)
             for sender in waited:
-                self.reply(sender.identity, sender.request_id, _refuse_closed("withdrawn"))
+                self.reply(sender.identity, sender.request_id, refuse_closed("withdrawn"))
 
         self.submit(work)
 
@@ -147,7 +141,7 @@ class ProducerRank(Server):
                 if closed is not None:
                     self._report(closed)
             for sender in self._table.unpark_all():  # their holds will have other ids
-                self.reply(sender.identity, sender.request_id, _refuse_closed("withdrawn"))
+                self.reply(sender.identity, sender.request_id, refuse_closed("withdrawn"))
 
         self.submit(work)
 
@@ -163,10 +157,11 @@ class ProducerRank(Server):
             holds_open=len(self._table.open),
             parked=self._table.parked,
             holds_delivered=self.counters["closed: delivered"],
+            holds_failed=self.counters["closed: failed"],
             holds_expired=self.counters["closed: expired"],
             holds_withdrawn=self.counters["closed: withdrawn"],
             claims=self.counters["claims"],
-            pushes_now=self._pusher.under_way if self._pusher else 0,
+            pushes_now=self._deliveries.under_way,
             pushes_done=self.counters["pushes done"],
             pushes_failed=self.counters["pushes failed"],
             bytes_pushed=self.counters["bytes pushed"],
@@ -197,7 +192,8 @@ class ProducerRank(Server):
             case Claim() | Offer():
                 return self._claim(_Sender(sender, request.id, body))
             case Introduce():
-                return self._introduce(body)
+                self._deliveries.introduce(body)
+                return Introduced()
             case Complete():
                 return self._complete(body)
             case Sum():
@@ -221,13 +217,13 @@ class ProducerRank(Server):
         claim = sender.claim
         hold = self._table.find(claim.hold_id, time.monotonic())
         if not isinstance(hold, Hold):
-            return _refuse_closed(hold or "withdrawn")
+            return refuse_closed(hold or "withdrawn")
         if claim.digest != hold.digest:
             return Refused(
                 "digest", "the ticket is for another prompt than the request it came with"
             )
         if isinstance(claim, Offer):
-            refused = self._refuse_offer(claim, hold)
+            refused = self._deliveries.refuse(claim, hold)
             if refused is not None:
                 return refused
         if not hold.announce(claim.reader, claim.readers):
@@ -249,71 +245,23 @@ class ProducerRank(Server):
 
     # Offers
 
-    def _introduce(self, body: Introduce) -> ReplyBody:
-        if self._pusher is not None:
-            self._pusher.introduce(body.engine, body.rank)
-        return Introduced()
-
-    def _refuse_offer(self, offer: Offer, hold: Hold) -> Refused | None:
-        if self._pusher is None:
-            return Refused("unable", "this engine writes nothing; read")
-        if not self._pusher.knows(offer.reader):
-            return Refused("unmet", "a rank offers its blocks, but has not introduced itself")
-        if not self._pusher.can_serve(offer.tokens, hold.tokens):
-            return Refused(
-                "digest",
-                f"the ticket promises {offer.tokens} tokens, this rank holds {hold.tokens}",
-            )
-        return None
-
     def _push(self, sender: _Sender, offer: Offer, hold: Hold) -> ReplyBody | None:
         """Have the offered blocks written; the answer comes when they are."""
-        patience = min(offer.patience_seconds, MOST_PATIENCE_SECONDS)
-        if not patience > 0:
-            return Refused("expired", "the offer has no time left")
 
         def done(outcome: Pushed | KvferryError) -> None:
             self.submit(lambda: self._pushed(sender, offer, outcome))
 
-        assert self._pusher is not None
-        if not self._pusher.start(offer, hold.tables, patience, done):
-            return Refused("busy", "too many offers wait to be written")
-        return None
+        return self._deliveries.start(offer, hold, done)
 
     def _pushed(self, sender: _Sender, offer: Offer, outcome: Pushed | KvferryError) -> None:
-        """A push has ended. It counts only if its hold is open still, after the last byte."""
-        body: ReplyBody
-        if isinstance(outcome, KvferryError):
-            reason: Reason = "unable" if isinstance(outcome, Unreachable) else "transfer"
-            body = Refused(reason, f"{type(outcome).__name__}: {outcome}")
-        elif not self._still_open(offer):
-            why = self._table.find(offer.hold_id, time.monotonic())
-            body = _refuse_closed(why if isinstance(why, str) else "withdrawn")
-        else:
-            body = Delivered(offer.grant, outcome.bytes, outcome.descriptors)
-            self.counters["bytes pushed"] += outcome.bytes
-        self.counters["pushes done" if isinstance(body, Delivered) else "pushes failed"] += 1
-        self.reply(sender.identity, sender.request_id, body)
-
-    def _still_open(self, offer: Offer) -> bool:
-        now = time.monotonic()
-        if offer.keep_open:
-            return isinstance(self._table.find(offer.hold_id, now), Hold)
-        was_open, closed = self._table.last_word(
-            offer.hold_id, offer.reader, offer.readers, "done", now
-        )
-        self.counters["last words: done"] += was_open
-        if closed is not None:
-            self._report(closed)
-        return was_open
+        self.reply(sender.identity, sender.request_id, self._deliveries.ended(offer, outcome))
 
     def _complete(self, last: Complete) -> ReplyBody:
         was_open, closed = self._table.last_word(
             last.hold_id, last.reader, last.readers, last.outcome, time.monotonic()
         )
         self.counters[f"last words: {last.outcome}"] += 1
-        if self._pusher is not None:
-            self._pusher.cancel(last.hold_id, last.reader)  # it wants nothing any more
+        self._deliveries.cancel(last.hold_id, last.reader)  # it wants nothing any more
         if closed is not None:
             self._report(closed)
         return Closing(was_open)
@@ -326,7 +274,7 @@ class ProducerRank(Server):
         address, length = decode_runs(asked.runs, algorithm)
         hold = self._table.find(asked.hold_id, time.monotonic())
         if not isinstance(hold, Hold):
-            return _refuse_closed(hold or "withdrawn")
+            return refuse_closed(hold or "withdrawn")
 
         def work(memory: Memory) -> None:
             reply: ReplyBody
@@ -346,13 +294,12 @@ class ProducerRank(Server):
     def _summed(self, sender: bytes, request_id: int, hold_id: str, reply: ReplyBody) -> None:
         hold = self._table.find(hold_id, time.monotonic())
         if not isinstance(hold, Hold):  # the bytes may be another request's by now
-            reply = _refuse_closed(hold or "withdrawn")
+            reply = refuse_closed(hold or "withdrawn")
         self.counters["sums" if isinstance(reply, Summed) else "refused sums"] += 1
         self.reply(sender, request_id, reply)
 
     def tick(self, now: float) -> None:
-        if self._pusher is not None:
-            self._pusher.tidy(now)
+        self._deliveries.tidy(now)
         closed, impatient = self._table.expire(now)
         for one in closed:
             self._report(one)
@@ -367,16 +314,14 @@ class ProducerRank(Server):
         return self._table.next_deadline()
 
     def close(self) -> None:
-        if self._pusher is not None:
-            self._pusher.close()
+        self._deliveries.close()
         super().close()
         if self._summing is not None:
             self._summing.close()
 
     def _report(self, closed: Closed) -> None:
         self.counters[f"closed: {closed.why}"] += 1
-        if self._pusher is not None:
-            self._pusher.cancel(closed.hold_id)  # its blocks are about to be used again
+        self._deliveries.cancel(closed.hold_id)  # its blocks are about to be used again
         with self._closed_lock:
             self._closed.append(closed)
         self._bell.ring()

@@ -60,6 +60,7 @@ class Unreachable(HandoverError):
 class Pushed:
     bytes: int
     descriptors: int
+    seconds: float  # of writing alone: not of the queue, nor of planning and connecting
 
 
 Key = tuple[str, str, int, int]  # engine, incarnation, pp, tp
@@ -237,6 +238,7 @@ class Pusher:
             dst_bases=target.bases,
         )
         transfers: list[Transfer] = []
+        begun = time.monotonic()
         try:
             for piece in bound.slices(SLICE_DESCRIPTORS):
                 watch.require_wanted()
@@ -247,7 +249,7 @@ class Pusher:
         except BaseException:
             end_transfers(transfers, contextlib.nullcontext)
             raise
-        return Pushed(bound.bytes, bound.descriptors)
+        return Pushed(bound.bytes, bound.descriptors, time.monotonic() - begun)
 
     def _plan(self, target: _Target) -> EdgePlan:
         with target.lock:
@@ -296,8 +298,15 @@ class Pusher:
 
     def _later(self, action: Callable[[_Target], None], target: _Target) -> None:
         """On a thread that may wait: for a connection being made, or for a peer to let go."""
+
+        def guarded() -> None:
+            try:
+                action(target)
+            except Exception:  # nobody looks at what becomes of it
+                log.exception("connections to %s were not given back", target.engine.engine_id)
+
         with contextlib.suppress(RuntimeError):  # closed meanwhile, which disconnects all
-            self._threads.submit(action, target)
+            self._threads.submit(guarded)
 
     def _retire(self, target: _Target) -> None:
         """Give idle connections back, unless a push came meanwhile."""

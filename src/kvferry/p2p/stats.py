@@ -38,6 +38,7 @@ class ProducerStats:
     holds_open: int = 0
     parked: int = 0  # claims and offers that wait for their hold
     holds_delivered: int = 0
+    holds_failed: int = 0  # a reader said that its load failed
     holds_expired: int = 0
     holds_withdrawn: int = 0
     claims: int = 0

@@ -71,3 +71,10 @@ class Clock:
         now = time.monotonic()
         self.spent[step] = now - self._last
         self._last = now
+
+    def split(self, first: str, second: str, seconds: float) -> None:
+        """Two steps end: the second took this long, as somebody else says; the first, the rest."""
+        self.stop(first)
+        whole = self.spent[first]
+        self.spent[second] = min(whole, seconds) if seconds > 0 else 0.0  # nor NaN
+        self.spent[first] = whole - self.spent[second]

@@ -45,6 +45,8 @@ class FerryConnector(WholeRequests):
         self.worker: FerryWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
             handed_over = HandedOver.of(vllm_config, kv_cache_config)
+            if vllm_config.kv_transfer_config.is_kv_producer:
+                handed_over.require_whole_prompts(family)
             self.scheduler = FerryScheduler(config, vllm_config, self.STYLE, family, handed_over)
         else:
             incarnation = child_incarnation(vllm_config, family)

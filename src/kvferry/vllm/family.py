@@ -8,7 +8,9 @@ constructor. What follows from it:
   keeps apart for each child, and leaves the handshake metadata to in-tree siblings;
 - beside a connector that speaks in responses too, the ticket is one key, `kvferry`, and no other;
 - of several children of ours exactly one takes a request: those by transfer id go to the one in
-  Mooncake style, others to the first of another style.
+  Mooncake style, others to the first of another style;
+- children see a new request one after another, and some in-tree ones shorten its prompt: where it
+  matters, ours must come before them (`prefill`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,11 @@ FerryMooncakeStoreConnector FerryPoolConnector
 DecodeBenchConnector ExampleConnector FlexKVConnectorV1 HF3FSKVConnector MooncakeConnector
 MooncakeStoreConnector OffloadingConnector SimpleCPUOffloadConnector
 """
+# Connectors that shorten a prompt which is to be handed over, if none has done so before: NIXL's by
+# as many tokens as we do, for states and for drafters that read ahead; others by one, for states.
+CUTTING_ALIKE = ("NixlPullConnector", "NixlPushConnector")
+CUTTING_ONE = ("MooncakeConnector", "MoRIIOConnector")
+CUTTING = CUTTING_ALIKE + CUTTING_ONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,7 @@ class Family:
     index: int = 0  # of this child, among those of ours
     styles: tuple[Style, ...] = ()  # of all children of ours; empty: alone
     others: tuple[str, ...] = ()  # names of children that are not
+    ahead: tuple[str, ...] = ()  # those of the others that see a request before this child does
 
     @property
     def alone(self) -> bool:
@@ -67,8 +75,15 @@ def family_of(connector: Any, base: type) -> Family:
     return Family(
         sum(issubclass(cls, base) for cls in before),
         tuple(cls.STYLE for cls in classes if issubclass(cls, base)),
-        tuple(cls.__name__ for cls in classes if not issubclass(cls, base)),
+        tuple(_name(cls) for cls in classes if not issubclass(cls, base)),
+        tuple(_name(cls) for cls in before if not issubclass(cls, base)),
     )
+
+
+def _name(cls: type) -> str:
+    """A class's own name, or that of the connector whose subclass it is, where that matters."""
+    names = [one.__name__ for one in cls.__mro__]
+    return next((name for name in names if name in CUTTING), names[0])
 
 
 def _caller(connector: Any, multi: type) -> Any:

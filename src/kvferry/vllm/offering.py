@@ -22,7 +22,7 @@ from kvferry.errors import ProtocolError
 from kvferry.p2p.ticket import FORMAT, MARK, Ticket, prompt_digest
 from kvferry.vllm.config import FerryConfig, Style
 from kvferry.vllm.metadata import FerryMetadata, HoldOrder
-from kvferry.vllm.prefill import HandedOver
+from kvferry.vllm.prefill import CUT, HandedOver
 from kvferry.vllm.rendezvous import CHILD, derived_hold, transfer_name
 from kvferry.vllm.spans import Spans
 from kvferry.vllm.stats import FerryStats
@@ -55,6 +55,7 @@ class Offering:
     orders: Callable[[], FerryMetadata]
     stats: FerryStats
     spans: Spans
+    second: bool = False  # whether a sibling sees requests before us
     held: dict[str, int] = field(default_factory=dict)  # blocks, by request
     held_blocks: int = 0
     _names: OrderedDict[str, _Named] = field(default_factory=OrderedDict)
@@ -63,6 +64,13 @@ class Offering:
 
     def accept(self, request: Any) -> None:
         """A prompt to hand over: its digest is of all of it, what is computed may be less."""
+        if self.second and request.kv_transfer_params.get(CUT):
+            log.warning(
+                "request %s is not held: a connector before kvferry has cut its prompt; list "
+                "kvferry first in MultiConnector's `connectors`",
+                request.request_id,
+            )
+            return
         if request.prompt_token_ids and request.request_id not in self._digests:
             self._digests[request.request_id] = request_digest(request)
             self.handed_over.stop_short(request)

@@ -5,6 +5,10 @@ not compute the prompt's last token (to sample from) without applying it twice, 
 one token short, and the decode engine computes that one itself. Drafters that read ahead (several
 MTP modules) want more. A state lives in one block: the last of its table, but for the blocks behind
 it in which speculation tries things out.
+
+In-tree connectors do the same. Under a MultiConnector a prompt must be cut once: whoever cuts marks
+the request, as in-tree connectors do among themselves. Our tickets are for whole prompts, so ours
+must see them first; an engine that is configured otherwise does not start.
 """
 
 from __future__ import annotations
@@ -13,7 +17,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.errors import DescriptionError
+from kvferry.vllm.family import CUTTING, CUTTING_ONE, Family
 from kvferry.vllm.specs import group_spec, is_state
+
+CUT = "_p_side_truncated"  # vLLM's mark, in the request's parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,23 @@ class HandedOver:
         has_states = any(blocks is not None for blocks in scratch)
         ahead = int(vllm_config.num_prefill_lookahead_tokens) - 1
         return cls(max(int(has_states), ahead, 0), scratch)
+
+    def require_whole_prompts(self, family: Family) -> None:
+        """Refuse siblings that would cut a prompt before us, or not as we do."""
+        if not self.held_back:
+            return
+        why = f"of this model's prompts the last {self.held_back} tokens are left to decode engines"
+        if early := sorted(set(family.ahead) & set(CUTTING)):
+            raise DescriptionError(
+                f"{why}; {', '.join(early)} comes before kvferry in MultiConnector's `connectors` "
+                "and cuts prompts too, so that kvferry never sees them whole: list kvferry first"
+            )
+        other = sorted(set(family.others) & set(CUTTING_ONE))
+        if self.held_back > 1 and other:
+            raise DescriptionError(
+                f"{why}, and {', '.join(other)} leaves one at most: their decode engines would "
+                "take what was computed for more than it is. Do not run both in one engine"
+            )
 
     def tables(self, block_ids: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
         """A request's block tables, those of states cut down to the one block that counts."""
@@ -50,6 +75,7 @@ class HandedOver:
         del request._all_token_ids[-self.held_back :]
         request.num_prompt_tokens -= self.held_back
         request.max_tokens = 1
+        request.kv_transfer_params[CUT] = True  # siblings leave it at that
         request.block_hashes.clear()  # of blocks that may not be whole any more
         request.update_block_hashes()
 

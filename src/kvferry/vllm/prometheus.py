@@ -18,7 +18,7 @@ PREFIX = "vllm:kvferry_"
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 HISTOGRAMS: Mapping[str, str] = {
     "queue_seconds": "From a request's arrival at the decode engine to the order to load its cache",
-    "claim_seconds": "From the order to the producer's answer, by rank; early claims wait here",
+    "claim_seconds": "From the order until bytes can move, by rank; early ones wait here",
     "plan_seconds": "Binding plans to a request's blocks, by rank",
     "transfer_seconds": "Moving bytes, by rank",
     "total_seconds": "From a request's arrival at the decode engine to its cache being there",
@@ -32,7 +32,7 @@ REASONS: Mapping[
     str, tuple[str, tuple[str, ...]]
 ] = {  # stats, then reasons that show from the start
     "load_failures": ("failures", ("StaleTicket", "PeerLost", "DeadlineExceeded", "Cancelled")),
-    "holds_closed": ("holds", ("delivered", "expired", "withdrawn")),
+    "holds_closed": ("holds", ("delivered", "failed", "expired", "withdrawn")),
     "requests_not_held": ("unheld", ("limit", "reused id")),
 }
 MEANING: Mapping[str, str] = {

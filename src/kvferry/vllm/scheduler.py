@@ -84,6 +84,7 @@ class FerryScheduler:
             lambda: self._orders,
             self.stats,
             self.spans,
+            bool(family.ahead),
         )
         self._bootstrap: Bootstrap | None = None
         self._registration: Registration | None = None

@@ -37,9 +37,9 @@ LEVELS = (
     "blocks_quarantined",
 )
 STEPS: Mapping[str, tuple[str, ...]] = {  # of a load, by the names that p2p gives them
-    "claim_seconds": ("meet", "offer", "claim"),
+    "claim_seconds": ("meet", "offer", "wait", "claim"),
     "plan_seconds": ("bind",),
-    "transfer_seconds": ("read", "push", "scatter", "zero"),
+    "transfer_seconds": ("read", "push", "zero"),
 }
 
 

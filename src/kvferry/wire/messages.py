@@ -248,6 +248,7 @@ class Delivered(msgspec.Struct, frozen=True, tag="delivered"):
     grant: Grant
     bytes: Count
     descriptors: int
+    write_seconds: float = 0.0  # how long they took to write; before that, the offer waited
 
 
 class Sum(msgspec.Struct, frozen=True, tag="sum"):
