@@ -28,7 +28,7 @@ import numpy as np
 from kvferry.errors import StoreError
 from kvferry.pool.late_calls import LateCalls, Memory
 from kvferry.pool.mooncake_config import MooncakeStoreConfig
-from kvferry.pool.store import Bools, Outcome, Ranges, Slices, StoreStats
+from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, StoreStats
 from kvferry.transport.base import MemoryRegion
 
 _log = logging.getLogger(__name__)
@@ -113,23 +113,21 @@ class MooncakeStore:
     def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
         if not keys:
             return []
-        addresses = [o.address.tolist() for o in objects]
-        lengths = [o.length.tolist() for o in objects]
+        names, addresses = list(keys), [o.address.tolist() for o in objects]
+        lengths = _lists([o.length for o in objects])
         codes = self._call(
             "put",
-            lambda: self._client.batch_put_from_multi_buffers(list(keys), addresses, lengths),
+            lambda: self._client.batch_put_from_multi_buffers(names, addresses, lengths),
             deadline,
             Memory.READS,
         )
         self._require_master("put", codes)
-        outcomes = [_put_outcome(code) for code in codes]
+        outcomes = [_put_outcome(code) if code else Outcome.DONE for code in codes]
+        done = [o.length for o, told in zip(objects, outcomes, strict=True) if told is Outcome.DONE]
+        count = int(np.concatenate(done).sum()) if done else 0
         with self._lock:
-            self._puts += outcomes.count(Outcome.DONE)
-            self._put_bytes += sum(
-                sum(length)
-                for length, outcome in zip(lengths, outcomes, strict=True)
-                if outcome is Outcome.DONE
-            )
+            self._puts += len(done)
+            self._put_bytes += count
         return outcomes
 
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
@@ -291,6 +289,13 @@ def _from_the_start(wanted: Sequence[Slices]) -> list[int]:
     follows[heads] = offset[heads] == 0
     found: list[int] = some[np.logical_and.reduceat(follows, heads)].tolist()
     return found
+
+
+def _lists(arrays: Sequence[Ints]) -> list[list[int]]:
+    """Arrays as the client takes them; blocks of one layout share theirs, which is turned once."""
+    made = {id(array): array for array in arrays}
+    lists: dict[int, list[int]] = {name: array.tolist() for name, array in made.items()}
+    return [lists[id(array)] for array in arrays]
 
 
 def _put_outcome(code: int) -> Outcome:

@@ -71,6 +71,12 @@ def family_of(connector: Any, base: type) -> Family:
     )
 
 
+def is_alone(connector: Any) -> bool:
+    """Whether a connector under construction is the engine's only one."""
+    multi = getattr(sys.modules.get(MULTI), "MultiConnector", None)
+    return multi is None or _caller(connector, multi) is None
+
+
 def _caller(connector: Any, multi: type) -> Any:
     frame = sys._getframe(2)
     for _ in range(FRAMES):

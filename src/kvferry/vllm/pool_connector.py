@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.vllm.base import WholeRequests
+from kvferry.vllm.family import is_alone
 from kvferry.vllm.pool_config import PoolConfig, default_tenant
 from kvferry.vllm.pool_metadata import PoolMetadata, PoolPromMetrics, PoolStats
 from kvferry.vllm.pool_scheduler import VllmPoolScheduler
@@ -32,6 +33,7 @@ class FerryPoolConnector(WholeRequests):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        self._alone = is_alone(self)
         transfer = vllm_config.kv_transfer_config
         defaults = {"cache_prefix": default_tenant(), **self.defaults}
         config = PoolConfig.read(transfer.kv_connector_extra_config or {}, **defaults)
@@ -50,7 +52,7 @@ class FerryPoolConnector(WholeRequests):
                 events=bool(events and events.enable_kv_cache_events),
             )
         else:
-            self.worker = PoolWorker(config, vllm_config, kv_cache_config)
+            self.worker = PoolWorker(config, vllm_config, kv_cache_config, alone=self._alone)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -63,7 +65,8 @@ class FerryPoolConnector(WholeRequests):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         assert self.scheduler is not None
-        self.scheduler.set_handshakes(metadata)
+        if self._alone:  # else they are a sibling's; ours come with the workers' first step
+            self.scheduler.set_handshakes(metadata)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         assert self.scheduler is not None
@@ -101,9 +104,12 @@ class FerryPoolConnector(WholeRequests):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Keeps an idle engine stepping until saves have ended and routers were told."""
+        """Keeps an idle engine stepping until saves have ended and routers were told; and at the
+        start under a MultiConnector, until its workers have described themselves."""
         return self.scheduler is not None and (
-            self.scheduler.pool.has_work or self.scheduler.has_events
+            self.scheduler.pool.has_work
+            or self.scheduler.has_events
+            or not (self._alone or self.scheduler.pool.started)
         )
 
     # `has_pending_block_frees` stays False: it makes vLLM wait for a store that may hang, where
