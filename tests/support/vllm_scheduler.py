@@ -137,6 +137,7 @@ class SchedulerEngine:
         pcp: int = 1,
         dcp: int = 1,
         order: str = "LBHNC",
+        on_failure: str = "",
     ) -> None:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / "model" / "config.json").write_text(json.dumps(llama_config()))
@@ -144,7 +145,8 @@ class SchedulerEngine:
         transfer = KVTransferConfig(
             kv_connector=connector,
             kv_connector_module_path=None if connector == "MultiConnector" else "kvferry.vllm",
-            kv_load_failure_policy="recompute" if connector == "MultiConnector" else "fail",
+            kv_load_failure_policy=on_failure
+            or ("recompute" if connector == "MultiConnector" else "fail"),
             kv_role="kv_both",
             kv_connector_extra_config=_extra(connector, own),
         )

@@ -41,21 +41,27 @@ def parts_of(wanted: Sequence[Slices]) -> Parts:
 
     Where one is only its object's beginning, the client says so before it writes anything.
     """
-    counts = [len(w.length) for w in wanted]
+    first = wanted[0]
     addresses = lists([w.address for w in wanted])
+    if all(w.offset is first.offset and w.length is first.length for w in wanted):
+        lengths = [first.length.tolist()] * len(wanted)
+        whole = list(range(len(wanted))) if _from_the_start([first]) else []
+        return Parts(addresses, lengths, [sum(lengths[0])] * len(wanted), whole)
     lengths = lists([w.length for w in wanted])
-    if 0 < min(counts) == max(counts):
-        offset = np.concatenate([w.offset for w in wanted]).reshape(len(wanted), -1)
-        length = np.concatenate([w.length for w in wanted]).reshape(len(wanted), -1)
-        follows = (offset[:, 1:] == offset[:, :-1] + length[:, :-1]).all(axis=1)
-        whole = np.flatnonzero(follows & (offset[:, 0] == 0))
-        return Parts(addresses, lengths, length.sum(axis=1).tolist(), whole.tolist())
-    sizes = [sum(one) for one in lengths]
-    return Parts(addresses, lengths, sizes, [i for i, w in enumerate(wanted) if _from_the_start(w)])
+    return Parts(addresses, lengths, [sum(one) for one in lengths], _from_the_start(wanted))
 
 
-def _from_the_start(wanted: Slices) -> bool:
-    offset, length = wanted.offset, wanted.length
-    if len(offset) == 0:
-        return False
-    return bool(offset[0] == 0 and np.array_equal(offset[1:], offset[:-1] + length[:-1]))
+def _from_the_start(wanted: Sequence[Slices]) -> list[int]:
+    """Which of these are contiguous in their object, from its first byte on."""
+    counts = np.array([len(w.length) for w in wanted], dtype=np.int64)
+    some = np.flatnonzero(counts)
+    if len(some) == 0:
+        return []
+    offset = np.concatenate([w.offset for w in wanted])
+    length = np.concatenate([w.length for w in wanted])
+    heads = np.concatenate(([0], np.cumsum(counts[some])[:-1]))
+    follows = np.empty(len(offset), dtype=bool)
+    follows[1:] = offset[1:] == offset[:-1] + length[:-1]
+    follows[heads] = offset[heads] == 0
+    found: list[int] = some[np.logical_and.reduceat(follows, heads)].tolist()
+    return found

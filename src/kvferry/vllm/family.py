@@ -71,10 +71,10 @@ def family_of(connector: Any, base: type) -> Family:
     )
 
 
-def is_alone(connector: Any) -> bool:
-    """Whether a connector under construction is the engine's only one."""
+def parent_of(connector: Any) -> Any:
+    """The MultiConnector that constructs a connector; None where that is the engine's only one."""
     multi = getattr(sys.modules.get(MULTI), "MultiConnector", None)
-    return multi is None or _caller(connector, multi) is None
+    return _caller(connector, multi) if multi is not None else None
 
 
 def _caller(connector: Any, multi: type) -> Any:

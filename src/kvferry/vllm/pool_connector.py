@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.vllm.base import WholeRequests
-from kvferry.vllm.family import is_alone
+from kvferry.vllm.family import parent_of
 from kvferry.vllm.pool_config import PoolConfig, default_tenant
 from kvferry.vllm.pool_metadata import PoolMetadata, PoolPromMetrics, PoolStats
 from kvferry.vllm.pool_scheduler import VllmPoolScheduler
@@ -33,13 +33,16 @@ class FerryPoolConnector(WholeRequests):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._alone = is_alone(self)
+        parent = parent_of(self)
+        self._alone = parent is None
         transfer = vllm_config.kv_transfer_config
         defaults = {"cache_prefix": default_tenant(), **self.defaults}
         config = PoolConfig.read(transfer.kv_connector_extra_config or {}, **defaults)
         if transfer.kv_load_failure_policy == "fail" and transfer.kv_connector in POOL_NAMES:
             # a block that a cache lost is computed; that is no reason to end a request
             transfer.kv_load_failure_policy = "recompute"
+        if parent is not None and role == KVConnectorRole.SCHEDULER:
+            _warn_of_policy(parent._vllm_config.kv_transfer_config)
         self.scheduler: VllmPoolScheduler | None = None
         self.worker: PoolWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -169,6 +172,15 @@ class FerryPoolConnector(WholeRequests):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PoolPromMetrics:
         return PoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _warn_of_policy(transfer: Any) -> None:
+    """Of a MultiConnector, which is not ours to change: a sibling may rely on it."""
+    if transfer.kv_load_failure_policy == "fail":
+        log.warning(
+            "a request ends when a block that the pool promised is gone, because "
+            "kv_load_failure_policy is 'fail'; set it to 'recompute' beside MultiConnector"
+        )
 
 
 class FerryMooncakeStoreConnector(FerryPoolConnector):
