@@ -137,6 +137,7 @@ class SchedulerEngine:
         pcp: int = 1,
         dcp: int = 1,
         order: str = "LBHNC",
+        on_failure: str = "",
     ) -> None:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / "model" / "config.json").write_text(json.dumps(llama_config()))
@@ -144,7 +145,8 @@ class SchedulerEngine:
         transfer = KVTransferConfig(
             kv_connector=connector,
             kv_connector_module_path=None if connector == "MultiConnector" else "kvferry.vllm",
-            kv_load_failure_policy="recompute" if connector == "MultiConnector" else "fail",
+            kv_load_failure_policy=on_failure
+            or ("recompute" if connector == "MultiConnector" else "fail"),
             kv_role="kv_both",
             kv_connector_extra_config=_extra(connector, own),
         )
@@ -228,7 +230,8 @@ class SchedulerEngine:
         ]
         self.workers, handshakes = [], {}
         for rank, layout in enumerate(self.layouts):
-            worker = PoolWorker(PoolConfig(), config, cache)
+            alone = connector != "MultiConnector"
+            worker = PoolWorker(PoolConfig(), config, cache, alone=alone)
             bases = [array.ctypes.data for array in self.memory[rank]]
             me = ranks[rank]
             worker._rank = PoolRank(
@@ -247,13 +250,19 @@ class SchedulerEngine:
                 msgspec.msgpack.encode(engine_info("", "", self.model, shape, {})),
                 msgspec.msgpack.encode(rank_info(layout, [0] * len(bases), "", "", {})),
             )
-        self.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
+            if not alone:  # they come with the first step; what vLLM passes on is a sibling's
+                worker._report.handshakes.append(handshakes[max(handshakes)])
+        told: dict[Any, Any] = handshakes if alone else dict.fromkeys(handshakes, object())
+        self.connector.set_xfer_handshake_metadata_pp_aware(told)
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, list[list[int]]] = {}  # of each group
         self.computed: dict[str, int] = {}  # tokens that were computed, not loaded or hit
         self.out: dict[str, list[int]] = {}
         self._reports: dict[str, int] = {}
         self.preempted = 0
+        while not self.pool.started:
+            assert self.scheduler.has_requests()  # vLLM steps while there are
+            self.step()
 
     def cells(self, rank: int, table: int) -> np.ndarray:
         """A rank's memory of one group as [layer, block, head, slot, dim], whatever its order."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from test_pool_faults import all_ended, cases, sequence
 
 from dir_store import DirStore, FaultyStore
-from kvferry.errors import TransferError
+from kvferry.errors import StoreError, TransferError
 from kvferry.pool.embedded import EmbeddedStore
 from kvferry.pool.staged import StagedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
@@ -187,3 +188,52 @@ def test_a_store_that_keeps_all_buffers(far: Far) -> None:
     assert far.store.get(["a"], [far.slices(100, 10)], soon()) == [Outcome.DONE]
     far.store.close()
     assert far.store.put(["z"], [far.ranges(0, 10)], time.monotonic()) == [Outcome.FAILED]
+
+
+class Registrar(DirStore):
+    """A store that knows its memory by address, and for ever: like Mooncake's client."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.known: list[MemoryRegion] = []
+        self.refuses = False
+
+    def register(self, regions: Any) -> None:
+        if self.refuses:
+            raise StoreError("no memory can be registered now")
+        for new in regions:
+            for old in self.known:
+                apart = new.address + new.bytes <= old.address
+                assert apart or old.address + old.bytes <= new.address, "registered twice"
+            self.known.append(new)
+        super().register(regions)
+
+
+def test_buffers_that_grow(tmp_path: Path, monkeypatch: Any) -> None:
+    """Memory that a store knows stays where it is; memory that it refused is never handed to it."""
+    host = np.arange(1 << 16, dtype=np.uint32).view(np.uint8)
+    base, inner = int(host.ctypes.data) + FAR, Registrar(str(tmp_path))
+    store = StagedStore(inner, FarMemory(), stage_bytes=1000, buffers=2)
+    store.register([MemoryRegion(base, host.nbytes)])
+    made = []
+    empty = np.empty
+
+    def remembered(*args: Any, **options: Any) -> np.ndarray:
+        array = empty(*args, **options)
+        made.append(weakref.ref(array))
+        return array
+
+    def put(key: str, size: int) -> list[Outcome]:
+        return store.put([key], [Ranges(np.array([base]), np.array([size]))], soon())
+
+    monkeypatch.setattr(np, "empty", remembered)
+    inner.refuses = True
+    with pytest.raises(StoreError, match="registered now"):
+        put("refused", 500)
+    inner.refuses = False
+    made.clear()
+    for number, size in enumerate((500, 3000, 700, 9000, 40_000, 900)):
+        assert put(f"k{number}", size) == [Outcome.DONE]
+    assert len(made) == len(inner.known) == 4 and all(array() is not None for array in made)
+    assert sum(array().nbytes for array in made) == 1000 + 4000 + 16_000 + 64_000
+    store.close()

@@ -25,6 +25,7 @@ with warnings.catch_warnings():  # torch and vLLM warn of themselves
 from kvferry.demo.engines import free_port
 from kvferry.demo.tiny_model import make_model
 from kvferry.errors import DescriptionError
+from kvferry.vllm.metadata import FerryHandshake
 from vllm_pairs import mooncake_decode, post
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -543,6 +544,8 @@ class TestMulti:
         """What MultiConnector passes on may be an in-tree child's; ours came by itself."""
         p = make("p", children=[child("NixlConnector")])
         p.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object(), (1, 0): object()})
+        pools = FerryHandshake(b"what our pool says of itself", b"")
+        p.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): pools})
         assert p.worker_side.get_handshake_metadata() is None
         assert p.ferry._described is None
         p.step()

@@ -124,6 +124,17 @@ def test_context_parallelism(make: Make, writer: Any, reader: Any, hits: int) ->
     assert second.computed["b"] == 103 - hits and second.computed["other"] == 103
 
 
+def test_a_policy_that_ends_requests_is_warned_of(make: Make, caplog: Any) -> None:
+    """Alone, the pool sets it; a MultiConnector's is its siblings' too."""
+    alone = make()
+    assert alone.scheduler.vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    with caplog.at_level("WARNING", logger="kvferry"):
+        make(connector="MultiConnector")
+        assert "kv_load_failure_policy" not in caplog.text
+        make(connector="MultiConnector", on_failure="fail")
+    assert "kv_load_failure_policy is 'fail'" in caplog.text
+
+
 def test_one_token_is_left_to_compute(make: Make) -> None:
     first = make()
     first.add("a", prompt(1, 96), output=1)

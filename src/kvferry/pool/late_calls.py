@@ -74,11 +74,15 @@ class LateCalls:
         memory: Memory = Memory.NONE,
     ) -> T:
         """The function's result by the deadline, or `StoreError`."""
-        call = _Call(function)
         if self._hold and memory is not Memory.NONE:
-            call.run()  # it is waited for in any case: no other thread is needed
-        else:
-            self._begin(what, call)
+            try:
+                return function()  # it is waited for in any case: no other thread is needed
+            except StoreError:
+                raise
+            except BaseException as error:
+                raise StoreError(f"{self._client}'s {what} failed: {error!r}") from error
+        call = _Call(function)
+        self._begin(what, call)
         if not call.done.wait(max(0.0, deadline - time.monotonic())):
             raise StoreError(self._give_up(what, call, memory is Memory.WRITES))
         if call.error is None:

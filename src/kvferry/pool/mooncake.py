@@ -28,6 +28,7 @@ import numpy as np
 from kvferry.errors import StoreError
 from kvferry.pool.late_calls import LateCalls, Memory
 from kvferry.pool.mooncake_config import MooncakeStoreConfig
+from kvferry.pool.mooncake_lists import lists, parts_of
 from kvferry.pool.store import Bools, Outcome, Ranges, Slices, StoreStats
 from kvferry.transport.base import MemoryRegion
 
@@ -113,47 +114,54 @@ class MooncakeStore:
     def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
         if not keys:
             return []
-        addresses = [o.address.tolist() for o in objects]
-        lengths = [o.length.tolist() for o in objects]
+        names, addresses = list(keys), lists([o.address for o in objects])
+        lengths = lists([o.length for o in objects])
         codes = self._call(
             "put",
-            lambda: self._client.batch_put_from_multi_buffers(list(keys), addresses, lengths),
+            lambda: self._client.batch_put_from_multi_buffers(names, addresses, lengths),
             deadline,
             Memory.READS,
         )
         self._require_master("put", codes)
-        outcomes = [_put_outcome(code) for code in codes]
+        outcomes = [_put_outcome(code) if code else Outcome.DONE for code in codes]
+        if len(outcomes) != len(names):
+            raise StoreError(f"Mooncake told {len(outcomes)} of {len(names)} outcomes")
+        done = outcomes.count(Outcome.DONE)
+        if all(one is lengths[0] for one in lengths):
+            moved = done * sum(lengths[0])
+        else:
+            pairs = zip(lengths, outcomes, strict=True)
+            moved = sum(sum(length) for length, told in pairs if told is Outcome.DONE)
         with self._lock:
-            self._puts += outcomes.count(Outcome.DONE)
-            self._put_bytes += sum(
-                sum(length)
-                for length, outcome in zip(lengths, outcomes, strict=True)
-                if outcome is Outcome.DONE
-            )
+            self._puts += done
+            self._put_bytes += moved
         return outcomes
 
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
         if not keys:
             return []
-        names = list(keys)
-        addresses = [w.address.tolist() for w in wanted]
-        lengths = [w.length.tolist() for w in wanted]
-        offsets = [w.offset.tolist() for w in wanted]
-        whole = _from_the_start(wanted)
+        names, parts_wanted = list(keys), parts_of(wanted)
+        addresses, lengths = parts_wanted.addresses, parts_wanted.lengths
+        sizes, whole = parts_wanted.sizes, parts_wanted.whole
 
         def read() -> list[Outcome]:
             outcomes = [Outcome.FAILED] * len(names)
             rest = set(range(len(names)))
             if whole:
-                counts = self._client.batch_get_into_multi_buffers(
-                    [names[i] for i in whole],
-                    [addresses[i] for i in whole],
-                    [lengths[i] for i in whole],
-                )
+                asked = (names, addresses, lengths)
+                if len(whole) < len(names):
+                    asked = (
+                        [names[i] for i in whole],
+                        _some(addresses, whole),
+                        _some(lengths, whole),
+                    )
+                counts = self._client.batch_get_into_multi_buffers(*asked)
+                if counts == sizes:
+                    return [Outcome.DONE] * len(names)
                 self._require_master("get", counts)
                 for i, count in zip(whole, counts, strict=True):
                     if count not in OTHER_SIZE:
-                        outcomes[i] = _get_outcome(count, sum(lengths[i]))
+                        outcomes[i] = _get_outcome(count, sizes[i])
                         rest.discard(i)
             parts = sorted(rest)
             if parts:
@@ -173,12 +181,12 @@ class MooncakeStore:
                 if there:
                     moved = self._client.batch_get_into_multi_buffer_ranges(
                         [names[i] for i in there],
-                        [addresses[i] for i in there],
-                        [lengths[i] for i in there],
-                        [offsets[i] for i in there],
+                        _some(addresses, there),
+                        _some(lengths, there),
+                        [wanted[i].offset.tolist() for i in there],
                     )
                     for i, count in zip(there, moved, strict=True):
-                        found[i] = _get_outcome(count, sum(lengths[i]))
+                        found[i] = _get_outcome(count, sizes[i])
             return [found[i] for i in parts]
 
         return self._call("get", read, deadline, Memory.WRITES)
@@ -274,23 +282,8 @@ def _require_listening(address: str) -> None:
         ) from None
 
 
-def _from_the_start(wanted: Sequence[Slices]) -> list[int]:
-    """Which of these may be whole objects, which the client reads several times faster.
-
-    Where one is only its object's beginning, the client says so before it writes anything.
-    """
-    counts = np.array([len(w.length) for w in wanted], dtype=np.int64)
-    some = np.flatnonzero(counts)
-    if len(some) == 0:
-        return []
-    offset = np.concatenate([wanted[i].offset for i in some.tolist()])
-    length = np.concatenate([wanted[i].length for i in some.tolist()])
-    heads = np.concatenate(([0], np.cumsum(counts[some])[:-1]))
-    follows = np.empty(len(offset), dtype=bool)
-    follows[1:] = offset[1:] == offset[:-1] + length[:-1]
-    follows[heads] = offset[heads] == 0
-    found: list[int] = some[np.logical_and.reduceat(follows, heads)].tolist()
-    return found
+def _some(rows: list[list[int]], places: list[int]) -> list[list[int]]:
+    return [rows[i] for i in places]
 
 
 def _put_outcome(code: int) -> Outcome:

@@ -134,10 +134,6 @@ class ReadPlan:
         objects, offset = objects[order], offset[order]
         address, length = address[order], length[order]
         heads = np.concatenate(([0], np.flatnonzero(np.diff(objects)) + 1))
-        cuts = heads[1:]
-        parts = zip(
-            np.split(offset, cuts), np.split(address, cuts), np.split(length, cuts), strict=True
-        )
         blocks, which = np.divmod(objects[heads], len(distinct))
         group = self.theirs.model.group(segment.group)
         span = block_span(group, self.theirs.shape)
@@ -146,8 +142,23 @@ class ReadPlan:
             [distinct[i] for i in which.tolist()],
             blocks.tolist(),
             starts.tolist(),
-            [Slices(*part) for part in parts],
+            _slices(offset, address, length, heads),
         )
+
+
+def _slices(offset: Ints, address: Ints, length: Ints, heads: Ints) -> list[Slices]:
+    """Cut before each head. Objects of which the same is wanted, as most are, share its arrays."""
+    count, per = len(heads), len(offset) // len(heads)
+    if np.array_equal(heads, np.arange(count) * per) and count * per == len(offset):
+        offsets, lengths = offset.reshape(count, per), length.reshape(count, per)
+        first, sizes = offsets[0], lengths[0]
+        if (offsets == first).all() and (lengths == sizes).all():
+            return [Slices(first, row, sizes) for row in address.reshape(count, per)]
+    cuts = heads[1:]
+    parts = zip(
+        np.split(offset, cuts), np.split(address, cuts), np.split(length, cuts), strict=True
+    )
+    return [Slices(*part) for part in parts]
 
 
 def plan_read(theirs: PoolLayout, model: CacheModel, ours: RankLayout) -> ReadPlan:

@@ -48,6 +48,7 @@ class StagedStore:
         self._regions = RegionTable.of([])
         self._changed = threading.Condition()
         self._idle: list[Bytes | None] = [None] * buffers  # None: not made yet
+        self._outgrown: list[Bytes] = []  # stores know them: their addresses must not come again
         self._closed = False
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
@@ -174,25 +175,33 @@ class StagedStore:
             seconds = max(0.0, deadline - time.monotonic())
             self._changed.wait_for(lambda: self._idle or self._closed, seconds)
             free = bool(self._idle) and not self._closed
-            buffer = self._idle.pop() if free else None
+            buffer = self._take(count) if free else None
         if not free:
             log.warning("no staging buffer was free in time")
             yield None
             return
         try:
             if buffer is None or buffer.nbytes < count:
-                buffer = None  # the shorter one goes before a longer one comes
                 size = self._stage_bytes
                 while size < count:
                     size *= 2
-                buffer = np.empty(size, dtype=np.uint8)
+                made = np.empty(size, dtype=np.uint8)
                 with self._changed:
-                    self._store.register([MemoryRegion(buffer.ctypes.data, buffer.nbytes)])
+                    self._store.register([MemoryRegion(made.ctypes.data, made.nbytes)])
+                    if buffer is not None:
+                        self._outgrown.append(buffer)
+                buffer = made
             yield buffer
         finally:
             with self._changed:
                 self._idle.append(buffer)
                 self._changed.notify()
+
+    def _take(self, count: int) -> Bytes | None:
+        """The last used that is long enough; else one that is not made yet, or the shortest."""
+        sizes = [-1 if buffer is None else buffer.nbytes for buffer in self._idle]
+        fitting = [at for at, size in enumerate(sizes) if size >= count]
+        return self._idle.pop(fitting[-1] if fitting else sizes.index(min(sizes)))
 
     # what needs no memory of ours
 

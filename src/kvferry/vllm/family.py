@@ -86,6 +86,12 @@ def _name(cls: type) -> str:
     return next((name for name in names if name in CUTTING), names[0])
 
 
+def parent_of(connector: Any) -> Any:
+    """The MultiConnector that constructs a connector; None where that is the engine's only one."""
+    multi = getattr(sys.modules.get(MULTI), "MultiConnector", None)
+    return _caller(connector, multi) if multi is not None else None
+
+
 def _caller(connector: Any, multi: type) -> Any:
     frame = sys._getframe(2)
     for _ in range(FRAMES):

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.vllm.base import WholeRequests
+from kvferry.vllm.family import parent_of
 from kvferry.vllm.pool_config import PoolConfig, default_tenant
 from kvferry.vllm.pool_metadata import PoolMetadata, PoolPromMetrics, PoolStats
 from kvferry.vllm.pool_scheduler import VllmPoolScheduler
@@ -32,12 +33,16 @@ class FerryPoolConnector(WholeRequests):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        parent = parent_of(self)
+        self._alone = parent is None
         transfer = vllm_config.kv_transfer_config
         defaults = {"cache_prefix": default_tenant(), **self.defaults}
         config = PoolConfig.read(transfer.kv_connector_extra_config or {}, **defaults)
         if transfer.kv_load_failure_policy == "fail" and transfer.kv_connector in POOL_NAMES:
             # a block that a cache lost is computed; that is no reason to end a request
             transfer.kv_load_failure_policy = "recompute"
+        if parent is not None and role == KVConnectorRole.SCHEDULER:
+            _warn_of_policy(parent._vllm_config.kv_transfer_config)
         self.scheduler: VllmPoolScheduler | None = None
         self.worker: PoolWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -50,7 +55,7 @@ class FerryPoolConnector(WholeRequests):
                 events=bool(events and events.enable_kv_cache_events),
             )
         else:
-            self.worker = PoolWorker(config, vllm_config, kv_cache_config)
+            self.worker = PoolWorker(config, vllm_config, kv_cache_config, alone=self._alone)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -63,7 +68,8 @@ class FerryPoolConnector(WholeRequests):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         assert self.scheduler is not None
-        self.scheduler.set_handshakes(metadata)
+        if self._alone:  # else they are a sibling's; ours come with the workers' first step
+            self.scheduler.set_handshakes(metadata)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         assert self.scheduler is not None
@@ -101,9 +107,12 @@ class FerryPoolConnector(WholeRequests):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Keeps an idle engine stepping until saves have ended and routers were told."""
+        """Keeps an idle engine stepping until saves have ended and routers were told; and at the
+        start under a MultiConnector, until its workers have described themselves."""
         return self.scheduler is not None and (
-            self.scheduler.pool.has_work or self.scheduler.has_events
+            self.scheduler.pool.has_work
+            or self.scheduler.has_events
+            or not (self._alone or self.scheduler.pool.started)
         )
 
     # `has_pending_block_frees` stays False: it makes vLLM wait for a store that may hang, where
@@ -163,6 +172,15 @@ class FerryPoolConnector(WholeRequests):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PoolPromMetrics:
         return PoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _warn_of_policy(transfer: Any) -> None:
+    """Of a MultiConnector, which is not ours to change: a sibling may rely on it."""
+    if transfer.kv_load_failure_policy == "fail":
+        log.warning(
+            "a request ends when a block that the pool promised is gone, because "
+            "kv_load_failure_policy is 'fail'; set it to 'recompute' beside MultiConnector"
+        )
 
 
 class FerryMooncakeStoreConnector(FerryPoolConnector):

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvferry.pool.orders import Loaded, Saved
 from kvferry.pool.requests import PoolOrders
+from kvferry.vllm.metadata import FerryHandshake
 
 
 @dataclass
@@ -34,6 +35,7 @@ class PoolReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     saved: list[Saved] = field(default_factory=list)
     loaded: list[Loaded] = field(default_factory=list)
     recovered: list[str] = field(default_factory=list)
+    handshakes: list[FerryHandshake] = field(default_factory=list)  # under a MultiConnector
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PoolReport:
         assert isinstance(other, PoolReport)
@@ -41,6 +43,7 @@ class PoolReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             self.saved + other.saved,
             self.loaded + other.loaded,
             self.recovered + other.recovered,
+            self.handshakes + other.handshakes,
         )
 
 

@@ -19,7 +19,7 @@ from kvferry.pool.requests import PoolLimits
 from kvferry.pool.save_jobs import SavedBlocks, WholeState
 from kvferry.pool.scheduler import PoolScheduler
 from kvferry.pool.weights import engine_weights
-from kvferry.vllm.context_parallel import replicas
+from kvferry.vllm.context_parallel import cache_rank, replicas
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig
 from kvferry.vllm.pool_metadata import PoolMetadata, PoolReport
@@ -37,6 +37,7 @@ class VllmPoolScheduler:
         self.config, self._vllm = config, vllm_config
         self._blocks: Any = None  # vLLM's block pool
         self._requests: dict[str, Any] = {}
+        self._handshakes: dict[tuple[int, int], FerryHandshake] = {}
         self._with_events = events
         self._events: list[Any] = []
         self.pool = PoolScheduler(
@@ -49,8 +50,8 @@ class VllmPoolScheduler:
         for key, handshake in sorted(handshakes.items()):
             if not isinstance(handshake, FerryHandshake):
                 raise DescriptionError(
-                    f"worker {key} sent a {type(handshake).__name__}; under MultiConnector, name "
-                    "kvferry's connectors first"
+                    f"worker {key} sent a {type(handshake).__name__}; all workers must run "
+                    "kvferry's connector"
                 )
             engines.append(msgspec.msgpack.decode(handshake.engine, type=EngineInfo))
             ranks.append(msgspec.msgpack.decode(handshake.rank, type=RankInfo))
@@ -73,6 +74,18 @@ class VllmPoolScheduler:
             layout.id,
             shape.describe(),
         )
+
+    def described_by(self, handshakes: Iterable[FerryHandshake]) -> None:
+        """The same, bit by bit, from workers under a MultiConnector."""
+        if self.pool.started:
+            return
+        for handshake in handshakes:
+            rank = msgspec.msgpack.decode(handshake.rank, type=RankInfo)
+            self._handshakes[rank.pp_rank, rank.tp_rank] = handshake
+        parallel = self._vllm.parallel_config
+        expected = parallel.pipeline_parallel_size * cache_rank(parallel, 0, 0, 0).tp
+        if len(self._handshakes) == expected:
+            self.set_handshakes(self._handshakes)
 
     def bind_blocks(self, block_pool: Any) -> None:
         self._blocks = block_pool
@@ -157,6 +170,8 @@ class VllmPoolScheduler:
 
     def reported(self, report: Any, received: Iterable[str]) -> None:
         if isinstance(report, PoolReport):
+            if report.handshakes:
+                self.described_by(report.handshakes)
             for saved in self.pool.saved(report.saved):
                 if self._with_events:
                     self._stored(saved)
@@ -174,7 +189,11 @@ class VllmPoolScheduler:
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
         request = saved.tag
-        hashes = [maybe_convert_block_hash(h) for h in request.block_hashes]
+
+        def hash_at(block: int) -> Any:
+            """Of one of our blocks: only those of this job are converted, not all of a request."""
+            return maybe_convert_block_hash(request.block_hashes[(block + 1) * per - 1])
+
         lora = getattr(request, "lora_request", None)
         for blocks in saved.tables:
             size = self.pool.block_tokens(blocks.table)
@@ -182,17 +201,16 @@ class VllmPoolScheduler:
             if not per:
                 continue
             stored = [n for n in blocks.numbers if (blocks.table, n) not in saved.failed]
-            stored = [n for n in stored if (n + 1) * per <= len(hashes)]
+            stored = [n for n in stored if (n + 1) * per <= len(request.block_hashes)]
             content = dict(zip(blocks.numbers, blocks.contents, strict=True))
             keys = self.pool.keys_of(blocks.table, [content[n] for n in stored])
             for number, of_block in zip(stored, keys, strict=True):
-                self.pool.watch.add((hashes[(number + 1) * per - 1], blocks.table), of_block)
+                self.pool.watch.add((hash_at(number), blocks.table), of_block)
             for run in _runs(stored):
-                first, last = run[0] * per, (run[-1] + 1) * per
                 self._events.append(
                     BlockStored(
-                        block_hashes=hashes[first + per - 1 : last : per],
-                        parent_block_hash=hashes[first - 1] if first else None,
+                        block_hashes=[hash_at(number) for number in run],
+                        parent_block_hash=hash_at(run[0] - 1) if run[0] else None,
                         token_ids=list(request.all_token_ids[run[0] * size : (run[-1] + 1) * size]),
                         block_size=size,
                         lora_id=getattr(lora, "lora_int_id", None),

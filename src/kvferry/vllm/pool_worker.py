@@ -32,8 +32,12 @@ IDLE_STEP_SECONDS = 0.002
 
 
 class PoolWorker:
-    def __init__(self, config: PoolConfig, vllm_config: Any, kv_cache_config: Any) -> None:
+    def __init__(
+        self, config: PoolConfig, vllm_config: Any, kv_cache_config: Any, *, alone: bool = True
+    ) -> None:
+        """alone  else a child of a MultiConnector, which describes itself with its first step"""
         self.config, self._vllm, self._kv = config, vllm_config, kv_cache_config
+        self._alone = alone
         self._rank: PoolRank | None = None
         self._handshake: FerryHandshake | None = None
         self._orders: dict[str, LoadOrder] = {}  # loads under way
@@ -90,6 +94,8 @@ class PoolWorker:
         self._handshake = FerryHandshake(
             msgspec.msgpack.encode(engine), msgspec.msgpack.encode(info)
         )
+        if not self._alone:
+            self._report.handshakes.append(self._handshake)
         log.info(
             "kvferry: rank %s uses the pool (%s store) with %s, %s",
             tuple(rank),
@@ -99,7 +105,8 @@ class PoolWorker:
         )
 
     def handshake(self) -> FerryHandshake | None:
-        return self._handshake
+        """What vLLM passes on: of one child only, so a child leaves it to its siblings."""
+        return self._handshake if self._alone else None
 
     def start(self, metadata: PoolMetadata) -> None:
         """Begin a step's loads. Its saves wait until the step has computed their blocks."""
@@ -162,7 +169,7 @@ class PoolWorker:
 
     def take_report(self) -> PoolReport | None:
         report, self._report = self._report, PoolReport()
-        return report if report.saved or report.loaded or report.recovered else None
+        return report if report != PoolReport() else None
 
     def take_counts(self) -> dict[str, int]:
         return self._rank.counters.take() if self._rank is not None else {}

@@ -129,22 +129,27 @@ class FerryScheduler:
     # What workers tell
 
     def add_handshakes(self, handshakes: Mapping[tuple[int, int], Any]) -> None:
-        """Workers' descriptions, by (pp_rank, tp_rank); when all are there, the engine is known."""
+        """Workers' descriptions, by (pp_rank, tp_rank), as vLLM passes them on."""
+        if not self.family.alone:
+            return  # a sibling's under a MultiConnector, also where it is of our pool
         for (pp_rank, tp_rank), handshake in handshakes.items():
-            if isinstance(handshake, FerryHandshake):
-                self._handshakes[pp_rank, tp_rank] = handshake
-            elif self.family.alone:
+            if not isinstance(handshake, FerryHandshake):
                 raise DescriptionError(
                     f"worker (pp {pp_rank}, tp {tp_rank}) sent a {type(handshake).__name__}; all "
                     "workers must run kvferry's connector"
-                )  # under a MultiConnector it is a sibling's; ours come with the first step
-        if self._described is None and len(self._handshakes) == self._shape[0] * self._shape[1]:
-            self._describe()
+                )
+        self._add(handshakes)
 
     def described_by(self, handshakes: Iterable[FerryHandshake]) -> None:
-        """The same, from workers under a MultiConnector."""
+        """The same, from workers under a MultiConnector: ours come with their first step."""
         told = [(h, msgspec.msgpack.decode(h.rank, type=RankInfo)) for h in handshakes]
-        self.add_handshakes({(rank.pp_rank, rank.tp_rank): h for h, rank in told})
+        self._add({(rank.pp_rank, rank.tp_rank): h for h, rank in told})
+
+    def _add(self, handshakes: Mapping[tuple[int, int], FerryHandshake]) -> None:
+        """When all are there, the engine is known."""
+        self._handshakes.update(handshakes)
+        if self._described is None and len(self._handshakes) == self._shape[0] * self._shape[1]:
+            self._describe()
 
     def _describe(self) -> None:
         engines, ranks = [], []

@@ -1,0 +1,55 @@
+"""Lists for Mooncake's client, beside the plain way to make them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvferry.pool.mooncake_lists import lists, parts_of
+from kvferry.pool.store import Slices
+
+
+def plainly_whole(wanted: Slices) -> bool:
+    at = 0
+    for offset, length in zip(wanted.offset.tolist(), wanted.length.tolist(), strict=True):
+        if offset != at:
+            return False
+        at += length
+    return at > 0
+
+
+def some_slices(rng: np.random.Generator, shared: bool) -> list[Slices]:
+    def one() -> tuple[np.ndarray, np.ndarray]:
+        length = rng.integers(1, 50, rng.integers(0, 5))
+        offset = np.cumsum(length) - length
+        match rng.integers(4):
+            case 0:
+                offset = offset + 1
+            case 1:
+                offset = offset[::-1].copy()
+        return offset, length
+
+    fixed = one()
+    pairs = [fixed if shared else one() for _ in range(rng.integers(1, 9))]
+    return [Slices(o, rng.integers(0, 1 << 40, len(o)), n) for o, n in pairs]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_parts(shared: bool) -> None:
+    rng = np.random.default_rng(7)
+    found = 0
+    for _ in range(300):
+        wanted = some_slices(rng, shared)
+        parts = parts_of(wanted)
+        assert parts.addresses == [w.address.tolist() for w in wanted]
+        assert parts.lengths == [w.length.tolist() for w in wanted]
+        assert parts.sizes == [int(w.length.sum()) for w in wanted]
+        assert parts.whole == [i for i, w in enumerate(wanted) if plainly_whole(w)]
+        found += len(parts.whole)
+    assert found > 100
+
+
+def test_lists() -> None:
+    shared, other = np.arange(3), np.arange(3) + 7
+    for arrays in ([shared] * 4, [shared, other], [shared, other[:2]], [other[:0], other[:0]]):
+        assert lists(arrays) == [array.tolist() for array in arrays]
