@@ -21,6 +21,7 @@ from kvferry.transport.regions import Arrays, RegionTable, slices
 THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
 LANES_PER_TRANSFER = 2  # one batch is prepared, asked for or scattered while the other one moves
 LEAST_SLOT_BYTES = 4096
+MOST_PORT = 65535
 ON_HOST = -1  # no GPU's number
 DESK_SECONDS = 2.0  # for the first connection to a desk: there is another way
 TURN_LOOK_SECONDS = 0.02  # between two looks at cancel, for one that waits for its turn
@@ -46,13 +47,24 @@ class ForeignEndpoint(msgspec.Struct, frozen=True, array_like=True):
     def decode(cls, raw: bytes, carrier: str) -> ForeignEndpoint:
         try:
             endpoint = _endpoints.decode(raw)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"this is not a {carrier} carrier's endpoint: {error}") from None
         if (
             endpoint.carrier != carrier
             or not len(endpoint.token) == len(endpoint.incarnation) == TOKEN_BYTES
         ):
             raise ProtocolError(f"this is not a {carrier} endpoint, but {endpoint.carrier!r}")
+        begin, size = endpoint.staging
+        if not (
+            1 <= endpoint.pulse_port <= MOST_PORT
+            and 0 <= endpoint.desk_port <= MOST_PORT
+            and min(begin, size) >= 0
+            and begin + size < 1 << 63
+        ):
+            raise ProtocolError(
+                f"a {carrier} endpoint names ports {endpoint.pulse_port} and {endpoint.desk_port}, "
+                f"and a staging memory of {size} bytes at {begin:#x}: there is no such thing"
+            )
         if (
             endpoint.desk_port
             and not LEAST_SLOT_BYTES <= endpoint.slot_bytes <= endpoint.staging[1]
