@@ -21,7 +21,6 @@ from kvferry.transport.regions import Arrays, RegionTable, slices
 THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
 LANES_PER_TRANSFER = 2  # one batch is prepared, asked for or scattered while the other one moves
 LEAST_SLOT_BYTES = 4096
-MOST_PORT = 65535
 ON_HOST = -1  # no GPU's number
 DESK_SECONDS = 2.0  # for the first connection to a desk: there is another way
 TURN_LOOK_SECONDS = 0.02  # between two looks at cancel, for one that waits for its turn
@@ -56,8 +55,8 @@ class ForeignEndpoint(msgspec.Struct, frozen=True, array_like=True):
             raise ProtocolError(f"this is not a {carrier} endpoint, but {endpoint.carrier!r}")
         begin, size = endpoint.staging
         if not (
-            1 <= endpoint.pulse_port <= MOST_PORT
-            and 0 <= endpoint.desk_port <= MOST_PORT
+            1 <= endpoint.pulse_port <= 65535
+            and 0 <= endpoint.desk_port <= 65535
             and min(begin, size) >= 0
             and begin + size < 1 << 63
         ):
