@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from carrier_peer import KINDS, owner, soon
@@ -73,6 +75,46 @@ def test_local_by_a_detour_gives_way_to_tcp() -> None:
         finally:
             forced.close()
             tcp.close()
+
+
+class Scripted:
+    """A carrier that raises, or reaches the peer in some way."""
+
+    def __init__(self, name: str, outcome: BaseException | str) -> None:
+        self.name, self._outcome = name, outcome
+        self.peers: list[SimpleNamespace] = []
+
+    def connect(self, endpoint: bytes, deadline: float) -> SimpleNamespace:
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        self.peers.append(SimpleNamespace(detour=self._outcome))
+        return self.peers[-1]
+
+    def disconnect(self, peer: SimpleNamespace) -> None:
+        self.peers.remove(peer)
+        raise RuntimeError("and this goes wrong too")
+
+
+def test_one_carriers_fault_does_not_keep_the_next_from_being_tried(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken, tcp = Scripted("cuda", ZeroDivisionError("by nothing")), Scripted("tcp", "")
+    first, second = Scripted("local", "a detour"), Scripted("nixl", "another")
+    all_of_them: list[Any] = [broken, first, second, tcp]
+    offered = dict.fromkeys(("cuda", "local", "nixl", "tcp"), b"")
+    assert connect(offered, all_of_them, soon(), "rank 3")[0] is tcp  # type: ignore[comparison-overlap]
+    assert (len(first.peers), len(second.peers), len(tcp.peers)) == (0, 0, 1)
+    assert "ZeroDivisionError" in caplog.text and "rank 3: carrier cuda failed" in caplog.text
+    with pytest.raises(HandoverError, match="cuda: ZeroDivisionError: by nothing"):
+        connect(offered, [broken], soon())  # type: ignore[list-item]
+    all_of_them[-1] = Scripted("tcp", OSError("no"))
+    assert connect(offered, all_of_them, soon())[0] is first  # type: ignore[comparison-overlap]
+    assert (len(first.peers), len(second.peers)) == (1, 0)
+    first.peers.clear()
+    all_of_them[-1] = Scripted("tcp", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        connect(offered, all_of_them, soon())
+    assert (first.peers, second.peers) == ([], [])
 
 
 def test_the_order_without_measurements() -> None:

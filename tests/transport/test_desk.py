@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import secrets
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,10 +25,10 @@ from kvferry.errors import (
     TransferError,
 )
 from kvferry.transport import desk as desk_module
-from kvferry.transport import foreign
+from kvferry.transport import desk_visit, foreign
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.cost import Choice, Packing
-from kvferry.transport.desk import Desk, Say
+from kvferry.transport.desk import FULL, Desk, Say
 from kvferry.transport.desk_visit import Busy, Visit
 from kvferry.transport.foreign import ForeignCarrier
 from kvferry.transport.foreign_peer import ForeignEndpoint, ForeignPeer
@@ -308,6 +310,86 @@ def test_cancelled_while_the_desk_does_not_answer(
     assert time.monotonic() - begin < 2
     with pytest.raises(Cancelled):
         transfer.wait(soon())
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_cancelled_write_that_the_desk_applies_is_seen_to_its_end(
+    two: Two, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """The desk was told to apply, and is slow: `cancel` waits for it, or says that it did not."""
+    assert two.owner._desk is not None and two.owner._desk.memory is not None
+    applying, go_on = threading.Event(), threading.Event()
+    scatter = two.owner._desk.memory.scatter
+
+    def slow(*arguments: Any) -> None:
+        applying.set()
+        go_on.wait(0.5 if ends else 30)
+        scatter(*arguments)
+
+    monkeypatch.setattr(two.owner._desk.memory, "scatter", slow, raising=False)
+    monkeypatch.setattr(desk_visit, "APPLIED_SECONDS", 10.0 if ends else 0.2)
+    copies = two.copies(reading=False)
+    expected = two.expected(copies, reading=False)
+    transfer = two.user.write(two.link, copies)
+    assert applying.wait(10)
+    before = two.theirs.copy()
+    if ends:
+        transfer.cancel()
+        at_once = two.theirs.copy()
+        time.sleep(1)
+        assert np.array_equal(two.theirs, at_once)  # no byte of it came later
+    else:
+        begin = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="may still arrive"):
+            transfer.cancel()
+        assert time.monotonic() - begin < 5
+        assert np.array_equal(two.theirs, before)
+        go_on.set()
+        assert until(lambda: np.array_equal(two.theirs, expected))  # as it said
+    with pytest.raises(Cancelled):
+        transfer.wait(soon())
+    assert until(lambda: two.user._slots.free == SLOTS)  # the library had done with it
+    assert until(lambda: two.owner._slots.free == SLOTS)
+
+
+def test_a_stall_after_the_desk_was_told_to_apply_may_bring_late_bytes(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert two.owner._desk is not None and two.owner._desk.memory is not None
+    go_on = threading.Event()
+    monkeypatch.setattr(two.owner._desk.memory, "scatter", lambda *_: go_on.wait(30), raising=False)
+    monkeypatch.setattr(desk_visit, "STALL_SECONDS", 0.1)
+    monkeypatch.setattr(desk_visit, "APPLIED_SECONDS", 0.1)
+    transfer = two.user.write(two.link, two.copies(reading=False))
+    with pytest.raises(DeadlineExceeded, match="has not answered"):
+        transfer.wait(soon())
+    with pytest.raises(DeadlineExceeded, match="may still arrive"):
+        transfer.cancel()
+    go_on.set()
+
+
+def test_no_visitor_comes_in_beside_close(opened: Open) -> None:
+    """`close` runs as soon as the thread that accepts lets go of the lock."""
+    desk, lock, closed = opened.desk, opened.desk._lock, threading.Event()
+
+    class Between:
+        def __enter__(self) -> None:
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+            if threading.current_thread() is desk._acceptor and not closed.is_set():
+                closed.set()
+                other = threading.Thread(target=desk.close, args=(0.2,))
+                other.start()
+                other.join()
+
+    desk._lock = Between()  # type: ignore[assignment]
+    with socket.create_connection(("127.0.0.1", desk.port)) as visitor:
+        visitor.settimeout(2)
+        assert visitor.recv(100) in (b"", FULL)
+    assert closed.is_set()
+    assert threads_left("kvferry-desk-serve") == []
 
 
 def test_a_desk_that_lends_memory_outside_of_its_staging_is_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -76,6 +77,42 @@ def test_somebody_else_is_not_taken_for_the_peer() -> None:
     assert friend.alive(0.05)  # no stranger stops it
     friend.close()
     server.close()
+
+
+class Short(socket.socket):
+    """Listens, and has no descriptor left for the first half second."""
+
+    def accept(self) -> tuple[socket.socket, object]:
+        tries.append(time.monotonic())
+        if tries[-1] < tries[0] + 0.5:
+            raise OSError(errno.EMFILE, "too many open files")
+        return super().accept()
+
+
+tries: list[float] = []
+
+
+def test_without_descriptors_it_waits_instead_of_trying_on_and_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def create_server(*arguments: object, **options: object) -> Short:
+        return Short(fileno=plain(*arguments, **options).detach())  # type: ignore[arg-type]
+
+    plain = socket.create_server
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "create_server", create_server)
+        server = PulseServer(HOST)
+    tries.clear()
+    friend = visit(server)  # it is let in later
+    assert friend.alive(0.05)
+    assert tries[-1] - tries[0] >= 0.5
+    assert len(tries) <= 5
+    again = visit(server)
+    assert again.alive(0.05)
+    for one in (friend, again):
+        one.close()
+    server.close()
+    assert threads_left("kvferry-pulse") == []
 
 
 def test_a_peer_that_says_nothing_is_late() -> None:

@@ -15,7 +15,6 @@ chosen, why, and what was ruled out is said once per peer.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -102,10 +101,20 @@ def connect(
         except KvferryError as error:  # also a peer that does not know the secret
             out.append(f"{carrier.name}: {error}")
             continue
+        except Exception as error:  # a fault of that carrier's: the next one may do without
+            log.exception("%s: carrier %s failed by an error of ours", who, carrier.name)
+            out.append(f"{carrier.name}: {type(error).__name__}: {error}")
+            continue
+        except BaseException:
+            _let_go(held)
+            raise
         detour = getattr(peer, "detour", "")
         if detour and any(c.name == "tcp" for c in later):
             out.append(f"{carrier.name}: {detour}")
-            held = (carrier, peer, detour)
+            if held is None:
+                held = (carrier, peer, detour)
+            else:
+                _let_go((carrier, peer, detour))
             continue
         _let_go(held)
         _say(who, carrier, out, detour)
@@ -128,8 +137,10 @@ def _until(deadline: float, others: int) -> float:
 
 def _let_go(held: tuple[Carrier, Any, str] | None) -> None:
     if held is not None:
-        with contextlib.suppress(KvferryError):
+        try:
             held[0].disconnect(held[1])
+        except Exception as error:
+            log.debug("leaving a peer: %s: %s", type(error).__name__, error)
 
 
 def _say(who: str, carrier: Carrier, out: list[str], detour: str) -> None:

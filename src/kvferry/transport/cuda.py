@@ -20,14 +20,14 @@ endpoint is a capability: hand it only to peers that have authenticated.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import threading
 from collections.abc import Sequence
 
 import msgspec
 
-from kvferry.errors import Cancelled, TransferError
+from kvferry.errors import Cancelled, ProtocolError, TransferError
 from kvferry.transport import cuda_kernels
 from kvferry.transport.base import (
     CopyArrays,
@@ -41,12 +41,20 @@ from kvferry.transport.cuda_driver import (
     Place,
     device,
     device_count,
+    is_mapped,
     place_of,
 )
 from kvferry.transport.cuda_flights import Flights
 from kvferry.transport.cuda_lanes import Lanes
 from kvferry.transport.cuda_mapped import Mapped, place
-from kvferry.transport.cuda_peer import Allocation, CudaEndpoint, CudaPeer, export, within
+from kvferry.transport.cuda_peer import (
+    Allocation,
+    CudaEndpoint,
+    CudaPeer,
+    export,
+    this_process,
+    within,
+)
 from kvferry.transport.cuda_work import runs_of
 from kvferry.transport.jobs import Job, Workers
 from kvferry.transport.local import _boot as boot_id
@@ -129,7 +137,7 @@ class CudaCarrier:
                     CudaEndpoint(
                         carrier="cuda",
                         boot=boot_id(),
-                        pid=os.getpid(),
+                        process=this_process(),
                         host=self._host,
                         pulse_port=self._pulse.port,
                         token=self._pulse.token,
@@ -163,7 +171,8 @@ class CudaCarrier:
             pulse.close()
             with mine.current():
                 for address in opened:
-                    mine.close(address)
+                    with contextlib.suppress(CudaError):
+                        mine.close(address)
             raise
         near = all(a.gpu == mine.uuid for a in found.allocations)
         peer = CudaPeer(pulse, memory, opened, mine, near=near)
@@ -214,12 +223,13 @@ class CudaCarrier:
                 f"GPU {mine.ordinal} ({mine.name}) has no peer access to GPU {theirs.ordinal} "
                 f"({theirs.name}), where the peer's memory lies; use `tcp`, which stages it"
             )
-        if endpoint.pid == os.getpid():
+        if endpoint.process == this_process():  # a peer in this process: nothing is to be opened
             place = place_of(allocation.base)
-            if place is not None and place.base == allocation.base:  # a peer in this process
-                if theirs is not None:
-                    mine.reach(theirs)
-                return allocation.base
+            if place is None or place.base != allocation.base or place.bytes < allocation.size:
+                raise _other_size(allocation)
+            if theirs is not None:
+                mine.reach(theirs)
+            return allocation.base
         try:
             address = mine.open(allocation.handle)
         except CudaError as error:
@@ -230,6 +240,8 @@ class CudaCarrier:
             )
             raise TransferError(f"the peer's memory cannot be opened: {error}; {hint}") from None
         opened.append(address)
+        if not is_mapped(address, allocation.size):
+            raise _other_size(allocation)
         return address
 
     def _submit(
@@ -264,3 +276,10 @@ class CudaCarrier:
     def _ends(self, peer: CudaPeer, reading: bool) -> tuple[Mapped, Mapped]:
         """Source and destination."""
         return (peer.memory, self.memory) if reading else (self.memory, peer.memory)
+
+
+def _other_size(allocation: Allocation) -> ProtocolError:
+    return ProtocolError(
+        f"the peer names {allocation.size} bytes of device memory at {allocation.base:#x}, and its "
+        "handle opens less; nothing of it is used"
+    )

@@ -32,6 +32,7 @@ _PEER_ACCESS_ALREADY_ENABLED = 704
 _HOST_ALLOC_PORTABLE = 1
 _IPC_LAZY_PEER_ACCESS = 1
 _ATTRIBUTE_MEMORY_TYPE, _ATTRIBUTE_ORDINAL = 2, 9
+_ATTRIBUTE_RANGE_START, _ATTRIBUTE_RANGE_BYTES = 11, 12
 _MEMORY_TYPE_DEVICE = 2
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _MULTIPROCESSORS = 75, 76, 16
 
@@ -141,6 +142,17 @@ def place_of(address: int) -> Place | None:
     with device(ordinal.value).current():
         calls.call("cuMemGetAddressRange_v2", byref(base), byref(size), at)
     return Place(ordinal.value, base.value, size.value)
+
+
+def is_mapped(address: int, size: int) -> bool:
+    """Whether one allocation, of this process or opened by it, has that much from there on.
+
+    Needs no device to be current: which one holds an opened allocation does not matter.
+    """
+    start, length, at = c_uint64(), c_size_t(), c_uint64(address)
+    for value, what in ((start, _ATTRIBUTE_RANGE_START), (length, _ATTRIBUTE_RANGE_BYTES)):
+        driver().call("cuPointerGetAttribute", byref(value), what, at)
+    return start.value <= address and address + size <= start.value + length.value
 
 
 class Current:

@@ -20,6 +20,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -43,10 +44,17 @@ SYSTEM_COPIES = 256  # without Triton: copies between two looks at `check`
 NAP_SECONDS = 20e-6  # the kernel makes about 70 microseconds of it
 
 Check = Callable[[], None]
+T = TypeVar("T", Stream, Event)
 
 
 def _nothing() -> None:
     pass
+
+
+def kept(undo: contextlib.ExitStack, made: T) -> T:
+    """What `undo` destroys, unless all that was to be made with it is."""
+    undo.callback(made.destroy)
+    return made
 
 
 class _Slot:
@@ -54,30 +62,43 @@ class _Slot:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.done = Event()
         self.used = False
-        self._make(LEAST_SLOT_NUMBERS)
-
-    def _make(self, numbers: int) -> None:
-        pinned = self._device.pinned(8 * numbers)
-        self.numbers: Ints = pinned.view(np.int64)
-        self.address: int = pinned.ctypes.data
-        self.there = self._device.allocate(8 * numbers)
+        with contextlib.ExitStack() as undo:
+            self.done = kept(undo, Event())
+            self.numbers, self.there = self._made(LEAST_SLOT_NUMBERS)
+            self.address: int = self.numbers.ctypes.data  # in pinned memory
+            undo.pop_all()
 
     def hold(self, numbers: int) -> None:
-        """Have room for so many. The GPU has done with it; what it held is lost where it grows."""
-        if numbers > len(self.numbers):
-            self._drop()
-            self._make(max(numbers, min(SLOT_NUMBERS, 1 << numbers.bit_length())))
+        """Have room for so many. The GPU has done with it; what it held is lost where it grows.
 
-    def _drop(self) -> None:
-        address, self.numbers = self.address, np.empty(0, dtype=np.int64)
-        self._device.free(self.there)
-        self._device.free_pinned(address)
+        Where there is no memory for that, it stays as it was.
+        """
+        if numbers > len(self.numbers):
+            made = self._made(max(numbers, min(SLOT_NUMBERS, 1 << numbers.bit_length())))
+            address, there = self.address, self.there
+            self.numbers, self.there = made
+            self.address = self.numbers.ctypes.data
+            self._drop(address, there)
 
     def free(self) -> None:
         self.done.destroy()
-        self._drop()
+        self._drop(self.address, self.there)
+
+    def _made(self, numbers: int) -> tuple[Ints, int]:
+        """Room for so many on both sides, or on none."""
+        pinned = self._device.pinned(8 * numbers)
+        try:
+            return pinned.view(np.int64), self._device.allocate(8 * numbers)
+        except BaseException:
+            self._device.free_pinned(pinned.ctypes.data)
+            raise
+
+    def _drop(self, address: int, there: int) -> None:
+        try:
+            self._device.free(there)
+        finally:
+            self._device.free_pinned(address)
 
 
 @dataclass(slots=True)
@@ -93,15 +114,17 @@ class Lane:
 
     def __init__(self, device: Device, *, triton: bool | None = None) -> None:
         self.device = device
-        self.stream = Stream()
-        self._aside = Stream()  # brings numbers of the next launch while the last one runs
-        self._brought = Event()
         self._kernels = cuda_kernels.available() if triton is None else triton
         self._slots: list[_Slot] = []
         self._next = 0
         self._running = False  # whether numbers were brought since `begin`
-        self.end = Event()  # after what was queued last
-        self._marks = [Event() for _ in range(SLOTS)]  # between launches of one batch
+        with contextlib.ExitStack() as undo:  # all of it, or nothing is left
+            self.stream = kept(undo, Stream())
+            self._aside = kept(undo, Stream())  # brings the next launch's numbers as the last runs
+            self._brought = kept(undo, Event())
+            self.end = kept(undo, Event())  # after what was queued last
+            self._marks = [kept(undo, Event()) for _ in range(SLOTS)]  # between a batch's launches
+            undo.pop_all()
 
     def copy(
         self,

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import threading
 from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from kvferry.errors import Cancelled, ProtocolError, TransferError
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.cuda_driver import IPC_HANDLE_BYTES, CudaError, Device, Place, device
 from kvferry.transport.cuda_mapped import Mapped
+from kvferry.transport.local import MOST_ADDRESS
 from kvferry.transport.pulse import TOKEN_BYTES, Pulse
+
+
+@cache
+def this_process() -> bytes:
+    """What tells this process from all others, in whatever container or pid namespace."""
+    return secrets.token_bytes(TOKEN_BYTES)
+
+
+os.register_at_fork(after_in_child=this_process.cache_clear)
 
 
 class Allocation(msgspec.Struct, frozen=True, array_like=True):
     """Memory that one IPC handle opens."""
 
-    base: int
-    size: int
+    base: Annotated[int, Meta(ge=0, le=MOST_ADDRESS)]
+    size: Annotated[int, Meta(ge=0, le=MOST_ADDRESS)]
     handle: bytes
     gpu: bytes  # its uuid
 
@@ -29,9 +44,9 @@ class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True):
 
     carrier: str
     boot: str
-    pid: int
+    process: bytes  # random: a pid may be another container's too
     host: str  # where its pulse is
-    pulse_port: int
+    pulse_port: Annotated[int, Meta(ge=1, le=65535)]
     token: bytes
     incarnation: bytes
     allocations: list[Allocation]
@@ -41,10 +56,11 @@ class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True):
     def decode(cls, raw: bytes) -> CudaEndpoint:
         try:
             endpoint = _endpoints.decode(raw)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"this is not the endpoint of a cuda carrier: {error}") from None
         bad = any(len(a.handle) != IPC_HANDLE_BYTES for a in endpoint.allocations)
-        bad |= {len(endpoint.token), len(endpoint.incarnation)} != {TOKEN_BYTES}
+        named = endpoint.process, endpoint.token, endpoint.incarnation
+        bad |= any(len(name) != TOKEN_BYTES for name in named)
         if endpoint.carrier != "cuda" or bad:
             raise ProtocolError(f"this is not a cuda carrier's endpoint: {endpoint.carrier!r}")
         return endpoint

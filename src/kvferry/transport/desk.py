@@ -144,21 +144,16 @@ class Desk:
         thread = threading.Thread(
             target=self._serve, args=(stream,), name="kvferry-desk-serve", daemon=True
         )
-        with self._lock:
+        with self._lock:  # `close` comes before all of it, or after
             full = self._closed or len(self._streams) >= MOST_VISITORS
+            if not full:
+                thread.start()
+                self._streams.add(stream)
+                self._threads.add(thread)
         if full:
             with contextlib.suppress(TransferError):
                 stream.send(FULL, time.monotonic() + 0.1)
             stream.close()
-            return
-        with self._lock:
-            self._streams.add(stream)
-            self._threads.add(thread)
-        try:
-            thread.start()
-        except RuntimeError:
-            self._leave(stream, thread)
-            raise
 
     def _serve(self, stream: Stream) -> None:
         try:

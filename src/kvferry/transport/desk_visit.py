@@ -24,6 +24,7 @@ from kvferry.transport.tcp_stream import Stream
 CONNECT_SECONDS = 10.0
 LOOK_SECONDS = 0.02  # between two looks at cancel
 GOODBYE_SECONDS = 0.5  # for a desk to take back a slot
+APPLIED_SECONDS = 8.0  # for a desk to end what it was told to apply: less than `cancel` waits
 USED_SECONDS = 300.0  # one that was not used for longer is made anew: the desk closes its own later
 
 Check = Callable[[], None]
@@ -39,7 +40,7 @@ class Visit:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._request = 0
-        self._asked = self._sending = False
+        self._asked = self._sending = self._applying = self._aborted = False
         self._used = time.monotonic()
 
     @classmethod
@@ -58,6 +59,8 @@ class Visit:
             raise DeadlineExceeded(f"{host}:{port} does not answer in time") from None
         except OSError as error:
             raise PeerLost(f"nobody listens at {host}:{port} ({error}): the peer is gone") from None
+        except (ValueError, OverflowError) as error:
+            raise TransferError(f"the peer's desk is at no address: {host!r} ({error})") from None
         stream = Stream(connected, STALL_SECONDS)
         try:
             stream.send(MAGIC + token, deadline)
@@ -93,25 +96,35 @@ class Visit:
 
     def say(self, what: Say) -> None:
         """RETURN or APPLY the slot; `done` waits for the answer."""
+        self._applying = what == Say.APPLY
         self._stream.send(Header(what, self._request).pack())
         self._asked = False
 
     def done(self, check: Check) -> None:
         self._expect(Say.DONE, check)
+        self._applying = False
         self._used = time.monotonic()
 
     def abort(self) -> None:
         """End what is being sent to a desk that does not take it; nothing else."""
         if self._sending:
+            self._aborted = True
             self._stream.abort()
 
-    def close(self, *, writing: bool = False) -> None:
-        """`writing`: the library may still write to the slot, so it is not given back."""
-        if self._asked and not self._sending and not writing:
+    def close(self, *, writing: bool = False) -> bool:
+        """Whether the desk does nothing more for it; waits for what it was told to apply.
+
+        `writing`: the library may still write to the slot, so it is not given back.
+        """
+        ended = True
+        if self._applying:  # nobody can take that back: see the end of it
+            ended = self._stream.drain(APPLIED_SECONDS) and not self._aborted
+        elif self._asked and not self._sending and not writing:
             with contextlib.suppress(TransferError):
                 self.say(Say.RETURN)
                 self._stream.drain(GOODBYE_SECONDS)
         self._stream.close()
+        return ended
 
     def _expect(self, kind: Say, check: Check) -> Header:
         until = time.monotonic() + STALL_SECONDS

@@ -4,7 +4,9 @@ A transfer's parts, none longer than a slot, are shared by a few lanes. Each lan
 to the peer's desk (desk.py) and a slot of this side's staging memory, so that one lane's bytes
 move while another one's are gathered or scattered. Where either side has no slot free, a part goes
 directly. A transfer that fails gives its slots back, on both sides, unless its library says that
-bytes may still arrive: then they are retired.
+bytes may still arrive: then they are retired. A desk that was told to apply a slot does so,
+whatever becomes of the transfer: that is waited for, and where its end is not seen, bytes may still
+arrive too.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ class Packer:
             except Busy:
                 pass
             except BaseException:
-                if lanes.job.late_bytes:
+                if slot.number in lanes.lost:
                     self._slots.retire(slot)
                 else:
                     self._slots.give_back(slot)
@@ -108,8 +110,13 @@ class Packer:
             if not reading:
                 memory.gather(part.src, part.length, slot.bytes)
             ends = (there, slot.address) if reading else (slot.address, there)
-            with peer.turn(job):
-                self._mover.move_batch(job, peer, _one(*ends, count), reading=reading)
+            try:
+                with peer.turn(job):
+                    self._mover.move_batch(job, peer, _one(*ends, count), reading=reading)
+            except BaseException:
+                if job.late_bytes:
+                    lanes.lost.add(slot.number)
+                raise
             visit.say(Say.RETURN if reading else Say.APPLY)
             if reading:
                 memory.scatter(slot.bytes, part.dst, part.length)  # while the desk answers
@@ -123,6 +130,7 @@ class _Lanes:
     def __init__(self, peer: ForeignPeer, job: Job) -> None:
         self.peer, self.job = peer, job
         self._used: set[Visit] = set()
+        self.lost: set[int] = set()  # numbers of our slots that the library may still write to
 
     def check(self) -> None:
         self.job.checkpoint()
@@ -137,7 +145,8 @@ class _Lanes:
             yield visit
         except BaseException:
             self._used.discard(visit)
-            visit.close(writing=self.job.late_bytes)
+            if not visit.close(writing=self.job.late_bytes):
+                self.job.late_bytes = True  # the desk may still scatter
             raise
         self._used.discard(visit)
         self.peer.put_visit(visit)

@@ -47,13 +47,24 @@ class ForeignEndpoint(msgspec.Struct, frozen=True, array_like=True):
     def decode(cls, raw: bytes, carrier: str) -> ForeignEndpoint:
         try:
             endpoint = _endpoints.decode(raw)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"this is not a {carrier} carrier's endpoint: {error}") from None
         if (
             endpoint.carrier != carrier
             or not len(endpoint.token) == len(endpoint.incarnation) == TOKEN_BYTES
         ):
             raise ProtocolError(f"this is not a {carrier} endpoint, but {endpoint.carrier!r}")
+        begin, size = endpoint.staging
+        if not (
+            1 <= endpoint.pulse_port <= 65535
+            and 0 <= endpoint.desk_port <= 65535
+            and min(begin, size) >= 0
+            and begin + size < 1 << 63
+        ):
+            raise ProtocolError(
+                f"a {carrier} endpoint names ports {endpoint.pulse_port} and {endpoint.desk_port}, "
+                f"and a staging memory of {size} bytes at {begin:#x}: there is no such thing"
+            )
         if (
             endpoint.desk_port
             and not LEAST_SLOT_BYTES <= endpoint.slot_bytes <= endpoint.staging[1]

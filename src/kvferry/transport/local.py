@@ -23,6 +23,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -44,6 +45,8 @@ TOKEN_BYTES = 16
 SLICE_BYTES = 8 << 20  # about two milliseconds: between two looks at cancel
 # One thread reaches 80 % of memcpy over the same scatter (the kernel pins every page), two pass it.
 THREADS_PER_TRANSFER = 2
+MOST_PID = (1 << 31) - 1
+MOST_ADDRESS = (1 << 62) - 1  # no processor has more, and sums of two fit
 
 
 class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -52,9 +55,9 @@ class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
     carrier: str
     boot: str
     pid_namespace: str
-    pid: int
+    pid: Annotated[int, msgspec.Meta(ge=1, le=MOST_PID)]
     start_ticks: int  # since boot: tells a process from an earlier one of its number
-    token_address: int
+    token_address: Annotated[int, msgspec.Meta(ge=0, le=MOST_ADDRESS)]
     token: bytes
     regions: list[tuple[int, int]]
     tcp: bytes
@@ -64,7 +67,7 @@ class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
     def decode(cls, raw: bytes) -> LocalEndpoint:
         try:
             endpoint = _endpoints.decode(raw)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"this is not the endpoint of a local carrier: {error}") from None
         if endpoint.carrier != "local" or len(endpoint.token) != TOKEN_BYTES:
             raise ProtocolError(f"this is not a local carrier's endpoint: {endpoint.carrier!r}")
@@ -272,6 +275,6 @@ def _start_ticks(pid: int) -> int:
 
 def _text(path: str) -> str:
     try:
-        return Path(path).read_text().strip()
+        return Path(path).read_text(errors="replace").strip()  # a process's name may be any bytes
     except OSError:
         return ""

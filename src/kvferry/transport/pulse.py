@@ -34,6 +34,7 @@ GREETING_SECONDS = 5.0  # a visitor that has not greeted by then is sent away
 MOST_VISITORS = 4096
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 5, 2, 3
 GRACE_TICK_SECONDS = 0.005
+PAUSE_SECONDS = 0.2  # without accepting, where the system has no descriptor left
 
 
 class PulseServer:
@@ -52,6 +53,8 @@ class PulseServer:
         self.port = int(self._listener.getsockname()[1])
         self._waker, self._woken = socket.socketpair()
         self._visitors: dict[socket.socket, tuple[bytes, float]] = {}  # heard, until when
+        self._deaf_until = 0.0  # 0: the listener is looked at
+        self._short = False  # the last one could not be accepted
         self._thread = threading.Thread(target=self._loop, name="kvferry-pulse", daemon=True)
         self._thread.start()
 
@@ -67,8 +70,7 @@ class PulseServer:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             while True:
-                waiting = any(until for _, until in self._visitors.values())
-                ready = [key.fileobj for key, _ in selector.select(1.0 if waiting else None)]
+                ready = [key.fileobj for key, _ in selector.select(self._pause())]
                 if self._woken in ready:
                     break
                 for one in ready:
@@ -82,6 +84,9 @@ class PulseServer:
                         if isinstance(one, socket.socket) and one is not self._listener:
                             self._drop(selector, one)
                 now = time.monotonic()
+                if self._deaf_until and self._deaf_until <= now:
+                    self._deaf_until = 0.0
+                    selector.register(self._listener, selectors.EVENT_READ)
                 for one, (_, until) in list(self._visitors.items()):
                     if until and until < now:
                         self._drop(selector, one)
@@ -89,15 +94,36 @@ class PulseServer:
                 one.close()
             self._visitors.clear()
 
+    def _pause(self) -> float | None:
+        """Seconds until something has to be done, though nobody says anything."""
+        if self._deaf_until:
+            return max(0.0, self._deaf_until - time.monotonic())
+        return 1.0 if any(until for _, until in self._visitors.values()) else None
+
     def _welcome(self, selector: selectors.BaseSelector) -> None:
-        visitor, _ = self._listener.accept()
+        try:
+            visitor, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):  # it has left again
+            return
+        except OSError as error:  # it still waits, and would be seen again at once
+            level = logging.DEBUG if self._short else logging.WARNING
+            log.log(level, "no pulse connection is accepted for a while: %s", error)
+            self._short = True
+            selector.unregister(self._listener)
+            self._deaf_until = time.monotonic() + PAUSE_SECONDS
+            return
+        self._short = False
         if len(self._visitors) >= MOST_VISITORS:
             visitor.close()
             return
-        visitor.setblocking(False)
-        _keep_alive(visitor)
+        try:
+            visitor.setblocking(False)
+            _keep_alive(visitor)
+            selector.register(visitor, selectors.EVENT_READ)
+        except OSError:
+            visitor.close()
+            raise
         self._visitors[visitor] = (b"", time.monotonic() + GREETING_SECONDS)
-        selector.register(visitor, selectors.EVENT_READ)
 
     def _hear(self, selector: selectors.BaseSelector, visitor: socket.socket) -> None:
         heard, until = self._visitors[visitor]
@@ -144,6 +170,8 @@ class Pulse:
             raise DeadlineExceeded(f"{where} does not answer in time") from None
         except OSError as error:
             raise PeerLost(f"nobody listens at {where} ({error}): the peer is gone") from None
+        except (ValueError, OverflowError) as error:
+            raise TransferError(f"the peer's pulse is at no address: {host!r} ({error})") from None
         try:
             _keep_alive(connection)
             connection.sendall(MAGIC + token)

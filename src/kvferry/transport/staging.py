@@ -15,15 +15,15 @@ generators of pinned chunks, in the order of the runs:
             socket.recv_into(chunk)
 
 When `incoming` has ended, all is visible. One that is closed before its end waits for what it has
-begun, so that nothing is written to memory after it. How a lane does it: staging_lane.py.
+begun, so that nothing is written to memory after it. How a lane does it: staging_lane.py;
+how many there are: staging_lanes.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 from kvferry.errors import TransferError
 from kvferry.transport import cuda_kernels, cuda_mix
@@ -34,14 +34,8 @@ from kvferry.transport.cuda_work import Runs
 from kvferry.transport.memory import Bytes, Ints
 from kvferry.transport.mixing import Mixed, mix_on_host
 from kvferry.transport.regions import Arrays
-from kvferry.transport.staging_lane import (
-    CHUNK_BYTES,
-    RING_CHUNKS,
-    Chunk,
-    Piece,
-    StagingLane,
-    pieces,
-)
+from kvferry.transport.staging_lane import RING_CHUNKS, Chunk, Piece, StagingLane, pieces
+from kvferry.transport.staging_lanes import StagingLanes
 
 
 class DeviceMemory:
@@ -50,9 +44,7 @@ class DeviceMemory:
     addressable = False
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
-        self._lock = threading.Lock()
-        self._idle: list[StagingLane] = []
-        self._closed = False
+        self._lanes: StagingLanes | None = None
         self._regions: list[MemoryRegion] = []
         self._device: Device | None = None
         self._memory = Mapped.of([])
@@ -67,6 +59,7 @@ class DeviceMemory:
                 )
             if self._device is None:
                 self._device = device(found.ordinal)
+                self._lanes = StagingLanes(self._device)
                 cuda_kernels.warm_aside(self._device)
         self._regions += regions
         self._memory = Mapped.of([(self._regions, 0)])
@@ -75,8 +68,9 @@ class DeviceMemory:
         """The runs' bytes in chunks, each of which stays until the next one is asked for."""
         self._require(address, length)
         with self._lane() as lane:
+            parts = pieces(address, length, lane.width.piece_bytes)
             waiting: deque[Chunk] = deque()  # oldest first
-            for chunk in self._gather(lane, pieces(address, length)):
+            for chunk in self._gather(lane, parts):
                 waiting.append(chunk)
                 if len(waiting) == RING_CHUNKS:
                     yield waiting.popleft().settled()
@@ -88,10 +82,11 @@ class DeviceMemory:
         self._require(address, length)
         on = self._on()
         with self._lane() as lane:
-            for number, piece in enumerate(pieces(address, length)):
+            parts, step = pieces(address, length, lane.width.piece_bytes), lane.width.chunk_bytes
+            for number, piece in enumerate(parts):
                 with on.current():
                     half = lane.half(number)
-                for offset in range(0, piece.bytes, CHUNK_BYTES):
+                for offset in range(0, piece.bytes, step):
                     chunk = lane.chunk(piece.bytes - offset)
                     yield chunk.settled()
                     with on.current():
@@ -134,13 +129,8 @@ class DeviceMemory:
 
     def close(self) -> None:
         """Gives staging memory back, except what is still in use."""
-        with self._lock:
-            self._closed = True
-            lanes, self._idle = self._idle, []
-        if self._device is not None:
-            with self._device.current():
-                for lane in lanes:
-                    lane.free()
+        if self._lanes is not None:
+            self._lanes.close()
 
     def _gather(self, lane: StagingLane, parts: Iterator[Piece]) -> Iterator[Chunk]:
         """Queue chunk after chunk; whoever asks for one has done with the one of a ring before."""
@@ -149,7 +139,7 @@ class DeviceMemory:
             with on.current():
                 half = lane.half(number)
                 lane.gather(piece, half, self._memory)
-            for offset in range(0, piece.bytes, CHUNK_BYTES):
+            for offset in range(0, piece.bytes, lane.width.chunk_bytes):
                 chunk = lane.chunk(piece.bytes - offset)
                 with on.current():
                     lane.out(half, offset, chunk)
@@ -168,26 +158,8 @@ class DeviceMemory:
         if room is not None and int(runs.length.sum()) > room:
             raise TransferError(f"runs of {int(runs.length.sum())} bytes and a buffer of {room}")
 
-    @contextlib.contextmanager
-    def _lane(self) -> Iterator[StagingLane]:
+    def _lane(self) -> AbstractContextManager[StagingLane]:
         """A lane for one thread; when it is given back, nothing of it is under way."""
-        on = self._on()
-        with self._lock:
-            lane = self._idle.pop() if self._idle else None
-        with on.current():
-            lane = lane or StagingLane(on)
-        try:
-            lane.begin()
-            yield lane
-        except BaseException:
-            with on.current():
-                lane.drain()
-            raise
-        finally:
-            with self._lock:
-                keep = not self._closed
-                if keep:
-                    self._idle.append(lane)
-            if not keep:
-                with on.current():
-                    lane.free()
+        if self._lanes is None:
+            raise TransferError("no device memory is registered")
+        return self._lanes.lane()

@@ -7,6 +7,9 @@
 Who waits for whom is left to the device, by events; the host waits for chunks only. A ring is
 small on purpose: what a chunk's bytes are written to by the device, and read from by a socket, then
 stays in the processor's cache (8 streams of plain sockets: 42 GB/s over 4 MiB each, 23 over 32).
+
+A *narrow* lane works alike, in smaller pieces and with a sixteenth of the memory; who gets one and
+when is in staging_lanes.py.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import numpy as np
 from kvferry.errors import TransferError
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.cuda_driver import Device
-from kvferry.transport.cuda_lane import Lane, wait_event
+from kvferry.transport.cuda_lane import Lane, kept, wait_event
 from kvferry.transport.cuda_mapped import Mapped
 from kvferry.transport.cuda_quick import queue
 from kvferry.transport.cuda_stream import Event, Stream
@@ -34,6 +37,16 @@ RING_CHUNKS = 3  # that are under way
 
 
 @dataclass(frozen=True, slots=True)
+class Width:
+    piece_bytes: int
+    chunk_bytes: int
+
+
+WIDE = Width(PIECE_BYTES, CHUNK_BYTES)
+NARROW = Width(1 << 20, 256 << 10)
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     address: Ints
     length: Ints
@@ -41,9 +54,9 @@ class Piece:
     bytes: int
 
 
-def pieces(address: Ints, length: Ints) -> Iterator[Piece]:
+def pieces(address: Ints, length: Ints, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
     """The runs in their order, so that each piece fits a half."""
-    for part in slices(Arrays(address, address, length), PIECE_BYTES):
+    for part in slices(Arrays(address, address, length), piece_bytes):
         count, longest = len(part), int(part.length.max())
         if longest == int(part.length.min()):  # said by one number, nothing is added up
             equal = np.broadcast_to(np.asarray([longest]), count)
@@ -58,11 +71,13 @@ class Chunk:
 
     def __init__(self, on: Device, size: int) -> None:
         self._device = on
-        self.bytes: Bytes = on.pinned(size)
-        self.address: int = self.bytes.ctypes.data
         self.count = size  # bytes that are meant
-        self.moved = Event()
         self.used = False
+        with contextlib.ExitStack() as undo:
+            self.moved = kept(undo, Event())
+            self.bytes: Bytes = on.pinned(size)
+            undo.pop_all()
+        self.address: int = self.bytes.ctypes.data
 
     def settled(self) -> Bytes:
         """Its bytes, once what is queued for them has happened."""
@@ -79,12 +94,14 @@ class Chunk:
 class Half:
     """Device memory for one piece; there are two, which take turns."""
 
-    def __init__(self, on: Device) -> None:
+    def __init__(self, on: Device, size: int) -> None:
         self._device = on
-        self.there = on.allocate(PIECE_BYTES)
-        self.mapped = Mapped.of([([MemoryRegion(self.there, PIECE_BYTES)], 0)])
-        self.computed, self.moved = Event(), Event()
         self.used = False
+        with contextlib.ExitStack() as undo:
+            self.computed, self.moved = kept(undo, Event()), kept(undo, Event())
+            self.there = on.allocate(size)
+            undo.pop_all()
+        self.mapped = Mapped.of([([MemoryRegion(self.there, size)], 0)])
 
     def free(self) -> None:
         self._device.free(self.there)
@@ -95,11 +112,22 @@ class Half:
 class StagingLane:
     """See the module's text. One thread at a time, with the device current."""
 
-    def __init__(self, on: Device) -> None:
-        self.lane, self.bus = Lane(on), Stream()
-        self._ring = [Chunk(on, CHUNK_BYTES) for _ in range(RING_CHUNKS)]
+    def __init__(self, on: Device, width: Width = WIDE) -> None:
+        self.width = width
+        self._ring: list[Chunk] = []
         self._turn = 0
-        self._halves = (Half(on), Half(on))
+        self._halves: list[Half] = []
+        with contextlib.ExitStack() as undo:  # all of it, or nothing is left
+            self.lane = Lane(on)
+            undo.callback(self.lane.free)
+            self.bus = kept(undo, Stream())
+            for _ in range(RING_CHUNKS):
+                self._ring.append(Chunk(on, width.chunk_bytes))
+                undo.callback(self._ring[-1].free)
+            for _ in range(2):
+                self._halves.append(Half(on, width.piece_bytes))
+                undo.callback(self._halves[-1].free)
+            undo.pop_all()
 
     def begin(self) -> None:
         """Nothing is under way."""
@@ -134,7 +162,7 @@ class StagingLane:
         half.computed.record(self.lane.stream)
 
     def _copy(self, copies: Arrays, src: Mapped, dst: Mapped) -> None:
-        if queue(self.lane, copies, src, dst, PIECE_BYTES, whole=True):
+        if queue(self.lane, copies, src, dst, self.width.piece_bytes, whole=True):
             self.lane.keep_slot()
         else:  # the kernel is not compiled yet, or something is unusual; runs have been checked
             self.lane.copy(Runs.of_arrays(copies))
@@ -143,7 +171,7 @@ class StagingLane:
         """The chunk whose turn it is, for so many bytes or as many as it holds."""
         chunk = self._ring[self._turn % RING_CHUNKS]
         self._turn += 1
-        chunk.count = min(left, CHUNK_BYTES)
+        chunk.count = min(left, self.width.chunk_bytes)
         return chunk
 
     def out(self, half: Half, offset: int, chunk: Chunk) -> None:

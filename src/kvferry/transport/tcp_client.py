@@ -6,6 +6,7 @@ import hmac
 import secrets
 import socket
 import time
+from typing import Annotated
 
 import msgspec
 
@@ -47,14 +48,14 @@ class TcpEndpoint(msgspec.Struct, frozen=True, array_like=True):
 
     carrier: str
     host: str
-    port: int
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     incarnation: bytes
 
     @classmethod
     def decode(cls, raw: bytes) -> TcpEndpoint:
         try:
             endpoint = _endpoints.decode(raw)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"this is not the endpoint of a tcp carrier: {error}") from None
         if endpoint.carrier != "tcp" or len(endpoint.incarnation) != INCARNATION_BYTES:
             raise ProtocolError(f"this is not the endpoint of a tcp carrier: {endpoint.carrier!r}")
@@ -167,7 +168,7 @@ def _dial(endpoint: TcpEndpoint, deadline: float) -> socket.socket:
         raise DeadlineExceeded(f"{where} did not answer by the deadline") from None
     except ConnectionError as error:
         raise PeerLost(f"nobody listens at {where}: {error}") from None
-    except OSError as error:
+    except (OSError, ValueError, OverflowError) as error:  # also a host that is no name
         raise TransferError(f"cannot connect to {where}: {error}") from None
 
 

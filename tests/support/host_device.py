@@ -1,0 +1,99 @@
+"""A device that is none: its memory is this process's, what is queued on it happens at once.
+
+So lanes, their buffers and who owns them can be looked at where there is no GPU. `live` is what was
+allocated and not freed; freeing what is not live is an error, as it is a crash on a real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.transport import cuda_kernels, cuda_lane, staging, staging_lane
+from kvferry.transport.cuda_driver import CudaError, Place
+
+OUT_OF_MEMORY = 2
+made: list[Any] = []  # streams and events that were not destroyed
+
+
+class Handle:
+    def __init__(self) -> None:
+        made.append(self)
+
+    def destroy(self) -> None:
+        made.remove(self)
+
+
+class Event(Handle):
+    def record(self, stream: Any) -> None: ...
+
+    def done(self) -> bool:
+        return True
+
+
+class Stream(Handle):
+    def copy(self, dst: int, src: int, size: int) -> None:
+        ctypes.memmove(dst, src, size)
+
+    copy_at_once = copy
+
+    def zero(self, dst: int, size: int) -> None:
+        ctypes.memset(dst, 0, size)
+
+    def wait_for(self, event: Event) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass
+class HostDevice:
+    ordinal: int = 0
+    uuid: bytes = b"u" * 16
+    name: str = "none"
+    room: int = 1 << 40  # bytes of device memory that are left
+    live: dict[int, np.ndarray] = field(default_factory=dict)
+    most_bytes: int = 0  # that were live at once
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def allocate(self, size: int) -> int:
+        if size > self.room:
+            raise CudaError(OUT_OF_MEMORY, "out of memory")
+        self.room -= size
+        return int(self.pinned(size).ctypes.data)
+
+    def pinned(self, size: int) -> np.ndarray:
+        memory = np.full(size, 0xEE, dtype=np.uint8)
+        with self._lock:
+            self.live[memory.ctypes.data] = memory
+            self.most_bytes = max(self.most_bytes, sum(m.nbytes for m in self.live.values()))
+        return memory
+
+    def free(self, address: int) -> None:
+        self.room += self.live[address].nbytes
+        self.free_pinned(address)
+
+    def free_pinned(self, address: int) -> None:
+        with self._lock:
+            del self.live[address]
+
+
+def use(patch: pytest.MonkeyPatch, on: HostDevice | None = None) -> HostDevice:
+    """All addresses are of this device from now on."""
+    found = on or HostDevice()
+    made.clear()
+    for module in (cuda_lane, staging_lane):
+        patch.setattr(module, "Event", Event)
+        patch.setattr(module, "Stream", Stream)
+    patch.setattr(cuda_kernels, "available", lambda: False)
+    patch.setattr(staging, "device", lambda ordinal: found)
+    patch.setattr(staging, "place_of", lambda address: Place(0, address, 1 << 40))
+    return found

@@ -1,0 +1,138 @@
+"""Whom the cuda carrier takes for itself, and how much of a peer's memory it believes in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+import host_device
+from kvferry.errors import ProtocolError
+from kvferry.transport import cuda, cuda_driver, cuda_peer
+from kvferry.transport.cuda import CudaCarrier
+from kvferry.transport.cuda_driver import IPC_HANDLE_BYTES, Place
+from kvferry.transport.cuda_peer import Allocation, CudaEndpoint, this_process
+from kvferry.transport.local import _boot
+from kvferry.transport.pulse import PulseServer
+
+BASE, SIZE, OPENED_AT = 1 << 40, 1 << 20, 1 << 41
+
+
+@dataclass
+class Gpu(host_device.HostDevice):
+    """Opens any handle, at one place."""
+
+    open_now: list[int] = field(default_factory=list)
+    opened: int = 0
+
+    def can_reach(self, other: Any) -> bool:
+        return True
+
+    def reach(self, other: Any) -> None: ...
+
+    def open(self, handle: bytes) -> int:
+        self.opened += 1
+        self.open_now.append(OPENED_AT)
+        return OPENED_AT
+
+    def close(self, address: int) -> None:
+        self.open_now.remove(address)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    found = Gpu()
+    monkeypatch.setattr(cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(cuda, "device", lambda ordinal: found)
+    # an allocation of ours lies where one of the peer's does, as it often happens
+    monkeypatch.setattr(cuda, "place_of", lambda address: Place(0, BASE, SIZE))
+    monkeypatch.setattr(cuda, "is_mapped", lambda address, size: size <= SIZE)
+    return found
+
+
+@pytest.fixture
+def endpoint() -> Iterator[CudaEndpoint]:
+    server = PulseServer("127.0.0.1")
+    handle = b"h" * IPC_HANDLE_BYTES
+    yield CudaEndpoint(
+        carrier="cuda",
+        boot=_boot(),
+        process=b"another process!",
+        host="127.0.0.1",
+        pulse_port=server.port,
+        token=server.token,
+        incarnation=server.incarnation,
+        allocations=[Allocation(BASE, SIZE, handle, b"u" * 16)],
+        regions=[(BASE, SIZE)],
+    )
+    server.close()
+
+
+def raw(endpoint: CudaEndpoint, **changes: object) -> bytes:
+    return msgspec.msgpack.encode(msgspec.structs.replace(endpoint, **changes))
+
+
+def test_memory_of_another_process_is_opened_whatever_its_pid(
+    gpu: Gpu, endpoint: CudaEndpoint
+) -> None:
+    carrier = CudaCarrier()
+    peer = carrier.connect(raw(endpoint), time.monotonic() + 5)
+    assert peer.memory.shift_of(BASE, BASE + SIZE) == OPENED_AT - BASE
+    carrier.disconnect(peer)
+    assert (gpu.opened, gpu.open_now) == (1, [])
+    same = carrier.connect(raw(endpoint, process=this_process()), time.monotonic() + 5)
+    assert same.memory.shift_of(BASE, BASE + SIZE) == 0
+    assert gpu.opened == 1
+    carrier.close()
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_more_than_a_handle_opens_is_refused(gpu: Gpu, endpoint: CudaEndpoint, here: bool) -> None:
+    (honest,) = endpoint.allocations
+    more = msgspec.structs.replace(honest, size=SIZE + 1)
+    process = this_process() if here else endpoint.process
+    carrier = CudaCarrier()
+    with pytest.raises(ProtocolError, match=f"names {SIZE + 1} bytes"):
+        carrier.connect(
+            raw(endpoint, allocations=[more], regions=[(BASE, SIZE + 1)], process=process),
+            time.monotonic() + 5,
+        )
+    assert gpu.open_now == []
+    carrier.close()
+
+
+def test_what_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        def call(self, name: str, value: Any, attribute: int, at: Any) -> None:
+            assert name == "cuPointerGetAttribute" and at.value >= OPENED_AT
+            value._obj.value = {11: OPENED_AT, 12: SIZE}[attribute]  # cuda.h
+
+    monkeypatch.setattr(cuda_driver, "driver", Driver)
+    assert cuda_driver.is_mapped(OPENED_AT, SIZE)
+    assert not cuda_driver.is_mapped(OPENED_AT, SIZE + 1)
+    assert cuda_driver.is_mapped(OPENED_AT + 512, SIZE - 512)
+    assert not cuda_driver.is_mapped(OPENED_AT + 512, SIZE)
+
+
+def test_a_forked_process_is_another_one() -> None:
+    said = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os\n"
+            f"from {cuda_peer.__name__} import this_process\n"
+            "print(this_process().hex(), this_process().hex(), flush=True)\n"
+            "if os.fork() == 0: print(this_process().hex(), flush=True)\n"
+            "else: os.wait()\n",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert len(said) == 3 and said[0] == said[1] != said[2]

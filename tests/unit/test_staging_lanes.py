@@ -1,0 +1,166 @@
+"""Buffers beside a GPU: how many there are, who owns them, and what is left when one is missing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import host_device
+from host_device import HostDevice
+from kvferry.transport import MemoryRegion, staging_lanes
+from kvferry.transport.cuda_driver import CudaError
+from kvferry.transport.cuda_lane import LEAST_SLOT_NUMBERS, Lane, _Slot
+from kvferry.transport.staging import DeviceMemory
+from kvferry.transport.staging_lane import CHUNK_BYTES, PIECE_BYTES, RING_CHUNKS, StagingLane
+
+WIDE_BYTES = 2 * PIECE_BYTES + RING_CHUNKS * CHUNK_BYTES
+SIZE = 3 << 20
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevice]:
+    found = host_device.use(monkeypatch)
+    yield found
+    assert not found.live and not host_device.made  # whatever happened, all was given back
+
+
+@pytest.mark.parametrize("what", ["allocate", "pinned"])
+def test_a_slot_that_cannot_grow_stays_as_it_was(
+    on: HostDevice, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(size: int) -> None:
+        raise CudaError(host_device.OUT_OF_MEMORY, "out of memory")
+
+    slot = _Slot(on)  # type: ignore[arg-type]
+    before = slot.there, slot.address, len(slot.numbers)
+    with monkeypatch.context() as patch:
+        patch.setattr(on, what, fail)
+        for _ in range(2):
+            with pytest.raises(CudaError):
+                slot.hold(2 * LEAST_SLOT_NUMBERS)
+        assert (slot.there, slot.address, len(slot.numbers)) == before
+        assert set(on.live) == {slot.there, slot.address}
+    slot.hold(2 * LEAST_SLOT_NUMBERS)
+    assert set(on.live) == {slot.there, slot.address} and slot.there != before[0]
+    assert len(slot.numbers) >= 2 * LEAST_SLOT_NUMBERS
+    slot.free()
+
+
+@pytest.mark.parametrize("room", [0, PIECE_BYTES, 2 * PIECE_BYTES - 1])
+def test_a_lane_that_cannot_be_made_leaves_nothing(on: HostDevice, room: int) -> None:
+    on.room = room
+    with pytest.raises(CudaError):
+        StagingLane(on)  # type: ignore[arg-type]
+    assert not on.live and not host_device.made
+    on.room = 2 * PIECE_BYTES
+    StagingLane(on).free()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", range(1, 7))
+def test_a_lane_without_all_of_its_events_leaves_none(
+    on: HostDevice, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = host_device.Handle.__init__
+
+    def some(self: host_device.Handle) -> None:
+        if len(host_device.made) == number:
+            raise CudaError(host_device.OUT_OF_MEMORY, "out of memory")
+        begin(self)
+
+    monkeypatch.setattr(host_device.Handle, "__init__", some)
+    with pytest.raises(CudaError):
+        Lane(on)  # type: ignore[arg-type]
+    assert not host_device.made
+
+
+def memory_of(count: int, size: int = SIZE) -> tuple[np.ndarray, DeviceMemory]:
+    data = np.random.default_rng(count).integers(0, 256, size, dtype=np.uint8)
+    return data, DeviceMemory([MemoryRegion(data.ctypes.data, size)])
+
+
+def test_lanes_are_bounded_and_nobody_waits_for_ever(
+    on: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All lanes are held by senders whose peers do not take anything; more come and go through."""
+    monkeypatch.setattr(staging_lanes, "MOST_LANES", 2)
+    monkeypatch.setattr(staging_lanes, "NARROW_AFTER_SECONDS", 0.05)
+    data, memory = memory_of(1)
+    address, length = data.ctypes.data + np.arange(0, SIZE, 3000), np.full(SIZE // 3000 + 1, 3000)
+    length[-1] = SIZE % 3000
+    held = [memory.outgoing(address, length) for _ in range(5)]
+    first = [next(chunks) for chunks in held]
+    assert on.most_bytes < 3 * WIDE_BYTES  # and not five
+    assert [len(chunk) for chunk in first[1:3]] == [SIZE, 256 << 10]
+    landed = np.zeros(SIZE, dtype=np.uint8)
+    memory.gather(address, length, landed)
+    assert np.array_equal(landed, data)
+    fresh = landed[::-1].copy()
+    memory.scatter(fresh, address, length)
+    assert np.array_equal(data, fresh)
+    for chunks in held:
+        chunks.close()
+    assert sum(m.nbytes for m in on.live.values()) < 3 * WIDE_BYTES  # narrow ones are gone
+    begin = time.monotonic()
+    wide = memory.outgoing(address, length)
+    assert len(next(wide)) == SIZE and time.monotonic() - begin < 0.05  # one that waited idle
+    wide.close()
+    memory.close()
+
+
+def test_one_that_comes_back_in_time_is_taken(
+    on: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging_lanes, "MOST_LANES", 1)
+    monkeypatch.setattr(staging_lanes, "NARROW_AFTER_SECONDS", 30.0)
+    data, memory = memory_of(2)
+    runs = np.asarray([data.ctypes.data]), np.asarray([SIZE])
+    held = memory.outgoing(*runs)
+    next(held)
+    got: list[int] = []
+    waiter = threading.Thread(target=lambda: got.extend(len(c) for c in memory.outgoing(*runs)))
+    waiter.start()
+    time.sleep(0.05)
+    assert not got
+    held.close()
+    waiter.join(10)
+    assert got == [SIZE]  # one wide chunk
+    memory.close()
+
+
+def test_a_lane_that_was_made_in_vain_is_not_counted(
+    on: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging_lanes, "MOST_LANES", 1)
+    data, memory = memory_of(3)
+    runs = np.asarray([data.ctypes.data]), np.asarray([SIZE])
+    room, on.room = on.room, 0
+    for _ in range(3):
+        with pytest.raises(CudaError):
+            next(memory.outgoing(*runs))
+    on.room = room
+    chunks = memory.outgoing(*runs)
+    assert len(next(chunks)) == SIZE  # wide
+    chunks.close()
+    memory.close()
+
+
+def test_idle_lanes_beyond_a_few_are_freed(on: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_lanes, "KEPT_LANES", 1)
+    monkeypatch.setattr(staging_lanes, "LINGER_SECONDS", 0.2)
+    data, memory = memory_of(4)
+    runs = np.asarray([data.ctypes.data]), np.asarray([SIZE])
+    held = [memory.outgoing(*runs) for _ in range(4)]
+    for chunks in held:
+        next(chunks)
+    for chunks in held:
+        chunks.close()
+    assert sum(m.nbytes for m in on.live.values()) >= 4 * WIDE_BYTES  # not between two requests
+    until = time.monotonic() + 10
+    while sum(m.nbytes for m in on.live.values()) >= 2 * WIDE_BYTES and time.monotonic() < until:
+        time.sleep(0.02)
+    assert WIDE_BYTES <= sum(m.nbytes for m in on.live.values()) < 2 * WIDE_BYTES
+    memory.close()
