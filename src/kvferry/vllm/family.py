@@ -23,7 +23,7 @@ from typing import Any
 from kvferry.vllm.config import Style
 
 MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
-FRAMES = 4  # between MultiConnector's constructor and ours, at most
+FRAMES = 5  # between MultiConnector's constructor and this module, at most
 # Connectors that put nothing into responses.
 SILENT = """
 FerryMooncakeStoreConnector FerryPoolConnector
@@ -66,8 +66,7 @@ class Family:
 
 def family_of(connector: Any, base: type) -> Family:
     """The siblings of a connector under construction; `base` is the class of all of ours."""
-    multi = getattr(sys.modules.get(MULTI), "MultiConnector", None)
-    parent = _caller(connector, multi) if multi is not None else None
+    parent = parent_of(connector)
     if parent is None:
         return Family()
     classes = [cls for cls, _ in parent._get_connector_classes_and_configs(parent._vllm_config)]
