@@ -24,6 +24,7 @@ from kvferry.layout.model import CacheModel, Group
 from kvferry.layout.shape import EngineShape, Rank, Span
 
 Ints = NDArray[np.int64]
+MOST_STRIDE_BYTES = 1 << 56  # more than processors address, and small enough to calculate with
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ class Placement:
         if not 0 <= self.units.start < self.units.stop:
             self._refuse("a range of units", tuple(self.units))
         outer = (self.block_stride, self.tile_stride, self.slot_stride, self.unit_stride)
-        if min(*outer, *strides) < 0:
-            self._refuse("strides of 0 bytes or more", (*outer, *strides))
+        if min(*outer, *strides) < 0 or max(*outer, *strides) > MOST_STRIDE_BYTES:
+            self._refuse(f"strides of 0 to {MOST_STRIDE_BYTES} bytes", (*outer, *strides))
 
     def _refuse(self, expected: str, found: object) -> None:
         raise DescriptionError(
