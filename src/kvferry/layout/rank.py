@@ -151,15 +151,18 @@ class RankLayout:
     tables: int
 
     def __post_init__(self) -> None:
-        held: dict[str, list[int]] = {}
+        held: dict[str, list[Ints]] = {}
         for part in self.parts:
             if part.table >= self.tables:
                 raise DescriptionError(
                     f"group {part.group!r} has its blocks in table {part.table}, but a request has "
                     f"only {self.tables} tables"
                 )
-            held.setdefault(part.group, []).extend(part.layers.tolist())
-        for group, layers in held.items():
+            held.setdefault(part.group, []).append(part.layers)
+        for group, parts in held.items():
+            if len(parts) == 1:
+                continue  # whose layers are distinct
+            layers = np.concatenate(parts).tolist()
             if len(set(layers)) != len(layers):
                 twice = sorted({layer for layer in layers if layers.count(layer) > 1})
                 raise DescriptionError(

@@ -206,9 +206,9 @@ def _layout(info: RankInfo, shape: EngineShape, rank: Rank) -> RankLayout:
         for part in info.parts
     )
     regions = tuple(Region(region.name, region.bytes) for region in info.regions)
-    for part in parts:
-        for placement in part.placements:
-            _require_inside(part, placement, regions)
+    for made in parts:
+        for placement in made.placements:
+            _require_inside(made, placement, regions)
     return RankLayout(rank, shape, parts, regions, info.tables)
 
 

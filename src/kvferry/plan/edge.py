@@ -325,8 +325,8 @@ def _slab(group: Group, units: Span, a: Part, i: int, b: Part, j: int, opaque: b
     if opaque:
         return Slab(a_shift, b_shift, a.page_bytes, (), 0, 0)
     component = group.component(pa.component)
-    for name, p in (("source", pa), ("destination", pb)):
-        _require_component(group, component, units, p, name)
+    _require_component(group, component, units, pa, "source")
+    _require_component(group, component, units, pb, "destination")
     axes = [Axis(units.size, pa.unit_stride, pb.unit_stride)]
     axes += refine(
         list(zip(pa.dim_sizes, pa.dim_strides, strict=True)),
@@ -346,14 +346,14 @@ def _require_component(
     group: Group, component: Component, units: Span, placed: Placement, side: str
 ) -> None:
     """A placement must hold the units that are due, and all elements of each."""
-    elements = math.prod(placed.dim_sizes)
-    if elements != math.prod(component.dims):
+    due, held = component.dims, placed.dim_sizes
+    if held != due and math.prod(held) != math.prod(due):
         raise IncompatibleError(
-            f"component {component.name!r} of group {group.name!r} has {math.prod(component.dims)} "
-            f"elements a unit (dims {component.dims}), but the {side}'s memory holds {elements} "
-            f"(dims {placed.dim_sizes}); both engines must serve the same model"
+            f"component {component.name!r} of group {group.name!r} has {math.prod(due)} elements a "
+            f"unit (dims {due}), but the {side}'s memory holds {math.prod(held)} (dims {held}); "
+            "both engines must serve the same model"
         )
-    if not placed.units.start <= units.start <= units.stop <= placed.units.stop:
+    if not placed.units[0] <= units[0] <= units[1] <= placed.units[1]:
         raise IncompatibleError(
             f"the {side} must hold units {units.start}..{units.stop - 1} of component "
             f"{component.name!r} in group {group.name!r}, as its shape says, but its memory has "

@@ -172,7 +172,7 @@ def refine(src: Sequence[tuple[int, int]], dst: Sequence[tuple[int, int]]) -> li
             ours.append((a // step, a_stride * step))
         if b > step:
             theirs.append((b // step, b_stride * step))
-    if any(size != 1 for size, _ in (*ours, *theirs)):
+    if (ours or theirs) and any(size != 1 for size, _ in (*ours, *theirs)):
         raise IncompatibleError(
             f"the two sides hold different numbers of elements: {math.prod(n for n, _ in src)} at "
             f"the source ({list(src)}), {math.prod(n for n, _ in dst)} at the destination "
