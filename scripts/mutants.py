@@ -21,9 +21,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 240  # for one mutant
-TESTS = """
-test_tokens.py test_plan.py test_layout.py test_told_layouts.py test_refusals.py test_topology.py
-""".split()
+TESTS = [
+    "test_tokens.py",
+    "test_plan.py",
+    "test_layout.py",
+    "test_told_layouts.py",
+    "test_refusals.py",
+    "test_topology.py",
+]
 
 SWEEP = """
 import sys
