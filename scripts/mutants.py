@@ -21,7 +21,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 240  # for one mutant
-TESTS = ["test_tokens.py", "test_plan.py", "test_layout.py", "test_refusals.py", "test_topology.py"]
+TESTS = [
+    "test_tokens.py",
+    "test_plan.py",
+    "test_layout.py",
+    "test_told_layouts.py",
+    "test_refusals.py",
+    "test_topology.py",
+]
 
 SWEEP = """
 import sys
@@ -229,6 +236,30 @@ MUTANTS = [
         "plan/edge.py",
         "return int(steps[0]) if (steps == steps[0]).all() else IRREGULAR",
         "return int(steps[0])",
+    ),
+    Mutant(
+        "layers that a rank has not",
+        "plan/edge.py",
+        "        if missing:\n",
+        "        if missing < 0:\n",
+    ),
+    Mutant(
+        "heads that a rank has not",
+        "plan/edge.py",
+        "if not placed.units[0] <= units[0] <= units[1] <= placed.units[1]:",
+        "if units[0] > units[1]:",
+    ),
+    Mutant(
+        "axes of which one ends first",
+        "plan/runs.py",
+        "if (ours or theirs) and any(",
+        "if not axes and any(",
+    ),
+    Mutant(
+        "stages of another number of layers",
+        "layout/model.py",
+        "if src.num_layers != dst.num_layers:",
+        "if src.num_layers < 0:",
     ),
     # who sends
     Mutant(

@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from kvferry.errors import DescriptionError
 
+MOST_PORT = 65535
+_LINK = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt])(bit|b|B)(?:/s|ps)?\s*", re.IGNORECASE)
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def parse_link(text: str) -> float:
     """Bytes a second of a link written as 400Gbit, 50GB or 25GB/s."""
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt])(bit|b|B)(?:/s|ps)?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(
+        r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt])(bit|b|B)(?:/s|ps)?\s*", text, re.IGNORECASE
+    )
     if match is None:
         raise DescriptionError(f"cannot read the link {text!r}; write 400Gbit or 50GB")
     amount, prefix, unit = match.groups()
     bits = unit.lower() == "bit" or unit == "b"
-    return float(amount) * _BITS[prefix.lower()] / (8 if bits else 1)
+    speed = float(amount) * _BITS[prefix.lower()] / (8 if bits else 1)
+    if not 0 < speed < math.inf:
+        raise DescriptionError(
+            f"a link must have some speed, found {text!r}; write 400Gbit or 50GB"
+        )
+    return speed
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Whole numbers of bytes, with commas."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise DescriptionError(f"cannot read the sizes {text!r}; write bytes as 4096,65536")
+    return [int(word) for word in words]
+
+
+def require_port(port: int) -> int:
+    """A port to listen on; 0 lets the system choose one."""
+    if not 0 <= port <= MOST_PORT:
+        raise DescriptionError(
+            f"a port to listen on is 1 to {MOST_PORT}, or 0 for any that is free; found {port}"
+        )
+    return port
 
 
 def show_bytes(count: float) -> str:

@@ -118,6 +118,18 @@ def _cuda() -> Finding:
     return Finding("installed", "CUDA", "ok", said)
 
 
+def _why_no_cuda() -> str:
+    """Why the cuda carrier cannot be used here; empty where it can."""
+    driver = _cuda()
+    if driver.state != "ok":
+        return driver.found
+    try:
+        make_carrier("cuda").close()
+    except KvferryError as error:
+        return str(error)
+    return ""
+
+
 def permitted() -> Iterator[Finding]:
     scope = _text("/proc/sys/kernel/yama/ptrace_scope")
     yield Finding("permitted", "ptrace scope", "info", scope or "no Yama: nothing restricted")
@@ -223,6 +235,9 @@ def configured(carriers: Sequence[str]) -> Iterator[Finding]:
             yield Finding("configured", name, "broken", "no such carrier", f"there are {known}")
         elif name in PACKAGES and version_of(name) is None:
             yield Finding("configured", name, "broken", "its library is missing", ADVICE[name])
+        elif name == "cuda" and (why := _why_no_cuda()):
+            advice = "engines that name it need a GPU: install NVIDIA's driver, or name others"
+            yield Finding("configured", name, "broken", why, advice)
         else:
             yield Finding("configured", name, "ok", "available")
 

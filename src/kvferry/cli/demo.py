@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvferry.bench.movers import quiet_libraries
-from kvferry.cli.picture import plan_page
+from kvferry.cli.picture import plan_page, write_page
 from kvferry.demo.run import DemoResult, Silent, Watch, run_demo
 from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, find_model
 from kvferry.layout.shape import EngineShape
@@ -107,8 +107,7 @@ def draw(result: DemoResult, path: Path) -> None:
     """Write the picture of the plan that the demo used."""
     model = find_model(result.model)
     shapes = EngineShape.parse(result.src), EngineShape.parse(result.dst)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(plan_page(report(model, *shapes, PICTURE_TOKENS), None))
+    write_page(path, plan_page(report(model, *shapes, PICTURE_TOKENS), None), "picture")
 
 
 def describe(result: DemoResult, picture: Path | None = None) -> list[str]:

@@ -19,6 +19,9 @@ from kvferry import __version__
 from kvferry.cli import pool
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.layout.shape import EngineShape
+from kvferry.units import parse_sizes
+
+MOST_TOKENS = 1 << 27  # more than any model's context; `plan` makes block tables for all of them
 
 app = typer.Typer(
     help="Moves and shares KV caches between LLM engines of any shape.",
@@ -40,8 +43,9 @@ def refusals() -> Iterator[None]:
     """Errors of ours are for people: one paragraph, no stack trace."""
     try:
         yield
-    except KvferryError as error:
-        words = f"[bold red]{type(error).__name__}[/]: {escape(str(error))}"
+    except (KvferryError, MemoryError) as error:
+        said = str(error) or "not enough memory"
+        words = f"[bold red]{type(error).__name__}[/]: {escape(said)}"
         err.print(words, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
 
@@ -58,6 +62,14 @@ def libraries_to_stderr() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def keep_page(path: Path, page: str, what: str) -> None:
+    from kvferry.cli.picture import write_page
+
+    with refusals():
+        write_page(path, page, what)
+        err.print(f"{what}: {path}", highlight=False)
 
 
 def print_json(value: Any) -> None:
@@ -92,11 +104,17 @@ def plan(
     model: Annotated[
         str, typer.Option(help="A preset (see `kvferry models`) or a config.json.")
     ] = "llama-3.1-70b",
-    tokens: Annotated[int, typer.Option(help="Tokens of the request.")] = 32768,
-    skip: Annotated[int, typer.Option(help="Tokens that the destination already holds.")] = 0,
+    tokens: Annotated[
+        int, typer.Option(help="Tokens of the request.", min=1, max=MOST_TOKENS)
+    ] = 32768,
+    skip: Annotated[
+        int, typer.Option(help="Tokens that the destination already holds.", min=0)
+    ] = 0,
     link: Annotated[str | None, typer.Option(help="Link of each rank, such as 400Gbit.")] = None,
     cache_dtype: Annotated[str, typer.Option(help="auto, bfloat16, fp8_e4m3, ...")] = "auto",
-    draft_layers: Annotated[int, typer.Option(help="Layers of a draft model (MTP, Eagle).")] = 0,
+    draft_layers: Annotated[
+        int, typer.Option(help="Layers of a draft model (MTP, Eagle).", min=0, max=1024)
+    ] = 0,
     contiguous: Annotated[bool, typer.Option(help="Blocks in a row, not scattered.")] = False,
     as_json: Json = False,
     html: Html = None,
@@ -109,7 +127,7 @@ def plan(
 
     with refusals():
         described = load_model(model, cache_dtype=cache_dtype, draft_layers=draft_layers)
-        speed = parse_link(link) if link else None
+        speed = parse_link(link) if link is not None else None
         result = report(
             described,
             EngineShape.parse(src),
@@ -125,9 +143,7 @@ def plan(
     if html is not None:
         from kvferry.cli.picture import plan_page
 
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(plan_page(result, speed))
-        err.print(f"picture: {html}", highlight=False)
+        keep_page(html, plan_page(result, speed), "picture")
 
 
 @app.command()
@@ -169,10 +185,12 @@ def demo(
 
 @app.command()
 def verify(
-    pairs: Annotated[int, typer.Option(help="Random pairs of shapes to check.")] = 1000,
+    pairs: Annotated[int, typer.Option(help="Random pairs of shapes to check.", min=1)] = 1000,
     seed: Annotated[int, typer.Option(help="The same seed gives the same pairs.")] = 1,
-    processes: Annotated[int, typer.Option(help="Processes that share the work.")] = 2,
-    replay: Annotated[int | None, typer.Option(help="Check this one pair of the seed.")] = None,
+    processes: Annotated[int, typer.Option(help="Processes that share the work.", min=1)] = 2,
+    replay: Annotated[
+        int | None, typer.Option(help="Check this one pair of the seed.", min=0)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare the planner with a brute-force oracle, byte for byte."""
@@ -183,8 +201,11 @@ def verify(
 
 @app.command()
 def router(
-    prefill: Annotated[list[str], typer.Option(help="URL of a prefill engine; may be repeated.")],
     decode: Annotated[list[str], typer.Option(help="URL of a decode engine; may be repeated.")],
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(help="URL of a prefill engine; may be repeated. Without: decode only."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
 ) -> None:
@@ -196,7 +217,7 @@ def router(
             raise DescriptionError(
                 f"the router needs more than the core ({error}); install kvferry[router]"
             ) from None
-        serve(prefill, decode, host, port)
+        serve(prefill or [], decode, host, port)
 
 
 @app.command()
@@ -218,6 +239,8 @@ def doctor(
             secret = secret_file.read_text().strip() if secret_file else None
         except OSError as error:
             raise DescriptionError(f"{secret_file}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise DescriptionError(f"{secret_file}: a secret is text in UTF-8") from None
         secret = secret or os.environ.get("KVFERRY_SECRET") or None
         names = [name for name in carriers.split(",") if name]
         status = examine(peer, secret, names, between, as_json)
@@ -241,9 +264,7 @@ def bench_plan(
     else:
         print_plan_bench(Console(), result)
     if html is not None:
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(plan_bench_page(result))
-        err.print(f"plot: {html}", highlight=False)
+        keep_page(html, plan_bench_page(result), "plot")
 
 
 @bench.command("transport")
@@ -267,7 +288,7 @@ def bench_transport(
     from kvferry.bench.transport import DEFAULT_SIZES, lines, run
 
     with refusals():
-        chosen = [int(s) for s in sizes.split(",")] if sizes else list(DEFAULT_SIZES)
+        chosen = parse_sizes(sizes) if sizes else list(DEFAULT_SIZES)
         with libraries_to_stderr():
             result = run(chosen, seconds, [c for c in carriers.split(",") if c])
     if as_json:
@@ -278,9 +299,7 @@ def bench_transport(
     if html is not None:
         from kvferry.cli.bench import transport_bench_page
 
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(transport_bench_page(result))
-        err.print(f"plot: {html}", highlight=False)
+        keep_page(html, transport_bench_page(result), "plot")
 
 
 @bench.command("packed")
@@ -295,8 +314,14 @@ def bench_packed(
     from kvferry.bench.packed_pair import CARRIERS
 
     with refusals():
-        chosen = [int(s) for s in sizes.split(",")] if sizes else list(SIZES)
-        names = carriers.split(",") if carriers else list(CARRIERS)
+        chosen = parse_sizes(sizes) if sizes else list(SIZES)
+        names = [c for c in carriers.split(",") if c] or list(CARRIERS)
+        unknown = sorted(set(names) - set(CARRIERS))
+        if unknown:
+            raise DescriptionError(
+                f"the carrier {unknown[0]!r} is not measured here; choose among "
+                f"{', '.join(CARRIERS)}"
+            )
         with libraries_to_stderr():
             result = run(chosen, seconds, names)
     if as_json:
@@ -308,7 +333,7 @@ def bench_packed(
 
 @bench.command("stall")
 def bench_stall(
-    blocks: Annotated[int, typer.Option(help="Blocks of the request.")] = 8192,
+    blocks: Annotated[int, typer.Option(help="Blocks of the request.", min=1)] = 8192,
     as_json: Json = False,
 ) -> None:
     """The longest that a hand-over holds up an engine's step, beside vLLM's MooncakeConnector."""
@@ -353,9 +378,7 @@ def bench_pool(
     else:
         print_pool_bench(Console(), result)
     if html is not None:
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(pool_bench_page(result))
-        err.print(f"plot: {html}", highlight=False)
+        keep_page(html, pool_bench_page(result), "plot")
 
 
 @bench.command("handover")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from importlib.resources import files
+from pathlib import Path
 
+from kvferry.errors import DescriptionError
 from kvferry.layout.shape import EngineShape
 from kvferry.plan.report import PlanReport
 
@@ -30,3 +32,14 @@ def plan_page(report: PlanReport, link_bytes_per_s: float | None) -> str:
     template = files("kvferry.cli").joinpath("plan.html").read_text(encoding="utf-8")
     before, _, after = template.partition(PLACEHOLDER)
     return before + text.translate(_ESCAPES) + after
+
+
+def write_page(path: Path, page: str, what: str) -> None:
+    """Keep a page in a file, whose folders are made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise DescriptionError(
+            f"cannot write the {what} to {path}: {error.strerror}; name a file that can be written"
+        ) from None

@@ -15,6 +15,7 @@ from kvferry.errors import DescriptionError
 from kvferry.layout.model import CacheModel, Component, Group, Residency
 
 Config = Mapping[str, Any]
+MOST_LAYERS = 1 << 16
 
 ELEMENT_BYTES = {
     "float32": 4,
@@ -60,7 +61,15 @@ def model_from_config(
         conv_dtype=_known_dtype(conv_dtype),
         ssm_dtype=_known_dtype(conv_dtype if ssm_dtype == "auto" else ssm_dtype),
     )
-    groups = list(describe(reader))
+    try:
+        groups = list(describe(reader))
+    except DescriptionError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DescriptionError(
+            f"the configuration of {model_type!r} holds a value that its model cannot have "
+            f"({type(error).__name__}: {error}); compare it with the model's own config.json"
+        ) from None
     if draft_layers:
         groups.append(reader.draft(groups, draft_layers))
     label = name or str(data.get("_name_or_path") or model_type)
@@ -100,18 +109,45 @@ class Reader:
         self.cache_dtype = cache_dtype
         self.conv_dtype = conv_dtype
         self.ssm_dtype = ssm_dtype
-        self.layers = self.integer("num_hidden_layers", "n_layer", "num_layers")
+        self.layers = self.positive("num_hidden_layers", "n_layer", "num_layers")
+        if self.layers > MOST_LAYERS:
+            raise DescriptionError(f"at most {MOST_LAYERS} layers are read, found {self.layers}")
 
     def integer(self, *names: str, default: int | None = None) -> int:
         for name in names:
             value = self.config.get(name)
-            if isinstance(value, int):
+            if isinstance(value, int) and not isinstance(value, bool):
                 return value
         if default is None:
             raise DescriptionError(
                 f"the configuration of {self.config.get('model_type')!r} has no {names[0]!r}"
             )
         return default
+
+    def positive(self, *names: str, default: int | None = None) -> int:
+        value = self.integer(*names, default=default)
+        if value < 1:
+            raise DescriptionError(
+                f"the configuration of {self.config.get('model_type')!r} must have a {names[0]!r} "
+                f"of at least 1, found {value}"
+            )
+        return value
+
+    def per_layer(self, name: str, kind: type) -> list[Any]:
+        """A list with one value a layer; empty where the configuration has none."""
+        values = self.config.get(name)
+        if values is None or values in ([], ()):
+            return []
+        if (
+            not isinstance(values, list | tuple)
+            or len(values) < self.layers
+            or not all(isinstance(value, kind) for value in values)
+        ):
+            raise DescriptionError(
+                f"{name!r} must have one {kind.__name__} for each of the {self.layers} layers, "
+                f"found {values!r}"
+            )
+        return list(values[: self.layers])
 
     def component(self, name: str, units: int, *dims: int, **options: Any) -> Component:
         dtype = options.pop("dtype", self.cache_dtype)
@@ -123,7 +159,7 @@ class Reader:
 
     @property
     def head_dim(self) -> int:
-        heads = self.integer("num_attention_heads")
+        heads = self.positive("num_attention_heads")
         return self.integer("head_dim", default=self.integer("hidden_size") // heads)
 
     @property
@@ -201,8 +237,8 @@ class Reader:
 
     def layers_of(self, *kinds: str) -> list[int]:
         """Ordinals whose `layer_types` entry is one of `kinds`."""
-        types = self.config.get("layer_types") or []
-        return [i for i, kind in enumerate(types[: self.layers]) if kind in kinds]
+        types = self.per_layer("layer_types", str)
+        return [i for i, kind in enumerate(types) if kind in kinds]
 
 
 def _dense(r: Reader) -> list[Group]:
@@ -235,7 +271,7 @@ def _by_layer_types(r: Reader) -> list[Group]:
 def _gemma(r: Reader) -> list[Group]:
     if r.config.get("layer_types"):
         return _by_layer_types(r)
-    period = r.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    period = r.positive("sliding_window_pattern", "_sliding_window_pattern", default=6)
     full = [i for i in range(r.layers) if (i + 1) % period == 0]
     return r.attention("attention", full) + r.window(sorted({*range(r.layers)} - {*full}))
 
@@ -249,7 +285,7 @@ def _gemma2(r: Reader) -> list[Group]:
 def _llama4(r: Reader) -> list[Group]:
     if not r.config.get("attention_chunk_size"):
         return r.attention("attention", range(r.layers))
-    rope = r.config.get("no_rope_layers") or [int((i + 1) % 4 != 0) for i in range(r.layers)]
+    rope = r.per_layer("no_rope_layers", int) or [int((i + 1) % 4 != 0) for i in range(r.layers)]
     chunked = [i for i in range(r.layers) if rope[i]]
     full = [i for i in range(r.layers) if not rope[i]]
     span = Residency("chunk", r.integer("attention_chunk_size"))
@@ -261,8 +297,14 @@ def _deepseek(r: Reader) -> list[Group]:
 
 
 def _bamba(r: Reader) -> list[Group]:
-    attention = [int(i) for i in r.config.get("attn_layer_indices") or []]
-    return _mamba2_hybrid(r, attention)
+    attention = r.config.get("attn_layer_indices") or []
+    known = range(r.layers)
+    if not isinstance(attention, list | tuple) or not all(i in known for i in attention):
+        raise DescriptionError(
+            f"'attn_layer_indices' must be a list of layers 0 to {r.layers - 1}, found "
+            f"{attention!r}"
+        )
+    return _mamba2_hybrid(r, list(attention))
 
 
 def _granite_hybrid(r: Reader) -> list[Group]:
@@ -285,7 +327,7 @@ def _mamba2_hybrid(r: Reader, attention: list[int]) -> list[Group]:
 
 
 def _jamba(r: Reader) -> list[Group]:
-    period, offset = r.integer("attn_layer_period"), r.integer("attn_layer_offset")
+    period, offset = r.positive("attn_layer_period"), r.integer("attn_layer_offset")
     attention = [i for i in range(r.layers) if i % period == offset]
     mamba = sorted({*range(r.layers)} - {*attention})
     inner = r.integer("mamba_expand") * r.integer("hidden_size")
@@ -329,7 +371,7 @@ def _nemotron_h(r: Reader) -> list[Group]:
 def _qwen3_next(r: Reader) -> list[Group]:
     full = r.layers_of("full_attention")
     if not full:
-        interval = r.integer("full_attention_interval", default=4)
+        interval = r.positive("full_attention_interval", default=4)
         full = [i for i in range(r.layers) if (i + 1) % interval == 0]
     linear = sorted({*range(r.layers)} - {*full})
     return r.attention("attention", full) + r.delta_net(linear)

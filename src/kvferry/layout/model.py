@@ -204,7 +204,8 @@ class CacheModel:
     def fingerprint(self) -> str:
         """Digest of what the bytes mean. The name is not part of it: weights are the caller's."""
         groups = [asdict(g) for g in sorted(self.groups, key=lambda g: g.name)]
-        return hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:32]
+        told = [self.num_layers, groups]
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def require_same_cache(
@@ -260,3 +261,5 @@ def require_same_cache(
                         getattr(ca, attribute),
                         getattr(cb, attribute),
                     )
+    if src.num_layers != dst.num_layers:  # stages would be cut elsewhere than the engines cut them
+        refuse("layers of the whole model", src.num_layers, dst.num_layers)

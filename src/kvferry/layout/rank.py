@@ -24,6 +24,7 @@ from kvferry.layout.model import CacheModel, Group
 from kvferry.layout.shape import EngineShape, Rank, Span
 
 Ints = NDArray[np.int64]
+MOST_STRIDE_BYTES = 1 << 56  # more than processors address, and small enough to calculate with
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,26 @@ class Placement:
     regions: Ints  # of each layer
     offsets: Ints  # of each layer: block 0, slot 0, first unit held
 
+    def __post_init__(self) -> None:
+        sizes, strides = self.dim_sizes, self.dim_strides
+        if not sizes or len(sizes) != len(strides) or min(sizes) < 1:
+            self._refuse(
+                "dims of at least one element each, with one stride each",
+                f"sizes {sizes} and strides {strides}",
+            )
+        if self.tile_slots < 1:
+            self._refuse("tiles of at least one slot", self.tile_slots)
+        if not 0 <= self.units.start < self.units.stop:
+            self._refuse("a range of units", tuple(self.units))
+        outer = (self.block_stride, self.tile_stride, self.slot_stride, self.unit_stride)
+        if min(*outer, *strides) < 0 or max(*outer, *strides) > MOST_STRIDE_BYTES:
+            self._refuse(f"strides of 0 to {MOST_STRIDE_BYTES} bytes", (*outer, *strides))
+
+    def _refuse(self, expected: str, found: object) -> None:
+        raise DescriptionError(
+            f"component {self.component!r} must be placed with {expected}, found {found}"
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
@@ -69,6 +90,31 @@ class Part:
     shifts: tuple[int | None, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        numbers = (self.num_blocks, self.block_entries, self.table + 1)
+        if min(numbers) < 1 or not self.placements:
+            raise DescriptionError(
+                f"group {self.group!r} must have blocks, entries in them, a block table and "
+                f"something placed in them, found {self.num_blocks} blocks of "
+                f"{self.block_entries} entries, table {self.table}, {len(self.placements)} "
+                "components placed"
+            )
+        count = len(self.layers)
+        if count == 0 or bool((self.layers[1:] <= self.layers[:-1]).any()):
+            raise DescriptionError(
+                f"group {self.group!r} must have distinct layers in ascending order, found "
+                f"{self.layers.tolist()}"
+            )
+        for p in self.placements:
+            if not len(p.regions) == len(p.offsets) == count:
+                raise DescriptionError(
+                    f"group {self.group!r} has {count} layers, but places {p.component!r} of "
+                    f"{len(p.regions)} (regions) and {len(p.offsets)} (offsets)"
+                )
+            if self.block_entries % p.tile_slots:
+                raise DescriptionError(
+                    f"group {self.group!r} has blocks of {self.block_entries} entries, which "
+                    f"tiles of {p.tile_slots} slots do not divide ({p.component!r})"
+                )
         shifts = tuple(_constant_shift(self.placements[0], p) for p in self.placements)
         object.__setattr__(self, "shifts", shifts)
 
@@ -103,6 +149,26 @@ class RankLayout:
     parts: tuple[Part, ...]
     regions: tuple[Region, ...]
     tables: int
+
+    def __post_init__(self) -> None:
+        held: dict[str, list[Ints]] = {}
+        for part in self.parts:
+            if part.table >= self.tables:
+                raise DescriptionError(
+                    f"group {part.group!r} has its blocks in table {part.table}, but a request has "
+                    f"only {self.tables} tables"
+                )
+            held.setdefault(part.group, []).append(part.layers)
+        for group, parts in held.items():
+            if len(parts) == 1:
+                continue  # whose layers are distinct
+            layers = np.concatenate(parts).tolist()
+            if len(set(layers)) != len(layers):
+                twice = sorted({layer for layer in layers if layers.count(layer) > 1})
+                raise DescriptionError(
+                    f"layers {twice} of group {group!r} must lie in one place on a rank, found "
+                    "them in several parts of its memory"
+                )
 
     @property
     def total_bytes(self) -> int:

@@ -85,6 +85,7 @@ class EngineShape:
         for name in ("tp", "pp", "dcp", "interleave", "block_size", "page_align"):
             if getattr(self, name) < 1:
                 raise DescriptionError(f"{name} must be at least 1, found {getattr(self, name)}")
+        self._require_sizes()
         if self.order not in ORDERS:
             raise DescriptionError(f"order must be one of {', '.join(ORDERS)}, found {self.order}")
         if self.stages and (len(self.stages) != self.pp or min(self.stages) < 1):
@@ -109,6 +110,46 @@ class EngineShape:
             raise DescriptionError(
                 f"kernel blocks exist only in orders LBHNC and LBNHC, found {self.order}"
             )
+
+    def _require_sizes(self) -> None:
+        """Sizes of single groups: each named once, and possible."""
+        for word, pairs, least in (
+            ("block", self.block_size_of, 1),
+            ("kernel", (("", self.kernel_block_size), *self.kernel_block_size_of), 0),
+            ("interior", self.interior_of, None),
+            ("tp", self.role_tp, None),
+        ):
+            names = [name for name, _ in pairs]
+            for name, value in pairs:
+                if names.count(name) > 1:
+                    raise DescriptionError(
+                        f"{word} of {name!r} must be given once, found it {names.count(name)} times"
+                    )
+                if least is not None and isinstance(value, int) and value < least:
+                    raise DescriptionError(
+                        f"{word}{f' of {name!r}' if name else ''} must be at least {least} "
+                        f"tokens, found {value}"
+                    )
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens of all blocks and kernel blocks that the shape names."""
+        named = (*self.block_size_of, *self.kernel_block_size_of)
+        return (self.block_size, self.kernel_block_size, *(size for _, size in named))
+
+    def require_names_of(self, model: CacheModel) -> None:
+        """Refuse a shape that says something about groups or roles that the model does not have."""
+        sizes = (*self.block_size_of, *self.kernel_block_size_of, *self.interior_of)
+        for what, named, known in (
+            ("group", [name for name, _ in sizes], [g.name for g in model.groups]),
+            ("role", [name for name, _ in self.role_tp], sorted({g.role for g in model.groups})),
+        ):
+            unknown = sorted(set(named) - set(known))
+            if unknown:
+                raise DescriptionError(
+                    f"the shape {self.describe()} names the {what} {unknown[0]!r}, which model "
+                    f"{model.name!r} does not have; it has {', '.join(known)}"
+                )
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
@@ -220,10 +261,16 @@ class _Parser:
     }
 
     def shape(self) -> EngineShape:
+        seen: set[str] = set()
         for word in filter(None, (w.strip() for w in self.text.split(","))):
             key, found, value = word.partition("=")
             if not found:
                 self._refuse(word)
+            if key in seen:
+                raise DescriptionError(
+                    f"the shape {self.text!r} says {key} twice; each word is given once"
+                )
+            seen.add(key)
             self._take(key, value)
         return EngineShape(**self.fields)  # type: ignore[arg-type]
 

@@ -30,6 +30,7 @@ from kvferry.wire.messages import (
 MOST_RANKS = 1024
 MOST_DCP = 64
 MOST_INTERLEAVE = 1024
+MOST_BLOCK_TOKENS = 1 << 24  # a state's block may span the longest sequence of its engine
 
 
 def engine_info(
@@ -101,6 +102,7 @@ def read_shape(info: EngineInfo) -> EngineShape:
         ("ranks", shape.tp * shape.pp, MOST_RANKS),
         ("dcp", shape.dcp, MOST_DCP),
         ("interleave", shape.interleave, MOST_INTERLEAVE),
+        ("blocks of tokens", max(shape.block_sizes), MOST_BLOCK_TOKENS),
     ):
         if value > most:
             raise ProtocolError(
@@ -171,7 +173,7 @@ def read_layout(info: RankInfo, shape: EngineShape) -> tuple[RankLayout, list[in
     rank = Rank(info.pp_rank, info.tp_rank)
     try:
         layout = _layout(info, shape, rank)
-    except (DescriptionError, ValueError, IndexError, OverflowError) as error:
+    except (DescriptionError, OverflowError) as error:
         raise ProtocolError(
             f"rank {tuple(rank)} describes no possible layout: {error}; run the same kvferry "
             "version on both sides"
@@ -204,7 +206,36 @@ def _layout(info: RankInfo, shape: EngineShape, rank: Rank) -> RankLayout:
         for part in info.parts
     )
     regions = tuple(Region(region.name, region.bytes) for region in info.regions)
+    for made in parts:
+        for placement in made.placements:
+            _require_inside(made, placement, regions)
     return RankLayout(rank, shape, parts, regions, info.tables)
+
+
+def _require_inside(part: Part, p: Placement, regions: Sequence[Region]) -> None:
+    """A block of each layer must lie in its region; so no sum of these strides is too large, too.
+
+    The first block only: objects of a pool are described by one region a table, of one object.
+    """
+    axes = [
+        (part.block_entries // p.tile_slots, p.tile_stride),
+        (p.tile_slots, p.slot_stride),
+        (p.units.size, p.unit_stride),
+        *zip(p.dim_sizes, p.dim_strides, strict=True),
+    ]
+    reach = 1 + sum((size - 1) * stride for size, stride in axes)
+    if part.is_opaque:
+        reach = part.page_bytes
+    room = min(
+        regions[region].bytes - offset
+        for region, offset in zip(p.regions.tolist(), p.offsets.tolist(), strict=True)
+    )
+    if int(p.offsets.min()) < 0 or reach > room:
+        raise DescriptionError(
+            f"a block of {p.component!r} in group {part.group!r} needs {reach} bytes of its "
+            f"region, from offsets of 0 on, found room for {room} (least offset "
+            f"{int(p.offsets.min())})"
+        )
 
 
 def _placement(p: PlacementInfo) -> Placement:

@@ -8,6 +8,7 @@ a row is one place per layer, or one for all of them where both memories allow i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from kvferry.errors import IncompatibleError
 from kvferry.layout.interior import OPAQUE
-from kvferry.layout.model import CacheModel, Group
+from kvferry.layout.model import CacheModel, Component, Group
 from kvferry.layout.rank import Ints, Part, Placement, RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.plan.assign import Edge, Share
@@ -208,23 +209,51 @@ class EdgePlan:
 
 
 def plan_edge(model: CacheModel, edge: Edge, src: RankLayout, dst: RankLayout) -> EdgePlan:
-    """Intersect two ranks' layouts over what the edge assigns to them."""
+    """Intersect two ranks' layouts over what the edge assigns to them.
+
+    Both must hold all of it: a layout that was read off real memory, or told by a peer, may not be
+    what the shape says, and what it lacks would silently stay unwritten.
+    """
     pieces: list[Piece] = []
     for share in edge.shares:
         group = model.group(share.group)
+        missing = len(share.layers)  # parts have no layer in common, so counting them is enough
         for a in src.parts_of(share.group):
             for b in dst.parts_of(share.group):
-                pieces += _pieces(group, share, a, b, src, dst)
+                layers = _held(b.layers, _held(a.layers, share.layers))
+                if len(layers):
+                    missing -= len(layers)
+                    pieces += _pieces(group, share, layers, a, b, src, dst)
+        if missing:
+            _refuse_layers(share, src, dst)
     groups = {share.group: model.group(share.group) for share in edge.shares}
     return EdgePlan(edge.src, edge.dst, tuple(pieces), groups, src.shape, dst.shape)
 
 
+def _refuse_layers(share: Share, src: RankLayout, dst: RankLayout) -> None:
+    for name, layout in (("source", src), ("destination", dst)):
+        held = {layer for part in layout.parts_of(share.group) for layer in part.layers.tolist()}
+        lacking = [layer for layer in share.layers.tolist() if layer not in held]
+        if lacking:
+            raise IncompatibleError(
+                f"rank {tuple(layout.rank)} of the {name} must hold layers "
+                f"{share.layers.tolist()} of group {share.group!r}, as its shape "
+                f"{layout.shape.describe()} says, but its memory has no layers {lacking} of it "
+                f"(it has {sorted(held)}); describe its pipeline stages as the engine cuts them "
+                "(stages, or pp=30+50)"
+            )
+    raise AssertionError("both sides hold all layers, each once")
+
+
 def _pieces(
-    group: Group, share: Share, a: Part, b: Part, src: RankLayout, dst: RankLayout
+    group: Group,
+    share: Share,
+    layers: Ints,
+    a: Part,
+    b: Part,
+    src: RankLayout,
+    dst: RankLayout,
 ) -> list[Piece]:
-    layers = _held(b.layers, _held(a.layers, share.layers))
-    if len(layers) == 0:
-        return []
     a_rows, b_rows = a.layers.searchsorted(layers), b.layers.searchsorted(layers)
     opaque = a.is_opaque or b.is_opaque
     if opaque:
@@ -269,6 +298,12 @@ def _side(group: Group, part: Part, index: int, rows: Ints, rank: RankLayout, op
         paging = Paging(1)
     else:
         paging = paging_for(group, rank.shape, rank.rank.tp, _tile(part, placement))
+        if paging.block_entries != part.block_entries:
+            raise IncompatibleError(
+                f"rank {tuple(rank.rank)} has blocks of {part.block_entries} entries of group "
+                f"{group.name!r} in its memory, but {paging.block_entries} by its shape "
+                f"{rank.shape.describe()}; describe the block size as the engine has it"
+            )
     return Side(
         table=part.table,
         pool=part.pool,
@@ -289,6 +324,9 @@ def _slab(group: Group, units: Span, a: Part, i: int, b: Part, j: int, opaque: b
     a_shift, b_shift = a.shifts[i] or 0, b.shifts[j] or 0
     if opaque:
         return Slab(a_shift, b_shift, a.page_bytes, (), 0, 0)
+    component = group.component(pa.component)
+    _require_component(group, component, units, pa, "source")
+    _require_component(group, component, units, pb, "destination")
     axes = [Axis(units.size, pa.unit_stride, pb.unit_stride)]
     axes += refine(
         list(zip(pa.dim_sizes, pa.dim_strides, strict=True)),
@@ -297,11 +335,30 @@ def _slab(group: Group, units: Span, a: Part, i: int, b: Part, j: int, opaque: b
     return Slab(
         src_offset=a_shift + (units.start - pa.units.start) * pa.unit_stride,
         dst_offset=b_shift + (units.start - pb.units.start) * pb.unit_stride,
-        element_bytes=group.component(pa.component).element_bytes,
+        element_bytes=component.element_bytes,
         axes=tuple(axes),
         src_slot=pa.slot_stride,
         dst_slot=pb.slot_stride,
     )
+
+
+def _require_component(
+    group: Group, component: Component, units: Span, placed: Placement, side: str
+) -> None:
+    """A placement must hold the units that are due, and all elements of each."""
+    due, held = component.dims, placed.dim_sizes
+    if held != due and math.prod(held) != math.prod(due):
+        raise IncompatibleError(
+            f"component {component.name!r} of group {group.name!r} has {math.prod(due)} elements a "
+            f"unit (dims {due}), but the {side}'s memory holds {math.prod(held)} (dims {held}); "
+            "both engines must serve the same model"
+        )
+    if not placed.units[0] <= units[0] <= units[1] <= placed.units[1]:
+        raise IncompatibleError(
+            f"the {side} must hold units {units.start}..{units.stop - 1} of component "
+            f"{component.name!r} in group {group.name!r}, as its shape says, but its memory has "
+            f"{placed.units.start}..{placed.units.stop - 1}; describe the engine's tp as it is"
+        )
 
 
 def _require_identical_pages(

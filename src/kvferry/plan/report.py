@@ -96,6 +96,8 @@ def report(
     scattered: bool = True,
 ) -> PlanReport:
     """Plan a pairing and bind one request of `tokens` tokens on every edge."""
+    for shape in (src, dst):
+        shape.require_names_of(model)
     pair = plan_pair(model, src, dst)
     src_tables, src_blocks = synthetic_tables(model, src, tokens, scattered, seed=1)
     dst_tables, dst_blocks = synthetic_tables(model, dst, tokens, scattered, seed=2)

@@ -12,6 +12,7 @@ memories have in common, and nothing else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -153,7 +154,8 @@ def _finish(box: Box) -> Pattern:
 def refine(src: Sequence[tuple[int, int]], dst: Sequence[tuple[int, int]]) -> list[Axis]:
     """Axes that both sides walk alike, from (size, stride) pairs of one extent, outermost first.
 
-    Where one side keeps 64 elements in a row and the other 32 pairs, both are 32 pairs.
+    Where one side keeps 64 elements in a row and the other 32 pairs, both are 32 pairs. Both must
+    end together: what only one of them walks would be left out.
     """
     ours, theirs = list(src), list(dst)
     axes: list[Axis] = []
@@ -170,6 +172,12 @@ def refine(src: Sequence[tuple[int, int]], dst: Sequence[tuple[int, int]]) -> li
             ours.append((a // step, a_stride * step))
         if b > step:
             theirs.append((b // step, b_stride * step))
+    if (ours or theirs) and any(size != 1 for size, _ in (*ours, *theirs)):
+        raise IncompatibleError(
+            f"the two sides hold different numbers of elements: {math.prod(n for n, _ in src)} at "
+            f"the source ({list(src)}), {math.prod(n for n, _ in dst)} at the destination "
+            f"({list(dst)}); sizes and strides of one extent were expected"
+        )
     return list(reversed(axes))
 
 

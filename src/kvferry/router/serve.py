@@ -25,6 +25,7 @@ from kvferry.router.door import Door
 from kvferry.router.engines import keep_probing
 from kvferry.router.flow import Router
 from kvferry.router.status import Status
+from kvferry.units import require_port
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,9 @@ def serve(
 ) -> None:
     """Serves until SIGINT or SIGTERM; then takes no more requests and ends those it has.
 
-    Raises DescriptionError for engines that cannot be addressed.
+    Raises DescriptionError for engines that cannot be addressed, and for a port that is none.
     """
+    require_port(port)
     config = RouterConfig(tuple(prefill), tuple(decode), limits or Limits())
     settings = uvicorn.Config(
         make_app(config),

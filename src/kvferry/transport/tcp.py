@@ -41,6 +41,7 @@ from kvferry.transport.tcp_client import MAX_REGIONS, TcpEndpoint
 from kvferry.transport.tcp_frames import INCARNATION_BYTES, MAX_PAYLOAD_BYTES
 from kvferry.transport.tcp_peer import Own, Streams, TcpPeer
 from kvferry.transport.tcp_server import Server, ServerLimits
+from kvferry.units import require_port
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class TcpCarrier:
                 "address can read and write the caches registered here",
                 host,
             )
-        self._host, self._port, self._advertise = host, port, advertise
+        self._host, self._port, self._advertise = host, require_port(port), advertise
         self.limits = limits or ServerLimits()
         self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
         choice = Choice("tcp", packing, costs)

@@ -50,6 +50,12 @@ ResidencyName = Literal["full", "window", "chunk", "ring", "state"]
 ShardingName = Literal["split", "replicated"]
 Text = Annotated[str, msgspec.Meta(max_length=512)]  # an id, a digest, an address
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
+Some = Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
+Stride = Annotated[int, msgspec.Meta(ge=0, le=1 << 56)]  # more bytes than processors address
+Dims = Annotated[tuple[Some, ...], msgspec.Meta(min_length=1, max_length=16)]
+DimStrides = Annotated[tuple[Stride, ...], msgspec.Meta(min_length=1, max_length=16)]
+# Any number that an array of 64-bit integers takes: -1 may mean "no block".
+BlockId = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=(1 << 62) - 1)]
 Grant = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
 Runs = Annotated[bytes, msgspec.Meta(max_length=MOST_RUNS * RUN_BYTES)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)]
@@ -63,27 +69,27 @@ class RegionInfo(msgspec.Struct, frozen=True):
 
 class PlacementInfo(msgspec.Struct, frozen=True):
     component: str
-    units: tuple[int, int]
-    block_stride: int
-    tile_slots: int
-    tile_stride: int
-    slot_stride: int
-    unit_stride: int
-    dim_sizes: tuple[int, ...]
-    dim_strides: tuple[int, ...]
-    regions: list[int]
-    offsets: list[int]
+    units: tuple[Count, Count]
+    block_stride: Stride
+    tile_slots: Some
+    tile_stride: Stride
+    slot_stride: Stride
+    unit_stride: Stride
+    dim_sizes: Dims
+    dim_strides: DimStrides
+    regions: list[Count]
+    offsets: list[Count]
 
 
 class PartInfo(msgspec.Struct, frozen=True):
     group: str
-    layers: list[int]
-    table: int
-    pool: int
-    num_blocks: int
-    block_entries: int
-    page_bytes: int
-    page_slack: int
+    layers: list[Count]
+    table: Count
+    pool: Count
+    num_blocks: Some
+    block_entries: Some
+    page_bytes: Count
+    page_slack: Count
     interior: str
     placements: list[PlacementInfo]
 
@@ -98,7 +104,7 @@ class RankInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     carriers: dict[str, bytes]  # endpoints by carrier name
     regions: list[RegionInfo]
     parts: list[PartInfo]
-    tables: int
+    tables: Count
     sums: tuple[Text, ...] = ("xxh3",)  # checksums that it makes, the quickest first
 
 
@@ -186,7 +192,7 @@ class Claim(msgspec.Struct, frozen=True, tag="claim"):
 
 class Claimed(msgspec.Struct, frozen=True, tag="claimed"):
     tokens: int
-    tables: list[list[int]]
+    tables: list[list[BlockId]]
 
 
 class Complete(msgspec.Struct, frozen=True, tag="complete"):
@@ -238,7 +244,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     grant: Grant
     tokens: Count
     skip: Count
-    tables: list[list[int]]  # the consumer's
+    tables: list[list[BlockId]]  # the consumer's
     keep_open: bool  # whether other requests share the ticket: delivering is no last word then
 
 

@@ -21,6 +21,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from kvferry.errors import AuthenticationError, HandoverError
+from kvferry.units import require_port
 from kvferry.wire.messages import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 
 log = logging.getLogger("kvferry")
@@ -48,6 +49,7 @@ class Sockets:
 
     def server(self, host: str | None, port: int = 0) -> tuple[zmq.Socket[bytes], int]:
         """A bound ROUTER socket and its port. `host` None: loopback."""
+        require_port(port)  # libzmq takes others too, and listens somewhere else
         socket = self.context.socket(zmq.ROUTER)
         self._prepare(socket, MAX_REQUEST_BYTES)
         if self.secret:
