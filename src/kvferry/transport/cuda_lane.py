@@ -280,10 +280,10 @@ class Lane:
 
     def _copy_singly(self, runs: Runs, shifts: Shifts, fill: bool, check: Check) -> None:
         stream = self.stream
-        for arrays in runs.arrays():
-            dst = (arrays.dst + shifts.dst).tolist()
-            src = (arrays.src + shifts.src).tolist()
-            length = arrays.length.tolist()
+        for some in (part for arrays in runs.arrays() for part in arrays.windows()):
+            dst = (some.dst + shifts.dst).tolist()
+            src = (some.src + shifts.src).tolist()
+            length = some.length.tolist()
             for i in range(len(dst)):
                 if i % SYSTEM_COPIES == 0:
                     check()
