@@ -341,7 +341,7 @@ def test_a_cancelled_write_that_the_desk_applies_is_seen_to_its_end(
     else:
         begin = time.monotonic()
         with pytest.raises(DeadlineExceeded, match="may still arrive"):
-            transfer.cancel()
+            transfer.cancel(seconds=1.0)
         assert time.monotonic() - begin < 5
         assert np.array_equal(two.theirs, before)
         go_on.set()
