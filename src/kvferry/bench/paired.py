@@ -3,9 +3,8 @@
 Two engines of one library in the same two processes differ by a factor of two, by luck: which
 threads serve which connections. So the carrier, without packing, and its library, called directly
 with the same batches, move the same copies over the *same* engine in turns: library, carrier,
-library, ... What counts is each turn of the carrier against the mean of the library's turns before
-and after it, so that a drift of the machine cancels: the median of these ratios, with their
-quartiles as the spread.
+library, ... What counts is the median of the turns' ratios (turns.py), with their quartiles as the
+spread.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvferry.bench.movers import IN_PAIRS, OurCarrier
 from kvferry.bench.owner import BUFFER_BYTES, Owner
+from kvferry.bench.turns import in_turns
 from kvferry.transport.base import Ints
 from kvferry.transport.regions import Arrays
 from kvferry.units import show_bytes
@@ -85,16 +85,12 @@ def _row(
     ours, theirs = mover.prepare(op, copies), mover.library(op, copies)
     ours()
     theirs()
-    us: list[float] = []
-    it = [seconds_of(theirs)]
-    until = time.monotonic() + seconds
-    while len(us) < LEAST_PAIRS or (time.monotonic() < until and len(us) < MOST_PAIRS):
-        us.append(seconds_of(ours))
-        it.append(seconds_of(theirs))
-    beside = (np.array(it[1:]) + np.array(it[:-1])) / 2
-    low, middle, high = np.quantile(beside / np.array(us), (0.25, 0.5, 0.75)).tolist()
-    rate = int(length.sum()) / float(np.median(it)) / GB
-    return PairedRow(name, op, size, len(us), rate, middle, low, high)
+    theirs_seconds, ratios = in_turns(
+        lambda: seconds_of(ours), lambda: seconds_of(theirs), LEAST_PAIRS, MOST_PAIRS, seconds
+    )
+    low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
+    rate = int(length.sum()) / float(np.median(theirs_seconds)) / GB
+    return PairedRow(name, op, size, len(ratios), rate, middle, low, high)
 
 
 def paired_lines(rows: Sequence[PairedRow]) -> Iterator[str]:

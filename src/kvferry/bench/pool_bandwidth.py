@@ -2,8 +2,8 @@
 
 Objects are `OBJECT_BYTES` long and made of ranges that lie scattered in a buffer larger than the
 caches; saving gathers them, loading scatters them. All contenders take turns in rounds. A figure is
-the best round of each; a ratio is the median over rounds of two times taken one after the other,
-because on a shared machine what happens in one round happens to both.
+the best round of each; a ratio is the median over many turns of the two (turns.py), because on a
+shared machine what happens in one turn happens to both.
 
     memcpy          one memmove per range, over the same scatter, from one buffer to the other
     embedded        the embedded store, memory tier: checksums verified on every load
@@ -24,13 +24,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.bench.pool_scratch import scratch
+from kvferry.bench.turns import in_turns
 from kvferry.pool.embedded import EmbeddedStore
 from kvferry.pool.embedded_copy import move
 from kvferry.pool.store import Outcome, Ranges, Slices, Store
@@ -40,6 +40,7 @@ OBJECT_BYTES = 1 << 20
 RANGE_BYTES = 64 << 10
 BATCH_OBJECTS = 64
 BUFFER_BYTES = 128 << 20
+TURNS = 10  # of each pair, for every round
 GB = 1e9
 
 Contender = tuple[str, str]  # store, and save or load
@@ -108,7 +109,7 @@ def bandwidths(
     """Rates, and the median ratio of each of `PAIRS` that was measured."""
     scatter = _Scatter()
     took: dict[Contender, list[float]] = {}
-    ratios: dict[Contender, list[float]] = {}
+    ratios: dict[Contender, float] = {}
     with contextlib.ExitStack() as stack:
         memory = stack.enter_context(scratch())
         disk = stack.enter_context(scratch(in_memory=False))
@@ -127,30 +128,17 @@ def bandwidths(
                 took.setdefault(name, []).append(task())
                 if attempt == 0 and name[1] == "load" and not scatter.right():
                     raise AssertionError(f"{name} loaded other bytes than were saved")
-            for mine, other in PAIRS:
-                if mine in contenders and other in contenders:
-                    ratios.setdefault(mine, []).append(
-                        _paired(contenders[mine], contenders[other], attempt % 2 == 1)
-                    )
+        for mine, other in PAIRS:
+            if mine in contenders and other in contenders:
+                say(f"{' '.join(mine)} beside {other[0]}, in turns")
+                _, of_turns = in_turns(contenders[mine], contenders[other], TURNS * rounds)
+                ratios[mine] = float(np.median(of_turns))
     memcpy = min(took["memcpy", "load"])
     rates = [
         Bandwidth(store, op, scatter.bytes / min(times) / GB, memcpy / min(times))
         for (store, op), times in took.items()
     ]
-    return rates, {mine: median(of_rounds) for mine, of_rounds in ratios.items()}
-
-
-def _paired(mine: Callable[[], float], other: Callable[[], float], swapped: bool) -> float:
-    """How fast one is beside the other, one right after the other, best of three each."""
-    a = b = float("inf")
-    for _ in range(3):
-        if swapped:
-            b = min(b, other())
-            a = min(a, mine())
-        else:
-            a = min(a, mine())
-            b = min(b, other())
-    return b / a
+    return rates, ratios
 
 
 def _seconds(task: Callable[[], object]) -> float:
