@@ -46,9 +46,10 @@ def test_targets_are_judged_by_their_worst_cell() -> None:
         ("raw-nixl", "write", 256): 1.0,
     }
     pairs = [
-        PairedRow("mooncake", "read", 256, 11, 1.0, 0.96, 0.5, 2.0),
-        PairedRow("mooncake", "write", 256, 11, 1.0, 0.94, 0.5, 2.0),
-        PairedRow("nixl", "write", 256, 11, 1.0, 1.2, 0.5, 2.0),
+        PairedRow("mooncake", "read", 256, "direct", 11, 1.0, 0.96, 0.5, 2.0),
+        PairedRow("mooncake", "write", 256, "direct", 11, 1.0, 0.94, 0.5, 2.0),
+        PairedRow("nixl", "write", 256, "packed", 11, 1.0, 1.2, 0.5, 2.0),
+        PairedRow("nixl", "write", 256, "direct", 11, 1.0, 0.9, 0.5, 2.0),  # as it does not come
     ]
     first, *others, mooncake, nixl = judge(rates, pairs)
     assert (first.found, first.where, first.met) == (1.9, "write 4.0 KiB", False)

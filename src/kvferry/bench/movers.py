@@ -59,6 +59,12 @@ class OurCarrier:
         self._carrier: Any = make_carrier(name, host=LOOPBACK, packing=packing)
         self._carrier.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
         self._peer: Any = None
+        self.may_pack = packing != "direct"
+
+    @property
+    def packed(self) -> int:
+        """Transfers of which a part was packed."""
+        return int(self._carrier.counters.get("packed", 0))
 
     def endpoint(self) -> bytes:
         endpoint: bytes = self._carrier.endpoint()

@@ -1,14 +1,17 @@
 """What the carriers `mooncake` and `nixl` add to their libraries, measured in pairs.
 
 Two engines of one library in the same two processes differ by a factor of two, by luck: which
-threads serve which connections. So the carrier, without packing, and its library, called directly
-with the same batches, move the same copies over the *same* engine in turns: library, carrier,
-library, ... What counts is the median of the turns' ratios (turns.py), with their quartiles as the
-spread.
+threads serve which connections. So the carrier and its library, called directly with the same
+batches, move the same copies over the *same* engine in turns: library, carrier, library, ... What
+counts is the median of the turns' ratios (turns.py), with their quartiles as the spread.
+
+*direct* is what the carrier adds to each batch: it does not pack. *packed* is the carrier as it
+comes, for those copies that it chooses to pack.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -27,7 +30,7 @@ from kvferry.units import show_bytes
 MAX_DESCRIPTORS = 1 << 17
 PAIR_DESCRIPTORS = {"mooncake": 1 << 10, "nixl": 1 << 14}  # tens of milliseconds
 PAIR_BYTES = 64 << 20
-LEAST_PAIRS, MOST_PAIRS = 31, 101
+LEAST_PAIRS, MOST_PAIRS = 61, 101
 GB = 1e9
 
 Task = Callable[[], None]
@@ -38,6 +41,7 @@ class PairedRow:
     carrier: str
     op: str
     descriptor_bytes: int
+    mode: str  # direct or packed
     pairs: int
     library_gb_s: float  # the median
     of_library: float  # median of the pairs' ratios; above one, the carrier is faster
@@ -57,13 +61,14 @@ def paired(
     for name in names:
         if name not in IN_PAIRS:
             continue
-        with closing(OurCarrier(name, landing, packing="direct")) as mover:
-            mover.connect(owner.open(f"{name}-direct"))
-            try:
-                for size in sizes:
-                    rows += [_row(owner, landing, mover, name, op, size, seconds) for op in ops]
-            finally:
-                owner.close(f"{name}-direct")
+        for opened, packing in ((f"{name}-direct", "direct"), (name, "auto")):
+            with closing(OurCarrier(name, landing, packing)) as mover:
+                mover.connect(owner.open(opened))
+                try:
+                    for size, op in itertools.product(sizes, ops):
+                        rows += _row(owner, landing, mover, name, op, size, seconds)
+                finally:
+                    owner.close(opened)
     return rows
 
 
@@ -75,7 +80,8 @@ def _row(
     op: str,
     size: int,
     seconds: float,
-) -> PairedRow:
+) -> Iterator[PairedRow]:
+    """Nothing, where the carrier would pack and does not."""
     src, dst = slots(size)
     few = slice(0, max(1, min(PAIR_DESCRIPTORS[name], PAIR_BYTES // size)))
     here, there = landing.ctypes.data, owner.address
@@ -83,14 +89,19 @@ def _row(
     length = np.full(len(src[few]), size, dtype=np.int64)
     copies = Arrays(src[few] + a, dst[few] + b, length)
     ours, theirs = mover.prepare(op, copies), mover.library(op, copies)
+    before = mover.packed
     ours()
     theirs()
+    packs = mover.packed > before
+    if mover.may_pack and not packs:
+        return
     theirs_seconds, ratios = in_turns(
         lambda: seconds_of(ours), lambda: seconds_of(theirs), LEAST_PAIRS, MOST_PAIRS, seconds
     )
     low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
     rate = int(length.sum()) / float(np.median(theirs_seconds)) / GB
-    return PairedRow(name, op, size, len(ratios), rate, middle, low, high)
+    mode = "packed" if packs else "direct"
+    yield PairedRow(name, op, size, mode, len(ratios), rate, middle, low, high)
 
 
 def paired_lines(rows: Sequence[PairedRow]) -> Iterator[str]:
@@ -101,7 +112,8 @@ def paired_lines(rows: Sequence[PairedRow]) -> Iterator[str]:
     yield title + "   quartiles"
     for row in rows:
         yield (
-            f"{row.carrier:20}{row.op:6}{show_bytes(row.descriptor_bytes):>12}{row.pairs:7}"
+            f"{row.carrier:13}{row.mode:7}{row.op:6}{show_bytes(row.descriptor_bytes):>12}"
+            f"{row.pairs:7}"
             f"{row.of_library:9.2f}   {row.lower_quartile:.2f} to {row.upper_quartile:.2f}"
         )
 
