@@ -25,6 +25,9 @@ class StuckTransfer:
     def poll(self) -> TransferState:
         return TransferState.FAILED if self.released.is_set() else TransferState.RUNNING
 
+    def settled(self) -> bool:
+        return self.released.is_set()
+
     def cancel(self) -> None:
         if not self.released.is_set():
             raise DeadlineExceeded("the library has no way to end it")

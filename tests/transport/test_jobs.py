@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from carrier_peer import soon, threads_left
 from test_desk import MemmoveCarrier
 
 from kvferry.errors import DeadlineExceeded, TransferError
-from kvferry.p2p.transfers import end_transfers
+from kvferry.p2p.transfers import await_transfer, end_transfers
+from kvferry.p2p.watch import Watch
 from kvferry.transport import foreign_jobs
 from kvferry.transport.base import MemoryRegion, TransferState
 from kvferry.transport.foreign_jobs import Abandoned, ForeignJob
@@ -76,10 +77,10 @@ def test_without_any_thread_a_job_fails_and_its_workers_still_close(
     workers.close()
 
 
-def late(gone: threading.Event) -> tuple[Abandoned, ForeignJob]:
+def late(gone: threading.Event, error: TransferError | None = None) -> tuple[Abandoned, ForeignJob]:
     def fail(job: Job) -> None:
         job.late_bytes = True
-        raise TransferError("the batch failed, and the rest of it may be on its way")
+        raise error or TransferError("the batch failed, and the rest of it may be on its way")
 
     tracker = Abandoned("test")
     job = ForeignJob(tracker, fail, "a read", gone.is_set)
@@ -87,12 +88,12 @@ def late(gone: threading.Event) -> tuple[Abandoned, ForeignJob]:
     return tracker, job
 
 
-def test_bytes_that_may_still_arrive_keep_a_failed_transfer_from_ending() -> None:
+def test_bytes_that_may_still_arrive_keep_a_failed_transfer_from_being_over() -> None:
     gone = threading.Event()
     tracker, job = late(gone)
     with pytest.raises(TransferError, match="the batch failed"):
         job.wait(soon(1))
-    assert job.poll() is TransferState.RUNNING
+    assert job.poll() is TransferState.FAILED and not job.settled()
     with pytest.raises(DeadlineExceeded):
         job.cancel(seconds=0.1)
     assert (tracker.count, tracker.now) == (1, 1)
@@ -108,16 +109,30 @@ def test_bytes_that_may_still_arrive_keep_a_failed_transfer_from_ending() -> Non
     job.cancel = lambda: ForeignJob.cancel(job, seconds=0.1)  # type: ignore[method-assign]
     end_transfers([job], counted)
     assert stuck.is_set()
-    assert job.poll() is TransferState.FAILED
+    assert job.settled()
     assert tracker.now == 0
 
 
-def test_they_do_not_keep_it_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_jobs, "LATE_SECONDS", 0.2)
-    _, job = late(threading.Event())
-    assert job.poll() is TransferState.RUNNING
-    job.cancel()
-    assert job.poll() is TransferState.FAILED
+def test_they_do_not_keep_it_for_ever_nor_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(foreign_jobs, "LATE_SECONDS", 0.5)
+    jobs = [late(threading.Event())[1] for _ in range(4)]
+    assert not any(job.settled() for job in jobs)
+    begin = time.monotonic()
+    end_transfers(jobs, nullcontext)
+    assert time.monotonic() - begin < 1
+    assert all(job.settled() for job in jobs)
+
+
+def test_a_library_that_gave_up_is_not_waited_for_again() -> None:
+    """Its own timeout is a `DeadlineExceeded` too; that does not mean that the transfer goes on."""
+    _, job = late(threading.Event(), DeadlineExceeded("the peer makes no progress"))
+    watch = Watch(time.monotonic() + 5)
+    begin = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="no progress"):
+        await_transfer(job, watch)
+    assert time.monotonic() - begin < 1
 
 
 def test_connecting_keeps_its_deadline_while_the_library_hangs() -> None:

@@ -207,6 +207,9 @@ class Stubborn:
     def poll(self) -> TransferState:
         return TransferState.FAILED if self._confirmed.is_set() else TransferState.RUNNING
 
+    def settled(self) -> bool:
+        return self._confirmed.is_set()
+
     def cancel(self) -> None:
         if not self._confirmed.wait(0.02):
             raise DeadlineExceeded("not confirmed")

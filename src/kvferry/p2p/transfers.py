@@ -56,7 +56,7 @@ def end_transfers(transfers: Sequence[Transfer], stuck: Stuck) -> None:
             try:
                 left[-1].cancel()
             except DeadlineExceeded as error:
-                if left[-1].poll() is TransferState.RUNNING:
+                if not left[-1].settled():
                     log.error("a transfer that was cancelled keeps its blocks: %s", error)
                     with contextlib.suppress(KvferryError):  # it may end however it likes
                         left[-1].wait(time.monotonic() + STUCK_LOOK_SECONDS)

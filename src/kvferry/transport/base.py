@@ -108,6 +108,9 @@ class Transfer(Protocol):
 
     def poll(self) -> TransferState: ...
 
+    def settled(self) -> bool:
+        """Whether it has ended, and no byte of it arrives in this side's memory any more."""
+
     def cancel(self) -> None:
         """Give it up. Returns when no byte of it can arrive any more.
 

@@ -66,6 +66,9 @@ class Flight:
             return TransferState.RUNNING
         return TransferState.DONE if self._error is None else TransferState.FAILED
 
+    def settled(self) -> bool:
+        return self._look()
+
     def cancel(self, why: str = "the caller gave it up") -> None:
         if self._look():
             return

@@ -7,8 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvferry.errors import DeadlineExceeded
-from kvferry.transport.base import TransferState
+from kvferry.errors import DeadlineExceeded, TransferError
 from kvferry.transport.jobs import CANCEL_SECONDS, Job
 
 LATE_SECONDS = 60.0  # longer than any timeout after which a library drops a connection
@@ -30,7 +29,7 @@ class Abandoned:
     def now(self) -> int:
         """Those whose memory the library may still touch."""
         with self._lock:
-            self._jobs = {job for job in self._jobs if job.poll() is TransferState.RUNNING}
+            self._jobs = {job for job in self._jobs if not job.settled()}
             return len(self._jobs)
 
     def note(self, job: ForeignJob) -> None:
@@ -48,8 +47,8 @@ class Abandoned:
 
 
 class ForeignJob(Job):
-    """A transfer that can end up abandoned. One that failed with `late_bytes` counts as running
-    until the peer is `gone`, or for so long that the library has given up by itself."""
+    """A transfer that can end up abandoned. One that failed with `late_bytes` is not settled until
+    the peer is `gone`, or for so long that the library has given up by itself."""
 
     def __init__(
         self,
@@ -60,31 +59,27 @@ class ForeignJob(Job):
     ) -> None:
         super().__init__(work, what)
         self._tracker, self._gone = tracker, gone
-        self._late_until: float | None = None
+        self._late_until = 0.0
         self.abandoned = False
 
-    def poll(self) -> TransferState:
-        state = super().poll()
-        return TransferState.RUNNING if self._is_late(state) else state
+    def settled(self) -> bool:
+        if not super().settled():
+            return False
+        if self.late_bytes:
+            self.late_bytes = time.monotonic() < self._late_until and not self._gone()
+        return not self.late_bytes
 
     def cancel(self, why: str = "the caller gave it up", seconds: float = CANCEL_SECONDS) -> None:
         until = time.monotonic() + seconds
         try:
             super().cancel(why, seconds)
         except DeadlineExceeded:
-            while (state := super().poll()) is not TransferState.RUNNING:
-                if not self._is_late(state):
-                    return
+            while not self.settled():
                 if time.monotonic() >= until:
-                    break
+                    self._tracker.note(self)
+                    raise
                 time.sleep(LATE_LOOK_SECONDS)
-            self._tracker.note(self)
-            raise
 
-    def _is_late(self, state: TransferState) -> bool:
-        if state is TransferState.RUNNING or not self.late_bytes:
-            return False
-        if self._late_until is None:
-            self._late_until = time.monotonic() + LATE_SECONDS
-        self.late_bytes = time.monotonic() < self._late_until and not self._gone()
-        return self.late_bytes
+    def _end(self, error: TransferError | None) -> None:
+        self._late_until = time.monotonic() + LATE_SECONDS
+        super()._end(error)

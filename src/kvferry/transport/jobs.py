@@ -78,6 +78,9 @@ class Job:
             return TransferState.RUNNING
         return TransferState.DONE if self._error is None else TransferState.FAILED
 
+    def settled(self) -> bool:
+        return self._ended.is_set()
+
     def cancel(self, why: str = "the caller gave it up", seconds: float = CANCEL_SECONDS) -> None:
         self.request_cancel(why)
         if not self._ended.wait(seconds) or self.late_bytes:
