@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout, bind, plan_pair
-from kvferry.errors import IncompatibleError, KvferryError, ProtocolError
+from kvferry.errors import DescriptionError, IncompatibleError, KvferryError, ProtocolError
 from kvferry.layout.presets import load_model
 from kvferry.p2p.describe import engine_info, rank_info, read_layout, read_shape
 from kvferry.plan.runs import refine
@@ -92,7 +93,7 @@ LESS: dict[str, tuple[RankInfo, list[str]]] = {
     "the same part twice": (change(told(), parts=[PART, PART]), ["one place", "several parts"]),
     "one layer twice, one not at all": (
         change(told(), parts=[some_layers(PART, slice(0, 31)), some_layers(PART, slice(0, 1))]),
-        ["layers [0]", "several parts"],
+        ["memory: [0]", "several parts"],
     ),
     "layers unsorted": (with_part(layers=PART.layers[::-1]), ["ascending", "[31, 30,"]),
     "half of a head": (with_placements(dim_sizes=(64,)), ["128 elements", "holds 64", "(64,)"]),
@@ -258,3 +259,23 @@ def test_honest_engines_of_all_kinds_are_read_as_they_are() -> None:
 def over_the_wire(layout: RankLayout) -> RankLayout:
     info = rank_info(layout, [0] * len(layout.regions), "h:1", "i", {})
     return read_layout(msgspec.convert(msgspec.to_builtins(info), RankInfo), layout.shape)[0]
+
+
+def test_what_a_peer_tells_is_judged_quickly() -> None:
+    """Told by a peer, on a thread that others wait for: nothing may grow with the square."""
+    model = load_model("llama-3.1-8b")
+    engine = engine_info("p", "i", model, EngineShape(tp=2), {})
+    many = [[f"g{n}", 16] for n in range(20_000)]
+    engine = msgspec.structs.replace(engine, shape={**engine.shape, "block_size_of": many})
+    begin = time.process_time()
+    with pytest.raises(ProtocolError, match="names"):
+        read_shape(engine)
+    layout = RankLayout.build(model, EngineShape(), FIRST, 4)
+    placements = tuple(
+        replace(one, regions=np.zeros(30_000, int), offsets=np.zeros(30_000, int))
+        for one in layout.parts[0].placements
+    )
+    many_layers = replace(layout.parts[0], layers=np.arange(30_000), placements=placements)
+    with pytest.raises(DescriptionError, match="30000 in several"):
+        replace(layout, parts=(many_layers, many_layers))
+    assert time.process_time() - begin < 1

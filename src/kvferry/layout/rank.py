@@ -162,12 +162,12 @@ class RankLayout:
         for group, parts in held.items():
             if len(parts) == 1:
                 continue  # whose layers are distinct
-            layers = np.concatenate(parts).tolist()
-            if len(set(layers)) != len(layers):
-                twice = sorted({layer for layer in layers if layers.count(layer) > 1})
+            layers, times = np.unique(np.concatenate(parts), return_counts=True)
+            twice = layers[times > 1]
+            if len(twice):
                 raise DescriptionError(
-                    f"layers {twice} of group {group!r} must lie in one place on a rank, found "
-                    "them in several parts of its memory"
+                    f"layers of group {group!r} must lie in one place on a rank, found "
+                    f"{len(twice)} in several parts of its memory: {twice[:8].tolist()}"
                 )
 
     @property

@@ -12,6 +12,7 @@ where vLLM has one, continued in the natural way where it would refuse:
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -119,11 +120,11 @@ class EngineShape:
             ("interior", self.interior_of, None),
             ("tp", self.role_tp, None),
         ):
-            names = [name for name, _ in pairs]
+            times = Counter(name for name, _ in pairs)
             for name, value in pairs:
-                if names.count(name) > 1:
+                if times[name] > 1:
                     raise DescriptionError(
-                        f"{word} of {name!r} must be given once, found it {names.count(name)} times"
+                        f"{word} of {name!r} must be given once, found it {times[name]} times"
                     )
                 if least is not None and isinstance(value, int) and value < least:
                     raise DescriptionError(

@@ -28,6 +28,7 @@ from kvferry.wire.messages import (
 
 # Planning takes time and memory in these, and a peer may say anything.
 MOST_RANKS = 1024
+MOST_NAMES = 4096  # of groups and roles that something is said about
 MOST_DCP = 64
 MOST_INTERLEAVE = 1024
 MOST_BLOCK_TOKENS = 1 << 24  # a state's block may span the longest sequence of its engine
@@ -103,6 +104,7 @@ def read_shape(info: EngineInfo) -> EngineShape:
         ("dcp", shape.dcp, MOST_DCP),
         ("interleave", shape.interleave, MOST_INTERLEAVE),
         ("blocks of tokens", max(shape.block_sizes), MOST_BLOCK_TOKENS),
+        ("names", len(shape.block_sizes) + len(shape.interior_of) + len(shape.role_tp), MOST_NAMES),
     ):
         if value > most:
             raise ProtocolError(
