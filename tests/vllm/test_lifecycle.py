@@ -25,7 +25,7 @@ with warnings.catch_warnings():  # torch and vLLM warn of themselves
 from kvferry.demo.engines import free_port
 from kvferry.demo.tiny_model import make_model
 from kvferry.errors import DescriptionError
-from kvferry.vllm.metadata import FerryHandshake
+from kvferry.vllm.metadata import FerryHandshake, FerryWorkerMetadata
 from vllm_pairs import mooncake_decode, post
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -391,6 +391,19 @@ def test_a_hold_that_was_not_loaded_is_not_counted_as_delivered(make: Pairs) -> 
         assert told[-1] == {why: 1} and len(told) == (1 if why == "delivered" else 2)
 
 
+def test_a_hold_ends_as_its_worst_part_did(make: Pairs) -> None:
+    p, _ = make.pair()
+    offering, stats = p.ferry.offering, p.ferry.stats
+    one = FerryWorkerMetadata([], {"a": "delivered", "b": "failed"})
+    both = one.aggregate(FerryWorkerMetadata([], {"a": "failed", "b": "delivered", "c": "expired"}))
+    offering.closed(both.closed)
+    offering.closed({"c": "delivered", "d": "delivered"})  # another rank, a step later
+    offering.sent(["a", "b", "c"])
+    assert stats.take().data["holds"] == {"failed": 2, "expired": 1}
+    offering.sent(["d", "never held"])
+    assert stats.take().data["holds"] == {"delivered": 1}
+
+
 def test_spans_of_both_engines_in_one_trace(make: Pairs) -> None:
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
@@ -608,6 +621,19 @@ class TestStatesBesideVllmsOwn:
         children = [NIXL, child("NixlConnector")]
         with pytest.raises(DescriptionError, match=r"NixlPullConnector.*list kvferry first"):
             Modelless("p", folder, children=children, with_worker=False, states=True)
+
+    def test_a_prompt_that_another_has_cut_is_not_held_and_the_response_says_so(
+        self, folder: Path
+    ) -> None:
+        other = {**NIXL, "kv_connector_extra_config": {}}
+        p = Modelless("p", folder, children=[other, child("NixlConnector")], with_worker=False)
+        try:
+            p.add("p", prompt(75, 40), 1, **PREFILL, _p_side_truncated=True)  # as that would say it
+            run(p, until=lambda: "p" in p.ended)
+            assert "list kvferry first" in p.params["p"]["kvferry"]["not_held"]
+            assert "'cut': 1" in repr(p.stats)  # which a MultiConnector keeps by child
+        finally:
+            p.connector.shutdown()
 
     def test_clients_cannot_say_that_it_was_cut(self, folder: Path) -> None:
         p = Modelless("p", folder, with_worker=False, states=True)

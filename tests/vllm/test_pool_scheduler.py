@@ -22,6 +22,7 @@ pytest.importorskip("kvferry.vllm")
 from dir_store import DirStore, FaultyStore
 from kvferry.errors import StoreError
 from kvferry.pool.reader import ReadPlan
+from kvferry.pool.scheduler import PoolScheduler
 from vllm_scheduler import SchedulerEngine
 
 Make = Callable[..., SchedulerEngine]
@@ -401,6 +402,18 @@ def test_reset(make: Make) -> None:
     second.add("b", prompt(1, 100))
     second.run()
     assert second.computed["b"] == 103
+
+
+def test_reset_before_the_start(make: Make) -> None:
+    """Under a MultiConnector, workers describe themselves late: the reset is not forgotten."""
+    known = make().pool
+    late = PoolScheduler(known.limits, known._open_store, pin=print, unpin=print, null_block=0)
+    late.reset()
+    late.start(known._metadata, known._ours, known._ranks)
+    try:
+        assert late._metadata.namespace != known._metadata.namespace
+    finally:
+        late.close()
 
 
 def test_reset_while_something_runs(make: Make) -> None:

@@ -24,6 +24,7 @@ from kvferry.bench.movers import IN_PAIRS, OurCarrier
 from kvferry.bench.owner import BUFFER_BYTES, Owner
 from kvferry.bench.turns import in_turns
 from kvferry.transport.base import Ints
+from kvferry.transport.cost import Packing
 from kvferry.transport.regions import Arrays
 from kvferry.units import show_bytes
 
@@ -57,11 +58,12 @@ def paired(
     ops: Sequence[str],
     seconds: float,
 ) -> list[PairedRow]:
-    rows = []
+    rows: list[PairedRow] = []
     for name in names:
         if name not in IN_PAIRS:
             continue
-        for opened, packing in ((f"{name}-direct", "direct"), (name, "auto")):
+        ways: tuple[tuple[str, Packing], ...] = ((f"{name}-direct", "direct"), (name, "auto"))
+        for opened, packing in ways:
             with closing(OurCarrier(name, landing, packing)) as mover:
                 mover.connect(owner.open(opened))
                 try:

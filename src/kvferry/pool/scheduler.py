@@ -63,6 +63,7 @@ class PoolScheduler:
         self._open_store, self._pin, self._unpin = open_store, pin, unpin
         self._null = null_block
         self._client: LookupKeyClient | None = None
+        self._epoch = ""  # of a reset before the start
         self._trackers: dict[str, RequestTracker] = {}
         self._jobs = SaveJobs(pin, unpin, limits.most_pinned_blocks)
         self._loads: dict[str, LoadOrder] = {}  # that some rank has not ended; outlive requests
@@ -86,6 +87,8 @@ class PoolScheduler:
 
         full_residency  the engine keeps every block, also of layers with a window
         """
+        if self._client is None and self._epoch:
+            metadata = metadata.at_epoch(self._epoch)
         self._metadata, self._ours, self._ranks = metadata, ours, ranks
         self._full = full_residency
         groups = ours.model.groups
@@ -140,11 +143,12 @@ class PoolScheduler:
         keeps_blocks  the engine's own cache was not emptied: until a reset that finds it empty,
                       what a request finds there is not saved, nor what it computes on top of it
         """
-        if self._client is None:
-            return
         epoch = secrets.token_hex(8)
         log.info("the pool's namespace changes (epoch %s)", epoch)
         self._keeps_old = keeps_blocks
+        if self._client is None:
+            self._epoch = epoch
+            return
         for tracker in self._trackers.values():
             tracker.saved_tokens, tracker.load, tracker.old = 0, None, True
         self.watch.clear()

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from kvferry.errors import DescriptionError
 from kvferry.vllm import connector
 from kvferry.vllm.both import BothMetadata, BothPromMetrics, BothReport, BothStats
+from kvferry.vllm.family import parent_of
 from kvferry.vllm.pool_connector import FerryPoolConnector
 from kvferry.vllm.pool_metadata import PoolMetadata
 from kvferry.vllm.prometheus import FerryPromMetrics
@@ -49,7 +50,7 @@ class FerryConnector(connector.FerryConnector):
         super().__init__(_with_extra(vllm_config, extra), role, kv_cache_config)
         own = _with_extra(vllm_config, {} if section is True else dict(section))
         self.pool = FerryPoolConnector(own, role, kv_cache_config)
-        if transfer.kv_load_failure_policy == "fail":
+        if transfer.kv_load_failure_policy == "fail" and parent_of(self) is None:
             log.info("with a pool, what cannot be loaded is computed (kv_load_failure_policy)")
             transfer.kv_load_failure_policy = "recompute"
 

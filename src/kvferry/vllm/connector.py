@@ -75,6 +75,7 @@ class FerryConnector(WholeRequests):
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, FerryWorkerMetadata):
             self.scheduler.described_by(told.handshakes)
+            self.scheduler.offering.closed(told.closed)
         failed = connector_output.failed_recving or ()
         self.scheduler.asking.received(connector_output.finished_recving or (), failed)
         self.scheduler.offering.sent(connector_output.finished_sending or ())
@@ -118,7 +119,7 @@ class FerryConnector(WholeRequests):
         return None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self.worker.describe_once() if self.worker is not None else None
+        return self.worker.tell() if self.worker is not None else None
 
     # Both
 

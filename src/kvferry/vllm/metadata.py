@@ -13,6 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvferry.p2p.load import Load
 from kvferry.p2p.ticket import Ticket
 
+ENDS = ("delivered", "withdrawn", "expired", "failed")  # of holds, from good to bad
+
 
 @dataclass(frozen=True, slots=True)
 class HoldOrder:
@@ -60,10 +62,20 @@ class FerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class FerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Descriptions of workers under a MultiConnector, sent once, with their first step."""
+    """What workers tell with a step: how holds ended, by request; under a MultiConnector, with
+    their first one, what they are."""
 
     handshakes: list[FerryHandshake]
+    closed: dict[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FerryWorkerMetadata:
         assert isinstance(other, FerryWorkerMetadata)
-        return FerryWorkerMetadata(self.handshakes + other.handshakes)
+        closed = dict(self.closed)
+        for request_id, why in other.closed.items():
+            closed[request_id] = worse(why, closed.get(request_id))
+        return FerryWorkerMetadata(self.handshakes + other.handshakes, closed)
+
+
+def worse(one: str, other: str | None) -> str:
+    """Of two ends of one hold, on two ranks."""
+    return one if other is None else max(one, other, key=ENDS.index)

@@ -14,14 +14,14 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.errors import ProtocolError
 from kvferry.p2p.ticket import FORMAT, MARK, Ticket, prompt_digest
 from kvferry.vllm.config import FerryConfig, Style
-from kvferry.vllm.metadata import FerryMetadata, HoldOrder
+from kvferry.vllm.metadata import FerryMetadata, HoldOrder, worse
 from kvferry.vllm.prefill import CUT, HandedOver
 from kvferry.vllm.rendezvous import CHILD, derived_hold, transfer_name
 from kvferry.vllm.spans import Spans
@@ -61,15 +61,12 @@ class Offering:
     _names: OrderedDict[str, _Named] = field(default_factory=OrderedDict)
     _moved: float = 0.0  # when a hold last came or went
     _digests: dict[str, str] = field(default_factory=dict)  # of whole prompts, by request
+    _ends: dict[str, str] = field(default_factory=dict)  # of holds that some workers have closed
 
     def accept(self, request: Any) -> None:
         """A prompt to hand over: its digest is of all of it, what is computed may be less."""
         if self.second and request.kv_transfer_params.get(CUT):
-            log.warning(
-                "request %s is not held: a connector before kvferry has cut its prompt; list "
-                "kvferry first in MultiConnector's `connectors`",
-                request.request_id,
-            )
+            self._digests[request.request_id] = ""
             return
         if request.prompt_token_ids and request.request_id not in self._digests:
             self._digests[request.request_id] = request_digest(request)
@@ -103,6 +100,13 @@ class Offering:
                     "choose a new one for each request",
                     None,
                 )
+        if digest == "":
+            return self._unheld(
+                "cut",
+                "a connector before kvferry has cut the prompt; list kvferry first in "
+                "MultiConnector's `connectors`",
+                hold_id if name is not None else None,
+            )
         if digest is None or not completed(request):
             if name is not None:
                 self.orders().withdrawals.append(hold_id)
@@ -169,9 +173,16 @@ class Offering:
             told |= {"do_remote_prefill": False, "do_remote_decode": False}
         return False, told
 
+    def closed(self, ends: Mapping[str, str]) -> None:
+        """How some workers' parts of holds ended, by request."""
+        for request_id, why in ends.items():
+            self._ends[request_id] = worse(why, self._ends.get(request_id))
+
     def sent(self, request_ids: Iterable[str]) -> None:
         """Holds that all workers have closed: their blocks are free."""
         for request_id in request_ids:
+            if why := self._ends.pop(request_id, ""):
+                self.stats.count("holds", why)
             if request_id in self.held:
                 self.held_blocks -= self.held.pop(request_id)
                 self._moved = time.monotonic()

@@ -38,7 +38,8 @@ class FerryPoolConnector(WholeRequests):
         transfer = vllm_config.kv_transfer_config
         defaults = {"cache_prefix": default_tenant(), **self.defaults}
         config = PoolConfig.read(transfer.kv_connector_extra_config or {}, **defaults)
-        if transfer.kv_load_failure_policy == "fail" and transfer.kv_connector in POOL_NAMES:
+        ours = parent is None and transfer.kv_connector in POOL_NAMES
+        if transfer.kv_load_failure_policy == "fail" and ours:
             # a block that a cache lost is computed; that is no reason to end a request
             transfer.kv_load_failure_policy = "recompute"
         if parent is not None and role == KVConnectorRole.SCHEDULER:

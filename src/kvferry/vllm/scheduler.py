@@ -163,6 +163,9 @@ class FerryScheduler:
                     f"worker (pp {rank.pp_rank}, tp {rank.tp_rank}) describes the engine as "
                     f"{engine}, worker 0 as {first}"
                 )
+        now = self.offering.incarnation  # a reset may have come first
+        first = msgspec.structs.replace(first, incarnation=now)
+        ranks = [msgspec.structs.replace(rank, incarnation=now) for rank in ranks]
         self._described = (first, ranks)
         self._directory.set_engine(first, ranks)
         self._rendezvous.introduce(first)

@@ -57,6 +57,7 @@ class FerryWorker:
         self._rank = Rank(0, 0)
         self._stats, self._levels = FerryStats(), {"claims_parked": 0}
         self._undescribed = not family.alone
+        self._closed: dict[str, str] = {}  # how holds ended, since the last step
         self._sockets: Sockets | None = None
         self._carriers: list[Carrier] = []
         self._producer: ProducerRank | None = None
@@ -135,12 +136,13 @@ class FerryWorker:
         """A MultiConnector passes on the first child's only: leave that to those who need it."""
         return self._handshake if self._family.alone else None
 
-    def describe_once(self) -> FerryWorkerMetadata | None:
-        """Under a MultiConnector, our description goes with the first step instead."""
-        if not self._undescribed or self._handshake is None:
-            return None
-        self._undescribed = False
-        return FerryWorkerMetadata([self._handshake])
+    def tell(self) -> FerryWorkerMetadata | None:
+        """How holds ended; under a MultiConnector, our description goes with the first step."""
+        told, self._closed = FerryWorkerMetadata([], self._closed), {}
+        if self._undescribed and self._handshake is not None:
+            self._undescribed = False
+            told.handshakes.append(self._handshake)
+        return told if told.handshakes or told.closed else None
 
     def start(self, orders: FerryMetadata) -> None:
         """Pass a step's orders on to the threads."""
@@ -184,8 +186,7 @@ class FerryWorker:
         self._bell.wait(IDLE_STEP_SECONDS if self._idle and expecting else 0.0)
         for closed in self._producer.take_closed():
             results.finished_sending.add(closed.request_id)
-            if self._rank == Rank(0, 0):  # all ranks close the same holds
-                self._stats.count("holds", closed.why)
+            self._closed[closed.request_id] = closed.why
             if closed.why == "expired":
                 log.warning("request %s: nobody fetched its KV cache in time", closed.request_id)
         for loaded in self._consumer.take_done():
