@@ -118,8 +118,8 @@ def _noted(file: Path) -> str | None:
     with contextlib.suppress(OSError, ValueError, IndexError):
         _, digest, when = note.read_text().split()[:3]
         stat = file.stat()
-        # other weights may have been put there with a time from before (`cp -p`, `rsync -t`); when
-        # that was done cannot be set.
+        # other weights may have been put there with a time from before (`cp -p`, `rsync -t`); the
+        # time at which that was done cannot be set
         changed = max(stat.st_mtime, stat.st_ctime)
         if _SHA256.fullmatch(digest) and changed - 1 <= float(when):
             return digest

@@ -24,8 +24,9 @@ class Prompts:
 
     @classmethod
     def of(cls, vllm_config: Any) -> Prompts:
-        # An id that a client chose is kept, but cannot be told from a number. Enough to be hashed
-        # is one of both caches; the same holds in the process that takes requests in.
+        # vLLM hashes media where either cache is on. An engine may turn one off after its front end
+        # was configured, never on, so this errs on the safe side. vLLM keeps ids that clients
+        # chose, but nothing tells them from numbers.
         media = getattr(vllm_config.model_config, "multimodal_config", None)
         if media is None or media.mm_processor_cache_gb > 0:
             return cls()
