@@ -70,6 +70,7 @@ class Worker:
                 dtype=getattr(torch, told["dtype"]),
                 model="models/tiny",
                 quantization=None,
+                max_model_len=4096,
             ),
             cache_config=Fake(
                 cache_dtype=told["cache_dtype"],
@@ -108,6 +109,8 @@ class Worker:
             draft_model_config=Fake(
                 model="models/draft",
                 dtype=torch.float32,
+                quantization=None,
+                max_model_len=4096,
                 get_total_num_kv_heads=lambda: heads * tp,
                 hf_text_config=Fake(to_dict=lambda: {"num_hidden_layers": layers}),
             ),

@@ -130,16 +130,33 @@ def test_a_snapshot_is_its_commit(tmp_path: Path) -> None:
 
 def test_what_the_hubs_client_noted(tmp_path: Path) -> None:
     """Downloads of one file at different times share; a file that was changed since does not."""
-    names = []
-    for number, when in enumerate((1_700_000_000, 1_700_009_999)):
-        path = folder(tmp_path / str(number), b"w" * 1000, when)
-        note = path / ".cache/huggingface/download/model.safetensors.metadata"
-        note.parent.mkdir(parents=True)
-        note.write_text(f"{COMMIT}\n{hashlib.sha256(b'w').hexdigest()}\n{when + 0.5}\n")
-        names.append(name(path))
+    paths = [folder(tmp_path / str(n), b"w" * 1000, 1_700_000_000 + n) for n in range(2)]
+    for path in paths:
+        downloaded(path, time.time())
+    names = [name(path) for path in paths]
     assert names[0] == names[1]
-    os.utime(tmp_path / "1/model.safetensors", (1_700_010_005,) * 2)
-    assert name(tmp_path / "1") != names[1]
+    os.utime(paths[1] / "model.safetensors", (time.time() + 5,) * 2)
+    assert name(paths[1]) != names[1]
+
+
+def downloaded(path: Path, when: float) -> None:
+    """As the Hub's client notes it beside the file."""
+    note = path / ".cache/huggingface/download/model.safetensors.metadata"
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(f"{COMMIT}\n{hashlib.sha256(b'w').hexdigest()}\n{when}\n")
+
+
+def test_other_weights_that_keep_an_older_time(tmp_path: Path) -> None:
+    """Put over a download from an hour ago, as `cp -p`, `rsync -t` and tar do it."""
+    first = folder(tmp_path / "a", b"w" * 1000)
+    other = folder(tmp_path / "b", b"v" * 1000)  # as long, and as old
+    for path in (first, other):
+        downloaded(path, time.time() - 3600)
+    assert name(first) != name(other)
+    longer = folder(tmp_path / "c", b"w" * 1001)
+    for path in (first, longer):  # also where a note is believed, it is not all
+        downloaded(path, time.time() + 1)
+    assert name(first) != name(longer)
 
 
 def test_nothing_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,8 +4,8 @@ The first of these that is known:
 
     named      the operator's `weight_revision`
     hub        a repository of the Hub and the commit in it, also of a snapshot in the Hub's cache
-    files      of each file of weights: the SHA-256 that the Hub's client noted when it downloaded
-               it; else its size, when it was last changed, its table of contents, and samples
+    files      of each file of weights its size, and the SHA-256 that the Hub's client noted when it
+               downloaded it; else when it was last changed, its table of contents, and samples
     unknown    nothing of the above: the engine shares with nobody, nor with itself once restarted
 
 Files are not read whole, which takes minutes for large models. Samples alone would miss a change
@@ -117,7 +117,11 @@ def _noted(file: Path) -> str | None:
     note = file.parent / ".cache/huggingface/download" / f"{file.name}.metadata"
     with contextlib.suppress(OSError, ValueError, IndexError):
         _, digest, when = note.read_text().split()[:3]
-        if _SHA256.fullmatch(digest) and file.stat().st_mtime - 1 <= float(when):
+        stat = file.stat()
+        # other weights may have been put there with a time from before (`cp -p`, `rsync -t`); the
+        # time at which that was done cannot be set
+        changed = max(stat.st_mtime, stat.st_ctime)
+        if _SHA256.fullmatch(digest) and changed - 1 <= float(when):
             return digest
     return None
 
@@ -129,7 +133,7 @@ def _digest(files: Sequence[Path]) -> str:
         content = _blob(file) or ""
         if not _SHA256.fullmatch(content):
             content = _noted(file) or ""
-        digest.update(f"{file.name} {content}\n".encode())
+        digest.update(f"{file.name} {file.stat().st_size} {content}\n".encode())
         if not content:
             unknown.append(file)
     total = sum(file.stat().st_size for file in unknown)
@@ -137,7 +141,7 @@ def _digest(files: Sequence[Path]) -> str:
     with ThreadPoolExecutor(THREADS, "kvferry-weights") as threads:
         for file in unknown:
             stat = file.stat()
-            digest.update(f"{file.name} {stat.st_size} {int(stat.st_mtime)}\n".encode())
+            digest.update(f"{file.name} {int(stat.st_mtime)}\n".encode())
             fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)

@@ -24,6 +24,7 @@ from kvferry.vllm.config import FerryConfig, Style
 from kvferry.vllm.metadata import FerryMetadata
 from kvferry.vllm.offering import request_digest
 from kvferry.vllm.prefill import HandedOver
+from kvferry.vllm.prompts import Prompts
 from kvferry.vllm.rendezvous import CHILD, Appointment, Rendezvous, appointment, derived_hold
 from kvferry.vllm.spans import Spans
 from kvferry.vllm.stats import FerryStats
@@ -64,6 +65,7 @@ class Asking:
     orders: Callable[[], FerryMetadata]
     stats: FerryStats
     spans: Spans
+    prompts: Prompts = field(default_factory=Prompts)
     _wanted: dict[str, _Wanted] = field(default_factory=dict)
     _shared: dict[str, _Shared] = field(default_factory=dict)  # by hold
     _unfound: list[Appointment] = field(default_factory=list)  # of requests that are over
@@ -80,6 +82,7 @@ class Asking:
         """A request asks for a remote prefill."""
         params, request_id = request.kv_transfer_params, request.request_id
         wanted = _Wanted(time.monotonic(), bool(CHILD.match(request_id)))
+        refusal = self.prompts.unfit(request)
         try:
             if isinstance(params.get(MARK), dict):
                 if "not_held" in params[MARK]:
@@ -97,12 +100,17 @@ class Asking:
             else:
                 wanted.appointment = appointment(params, request_id, self.style)
                 self._wanted[request_id] = wanted
-                self._find(request, wanted)
+                if not refusal:
+                    self._find(request, wanted)
+                    return
+                log.warning("request %s: computed here, because %s", request_id, refusal)
+                self._through(request_id, wanted)  # its producer may hold it
+                wanted.over = True
                 return
         except KvferryError as error:
             log.warning("request %s: computed here, because %s", request_id, error)
             return
-        refusal = _unfit(ticket, request, self.handed_over)
+        refusal = refusal or _unfit(ticket, request, self.handed_over)
         if refusal:  # vLLM also sends such a request to say that it rejected the real one
             log.warning("request %s: computed here, because %s", request_id, refusal)
             self.orders().releases.append(ticket)

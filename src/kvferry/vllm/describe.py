@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from kvferry.errors import DescriptionError
@@ -18,9 +17,9 @@ from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import RankLayout, Region
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.layout.tensors import LayerKey, TensorView, layout_from_tensors
-from kvferry.pool.weights import hub_snapshot
 from kvferry.topology import TransferRegion
-from kvferry.vllm.model import cache_model, configuration_digest, require_spec
+from kvferry.vllm.meaning import meaning
+from kvferry.vllm.model import cache_model, require_spec
 from kvferry.vllm.specs import group_spec, is_state, layer_specs
 
 # Backends that keep [K | V] of one head and slot side by side, in whatever order is registered.
@@ -213,50 +212,3 @@ def _conv_order(model: CacheModel) -> Literal["DS", "SD"]:
 
     has_states = any(group.is_state for group in model.groups)
     return "SD" if has_states and not is_conv_state_dim_first() else "DS"
-
-
-def meaning(vllm_config: Any, kv_cache_config: Any, model_id: str) -> dict[str, str]:
-    """What must be equal on two engines for their bytes to mean the same."""
-    config = vllm_config.model_config
-    told = {
-        "model": model_id or _last_name(str(config.model)),
-        "model configuration": configuration_digest(config.hf_text_config.to_dict()),
-        "dtype": str(config.dtype),
-        "cache dtype": str(vllm_config.cache_config.cache_dtype),
-        "quantization": str(config.quantization),
-    }
-    if "fp8" in told["cache dtype"]:
-        told["cache scales"] = _scales(vllm_config, kv_cache_config)
-    kinds = {s.mamba_type.name for _, _, s in layer_specs(kv_cache_config) if is_state(s)}
-    if kinds:  # kernels of different kinds keep delta net states in different orders
-        told["states"] = f"{'+'.join(sorted(kinds))} on {vllm_config.device_config.device_type}"
-    return told
-
-
-def _last_name(model: str) -> str:
-    """Of a path or of a Hub's name; a snapshot in the Hub's cache has its repository's."""
-    snapshot = hub_snapshot(Path(model))
-    return (snapshot[0] if snapshot else model).rstrip("/").rsplit("/", 1)[-1]
-
-
-def _scales(vllm_config: Any, kv_cache_config: Any) -> str:
-    """fp8 values mean something only together with their layers' scales."""
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise DescriptionError(
-            "calculate_kv_scales finds each engine's own scales while it runs, so that equal bytes "
-            "mean different values; use a checkpoint with scales, or none"
-        )
-    layers = vllm_config.compilation_config.static_forward_context
-    found = {
-        name: (float(layers[name]._k_scale_float), float(layers[name]._v_scale_float))
-        for _, name, spec in layer_specs(kv_cache_config)
-        if not is_state(spec)
-    }
-    if set(found.values()) <= {(1.0, 1.0)}:
-        return "1.0"
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise DescriptionError(
-            "fp8 scales other than 1.0 with pipeline stages cannot be compared: each stage knows "
-            "its own layers' only; use pipeline_parallel_size 1, or a cache without scales"
-        )
-    return configuration_digest({name: list(pair) for name, pair in found.items()})

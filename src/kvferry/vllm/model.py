@@ -21,8 +21,11 @@ from kvferry.layout.shape import EngineShape, Rank
 from kvferry.layout.tensors import LayerKey
 from kvferry.vllm.specs import group_spec, is_state, layer_specs
 
-# Keys of a model's configuration that do not change what its cache means.
-IRRELEVANT = "_name_or_path transformers_version torch_dtype dtype architectures use_cache"
+# Keys of a model's configuration that do not change what its cache means. Some models write their
+# engine's `max_model_len` there; what depends on it is said by itself (`rope_factors`).
+IRRELEVANT = """
+_name_or_path transformers_version torch_dtype dtype architectures use_cache max_model_len
+"""
 
 
 def cache_model(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheModel, dict[str, LayerKey]]:
@@ -108,7 +111,8 @@ def draft_groups(
         )
     config = speculative.draft_model_config
     heads = int(config.get_total_num_kv_heads())
-    content = f"{vllm_config.cache_config.cache_dtype} {config.dtype} of {_identity(config)}"
+    cached = draft_cache_dtype(vllm_config)
+    content = f"{cached} {config.dtype} of {_identity(config, vllm_config.model_config)}"
     drafts = sorted(drafts, key=lambda d: (_prefix(d[0]), _ordinal(d[0])))
     groups: dict[str, Group] = {}
     keys: dict[str, LayerKey] = {}
@@ -171,10 +175,51 @@ def _require_state(group: Group, shape: EngineShape, rank: Rank, spec: Any, laye
     )
 
 
-def _identity(config: Any) -> str:
-    """A model's name and a digest of its configuration."""
-    name = str(config.model).rstrip("/").rsplit("/", 1)[-1]
-    return f"{name} {configuration_digest(config.hf_text_config.to_dict())}"
+def draft_cache_dtype(vllm_config: Any) -> str:
+    own = getattr(vllm_config.speculative_config, "kv_cache_dtype", None)
+    return str(own or vllm_config.cache_config.cache_dtype)
+
+
+def _identity(config: Any, target: Any) -> str:
+    """A model's name, a digest of its configuration, and what else decides what it computes."""
+    text = config.hf_text_config.to_dict()
+    words = [str(config.model).rstrip("/").rsplit("/", 1)[-1], configuration_digest(text)]
+    words += [rope_factors(text, told) for told in (target, config)]  # vLLM asks either, by method
+    words.append(str(config.quantization or ""))
+    return " ".join(filter(None, words))
+
+
+def loaded_length(config: Any) -> int:
+    """`max_model_len` as layers saw it: one that is fitted to memory (-1) is cut after loading."""
+    if getattr(config, "original_max_model_len", None) == -1:
+        return int(config.get_and_verify_max_len(-1))
+    return int(config.max_model_len)
+
+
+def rope_factors(text: Mapping[str, Any], config: Any) -> str:
+    """Of LongRoPE, which factors an engine uses for all its tokens; empty for any other kind.
+
+    vLLM takes the long ones where requests may grow longer than what the model was trained on
+    first, so that keys of the same tokens differ between engines of one model.
+
+    config  whose length counts
+    """
+    told = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kinds = [told, *(kind for kind in told.values() if isinstance(kind, Mapping))]
+    originals = [
+        _original_length(text, kind)
+        for kind in kinds
+        if (kind.get("rope_type") or kind.get("type")) in ("longrope", "su")
+    ]
+    if not originals:
+        return ""
+    length = loaded_length(config)
+    return "+".join("long" if length > original else "short" for original in originals)
+
+
+def _original_length(text: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
+    key = "original_max_position_embeddings"
+    return int(rope.get(key) or text.get(key) or text["max_position_embeddings"])
 
 
 def configuration_digest(text: Mapping[str, Any]) -> str:

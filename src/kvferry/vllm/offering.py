@@ -2,10 +2,10 @@
 
 A request that ends with its prompt computed (at its length, at a stop token, at a repetition: its
 cache is valid in each case) is held, and its ticket goes into the response. It is not held, and the
-response says so, when that would keep more than `max_held_blocks` or when its transfer id was used
-before. Consumers that got the request at the same time know the hold by a name (see `rendezvous`)
-and may wait for it already; so a named request that is aborted, or not held, is withdrawn at all
-ranks, which refuse those claims at once.
+response says so, when that would keep more than `max_held_blocks`, when its transfer id was used
+before, or when nothing tells its prompt from others (see `prompts`). Consumers that got the request
+at the same time know the hold by a name (see `rendezvous`) and may wait for it already; so a named
+request that is aborted, or not held, is withdrawn at all ranks, which refuse those claims at once.
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ from kvferry.p2p.ticket import FORMAT, MARK, Ticket, prompt_digest
 from kvferry.vllm.config import FerryConfig, Style
 from kvferry.vllm.metadata import FerryMetadata, HoldOrder, worse
 from kvferry.vllm.prefill import CUT, HandedOver
+from kvferry.vllm.prompts import Prompts
 from kvferry.vllm.rendezvous import CHILD, derived_hold, transfer_name
 from kvferry.vllm.spans import Spans
 from kvferry.vllm.stats import FerryStats
+
+CUT_BEFORE = (
+    "a connector before kvferry has cut the prompt; list kvferry first in MultiConnector's "
+    "`connectors`"
+)
 
 log = logging.getLogger("kvferry")
 
@@ -56,19 +62,22 @@ class Offering:
     stats: FerryStats
     spans: Spans
     second: bool = False  # whether a sibling sees requests before us
+    prompts: Prompts = field(default_factory=Prompts)
     held: dict[str, int] = field(default_factory=dict)  # blocks, by request
     held_blocks: int = 0
     _names: OrderedDict[str, _Named] = field(default_factory=OrderedDict)
     _moved: float = 0.0  # when a hold last came or went
     _digests: dict[str, str] = field(default_factory=dict)  # of whole prompts, by request
     _ends: dict[str, str] = field(default_factory=dict)  # of holds that some workers have closed
+    _refusals: dict[str, tuple[str, str]] = field(default_factory=dict)  # by request
 
     def accept(self, request: Any) -> None:
         """A prompt to hand over: its digest is of all of it, what is computed may be less."""
         if self.second and request.kv_transfer_params.get(CUT):
-            self._digests[request.request_id] = ""
-            return
-        if request.prompt_token_ids and request.request_id not in self._digests:
+            self._refusals[request.request_id] = ("cut", CUT_BEFORE)
+        elif why := self.prompts.unfit(request):
+            self._refusals[request.request_id] = ("unfit", why)
+        elif request.prompt_token_ids and request.request_id not in self._digests:
             self._digests[request.request_id] = request_digest(request)
             self.handed_over.stop_short(request)
 
@@ -77,6 +86,7 @@ class Offering:
     ) -> tuple[bool, dict[str, Any] | None]:
         """A prefill is over: whether its blocks stay, and what goes into its response."""
         digest = self._digests.pop(request.request_id, None)
+        refusal = self._refusals.pop(request.request_id, None)
         try:
             name = transfer_name(request.kv_transfer_params, request.request_id, self.style)
         except ProtocolError as error:
@@ -100,13 +110,8 @@ class Offering:
                     "choose a new one for each request",
                     None,
                 )
-        if digest == "":
-            return self._unheld(
-                "cut",
-                "a connector before kvferry has cut the prompt; list kvferry first in "
-                "MultiConnector's `connectors`",
-                hold_id if name is not None else None,
-            )
+        if refusal and completed(request):
+            return self._unheld(*refusal, hold_id if name is not None else None)
         if digest is None or not completed(request):
             if name is not None:
                 self.orders().withdrawals.append(hold_id)

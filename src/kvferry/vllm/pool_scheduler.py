@@ -23,6 +23,7 @@ from kvferry.vllm.context_parallel import cache_rank, replicas
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig
 from kvferry.vllm.pool_metadata import PoolMetadata, PoolReport
+from kvferry.vllm.prompts import Prompts
 from kvferry.wire.messages import EngineInfo, RankInfo
 
 log = logging.getLogger("kvferry")
@@ -35,11 +36,17 @@ class VllmPoolScheduler:
         self, config: PoolConfig, vllm_config: Any, limits: PoolLimits, *, events: bool
     ) -> None:
         self.config, self._vllm = config, vllm_config
+        self._prompts = Prompts.of(vllm_config)
         self._blocks: Any = None  # vLLM's block pool
         self._requests: dict[str, Any] = {}
         self._handshakes: dict[tuple[int, int], FerryHandshake] = {}
         self._with_events = events
         self._events: list[Any] = []
+        if not self._prompts.media_named:
+            log.warning(
+                "kvferry: requests with images or other media are not kept in the pool: with "
+                "mm_processor_cache_gb 0 and without prefix caching, vLLM does not hash them"
+            )
         self.pool = PoolScheduler(
             limits, config.opener(lookups_only=True), pin=self._pin, unpin=self._unpin, null_block=0
         )
@@ -110,7 +117,8 @@ class VllmPoolScheduler:
     # Requests
 
     def on_new_request(self, request: Any) -> None:
-        if _unfit(request):
+        if why := self._prompts.unfit(request):
+            log.debug("request %s is not for the pool: %s", request.request_id, why)
             return
         self._requests[request.request_id] = request
         # the lookup is under way before the scheduler comes to this request
@@ -269,11 +277,6 @@ class VllmPoolScheduler:
 
     def close(self) -> None:
         self.pool.close()
-
-
-def _unfit(request: Any) -> bool:
-    """Requests whose cache is not a function of tokens and known extras."""
-    return request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None
 
 
 def _extras(request: Any) -> list[Extra]:

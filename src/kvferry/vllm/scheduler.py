@@ -25,6 +25,7 @@ from kvferry.vllm.family import Family
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
 from kvferry.vllm.offering import Offering
 from kvferry.vllm.prefill import HandedOver
+from kvferry.vllm.prompts import Prompts
 from kvferry.vllm.registration import Registration
 from kvferry.vllm.rendezvous import Rendezvous
 from kvferry.vllm.spans import Spans
@@ -63,6 +64,7 @@ class FerryScheduler:
         self._directory.start()
         self._renewer: Renewer | None = None
         self._rendezvous = Rendezvous(config, self._sockets)
+        prompts = Prompts.of(vllm_config)
         self.asking = Asking(
             config,
             style,
@@ -71,6 +73,7 @@ class FerryScheduler:
             lambda: self._orders,
             self.stats,
             self.spans,
+            prompts,
         )
         self.offering = Offering(
             config,
@@ -85,6 +88,7 @@ class FerryScheduler:
             self.stats,
             self.spans,
             bool(family.ahead),
+            prompts,
         )
         self._bootstrap: Bootstrap | None = None
         self._registration: Registration | None = None

@@ -1,0 +1,361 @@
+"""Engines and prompts whose caches differ for equal tokens, by vLLM's own classes: told apart."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace as Fake
+from typing import Any
+
+import msgspec
+import pytest
+
+from golden import golden
+from kvferry.layout.shape import Rank
+
+torch = pytest.importorskip("torch", reason="this tier runs in the environment with vLLM")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base")
+with warnings.catch_warnings():  # torch warns of itself
+    warnings.simplefilter("ignore")
+    from vllm.config.multimodal import MultiModalConfig
+    from vllm.config.quantization import resolve_quantization_config
+    from vllm.model_executor.layers.rotary_embedding import phi3_long_rope_scaled_rope as rope
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.renderers.base import BaseRenderer
+    from vllm.sampling_params import SamplingParams
+    from vllm.transformers_utils.config import patch_rope_parameters
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request, RequestStatus, StreamingUpdate
+
+from kvferry.p2p.describe import engine_info, rank_info  # noqa: E402
+from kvferry.p2p.ticket import Ticket  # noqa: E402
+from kvferry.pool.requests import PoolLimits  # noqa: E402
+from kvferry.vllm.asking import Asking  # noqa: E402
+from kvferry.vllm.config import FerryConfig  # noqa: E402
+from kvferry.vllm.meaning import meaning  # noqa: E402
+from kvferry.vllm.metadata import FerryHandshake, FerryMetadata  # noqa: E402
+from kvferry.vllm.offering import Offering, request_digest  # noqa: E402
+from kvferry.vllm.pool_config import PoolConfig  # noqa: E402
+from kvferry.vllm.pool_scheduler import VllmPoolScheduler  # noqa: E402
+from kvferry.vllm.prefill import HandedOver  # noqa: E402
+from kvferry.vllm.prompts import Prompts  # noqa: E402
+from kvferry.vllm.rendezvous import derived_hold  # noqa: E402
+from kvferry.vllm.stats import FerryStats  # noqa: E402
+from workers import Worker  # noqa: E402
+
+ORIGINAL = 64  # tokens that the model was trained on first
+
+
+def told(max_model_len: int = 4096, text: dict[str, Any] | None = None, **config: Any) -> Any:
+    """What an engine of a captured model says that its bytes mean."""
+    worker = Worker(golden("llama-tp1"), Rank(0, 0))
+    whole = {**worker.vllm_config.model_config.hf_text_config.to_dict(), **(text or {})}
+    worker.vllm_config.model_config.hf_text_config = Fake(to_dict=lambda: whole)
+    for name, value in {"max_model_len": max_model_len, **config}.items():
+        setattr(worker.vllm_config.model_config, name, value)
+    return meaning(worker.vllm_config, worker.kv_cache_config, "")
+
+
+def phi3() -> dict[str, Any]:
+    """As vLLM reads a checkpoint with LongRoPE."""
+    from transformers import Phi3Config
+
+    config = Phi3Config(
+        hidden_size=32,
+        num_attention_heads=4,
+        max_position_embeddings=4 * ORIGINAL,
+        original_max_position_embeddings=ORIGINAL,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 2.0, 4.0, 8.0],
+        },
+        pad_token_id=0,
+    )
+    patch_rope_parameters(config)
+    return dict(config.to_dict())
+
+
+class TestLengths:
+    def test_long_rope(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Engines match exactly where vLLM's rotation gives the same keys for the same tokens."""
+        text = phi3()
+        told_rope = text["rope_parameters"]
+
+        def keys(max_model_len: int) -> Any:
+            config = Fake(model_config=Fake(max_model_len=max_model_len))
+            monkeypatch.setattr(rope, "get_current_vllm_config", lambda: config)
+            rotate = rope.Phi3LongRoPEScaledRotaryEmbedding(
+                8,
+                8,
+                text["max_position_embeddings"],
+                told_rope["original_max_position_embeddings"],
+                told_rope["rope_theta"],
+                True,
+                torch.float32,
+                told_rope["short_factor"],
+                told_rope["long_factor"],
+            )
+            return rotate(torch.arange(9), torch.ones(9, 8), torch.ones(9, 8))[1]
+
+        for a, b in itertools.combinations((40, ORIGINAL, ORIGINAL + 1, 200), 2):
+            same = torch.equal(keys(a), keys(b))
+            assert same == (told(a, text) == told(b, text)), (a, b)
+            nested = {**text, "rope_parameters": {"full_attention": told_rope}}
+            assert same == (told(a, nested) == told(b, nested)), (a, b)
+
+    def test_a_length_that_is_fitted_to_memory(self) -> None:
+        """vLLM cuts it when the layers are there already, with the long factors."""
+        fitted = {"original_max_model_len": -1, "get_and_verify_max_len": lambda _: 4 * ORIGINAL}
+        assert told(ORIGINAL // 2, phi3(), **fitted) == told(4 * ORIGINAL, phi3())
+
+    def test_lengths_of_other_models_do_not_count(self) -> None:
+        assert told(100) == told(100_000)
+        # MiniMax-M2 writes its engine's into the configuration
+        assert told(100, {"max_model_len": 100}) == told(200, {"max_model_len": 200})
+
+    def test_llama4_tunes_by_length(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from vllm.model_executor.models import llama4
+
+        monkeypatch.setattr(llama4.LlamaForCausalLM, "__init__", lambda *_, **__: None)
+        monkeypatch.setattr(llama4.Llama4ForCausalLM, "set_moe_parameters", lambda _: None)
+
+        def engine(length: int, **generation: Any) -> tuple[bool, Any]:
+            config = Fake(
+                max_model_len=length,
+                hf_config=Fake(),
+                try_get_generation_config=dict,
+                override_generation_config=generation,
+            )
+            llama4.Llama4ForCausalLM(vllm_config=Fake(model_config=config))
+            text = {"model_type": "llama4_text", "attn_temperature_tuning": True}
+            return config.hf_config.attn_temperature_tuning, told(text=text, **vars(config))
+
+        engines = [engine(n) for n in (20_000, 32_768, 32_769, 100_000)]
+        engines += [engine(n, attn_temperature_tuning=False) for n in (20_000, 100_000)]
+        for (tuned, one), (also, other) in itertools.combinations(engines, 2):
+            assert (tuned == also) == (one == other)
+
+    def test_a_draft_model(self) -> None:
+        def fingerprint(length: int, **draft: Any) -> str:
+            worker = Worker(golden("llama-tp1"), Rank(0, 0))
+            worker.add_draft(layers=1, heads=2, head_size=32, block=64)
+            worker.vllm_config.model_config.max_model_len = length
+            drafting = worker.vllm_config.speculative_config
+            drafting.kv_cache_dtype = draft.pop("kv_cache_dtype", None)
+            config = drafting.draft_model_config
+            for name, value in {"max_model_len": ORIGINAL, **draft}.items():
+                setattr(config, name, value)
+            text = {"num_hidden_layers": 1, **phi3()}
+            config.hf_text_config = Fake(to_dict=lambda: text)
+            return worker.describe().model.fingerprint()
+
+        plain = fingerprint(ORIGINAL)
+        assert plain == fingerprint(ORIGINAL // 2)
+        others = [
+            fingerprint(ORIGINAL + 1),
+            fingerprint(ORIGINAL, quantization="fp8"),
+            fingerprint(ORIGINAL, kv_cache_dtype="fp8_e5m2"),
+        ]
+        assert len({plain, *others}) == 4
+
+
+def test_quantization_while_loading() -> None:
+    """One name, several ways; said alike by two processes."""
+    ways: list[dict[str, Any] | None] = [
+        None,
+        {"linear": {"weight": "fp8_per_tensor_static"}},
+        {"linear": {"weight": "fp8_per_tensor_static"}, "ignore": ["*.o_proj"]},
+    ]
+    configs = [resolve_quantization_config("online", way) for way in ways]
+    assert "0x" not in repr(configs)
+    said = [told(quantization="online", quantization_config=config) for config in configs]
+    assert not any(a == b for a, b in itertools.combinations(said, 2))
+
+
+def test_what_is_done_to_images() -> None:
+    """None of it is in the names that vLLM gives to images."""
+    plain = told(multimodal_config=MultiModalConfig(), hf_overrides={})
+    assert plain == told()
+    others = [
+        told(multimodal_config=MultiModalConfig(mm_processor_kwargs={"do_normalize": False})),
+        told(multimodal_config=MultiModalConfig(video_pruning_rate=0.5)),
+        told(
+            multimodal_config=MultiModalConfig(
+                video_pruning_rate=0.5, video_pruning_method="vidcom2"
+            )
+        ),
+        told(
+            multimodal_config=MultiModalConfig(),
+            hf_overrides={"vision_config": {"spatial_merge_size": 4}},
+        ),
+    ]
+    assert not any(a == b for a, b in itertools.combinations([plain, *others], 2))
+    # what only says where and how much
+    assert plain == told(
+        multimodal_config=MultiModalConfig(mm_processor_cache_gb=0, mm_encoder_tp_mode="data")
+    )
+
+
+def engine_config(cache_gb: float = 0, prefix_caching: bool = False) -> Any:
+    return Fake(
+        model_config=Fake(
+            model="m",
+            revision=None,
+            hf_config=None,
+            multimodal_config=MultiModalConfig(mm_processor_cache_gb=cache_gb),
+        ),
+        cache_config=Fake(enable_prefix_caching=prefix_caching),
+        parallel_config=Fake(prefill_context_parallel_size=1, decode_context_parallel_size=1),
+    )
+
+
+@pytest.mark.parametrize("cache_gb", [0, 4])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_numbers_in_place_of_names(cache_gb: float, prefix_caching: bool) -> None:
+    """Media are unnamed exactly where vLLM's renderer numbers them."""
+    config = engine_config(cache_gb, prefix_caching)
+    renderer = Fake(
+        model_config=config.model_config, config=config, _validate_mm_uuids=lambda *_: None
+    )
+    items = Fake(get_all_counts=lambda: {"image": 1})
+    ids = BaseRenderer._process_mm_uuids(renderer, {}, items, {}, "renderer0-mm-1")
+    assert ids in ({}, {"image": ["renderer0-mm-1-image-0"]})
+    assert Prompts.of(config).media_named == (ids == {})
+
+
+COUNT = 300
+PARAMS: dict[str, Any] = {"do_remote_decode": True, "transfer_id": "t"}
+
+
+def image(identifier: str, offset: int = 4) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset, 8))
+
+
+def request(**more: Any) -> Request:
+    made = Request("r", list(range(7, 7 + COUNT)), SamplingParams(max_tokens=9), None, **more)
+    made.kv_transfer_params = dict(PARAMS)
+    return made
+
+
+# Prompts that tokens and names do not tell from others.
+UNFIT: dict[str, Callable[[], Request]] = {
+    "numbered image": lambda: request(mm_features=[image("renderer0-mm-1-image-0")]),
+    "session": lambda: request(resumable=True),
+    "embeddings among tokens": lambda: request(
+        prompt_embeds=torch.ones(COUNT, 4), prompt_is_token_ids=[True] * (COUNT - 1) + [False]
+    ),
+}
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[VllmPoolScheduler]:
+    config = PoolConfig.read({"path": str(tmp_path / "store"), "size": "4MiB"})
+    made = VllmPoolScheduler(config, engine_config(), PoolLimits(), events=False)
+    made.bind_blocks(Fake(blocks=list(range(100)), touch=lambda _: None, free_blocks=lambda _: ()))
+    engine = golden("llama-tp1")
+    layout = engine.layout(Rank(0, 0))
+    info = engine_info("", "", engine.model, layout.shape, {})
+    told_rank = rank_info(layout, [0] * len(layout.regions), "", "", {})
+    encode = msgspec.msgpack.encode
+    made.set_handshakes({(0, 0): FerryHandshake(encode(info), encode(told_rank))})
+    yield made
+    made.close()
+
+
+def saves(pool: VllmPoolScheduler, asked: Request) -> int:
+    """Blocks that are ordered to be saved when all of a request is computed."""
+    count = asked.num_tokens
+    table = list(range(1, 2 + count // pool.pool.align_tokens))
+    output = Fake(
+        kv_connector_block_state=Fake(get_block_ids=lambda _: (table,)),
+        scheduled_new_reqs=[Fake(req_id="r", num_computed_tokens=0)],
+        scheduled_cached_reqs=Fake(req_ids=[], num_computed_tokens=[]),
+        num_scheduled_tokens={"r": count},
+        total_num_scheduled_tokens=count,
+    )
+    orders = pool.step(output).orders.saves
+    return sum(len(blocks.block_ids) for order in orders for blocks in order.tables)
+
+
+class TestPool:
+    @pytest.mark.parametrize("kind", UNFIT)
+    def test_nothing_is_looked_up_or_saved(self, pool: VllmPoolScheduler, kind: str) -> None:
+        asked = UNFIT[kind]()
+        pool.on_new_request(asked)
+        if asked.resumable:  # an image comes with the session's second part
+            asked.num_computed_tokens = COUNT
+            later = StreamingUpdate.from_request(
+                request(resumable=True, mm_features=[image("abc")])
+            )
+            sessions = Fake(hash_block_size=16, log_stats=False)
+            Scheduler._update_request_as_session(sessions, asked, later)
+            assert [f.mm_position.offset for f in asked.mm_features] == [COUNT + 4]
+        assert pool.matched(asked, 0) == (0, False)
+        assert saves(pool, asked) == 0
+        pool.finished(asked)
+        plain = request()
+        pool.on_new_request(plain)
+        assert saves(pool, plain) > 0
+
+
+class Ends:
+    """Both ends of a hand-over, in an engine that numbers images."""
+
+    def __init__(self) -> None:
+        prompts = Prompts.of(engine_config())
+        spans: Any = Fake(begin=lambda *_, **__: None)
+        self.orders = FerryMetadata()
+        told_of = (HandedOver(), lambda: self.orders, FerryStats(), spans)
+        self.offering = Offering(
+            FerryConfig(), "e", "i", "mooncake", True, (1, 1), 1234, *told_of, prompts=prompts
+        )
+        found: Any = Fake(find=lambda _: Fake(engine_id="e", incarnation="i", host="h", port=1))
+        self.asking = Asking(FerryConfig(), "mooncake", found, *told_of, prompts=prompts)
+
+
+class TestHandover:
+    @pytest.mark.parametrize("kind", UNFIT)
+    def test_the_prefill_engine_does_not_hold_it(self, kind: str) -> None:
+        ends, asked = Ends(), UNFIT[kind]()
+        ends.offering.accept(asked)
+        asked.status, asked.resumable = RequestStatus.FINISHED_LENGTH_CAPPED, False
+        held, answer = ends.offering.finished(asked, ([1, 2, 3],))
+        assert not held and answer is not None and answer["kvferry"]["not_held"]
+        assert ends.orders.withdrawals == [derived_hold("i", "transfer t")]  # nobody waits for it
+        assert ends.offering.stats.data["unheld"] == {"unfit": 1}
+        assert not ends.orders.holds and not ends.offering._refusals
+
+    @pytest.mark.parametrize("kind", UNFIT)
+    @pytest.mark.parametrize("named", [False, True])
+    def test_the_decode_engine_computes_it(self, kind: str, named: bool) -> None:
+        """Whatever ticket comes with it; the producer hears that it is not needed."""
+        ends, asked = Ends(), UNFIT[kind]()
+        hold = derived_hold("i", "transfer t")
+        ticket = Ticket("e", "i", hold, request_digest(asked), COUNT, "h", 1, "r")
+        where = {"remote_engine_id": "e", "remote_bootstrap_addr": "http://h:1", **PARAMS}
+        asked.kv_transfer_params = where if named else ticket.to_params()
+        ends.asking.arrived(asked)
+        assert ends.asking.matched(asked, 0) == (0, False)
+        ends.asking.settle()
+        assert [released.hold_id for released in ends.orders.releases] == [hold]
+
+    def test_others_are_handed_over(self) -> None:
+        """Also images, where both engines hash them."""
+        ends, asked = Ends(), request()
+        ends.offering.accept(asked)
+        asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        assert ends.offering.finished(asked, ([1, 2, 3],))[0]
+        ends.offering.prompts = replace(ends.offering.prompts, media_named=True)
+        for name in ("abc", "abd"):
+            ends.offering.accept(replace_id(request(mm_features=[image(name)]), name))
+        assert ends.offering._digests["abc"] != ends.offering._digests["abd"]
+
+
+def replace_id(made: Request, request_id: str) -> Request:
+    made.request_id = request_id
+    return made
