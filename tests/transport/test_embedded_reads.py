@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvferry.errors import StoreError
 from kvferry.pool import embedded_index as ix
 from kvferry.pool import embedded_read, embedded_serve
 from kvferry.pool.store import Outcome, Ranges, Slices
@@ -265,6 +266,23 @@ def test_the_lock_is_not_waited_for(peer: Peer, tmp_path: Path) -> None:
     assert peer.store.get(["a"], [wanted(peer)], soon()) == [Outcome.DONE]
     assert room.index.state[row] == ix.BOTH  # and is brought to memory once that can be
     stopped.close()
+
+
+@pytest.mark.parametrize("error", [StoreError("cannot grow"), OSError(30, "Read-only")])
+def test_no_place_in_memory_is_no_failure(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    room, row = peer.store._room, on_both_tiers(peer)
+
+    def reserve(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(room, "reserve", reserve)
+    with room.locked(soon()):
+        room.index.leave_memory(np.array([row]), ix.DISK)
+        room.index.gaps_stale = True
+    assert peer.store.get(["a"], [wanted(peer)], soon()) == [Outcome.DONE]
+    assert landed(peer)
 
 
 CLOSED_UNDER_CALLS = """

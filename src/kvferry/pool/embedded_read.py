@@ -175,7 +175,13 @@ class Reader:
         low, high = index.low[row].copy(), index.high[row].copy()
         size = int(index.image_bytes[row])
         wish = Wish(row, low, high, aligned(size), ix.PROMOTING)
-        granted = room.reserve([wish], np.array([np.inf]), True, deadline)
+        try:
+            granted = room.reserve([wish], np.array([np.inf]), True, deadline)
+        except (StoreError, OSError) as error:
+            if time.monotonic() > deadline:
+                raise
+            _log.warning("no place in memory for an object that is on disk: %s", error)
+            return False
         if row not in granted.offsets:
             return index.in_memory(int(index.state[row]))
         view = room.arena.view(granted.offsets[row], size)
