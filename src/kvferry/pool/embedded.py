@@ -84,7 +84,7 @@ def _call(
     """A method that works on mapped memory: refused once the store is closed, and waited for."""
 
     @functools.wraps(method)
-    def counted(self: EmbeddedStore, *args: P.args, **kwargs: P.kwargs) -> T:
+    def counted(self: EmbeddedStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self._calls:
             return method(self, *args, **kwargs)
 
@@ -140,7 +140,7 @@ class EmbeddedStore:
         threads = threads or min(4, max(1, (os.cpu_count() or 1) // 4))
         self._reader = Reader(self._room, threads, clock)
         self._writer = Writer(self._room, clock)
-        self._calls = Calls(self._end)
+        self._calls = Calls()
 
     # --- the protocol --------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class EmbeddedStore:
 
     def close(self) -> None:
         self._reader.closing = True
-        left = self._calls.close(CLOSE_SECONDS)
+        left = self._calls.close(CLOSE_SECONDS, self._end)
         if left:
             _log.warning(
                 "the store at %s is closed while %d calls are under way; the last of them ends it",

@@ -15,14 +15,13 @@ from kvferry.errors import StoreError
 
 
 class Calls:
-    """`with calls:` around each; `end` runs once, when there are none and will be none."""
+    """`with calls:` around each."""
 
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._running = 0
         self._closed = False
-        self._given_up = False  # `close` has returned: the last call ends it
+        self._end: Callable[[], None] | None = None  # `close` has given up: the last call does it
 
     def __enter__(self) -> None:
         with self._changed:
@@ -33,21 +32,26 @@ class Calls:
     def __exit__(self, *_: object) -> None:
         with self._changed:
             self._running -= 1
-            last = self._given_up and self._running == 0
-            if self._closed:
+            end = None
+            if self._closed and self._running == 0:
+                end, self._end = self._end, None
                 self._changed.notify_all()
-        if last:
-            self._end()
+        if end is not None:
+            end()
 
-    def close(self, seconds: float) -> int:
-        """Take no more calls; how many were still under way after so many seconds."""
+    def close(self, seconds: float, end: Callable[[], None]) -> int:
+        """Take no more calls; how many were still under way after so many seconds.
+
+        `end` runs once, when there are none: before this returns, or after the last of those.
+        """
         with self._changed:
             if self._closed:
                 return 0
             self._closed = True
             self._changed.wait_for(lambda: self._running == 0, seconds)
             left = self._running
-            self._given_up = left > 0
-        if not left:
-            self._end()
-        return left
+            if left:
+                self._end = end
+                return left
+        end()
+        return 0
