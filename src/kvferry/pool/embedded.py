@@ -15,12 +15,15 @@ An object that is not what was written, in whichever tier, is CORRUPT for its re
 counted. An object that another process is writing now EXISTS for a second writer.
 
 The parts: `embedded_index` (records), `embedded_arena` (extents), `embedded_disk` (files),
-`embedded_room` (eviction, tiers, recovery), `embedded_write`, `embedded_read`, `embedded_image`
-(headers, checksums), `embedded_copy` (scatter), `embedded_lock`, `policy` (what is evicted).
+`embedded_room` (eviction, tiers, recovery), `embedded_write`, `embedded_read`, `embedded_serve`
+(what is wanted of an object), `embedded_image` (headers, checksums), `embedded_copy` (scatter),
+`embedded_lock`, `embedded_calls` (who is still at work when it is closed), `policy` (what is
+evicted).
 """
 
 from __future__ import annotations
 
+import functools
 import getpass
 import logging
 import os
@@ -28,18 +31,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from kvferry.errors import StoreError
 from kvferry.pool import embedded_index as ix
+from kvferry.pool.embedded_calls import Calls
 from kvferry.pool.embedded_image import Image, open_image
 from kvferry.pool.embedded_index import Geometry, hash_keys, key_name
-from kvferry.pool.embedded_read import Reader, analyse
-from kvferry.pool.embedded_room import MakePolicy, Room
+from kvferry.pool.embedded_read import Reader
+from kvferry.pool.embedded_room import Floats, MakePolicy, Room
+from kvferry.pool.embedded_serve import analyse
 from kvferry.pool.embedded_write import Writer
 from kvferry.pool.policy import ConversationPolicy
-from kvferry.pool.store import Bools, Outcome, Ranges, Slices, StoreStats
+from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, StoreStats
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.regions import RegionTable
 
@@ -48,6 +54,9 @@ _log = logging.getLogger(__name__)
 DEFAULT_MEMORY_BYTES = 4 << 30
 OBJECT_BYTES_GUESS = 256 << 10  # for the number of records: four for each object of this size
 MIN_SLOTS, MAX_SLOTS = 1 << 18, 1 << 26
+CLOSE_SECONDS = 5.0  # for calls under way to end; then the last of them closes the store
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,19 @@ def default_directory() -> Path:
     """In shared memory, one per user."""
     base = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
     return base / f"kvferry-{getpass.getuser()}"
+
+
+def _call(
+    method: Callable[Concatenate[EmbeddedStore, P], T],
+) -> Callable[Concatenate[EmbeddedStore, P], T]:
+    """A method that works on mapped memory: refused once the store is closed, and waited for."""
+
+    @functools.wraps(method)
+    def counted(self: EmbeddedStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._calls:
+            return method(self, *args, **kwargs)
+
+    return counted
 
 
 class EmbeddedStore:
@@ -118,7 +140,7 @@ class EmbeddedStore:
         threads = threads or min(4, max(1, (os.cpu_count() or 1) // 4))
         self._reader = Reader(self._room, threads, clock)
         self._writer = Writer(self._room, clock)
-        self._closed = False
+        self._calls = Calls()
 
     # --- the protocol --------------------------------------------------------------------------
 
@@ -126,8 +148,9 @@ class EmbeddedStore:
         self._registered.extend(regions)
         self._regions = RegionTable.of(self._registered)
 
+    @_call
     def access(self, keys: Sequence[str], deadline: float) -> None:
-        room = self._open()
+        room = self._room
         if not keys:
             return
         low, high = hash_keys(keys)
@@ -142,42 +165,45 @@ class EmbeddedStore:
         except StoreError as error:
             _log.warning("a request was not told to the eviction policy: %s", error)
 
+    @_call
     def exists(self, keys: Sequence[str], deadline: float) -> Bools:
-        index = self._open().index
+        index = self._room.index
         if not keys:
             return np.zeros(0, dtype=bool)
         return index.readable(index.find(*hash_keys(keys)))
 
+    @_call
     def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
-        self._open()
         inside = self._inside(objects)
         return self._writer.put(keys, objects, inside, False, deadline)
 
+    @_call
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
-        self._open()
         return self._reader.get(keys, analyse(wanted, self._regions), deadline) if keys else []
 
+    @_call
     def put_bytes(self, key: str, value: bytes, deadline: float) -> Outcome:
-        self._open()
         source = np.frombuffer(value or b"\0", dtype=np.uint8)
         one = np.array([len(value)], dtype=np.int64)
         ranges = Ranges(np.array([source.ctypes.data], dtype=np.int64), one)
         return self._writer.put([key], [ranges], [True], True, deadline)[0]
 
+    @_call
     def get_bytes(self, key: str, deadline: float) -> bytes | None:
-        self._open()
         return self._reader.get_bytes(key, deadline)
 
+    @_call
     def remove(self, keys: Sequence[str], deadline: float) -> int:
-        room = self._open()
+        room = self._room
         if not keys:
             return 0
         rows = np.unique(room.index.find(*hash_keys(keys)))
         rows = rows[rows >= 0]
         return room.give_up(rows, room.index.generation[rows].copy(), deadline)
 
+    @_call
     def stats(self) -> StoreStats:
-        index = self._open().index
+        index = self._room.index
         rows = index.objects()
         return StoreStats(
             objects=len(rows),
@@ -187,16 +213,25 @@ class EmbeddedStore:
         )
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._reader.close()
-            self._room.close()
+        self._reader.closing = True
+        left = self._calls.close(CLOSE_SECONDS, self._end)
+        if left:
+            _log.warning(
+                "the store at %s is closed while %d calls are under way; the last of them ends it",
+                self.directory,
+                left,
+            )
+
+    def _end(self) -> None:
+        self._reader.close()
+        self._room.close()
 
     # --- beyond the protocol -------------------------------------------------------------------
 
+    @_call
     def counters(self) -> dict[str, int]:
         """Counts of all processes since the store was created, and bytes by tier."""
-        index = self._open().index
+        index = self._room.index
         extents = index.with_extent()
         return {
             **index.counters(),
@@ -205,34 +240,40 @@ class EmbeddedStore:
             "ghosts": len(index.in_state(ix.GHOST)),
         }
 
+    @_call
     def learned(self) -> dict[str, float]:
-        return self._open().policy.learned()
+        return self._room.policy.learned()
 
     def listed(self) -> Iterator[Listed]:
         """All objects, the next victim first."""
-        room = self._open()
-        index, now = room.index, self._clock()
-        rows = index.objects()
-        scores = room.policy.scores(rows, now)
-        tiers = {ix.MEMORY: "memory", ix.DISK: "disk", ix.BOTH: "both"}
+        with self._calls:
+            rows, scores = self._scored()
         for at in np.argsort(scores, kind="stable").tolist():
-            row = int(rows[at])
-            with_key = self._header(row)
-            yield Listed(
-                key=with_key.key
-                if with_key
-                else key_name(int(index.low[row]), int(index.high[row])),
-                bytes=int(index.length[row]),
-                tier=tiers.get(int(index.state[row]), "moving"),
-                turns=int(index.history.turns[row]),
-                depth=int(index.history.depth[row]),
-                idle_seconds=max(0.0, now - float(index.history.last[row])),
-                score=float(scores[at]),
-            )
+            with self._calls:  # none while the caller looks at it
+                one = self._list_one(int(rows[at]), float(scores[at]))
+            yield one
 
+    def _scored(self) -> tuple[Ints, Floats]:
+        rows = self._room.index.objects()
+        return rows, self._room.policy.scores(rows, self._clock())
+
+    def _list_one(self, row: int, score: float) -> Listed:
+        index, with_key = self._room.index, self._header(row)
+        tiers = {ix.MEMORY: "memory", ix.DISK: "disk", ix.BOTH: "both"}
+        return Listed(
+            key=with_key.key if with_key else key_name(int(index.low[row]), int(index.high[row])),
+            bytes=int(index.length[row]),
+            tier=tiers.get(int(index.state[row]), "moving"),
+            turns=int(index.history.turns[row]),
+            depth=int(index.history.depth[row]),
+            idle_seconds=max(0.0, self._clock() - float(index.history.last[row])),
+            score=score,
+        )
+
+    @_call
     def verify(self, deadline: float) -> tuple[int, int]:
         """Read every object whole; how many were right, and how many were not and are gone."""
-        room = self._open()
+        room = self._room
         index = room.index
         good = bad = 0
         for row in index.objects().tolist():
@@ -241,9 +282,10 @@ class EmbeddedStore:
             bad += outcome is Outcome.CORRUPT
         return good, bad
 
+    @_call
     def evict(self, size: int, deadline: float) -> int:
         """Remove the least valuable objects, `size` bytes or more, from all tiers; how many."""
-        room = self._open()
+        room = self._room
         index = room.index
         rows = index.in_state(ix.MEMORY, ix.BOTH, ix.DISK)
         order = np.argsort(room.policy.scores(rows, self._clock()), kind="stable")
@@ -253,8 +295,9 @@ class EmbeddedStore:
         index.count("dropped", count)
         return count
 
+    @_call
     def clear(self, deadline: float) -> int:
-        index = self._open().index
+        index = self._room.index
         rows = index.objects()
         return self._room.give_up(rows, index.generation[rows].copy(), deadline)
 
@@ -279,8 +322,3 @@ class EmbeddedStore:
             "%d bytes at %#x are not inside the registered memory", length[bad], address[bad]
         )
         return [self._regions.first_outside(o.address, o.length) < 0 for o in objects]
-
-    def _open(self) -> Room:
-        if self._closed:
-            raise StoreError("the store is closed")
-        return self._room

@@ -15,8 +15,9 @@ state. States with an owner (a member's number) are undone when the owner is dea
     DEMOTING   in memory, on its way to disk    -> MEMORY
     PROMOTING  on disk, on its way to memory    -> DISK
 
-`generation` changes before an extent is given up; a reader that finds it unchanged after it has
-copied knows that nobody wrote there meanwhile.
+`generation` changes when an extent is taken, and when it was given up. A reader that has copied and
+still finds the object in memory, at the same offset and in the same generation, knows that nobody
+wrote there meanwhile: also where who gave it up died before the generation changed.
 """
 
 from __future__ import annotations
@@ -250,10 +251,15 @@ class SharedIndex(Header):
         return np.flatnonzero(self._any_of(states)).astype(np.int64)
 
     def _any_of(self, states: Sequence[int]) -> Bools:
-        """Compares bytes, which costs a tenth of a table lookup for each."""
-        chosen = self.state == states[0]
+        """Compares bytes, which costs a tenth of a table lookup for each.
+
+        Each state is read once: owners change theirs without the lock (PROMOTING to BOTH, WRITING
+        to MEMORY), and between two looks such a row could be in neither of them.
+        """
+        now = self.state.copy()
+        chosen = now == states[0]
         for state in states[1:]:
-            chosen |= self.state == state
+            chosen |= now == state
         return np.asarray(chosen)
 
     def readable(self, rows: Ints) -> Bools:
@@ -277,7 +283,11 @@ class SharedIndex(Header):
         return self.in_state(MEMORY, DISK, BOTH, DEMOTING, PROMOTING)
 
     def leave_memory(self, rows: Ints, state: int) -> None:
-        """Give extents up: the state, then the generation; only then may they be reused."""
+        """Give extents up: the state, then the generation; only then may they be reused.
+
+        The other order would change the generation of what is still there, for whoever dies
+        between: its demotion under way would no longer know it.
+        """
         self.state[rows] = state
         self.generation[rows] += np.uint32(1)
 

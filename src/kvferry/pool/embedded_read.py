@@ -1,17 +1,15 @@
 """Reading from the embedded store: found, copied, checked, and looked at once more.
 
-What does not depend on a single object is done once for the batch, in whole arrays: hashing keys,
-finding records, checking destinations, and finding out which objects are wanted in the usual form
-(parts of one length, one after another). Those are then copied and checked by a few calls each;
-others take the general way, which costs some microseconds more.
+Keys are hashed and records found once for the batch; `embedded_serve` copies what is wanted of each
+object, and checks it.
 
-Bytes are checked right after they were copied, while they are in the cache: that is faster than the
-other way round (84 % of memcpy against 72 %), because a copy reads memory better than a hash does.
-What is damaged has then landed; but it is told as CORRUPT, and its destination is nobody's yet.
+No lock is held. After a copy from memory the record must still say memory, the same offset and the
+generation of before; else the extent may have been somebody else's meanwhile, and the object is
+looked for again, in the other tier, and is missing otherwise. A file is read into memory of our own
+first: what was right in there is right.
 
-No lock is held. A record's generation, taken before and compared after, tells whether the extent
-was given up meanwhile; then the object is looked for again, in the other tier, and is missing
-otherwise.
+What lies on disk is brought to memory on the way, if the lock can be had at once: a process that is
+stopped with it costs its neighbours nothing but that.
 """
 
 from __future__ import annotations
@@ -19,66 +17,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
 from kvferry.errors import StoreError
 from kvferry.pool import embedded_index as ix
-from kvferry.pool.embedded_copy import move, spread
-from kvferry.pool.embedded_image import Image, check, check_all, check_range, open_image, touched
+from kvferry.pool.embedded_image import check_all, open_image
 from kvferry.pool.embedded_index import hash_keys, key_name
 from kvferry.pool.embedded_room import Room, Wish, aligned
+from kvferry.pool.embedded_serve import Wanted, serve
 from kvferry.pool.store import Outcome, Slices
-from kvferry.transport.regions import RegionTable
 
 _log = logging.getLogger(__name__)
 
-HOT_BYTES = 256 << 10  # copied and checked at a time: stays in a core's cache in between
 PARALLEL_BYTES = 8 << 20  # a batch beyond this is shared among threads
 ATTEMPTS = 5
 THROW_OUT_SECONDS = 1.0  # to remove what is corrupt, even after the reader's deadline
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What the batch wants of one object."""
-
-    parts: Slices
-    begin: int  # first byte
-    end: int
-    size: int  # of each part where all are alike and one after another, else 0
-
-
-def analyse(wanted: Sequence[Slices], regions: RegionTable) -> list[Wanted | None]:
-    """What each object is wanted for; None where a part leaves the registered memory."""
-    counts = np.array([len(w.length) for w in wanted], dtype=np.int64)
-    some = np.flatnonzero(counts)
-    empty = np.empty(0, dtype=np.int64)
-    result: list[Wanted | None] = [Wanted(Slices(empty, empty, empty), 0, 0, 0)] * len(wanted)
-    if len(some) == 0:
-        return result
-    offset = np.concatenate([wanted[i].offset for i in some.tolist()])
-    length = np.concatenate([wanted[i].length for i in some.tolist()])
-    address = np.concatenate([wanted[i].address for i in some.tolist()])
-    heads = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts[some])[:-1]))
-    outside = np.zeros(len(some), dtype=bool)
-    if regions.first_outside(address, length) >= 0:
-        outside[:] = [
-            regions.first_outside(wanted[i].address, wanted[i].length) >= 0 for i in some.tolist()
-        ]
-    follows = np.ones(len(offset), dtype=bool)
-    follows[1:] = offset[1:] == offset[:-1] + length[:-1]
-    follows[heads] = True
-    alike = np.repeat(length[heads], counts[some]) == length
-    plain = np.logical_and.reduceat(follows & alike, heads) & (length[heads] > 0)
-    begin = np.minimum.reduceat(offset, heads).tolist()
-    end = np.maximum.reduceat(offset + length, heads).tolist()
-    size = np.where(plain, length[heads], 0).tolist()
-    for k, i in enumerate(some.tolist()):
-        result[i] = None if outside[k] else Wanted(wanted[i], begin[k], end[k], size[k])
-    return result
+LOCK_PATIENCE_S = 0.01  # to bring an object to memory: a thousand times as long as most hold it
+LEAVE_DISK_S = 0.25  # after that was not enough, objects are read from disk without asking
 
 
 class Reader:
@@ -88,6 +45,8 @@ class Reader:
         self._room = room
         self._clock = clock
         self._threads = threads
+        self.closing = False  # what is not begun fails at once
+        self._promote_after = 0.0
         self._pool = ThreadPoolExecutor(threads, "kvferry-store") if threads > 1 else None
 
     def get(
@@ -102,20 +61,20 @@ class Reader:
         def some_of(places: list[int]) -> None:
             for at in places:
                 need = wanted[at]
-                if need is None or time.monotonic() > deadline:
-                    outcomes[at] = Outcome.FAILED
+                outcomes[at] = Outcome.FAILED
+                if need is None or self.closing or time.monotonic() > deadline:
                     continue
                 try:
                     outcomes[at] = self.one(keys[at], numbers[at], need, deadline)
-                except StoreError as error:
-                    _log.warning("%s could not be read: %s", keys[at], error)
-                    outcomes[at] = Outcome.FAILED
+                except Exception as error:  # one object's failure is its own
+                    what = f"{type(error).__name__}: {error}"
+                    _log.warning("%s could not be read: %s", keys[at], what)
 
         places = np.flatnonzero(there).tolist()
         total = sum(need.end - need.begin for need in wanted if need is not None)
         if self._pool is not None and total > PARALLEL_BYTES and len(places) > 1:
             parts = [places[i :: self._threads] for i in range(self._threads)]
-            list(self._pool.map(some_of, parts))
+            self._share(self._pool, some_of, parts)
         else:
             some_of(places)
         self._room.policy.touch(rows[there], self._clock())
@@ -123,6 +82,21 @@ class Reader:
         index.count("hits", hits)  # without the lock: may miss a few
         index.count("misses", len(keys) - hits)
         return outcomes
+
+    @staticmethod
+    def _share(
+        pool: ThreadPoolExecutor, work: Callable[[list[int]], None], parts: list[list[int]]
+    ) -> None:
+        """All parts, by threads. Also where one raises: the others write to memory of a caller who
+        takes it back when told."""
+        futures: list[Future[None]] = []
+        try:
+            for part in parts:
+                futures.append(pool.submit(work, part))
+        finally:
+            wait(futures)
+        for future in futures:
+            future.result()
 
     def get_bytes(self, key: str, deadline: float) -> bytes | None:
         index = self._room.index
@@ -150,10 +124,10 @@ class Reader:
         index = room.index
         for attempt in range(ATTEMPTS):  # again where it moved between tiers meanwhile
             generation, state = int(index.generation[row]), int(index.state[row])
-            if index.in_memory(state):
-                offset, size = int(index.offset[row]), int(index.image_bytes[row])
-                view = room.arena.view(offset, size)
-                outcome = _serve(key, view, room.arena.address + offset, need)
+            in_memory, offset = index.in_memory(state), int(index.offset[row])
+            if in_memory:
+                view = room.arena.view(offset, int(index.image_bytes[row]))
+                outcome = serve(key, view, room.arena.address + offset, need)
             elif state in (ix.DISK, ix.PROMOTING):
                 # Once only: where memory is short, others may push it down again before it is read.
                 worth_it = attempt == 0 and state == ix.DISK and need is not None
@@ -161,16 +135,27 @@ class Reader:
                     continue
                 generation = int(index.generation[row])  # trying has changed it
                 outcome = self._serve_file(key, row, need)
+                if outcome is Outcome.DONE:
+                    return outcome
             else:
                 return Outcome.MISSING
             after = int(index.state[row])
-            if index.generation[row] == generation and index.has_object(after):
-                if outcome is Outcome.CORRUPT and after not in (state, ix.DISK):
-                    continue  # brought to memory meanwhile, and its file removed: it is there
-                if outcome is Outcome.CORRUPT:
-                    self._throw_out(row, generation, deadline)
-                return outcome
+            if not index.has_object(after) or index.generation[row] != generation:
+                continue
+            if in_memory and not (index.in_memory(after) and index.offset[row] == offset):
+                continue
+            if outcome is Outcome.MISSING and key is not None and self._names(row, key):
+                outcome = Outcome.CORRUPT  # another key's bytes, where the record says ours
+            if outcome is Outcome.CORRUPT and after not in (state, ix.DISK):
+                continue  # brought to memory meanwhile, and its file removed: it is there
+            if outcome is Outcome.CORRUPT:
+                self._throw_out(row, generation, deadline)
+            return outcome
         return Outcome.MISSING
+
+    def _names(self, row: int, key: str) -> bool:
+        (low,), (high,) = hash_keys([key])
+        return bool(self._room.index.low[row] == low and self._room.index.high[row] == high)
 
     def _serve_file(self, key: str | None, row: int, need: Wanted | None) -> Outcome:
         """From the disk tier without a place in memory."""
@@ -180,15 +165,23 @@ class Reader:
         if room.disk is None or not room.disk.read(name, memoryview(image)):
             return Outcome.CORRUPT
         address = int(np.frombuffer(image, dtype=np.uint8).ctypes.data)
-        return _serve(key, memoryview(image), address, need)
+        return serve(key, memoryview(image), address, need)
 
     def _promote(self, row: int, deadline: float) -> bool:
         """Bring an object from disk into memory; False where that was not possible."""
         room, index = self._room, self._room.index
+        if not self._lock_is_free(deadline):
+            return False
         low, high = index.low[row].copy(), index.high[row].copy()
         size = int(index.image_bytes[row])
         wish = Wish(row, low, high, aligned(size), ix.PROMOTING)
-        granted = room.reserve([wish], np.array([np.inf]), True, deadline)
+        try:
+            granted = room.reserve([wish], np.array([np.inf]), True, deadline)
+        except (StoreError, OSError) as error:
+            if time.monotonic() > deadline:
+                raise
+            _log.warning("no place in memory for an object that is on disk: %s", error)
+            return False
         if row not in granted.offsets:
             return index.in_memory(int(index.state[row]))
         view = room.arena.view(granted.offsets[row], size)
@@ -205,6 +198,20 @@ class Reader:
                 room.abandon(np.array([row], dtype=np.int64), ix.DISK)
         return False
 
+    def _lock_is_free(self, deadline: float) -> bool:
+        """Whether the lock can be had now: a file can be read without it. Waiting for room is
+        another matter, because what makes room must not be dropped for want of time."""
+        now = time.monotonic()
+        if now < self._promote_after:
+            return False
+        try:
+            with self._room.locked(min(deadline, now + LOCK_PATIENCE_S)):
+                return True
+        except StoreError as error:
+            self._promote_after = time.monotonic() + LEAVE_DISK_S
+            _log.info("objects are read from disk, and stay there: %s", error)
+            return False
+
     def _throw_out(self, row: int, generation: int, deadline: float) -> None:
         room = self._room
         rows, generations = np.array([row], dtype=np.int64), np.array([generation], dtype=np.uint32)
@@ -216,68 +223,3 @@ class Reader:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
-
-
-def _serve(key: str | None, view: memoryview, address: int, need: Wanted | None) -> Outcome:
-    """Copy the parts, and check what they touch, a cache's worth at a time."""
-    image = open_image(view)
-    if image is None or image.header_bytes + image.length != len(view):
-        return Outcome.CORRUPT
-    if key is not None and image.key != key:
-        return Outcome.MISSING
-    data = view[image.header_bytes :]
-    if need is None:
-        return Outcome.DONE if check_all(image, data) else Outcome.CORRUPT
-    if need.begin < 0 or need.end > image.length:
-        _log.warning(
-            "%s has %d bytes; %d to %d were asked for",
-            image.key,
-            image.length,
-            need.begin,
-            need.end,
-        )
-        return Outcome.FAILED
-    if need.begin == need.end:
-        return Outcome.DONE
-    address += image.header_bytes
-    if need.size:
-        return _copy_plain(image, data, address, need)
-    return _copy_any(image, data, address, need.parts)
-
-
-def _copy_plain(image: Image, data: memoryview, address: int, need: Wanted) -> Outcome:
-    """Parts of one length, one after another."""
-    size, target = need.size, need.parts.address
-    step = max(1, HOT_BYTES // size)
-    checked = need.begin // image.chunk_bytes
-    for first in range(0, len(target), step):
-        part = target[first : first + step]
-        begin = need.begin + first * size
-        last = -(-(begin + len(part) * size) // image.chunk_bytes)
-        spread(address + begin, part, size)
-        if not check_range(image, data, checked, last):
-            return Outcome.CORRUPT
-        checked = last
-    return Outcome.DONE
-
-
-def _copy_any(image: Image, data: memoryview, address: int, parts: Slices) -> Outcome:
-    offset, target, length = parts.offset, parts.address, parts.length
-    if image.length > HOT_BYTES:
-        order = np.argsort(offset, kind="stable")
-        offset, target, length = offset[order], target[order], length[order]
-    seen = np.zeros(len(image.checksums), dtype=bool)
-    ends = np.cumsum(length)
-    first, total = 0, len(length)
-    while first < total:
-        done = int(ends[first - 1]) if first else 0
-        last = max(first + 1, int(np.searchsorted(ends, done + HOT_BYTES, side="right")))
-        part = slice(first, last)
-        chunks = touched(image, offset[part], length[part])
-        chunks = chunks[~seen[chunks]]
-        move(address + offset[part], target[part], length[part])
-        if not check(image, data, chunks):
-            return Outcome.CORRUPT
-        seen[chunks] = True
-        first = last
-    return Outcome.DONE

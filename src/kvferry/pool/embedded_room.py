@@ -202,6 +202,7 @@ class Room:
                 too_long = min(too_long, wish.size)
                 left.append(wish)
                 continue
+            index.generation[row] += np.uint32(1)  # whoever gave it up may have died before
             index.offset[row], index.extent[row] = offset, wish.size
             index.owner[row] = self.members.me
             index.state[row] = wish.state

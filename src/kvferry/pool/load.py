@@ -36,6 +36,7 @@ log = logging.getLogger("kvferry")
 
 CHUNK_TOKENS = 2048  # read at a time: bounds memory for descriptors, and shares work among threads
 HUNG_SECONDS = 2.0  # after its deadline, a load that the store does not end is given up
+CLOSE_SECONDS = 5.0  # for what is under way when the engine ends
 THREADS = 4
 MOST_LOST_THREADS = 32  # stuck in the store; beyond, loads wait for those that are left, and fail
 
@@ -74,6 +75,7 @@ class Loader:
         self._done: deque[Loaded] = deque()
         self._recovered: deque[str] = deque()
         self._changed = threading.Condition()
+        self._closed = False
         self._crew = Crew(threads, "kvferry-load", MOST_LOST_THREADS)
 
     @property
@@ -118,7 +120,15 @@ class Loader:
             self._recovered.clear()
             return recovered
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Begin nothing more: what the store has not yet been asked for fails."""
+        self._closed = True
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Stop; what the store has now gets so long to end."""
+        self.stop()
+        with self._changed:  # those that hang had their time
+            self._changed.wait_for(lambda: all(r.hung for r in self._running), seconds)
         self._crew.close()
 
     def _run(self, running: _Running, sources: Sources) -> None:
@@ -150,6 +160,8 @@ class Loader:
 
     def _load(self, running: _Running, sources: Sources) -> Loaded:
         order, deadline, futures = running.order, running.deadline, running.chunks
+        if self._closed:  # nobody is left who would read
+            raise KvferryError("the engine is closing")
         if not order.segments:
             raise KvferryError("nothing was promised that could be loaded")
         tables = [np.asarray(ids, dtype=np.int64) for ids in order.tables]
@@ -197,6 +209,8 @@ class Loader:
         keys: list[str] = []
         for fragment, block in zip(wanted.fragments, wanted.blocks, strict=True):
             keys += object_keys(sources.metadata, segment.layout_id, fragment, [digests[block]])
+        if self._closed:
+            raise KvferryError("the engine is closing")
         if time.monotonic() >= deadline:
             raise KvferryError("the load's deadline has passed")
         outcomes = self._store.get(keys, wanted.slices, deadline)

@@ -16,7 +16,7 @@ from kvferry.errors import DescriptionError
 from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import RankLayout
 from kvferry.pool.database import ChunkedTokenDatabase
-from kvferry.pool.load import Loader, PlanShelf, Sources
+from kvferry.pool.load import CLOSE_SECONDS, Loader, PlanShelf, Sources
 from kvferry.pool.objects import object_memory
 from kvferry.pool.orders import Loaded, LoadOrder, Saved, SaveOrder, Scope
 from kvferry.pool.reader import ReadPlan, plan_read
@@ -112,6 +112,10 @@ class PoolRank:
         )
 
     def close(self) -> None:
-        self._saver.close()
-        self._loader.close()
+        """What is under way gets a while to end, all of it together."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        self._saver.stop()
+        self._loader.stop()
+        self._saver.close(max(0.0, deadline - time.monotonic()))
+        self._loader.close(max(0.0, deadline - time.monotonic()))
         self._store.close()

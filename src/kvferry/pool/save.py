@@ -30,6 +30,7 @@ from kvferry.pool.store import Outcome, Store
 log = logging.getLogger("kvferry")
 
 BATCH_OBJECTS = 64  # put at a time, so that a deadline is looked at between
+CLOSE_SECONDS = 5.0  # for what is under way when the engine ends
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 8.0
 
@@ -73,8 +74,13 @@ class Saver:
             done.append(self._done.popleft())
         return done
 
-    def close(self, seconds: float = 5.0) -> None:
+    def stop(self) -> None:
+        """Begin nothing more: what the store was not given yet is reported as not saved."""
         self._closed = True
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Stop; what the store has now gets so long to end."""
+        self.stop()
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(seconds)
@@ -141,7 +147,7 @@ class Saver:
             some = new[start : start + BATCH_OBJECTS]
             names = [keys[i] for i in some.tolist()]
             objects = database.objects(blocks.table, ids[mine[some]])
-            if time.monotonic() >= deadline:
+            if self._closed or time.monotonic() >= deadline:
                 outcomes = [Outcome.FAILED] * len(names)
             else:
                 outcomes = self._store.put(names, objects, deadline)

@@ -1,0 +1,138 @@
+"""A rank that is closed while it saves and loads: what the store has is waited for, what it does
+not have yet is not begun, and each job still has its last word."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from kvferry.pool import save
+from kvferry.pool.load import Loader
+from kvferry.pool.orders import Loaded, LoadOrder, Saved, SaveOrder, TableBlocks
+from kvferry.pool.rank import PoolRank
+from kvferry.pool.save import Saver
+from kvferry.pool.stats import PoolCounters
+from kvferry.pool.store import Outcome
+
+BLOCKS = 3 * save.BATCH_OBJECTS
+ORDER = SaveOrder(
+    1,
+    (TableBlocks(0, tuple(range(BLOCKS)), tuple(range(BLOCKS)), tuple(map(str, range(BLOCKS)))),),
+    30.0,
+)
+
+
+class Slow:
+    """A store whose calls wait until they may go on; what happened to it, in order."""
+
+    name = "slow"
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def _slowly(self, what: str, keys: list[str]) -> list[Outcome]:
+        self.begun.set()
+        assert self.go_on.wait(20)
+        time.sleep(0.3 if what == "get" else 0.0)  # after the saver has ended
+        self.seen.append(what)
+        return [Outcome.DONE] * len(keys)
+
+    def exists(self, keys: list[str], deadline: float) -> Any:
+        return np.zeros(len(keys), dtype=bool)
+
+    def put(self, keys: list[str], objects: Any, deadline: float) -> list[Outcome]:
+        return self._slowly("put", keys)
+
+    def get(self, keys: list[str], wanted: Any, deadline: float) -> list[Outcome]:
+        return self._slowly("get", keys)
+
+    def close(self) -> None:
+        self.seen.append("close")
+
+
+def database() -> Any:
+    return SimpleNamespace(
+        memory={0: SimpleNamespace(object_bytes=1)},
+        my_turn=lambda table, numbers: np.arange(len(numbers)),
+        keys=lambda table, contents: list(contents),
+        objects=lambda table, ids: [None] * len(ids),
+    )
+
+
+def until(done: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def rank(store: Any) -> PoolRank:
+    made = PoolRank.__new__(PoolRank)  # no memory, no layouts: all of it that `close` is about
+    made._store = store
+    made._saver, made._loader = Saver(store, PoolCounters()), Loader(store, PoolCounters())
+    return made
+
+
+def reading(store: Slow) -> Any:
+    """In the place of a load: one chunk, read like others."""
+
+    def load(running: Any, sources: Any) -> Loaded:
+        store.get(["a"], None, 0.0)
+        return Loaded("r")
+
+    return load
+
+
+def test_a_save_ends_after_the_batch_at_hand() -> None:
+    store: Any = Slow()
+    saver = Saver(store, PoolCounters())
+    saver.start(ORDER, database())
+    assert store.begun.wait(5)
+    saver.close(0.0)
+    store.go_on.set()
+    until(lambda: not saver.unfinished)
+    failed = tuple((0, n) for n in range(save.BATCH_OBJECTS, BLOCKS))
+    assert saver.take_done() == [Saved(1, failed)] and store.seen == ["put"]
+
+
+def test_the_store_is_closed_after_what_it_has(monkeypatch: Any) -> None:
+    """Both at once, not one after the other, and nothing of them comes after its end."""
+    store: Any = Slow()
+    made = rank(store)
+    monkeypatch.setattr(made._loader, "_load", reading(store))
+    made._saver.start(ORDER, database())
+    made._loader.start(LoadOrder("r", (), {}, (), 30.0), None)  # type: ignore[arg-type]
+    assert store.begun.wait(5)
+    threading.Timer(0.2, store.go_on.set).start()
+    made.close()
+    assert sorted(store.seen[:-1]) == ["get", "put"] and store.seen[-1] == "close"
+
+
+def test_a_load_after_the_end() -> None:
+    """Nobody is left to read: it is told so, at once."""
+    store: Any = Slow()
+    loader = Loader(store, PoolCounters())
+    loader.close(1.0)
+    loader.start(LoadOrder("r", (), {}, (), 30.0), None)  # type: ignore[arg-type]
+    until(lambda: not loader.running)
+    (ended,) = loader.take_done()
+    assert not ended.ok and "closing" in ended.error
+
+
+def test_a_load_that_hangs_is_not_waited_for(monkeypatch: Any) -> None:
+    store: Any = Slow()
+    loader = Loader(store, PoolCounters())
+    monkeypatch.setattr(loader, "_load", reading(store))
+    loader.start(LoadOrder("r", (), {}, (), -10.0), None)  # type: ignore[arg-type]
+    assert store.begun.wait(5) and loader.take_done()[0].hung
+    began = time.monotonic()
+    loader.close(10.0)
+    assert time.monotonic() - began < 5
+    store.go_on.set()
+    until(lambda: not loader.running)
