@@ -15,7 +15,8 @@ An object that is not what was written, in whichever tier, is CORRUPT for its re
 counted. An object that another process is writing now EXISTS for a second writer.
 
 The parts: `embedded_index` (records), `embedded_arena` (extents), `embedded_disk` (files),
-`embedded_room` (eviction, tiers, recovery), `embedded_write`, `embedded_read`, `embedded_image`
+`embedded_owner` (whose they are), `embedded_files` (which there should be), `embedded_room`
+(eviction, tiers), `embedded_open` (recovery), `embedded_write`, `embedded_read`, `embedded_image`
 (headers, checksums), `embedded_copy` (scatter), `embedded_lock`, `policy` (what is evicted).
 """
 
@@ -35,8 +36,9 @@ from kvferry.errors import StoreError
 from kvferry.pool import embedded_index as ix
 from kvferry.pool.embedded_image import Image, open_image
 from kvferry.pool.embedded_index import Geometry, hash_keys, key_name
+from kvferry.pool.embedded_open import MakePolicy
 from kvferry.pool.embedded_read import Reader, analyse
-from kvferry.pool.embedded_room import MakePolicy, Room
+from kvferry.pool.embedded_room import Room
 from kvferry.pool.embedded_write import Writer
 from kvferry.pool.policy import ConversationPolicy
 from kvferry.pool.store import Bools, Outcome, Ranges, Slices, StoreStats
@@ -136,7 +138,8 @@ class EmbeddedStore:
                 rows = room.index.find(low, high)
                 known = rows >= 0
                 if not known.all():
-                    rows[~known] = room.index.claim(low[~known], high[~known], self._clock())
+                    new_low, new_high, now = low[~known], high[~known], self._clock()
+                    rows[~known] = room.index.claim(new_low, new_high, now, rows[known])
                 whole = len(rows) if bool((rows >= 0).all()) else int(np.argmin(rows >= 0))
                 room.policy.observe(rows[:whole], known[:whole], self._clock())
         except StoreError as error:
@@ -254,9 +257,7 @@ class EmbeddedStore:
         return count
 
     def clear(self, deadline: float) -> int:
-        index = self._open().index
-        rows = index.objects()
-        return self._room.give_up(rows, index.generation[rows].copy(), deadline)
+        return self._open().clear(deadline)
 
     def _header(self, row: int) -> Image | None:
         room = self._room
