@@ -209,9 +209,9 @@ def test_an_index_that_is_full(tmp_path: Path, disk: int) -> None:
 
 
 def test_files_on_their_way_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes send objects down at the same time, where there is room for those of one."""
-    one, two = Small(tmp_path, disk=400_000), Small(tmp_path, disk=400_000)
-    one.put(*(f"a{i}" for i in range(9)))
+    """Two processes send objects down at the same time, two each, where three have room."""
+    one, two = Small(tmp_path, disk=350_000), Small(tmp_path, disk=350_000)
+    one.put(*(f"a{i}" for i in range(10)))
     write, go_on, waiting = DiskTier.write, threading.Event(), threading.Event()
 
     def slow(self: DiskTier, name: str, image: memoryview) -> bool:
@@ -221,13 +221,13 @@ def test_files_on_their_way_are_counted(tmp_path: Path, monkeypatch: pytest.Monk
         return write(self, name, image)
 
     monkeypatch.setattr(DiskTier, "write", slow)
-    first = threading.Thread(target=one.put, args=("b0", "b1", "b2"))
+    first = threading.Thread(target=one.put, args=("b0", "b1"))
     first.start()
     assert waiting.wait(20)
-    two.put("c0", "c1", "c2")
+    two.put("c0", "c1")
     go_on.set()
     first.join()
-    assert 0 < bytes_on_disk(tmp_path) <= 400_000
+    assert len(files_of(tmp_path)) == 3 and bytes_on_disk(tmp_path) <= 350_000
     assert bytes_on_disk(tmp_path) == one.store.counters()["disk_bytes"]
     two.store.close()
     one.store.close()

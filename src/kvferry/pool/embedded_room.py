@@ -299,6 +299,7 @@ class Room(Opened):
     def close(self) -> None:
         if self.files is not None:
             self.files.close()
+            self.files = None  # it knows this room, and a circle would keep the mappings
         if self._owner is not None:
             self._owner.close()
         self.members.close()
