@@ -197,8 +197,8 @@ class Files:
 
     def _sweep(self, names: list[str], deadline: float) -> bool:
         low, high = words_of(names)
-        lost = itertools.compress(names, (~self._recorded(low, high)).tolist())
-        lost = [name for name in lost if self._disk.is_ours(name)]
+        without = itertools.compress(names, (~self._recorded(low, high)).tolist())
+        lost = [name for name in without if self._disk.is_ours(name)]
         if lost:
             with self._locked(deadline):
                 self.remove_unrecorded(lost)
