@@ -109,6 +109,12 @@ def test_killed_at_any_point(place: Path) -> None:
     good, bad = watcher.store.verify(soon())
     assert good > 0 and bad == 0, f"seed {SEED}"
     invariants(watcher.store)
+    files = watcher.store._room.files
+    assert files is not None
+    files.begin()  # as the next one who needs room does
+    files.wait(30)
+    on_disk = sum(f.stat().st_size for f in (place / "disk").glob("??/*"))
+    assert on_disk == watcher.store.counters()["disk_bytes"], f"seed {SEED}"
     watcher.close()
     assert not list((place / "disk").glob(".part-*")) or _reopened_is_clean(place)
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.bench.pool_trace import Rates, Trace, rates_of
-from kvferry.pool.embedded_room import BAR_SECONDS, BATCH_SHARE, FEW_OBJECTS, MakePolicy
+from kvferry.pool.embedded_open import MakePolicy
+from kvferry.pool.embedded_room import BAR_SECONDS, BATCH_SHARE, FEW_OBJECTS
 from kvferry.pool.policy import LEARNED_FLOATS, ConversationPolicy, History, Ints
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from kvferry.errors import DescriptionError
 from kvferry.pool.embedded import EmbeddedStore
 from kvferry.pool.embedded_arena import ALIGN
-from kvferry.pool.embedded_room import MakePolicy
+from kvferry.pool.embedded_open import MakePolicy
 from kvferry.pool.policy import ConversationPolicy
 from kvferry.pool.store import Outcome, Ranges
 from kvferry.transport.base import MemoryRegion

@@ -15,7 +15,8 @@ An object that is not what was written, in whichever tier, is CORRUPT for its re
 counted. An object that another process is writing now EXISTS for a second writer.
 
 The parts: `embedded_index` (records), `embedded_arena` (extents), `embedded_disk` (files),
-`embedded_room` (eviction, tiers, recovery), `embedded_write`, `embedded_read`, `embedded_serve`
+`embedded_owner` (whose they are), `embedded_files` (which there should be), `embedded_room`
+(eviction, tiers), `embedded_open` (recovery), `embedded_write`, `embedded_read`, `embedded_serve`
 (what is wanted of an object), `embedded_image` (headers, checksums), `embedded_copy` (scatter),
 `embedded_lock`, `embedded_calls` (who is still at work when it is closed), `policy` (what is
 evicted).
@@ -40,8 +41,9 @@ from kvferry.pool import embedded_index as ix
 from kvferry.pool.embedded_calls import Calls
 from kvferry.pool.embedded_image import Image, open_image
 from kvferry.pool.embedded_index import Geometry, hash_keys, key_name
+from kvferry.pool.embedded_open import MakePolicy
 from kvferry.pool.embedded_read import Reader
-from kvferry.pool.embedded_room import Floats, MakePolicy, Room
+from kvferry.pool.embedded_room import Floats, Room
 from kvferry.pool.embedded_serve import analyse
 from kvferry.pool.embedded_write import Writer
 from kvferry.pool.policy import ConversationPolicy
@@ -159,7 +161,8 @@ class EmbeddedStore:
                 rows = room.index.find(low, high)
                 known = rows >= 0
                 if not known.all():
-                    rows[~known] = room.index.claim(low[~known], high[~known], self._clock())
+                    new_low, new_high, now = low[~known], high[~known], self._clock()
+                    rows[~known] = room.index.claim(new_low, new_high, now, rows[known])
                 whole = len(rows) if bool((rows >= 0).all()) else int(np.argmin(rows >= 0))
                 room.policy.observe(rows[:whole], known[:whole], self._clock())
         except StoreError as error:
@@ -297,9 +300,7 @@ class EmbeddedStore:
 
     @_call
     def clear(self, deadline: float) -> int:
-        index = self._room.index
-        rows = index.objects()
-        return self._room.give_up(rows, index.generation[rows].copy(), deadline)
+        return self._room.clear(deadline)
 
     def _header(self, row: int) -> Image | None:
         room = self._room

@@ -18,7 +18,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from kvferry.errors import StoreError
@@ -30,6 +30,7 @@ _TEMPORARY = ".part-"
 _PART = re.compile(re.escape(_TEMPORARY) + r"(\d+)-\d+")
 _NAME = re.compile(r"[0-9a-f]{32}")
 _HEAD_BYTES = 32
+_MOST_HEADERS_BYTES = 1024  # one read for objects up to 30 MiB
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 _DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)  # the medium, not the moment
 
@@ -50,11 +51,11 @@ class DiskTier:
     def write(self, name: str, image: memoryview) -> bool:
         """Whether the whole image is there now; if not, nothing is."""
         target = self.path(name)
-        if name[:2] not in self._made:
-            target.parent.mkdir(exist_ok=True, mode=0o700)
-            self._made.add(name[:2])
         part = self._directory / f"{_TEMPORARY}{self._member}-{next(self._numbers)}"
         try:
+            if name[:2] not in self._made:
+                target.parent.mkdir(exist_ok=True, mode=0o700)
+                self._made.add(name[:2])
             with part.open("wb", buffering=0) as file:
                 left = image
                 while left:
@@ -62,6 +63,7 @@ class DiskTier:
             part.rename(target)
         except OSError as error:
             _log.warning("disk tier: %s could not be written: %s", target, error)
+            self._made.discard(name[:2])  # the folder may be what is missing
             with contextlib.suppress(OSError):
                 part.unlink()
             return False
@@ -100,9 +102,8 @@ class DiskTier:
         with contextlib.suppress(OSError):
             self.path(name).unlink()
 
-    def clean(self, dead: Iterator[int] | None = None) -> None:
-        """Remove what dead members (None: all) left half-written."""
-        gone = None if dead is None else set(dead)
+    def clean(self, gone: Collection[int] | None = None) -> None:
+        """Remove what members that are gone (None: all) left half-written."""
         for part in self._directory.glob(_TEMPORARY + "*"):
             ours = _PART.fullmatch(part.name)
             if ours is not None and (gone is None or int(ours[1]) in gone):
@@ -111,34 +112,39 @@ class DiskTier:
 
     def header(self, name: str) -> Image | None:
         """The header of a file that is whole as far as its size tells."""
-        path = self.path(name)
         try:
-            size = path.stat().st_size
-            with path.open("rb") as file:
-                head = file.read(_HEAD_BYTES)
-                head += file.read(max(0, min(header_size(head), size) - len(head)))
+            fd = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
+        try:
+            size = os.fstat(fd).st_size
+            head = os.pread(fd, _MOST_HEADERS_BYTES, 0)
+            whole = min(header_size(head), size)
+            if whole > len(head):
+                head += os.pread(fd, whole - len(head), len(head))
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
         image = open_image(memoryview(head))
         return image if image is not None and image.header_bytes + image.length == size else None
 
-    def found(self) -> Iterator[tuple[str, Image, int]]:
-        """Name, header and size of every whole file; what is left of ours otherwise is removed."""
+    def names(self, *, tell: bool) -> Iterator[str]:
+        """Every file with a name of the store's, folder by folder; `tell` of what else is there."""
         foreign = 0
-        for path in self._directory.glob("??/*"):
-            named = _NAME.fullmatch(path.name) and path.parent.name == path.name[:2]
-            if not named or path.is_symlink() or not path.is_file():
+        for folder in sorted(self._directory.glob("??")):
+            try:
+                entries = list(os.scandir(folder))
+            except OSError:  # no folder, or one that is gone
                 foreign += 1
                 continue
-            image = self.header(path.name)
-            if image is not None:
-                yield path.name, image, image.header_bytes + image.length
-            elif self._is_ours(path):
-                with contextlib.suppress(OSError):
-                    path.unlink()
-            else:
-                foreign += 1
-        if foreign:
+            for entry in entries:
+                ours = _NAME.fullmatch(entry.name) and entry.name.startswith(folder.name)
+                if ours and entry.is_file(follow_symlinks=False):
+                    yield entry.name
+                else:
+                    foreign += 1
+        if foreign and tell:
             _log.warning(
                 "disk tier: %s holds %d things that are not the store's; they are left alone, and "
                 "not counted in its size",
@@ -146,11 +152,10 @@ class DiskTier:
                 foreign,
             )
 
-    @staticmethod
-    def _is_ours(path: Path) -> bool:
-        """Whether a file with one of our names may be what a loss of power left of an image."""
+    def is_ours(self, name: str) -> bool:
+        """Whether a file with one of our names may be an image, or what a loss of power left."""
         try:
-            with path.open("rb") as file:
+            with self.path(name).open("rb") as file:
                 return begins_image(file.read(_HEAD_BYTES))
         except OSError:
             return False

@@ -1,11 +1,13 @@
 """The first words of the embedded store's index: what belongs to the store and to no record.
 
-Words 0 to 3 are the magic number and the sizes (`embedded_index`); words 8 to 13 are below; counts
-follow from word 16 on. Each word is written by whoever holds the store's lock, but for some counts,
-which may miss a few.
+Words 0 to 3 are the magic number and the sizes (`embedded_index`); 4 and 5 are a number of the
+store's own; words 8 to 15 are below; counts follow from word 16 on. Each word is written by whoever
+holds the store's lock, but for some counts, which may miss a few.
 """
 
 from __future__ import annotations
+
+import os
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +28,9 @@ COUNTERS = (
     "puts",
 )
 
+# What is to be done about files without a record
+NOTHING, SWEEP, ADOPT = range(3)
+
 
 class Header:
     """Words in memory that all processes share."""
@@ -35,6 +40,14 @@ class Header:
 
     def _word(self, at: int) -> int:
         return int(self._header[at])
+
+    @property
+    def store_id(self) -> str:
+        """Of this store alone; made when it is first asked for, under the lock."""
+        words = self._header[4:6]
+        if not words.any():
+            words[:] = np.frombuffer(os.urandom(16), dtype=np.int64)
+        return words.tobytes().hex()
 
     @property
     def dirty(self) -> bool:
@@ -79,6 +92,24 @@ class Header:
     @bar.setter
     def bar(self, value: tuple[float, float]) -> None:
         self._header[12:14].view(np.float64)[:] = value
+
+    @property
+    def files_due(self) -> int:
+        """SWEEP: files may lie there that no record names, and go. ADOPT: they are taken in."""
+        return self._word(14)
+
+    @files_due.setter
+    def files_due(self, value: int) -> None:
+        self._header[14] = value
+
+    @property
+    def files_by(self) -> int:
+        """The member that is at it, or 0."""
+        return self._word(15)
+
+    @files_by.setter
+    def files_by(self, value: int) -> None:
+        self._header[15] = value
 
     def count(self, name: str, by: int = 1) -> None:
         self._header[16 + COUNTERS.index(name)] += by

@@ -76,7 +76,10 @@ def open_image(image: memoryview) -> Image | None:
     if size > len(image) or _checksum(image[8:size]) != digest:
         return None
     sums = np.frombuffer(bytes(image[_HEAD.size : used]), dtype="<u8")
-    key = bytes(image[used : used + key_bytes]).decode()
+    try:
+        key = bytes(image[used : used + key_bytes]).decode()
+    except UnicodeDecodeError:  # a right digest, but nothing that this store wrote
+        return None
     return Image(key, size, length, chunk_bytes, sums)
 
 

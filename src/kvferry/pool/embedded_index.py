@@ -44,6 +44,7 @@ Words = NDArray[np.uint64]
 FREE, GHOST, WRITING, MEMORY, DISK, BOTH, DEMOTING, PROMOTING = range(8)
 OWNED = (WRITING, DEMOTING, PROMOTING)
 _READABLE = np.array([False, False, False, True, True, True, True, True])
+_NO_ROWS = np.empty(0, dtype=np.int64)
 _IN_MEMORY = np.array([False, False, False, True, False, True, True, False])
 
 WAYS = 8  # 8 words of one cache line
@@ -99,6 +100,12 @@ def hash_keys(keys: Sequence[str]) -> tuple[Words, Words]:
 
 def key_name(low: int, high: int) -> str:
     return f"{low:016x}{high:016x}"
+
+
+def words_of(names: Sequence[str]) -> tuple[Words, Words]:
+    """The hashes that `key_name` made these names of."""
+    words = np.frombuffer(bytes.fromhex("".join(names)), dtype=">u8").reshape(-1, 2)
+    return words[:, 0].astype(np.uint64), words[:, 1].astype(np.uint64)
 
 
 class SharedIndex(Header):
@@ -206,16 +213,17 @@ class SharedIndex(Header):
         found &= self.state[rows] != FREE
         return np.where(found, rows, -1)
 
-    def claim(self, low: Words, high: Words, now: float) -> Ints:
+    def claim(self, low: Words, high: Words, now: float, batch: Ints = _NO_ROWS) -> Ints:
         """Slots for new, distinct keys as GHOST, in place of the oldest ghosts if need be.
 
-        -1 where all sixteen slots of a key hold objects. The caller holds the lock.
+        `batch` are rows of keys that came together with these, whose ghosts stay. -1 where all
+        sixteen slots of a key hold objects. The caller holds the lock.
         """
         rows = np.full(len(low), -1, dtype=np.int64)
         left = np.arange(len(low))
-        mine = np.empty(0, dtype=np.int64)
+        mine = batch
         while len(left):
-            slots = self._slots_of(low[left], high[left])
+            slots = self.slots_of(low[left], high[left])
             states = self.state[slots]
             cost = np.where(states == GHOST, self.history.last[slots], np.inf)
             empty = (states == FREE).reshape(len(left), 2, WAYS)
@@ -240,7 +248,7 @@ class SharedIndex(Header):
             left = np.delete(left, first)
         return rows
 
-    def _slots_of(self, low: Words, high: Words) -> Ints:
+    def slots_of(self, low: Words, high: Words) -> Ints:
         """The sixteen slots in which each key may lie."""
         first = (low & self._mask).astype(np.int64)
         buckets = np.stack((first, self._second(first, high)), axis=1)

@@ -5,39 +5,33 @@ with a disk tier it always comes in, because what it displaces is not lost. Vict
 on disk are written there first, outside of the lock: they stay readable until the file is in place.
 Victims are chosen without the lock too, and looked at again under it.
 
-Whatever a process does here, it can die doing it. The lock goes with it; `dirty` says that it was
-held; states with an owner say what was under way. `mend` undoes those of the dead and finds the
-gaps again, from the records.
+What a process was granted and cannot use, because it failed or ran out of time, it gives back; and
+what it leaves when it dies is undone by others (`embedded_open`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.pool import embedded_index as ix
-from kvferry.pool.embedded_arena import ALIGN, Arena
-from kvferry.pool.embedded_disk import DISK_LINK, DiskTier, own_directory
-from kvferry.pool.embedded_index import Geometry, SharedIndex, hash_keys, key_name
-from kvferry.pool.embedded_lock import Members, SharedLock
-from kvferry.pool.policy import ConversationPolicy, History
+from kvferry.pool.embedded_arena import ALIGN
+from kvferry.pool.embedded_disk import DiskTier
+from kvferry.pool.embedded_files import Files, lowest
+from kvferry.pool.embedded_header import SWEEP
+from kvferry.pool.embedded_index import key_name
+from kvferry.pool.embedded_open import Opened
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-MakePolicy = Callable[[History, Floats], ConversationPolicy]  # from shared memory
 
 ROUNDS = 6  # of making room for one batch: others may take what was freed
 FEW_OBJECTS = 4096  # up to here, victims are looked for each time, and only as many as needed
 BATCH_SHARE = 256  # beyond, at least this part of the memory is freed at a time
 BAR_SECONDS = 1.0  # how long the last victim's score tells what is not worth a search
-OPEN_SECONDS = 60.0
-REAP_SECONDS = 1.0  # between two looks for extents of the dead, while there is something to evict
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,107 +54,36 @@ class Granted:
     refused: set[int]
 
 
-class Room:
+class Room(Opened):
     """The tiers of one store, as one process sees them."""
-
-    def __init__(
-        self,
-        directory: Path,
-        wanted: Geometry,
-        disk: Path | None,
-        clock: Callable[[], float],
-        make_policy: MakePolicy = ConversationPolicy,
-    ) -> None:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.clock = clock
-        self.lock = SharedLock(directory / "lock")
-        with self.lock.held(time.monotonic() + OPEN_SECONDS):
-            self.index = SharedIndex(directory / "index", wanted)
-            self.policy = make_policy(self.index.history, self.index.learned)
-            self.arena = Arena(directory / "arena", self.index)
-            self.members = Members(directory / "members")
-            self._reap_at = 0.0
-            if not self.index.created:
-                disk = own_directory(directory, self.index.geometry.disk_bytes > 0, disk)
-            self.disk = DiskTier(disk, self.members.me) if disk is not None else None
-            if self.index.created:
-                self.policy.reset()
-                link = directory / DISK_LINK  # for all who open the store later
-                link.unlink(missing_ok=True)
-                if disk is not None and self.disk is not None:
-                    self.disk.clean()
-                    self._adopt(self.disk)
-                    link.symlink_to(disk.absolute())
-                self.index.publish()
-            else:
-                self._undo(lambda owner: owner == self.members.me)  # my number's last holder
-                if self.disk is not None:
-                    self.disk.clean(iter([self.members.me]))
-
-    @contextlib.contextmanager
-    def locked(self, deadline: float) -> Iterator[None]:
-        """The right to change the index; what a dead holder left is mended first."""
-        with self.lock.held(deadline):
-            if self.index.dirty:
-                self.mend()
-            self.index.dirty = True
-            yield  # an exception leaves `dirty`: the next holder looks after it
-            self.index.dirty = False
-
-    def mend(self) -> None:
-        self.index.count("mended")
-        self._undo(lambda owner: not self.members.alive(owner))
-
-    def _undo(self, of: Callable[[int], bool]) -> None:
-        index = self.index
-        rows = index.in_state(*ix.OWNED)
-        gone = {owner for owner in np.unique(index.owner[rows]).tolist() if of(owner)}
-        rows = rows[np.isin(index.owner[rows], list(gone))]
-        states = index.state[rows].copy()
-        index.state[rows[states == ix.DEMOTING]] = ix.MEMORY
-        index.leave_memory(rows[states == ix.PROMOTING], ix.DISK)
-        index.leave_memory(rows[states == ix.WRITING], ix.GHOST)
-        self.arena.find_gaps()
-        index.gaps_stale = False
-
-    def _reap(self, deadline: float, *, now: bool = False) -> bool:
-        """Whether memory came back that processes held which died outside of the lock."""
-        if not now and time.monotonic() < self._reap_at:
-            return False
-        self._reap_at = time.monotonic() + REAP_SECONDS
-        index = self.index
-        owners = np.unique(index.owner[index.in_state(*ix.OWNED)]).tolist()
-        if all(self.members.alive(owner) for owner in owners):
-            return False
-        with self.locked(deadline):
-            self.mend()
-        return True
-
-    def _adopt(self, disk: DiskTier) -> None:
-        """A new index takes in the files that are there, up to the disk's capacity."""
-        index, now, used = self.index, self.clock(), 0
-        for name, image, size in disk.found():
-            low, high = hash_keys([image.key])
-            row = -1
-            whole = name == key_name(int(low[0]), int(high[0]))
-            if whole and used + size <= index.geometry.disk_bytes:
-                row = int(index.claim(low, high, now)[0])
-            if row < 0:
-                disk.remove(name)
-                continue
-            index.length[row], index.image_bytes[row] = image.length, size
-            index.state[row] = ix.DISK
-            used += size
 
     # --- getting room --------------------------------------------------------------------------
 
     def reserve(self, wishes: list[Wish], scores: Floats, firm: bool, deadline: float) -> Granted:
         """Extents for as many wishes as there can be, the most valuable first.
 
-        The rows are GHOST (or DISK) when asked for and stay so until they have their extent.
-        `scores` of infinity are never declined; with `firm`, none is.
+        The rows, each of them once, are GHOST (or DISK) when asked for and stay so until they have
+        their extent. `scores` of infinity are never declined; with `firm`, none is.
         """
         granted = Granted({}, set(), set())
+        try:
+            self._reserve(wishes, scores, firm, deadline, granted)
+        except BaseException:
+            back = [w.row for w in wishes if w.row in granted.offsets]
+            if back:
+                before = ix.GHOST if wishes[0].state == ix.WRITING else ix.DISK
+                self.abandon(np.array(back, dtype=np.int64), before)
+            raise
+        return granted
+
+    def _reserve(
+        self,
+        wishes: list[Wish],
+        scores: Floats,
+        firm: bool,
+        deadline: float,
+        granted: Granted,
+    ) -> None:
         pending = [wishes[i] for i in np.argsort(-scores, kind="stable").tolist()]
         worth = {wish.row: float(score) for wish, score in zip(wishes, scores, strict=True)}
         granted.refused.update(w.row for w in pending if w.size > self.arena.capacity)
@@ -181,7 +104,6 @@ class Room:
                 break
             pending = [w for w in pending if w.row not in granted.declined]
         granted.refused.update(wish.row for wish in pending)
-        return granted
 
     def _take(self, wishes: list[Wish], granted: Granted) -> list[Wish]:
         index = self.index
@@ -238,7 +160,7 @@ class Room:
         goal = int(need[-1])
         if len(rows) > FEW_OBJECTS:
             goal = max(goal, self.arena.capacity // BATCH_SHARE)
-        order = _lowest(scores, index.extent[rows], goal)
+        order = lowest(scores, index.extent[rows], goal)
         freed = np.cumsum(index.extent[rows[order]])
         if not firm:
             last = np.minimum(np.searchsorted(freed, need), len(order) - 1)
@@ -257,67 +179,57 @@ class Room:
 
     def _evict(self, rows: Ints, deadline: float) -> bool:
         """Take these out of memory: down to disk where there is one."""
-        index, disk = self.index, self.disk
+        index, files = self.index, self.files
+        if files is not None:
+            files.begin()
         with self.locked(deadline):
             rows = rows[np.isin(index.state[rows], (ix.MEMORY, ix.BOTH))]
             index.count("evicted", len(rows))
             index.leave_memory(rows[index.state[rows] == ix.BOTH], ix.DISK)
             down = rows[index.state[rows] == ix.MEMORY]
-            if disk is not None:
-                kept = self._fit_on_disk(disk, down)
+            if files is not None:
+                kept = files.fit(down)
                 index.owner[kept] = self.members.me
                 index.state[kept] = ix.DEMOTING
                 down = down[~np.isin(down, kept)]
             index.leave_memory(down, ix.GHOST)
             index.count("dropped", len(down))
             index.gaps_stale = True
-        if disk is not None and len(kept):
-            self._demote(disk, kept, deadline)
+        if files is not None and self.disk is not None and len(kept):
+            self._demote(files, self.disk, kept, deadline)
         return True
 
-    def _fit_on_disk(self, disk: DiskTier, coming: Ints) -> Ints:
-        """Remove the least valuable files to make room; which of `coming` are worth their place."""
-        index = self.index
-        files = index.on_disk()
-        over = int(index.image_bytes[files].sum() + index.image_bytes[coming].sum())
-        over -= index.geometry.disk_bytes
-        if over <= 0:
-            return coming
-        files = files[np.isin(index.state[files], (ix.DISK, ix.BOTH))]
-        rows = np.concatenate((coming, files))
-        size = index.image_bytes[rows]
-        order = _lowest(self.policy.scores(rows, self.clock()), size, over)
-        count = min(int(np.searchsorted(np.cumsum(size[order]), over)) + 1, len(order))
-        losers = rows[order[:count]]
-        for row in losers[np.isin(losers, files)].tolist():
-            if index.state[row] == ix.BOTH:
-                index.state[row] = ix.MEMORY
-            else:
-                index.leave_memory(np.array([row]), ix.GHOST)
-                index.count("dropped")
-            disk.remove(key_name(int(index.low[row]), int(index.high[row])))
-        return np.asarray(coming[~np.isin(coming, losers)])
-
-    def _demote(self, disk: DiskTier, rows: Ints, deadline: float) -> None:
+    def _demote(self, files: Files, disk: DiskTier, rows: Ints, deadline: float) -> None:
         index = self.index
         generation = index.generation[rows].copy()
         names = [key_name(int(index.low[row]), int(index.high[row])) for row in rows.tolist()]
-        written = []
-        for row, name in zip(rows.tolist(), names, strict=True):
-            image = self.arena.view(int(index.offset[row]), int(index.image_bytes[row]))
-            # past the deadline the rest is dropped: the store's memory must not stay half-freed
-            written.append(time.monotonic() <= deadline and disk.write(name, image))
-        ok = np.array(written, dtype=bool)
-        with self.locked(max(deadline, time.monotonic() + OPEN_SECONDS)):
-            mine = (index.state[rows] == ix.DEMOTING) & (index.generation[rows] == generation)
-            for at in np.flatnonzero(ok & ~mine).tolist():  # removed meanwhile
-                disk.remove(names[at])
-            index.leave_memory(rows[mine & ok], ix.DISK)
-            index.leave_memory(rows[mine & ~ok], ix.GHOST)
-            index.count("demoted", int((mine & ok).sum()))
-            index.count("disk_full", int((~ok).sum()))
-            index.count("dropped", int((mine & ~ok).sum()))
-            index.gaps_stale = True
+        ok = np.zeros(len(rows), dtype=bool)
+        ended = False
+
+        def settle() -> None:
+            mine = (index.state[rows] == ix.DEMOTING) & (index.owner[rows] == self.members.me)
+            mine &= index.generation[rows] == generation
+            if ended:
+                index.leave_memory(rows[mine & ok], ix.DISK)
+                index.leave_memory(rows[mine & ~ok], ix.GHOST)
+                index.count("demoted", int((mine & ok).sum()))
+                index.count("disk_full", int((~ok).sum()))
+                index.count("dropped", int((mine & ~ok).sum()))
+                index.gaps_stale = True
+            else:
+                files.undo_demotions(rows[mine])
+            # those of objects that were removed meanwhile, unless they came back and went down
+            files.remove_unrecorded([names[at] for at in np.flatnonzero(~mine).tolist()])
+
+        try:
+            for at, name in enumerate(names):
+                row = int(rows[at])
+                image = self.arena.view(int(index.offset[row]), int(index.image_bytes[row]))
+                # past the deadline the rest is dropped: memory must not stay half-freed
+                ok[at] = time.monotonic() <= deadline and disk.write(name, image)
+            ended = True
+        finally:
+            self._settle(settle, deadline)
 
     # --- giving up -----------------------------------------------------------------------------
 
@@ -329,37 +241,72 @@ class Room:
             # on its way into memory: the bytes go to an extent that its owner still writes to
             same &= index.state[rows] != ix.PROMOTING
             rows = rows[same]
-            on_disk = rows[np.isin(rows, index.on_disk())]
-            names = [key_name(int(index.low[r]), int(index.high[r])) for r in on_disk.tolist()]
-            index.leave_memory(rows, ix.GHOST)
-            index.gaps_stale = True
-            if self.disk is not None:
-                for name in names:
-                    self.disk.remove(name)
+            self._drop(rows)
         return len(rows)
+
+    def clear(self, deadline: float) -> int:
+        """All objects away, and all files of the store's, also those without a record."""
+        index = self.index
+        if self.files is not None:
+            with self.locked(deadline):
+                index.files_due = min(index.files_due, SWEEP)  # nothing more is taken in
+        rows = index.objects()
+        count = self.give_up(rows, index.generation[rows].copy(), deadline)
+        if self.files is not None:
+            self.files.sweep_now(deadline)
+        return count
+
+    def claim(self, low: ix.Words, high: ix.Words, batch: Ints) -> Ints:
+        """Records for new keys that come together with those of `batch`; the caller has the lock.
+
+        Where objects have all sixteen slots of a key, the one that is worth least goes, from all
+        tiers. -1 where none of them can.
+        """
+        index, now = self.index, self.clock()
+        rows = index.claim(low, high, now, batch)
+        while len(left := np.flatnonzero(rows < 0)):
+            slots = index.slots_of(low[left], high[left])
+            taken = np.concatenate((batch, rows[rows >= 0]))
+            may_go = np.isin(index.state[slots], (ix.MEMORY, ix.BOTH, ix.DISK))
+            may_go &= ~np.isin(slots, taken)
+            scores = self.policy.scores(slots.ravel(), now).reshape(slots.shape)
+            worst = np.where(may_go, scores, np.inf).argmin(axis=1)
+            every = np.arange(len(left))
+            victims = np.unique(slots[every, worst][may_go[every, worst]])
+            if len(victims) == 0:
+                break
+            self._drop(victims)
+            index.count("evicted", len(victims))
+            index.count("dropped", len(victims))
+            rows[left] = index.claim(low[left], high[left], now, taken)
+        return rows
+
+    def _drop(self, rows: Ints) -> None:
+        if self.files is not None:
+            self.files.drop(rows)
+        else:
+            self.index.leave_memory(rows, ix.GHOST)
+        self.index.gaps_stale = True
 
     def abandon(self, rows: Ints, state: int) -> None:
         """Extents that this process was granted and did not fill."""
-        with self.locked(time.monotonic() + OPEN_SECONDS):
+
+        def settle() -> None:
             self.index.leave_memory(rows, state)
             self.index.gaps_stale = True
 
+        self._settle(settle, time.monotonic())
+
     def close(self) -> None:
+        if self.files is not None:
+            self.files.close()
+            self.files = None  # it knows this room, and a circle would keep the mappings
+        if self._owner is not None:
+            self._owner.close()
         self.members.close()
         self.lock.close()
         self.arena.close()
         self.index.close()
-
-
-def _lowest(scores: Floats, sizes: Ints, goal: int) -> Ints:
-    """Indices by rising score, enough of them for `goal` bytes where there are enough."""
-    count = int(goal / max(float(sizes.mean()), 1.0) * 1.5) + 16
-    while count < len(scores):
-        lowest = np.argpartition(scores, count - 1)[:count]
-        if int(sizes[lowest].sum()) >= goal:
-            return np.asarray(lowest[np.argsort(scores[lowest], kind="stable")])
-        count *= 4
-    return np.asarray(np.argsort(scores, kind="stable"))
 
 
 def aligned(size: int) -> int:

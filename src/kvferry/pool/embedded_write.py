@@ -72,6 +72,7 @@ class Writer:
         try:
             rows, wishes, places = self._wishes(keys, objects, inside, outcomes, pinned, deadline)
             if not wishes:
+                index.count("full", outcomes.count(Outcome.FULL))
                 return outcomes
             mine = np.array([w.row for w in wishes], dtype=np.int64)
             told = index.history.chain[mine] > 0
@@ -112,7 +113,7 @@ class Writer:
         deadline: float,
     ) -> tuple[Ints, list[Wish], list[int]]:
         """What has to be written: records for it, extents that it wants, places in the batch."""
-        room, now = self._room, self._clock()
+        room = self._room
         index = room.index
         low, high = hash_keys(keys)
         good = np.array(inside, dtype=bool)
@@ -122,7 +123,7 @@ class Writer:
         with room.locked(deadline):
             rows = index.find(low, high)
             new = good & once & (rows < 0)
-            rows[new] = index.claim(low[new], high[new], now)
+            rows[new] = room.claim(low[new], high[new], rows[rows >= 0])
             states = np.where(rows >= 0, index.state[rows], ix.FREE)
             self._undo_dead(rows[states == ix.WRITING])
             states = np.where(rows >= 0, index.state[rows], ix.FREE)
@@ -131,7 +132,9 @@ class Writer:
             if not good[at]:
                 continue
             if states[at] == ix.FREE and once[at]:
-                outcomes[at] = Outcome.FULL  # sixteen objects where this key may lie
+                outcomes[at] = (
+                    Outcome.FULL
+                )  # sixteen objects where this key may lie, none of which may go
             elif states[at] != ix.GHOST or not once[at]:
                 outcomes[at] = Outcome.EXISTS
             else:
@@ -141,7 +144,6 @@ class Writer:
                 places.append(at)
         if pinned and wishes:
             room.policy.pin(np.array([w.row for w in wishes], dtype=np.int64))
-        index.count("full", outcomes.count(Outcome.FULL))
         return rows, wishes, places
 
     def _undo_dead(self, rows: Ints) -> None:
