@@ -1,0 +1,60 @@
+"""What all commands share: where they print, and how they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from kvferry.errors import KvferryError
+
+err = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Write a self-contained page here.")]
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Errors of ours are for people: one paragraph, no stack trace."""
+    try:
+        yield
+    except (KvferryError, MemoryError) as error:
+        said = str(error) or "not enough memory"
+        words = f"[bold red]{type(error).__name__}[/]: {escape(said)}"
+        err.print(words, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+@contextmanager
+def libraries_to_stderr() -> Iterator[None]:
+    """Keep standard output for results: what libraries print goes to standard error instead."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def keep_page(path: Path, page: str, what: str) -> None:
+    from kvferry.cli.picture import write_page
+
+    with refusals():
+        write_page(path, page, what)
+        err.print(f"{what}: {path}", highlight=False)
+
+
+def print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
