@@ -283,10 +283,10 @@ class SchedulerEngine:
             return rows.reshape(*rows.shape[:2], 1, HEADS * DIM)
         return rows[:, :, self.ranks[rank] * self._heads : (self.ranks[rank] + 1) * self._heads]
 
-    def add(self, name: str, tokens: list[int], output: int = 4) -> None:
+    def add(self, name: str, tokens: list[int], output: int = 4, lora: Any = None) -> None:
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         params.update_from_generation_config({}, None)
-        request = Request(name, tokens, params, None, block_hasher=self._hasher)
+        request = Request(name, tokens, params, None, lora_request=lora, block_hasher=self._hasher)
         self.tokens[name], self.computed[name], self.out[name] = list(tokens), 0, []
         self.scheduler.add_request(request)
 

@@ -52,6 +52,7 @@ class PoolConfig:
     cache_prefix: str = ""  # the tenant: engines with different ones share nothing
     model_id: str = ""  # names the model, where its path differs between engines
     weight_revision: str = ""  # names the weights; default: see `kvferry.pool.weights`
+    lora_files_final: bool = False  # adapters' files never change: see `kvferry.pool.adapters`
     load_async: bool = True
     discard_partial_chunks: bool = True
     lookup_rpc_port: int | str = 0  # no port is needed: accepted, and not used

@@ -10,25 +10,24 @@ import msgspec
 
 from kvferry.errors import DescriptionError
 from kvferry.p2p.describe import read_layout, read_model, read_shape
+from kvferry.pool.adapters import NOBODYS, Adapter, Adapters, Asked
 from kvferry.pool.chain import Extra
 from kvferry.pool.checked import MEANING
 from kvferry.pool.keys import KeyMetadata
-from kvferry.pool.orders import Loaded
 from kvferry.pool.records import make_layout
-from kvferry.pool.requests import PoolLimits
-from kvferry.pool.save_jobs import SavedBlocks, WholeState
+from kvferry.pool.requests import PoolLimits, RequestTracker
+from kvferry.pool.save_jobs import WholeState
 from kvferry.pool.scheduler import PoolScheduler
 from kvferry.pool.weights import engine_weights
 from kvferry.vllm.context_parallel import cache_rank, replicas
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig
+from kvferry.vllm.pool_events import PoolEvents
 from kvferry.vllm.pool_metadata import PoolMetadata, PoolReport
 from kvferry.vllm.prompts import Prompts
 from kvferry.wire.messages import EngineInfo, RankInfo
 
 log = logging.getLogger("kvferry")
-
-MEDIUM = "STORAGE"  # vLLM's word for where a pool's blocks are
 
 
 class VllmPoolScheduler:
@@ -37,11 +36,11 @@ class VllmPoolScheduler:
     ) -> None:
         self.config, self._vllm = config, vllm_config
         self._prompts = Prompts.of(vllm_config)
+        self._adapters = Adapters(_lora_settings(vllm_config), final=config.lora_files_final)
+        self._adapters_of: dict[str, Asked] = {}  # by request
         self._blocks: Any = None  # vLLM's block pool
         self._requests: dict[str, Any] = {}
         self._handshakes: dict[tuple[int, int], FerryHandshake] = {}
-        self._with_events = events
-        self._events: list[Any] = []
         if not self._prompts.media_named:
             log.warning(
                 "kvferry: requests with images or other media are not kept in the pool: with "
@@ -50,6 +49,7 @@ class VllmPoolScheduler:
         self.pool = PoolScheduler(
             limits, config.opener(lookups_only=True), pin=self._pin, unpin=self._unpin, null_block=0
         )
+        self._events = PoolEvents(self.pool, wanted=events)
 
     def set_handshakes(self, handshakes: Mapping[tuple[int, int], Any]) -> None:
         """All workers' descriptions: the engine's layout, to be published."""
@@ -96,6 +96,7 @@ class VllmPoolScheduler:
 
     def bind_blocks(self, block_pool: Any) -> None:
         self._blocks = block_pool
+        self._events.hash_tokens = getattr(block_pool, "hash_block_size", None)
 
     def _pin(self, block_ids: Sequence[int]) -> None:
         self._blocks.touch([self._blocks.blocks[i] for i in block_ids])
@@ -121,22 +122,45 @@ class VllmPoolScheduler:
             log.debug("request %s is not for the pool: %s", request.request_id, why)
             return
         self._requests[request.request_id] = request
+        lora = getattr(request, "lora_request", None)
+        if lora is not None:
+            asked = self._adapters.ask(Adapter.of(lora), self.config.lookup_seconds)
+            self._adapters_of[request.request_id] = asked
         # the lookup is under way before the scheduler comes to this request
         self.matched(request, 0)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        if request.request_id not in self._requests or not self.pool.started:
-            return 0, False
-        tracker = self.pool.track(request.request_id, lambda: _extras(request))
+        tracker = self._tracker(request)
+        if tracker is None:
+            waits = request.request_id in self._requests and self.pool.started
+            return (None if waits else 0), False
         count = self.pool.matched(request.request_id, tracker, request.all_token_ids, computed)
         return count, bool(count)
 
     def elsewhere(self, request: Any, tokens: int) -> None:
         """Another connector has these tokens of a request; whoever computed them has saved them."""
-        if request.request_id in self._requests and self.pool.started:
-            tracker = self.pool.track(request.request_id, lambda: _extras(request))
+        tracker = self._tracker(request)
+        if tracker is not None:
             tracker.load = None
             tracker.saved_tokens = max(tracker.saved_tokens, tokens)
+
+    def _tracker(self, request: Any) -> RequestTracker | None:
+        """None: the request is not for the pool, or its adapter's name is not known yet."""
+        request_id = request.request_id
+        if request_id not in self._requests or not self.pool.started:
+            return None
+        asked = self._adapters_of.get(request_id)
+        adapter = asked.name if asked is not None else None
+        if asked is not None and not adapter:
+            if adapter == NOBODYS:
+                self._forget(request_id)
+            return None
+        return self.pool.track(request_id, lambda: _extras(request, adapter))
+
+    def _forget(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+        self._adapters_of.pop(request_id, None)
+        self.pool.finished(request_id)
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], external: int) -> None:
         self.pool.allocated(request.request_id, tables, external)
@@ -160,7 +184,7 @@ class VllmPoolScheduler:
                 final,
                 lambda r=request_id: state.get_block_ids(r),  # type: ignore[misc]
                 states=_states(state, request_id, final),
-                tag=request if self._with_events else None,
+                tag=request if self._events.wanted else None,
             )
         orders = self.pool.take_orders()
         return PoolMetadata(orders, idle=output.total_num_scheduled_tokens == 0)
@@ -171,8 +195,7 @@ class VllmPoolScheduler:
         Nothing is saved here: vLLM counts tokens as computed while they are still being loaded, so
         the blocks of a request that was aborted may hold anything.
         """
-        self._requests.pop(request.request_id, None)
-        self.pool.finished(request.request_id)
+        self._forget(request.request_id)
 
     # Reports
 
@@ -181,108 +204,35 @@ class VllmPoolScheduler:
             if report.handshakes:
                 self.described_by(report.handshakes)
             for saved in self.pool.saved(report.saved):
-                if self._with_events:
-                    self._stored(saved)
+                self._events.stored(saved)
             self.pool.loaded(report.loaded)
-            if self._with_events:
-                for loaded in report.loaded:
-                    self._removed(loaded)
+            for loaded in report.loaded:
+                self._events.missing(loaded, self._requests.get(loaded.request_id))
             self.pool.recovered(report.recovered)
         for request_id in received:
             self.pool.load_over(request_id)
 
-    def _stored(self, saved: SavedBlocks) -> None:
-        """Tell routers what the pool has now: blocks that every worker has stored."""
-        from vllm.distributed.kv_events import BlockStored
-        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-
-        request = saved.tag
-
-        def hash_at(block: int) -> Any:
-            """Of one of our blocks: only those of this job are converted, not all of a request."""
-            return maybe_convert_block_hash(request.block_hashes[(block + 1) * per - 1])
-
-        lora = getattr(request, "lora_request", None)
-        for blocks in saved.tables:
-            size = self.pool.block_tokens(blocks.table)
-            per = self._hashes_per_block(size)
-            if not per:
-                continue
-            stored = [n for n in blocks.numbers if (blocks.table, n) not in saved.failed]
-            stored = [n for n in stored if (n + 1) * per <= len(request.block_hashes)]
-            content = dict(zip(blocks.numbers, blocks.contents, strict=True))
-            keys = self.pool.keys_of(blocks.table, [content[n] for n in stored])
-            for number, of_block in zip(stored, keys, strict=True):
-                self.pool.watch.add((hash_at(number), blocks.table), of_block)
-            for run in _runs(stored):
-                self._events.append(
-                    BlockStored(
-                        block_hashes=[hash_at(number) for number in run],
-                        parent_block_hash=hash_at(run[0] - 1) if run[0] else None,
-                        token_ids=list(request.all_token_ids[run[0] * size : (run[-1] + 1) * size]),
-                        block_size=size,
-                        lora_id=getattr(lora, "lora_int_id", None),
-                        medium=MEDIUM,
-                        lora_name=getattr(lora, "lora_name", None),
-                        group_idx=blocks.table,
-                    )
-                )
-
-    def _removed(self, loaded: Loaded) -> None:
-        """Tell routers what the pool turned out not to have."""
-        from vllm.distributed.kv_events import BlockRemoved
-        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-
-        request = self._requests.get(loaded.request_id)
-        if request is None or not loaded.missing:
-            return
-        size = self.pool.align_tokens
-        per = self._hashes_per_block(size)
-        numbers = sorted({token // size for _, token in loaded.missing})
-        hashes = [
-            maybe_convert_block_hash(request.block_hashes[(n + 1) * per - 1])
-            for n in numbers
-            if per and (n + 1) * per <= len(request.block_hashes)
-        ]
-        if hashes:
-            self._events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM))
-            for block_hash in hashes:
-                for kind in range(self.pool.tables):
-                    self.pool.watch.discard((block_hash, kind))
-
-    def _evicted(self) -> None:
-        """Tell routers which blocks that they were told of the store has given up."""
-        from vllm.distributed.kv_events import BlockRemoved
-
-        by_table: dict[int, list[Any]] = {}
-        for block_hash, table in self.pool.watch.take_gone():
-            by_table.setdefault(table, []).append(block_hash)
-        for table, hashes in by_table.items():
-            self._events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=table))
-
-    def _hashes_per_block(self, block_tokens: int) -> int:
-        """vLLM's hashes in one of our blocks; 0: the two do not fit."""
-        size = getattr(self._blocks, "hash_block_size", None) or block_tokens
-        return block_tokens // size if block_tokens % size == 0 else 0
-
     @property
     def has_events(self) -> bool:
-        return bool(self._events) or self.pool.watch.has_gone
+        return self._events.waiting
 
     def take_events(self) -> list[Any]:
-        if self.pool.watch.has_gone:
-            self._evicted()
-        events, self._events = self._events, []
-        return events
+        return self._events.take()
 
     def close(self) -> None:
+        self._adapters.close()
         self.pool.close()
 
 
-def _extras(request: Any) -> list[Extra]:
-    extras = []
-    if getattr(request, "lora_request", None) is not None:
-        extras.append(Extra(0, f"lora {request.lora_request.lora_name}"))
+def _lora_settings(vllm_config: Any) -> str:
+    """Of the engine: what changes the values that an adapter's files give."""
+    lora = getattr(vllm_config, "lora_config", None)
+    names = ("lora_dtype", "target_modules", "enable_moe_shared_loras")
+    return "" if lora is None else repr([(n, getattr(lora, n, None)) for n in names])
+
+
+def _extras(request: Any, adapter: str | None) -> list[Extra]:
+    extras = [] if adapter is None else [Extra(0, f"lora {adapter}")]
     if getattr(request, "cache_salt", None):
         extras.append(Extra(0, f"salt {request.cache_salt}"))
     for feature in getattr(request, "mm_features", None) or ():
@@ -301,13 +251,3 @@ def _states(block_state: Any, request_id: str, final: int) -> list[WholeState]:
         for group, block, tokens in offered.get(request_id, ())
         if tokens <= final
     ]
-
-
-def _runs(numbers: Sequence[int]) -> list[list[int]]:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] + 1 == number:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return runs

@@ -1,0 +1,176 @@
+"""Names for LoRA adapters: by what their files hold, so that one trained anew is another one.
+
+An engine loads an adapter's files when it pleases: at its start, when it is told to, with the first
+request, and again when too many others pushed it out. Nobody tells which files those were, so an
+adapter has a name only where they can have been no others:
+
+- nothing in its folder has changed since the engine started, or the files are the Hub's, whose
+  names are digests of what they hold. Otherwise the operator must say that they are `final`;
+- the same number stands for the same folder, and it is as it was when first seen;
+- it is not loaded in place, which means anew with every step.
+
+Requests with any other adapter are computed, and kept out of the pool; each reason is logged once.
+Files are read by a thread of its own. Who asks never waits, and gives up at a deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import DescriptionError
+from kvferry.pool.weights import PATTERNS, weight_revision
+
+log = logging.getLogger("kvferry")
+
+NOBODYS = ""  # the name of an adapter whose blocks are not for the pool
+CONFIGURATION = "adapter_config.json"  # rank, scale and targets: they change what is computed
+CLOCK_SECONDS = 2.0  # file systems' clocks are coarse, and those of file servers differ
+Stamp = tuple[tuple[str, int, int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What a request says of its adapter."""
+
+    number: int
+    path: str
+    in_place: bool = False
+    options: str = ""  # whatever else changes how its files are read
+
+    @classmethod
+    def of(cls, lora: Any) -> Adapter:
+        """Of vLLM's request for one."""
+        return cls(
+            int(lora.lora_int_id),
+            str(lora.lora_path),
+            bool(getattr(lora, "load_inplace", False)),
+            "3d" if getattr(lora, "is_3d_lora_weight", False) else "",
+        )
+
+
+class Asked:
+    """A question for an adapter's name."""
+
+    __slots__ = ("adapter", "answer", "deadline")
+
+    def __init__(self, adapter: Adapter, deadline: float) -> None:
+        self.adapter, self.deadline = adapter, deadline
+        self.answer: str | None = None  # written once, by the thread
+
+    @property
+    def name(self) -> str | None:
+        """None: ask again."""
+        if self.answer is None and time.monotonic() >= self.deadline:
+            return NOBODYS
+        return self.answer
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    adapter: Adapter
+    stamp: Stamp
+    name: str
+
+
+class Adapters:
+    """The names of one engine's adapters.
+
+    settings    of the engine, that change what adapters compute
+    final       the operator's word that files never change
+    started_at  of the engine, by the clock of files
+    """
+
+    def __init__(
+        self, settings: str = "", *, final: bool = False, started_at: float | None = None
+    ) -> None:
+        self._settings, self._final = settings, final
+        self._started_at = time.time() if started_at is None else started_at
+        self._known: dict[int, _Known] = {}
+        self._told: set[tuple[int, str]] = set()
+        self._questions: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def ask(self, adapter: Adapter, seconds: float) -> Asked:
+        asked = Asked(adapter, time.monotonic() + seconds)
+        if self._thread is None:  # a daemon: a file server that hangs must not keep a process
+            self._thread = threading.Thread(target=self._serve, name="kvferry-lora", daemon=True)
+            self._thread.start()
+        self._questions.put(asked)
+        return asked
+
+    def close(self) -> None:
+        self._questions.put(None)
+
+    def _serve(self) -> None:
+        while (asked := self._questions.get()) is not None:
+            if time.monotonic() >= asked.deadline:
+                continue  # whoever asked has given up
+            try:
+                asked.answer = self._name(asked.adapter)
+            except Exception as error:  # whatever files come up with: other adapters ask, too
+                self._tell(asked.adapter, str(error))
+                asked.answer = NOBODYS
+
+    def _name(self, adapter: Adapter) -> str:
+        if adapter.in_place:
+            raise DescriptionError("it was loaded in place, and vLLM reads its files in every step")
+        path = Path(adapter.path).expanduser()
+        stamp = _stamp(path)
+        known = self._known.get(adapter.number)
+        if known is None:
+            known = self._known[adapter.number] = self._read(adapter, path, stamp)
+        if (known.adapter, known.stamp) != (adapter, stamp):
+            raise DescriptionError(
+                f"its number, {adapter.number}, was first used for {known.adapter.path}, and with "
+                "other files: nobody knows which of them the engine has loaded; load changed "
+                "weights under a new name"
+            )
+        return known.name
+
+    def _read(self, adapter: Adapter, path: Path, stamp: Stamp) -> _Known:
+        revision = weight_revision(str(path))
+        changed_at = max(max(times) for _, _, *times, _ in stamp) / 1e9
+        late = changed_at > self._started_at - CLOCK_SECONDS
+        if late and not self._final and not revision.startswith("hub "):
+            raise DescriptionError(
+                "its files changed after the engine's start, which may have loaded them before; "
+                "restart the engine, or set lora_files_final if adapters' files never change once "
+                "they are written"
+            )
+        digest = blake2b((path / CONFIGURATION).read_bytes(), digest_size=16)
+        for told in (revision, self._settings, adapter.options):
+            digest.update(f"\n{len(told)} {told}".encode())
+        if _stamp(path) != stamp:
+            raise DescriptionError("its files change while they are read")
+        return _Known(adapter, stamp, digest.hexdigest())
+
+    def _tell(self, adapter: Adapter, why: str) -> None:
+        if (adapter.number, why) not in self._told:
+            self._told.add((adapter.number, why))
+            log.warning(
+                "requests with the LoRA adapter of %s are kept out of the pool: %s",
+                adapter.path,
+                why,
+            )
+
+
+def _stamp(path: Path) -> Stamp:
+    """What changes whenever an adapter's files do."""
+    weights = sorted(file for pattern in PATTERNS for file in path.glob(pattern))
+    if not weights:
+        raise DescriptionError(
+            "it is no folder with weights on this machine, so that nothing tells which it has; "
+            "download it, and load it from there"
+        )
+    told = []
+    for file in [path / CONFIGURATION, *weights]:
+        stat = file.stat()
+        told.append((file.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))
+    return tuple(told)

@@ -1,0 +1,148 @@
+"""Names of LoRA adapters: other files, another name; files that may be others, none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvferry.pool import adapters as module
+from kvferry.pool.adapters import NOBODYS, Adapter, Adapters
+
+LATER = 1e12  # an engine that starts long after all files were written
+COMMIT = "1234567890" * 4
+
+
+def folder(path: Path, data: bytes = b"a" * 100, config: str = '{"r": 8}') -> Path:
+    path.mkdir(parents=True)
+    weights = path / "adapter_model.safetensors"
+    weights.write_bytes((8).to_bytes(8, "little") + b"{header}" + data)
+    (path / "adapter_config.json").write_text(config)
+    for file in path.iterdir():
+        os.utime(file, (1_700_000_000, 1_700_000_000))
+    return path
+
+
+def name(adapter: Adapter, adapters: Adapters | None = None) -> str:
+    some = adapters or Adapters(started_at=LATER)
+    asked = some.ask(adapter, seconds=10)
+    while asked.name is None:
+        time.sleep(0.001)
+    if adapters is None:
+        some.close()
+    return asked.name
+
+
+def test_what_an_adapter_computes_is_its_name(tmp_path: Path) -> None:
+    """Not where it lies, nor its number: copies share. All that changes its values counts."""
+    first = folder(tmp_path / "a")
+    shutil.copytree(first, tmp_path / "copy")
+    same = [name(Adapter(1, str(first))), name(Adapter(7, str(tmp_path / "copy")))]
+    assert same[0] == same[1] != NOBODYS
+    others = [
+        name(Adapter(1, str(folder(tmp_path / "b", b"b" * 100)))),
+        name(Adapter(1, str(folder(tmp_path / "c", config='{"r": 16}')))),
+        name(Adapter(1, str(first), options="3d")),
+        name(Adapter(1, str(first)), Adapters("bfloat16", started_at=LATER)),
+    ]
+    assert len({*same, *others}) == 5 and NOBODYS not in others
+
+
+def test_files_that_changed_after_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine may have loaded what was there before; only the operator knows."""
+    adapter = Adapter(1, str(folder(tmp_path / "a")))
+    running = Adapters()
+    assert name(adapter, running) == name(adapter, running) == NOBODYS
+    assert caplog.text.count("lora_files_final") == 1
+    assert name(adapter, Adapters(final=True)) == name(adapter)
+
+
+def test_a_snapshot_of_the_hub_never_changes(tmp_path: Path) -> None:
+    blobs = folder(tmp_path / "models--org--adapter" / "blobs")
+    snapshot = tmp_path / "models--org--adapter" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    for blob in blobs.iterdir():
+        (snapshot / blob.name).symlink_to(blob)
+    assert name(Adapter(1, str(snapshot)), Adapters()) != NOBODYS
+
+
+@pytest.mark.parametrize("change", ["weights", "configuration", "folder", "number"])
+def test_files_that_are_not_the_first_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    """Whatever the engine has loaded for this number: it may be either."""
+    path = folder(tmp_path / "a")
+    adapters, adapter = Adapters(started_at=LATER), Adapter(1, str(path))
+    assert name(adapter, adapters) != NOBODYS
+    if change == "weights":
+        shutil.copyfile(
+            folder(tmp_path / "b", b"b" * 100) / "adapter_model.safetensors",
+            path / "adapter_model.safetensors",
+        )
+    elif change == "configuration":
+        (path / "adapter_config.json").write_text('{"r": 4}')
+    elif change == "folder":
+        path.rename(tmp_path / "before")
+        folder(path)
+    else:
+        adapter = Adapter(1, str(folder(tmp_path / "b")))
+    assert name(adapter, adapters) == NOBODYS
+    assert "under a new name" in caplog.text
+
+
+def test_no_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Loaded anew in every step; not here; without what says how it is to be used."""
+    assert name(Adapter(1, str(folder(tmp_path / "a")), in_place=True)) == NOBODYS
+    assert name(Adapter(2, "org/adapter")) == NOBODYS
+    bare = folder(tmp_path / "bare")
+    (bare / "adapter_config.json").unlink()
+    assert name(Adapter(3, str(bare))) == NOBODYS
+    assert "in place" in caplog.text and "download it" in caplog.text
+    assert "adapter_config.json" in caplog.text
+
+
+def test_files_that_change_while_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder(tmp_path / "a")
+    real = module.weight_revision
+
+    def revision(model: str) -> str:
+        told = real(model)
+        (path / "adapter_model.safetensors").write_bytes(b"other")
+        return told
+
+    monkeypatch.setattr(module, "weight_revision", revision)
+    assert name(Adapter(1, str(path))) == NOBODYS
+
+
+def test_who_asks_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file server that hangs: until the deadline there is no answer, then there is no name."""
+    hang = threading.Event()
+
+    def hangs(path: Path) -> None:
+        hang.wait(20)
+        raise ValueError("whatever a file system says")
+
+    monkeypatch.setattr(module, "_stamp", hangs)
+    adapters = Adapters(started_at=LATER)
+    begin = time.monotonic()
+    asked = [adapters.ask(Adapter(n, str(tmp_path)), seconds=0.2) for n in (1, 2)]
+    assert [a.name for a in asked] == [None, None]
+    assert time.monotonic() - begin < 0.2
+    time.sleep(0.25)
+    assert [a.name for a in asked] == [NOBODYS, NOBODYS]
+    monkeypatch.undo()
+    hang.set()
+    assert name(Adapter(3, str(folder(tmp_path / "a"))), adapters) != NOBODYS
+    adapters.close()
+    thread = adapters._thread
+    assert thread is not None
+    thread.join(5)
+    assert not thread.is_alive()
