@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -307,3 +308,21 @@ def test_slow_and_silent_peers_are_let_go() -> None:
     for sock in (*silent, friend, idle):
         sock.close()
     target.server.close(5)
+
+
+def test_no_thread_for_a_connection(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told to come again, and nothing is left of it."""
+
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        ours, theirs = socket.socketpair()
+        assert not target.server.attach(theirs)
+    assert Header.unpack(exactly(ours, HEADER.size)).kind == Kind.ERROR
+    ours.close()
+    assert target.server.counters == {"busy": 1}
+    target.friend().close()
+    target.server.close(5)
+    assert threads_left("kvferry-tcp") == []

@@ -102,33 +102,30 @@ class Server:
         except OSError:  # gone already
             sock.close()
             return False
-        with self._lock:
-            full = (
+        thread = threading.Thread(
+            target=self._serve, args=(stream,), name="kvferry-tcp-serve", daemon=True
+        )
+        with self._lock:  # also the start: who closes joins every thread that it finds here
+            room = not (
                 self._closed
                 or len(self._pending) >= self._limits.max_pending
                 or len(self._pending) + len(self._serving) >= self._limits.max_connections
             )
-            if not full:
-                self._pending.add(stream)
-        if full:
+            if room:
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no thread for it
+                    room = False
+                else:
+                    self._pending.add(stream)
+                    self._threads.add(thread)
+        if not room:
             self._count("busy")
             with contextlib.suppress(TransferError):
                 text = "no room for another connection; try again later"
                 stream.send(error_frame(0, Code.BUSY, text), time.monotonic() + 0.1)
             stream.close()
-            return False
-        thread = threading.Thread(
-            target=self._serve, args=(stream,), name="kvferry-tcp-serve", daemon=True
-        )
-        with self._lock:
-            self._threads.add(thread)
-        try:
-            thread.start()
-        except RuntimeError:  # the system has no thread for it
-            self._count("busy")
-            self._leave(stream, thread)
-            return False
-        return True
+        return room
 
     def revoke(self, incarnation: bytes, seconds: float) -> None:
         """End what this peer has under way and let it in no more; no byte of it arrives later."""
