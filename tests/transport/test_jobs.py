@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,12 @@ from test_desk import MemmoveCarrier
 from kvferry.errors import DeadlineExceeded, TransferError
 from kvferry.p2p.transfers import await_transfer, end_transfers
 from kvferry.p2p.watch import Watch
-from kvferry.transport import foreign_jobs
+from kvferry.transport import foreign_jobs, mooncake
 from kvferry.transport.base import MemoryRegion, TransferState
 from kvferry.transport.foreign_jobs import Abandoned, ForeignJob
 from kvferry.transport.foreign_peer import ForeignEndpoint
 from kvferry.transport.jobs import Job, Latch, Workers
+from kvferry.transport.nixl import NixlCarrier
 from kvferry.transport.regions import Arrays
 from kvferry.transport.tcp import TcpCarrier
 
@@ -83,7 +85,7 @@ def late(gone: threading.Event, error: TransferError | None = None) -> tuple[Aba
         raise error or TransferError("the batch failed, and the rest of it may be on its way")
 
     tracker = Abandoned("test")
-    job = ForeignJob(tracker, fail, "a read", gone.is_set)
+    job = ForeignJob(tracker, fail, "a read", gone.is_set, lambda: None)
     job.run()
     return tracker, job
 
@@ -169,3 +171,104 @@ def test_a_latch_wakes_all_that_wait() -> None:
     assert seen == [True] * 8
     assert latch.is_set()
     assert latch.wait()
+
+
+class EndsLate:
+    """A job's lock that its own thread gets for the last time when it may."""
+
+    def __init__(self) -> None:
+        self.at_its_end, self.may = threading.Event(), threading.Event()
+        self._lock, self._caller, self._entries = threading.Lock(), threading.get_ident(), 0
+
+    def __enter__(self) -> None:
+        if threading.get_ident() != self._caller:
+            self._entries += 1
+            if self._entries == 2:
+                self.at_its_end.set()
+                self.may.wait(10)
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_a_peer_that_is_met_at_the_last_moment_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its greeting has done all it does, and is not over yet, when the deadline passes."""
+    owner, user = MemmoveCarrier(), MemmoveCarrier()
+    lock, make = EndsLate(), user._job
+
+    def job(*given: Any) -> ForeignJob:
+        made = make(*given)
+        made._lock = lock  # type: ignore[assignment]
+        return made
+
+    monkeypatch.setattr(user, "_job", job)
+    try:
+        with pytest.raises(DeadlineExceeded):
+            user.connect(owner.endpoint(), soon(0.3))
+        assert lock.at_its_end.is_set() and len(user._peers) == 1
+        lock.may.set()
+        until = soon(5)
+        while user._peers and time.monotonic() < until:
+            time.sleep(0.01)
+        assert user._peers == []
+    finally:
+        lock.may.set()
+        user.close()
+        owner.close()
+
+
+def test_a_nixl_peer_met_again_while_its_old_connection_ends() -> None:
+    known: list[str] = []
+    adding, removed = threading.Event(), threading.Event()
+
+    class Agent:
+        def add_remote_agent(self, metadata: bytes) -> str:
+            known.append("P")
+            if len(known) > 1:
+                adding.set()
+                removed.wait(0.3)  # what removes it must wait for this
+            return "P"
+
+        def remove_remote_agent(self, handle: str) -> None:
+            known.clear()
+            removed.set()
+
+    carrier = NixlCarrier.__new__(NixlCarrier)
+    carrier._agent, carrier._handles, carrier._handles_lock = Agent(), {}, threading.Lock()
+    endpoint: Any = SimpleNamespace(address=b"")
+    handle = carrier._attach(endpoint)
+    again = threading.Thread(target=carrier._attach, args=(endpoint,))
+    again.start()
+    assert adding.wait(5)
+    carrier._detach(handle)
+    again.join(5)
+    assert carrier._handles == {"P": 1} and known
+
+
+@pytest.mark.parametrize(("copies", "late"), [(4, True), (1, False)])
+def test_a_batch_that_mooncake_refuses_may_have_begun(
+    monkeypatch: pytest.MonkeyPatch, copies: int, late: bool
+) -> None:
+    """Of several copies it does not say which; the peer may only be stopped. A single one has
+    not begun."""
+    monkeypatch.setattr(mooncake, "SETTLE_REFUSED_SECONDS", 0.0)
+    carrier = mooncake.MooncakeCarrier.__new__(mooncake.MooncakeCarrier)
+    carrier._engine = SimpleNamespace(
+        batch_transfer_sync_read=lambda *_: -1, batch_transfer_async_read=lambda *_: 0
+    )
+    carrier._patience = 10.0
+    peer: Any = SimpleNamespace(
+        handle=mooncake._Target("127.0.0.1:1"),
+        connected=True,
+        pulse=SimpleNamespace(alive=lambda: True, require_alive=lambda: None),
+    )
+    some = np.arange(copies, dtype=np.int64)
+
+    def read(job: Job) -> None:
+        job.request_cancel("the caller gave it up")
+        carrier._carry(job, peer, Arrays(some, some, some + 1), reading=True)
+
+    job = Job(read, "a read")
+    job.run()
+    assert job.poll() is TransferState.FAILED and job.late_bytes is late

@@ -244,12 +244,10 @@ class ForeignCarrier(ABC):
                 self._abandoned.note(job)
         self._tidy(peer)
 
-    def _tidy(self, peer: ForeignPeer | None, ending: Job | None = None) -> None:
+    def _tidy(self, peer: ForeignPeer | None) -> None:
         """Let a disconnected peer go, unless a transfer is left; the library with the last one."""
         with self._lock:
-            gone = False
-            if peer is not None and peer in self._peers:
-                gone = not any(job is not ending for job in peer.workers.busy)
+            gone = peer is not None and peer in self._peers and not peer.workers.busy
             if gone and peer is not None:
                 self._peers.remove(peer)
             shut = self._closed and not self._peers and not self._was_shut
@@ -309,17 +307,14 @@ class ForeignCarrier(ABC):
         return peer.workers.submit(self._job(peer, work, what))
 
     def _job(self, peer: ForeignPeer, work: Callable[[Job], None], what: str) -> ForeignJob:
-        def then_tidy(job: Job) -> None:
-            try:
-                work(job)
-            finally:
-                if not peer.connected:
-                    self._tidy(peer, job)
-
         def gone() -> bool:
             return peer.connected and not peer.pulse.alive()
 
-        return ForeignJob(self._abandoned, then_tidy, what, gone)
+        def tidy() -> None:  # whoever disconnects after this look sees that the job has ended
+            if not peer.connected:
+                self._tidy(peer)
+
+        return ForeignJob(self._abandoned, work, what, gone, tidy)
 
     def move_direct(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
         """Batch by batch, each in its turn."""

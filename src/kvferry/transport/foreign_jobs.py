@@ -56,9 +56,11 @@ class ForeignJob(Job):
         work: Callable[[Job], None],
         what: str,
         gone: Callable[[], bool],
+        after: Callable[[], None],
     ) -> None:
+        """`after` is called by the thread that ran it, once it has ended."""
         super().__init__(work, what)
-        self._tracker, self._gone = tracker, gone
+        self._tracker, self._gone, self._after = tracker, gone, after
         self._late_until = 0.0
         self.abandoned = False
 
@@ -79,6 +81,10 @@ class ForeignJob(Job):
                     self._tracker.note(self)
                     raise
                 time.sleep(LATE_LOOK_SECONDS)
+
+    def run(self) -> None:
+        super().run()
+        self._after()
 
     def _end(self, error: TransferError | None) -> None:
         self._late_until = time.monotonic() + LATE_SECONDS

@@ -138,9 +138,11 @@ class MooncakeCarrier(ForeignCarrier):
             over |= alone and refusal.alone_seconds() > min(SINGLE_SECONDS, self._patience)
             if over or stuck or job.cancelled or not peer.connected:
                 self._settle(peer, SETTLE_SECONDS if stuck else SETTLE_REFUSED_SECONDS)
+                # its own timeout came first, or it says nothing of the batch's other copies: a peer
+                # that is only stopped may still go on
+                job.late_bytes |= stuck or not alone
                 job.checkpoint()
                 peer.require_usable()
-                job.late_bytes |= stuck  # its own timeout came first: the peer may still go on
                 raise self._given_up(target, len(batch) - at, stuck)
             peer.pulse.require_alive()
             self.count("rejected_batches")

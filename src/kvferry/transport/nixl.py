@@ -46,6 +46,8 @@ from kvferry.transport.foreign_peer import (
 from kvferry.transport.jobs import Job
 from kvferry.transport.regions import Arrays
 
+log = logging.getLogger(__name__)
+
 BATCH_DESCRIPTORS = 1024  # 4,096 are a tenth slower at 256 B; two batches at once are no faster
 BATCH_BYTES = 64 << 20  # some 50 ms on loopback: between two looks at cancel
 SPINS = 50  # looks at a batch before sleeping in between
@@ -125,11 +127,13 @@ class NixlCarrier(ForeignCarrier):
         return metadata
 
     def _attach(self, endpoint: ForeignEndpoint) -> Any:
-        try:
-            handle = self._agent.add_remote_agent(endpoint.address)
-        except Exception as error:
-            raise TransferError(f"NIXL does not take the peer's metadata: {_text(error)}") from None
-        with self._handles_lock:
+        with self._handles_lock:  # or `_detach` of an older connection could remove it again
+            try:
+                handle = self._agent.add_remote_agent(endpoint.address)
+            except Exception as error:
+                raise TransferError(
+                    f"NIXL does not take the peer's metadata: {_text(error)}"
+                ) from None
             self._handles[handle] = self._handles.get(handle, 0) + 1
         return handle
 
@@ -163,8 +167,10 @@ class NixlCarrier(ForeignCarrier):
             job.late_bytes |= peer.pulse.alive()  # NIXL says nothing of the rest of the batch
             raise
         finally:
-            with contextlib.suppress(Exception):
+            try:
                 request.release()
+            except Exception as error:
+                log.warning("NIXL does not let go of a batch: %s", _text(error))
 
     def _descriptors(self, address: Ints, length: Ints, kind: str, device: int) -> Any:
         return self._agent.get_xfer_descs(rows(address, length, device), mem_type=kind)
