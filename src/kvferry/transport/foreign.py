@@ -40,11 +40,12 @@ from kvferry.transport.desk import Desk
 from kvferry.transport.foreign_jobs import Abandoned, ForeignJob
 from kvferry.transport.foreign_packed import Packer
 from kvferry.transport.foreign_peer import (
+    LOOPBACK,
     ON_HOST,
     ForeignEndpoint,
     ForeignPeer,
     batches,
-    is_loopback,
+    look_at_host,
 )
 from kvferry.transport.host import HostMemory
 from kvferry.transport.jobs import CANCEL_SECONDS, Job
@@ -54,8 +55,6 @@ from kvferry.transport.slots import SLOTS, Slots
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
-EVERYWHERE = ("0.0.0.0", "::")
 GRACE_SECONDS = 1.0  # a dead peer's data plane may fail before its pulse does
 SCRATCH_BYTES = 4096  # registered, for the byte that `connect` tries
 
@@ -84,7 +83,7 @@ class ForeignCarrier(ABC):
     ) -> None:
         del secret
         self.host = host or LOOPBACK
-        _look_at_host(self.name, self.host, self.listens_everywhere)
+        look_at_host(self.name, self.host, self.listens_everywhere)
         self._flavour = flavour
         choice = Choice(costs_of, packing, costs)
         self._pulse = PulseServer(self.host)
@@ -336,19 +335,3 @@ class ForeignCarrier(ABC):
             if peer.connected and not peer.pulse.alive(GRACE_SECONDS):
                 raise PeerLost(f"the peer is gone ({error})") from None
             raise
-
-
-def _look_at_host(name: str, host: str, everywhere: bool) -> None:
-    """Refuse what peers cannot dial, and say who can reach the rest."""
-    if host in EVERYWHERE:
-        raise TransferError(
-            f"the {name} carrier needs the address that peers dial, found {host!r}; set `host` to "
-            "an address of this machine"
-        )
-    if everywhere or not is_loopback(host):
-        log.warning(
-            "the %s carrier's data plane authenticates nobody: whoever reaches %s can read and "
-            "write the caches registered here, whether or not there is a shared secret",
-            name,
-            "any address of this machine" if everywhere else host,
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,13 +13,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import Cancelled, ProtocolError
+from kvferry.errors import Cancelled, ProtocolError, TransferError
 from kvferry.transport.base import Ints, MemoryRegion
 from kvferry.transport.desk_visit import Busy, Visit
 from kvferry.transport.jobs import Job, Workers
 from kvferry.transport.pulse import TOKEN_BYTES, Pulse
 from kvferry.transport.regions import Arrays, RegionTable, slices
 
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+EVERYWHERE = ("0.0.0.0", "::")
 THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
 LANES_PER_TRANSFER = 2  # one batch is prepared, asked for or scattered while the other one moves
 LEAST_SLOT_BYTES = 4096
@@ -184,3 +189,19 @@ def is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
+
+
+def look_at_host(name: str, host: str, everywhere: bool) -> None:
+    """Refuse what peers cannot dial, and say who can reach the rest."""
+    if host in EVERYWHERE:
+        raise TransferError(
+            f"the {name} carrier needs the address that peers dial, found {host!r}; set `host` to "
+            "an address of this machine"
+        )
+    if everywhere or not is_loopback(host):
+        log.warning(
+            "the %s carrier's data plane authenticates nobody: whoever reaches %s can read and "
+            "write the caches registered here, whether or not there is a shared secret",
+            name,
+            "any address of this machine" if everywhere else host,
+        )

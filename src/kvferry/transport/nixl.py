@@ -36,8 +36,9 @@ from numpy.typing import NDArray
 from kvferry.errors import OutOfBounds, PeerLost, TransferError
 from kvferry.transport.base import Ints, MemoryRegion
 from kvferry.transport.cost import Costs, Packing
-from kvferry.transport.foreign import GRACE_SECONDS, LOOPBACK, ForeignCarrier
+from kvferry.transport.foreign import GRACE_SECONDS, ForeignCarrier
 from kvferry.transport.foreign_peer import (
+    LOOPBACK,
     ON_HOST,
     ForeignEndpoint,
     ForeignPeer,
