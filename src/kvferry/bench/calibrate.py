@@ -15,13 +15,26 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.bench.packed_pair import BATCH_BYTES, CARRIERS, MOST_RUNS, Bench, bench, present
+from kvferry.bench.packed_pair import (
+    BATCH_BYTES,
+    BUFFER_BYTES,
+    CARRIERS,
+    MOST_RUNS,
+    Bench,
+    bench,
+    present,
+)
 from kvferry.errors import TransferError
+from kvferry.transport.base import MemoryRegion
 from kvferry.transport.cost import Cost, Costs, Mode, shipped_costs, user_path
+from kvferry.transport.local_move import covers_seconds, most_gap
+from kvferry.transport.regions import Arrays, RegionTable
 
 CALIBRATED_SIZES = (64, 256, 1024, 4096, 16384, 65536)
 CALIBRATED_RUNS = (64, 1024, 16384)
 LEAST_ROUNDS = 3
+
+Point = tuple[int, int, float]  # descriptors, bytes, seconds
 
 
 def calibrate(seconds: float = 0.3, names: Sequence[str] = CARRIERS) -> Costs:
@@ -38,31 +51,40 @@ def calibrate(seconds: float = 0.3, names: Sequence[str] = CARRIERS) -> Costs:
 
 def _modes(both: Bench, carrier: str, seconds: float) -> dict[Mode, Cost]:
     modes: tuple[Mode, ...] = ("direct", "packed")
-    points: dict[Mode, list[tuple[int, int, float]]] = {mode: [] for mode in modes}
-    for size in CALIBRATED_SIZES:
-        for runs in CALIBRATED_RUNS:
-            if runs * size > 2 * BATCH_BYTES or runs > MOST_RUNS[carrier]:
-                continue
-            # packed local reads covers: dense runs show what scattering them costs
-            scattered = both.token_major(size, runs)
-            dense = both.token_major(size, runs, gaps=False)
-            for mode in modes:
-                copies = dense if (carrier, mode) == ("local", "packed") else scattered
-                times = both.rounds(carrier, copies, (mode,), seconds / 2, LEAST_ROUNDS)
-                points[mode].append((runs, runs * size, float(np.median(times))))
-    made = {mode: fit(points[mode]) for mode in modes}
-    if carrier == "local":
-        made["packed"] = _beyond_covers(made["direct"], made["packed"])
-    return made
+    batches = [
+        both.token_major(size, runs)
+        for size in CALIBRATED_SIZES
+        for runs in CALIBRATED_RUNS
+        if runs * size <= 2 * BATCH_BYTES and runs <= MOST_RUNS[carrier]
+    ]
+    points: dict[Mode, list[Point]] = {mode: [] for mode in modes}
+    for copies in batches:
+        times = both.rounds(carrier, copies, modes, seconds, LEAST_ROUNDS)
+        for mode, of_mode in zip(modes, times.T, strict=True):
+            point = (len(copies), int(copies.length.sum()), float(np.median(of_mode)))
+            points[mode].append(point)
+    direct = fit(points["direct"])
+    if carrier != "local":
+        return {"direct": direct, "packed": fit(points["packed"])}
+    return {"direct": direct, "packed": _beyond_covers(both, direct, batches, points["packed"])}
 
 
-def _beyond_covers(direct: Cost, packed: Cost) -> Cost:
+def _beyond_covers(
+    both: Bench, direct: Cost, batches: Sequence[Arrays], points: Sequence[Point]
+) -> Cost:
     """What packed reads cost on top of reading the covers, which is counted at the direct rate."""
-    return Cost(
-        0.0,  # a slice of a batch is chosen at a time, both ways
-        packed.descriptor_seconds,
-        max(0.0, packed.byte_seconds - direct.byte_seconds),
-    )
+    shipped = shipped_costs().of("local", "direct")
+    gap = most_gap(shipped or direct)  # what was measured went by it
+    regions = RegionTable.of([MemoryRegion(both.source, BUFFER_BYTES)])
+    some, known = [], []
+    for copies, point in zip(batches, points, strict=True):
+        covers = direct.batch_seconds + covers_seconds(direct, regions, copies, gap)
+        if int(copies.length[0]) <= gap and covers < point[2]:  # others have nothing to cover
+            some.append(point)
+            known.append(covers)
+    if not some:
+        raise TransferError("packed reads take no time; measure again on a quiet machine")
+    return fit(some, known)
 
 
 def write_costs(costs: Costs) -> Path:
@@ -72,15 +94,21 @@ def write_costs(costs: Costs) -> Path:
     return path
 
 
-def fit(points: Sequence[tuple[int, int, float]]) -> Cost:
-    """The line through (descriptors, bytes, seconds) with the least relative errors."""
+def fit(points: Sequence[Point], known: Sequence[float] | None = None) -> Cost:
+    """The line through the points with the least relative errors.
+
+    known  seconds of each point that are for something else; no batch has more of its own then
+    """
     runs, sizes, seconds = (np.asarray(column, dtype=float) for column in zip(*points, strict=True))
     terms = np.stack([np.ones_like(runs), runs, sizes], axis=1) / seconds[:, None]
+    wanted = 1 - np.asarray(known or 0.0) / seconds
     best: tuple[float, NDArray[np.float64]] | None = None
     for used in ([0, 1, 2], [1, 2], [0, 1], [0, 2], [1], [2]):
+        if known and 0 in used:
+            continue
         found = np.zeros(3)
-        found[used] = np.linalg.lstsq(terms[:, used], np.ones_like(seconds), rcond=None)[0]
-        error = float(np.square(terms @ found - 1).sum())
+        found[used] = np.linalg.lstsq(terms[:, used], wanted, rcond=None)[0]
+        error = float(np.square(terms @ found - wanted).sum())
         if (found >= 0).all() and (best is None or error < best[0]):
             best = (error, found)
     if best is None:

@@ -55,10 +55,9 @@ class Bench:
     landing: NDArray[np.uint8]
     reads: dict[tuple[str, Packing], Callable[[Arrays], None]]
 
-    def token_major(self, size: int, runs: int, *, gaps: bool = True) -> Arrays:
+    def token_major(self, size: int, runs: int) -> Arrays:
         rng = np.random.default_rng(size)
-        src = _tokens(rng, size, runs, 2 if gaps else 1)
-        dst = _tokens(rng, size, runs, 2)
+        src, dst = (_tokens(rng, size, runs) for _ in range(2))
         return Arrays(
             src + self.source, dst + self.landing.ctypes.data, np.full(runs, size, dtype=np.int64)
         )
@@ -95,8 +94,9 @@ class Bench:
         return ticks / os.sysconf("SC_CLK_TCK") + time.process_time()
 
 
-def _tokens(rng: np.random.Generator, size: int, runs: int, stride: int) -> Ints:
-    """Offsets of runs: blocks of tokens anywhere, tokens `stride` runs apart."""
+def _tokens(rng: np.random.Generator, size: int, runs: int) -> Ints:
+    """Offsets of runs: blocks of tokens anywhere, of each token one run of two."""
+    stride = 2
     block = BLOCK_TOKENS * stride * size
     blocks = -(-runs // BLOCK_TOKENS)
     begins = rng.permutation(BUFFER_BYTES // block)[:blocks] * block

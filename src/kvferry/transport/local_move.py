@@ -12,7 +12,7 @@ import threading
 import numpy as np
 
 from kvferry.transport import vm
-from kvferry.transport.cost import Choice, pays
+from kvferry.transport.cost import Choice, Cost, pays
 from kvferry.transport.cover import follows, pieces
 from kvferry.transport.host import HostMemory
 from kvferry.transport.iovec import joined
@@ -46,27 +46,18 @@ class LocalMover:
         (vm.read if reading else vm.write)(pid, part.src, part.dst, part.length)
 
     def _most_gap(self) -> int:
-        """Beyond it, one more descriptor costs less than the bytes between two runs."""
         direct = self._choice.cost("direct")
-        if direct is None or direct.byte_seconds <= 0:
-            return 0
-        return min(int(direct.descriptor_seconds / direct.byte_seconds), MOST_GAP_BYTES)
+        return most_gap(direct) if direct is not None else 0
 
-    def _covers_pay(self, regions: RegionTable, part: Arrays, most_gap: int) -> bool:
+    def _covers_pay(self, regions: RegionTable, part: Arrays, gap_bytes: int) -> bool:
         direct, packed = self._choice.cost("direct"), self._choice.cost("packed")
         if direct is None or packed is None:
             return False
-        gap, near = follows(regions, part.src, part.length, most_gap)
-        apart = len(part) - int(np.count_nonzero(near))
-        runs = (len(part) - int(np.count_nonzero(gap == 0)) + _count_apart(part.dst, part)) / 2
-        count, extra = int(part.length.sum()), int(gap[near].sum())
+        runs = (_count_apart(part.src, part) + _count_apart(part.dst, part)) / 2
+        count = int(part.length.sum())
         as_they_are = runs * direct.descriptor_seconds + count * direct.byte_seconds
-        covered = (
-            (apart + 1) / 2 * direct.descriptor_seconds
-            + (count + extra) * direct.byte_seconds
-            + packed.seconds(len(part), count)
-        )
-        return pays(covered, as_they_are)
+        covers = covers_seconds(direct, regions, part, gap_bytes)
+        return pays(covers + packed.seconds(len(part), count), as_they_are)
 
     def _gather_pays(self, part: Arrays) -> bool:
         direct, packed = self._choice.cost("direct"), self._choice.cost("packed")
@@ -76,9 +67,9 @@ class LocalMover:
         gain = (here - 1) / 2 * direct.descriptor_seconds  # what lies apart there stays so
         return there < here and pays(packed.seconds(here, int(part.length.sum())), gain)
 
-    def _read_covers(self, pid: int, regions: RegionTable, part: Arrays, most_gap: int) -> None:
+    def _read_covers(self, pid: int, regions: RegionTable, part: Arrays, gap_bytes: int) -> None:
         buffer = self._buffer()
-        for copies, covers in pieces(regions, part, most_gap, len(buffer)):
+        for copies, covers in pieces(regions, part, gap_bytes, len(buffer)):
             where = buffer.ctypes.data + np.cumsum(covers.length) - covers.length
             vm.read(pid, covers.address, where, covers.length)
             self.memory.place(buffer, covers.at, copies.dst, copies.length)
@@ -96,6 +87,21 @@ class LocalMover:
             self._staging.buffer = np.empty(STAGING_BYTES, dtype=np.uint8)
         made: Bytes = self._staging.buffer
         return made
+
+
+def most_gap(direct: Cost) -> int:
+    """Beyond it, one more descriptor costs less than the bytes between two runs."""
+    if direct.byte_seconds <= 0:
+        return 0
+    return min(int(direct.descriptor_seconds / direct.byte_seconds), MOST_GAP_BYTES)
+
+
+def covers_seconds(direct: Cost, regions: RegionTable, part: Arrays, gap_bytes: int) -> float:
+    """What it takes to read the covers of some runs into a staging buffer."""
+    gap, near = follows(regions, part.src, part.length, gap_bytes)
+    apart, extra = len(part) - int(np.count_nonzero(near)), int(gap[near].sum())
+    count = int(part.length.sum()) + extra
+    return (apart + 1) / 2 * direct.descriptor_seconds + count * direct.byte_seconds
 
 
 def _count_apart(address: Ints, part: Arrays) -> int:
