@@ -16,7 +16,8 @@ import numpy as np
 from kvferry.errors import DescriptionError
 from kvferry.layout.interior import Inside, arrange
 from kvferry.layout.model import CacheModel, Group
-from kvferry.layout.rank import Part, RankLayout, Region, page_question, place_component
+from kvferry.layout.parts import Part, Region, page_question, place_component
+from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 
 

@@ -17,7 +17,8 @@ import numpy as np
 from kvferry.errors import IncompatibleError
 from kvferry.layout.interior import OPAQUE
 from kvferry.layout.model import CacheModel, Component, Group
-from kvferry.layout.rank import Ints, Part, Placement, RankLayout
+from kvferry.layout.parts import Ints, Part, Placement
+from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.plan.assign import Edge, Share
 from kvferry.plan.runs import Axis, Box, Pattern, Pinned, axis_offsets, merge, refine

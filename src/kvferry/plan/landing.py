@@ -15,7 +15,8 @@ from numpy.typing import ArrayLike
 
 from kvferry.errors import BindError
 from kvferry.layout.model import CacheModel
-from kvferry.layout.rank import Ints, RankLayout
+from kvferry.layout.parts import Ints
+from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape
 from kvferry.plan.bind import Binder, moved_span
 from kvferry.plan.bound import Batch

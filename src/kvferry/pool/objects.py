@@ -16,7 +16,8 @@ import numpy as np
 
 from kvferry.errors import DescriptionError
 from kvferry.layout.model import CacheModel, Group, Residency
-from kvferry.layout.rank import Ints, Part, Placement, RankLayout, Region
+from kvferry.layout.parts import Ints, Part, Placement, Region
+from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Span
 from kvferry.plan.bind import Binder
 from kvferry.plan.bound import Bound

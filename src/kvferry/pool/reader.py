@@ -15,7 +15,8 @@ import numpy as np
 
 from kvferry.errors import BindError
 from kvferry.layout.model import CacheModel
-from kvferry.layout.rank import Ints, RankLayout
+from kvferry.layout.parts import Ints
+from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import Span
 from kvferry.plan import EdgePlan, plan_pair
 from kvferry.plan.bind import Binder
