@@ -227,13 +227,13 @@ MUTANTS = [
     ),
     Mutant(
         "padding that one side has not",
-        "plan/edge.py",
+        "plan/piece.py",
         "<= min(src.page_slack, dst.page_slack)",
         "<= max(src.page_slack, dst.page_slack)",
     ),
     Mutant(
         "layers taken for evenly spaced",
-        "plan/edge.py",
+        "plan/piece.py",
         "return int(steps[0]) if (steps == steps[0]).all() else IRREGULAR",
         "return int(steps[0])",
     ),

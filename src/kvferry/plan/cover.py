@@ -23,7 +23,8 @@ from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.plan.assign import Edge, Share, meet
 from kvferry.plan.bind import Binder
 from kvferry.plan.bound import Bound, Copies
-from kvferry.plan.edge import EdgePlan, Piece, plan_edge
+from kvferry.plan.edge import EdgePlan, plan_edge
+from kvferry.plan.piece import Piece
 from kvferry.plan.tokens import Moved, Paging, moved, paging_for
 
 

@@ -22,7 +22,7 @@ from kvferry.layout.shape import EngineShape, Span
 from kvferry.plan.bind import Binder
 from kvferry.plan.bound import Bound
 from kvferry.plan.cover import everything_plan
-from kvferry.plan.edge import Piece
+from kvferry.plan.piece import Piece
 
 REGION_SHIFT = 44  # an address here is region << 44 | offset
 MANY_BLOCKS = 1 << 40  # ids of objects are numbers of blocks in a sequence

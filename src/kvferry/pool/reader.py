@@ -21,7 +21,7 @@ from kvferry.layout.shape import Span
 from kvferry.plan import EdgePlan, plan_pair
 from kvferry.plan.bind import Binder
 from kvferry.plan.bound import Bound
-from kvferry.plan.edge import Piece
+from kvferry.plan.piece import Piece
 from kvferry.pool.hits import Segment
 from kvferry.pool.keys import Fragment
 from kvferry.pool.objects import block_span, object_stride
