@@ -43,10 +43,11 @@ class Stage(NamedTuple):
     number: int
 
 
-def remote_stage(info: EngineTransferInfo, layers: int) -> Stage:
+def remote_stage(info: EngineTransferInfo, model: CacheModel) -> Stage:
     """As the record says; else with the layers before and after this stage in one stage each."""
     if info.remote_shape is not None:
         return Stage(info.remote_shape, info.remote_pp_rank)
+    layers = model.num_layers
     number, stages = 0, [layers]
     if info.end_layer and info.end_layer <= layers:
         before, after = info.start_layer, layers - info.end_layer

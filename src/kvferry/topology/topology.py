@@ -267,7 +267,7 @@ class TransferTopology:
 
     def _remote(self, info: EngineTransferInfo) -> Stage:
         assert self.model is not None
-        return remote_stage(info, self.model.num_layers)
+        return remote_stage(info, self.model)
 
     def _pair(
         self, remote: EngineShape, reading: bool = False, remote_model: CacheModel | None = None
