@@ -104,13 +104,13 @@ MUTANTS = [
     ),
     Mutant(
         "pages not padded",
-        "layout/rank.py",
+        "layout/build.py",
         "if index == outer - 1 and target != page:",
         "if index == outer and target != page:",
     ),
     Mutant(
         "kernel blocks not told apart",
-        "layout/rank.py",
+        "layout/parts.py",
         "tile_stride=place.tile_stride or kernel_block_stride,",
         "tile_stride=(place.tile_slots or kernel) * (place.slot_stride or slot_stride),",
     ),
@@ -227,13 +227,13 @@ MUTANTS = [
     ),
     Mutant(
         "padding that one side has not",
-        "plan/edge.py",
+        "plan/piece.py",
         "<= min(src.page_slack, dst.page_slack)",
         "<= max(src.page_slack, dst.page_slack)",
     ),
     Mutant(
         "layers taken for evenly spaced",
-        "plan/edge.py",
+        "plan/piece.py",
         "return int(steps[0]) if (steps == steps[0]).all() else IRREGULAR",
         "return int(steps[0])",
     ),

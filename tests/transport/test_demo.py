@@ -12,7 +12,8 @@ import pytest
 from kvferry.cli.demo import Lines, demo, describe
 from kvferry.demo import run as demo_module
 from kvferry.demo.cache import make_views, write_entries, wrong_entries
-from kvferry.demo.rank import Consumer, Producer
+from kvferry.demo.consumer import Consumer
+from kvferry.demo.producer import Producer
 from kvferry.demo.run import run_demo
 from kvferry.demo.work import DEMO_FROM, DEMO_TO, demo_model, find_model, make_work
 from kvferry.errors import DescriptionError, PermissionDenied, TransferError

@@ -22,8 +22,8 @@ from kvferry import (
 )
 from kvferry.layout import ORDERS, shard
 from kvferry.layout.hf import model_from_config
+from kvferry.layout.parts import Region
 from kvferry.layout.presets import load_model, presets
-from kvferry.layout.rank import Region
 from kvferry.layout.shape import even_stages
 from kvferry.layout.tensors import TensorView, layout_from_tensors
 

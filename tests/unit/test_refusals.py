@@ -28,8 +28,8 @@ from kvferry.errors import (
     LimitError,
 )
 from kvferry.layout.hf import model_from_config
+from kvferry.layout.parts import Region
 from kvferry.layout.presets import load_model
-from kvferry.layout.rank import Region
 from kvferry.layout.tensors import TensorView, layout_from_tensors
 
 
@@ -186,6 +186,34 @@ class TestDescriptions:
         with pytest.raises(DescriptionError) as error:
             layout_from_tensors(gqa(), EngineShape(), Rank(0, 0), [Region("r", 1)], {})
         says(error, "[0, 1]", "[]")
+
+    view = TensorView(0, 0, (4, 4, 16, 8), (512, 128, 8, 1), 2)
+
+    def test_tensor_of_no_group(self) -> None:
+        with pytest.raises(DescriptionError) as error:
+            layout_from_tensors(
+                gqa(layers=1),
+                EngineShape(),
+                Rank(0, 0),
+                [Region("r", 4096)],
+                {("atention", 0): [self.view]},
+            )
+        says(error, "['attention']", "['atention']", "as the model does")
+
+    @pytest.mark.parametrize("table", [None, "0", 0.0])
+    def test_tensor_without_a_block_table(self, table: object) -> None:
+        key = ("attention", 0)
+        tables: Any = {("attention", 1): 0} if table is None else {key: table}
+        with pytest.raises(DescriptionError) as error:
+            layout_from_tensors(
+                gqa(layers=1),
+                EngineShape(),
+                Rank(0, 0),
+                [Region("r", 4096)],
+                {key: [self.view]},
+                tables=tables,
+            )
+        says(error, "every layer that has tensors", repr({key: table}), "leave tables out")
 
 
 class TestRequests:

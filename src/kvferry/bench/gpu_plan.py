@@ -23,8 +23,9 @@ import numpy as np
 
 from kvferry.bench.gpu_clock import soon
 from kvferry.bench.gpu_owner import Remote
+from kvferry.layout.parts import Ints
 from kvferry.layout.presets import load_model
-from kvferry.layout.rank import Ints, RankLayout
+from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape
 from kvferry.plan import Bound, Copies, EdgePlan, bind, plan_pair
 from kvferry.plan.assign import Edge

@@ -19,8 +19,9 @@ import numpy as np
 
 from kvferry.bench import vllm_planner
 from kvferry.layout.model import CacheModel
+from kvferry.layout.parts import Ints
 from kvferry.layout.presets import load_model
-from kvferry.layout.rank import Ints, RankLayout
+from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape
 from kvferry.plan import Bound, Copies, EdgePlan, bind, plan_pair
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.cli import checks
+from kvferry.cli import checks, tries
 from kvferry.cli.checks import Finding, State
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.transport import make_carrier
@@ -40,8 +40,8 @@ def doctor(
     findings = [
         *checks.installed(),
         *checks.permitted(),
-        *checks.tried(carriers),
-        *checks.tried_libraries(carriers),
+        *tries.tried(carriers),
+        *tries.tried_libraries(carriers),
         *checks.configured(carriers),
         checks.costs(),
     ]

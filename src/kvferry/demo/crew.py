@@ -15,7 +15,8 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from kvferry.demo.memory import SharedFile
-from kvferry.demo.rank import Done, Failed, Order, Progress, rank_main
+from kvferry.demo.orders import Done, Failed, Order, Progress
+from kvferry.demo.rank import rank_main
 from kvferry.demo.work import Work
 from kvferry.errors import TransferError
 from kvferry.layout.shape import Rank

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from kvferry.demo.crew import Crew
 from kvferry.demo.memory import SharedFile
-from kvferry.demo.rank import Checked, Greeting, Order, Pulled
+from kvferry.demo.orders import Checked, Greeting, Order, Pulled
 from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, Work, find_model, make_work
 from kvferry.errors import DescriptionError, PermissionDenied
 from kvferry.layout.shape import EngineShape, Rank

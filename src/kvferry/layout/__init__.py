@@ -1,7 +1,8 @@
 """Describe: components, groups, shapes, interiors, and where each rank keeps its part."""
 
 from kvferry.layout.model import CacheModel, Component, Group, Residency, require_same_cache
-from kvferry.layout.rank import Part, Placement, RankLayout, Region
+from kvferry.layout.parts import Part, Placement, Region
+from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import ORDERS, EngineShape, Rank, Span, shard
 
 __all__ = [

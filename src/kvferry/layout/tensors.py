@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,8 @@ import numpy as np
 from kvferry.errors import DescriptionError
 from kvferry.layout.interior import Inside, arrange
 from kvferry.layout.model import CacheModel, Group
-from kvferry.layout.rank import Part, RankLayout, Region, page_question, place_component
+from kvferry.layout.parts import Part, Region, page_question, place_component
+from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 
 
@@ -75,15 +76,14 @@ def layout_from_tensors(
     tables             which block table names each layer's blocks; default: one a group
     padded_page_bytes  by group, the size to which the engine pads a page
     """
-    numbered = {group.name: index for index, group in enumerate(model.groups)}
-    table_of = tables or {key: numbered[key[0]] for key in tensors}
+    table_of = _table_of(model, tensors, tables)
     pools = _pools(tensors, table_of)
     parts = []
     for group in model.groups:
         held = shape.layers(model, group, rank.pp)
         _require_layers(group, held, [o for name, o in tensors if name == group.name])
         insides = arrange(shape.interior_for(group), page_question(group, shape, rank))
-        alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        alike: dict[tuple[int, object], list[int]] = defaultdict(list)  # by table and strides
         for ordinal in held:
             views = tensors[group.name, ordinal]
             _require_fit(group, shape, ordinal, insides, views)
@@ -91,7 +91,6 @@ def layout_from_tensors(
             alike[table_of[group.name, ordinal], strides].append(ordinal)
         padded = (padded_page_bytes or {}).get(group.name, 0)
         for (table, _), ordinals in alike.items():
-            assert isinstance(table, int)
             layers = [tensors[group.name, o] for o in ordinals]
             part = _part(group, shape, rank, insides, ordinals, layers, padded)
             parts.append(replace(part, table=table, pool=pools[table]))
@@ -141,6 +140,28 @@ def _part(
         interior=shape.interior_for(group),
         placements=tuple(placements),
     )
+
+
+def _table_of(
+    model: CacheModel, tensors: Collection[LayerKey], told: Mapping[LayerKey, int] | None
+) -> Mapping[LayerKey, int]:
+    """The block table of each layer that has tensors."""
+    numbered = {group.name: index for index, group in enumerate(model.groups)}
+    strange = sorted({group for group, _ in tensors if group not in numbered})
+    if strange:
+        raise DescriptionError(
+            f"tensors must be of the model's groups {sorted(numbered)}, found some of {strange}; "
+            "name groups as the model does"
+        )
+    if not told:
+        return {key: numbered[key[0]] for key in tensors}
+    wrong = {key: told.get(key) for key in tensors if not isinstance(told.get(key), int)}
+    if wrong:
+        raise DescriptionError(
+            f"tables must give the number of a block table for every layer that has tensors, found "
+            f"{wrong}; leave tables out where each group has a table of its own"
+        )
+    return told
 
 
 def _pools(

@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvferry.errors import BindError, LimitError
-from kvferry.layout.rank import Ints
+from kvferry.layout.parts import Ints
 from kvferry.layout.shape import Span
 from kvferry.plan.bound import Batch, Bound
-from kvferry.plan.edge import EdgePlan, Piece, Runs, Side
+from kvferry.plan.edge import EdgePlan
+from kvferry.plan.piece import Piece, Runs, Side
 from kvferry.plan.tokens import Moved, Segments, moved, walk
 
 

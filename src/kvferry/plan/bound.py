@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.errors import BindError
-from kvferry.layout.rank import Ints
+from kvferry.layout.parts import Ints
 from kvferry.layout.shape import Span
 from kvferry.plan.runs import Axis
 

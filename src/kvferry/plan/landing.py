@@ -15,11 +15,13 @@ from numpy.typing import ArrayLike
 
 from kvferry.errors import BindError
 from kvferry.layout.model import CacheModel
-from kvferry.layout.rank import Ints, RankLayout
+from kvferry.layout.parts import Ints
+from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape
 from kvferry.plan.bind import Binder, moved_span
 from kvferry.plan.bound import Batch
-from kvferry.plan.edge import EdgePlan, Side
+from kvferry.plan.edge import EdgePlan
+from kvferry.plan.piece import Side
 from kvferry.plan.tokens import moved, paging_for
 
 

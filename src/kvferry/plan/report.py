@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from kvferry.layout.model import CacheModel
-from kvferry.layout.rank import Ints, RankLayout
+from kvferry.layout.parts import Ints
+from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.plan.assign import Edge
 from kvferry.plan.bind import bind

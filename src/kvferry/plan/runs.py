@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.errors import IncompatibleError
-from kvferry.layout.rank import Ints
+from kvferry.layout.parts import Ints
 
 
 class Axis(NamedTuple):

@@ -16,7 +16,8 @@ import numpy as np
 from kvferry.errors import DescriptionError
 from kvferry.layout.model import Component, Group, Residency
 from kvferry.layout.shape import EngineShape, Rank
-from kvferry.plan.edge import EdgePlan, Piece, Side, Slab
+from kvferry.plan.edge import EdgePlan
+from kvferry.plan.piece import Piece, Side, Slab
 from kvferry.plan.runs import Axis
 from kvferry.plan.tokens import Paging
 

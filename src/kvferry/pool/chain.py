@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.errors import DescriptionError
-from kvferry.layout.rank import Ints
+from kvferry.layout.parts import Ints
 from kvferry.pool.keys import CONTENT_BYTES
 
 MARK = 0xFFFFFFFF  # no token id

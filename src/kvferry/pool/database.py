@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.errors import StoreError
-from kvferry.layout.rank import Ints
+from kvferry.layout.parts import Ints
 from kvferry.layout.shape import Rank
 from kvferry.pool.chain import ContentChain
 from kvferry.pool.hits import Held

@@ -23,7 +23,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvferry.errors import KvferryError, StoreError
-from kvferry.layout.rank import Ints
+from kvferry.layout.parts import Ints
 from kvferry.pool.crew import Crew
 from kvferry.pool.hits import Segment
 from kvferry.pool.keys import KeyMetadata, object_keys

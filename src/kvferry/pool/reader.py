@@ -15,12 +15,13 @@ import numpy as np
 
 from kvferry.errors import BindError
 from kvferry.layout.model import CacheModel
-from kvferry.layout.rank import Ints, RankLayout
+from kvferry.layout.parts import Ints
+from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import Span
 from kvferry.plan import EdgePlan, plan_pair
 from kvferry.plan.bind import Binder
 from kvferry.plan.bound import Bound
-from kvferry.plan.edge import Piece
+from kvferry.plan.piece import Piece
 from kvferry.pool.hits import Segment
 from kvferry.pool.keys import Fragment
 from kvferry.pool.objects import block_span, object_stride

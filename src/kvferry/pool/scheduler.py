@@ -25,8 +25,9 @@ from math import lcm
 from typing import Any
 
 from kvferry.pool.chain import ContentChain, Extra
-from kvferry.pool.hits import Need, Segment
+from kvferry.pool.hits import Need
 from kvferry.pool.keys import KeyMetadata, object_keys
+from kvferry.pool.load_jobs import LoadJobs, segments_to_load
 from kvferry.pool.lookup import LookupKeyServer, Reader
 from kvferry.pool.lookup_client import LookupKeyClient
 from kvferry.pool.objects import block_span
@@ -60,14 +61,13 @@ class PoolScheduler:
         counters: PoolCounters | None = None,
     ) -> None:
         self.limits, self.counters = limits, counters or PoolCounters()
-        self._open_store, self._pin, self._unpin = open_store, pin, unpin
+        self._open_store = open_store
         self._null = null_block
         self._client: LookupKeyClient | None = None
         self._epoch = ""  # of a reset before the start
         self._trackers: dict[str, RequestTracker] = {}
         self._jobs = SaveJobs(pin, unpin, limits.most_pinned_blocks)
-        self._loads: dict[str, LoadOrder] = {}  # that some rank has not ended; outlive requests
-        self._quarantine: dict[str, tuple[list[int], int]] = {}  # blocks, ranks that hang
+        self._loads = LoadJobs(pin, unpin, null_block, self.counters)
         self._keeps_old = False  # the engine may have blocks that replaced weights computed
         self._orders = PoolOrders()
         self._told: set[str] = set()
@@ -210,7 +210,8 @@ class PoolScheduler:
         tracker.load = None
         if external <= 0:
             return
-        segments = self._promised(spec, external)
+        full = all(group.residency.kind == "full" for group in self._ours.model.groups)
+        segments = segments_to_load(spec, external, full)
         used = {name: spec.layouts[name] for name in {s.layout_id for s in segments}}
         self._tell(used)
         spans = {used[s.layout_id].block_tokens(s.group) for s in segments}
@@ -221,28 +222,9 @@ class PoolScheduler:
             tuple(tuple(ids) for ids in tables),
             self.limits.load_seconds,
         )
-        self._loads[request_id] = tracker.loading
+        self._loads.order(tracker.loading)
         self._orders.loads.append(tracker.loading)
         self.counters.add("hit_tokens", external)
-
-    def _promised(self, spec: LoadSpec, external: int) -> tuple[Segment, ...]:
-        if external == spec.tokens:
-            return spec.hit.segments
-        # an engine that takes less than it was offered gets what a hit of that length needs
-        stop = spec.computed + external
-        full = all(group.residency.kind == "full" for group in self._ours.model.groups)
-        if external > spec.tokens or not full:
-            log.error(
-                "the engine asks for %d tokens, the pool promised %d: they are computed",
-                external,
-                spec.tokens,
-            )
-            return ()  # a load of nothing fails
-        return tuple(
-            Segment(s.layout_id, s.group, s.start, min(s.stop, stop))
-            for s in spec.hit.segments
-            if s.start < stop
-        )
 
     def computed(
         self,
@@ -303,19 +285,12 @@ class PoolScheduler:
             if not report.ok and tracker is not None:
                 tracker.over = True  # what is computed again is saved again
                 tracker.saved_tokens = min(tracker.saved_tokens, report.bad_from or 0)
-            order = self._loads.get(report.request_id)
-            if report.hung and order is not None:
-                ids = self._quarantine.get(report.request_id, ([], 0))
-                if not ids[0]:
-                    blocks = [i for t in order.tables for i in t if i != self._null]
-                    self._pin(blocks)
-                    self.counters.add("quarantined_blocks", len(blocks))
-                    ids = (blocks, 0)
-                self._quarantine[report.request_id] = (ids[0], ids[1] + 1)
+            if report.hung:
+                self._loads.hung(report.request_id)
 
     def load_over(self, request_id: str) -> None:
         """All ranks have ended a request's load; the request itself may be gone."""
-        self._loads.pop(request_id, None)
+        self._loads.over(request_id)
         tracker = self._trackers.get(request_id)
         if tracker is not None and tracker.loading is not None:
             stop = max((s.stop for s in tracker.loading.segments), default=0)
@@ -327,17 +302,11 @@ class PoolScheduler:
 
     def recovered(self, request_ids: Iterable[str]) -> None:
         """Hung loads that have ended on some rank."""
-        for request_id in request_ids:
-            ids, ranks = self._quarantine.get(request_id, ([], 0))
-            if ranks > 1:
-                self._quarantine[request_id] = (ids, ranks - 1)
-            elif ids:
-                del self._quarantine[request_id]
-                self._unpin(ids)
+        self._loads.recovered(request_ids)
 
     @property
     def pinned_blocks(self) -> int:
-        return self._jobs.pinned_blocks + sum(len(ids) for ids, _ in self._quarantine.values())
+        return self._jobs.pinned_blocks + self._loads.pinned_blocks
 
     @property
     def has_work(self) -> bool:

@@ -122,7 +122,7 @@ class Door:
             # Returning before the answer is complete makes the server close the connection.
             asked.trail.append(str(error))
             return "broken_stream"
-        except Exception:
+        except Exception:  # a fault of ours: the client is told, and the log says which
             log.exception("request %s broke the router", asked.request_id.decode())
             if not reply.started:
                 answer = ApiError(500, "internal_error", "the router failed; its log says why")

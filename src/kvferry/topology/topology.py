@@ -14,22 +14,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
 from kvferry.errors import IncompatibleError, TopologyError
-from kvferry.layout.model import CacheModel, Component, Group, Residency
+from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.plan.assign import Edge
 from kvferry.plan.pair import PairPlan, plan_pair
-from kvferry.topology.info import EngineTransferInfo, MambaEngineTransferInfo
+from kvferry.topology.implied import Stage, hybrid_reads, remote_stage, stand_in_model
+from kvferry.topology.info import EngineTransferInfo
 from kvferry.topology.partners import targets
-
-# Channels of the stand-in state of a hybrid whose model was not given: more than ranks, so that
-# every rank holds some of them.
-STAND_IN_CHANNELS = 1 << 16
 
 
 @dataclass(slots=True)
@@ -90,7 +87,13 @@ class TransferTopology:
                 f"pp_size={self.pp_size}, tp_size={self.tp_size}"
             )
         if self.model is None:
-            self.model = self._stand_in()
+            self.model = stand_in_model(
+                self.engine_id,
+                stages=self.pp_size,
+                kv_heads=self.total_num_kv_heads,
+                is_mla=self.is_mla,
+                is_mamba=self.is_mamba,
+            )
         if self.shape is None:
             self.shape = EngineShape(
                 tp=self.tp_size,
@@ -103,18 +106,6 @@ class TransferTopology:
                 f"tp_size={self.tp_size} and pp_size={self.pp_size} contradict the shape "
                 f"{self.shape.describe()}"
             )
-
-    def _stand_in(self) -> CacheModel:
-        layers = tuple(range(self.pp_size))
-        if self.is_mla:
-            component = Component("latent", 1, (1,), 1, "replicated")
-        else:
-            component = Component("kv", self.total_num_kv_heads, (1,), 1)
-        groups = [Group("attention", layers, (component,))]
-        if self.is_mamba:
-            state = Component("ssm", STAND_IN_CHANNELS, (1,), 1)
-            groups.append(Group("state", layers, (state,), Residency("state")))
-        return CacheModel(f"engine {self.engine_id}", tuple(groups))
 
     # What this rank is
 
@@ -146,7 +137,9 @@ class TransferTopology:
             )
         self._require_same_model(remote_engine_id, info)
         if self.is_mamba:
-            info = self._complete(info)
+            assert self.model is not None
+            edges = self._edges(info)
+            info = hybrid_reads(info, edges, self.model, self.total_num_kv_heads)
         with self._lock:
             known = self._stages(remote_engine_id)
             if any(stage.incarnation != info.incarnation for stage in known):
@@ -272,26 +265,9 @@ class TransferTopology:
 
     # From the planner
 
-    def _remote(self, info: EngineTransferInfo) -> tuple[EngineShape, int]:
-        """The remote engine's shape, and which of its stages the record is about."""
-        if info.remote_shape is not None:
-            return info.remote_shape, info.remote_pp_rank
+    def _remote(self, info: EngineTransferInfo) -> Stage:
         assert self.model is not None
-        layers = self.model.num_layers
-        stage, stages = 0, [layers]
-        if info.end_layer and info.end_layer <= layers:
-            before, after = info.start_layer, layers - info.end_layer
-            held = info.end_layer - info.start_layer
-            stages = [n for n in (before, held, after) if n]
-            stage = 1 if before else 0
-        shape = EngineShape(
-            tp=info.remote_tp_size,
-            pp=len(stages),
-            stages=tuple(stages) if len(stages) > 1 else (),
-            dcp=info.remote_dcp_size,
-            block_size=info.remote_block_size,
-        )
-        return shape, stage
+        return remote_stage(info, self.model)
 
     def _pair(
         self, remote: EngineShape, reading: bool = False, remote_model: CacheModel | None = None
@@ -315,33 +291,3 @@ class TransferTopology:
             for edge in self._pair(shape, remote_model=info.remote_model).edges
             if edge.dst == self.rank and edge.src.pp == stage
         ]
-
-    def _complete(self, info: EngineTransferInfo) -> MambaEngineTransferInfo:
-        """Work out what a hybrid reads from where."""
-        assert self.model is not None
-        states = {g.name for g in self.model.groups if g.is_state}
-        attention: dict[int, int] = {}  # heads read, by remote rank
-        every: set[int] = set()
-        mamba: set[int] = set()
-        for edge in self._edges(info):
-            every.add(edge.src.tp)
-            for share in edge.shares:
-                if share.group in states:
-                    mamba.add(edge.src.tp)
-                else:
-                    heads = max(attention.get(edge.src.tp, 0), share.units.size)
-                    attention[edge.src.tp] = heads
-        physical_heads = max(1, self.total_num_kv_heads // info.remote_tp_size)
-        first = attention[min(attention)] if attention else 0
-        worked_out = {
-            "remote_fa_source_ranks": tuple(sorted(attention)),
-            "remote_all_source_ranks": tuple(sorted(every)),
-            "remote_num_fa_reads": len(attention),
-            "remote_num_mamba_reads": len(mamba),
-            "remote_fa_descriptor_bytes": info.remote_block_len // physical_heads * first,
-            "is_remote_replicated": info.remote_tp_size > self.total_num_kv_heads,
-            "remote_physical_heads": physical_heads,
-        }
-        given = {f.name: getattr(info, f.name) for f in fields(info)}
-        told = {k: v for k, v in given.items() if k not in worked_out or v}
-        return MambaEngineTransferInfo(**{**worked_out, **told})

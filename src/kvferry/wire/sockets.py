@@ -98,7 +98,7 @@ class Sockets:
             if prepare is not None:
                 prepare(socket)
             socket.connect(f"tcp://{address}")
-        except BaseException:
+        except BaseException:  # also an interrupt: nobody else would close it
             socket.close(linger=0)
             raise
         return socket
