@@ -6,6 +6,7 @@ A carrier's library is tried in a process of its own, which it may end as it lik
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from kvferry.errors import KvferryError
 from kvferry.transport import MemoryRegion, make_carrier
 from kvferry.transport.regions import Arrays
 
+START_SECONDS = 30.0
 TRY_SECONDS = 15.0
 TRIED_BYTES = 1 << 20
 SAID = "kvferry doctor: "  # before the answer of a process whose output belongs to a library
@@ -127,9 +129,12 @@ def _owner() -> Iterator[tuple[int, dict[str, bytes]]]:
     ) as process:
         assert process.stdout
         try:
-            said = process.stdout.readline().split()
+            ready, _, _ = select.select([process.stdout], [], [], START_SECONDS)
+            said = process.stdout.readline().split() if ready else []
             if len(said) != 3:
-                raise KvferryError("a second process could not be started")
+                raise KvferryError(
+                    f"a second process did not start within {START_SECONDS:g} seconds"
+                )
             yield (
                 int(said[0]),
                 {n: bytes.fromhex(e) for n, e in zip(("local", "tcp"), said[1:], strict=True)},
