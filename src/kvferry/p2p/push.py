@@ -26,7 +26,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -34,7 +33,7 @@ from kvferry.errors import Cancelled, HandoverError, KvferryError
 from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import RankLayout
 from kvferry.p2p.incarnations import are_siblings
-from kvferry.p2p.targets import Origin, Target, Unreachable
+from kvferry.p2p.targets import Origin, Target, Unreachable, Unused
 from kvferry.p2p.threads import Threads
 from kvferry.p2p.transfers import await_transfer, end_transfers
 from kvferry.p2p.watch import Watch
@@ -103,7 +102,7 @@ class Pusher:
         self._lock = threading.Lock()
         self._targets: OrderedDict[Key, _Lane] = OrderedDict()
         self._pushes: set[_Push] = set()
-        self._unused: list[tuple[str, Any]] = []  # connections to be given back, by carrier
+        self._unused: list[Unused] = []
         self._threads = Threads("kvferry-push", PUSH_THREADS)
         self._next_tidy = time.monotonic() + IDLE_SECONDS
         self._closed = False
@@ -280,11 +279,11 @@ class Pusher:
     def _give_back(self) -> None:
         with self._lock:
             unused, self._unused = self._unused, []
-        for name, peer in unused:
+        for one in unused:
             try:
-                self._carriers[name].disconnect(peer)
-            except Exception:
-                log.exception("a connection by %s was not given back", name)
+                self._carriers[one.carrier].disconnect(one.peer)
+            except Exception:  # nobody looks at what becomes of it
+                log.exception("connections to %s were not given back", one.engine_id)
 
 
 def _supersedes(new: Key, old: Key) -> bool:

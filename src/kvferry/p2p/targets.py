@@ -54,6 +54,15 @@ class Edge:
     bases: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Unused:
+    """A connection that is to be given back."""
+
+    engine_id: str
+    carrier: str
+    peer: Any
+
+
 @dataclass(slots=True, eq=False)
 class Target:
     """Any method, from any thread."""
@@ -113,14 +122,14 @@ class Target:
             except DeadlineExceeded:
                 raise Unreachable(f"{carrier.name} has not reached the consumer yet") from None
 
-    def take_peers(self, *, drop: bool = False) -> list[tuple[str, Any]]:
-        """Its connections, by carrier, for the caller to give back; dropped, it gets no others."""
+    def take_peers(self, *, drop: bool = False) -> list[Unused]:
+        """Its connections, for the caller to give back; dropped, it gets no others."""
         with self._lock:
             self._dropped |= drop
-            made = [(name, peer.result()) for name, peer in self._peers.items() if peer.done()]
-            for name, _ in made:
-                del self._peers[name]
-        return made
+            made = [name for name, peer in self._peers.items() if peer.done()]
+            return [
+                Unused(self.engine.engine_id, name, self._peers.pop(name).result()) for name in made
+            ]
 
     def _require_wanted(self, carrier: str) -> None:
         if self._dropped:
@@ -140,7 +149,9 @@ class Target:
             error: BaseException = raised
             if isinstance(raised, KvferryError):
                 error = Unreachable(f"{carrier.name} does not reach the consumer: {raised}")
-            in_haste = isinstance(raised, DeadlineExceeded) and deadline - begun < CONNECT_SECONDS
+            in_haste = (
+                isinstance(raised, DeadlineExceeded) and deadline - begun < CONNECT_SECONDS / 2
+            )
             with self._lock:
                 del self._peers[carrier.name]
                 if isinstance(error, Unreachable) and not in_haste:
@@ -149,7 +160,9 @@ class Target:
             raise error from None
         with self._lock:
             dropped = self._dropped
-            if not dropped:
+            if dropped:
+                del self._peers[carrier.name]
+            else:
                 made.set_result(peer)
         if dropped:
             error = Cancelled("the consumer restarted, or this engine is shutting down")
