@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -76,9 +75,9 @@ def test_a_write_is_answered_though_the_next_one_finds_no_thread(
 
 
 @contextlib.contextmanager
-def dropped(p: Producer) -> Iterator[threading.Event]:
+def dropped(p: Producer) -> Iterator[list[bytes]]:
     """What the source sends to our memory's port is dropped: it connects, and hears nothing."""
-    asked = threading.Event()
+    asked: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
         nowhere = TcpEndpoint("tcp", "127.0.0.1", silent.getsockname()[1], bytes(16))
         for server in p.ranks:
@@ -86,7 +85,7 @@ def dropped(p: Producer) -> Iterator[threading.Event]:
             for carrier in pusher._carriers.values():
 
                 def connect(endpoint: bytes, deadline: float, real: Any = carrier.connect) -> Any:
-                    asked.set()
+                    asked.append(endpoint)
                     return real(msgspec.msgpack.encode(nowhere), deadline)
 
                 carrier.connect = connect
@@ -97,26 +96,24 @@ def test_a_source_whose_packets_are_dropped_is_read_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(targets, "CONNECT_SECONDS", 0.5)
-    with peers() as (p, d), dropped(p):
+    with peers() as (p, d), dropped(p) as asked:
         for prompt in PROMPTS:
-            begun = time.monotonic()
             (loaded,) = d.load(hold(p, prompt), prompt, seconds=6.0)
             assert loaded.ok and not loaded.pushed, loaded
-            spent = time.monotonic() - begun
-            assert spent > 1.4 if prompt is PROMPTS[0] else spent < 1.4  # it is remembered
+            assert len(asked) == len(p.ranks)  # the second time, each remembers
         assert d.wrong_bytes(*PROMPTS) == 0
 
 
 def test_a_source_that_is_connecting_is_given_up_and_ends_at_once() -> None:
     with peers() as (p, d), dropped(p) as asked:
         load = d.start(hold(p, PROMPTS[0]), PROMPTS[0])
-        assert asked.wait(10)
+        until(lambda: len(asked) == len(p.ranks))
         begun = time.monotonic()
         for server in p.ranks:
             server.close()
-        assert time.monotonic() - begun < 2
         d.cancel(load)
-        assert "Cancelled" in error_of(d.wait(load)[0])
+        assert error_of(d.wait(load)[0]).startswith(("Cancelled", "PeerLost"))
+        assert time.monotonic() - begun < 2
 
 
 @pytest.mark.parametrize("target", [PULL, D], ids=["read", "written"])
