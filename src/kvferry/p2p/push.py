@@ -159,7 +159,7 @@ class Pusher:
                 lane.queue.clear()
                 self._pushes.discard(push)
         if refused is not None:
-            done(Unreachable(f"{offer.hold_id} cannot be written: {refused}"))
+            done(Unreachable(f"nothing can be written from here: {refused}"))
         return True
 
     def _start_next(self, lane: _Lane) -> None:
