@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvferry.demo.cache import CANARY, wrong_byte
-from kvferry.errors import DeadlineExceeded
+from kvferry.errors import DeadlineExceeded, PeerLost
 from kvferry.p2p import push
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.stats import ConsumerTally
@@ -229,3 +229,16 @@ def test_a_load_that_cannot_be_ended_is_counted_until_it_is() -> None:
     ending.join(10)
     assert not ending.is_alive()
     assert (tally.snapshot().abandoned_now, tally.snapshot().quarantined_blocks) == (0, 0)
+
+
+def test_how_a_transfer_that_was_cancelled_ended_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    confirmed = threading.Event()
+
+    class Failing(Stubborn):
+        def wait(self, deadline: float) -> None:
+            confirmed.set()
+            raise PeerLost("it is gone")
+
+    caplog.set_level("INFO", "kvferry")
+    end_transfers([Failing(confirmed)], contextlib.nullcontext)
+    assert "a transfer that was cancelled has failed: it is gone" in caplog.text

@@ -481,3 +481,26 @@ class TestStats:
         dashboard = (ROOT / "dashboards" / "kvferry.json").read_text()
         named = set(re.findall(r"vllm:[a-z_]+", dashboard))
         assert len(named) >= 13 and named <= exposed, named - exposed
+
+
+def test_a_worker_closes_all_its_parts(caplog: pytest.LogCaptureFixture) -> None:
+    """Also after one that cannot be closed: carriers own threads, ports and registered memory."""
+    from kvferry.vllm.worker import FerryWorker
+
+    closed: list[str] = []
+
+    def part(name: str, *, fails: bool = False) -> Any:
+        def close() -> None:
+            closed.append(name)
+            if fails:
+                raise RuntimeError(f"the {name} does not close")
+
+        return SimpleNamespace(close=close)
+
+    worker: Any = FerryWorker.__new__(FerryWorker)
+    worker._ready, worker._consumer = part("ready", fails=True), None
+    worker._producer, worker._sockets = part("producer", fails=True), part("sockets")
+    worker._carriers = [part("tcp"), part("local")]
+    worker.close()
+    assert closed == ["ready", "producer", "tcp", "local", "sockets"]
+    assert caplog.text.count("could not be closed") == 2

@@ -127,12 +127,17 @@ class Summing:
         self._closed = False
 
     def submit(self, work: Callable[[Memory], None]) -> bool:
-        """By one thread; false where too much waits already."""
+        """By one thread; false where too much waits already, or no thread can be started."""
         if self._queue.qsize() >= MOST_WAITING:
             return False
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvferry-sums", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="kvferry-sums", daemon=True)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError) as error:
+                log.warning("a checksum is not made: %s", error)
+                return False
+            self._thread = thread
         self._queue.put(work)
         return True
 

@@ -7,12 +7,11 @@ can have arrived. `release` sends the last word about a ticket that nobody needs
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -27,6 +26,7 @@ from kvferry.p2p.describe import rank_info
 from kvferry.p2p.load import WORD_SECONDS, Load, Loaded, Loading
 from kvferry.p2p.offers import Offering
 from kvferry.p2p.stats import ConsumerStats, ConsumerTally
+from kvferry.p2p.threads import Threads
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.watch import Clock, Watch
 from kvferry.p2p.words import Words
@@ -68,7 +68,7 @@ class ConsumerRank:
         """
         self.engine, self.model, self.layout = engine, model, layout
         self._caller = Caller(sockets)
-        self._pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvferry-load")
+        self._threads = Threads("kvferry-load", LOAD_THREADS)
         rank = layout.rank
         reader = Reader(engine.engine_id, engine.incarnation, rank.pp, rank.tp)
         self._tally = ConsumerTally()
@@ -112,14 +112,14 @@ class ConsumerRank:
         with self._lock:
             self._running[load.request_id] = watch
         try:
-            self._pool.submit(self._run, load, watch)
-        except RuntimeError as error:  # the pool is shut down
-            self._end(Loaded(load.request_id, f"Cancelled: it did not begin: {error}"))
+            self._threads.submit(partial(self._run, load, watch))
+        except KvferryError as error:
+            self.fail(load, f"{type(error).__name__}: it did not begin: {error}")
 
     def fail(self, load: Load, why: str) -> None:
         """Report a load that must not begin as failed, and tell its sources."""
         if not load.keep_open:
-            self._later(load.ticket, "failed")
+            self.release(load.ticket, "failed")
         self._end(Loaded(load.request_id, why))
 
     def cancel(self, request_id: str) -> None:
@@ -130,7 +130,11 @@ class ConsumerRank:
 
     def release(self, ticket: Ticket, outcome: Outcome, seconds: float = WORD_SECONDS) -> None:
         """Say our last word about a ticket without loading: not needed, or not needed any more."""
-        self._pool.submit(self._release, ticket, outcome, Watch(time.monotonic() + seconds))
+        watch = Watch(time.monotonic() + seconds)
+        try:
+            self._threads.submit(partial(self._release, ticket, outcome, watch))
+        except KvferryError as error:
+            log.info("the hold of a ticket was not released, and will expire: %s", error)
 
     def take_done(self) -> list[Loaded]:
         """Loads that ended since the last call, each exactly once."""
@@ -154,7 +158,7 @@ class ConsumerRank:
         with self._lock:
             for watch in self._running.values():
                 watch.give_up()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         self._caller.close()
 
     # One load
@@ -165,7 +169,7 @@ class ConsumerRank:
             result = self._loading.run(load, watch, clock)
         except KvferryError as error:
             if isinstance(error, Cancelled) and "meet" not in clock.spent and not load.keep_open:
-                self._later(load.ticket, "failed")
+                self.release(load.ticket, "failed")
             result = Loaded(
                 load.request_id, f"{type(error).__name__}: {error}", seconds=clock.spent
             )
@@ -185,10 +189,6 @@ class ConsumerRank:
         self._bell.ring()
         if not result.ok:
             log.warning("request %s: not loaded: %s", result.request_id, result.error)
-
-    def _later(self, ticket: Ticket, outcome: Outcome) -> None:
-        with contextlib.suppress(RuntimeError):  # the pool is shut down: the hold expires
-            self.release(ticket, outcome)
 
     def _release(self, ticket: Ticket, outcome: Outcome, watch: Watch) -> None:
         try:

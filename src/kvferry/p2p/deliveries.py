@@ -19,7 +19,8 @@ from typing import Any
 
 from kvferry.errors import KvferryError
 from kvferry.p2p.holds import Closed, Hold, HoldTable, Why
-from kvferry.p2p.push import Pushed, Pusher, Unreachable
+from kvferry.p2p.push import Pushed, Pusher
+from kvferry.p2p.targets import Unreachable
 from kvferry.wire.messages import Delivered, Introduce, Offer, Reader, Reason, Refused
 
 MOST_PATIENCE_SECONDS = 600.0  # of claims and offers

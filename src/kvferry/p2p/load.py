@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.errors import Cancelled, ChecksumError, StaleTicket
+from kvferry.errors import Cancelled, ChecksumError
 from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import Ints
 from kvferry.p2p.acquaintances import Acquaintances
@@ -42,7 +43,7 @@ from kvferry.plan.landing import require_distinct_blocks
 from kvferry.plan.tail import padded_tokens
 from kvferry.transport.base import Transfer
 from kvferry.transport.memory import Memory
-from kvferry.wire.messages import Claimed
+from kvferry.wire.messages import Claimed, Refused, ReplyBody
 
 WORD_SECONDS = 5.0  # for a last word after something failed
 NOTHING = Arrived(0, 0, (), ())
@@ -154,6 +155,13 @@ class Loading:
     def _let_write(self, remote: Remote, load: Load, watch: Watch, clock: Clock) -> Arrived:
         """Let those sources write that can be stopped. However it ends, none can write any more."""
         assert self.offering is not None
+
+        def answer(call: Future[ReplyBody]) -> ReplyBody:
+            reply = self.words.answer(remote, call, watch)
+            if isinstance(reply, Refused) and reply.reason == "stale":
+                self.known.forget(remote)  # else, only the ticket is void
+            return reply
+
         offers = Offers(self.offering, remote, lambda: self.tally.abandoned(load.blocks))
         try:
             offers.open(
@@ -166,12 +174,9 @@ class Loading:
                 watch=watch,
             )
             clock.stop("offer")
-            arrived = offers.arrive(watch, lambda call: self.words.answer(remote, call, watch))
+            arrived = offers.arrive(watch, answer)
             clock.split("wait", "push", arrived.write_seconds)
             return arrived
-        except StaleTicket:
-            self.known.forget(remote)
-            raise
         finally:
             offers.close()
 

@@ -4,8 +4,8 @@ A consumer rank introduces itself once (its engine, its layout, its carriers' en
 offers blocks: a grant of its carrier, its block tables, how much it has already. What happens to an
 offer, on a thread of its own:
 
-    plan      the edge from this rank to that one, once; both sides compute it alike
-    connect   by the carrier that the offer names, once
+    plan      the edge from this rank to that one, once; both sides compute it alike (`targets`)
+    connect   by the carrier that the offer names, once; in a part of the offer's time (`targets`)
     bind      the hold's blocks to the offered ones
     write     in slices, under the grant; each is checked against it over there, before its bytes
     report    to the producer's server, which alone knows whether the hold was open all the time
@@ -24,21 +24,20 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import numpy as np
 
 from kvferry.errors import Cancelled, HandoverError, KvferryError
 from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import RankLayout
-from kvferry.layout.shape import Rank
-from kvferry.p2p.describe import read_layout, read_model, read_shape, require_same_meaning
 from kvferry.p2p.incarnations import are_siblings
+from kvferry.p2p.targets import Origin, Target, Unreachable, Unused
+from kvferry.p2p.threads import Threads
 from kvferry.p2p.transfers import await_transfer, end_transfers
 from kvferry.p2p.watch import Watch
-from kvferry.plan import Copies, EdgePlan, bind, plan_pair
+from kvferry.plan import Copies, bind
 from kvferry.transport.base import Carrier, GrantingCarrier, Transfer, is_granting
 from kvferry.wire.messages import EngineInfo, Offer, RankInfo, Reader
 
@@ -50,10 +49,6 @@ IDLE_SECONDS = 60.0  # without an offer, before connections are given back; plan
 MOST_TARGETS = 1024  # consumer ranks that are remembered; others introduce themselves again
 MOST_PUSHES = 4096  # offers that are queued or under way
 SLICE_DESCRIPTORS = 65_536  # bound at a time, so that no NumPy call takes long
-
-
-class Unreachable(HandoverError):
-    """This rank cannot write to that consumer; it may read instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +66,18 @@ def key_of(reader: Reader) -> Key:
 
 
 @dataclass(slots=True, eq=False)
-class _Target:
-    """A consumer rank that introduced itself; planned and connected when first needed."""
+class _Lane:
+    """The way to one target: what is written to it, and what waits for that."""
 
-    engine: EngineInfo
-    info: RankInfo
+    target: Target
     running: int = 0
-    queue: deque[_Push] = field(default_factory=deque)
+    queue: deque[_Push] = field(default_factory=deque)  # empty, unless something runs
     used: float = field(default_factory=time.monotonic)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    plan: EdgePlan | None = None
-    bases: tuple[int, ...] = ()
-    peers: dict[str, Any] = field(default_factory=dict)  # by carrier
 
 
 @dataclass(slots=True, eq=False)
 class _Push:
-    target: _Target
+    lane: _Lane
     offer: Offer
     tables: list[list[int]]  # of the hold
     watch: Watch
@@ -106,14 +96,14 @@ class Pusher:
         carriers: Sequence[Carrier],
         optional_roles: frozenset[str] = frozenset({"draft"}),
     ) -> None:
-        self._engine, self._model, self._layout = engine, model, layout
+        self._origin = Origin(engine, model, layout, optional_roles)
         self._bases = np.asarray(bases, dtype=np.int64)
         self._carriers: dict[str, GrantingCarrier] = {c.name: c for c in carriers if is_granting(c)}
-        self._optional_roles = optional_roles
         self._lock = threading.Lock()
-        self._targets: OrderedDict[Key, _Target] = OrderedDict()
+        self._targets: OrderedDict[Key, _Lane] = OrderedDict()
         self._pushes: set[_Push] = set()
-        self._threads = ThreadPoolExecutor(PUSH_THREADS, thread_name_prefix="kvferry-push")
+        self._unused: list[Unused] = []
+        self._threads = Threads("kvferry-push", PUSH_THREADS)
         self._next_tidy = time.monotonic() + IDLE_SECONDS
         self._closed = False
 
@@ -126,20 +116,20 @@ class Pusher:
         key = (engine.engine_id, engine.incarnation, info.pp_rank, info.tp_rank)
         with self._lock:
             known = self._targets.get(key)
-            if self._closed or (known and (known.engine, known.info) == (engine, info)):
+            if self._closed or (known and known.target.is_of(engine, info)):
                 return
             void = [k for k in self._targets if k == key or _supersedes(key, k)]
             old = [self._targets.pop(k) for k in void]
-            self._targets[key] = _Target(engine, info)
+            self._targets[key] = _Lane(Target(engine, info))
             while len(self._targets) > MOST_TARGETS:
                 old.append(self._targets.popitem(last=False)[1])
-        for target in old:
-            self._drop(target)
-            self._later(self._disconnect, target)
+        for lane in old:
+            self._drop(lane)
+        self._give_back_later()
 
     def can_serve(self, tokens: int, held: int) -> bool:
         """Whether a hold of so many tokens has what an offer of so many wants."""
-        return tokens == held if self._model.of_one_length else tokens <= held
+        return tokens == held if self._origin.model.of_one_length else tokens <= held
 
     def knows(self, reader: Reader) -> bool:
         return key_of(reader) in self._targets
@@ -151,25 +141,34 @@ class Pusher:
         patience_seconds: float,
         done: Callable[[Pushed | KvferryError], None],
     ) -> bool:
-        """Write a hold's blocks; `done` is called once, from another thread. False: too many."""
+        """Write a hold's blocks; False: too many. `done` is called once, and must not wait."""
         watch = Watch(time.monotonic() + patience_seconds)
         with self._lock:
-            target = self._targets.get(key_of(offer.reader))
-            if self._closed or target is None or len(self._pushes) >= MOST_PUSHES:
+            lane = self._targets.get(key_of(offer.reader))
+            if self._closed or lane is None or len(self._pushes) >= MOST_PUSHES:
                 return False
-            push = _Push(target, offer, tables, watch, done)
+            push = _Push(lane, offer, tables, watch, done)
             self._targets.move_to_end(key_of(offer.reader))
             self._pushes.add(push)
-            target.queue.append(push)
-            self._start_next(target)
+            lane.queue.append(push)
+            refused: KvferryError | None = None
+            try:
+                self._start_next(lane)
+            except KvferryError as error:  # no thread at all: nothing runs, nothing else is queued
+                refused = error
+                lane.queue.clear()
+                self._pushes.discard(push)
+        if refused is not None:
+            done(Unreachable(f"nothing can be written from here: {refused}"))
         return True
 
-    def _start_next(self, target: _Target) -> None:
+    def _start_next(self, lane: _Lane) -> None:
         """With the lock held: put a target's next push on a thread, if it may have one more."""
-        target.used = time.monotonic()
-        if target.queue and target.running < THREADS_PER_TARGET and not self._closed:
-            target.running += 1
-            self._threads.submit(self._run, target.queue.popleft())
+        lane.used = time.monotonic()
+        if lane.queue and lane.running < THREADS_PER_TARGET and not self._closed:
+            self._threads.submit(partial(self._run, lane.queue[0]))
+            lane.queue.popleft()
+            lane.running += 1
 
     def cancel(self, hold_id: str, reader: Reader | None = None) -> None:
         """Give up what is written of a hold, to one reader or to all."""
@@ -187,22 +186,22 @@ class Pusher:
         with self._lock:
             if self._closed:
                 return
-            for target in self._targets.values():
-                if target.peers and not target.running and target.used + IDLE_SECONDS <= now:
-                    self._later(self._retire, target)
+            for lane in self._targets.values():  # a push that comes now connects again
+                if not lane.running and lane.used + IDLE_SECONDS <= now:
+                    self._unused += lane.target.take_peers()
+        self._give_back_later()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            targets = list(self._targets.values())
+            lanes = list(self._targets.values())
             self._targets.clear()
             for push in self._pushes:
                 push.watch.give_up()
-        for target in targets:
-            self._drop(target)
-        self._threads.shutdown(wait=False)
-        for target in targets:
-            self._disconnect(target)
+        for lane in lanes:
+            self._drop(lane)
+        self._threads.close()
+        self._give_back()
 
     # One push
 
@@ -214,28 +213,30 @@ class Pusher:
         except Exception as error:
             log.exception("writing hold %s failed", push.offer.hold_id)
             outcome = HandoverError(f"internal error: {error!r}")
-        with self._lock:
-            self._pushes.discard(push)
-            push.target.running -= 1
-            self._start_next(push.target)
-        push.done(outcome)
+        try:
+            with self._lock:
+                self._pushes.discard(push)
+                push.lane.running -= 1
+                self._start_next(push.lane)  # this thread, at least, can do it
+        finally:
+            push.done(outcome)
 
     def _write(self, push: _Push) -> Pushed:
-        target, offer, watch = push.target, push.offer, push.watch
+        target, offer, watch = push.lane.target, push.offer, push.watch
         watch.require_wanted()
         carrier = self._carriers.get(offer.carrier)
         if carrier is None:
             raise Unreachable(f"this engine does not write by {offer.carrier!r}")
-        plan = self._plan(target)
-        peer = self._peer(target, carrier, watch)
+        edge = target.edge(self._origin)
+        peer = target.peer(carrier, watch)
         bound = bind(
-            plan,
+            edge.plan,
             tokens=offer.tokens,
             skip=offer.skip,
             src_tables=push.tables,
             dst_tables=offer.tables,
             src_bases=self._bases,
-            dst_bases=target.bases,
+            dst_bases=edge.bases,
         )
         transfers: list[Transfer] = []
         begun = time.monotonic()
@@ -251,80 +252,38 @@ class Pusher:
             raise
         return Pushed(bound.bytes, bound.descriptors, time.monotonic() - begun)
 
-    def _plan(self, target: _Target) -> EdgePlan:
-        with target.lock:
-            if target.plan is None:
-                require_same_meaning(self._engine, target.engine)
-                shape = read_shape(target.engine)
-                pair = plan_pair(
-                    self._model,
-                    self._layout.shape,
-                    shape,
-                    dst_model=read_model(target.engine),
-                    optional_roles=self._optional_roles,
-                )
-                layout, bases = read_layout(target.info, shape)
-                rank = Rank(target.info.pp_rank, target.info.tp_rank)
-                edge = pair.edge(self._layout.rank, rank)
-                target.plan = pair.plan(edge, self._layout, layout)
-                target.bases = tuple(bases)
-            return target.plan
+    # Targets that are left
 
-    def _peer(self, target: _Target, carrier: GrantingCarrier, watch: Watch) -> Any:
-        with target.lock:
-            if carrier.name not in target.peers:
-                endpoint = target.info.carriers.get(carrier.name)
-                if endpoint is None:
-                    raise Unreachable(f"the consumer has no endpoint of {carrier.name!r}")
-                try:
-                    target.peers[carrier.name] = carrier.connect(endpoint, watch.deadline)
-                except KvferryError as error:
-                    raise Unreachable(
-                        f"{carrier.name} does not reach the consumer: {error}"
-                    ) from None
-            return target.peers[carrier.name]
-
-    def _drop(self, target: _Target) -> None:
+    def _drop(self, lane: _Lane) -> None:
         """Forget a target; what was queued for it ends here, what runs ends by itself."""
         with self._lock:
-            orphans = list(target.queue)
-            target.queue.clear()
+            orphans = list(lane.queue)
+            lane.queue.clear()
             self._pushes.difference_update(orphans)
             for push in self._pushes:
-                if push.target is target:
+                if push.lane is lane:
                     push.watch.give_up()
+            self._unused += lane.target.take_peers(drop=True)
         for push in orphans:
             push.done(Cancelled("the consumer restarted, or this engine is shutting down"))
 
-    def _later(self, action: Callable[[_Target], None], target: _Target) -> None:
-        """On a thread that may wait: for a connection being made, or for a peer to let go."""
+    def _give_back_later(self) -> None:
+        """On a thread that may wait for a peer to let go."""
+        if self._closed or not self._unused:
+            return
+        try:
+            self._threads.submit(self._give_back)
+        except KvferryError as error:
+            log.warning("connections that are not used are kept for now: %s", error)
 
-        def guarded() -> None:
+    def _give_back(self) -> None:
+        with self._lock:
+            unused, self._unused = self._unused, []
+        for one in unused:
             try:
-                action(target)
+                self._carriers[one.carrier].disconnect(one.peer)
             except Exception:  # nobody looks at what becomes of it
-                log.exception("connections to %s were not given back", target.engine.engine_id)
-
-        with contextlib.suppress(RuntimeError):  # closed meanwhile, which disconnects all
-            self._threads.submit(guarded)
-
-    def _retire(self, target: _Target) -> None:
-        """Give idle connections back, unless a push came meanwhile."""
-        with target.lock:
-            with self._lock:
-                if target.running or target.queue:
-                    return
-            peers, target.peers = target.peers, {}
-        self._disconnect_all(peers)
-
-    def _disconnect(self, target: _Target) -> None:
-        with target.lock:
-            peers, target.peers = target.peers, {}
-        self._disconnect_all(peers)
-
-    def _disconnect_all(self, peers: dict[str, Any]) -> None:
-        for name, peer in peers.items():
-            self._carriers[name].disconnect(peer)
+                log.exception("connections to %s were not given back", one.engine_id)
 
 
 def _supersedes(new: Key, old: Key) -> bool:

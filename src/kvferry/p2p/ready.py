@@ -60,8 +60,13 @@ class WhenReady:
             why = _why(error)
             return lambda action: action(why)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvferry-ready", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="kvferry-ready", daemon=True)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError) as error:  # nothing waits: this keeps the order
+                log.warning("a step waits for the device itself: %s", error)
+                return lambda action: _do(event, action)
+            self._thread = thread
         return lambda action: self._queue.put((event, action))
 
     def close(self) -> None:
@@ -71,16 +76,19 @@ class WhenReady:
 
     def _run(self) -> None:
         while (one := self._queue.get()) is not None:
-            event, action = one
-            why = ""
-            try:
-                event.synchronize()
-            except Exception as error:
-                why = _why(error)
-            try:
-                action(why)
-            except Exception:  # the thread goes on for the orders after it
-                log.exception("an order of a step could not be passed on")
+            _do(*one)
+
+
+def _do(event: Event, action: Action) -> None:
+    why = ""
+    try:
+        event.synchronize()
+    except Exception as error:
+        why = _why(error)
+    try:
+        action(why)
+    except Exception:  # the orders after it are passed on
+        log.exception("an order of a step could not be passed on")
 
 
 def _why(error: Exception) -> str:

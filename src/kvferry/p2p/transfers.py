@@ -58,10 +58,19 @@ def end_transfers(transfers: Sequence[Transfer], stuck: Stuck) -> None:
             except DeadlineExceeded as error:
                 if not left[-1].settled():
                     log.error("a transfer that was cancelled keeps its blocks: %s", error)
-                    with contextlib.suppress(KvferryError):  # it may end however it likes
-                        left[-1].wait(time.monotonic() + STUCK_LOOK_SECONDS)
+                    _look_at(left[-1])
                     return False
             left.pop()
         return True
 
     end_for_good(end, stuck)
+
+
+def _look_at(transfer: Transfer) -> None:
+    """Until it ends, but not for long; it may end however it likes."""
+    try:
+        transfer.wait(time.monotonic() + STUCK_LOOK_SECONDS)
+    except DeadlineExceeded:
+        pass  # it goes on, as was said
+    except KvferryError as error:
+        log.info("a transfer that was cancelled has failed: %s", error)

@@ -213,8 +213,11 @@ class FerryWorker:
 
     def close(self) -> None:
         for part in (self._ready, self._consumer, self._producer, *self._carriers, self._sockets):
-            if part is not None:
-                part.close()
+            try:
+                if part is not None:
+                    part.close()
+            except Exception:  # the others are closed nevertheless
+                log.exception("a %s could not be closed", type(part).__name__)
 
 
 def _log_load(loaded: Loaded) -> None:

@@ -1,0 +1,100 @@
+"""Work that is accepted is done once; what is refused is never done, also where threads run out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from kvferry.errors import Cancelled, HandoverError
+from kvferry.p2p.checksum import Summing
+from kvferry.p2p.threads import Threads
+from kvferry.transport.host import HostMemory
+from no_threads import no_threads
+
+SECONDS = 10.0
+
+STUCK = """
+import contextlib, time
+from kvferry.p2p.threads import Threads
+from kvferry.p2p.transfers import end_for_good
+threads = Threads("stuck", 4)
+threads.submit(lambda: end_for_good(lambda: time.sleep(0.05), contextlib.nullcontext))
+time.sleep(0.1)
+threads.close()
+print("the end")
+"""
+
+
+def test_what_is_accepted_is_done_once_and_what_is_refused_never(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    threads, gate, done, over = Threads("few", 8), threading.Event(), [], threading.Event()
+    with no_threads(monkeypatch, "few"), pytest.raises(HandoverError, match="no thread"):
+        threads.submit(lambda: done.append("refused"))
+    threads.submit(lambda: done.append(gate.wait(SECONDS)))
+    with no_threads(monkeypatch, "few"):  # there is one, which does these in its turn
+        threads.submit(lambda: done.append("queued"))
+        threads.submit(lambda: done.append("after it"))
+    assert caplog.text.count("can't start new thread; 1 threads do its work") == 1
+    assert done == []
+    gate.set()
+    threads.submit(over.set)
+    assert over.wait(SECONDS)
+    threads.close()
+    with pytest.raises(Cancelled):
+        threads.submit(lambda: done.append("closed"))
+    for thread in threading.enumerate():
+        if thread.name.startswith("few"):
+            thread.join(SECONDS)
+    assert done == [True, "queued", "after it"]
+
+
+def test_each_has_a_thread_and_idle_ones_are_used_again() -> None:
+    """As many as there is work at once, and no more; an error does not end one."""
+    threads, meeting, names = Threads("some", 3), threading.Barrier(4), set[str]()
+
+    def meet() -> None:
+        names.add(threading.current_thread().name)
+        meeting.wait(SECONDS)
+        raise ValueError("a mistake of ours")
+
+    for _ in range(5):
+        for _ in range(3):
+            threads.submit(meet)
+        meeting.wait(SECONDS)
+    assert names == {"some-0", "some-1", "some-2"}
+    threads.close()
+
+
+def test_what_was_accepted_before_the_end_is_done() -> None:
+    threads, gate, over = Threads("last", 1), threading.Event(), threading.Event()
+    threads.submit(lambda: gate.wait(SECONDS) and None)
+    threads.submit(over.set)
+    threads.close()
+    threads.close()
+    gate.set()
+    assert over.wait(SECONDS)
+
+
+def test_a_process_ends_though_a_transfer_does_not() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", STUCK], timeout=30, check=True, capture_output=True, text=True
+    )
+    assert ended.stdout == "the end\n"
+
+
+def test_checksums_go_on_after_a_thread_did_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    summing, made = Summing(HostMemory([])), threading.Event()
+    with no_threads(monkeypatch, "kvferry-sums"):
+        assert not summing.submit(lambda memory: made.set())
+        summing.close()
+    summing = Summing(HostMemory([]))
+    with no_threads(monkeypatch, "kvferry-sums"):
+        assert not summing.submit(lambda memory: made.set())
+    assert not made.is_set()
+    assert summing.submit(lambda memory: made.set())
+    assert made.wait(SECONDS)
+    summing.close()
