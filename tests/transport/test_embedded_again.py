@@ -15,10 +15,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_embedded_troubles import OBJECT, SUPPORT, Small, bytes_on_disk, files_of, soon, until
+from test_embedded_troubles import (
+    OBJECT,
+    SUPPORT,
+    Small,
+    bytes_on_disk,
+    files_of,
+    left_behind,
+    soon,
+    until,
+)
 
 from kvferry.errors import StoreError
-from kvferry.pool import embedded, embedded_open, embedded_read
+from kvferry.pool import (
+    embedded,
+    embedded_files,
+    embedded_image,
+    embedded_open,
+    embedded_owner,
+    embedded_read,
+)
 from kvferry.pool import embedded_index as ix
 from kvferry.pool.embedded import EmbeddedStore, default_directory
 from kvferry.pool.embedded_disk import DiskTier
@@ -37,6 +53,10 @@ def flip(one: Small, key: str) -> None:
     last = int(one.index.offset[row]) + int(one.index.image_bytes[row]) - 1
     view = one.store._room.arena.view(last, 1)
     view[0] ^= 1
+
+
+def no_threads() -> bool:
+    return not any(t.name.startswith("kvferry-") for t in threading.enumerate())
 
 
 # --- a lock that nobody gives back ---------------------------------------------------------------
@@ -85,7 +105,7 @@ def test_what_is_owed_is_paid_without_being_asked(
     assert other.count(ix.WRITING) == 3
     held.__exit__(None, None, None)
     until(lambda: other.count(ix.WRITING) == 0)
-    until(lambda: threading.active_count() == 1)
+    until(no_threads)
     other.store.close()
     one.store.close()
 
@@ -186,7 +206,34 @@ def test_closed_while_a_walk_hangs(
     assert "failed" not in caplog.text and watcher.index.files_by == 0
     assert watcher.put("a") == [Outcome.DONE]
     watcher.store.close()
-    until(lambda: threading.active_count() == 1)
+    until(no_threads)
+
+
+def test_a_walk_goes_on_when_the_lock_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart of the host, a neighbour is stopped with the lock while files are taken in:
+    those that are left are not forgotten, though nobody needs room."""
+    keys = left_behind(tmp_path)
+    monkeypatch.setattr(embedded_files, "BATCH_FILES", 4)
+    monkeypatch.setattr(embedded_files, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(embedded_open, "ADOPT_SECONDS", 0.0)
+    header, go_on = DiskTier.header, threading.Semaphore(6)
+
+    def slow(self: DiskTier, name: str) -> embedded_image.Image | None:
+        assert go_on.acquire(timeout=20)
+        return header(self, name)
+
+    monkeypatch.setattr(DiskTier, "header", slow)
+    one, stopped = Small(tmp_path, disk=64 << 20), Small(tmp_path, disk=64 << 20)
+    until(lambda: one.store.stats().objects == 4)
+    with stopped.store._room.lock.held(soon()):
+        go_on.release(10 * len(keys))
+        time.sleep(0.4)
+    until(lambda: one.index.files_due == 0)
+    assert {stopped.get(key) for key in keys} == {Outcome.DONE}
+    stopped.store.close()
+    one.store.close()
 
 
 def test_no_thread_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +409,9 @@ def test_who_swept_is_gone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["another volume", "elsewhere"])
-def test_a_disk_that_is_another_for_this_process(tmp_path: Path, how: str) -> None:
+def test_a_disk_that_is_another_for_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     """A container that shares memory with the store's processes, but not their disk: under the same
     path, or one of its own. It is refused, and takes nothing away."""
     one, two, key = demoted(tmp_path)
@@ -372,6 +421,7 @@ def test_a_disk_that_is_another_for_this_process(tmp_path: Path, how: str) -> No
     (tmp_path / "s" / "disk").symlink_to(tmp_path / "d")
     mine = tmp_path / ("d" if how == "another volume" else "mine")
     mine.mkdir()
+    monkeypatch.setattr(embedded_owner, "GOING_SECONDS", 0.1)
     with pytest.raises(StoreError, match="have it open"):
         EmbeddedStore(tmp_path / "s", 1 << 20, mine, 64 << 20, slots=1 << 10)
     assert (tmp_path / "s" / "disk").readlink() == tmp_path / "d"

@@ -135,7 +135,7 @@ class Files:
     def begin(self) -> None:
         """See to what is due, beside everything else, unless somebody who lives is at it."""
         index = self._index
-        if index.files_due == NOTHING == index.files_by:
+        if index.files_due == NOTHING and not index.files_by:
             return
         with self._starting:
             by = index.files_by
@@ -153,41 +153,50 @@ class Files:
             self._sweep(batch, deadline)
 
     def _walks(self) -> None:
+        """Until nothing is due; also after a lock that could not be had, because the next who needs
+        room may be long in coming."""
+        while not self._calls.closing.is_set():
+            try:
+                self._walks_in_turn()
+                return
+            except StoreError as error:
+                _log.warning("disk tier: the walk through its files waits: %s", error)
+            except Exception:
+                _log.exception("disk tier: the walk through its files failed")
+                return
+            finally:
+                self._let_go(self._members.me)
+            self._calls.closing.wait(LOCK_SECONDS)
+
+    def _walks_in_turn(self) -> None:
         index, me = self._index, self._members.me
-        try:
-            while not self._calls.closing.is_set():
-                with self._locked(time.monotonic() + LOCK_SECONDS):
-                    by = index.files_by
-                    if by not in (0, me):
-                        if self._members.alive(by):
-                            return
-                        self.say_due(SWEEP)  # who died at it had said that it was done with
-                    due = index.files_due
-                    if due == NOTHING:
-                        index.files_by = 0
+        while not self._calls.closing.is_set():
+            with self._locked(time.monotonic() + LOCK_SECONDS):
+                by = index.files_by
+                if by not in (0, me):
+                    if self._members.alive(by):
                         return
-                    index.files_by = me
-                    if due == SWEEP:  # what falls due from now on is another walk
-                        index.files_due = NOTHING
-                whole = self._walk(due)
-                with self._locked(time.monotonic() + LOCK_SECONDS):
+                    self.say_due(SWEEP)  # who died at it had said that it was done with
+                due = index.files_due
+                if due == NOTHING:
                     index.files_by = 0
-                    if due == SWEEP and not whole:
-                        self.say_due(SWEEP)
-                    elif due == ADOPT and whole and index.files_due == ADOPT:
-                        index.files_due = SWEEP  # of those who died meanwhile
-        except StoreError as error:  # the lock: the next who demotes begins again
-            _log.warning("disk tier: the walk through its files waits: %s", error)
-        except Exception:
-            _log.exception("disk tier: the walk through its files failed")
-        finally:
-            self._let_go(me)
+                    return
+                index.files_by = me
+                if due == SWEEP:  # what falls due from now on is another walk
+                    index.files_due = NOTHING
+            whole = self._walk(due)
+            with self._locked(time.monotonic() + LOCK_SECONDS):
+                index.files_by = 0
+                if due == SWEEP and not whole:
+                    self.say_due(SWEEP)
+                elif due == ADOPT and whole and index.files_due == ADOPT:
+                    index.files_due = SWEEP  # of those who died meanwhile
 
     def _let_go(self, me: int) -> None:
         index = self._index
         if index.files_by == me:
-            index.files_by = 0  # one word, which nobody else writes while this member lives
             index.files_due = max(index.files_due, SWEEP)
+            index.files_by = 0  # one word, which nobody else writes while this member lives
 
     def _walk(self, due: int) -> bool:
         """Whether it came to the end."""

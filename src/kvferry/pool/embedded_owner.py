@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 OWNER_FILE = ".kvferry-store"
 OWNER_SECONDS = 5.0  # another process has the file for itself only while it writes a line
-GOING_SECONDS = 1.0  # a process that ends lets go of its locks one after the other
+GOING_SECONDS = 2.0  # a process that ends lets go of its locks one after the other
 _PAUSE_S = 0.005
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)

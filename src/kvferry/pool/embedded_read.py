@@ -214,11 +214,11 @@ def _next(left: deque[list[int]]) -> list[int] | None:
 def _share(
     pool: ThreadPoolExecutor, work: Callable[[list[int]], None], parts: list[list[int]]
 ) -> None:
-    """All parts, by this thread and the pool's; when it ends, in whichever way, nobody is at them.
+    """All parts, by the pool's threads; when it ends, in whichever way, nobody is at them.
 
     They write to memory of a caller who takes it back then. A pool that is refused a thread has
-    kept what it was given, and may begin it at any time: so parts are taken here, by whoever comes
-    while there are any, and who takes them is counted.
+    kept what it was given, and may begin it at any time: so parts are taken by whoever comes while
+    there are any, and who is at them is counted.
     """
     left, errors = deque(parts), list[BaseException]()
     changed, at_work = threading.Condition(), 0
@@ -238,13 +238,13 @@ def _share(
                 changed.notify_all()
 
     try:
-        for _ in parts[1:]:
+        for _ in parts:
             pool.submit(take)
     except RuntimeError as error:
         _log.warning("objects are read by fewer threads: %s", error)
-    while left:
-        take()
+        while left:
+            take()
     with changed:
-        changed.wait_for(lambda: at_work == 0)
+        changed.wait_for(lambda: at_work == 0 and not left)
     if errors:
         raise errors[0]
