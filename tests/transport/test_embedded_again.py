@@ -110,6 +110,33 @@ def test_what_is_owed_is_paid_without_being_asked(
     one.store.close()
 
 
+def test_stopped_while_room_is_made_for_a_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object comes up from disk, another goes down for it, and meanwhile somebody is stopped
+    with the lock: the read goes on without it, and nothing stays half-way."""
+    monkeypatch.setattr(embedded_open, "SETTLE_SECONDS", 0.05)
+    one, two, key = demoted(tmp_path)
+    held, write = two.store._room.lock.held(soon()), DiskTier.write
+
+    def stopped(self: DiskTier, *args: Any) -> bool:
+        held.__enter__()
+        return write(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "write", stopped)
+        begun = time.monotonic()
+        assert one.get(key) is Outcome.DONE
+        assert time.monotonic() - begun < 3
+    assert one.index.state[row_of(one, key)] == ix.DISK
+    held.__exit__(None, None, None)
+    until(lambda: one.count(*ix.OWNED) == 0)
+    assert {one.get(f"a{i}") for i in range(14)} == {Outcome.DONE}
+    assert bytes_on_disk(tmp_path) == one.store.counters()["disk_bytes"]
+    two.store.close()
+    one.store.close()
+
+
 FORKED = """
 import os, sys, time
 sys.path[:0] = [{support!r}, {tests!r}]

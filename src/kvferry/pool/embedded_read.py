@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 PARALLEL_BYTES = 8 << 20  # a batch beyond this is shared among threads
 ATTEMPTS = 5
 LOCK_PATIENCE_S = 0.01  # to bring an object to memory: a thousand times as long as most hold it
+LOCK_SECONDS = 0.5  # the same, once room is being made for it, because that was not for nothing
 LEAVE_DISK_S = 0.25  # after that was not enough, objects are read from disk without asking
 
 
@@ -162,7 +163,7 @@ class Reader:
         size = int(index.image_bytes[row])
         wish = Wish(row, low, high, aligned(size), ix.PROMOTING)
         try:
-            granted = room.reserve([wish], np.array([np.inf]), True, deadline)
+            granted = room.reserve([wish], np.array([np.inf]), True, deadline, LOCK_SECONDS)
         except (StoreError, OSError) as error:
             if time.monotonic() > deadline:
                 raise

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from dataclasses import dataclass
 
@@ -58,6 +59,10 @@ class Granted:
     offsets: dict[int, int]
     declined: set[int]
     refused: set[int]
+    lock_seconds: float  # for which the lock is waited for, each time
+
+    def lock_by(self, deadline: float) -> float:
+        return min(deadline, time.monotonic() + self.lock_seconds)
 
 
 class Room(Opened):
@@ -65,13 +70,21 @@ class Room(Opened):
 
     # --- getting room --------------------------------------------------------------------------
 
-    def reserve(self, wishes: list[Wish], scores: Floats, firm: bool, deadline: float) -> Granted:
+    def reserve(
+        self,
+        wishes: list[Wish],
+        scores: Floats,
+        firm: bool,
+        deadline: float,
+        lock_seconds: float = math.inf,
+    ) -> Granted:
         """Extents for as many wishes as there can be, the most valuable first.
 
         The rows, each of them once, are GHOST (or DISK) when asked for and stay so until they have
-        their extent. `scores` of infinity are never declined; with `firm`, none is.
+        their extent. `scores` of infinity are never declined; with `firm`, none is. Who can do
+        without waits `lock_seconds` for the lock; making room takes its time in any case.
         """
-        granted = Granted({}, set(), set())
+        granted = Granted({}, set(), set(), lock_seconds)
         try:
             self._reserve(wishes, scores, firm, deadline, granted)
         except BaseException:
@@ -97,15 +110,17 @@ class Room(Opened):
         stuck = 0
         while True:
             before = len(pending)
-            with self.locked(deadline):
+            with self.locked(granted.lock_by(deadline)):
                 pending = self._take(pending, granted)
             stuck = stuck + 1 if len(pending) == before else 0
             if not pending or stuck > ROUNDS or time.monotonic() > deadline:
                 break
-            if self._reap(deadline):  # before anything that somebody may still want
+            if self._reap(
+                granted.lock_by(deadline)
+            ):  # before anything that somebody may still want
                 continue
             if not self._evict_for(pending, worth, firm, stuck > 1, granted, deadline):
-                if self._reap(deadline, now=True):
+                if self._reap(granted.lock_by(deadline), now=True):
                     continue
                 break
             pending = [w for w in pending if w.row not in granted.declined]
@@ -161,7 +176,7 @@ class Room(Opened):
         scores = self.policy.scores(rows, now)
         if in_a_row:  # enough was freed, but no gap is long enough
             victims = self.arena.cheapest_window(wishes[0].size, rows, scores)
-            return len(victims) > 0 and self._evict(victims, deadline)
+            return len(victims) > 0 and self._evict(victims, granted, deadline)
         need = np.cumsum([w.size for w in wishes])
         goal = int(need[-1])
         if len(rows) > FEW_OBJECTS:
@@ -181,14 +196,14 @@ class Room(Opened):
                 need = np.cumsum([w.size for w, no in zip(wishes, worse, strict=True) if not no])
                 goal = int(need[-1])
         count = min(int(np.searchsorted(freed, goal)) + 1, len(order))
-        return self._evict(rows[order[:count]], deadline)
+        return self._evict(rows[order[:count]], granted, deadline)
 
-    def _evict(self, rows: Ints, deadline: float) -> bool:
+    def _evict(self, rows: Ints, granted: Granted, deadline: float) -> bool:
         """Take these out of memory: down to disk where there is one."""
         index, files = self.index, self.files
         if files is not None:
             files.begin()
-        with self.locked(deadline):
+        with self.locked(granted.lock_by(deadline)):
             rows = rows[np.isin(index.state[rows], (ix.MEMORY, ix.BOTH))]
             index.count("evicted", len(rows))
             index.leave_memory(rows[index.state[rows] == ix.BOTH], ix.DISK)
@@ -241,7 +256,7 @@ class Room(Opened):
                 ok[at] = in_time and disk.write(name, image, functools.partial(still, at))
             ended = True
         finally:
-            self._settle(settle, max(deadline, time.monotonic() + embedded_open.SETTLE_SECONDS))
+            self._settle(settle, time.monotonic() + embedded_open.SETTLE_SECONDS)
 
     # --- giving up -----------------------------------------------------------------------------
 
