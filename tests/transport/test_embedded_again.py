@@ -435,6 +435,24 @@ def test_who_swept_is_gone(tmp_path: Path) -> None:
     one.store.close()
 
 
+def test_parts_of_the_dead_whose_objects_were_removed(tmp_path: Path) -> None:
+    """No record says that they died at it; the next walk finds what they left, and the living's
+    stays."""
+    one, two, _ = demoted(tmp_path)
+    until(lambda: one.index.files_by == 0 == one.index.files_due)
+    theirs = tmp_path / "d" / ".part-999-3"
+    mine = tmp_path / "d" / f".part-{one.store._room.members.me}-999"
+    for part in (theirs, mine):
+        part.write_bytes(b"half")
+    two.store.close()
+    two = Small(tmp_path, disk=64 << 20)
+    until(lambda: not theirs.exists())
+    until(lambda: one.index.files_by == 0 == one.index.files_due)
+    assert mine.exists()
+    two.store.close()
+    one.store.close()
+
+
 @pytest.mark.parametrize("how", ["another volume", "elsewhere"])
 def test_a_disk_that_is_another_for_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str

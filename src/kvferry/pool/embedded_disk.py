@@ -111,11 +111,19 @@ class DiskTier:
 
     def clean(self, gone: Collection[int] | None = None) -> None:
         """Remove what members that are gone (None: all) left half-written."""
-        for part in self._directory.glob(_TEMPORARY + "*"):
-            ours = _PART.fullmatch(part.name)
-            if ours is not None and (gone is None or int(ours[1]) in gone):
+        for part, member in self._parts():
+            if gone is None or member in gone:
                 with contextlib.suppress(OSError):
                     part.unlink()
+
+    def writers(self) -> set[int]:
+        """Members of which something is there that is half-written."""
+        return {member for _, member in self._parts()}
+
+    def _parts(self) -> Iterator[tuple[Path, int]]:
+        for part in self._directory.glob(_TEMPORARY + "*"):
+            if ours := _PART.fullmatch(part.name):
+                yield part, int(ours[1])
 
     def header(self, name: str) -> Image | None:
         """The header of a file that is whole as far as its size tells."""

@@ -184,6 +184,8 @@ class Files:
                 index.files_by = me
                 if due == SWEEP:  # what falls due from now on is another walk
                     index.files_due = NOTHING
+                    writers = self._disk.writers()  # nobody becomes a member without the lock
+                    self._disk.clean({n for n in writers if not self._members.alive(n)})
             whole = self._walk(due)
             with self._locked(time.monotonic() + LOCK_SECONDS):
                 index.files_by = 0
