@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,10 +120,10 @@ def test_a_demotion_that_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     one.put(*before)
     write, calls = DiskTier.write, iter(range(100))
 
-    def second_fails(self: DiskTier, name: str, image: memoryview) -> bool:
+    def second_fails(self: DiskTier, *args: Any) -> bool:
         if next(calls) == 1:
             raise MemoryError
-        return write(self, name, image)
+        return write(self, *args)
 
     monkeypatch.setattr(DiskTier, "write", second_fails)
     with pytest.raises(MemoryError):
@@ -214,11 +215,11 @@ def test_files_on_their_way_are_counted(tmp_path: Path, monkeypatch: pytest.Monk
     one.put(*(f"a{i}" for i in range(10)))
     write, go_on, waiting = DiskTier.write, threading.Event(), threading.Event()
 
-    def slow(self: DiskTier, name: str, image: memoryview) -> bool:
+    def slow(self: DiskTier, *args: Any) -> bool:
         if self is one.store._room.disk:
             waiting.set()
             assert go_on.wait(20)
-        return write(self, name, image)
+        return write(self, *args)
 
     monkeypatch.setattr(DiskTier, "write", slow)
     first = threading.Thread(target=one.put, args=("b0", "b1"))

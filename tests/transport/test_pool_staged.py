@@ -190,6 +190,66 @@ def test_a_store_that_keeps_all_buffers(far: Far) -> None:
     assert far.store.put(["z"], [far.ranges(0, 10)], time.monotonic()) == [Outcome.FAILED]
 
 
+class Impatient(DirStore):
+    """Closed while a call is inside, as the embedded store is after some seconds."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("what", ["put", "get", "nothing"])
+def test_closed_under_a_call(tmp_path: Path, monkeypatch: Any, what: str) -> None:
+    """A call that its store has given up keeps its buffer and the device's memory, and gives them
+    back; idle buffers go only after the store, which knows their addresses, is closed."""
+    far = Far(tmp_path, stage_bytes=1000, buffers=2)
+    inner = far.inner = Impatient(str(tmp_path))
+    far.store._store = FaultyStore(inner, far.faults)
+    made, closed = [], list[bool]()
+    empty = np.empty
+
+    def remembered(*args: Any, **options: Any) -> np.ndarray:
+        array = empty(*args, **options)
+        made.append(weakref.ref(array, lambda _: closed.append(inner.closed)))
+        return array
+
+    def end() -> None:
+        assert not under_way.is_set(), "closed under a call"
+        far.memory.fails = True
+
+    monkeypatch.setattr(np, "empty", remembered)
+    far.memory.close = end  # type: ignore[attr-defined]
+    assert far.store.put(["a"], [far.ranges(0, 900)], soon()) == [Outcome.DONE]
+    release, under_way, told = threading.Event(), threading.Event(), list[Outcome]()
+
+    def hang(*_: Any) -> None:
+        under_way.set()
+        assert release.wait(10)
+
+    def call() -> None:
+        parts: Any = far.ranges(0, 900) if what == "put" else far.slices(0, 900)
+        told.extend(getattr(far.store, what)(["a" if what == "get" else "b"], [parts], soon()))
+        under_way.clear()
+
+    if what == "nothing":
+        far.store.close()
+    else:
+        far.faults[what] = hang
+        stuck = threading.Thread(target=call)
+        stuck.start()
+        assert under_way.wait(5)
+        far.store.close()
+        assert not far.memory.fails and all(array() is not None for array in made)
+        under_way.clear()  # what comes now is the call's own
+        release.set()
+        stuck.join(5)
+        assert told == [Outcome.DONE]
+    assert far.memory.fails and closed == [True] * len(made)
+    assert far.store.put(["z"], [far.ranges(0, 10)], soon()) == [Outcome.FAILED]
+    far.store.close()
+
+
 class Registrar(DirStore):
     """A store that knows its memory by address, and for ever: like Mooncake's client."""
 

@@ -77,7 +77,21 @@ class Listed:
 def default_directory() -> Path:
     """In shared memory, one per user."""
     base = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
-    return base / f"kvferry-{getpass.getuser()}"
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's number that no passwd file knows
+        user = str(os.getuid())
+    return base / f"kvferry-{user}"
+
+
+def _require_own(directory: Path) -> None:
+    """Everybody may make directories in /dev/shm, and serve what they like from them."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    owner = directory.lstat().st_uid
+    if owner != os.getuid():
+        raise StoreError(
+            f"{directory} belongs to another user (number {owner}); name a directory of your own"
+        )
 
 
 def _call(
@@ -122,9 +136,14 @@ class EmbeddedStore:
         elif slots < 2 * ix.WAYS or slots & (slots - 1):
             raise StoreError(f"{slots} records: expected a power of two, 16 or more")
         self.directory = directory or default_directory()
+        self._calls = Calls()
         wanted = Geometry(slots, memory_bytes, disk_bytes)
         try:
-            self._room = Room(self.directory, wanted, disk_directory, clock, make_policy)
+            if directory is None:
+                _require_own(self.directory)
+            self._room = Room(
+                self.directory, wanted, disk_directory, clock, make_policy, self._calls
+            )
         except OSError as error:
             raise StoreError(f"cannot open the store at {self.directory}: {error}") from error
         found = self._room.index.geometry
@@ -142,7 +161,6 @@ class EmbeddedStore:
         threads = threads or min(4, max(1, (os.cpu_count() or 1) // 4))
         self._reader = Reader(self._room, threads, clock)
         self._writer = Writer(self._room, clock)
-        self._calls = Calls()
 
     # --- the protocol --------------------------------------------------------------------------
 
@@ -150,14 +168,13 @@ class EmbeddedStore:
         self._registered.extend(regions)
         self._regions = RegionTable.of(self._registered)
 
-    @_call
     def access(self, keys: Sequence[str], deadline: float) -> None:
         room = self._room
         if not keys:
             return
         low, high = hash_keys(keys)
         try:
-            with room.locked(deadline):
+            with self._calls, room.locked(deadline):
                 rows = room.index.find(low, high)
                 known = rows >= 0
                 if not known.all():

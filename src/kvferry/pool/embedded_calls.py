@@ -4,14 +4,20 @@ Bytes go to and from the mapping by address, so a call that outlives it ends the
 that is closed takes no new calls, and waits for those under way; not for ever, because an engine
 that ends must end. Those that are left then keep all that they work on, the member's lock too (it
 says that what they write is not a dead process's), and the last of them closes what is there.
+
+Threads that work on the store beside its calls (`beside`) count like them, and see by `closing`
+that they should end.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
 from kvferry.errors import StoreError
+
+_log = logging.getLogger(__name__)
 
 
 class Calls:
@@ -21,6 +27,7 @@ class Calls:
         self._changed = threading.Condition()
         self._running = 0
         self._closed = False
+        self.closing = threading.Event()
         self._end: Callable[[], None] | None = None  # `close` has given up: the last call does it
 
     def __enter__(self) -> None:
@@ -39,6 +46,28 @@ class Calls:
         if end is not None:
             end()
 
+    def beside(self, work: Callable[[], None], name: str) -> threading.Thread | None:
+        """A thread at this work; None where the store is closed, or the system has no thread."""
+
+        def counted() -> None:
+            try:
+                work()
+            finally:
+                self.__exit__()
+
+        try:
+            self.__enter__()
+        except StoreError:
+            return None
+        thread = threading.Thread(target=counted, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self.__exit__()
+            _log.warning("%s is left for later: %s", name, error)
+            return None
+        return thread
+
     def close(self, seconds: float, end: Callable[[], None]) -> int:
         """Take no more calls; how many were still under way after so many seconds.
 
@@ -48,6 +77,7 @@ class Calls:
             if self._closed:
                 return 0
             self._closed = True
+            self.closing.set()
             self._changed.wait_for(lambda: self._running == 0, seconds)
             left = self._running
             if left:

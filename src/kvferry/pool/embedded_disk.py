@@ -18,7 +18,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from kvferry.errors import StoreError
@@ -48,8 +48,12 @@ class DiskTier:
     def path(self, name: str) -> Path:
         return self._directory / name[:2] / name
 
-    def write(self, name: str, image: memoryview) -> bool:
-        """Whether the whole image is there now; if not, nothing is."""
+    def write(self, name: str, image: memoryview, still: Callable[[], bool] = lambda: True) -> bool:
+        """Whether the whole image is there now; if not, nothing is.
+
+        Where it is not `still` wanted when it is written, it does not appear: the image may have
+        changed meanwhile, and somebody else's file may lie under the name.
+        """
         target = self.path(name)
         part = self._directory / f"{_TEMPORARY}{self._member}-{next(self._numbers)}"
         try:
@@ -60,6 +64,9 @@ class DiskTier:
                 left = image
                 while left:
                     left = left[file.write(left) or 0 :]
+            if not still():
+                part.unlink()
+                return False
             part.rename(target)
         except OSError as error:
             _log.warning("disk tier: %s could not be written: %s", target, error)
@@ -104,11 +111,19 @@ class DiskTier:
 
     def clean(self, gone: Collection[int] | None = None) -> None:
         """Remove what members that are gone (None: all) left half-written."""
-        for part in self._directory.glob(_TEMPORARY + "*"):
-            ours = _PART.fullmatch(part.name)
-            if ours is not None and (gone is None or int(ours[1]) in gone):
+        for part, member in self._parts():
+            if gone is None or member in gone:
                 with contextlib.suppress(OSError):
                     part.unlink()
+
+    def writers(self) -> set[int]:
+        """Members of which something is there that is half-written."""
+        return {member for _, member in self._parts()}
+
+    def _parts(self) -> Iterator[tuple[Path, int]]:
+        for part in self._directory.glob(_TEMPORARY + "*"):
+            if ours := _PART.fullmatch(part.name):
+                yield part, int(ours[1])
 
     def header(self, name: str) -> Image | None:
         """The header of a file that is whole as far as its size tells."""
@@ -161,11 +176,13 @@ class DiskTier:
             return False
 
 
-def own_directory(directory: Path, has_disk: bool, disk: Path | None) -> Path | None:
+def own_directory(
+    directory: Path, has_disk: bool, disk: Path | None, in_use: bool = False
+) -> Path | None:
     """The disk tier of a store that is there: its creator's, whatever this process would have.
 
     A process that looked for the store's files elsewhere, or nowhere, would take all of them for
-    lost, and remove their records.
+    lost, and remove their records. Nor does it move while other processes have it open (`in_use`).
     """
     if not has_disk:
         if disk is not None:
@@ -184,13 +201,14 @@ def own_directory(directory: Path, has_disk: bool, disk: Path | None) -> Path | 
                 disk or "none",
             )
         return there
-    if disk is not None and disk.is_dir():  # it has moved, and this process knows where
+    if disk is not None and disk.is_dir() and not in_use:  # it has moved: to there
         link.unlink(missing_ok=True)
         link.symlink_to(disk.absolute())
         return disk
     where = link.readlink() if link.is_symlink() else "an unknown place"
     raise StoreError(
         f"the store at {directory} has a disk tier at {where}, which is not there for this "
-        "process; mount it (also in this container), name where it is now, or remove the store "
-        "while no engine uses it"
+        "process; mount it (also in this container), name where it is now"
+        + (" when none of the processes that have it open now is left" if in_use else "")
+        + ", or remove the store while no engine uses it"
     )

@@ -9,9 +9,10 @@ writes them. A file that no record names takes room that nobody knows of. There 
 Either is a walk through the directory, which may take minutes, so a thread does it beside the
 store's work: it reads without the lock, and holds it for one batch at a time, in which it looks at
 the records again. Which walk is due, and who is at it, lies in the index; where that one dies,
-another process begins again, and passes quickly over what has its record by then.
+another process begins again, and passes quickly over what has its record by then. The thread is one
+of the store's `Calls`.
 
-All but `begin`, `wait`, `sweep_now` and `close` needs the store's lock.
+All but `begin`, `wait` and `sweep_now` needs the store's lock.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import StoreError
 from kvferry.pool import embedded_index as ix
+from kvferry.pool.embedded_calls import Calls
 from kvferry.pool.embedded_disk import DiskTier
 from kvferry.pool.embedded_header import ADOPT, NOTHING, SWEEP
 from kvferry.pool.embedded_image import Image
@@ -44,7 +46,6 @@ Locked = Callable[[float], AbstractContextManager[None]]
 
 BATCH_FILES = 512  # in one hold of the lock: a few milliseconds
 LOCK_SECONDS = 1.0  # for each try of a walk, so that `close` need not wait long
-CLOSE_SECONDS = 5.0
 HAS_FILE = (ix.DISK, ix.BOTH, ix.PROMOTING, ix.DEMOTING)  # or will have
 
 
@@ -59,12 +60,13 @@ class Files:
         policy: ConversationPolicy,
         clock: Callable[[], float],
         locked: Locked,
+        calls: Calls,
     ) -> None:
         self._index, self._disk, self._members = index, disk, members
         self._policy, self._clock, self._locked = policy, clock, locked
+        self._calls = calls
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
-        self._stop = threading.Event()
 
     # --- the books -----------------------------------------------------------------------------
 
@@ -133,14 +135,13 @@ class Files:
     def begin(self) -> None:
         """See to what is due, beside everything else, unless somebody who lives is at it."""
         index = self._index
-        if index.files_due == NOTHING or self._stop.is_set():
+        if index.files_due == NOTHING and not index.files_by:
             return
         with self._starting:
             by = index.files_by
             if (self._thread and self._thread.is_alive()) or (by and self._members.alive(by)):
                 return
-            self._thread = threading.Thread(target=self._walks, name="kvferry-files", daemon=True)
-            self._thread.start()
+            self._thread = self._calls.beside(self._walks, "kvferry-files")
 
     def wait(self, seconds: float) -> None:
         if self._thread is not None:
@@ -151,47 +152,59 @@ class Files:
         for batch in _batches(self._disk.names(tell=False)):
             self._sweep(batch, deadline)
 
-    def close(self) -> None:
-        self._stop.set()
-        self.wait(CLOSE_SECONDS)
-
     def _walks(self) -> None:
+        """Until nothing is due; also after a lock that could not be had, because the next who needs
+        room may be long in coming."""
+        while not self._calls.closing.is_set():
+            try:
+                self._walks_in_turn()
+                return
+            except StoreError as error:
+                _log.warning("disk tier: the walk through its files waits: %s", error)
+            except Exception:
+                _log.exception("disk tier: the walk through its files failed")
+                return
+            finally:
+                self._let_go(self._members.me)
+            self._calls.closing.wait(LOCK_SECONDS)
+
+    def _walks_in_turn(self) -> None:
         index, me = self._index, self._members.me
-        try:
-            while not self._stop.is_set():
-                with self._locked(time.monotonic() + LOCK_SECONDS):
-                    due, by = index.files_due, index.files_by
-                    if due == NOTHING or (by not in (0, me) and self._members.alive(by)):
-                        index.files_by = 0 if by == me else by
+        while not self._calls.closing.is_set():
+            with self._locked(time.monotonic() + LOCK_SECONDS):
+                by = index.files_by
+                if by not in (0, me):
+                    if self._members.alive(by):
                         return
-                    index.files_by = me
-                    if due == SWEEP:  # what falls due from now on is another walk
-                        index.files_due = NOTHING
-                whole = self._walk(due)
-                with self._locked(time.monotonic() + LOCK_SECONDS):
+                    self.say_due(SWEEP)  # who died at it had said that it was done with
+                due = index.files_due
+                if due == NOTHING:
                     index.files_by = 0
-                    if due == SWEEP and not whole:
-                        self.say_due(SWEEP)
-                    elif due == ADOPT and whole and index.files_due == ADOPT:
-                        index.files_due = SWEEP  # of those who died meanwhile
-        except StoreError as error:  # the lock: the next who demotes begins again
-            _log.warning("disk tier: the walk through its files waits: %s", error)
-        except Exception:
-            _log.exception("disk tier: the walk through its files failed")
-        finally:
-            self._let_go(me)
+                    return
+                index.files_by = me
+                if due == SWEEP:  # what falls due from now on is another walk
+                    index.files_due = NOTHING
+                    writers = self._disk.writers()  # nobody becomes a member without the lock
+                    self._disk.clean({n for n in writers if not self._members.alive(n)})
+            whole = self._walk(due)
+            with self._locked(time.monotonic() + LOCK_SECONDS):
+                index.files_by = 0
+                if due == SWEEP and not whole:
+                    self.say_due(SWEEP)
+                elif due == ADOPT and whole and index.files_due == ADOPT:
+                    index.files_due = SWEEP  # of those who died meanwhile
 
     def _let_go(self, me: int) -> None:
         index = self._index
-        if getattr(index, "state", None) is not None and index.files_by == me:
-            index.files_by = 0  # one word, which nobody else writes while this member lives
+        if index.files_by == me:
             index.files_due = max(index.files_due, SWEEP)
+            index.files_by = 0  # one word, which nobody else writes while this member lives
 
     def _walk(self, due: int) -> bool:
         """Whether it came to the end."""
         step = self._adopt if due == ADOPT else self._sweep
         for batch in _batches(self._disk.names(tell=due == ADOPT)):
-            if self._stop.is_set() or not step(batch, time.monotonic() + LOCK_SECONDS):
+            if self._calls.closing.is_set() or not step(batch, time.monotonic() + LOCK_SECONDS):
                 return False
         return True
 

@@ -5,7 +5,8 @@ it, at any point, lets go of it, and the next holder finds `dirty` set and mends
 `members` has one byte per process that has the store open, locked as long as it lives: whether the
 owner of half-written bytes is alive is a question to the kernel, not to process ids, which mean
 nothing across containers and come again. Both are locks of open file descriptions, so two stores
-in one process do not undo each other's.
+in one process do not undo each other's. A forked child would share them, and keep them when its
+parent is killed: it closes them before it does anything else.
 
 Nobody waits for ever: a stopped process that holds the lock costs the others their deadline.
 """
@@ -19,6 +20,7 @@ import os
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,11 +31,35 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 1e-3
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, len, pid
 
 
-class SharedLock:
-    """Mutual exclusion among threads and processes, with a deadline."""
+class Locked:
+    """A file that this process, and no child of it, holds locks of until `close`."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _held.add(self)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+_held: weakref.WeakSet[Locked] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    for one in list(_held):
+        Locked.close(one)
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+class SharedLock(Locked):
+    """Mutual exclusion among threads and processes, with a deadline."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
         self._threads = threading.Lock()
         self._owner_pid = os.getpid()
 
@@ -73,28 +99,28 @@ class SharedLock:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def close(self) -> None:
+        if os.getpid() != self._owner_pid:
+            return  # a child's copy: closed, and maybe held by a thread that is not there
         with self._threads:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+            super().close()
 
 
-class Members:
+class Members(Locked):
     """The processes that have the store open; `me` is this one's number, from 1 on."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        super().__init__(path)
         for number in range(1, MAX_MEMBERS):
             with contextlib.suppress(OSError):
                 fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, self._flock(fcntl.F_WRLCK, number))
                 self.me = number
                 return
-        os.close(self._fd)
+        self.close()
         raise StoreError(f"more than {MAX_MEMBERS - 1} processes have this store open")
 
     @staticmethod
-    def _flock(kind: int, number: int) -> bytes:
-        return _FLOCK.pack(kind, os.SEEK_SET, number, 1, 0)
+    def _flock(kind: int, number: int, count: int = 1) -> bytes:
+        return _FLOCK.pack(kind, os.SEEK_SET, number, count, 0)
 
     def alive(self, number: int) -> bool:
         """Whether the process with this number still lives."""
@@ -102,10 +128,12 @@ class Members:
             return True
         if not 0 < number < MAX_MEMBERS:
             return False
-        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, self._flock(fcntl.F_WRLCK, number))
-        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+        return self._taken(self._flock(fcntl.F_WRLCK, number))
 
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+    def others(self) -> bool:
+        """Whether any other process has the store open."""
+        return self._taken(self._flock(fcntl.F_WRLCK, 1, MAX_MEMBERS))  # one's own are no obstacle
+
+    def _taken(self, what: bytes) -> bool:
+        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, what)
+        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)

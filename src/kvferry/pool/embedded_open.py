@@ -6,12 +6,17 @@ from before (`embedded_files`); others may open it before that is done.
 Whatever a process does with a store, it can die doing it. The lock goes with it; `dirty` says that
 it was held; states with an owner say what was under way. `mend` undoes those of the dead, removes
 their files, and finds the gaps again, from the records.
+
+What a process that lives owes the records (extents to be given back, damage to be removed) while a
+stopped one has the lock, nobody else can see to: it is done first of all by whoever next has the
+lock here, and a thread tries for it until then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,6 +28,7 @@ from numpy.typing import NDArray
 from kvferry.errors import StoreError
 from kvferry.pool import embedded_index as ix
 from kvferry.pool.embedded_arena import Arena
+from kvferry.pool.embedded_calls import Calls
 from kvferry.pool.embedded_disk import DISK_LINK, DiskTier, own_directory
 from kvferry.pool.embedded_files import Files
 from kvferry.pool.embedded_header import ADOPT, SWEEP
@@ -38,6 +44,7 @@ MakePolicy = Callable[[History, NDArray[np.float64]], ConversationPolicy]  # fro
 OPEN_SECONDS = 60.0
 ADOPT_SECONDS = 5.0  # for which the first to open waits for files to be taken in; more come later
 SETTLE_SECONDS = 1.0  # for the lock, past a caller's deadline, to give back what it was granted
+OWED_SECONDS = 0.25  # between two tries of a thread for the lock, and for each of them
 REAP_SECONDS = 1.0  # between two looks for extents of the dead, while there is something to evict
 
 
@@ -51,11 +58,16 @@ class Opened:
         disk: Path | None,
         clock: Callable[[], float],
         make_policy: MakePolicy = ConversationPolicy,
+        calls: Calls | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.clock = clock
+        self.calls = calls or Calls()
         self._reap_at = 0.0
         self._owed: deque[Callable[[], None]] = deque()
+        self._damaged: set[tuple[int, int]] = set()  # rows and generations that are to go
+        self._paying: threading.Thread | None = None
+        self._pays = threading.Lock()
         with contextlib.ExitStack() as undo:  # who is refused leaves nothing open
             self.lock = SharedLock(directory / "lock")
             undo.callback(self.lock.close)
@@ -82,16 +94,19 @@ class Opened:
         undo.callback(self.arena.close)
         self.members = Members(directory / "members")
         undo.callback(self.members.close)
+        others = self.members.others
         if not index.created:
-            disk = own_directory(directory, index.geometry.disk_bytes > 0, disk)
+            disk = own_directory(directory, index.geometry.disk_bytes > 0, disk, others())
         self.disk: DiskTier | None = None
         self.files: Files | None = None
         self._owner: DirectoryOwner | None = None
         if disk is not None:
-            self._owner = DirectoryOwner(disk, index.store_id, directory)
+            self._owner = DirectoryOwner(disk, index.store_id, directory, others)
             undo.callback(self._owner.close)
             self.disk = DiskTier(disk, self.members.me)
-            self.files = Files(index, self.disk, self.members, self.policy, self.clock, self.locked)
+            self.files = Files(
+                index, self.disk, self.members, self.policy, self.clock, self.locked, self.calls
+            )
         if index.created:
             self.policy.reset()
             link = directory / DISK_LINK  # for all who open the store later
@@ -152,14 +167,28 @@ class Opened:
         return True
 
     def _settle(self, work: Callable[[], None], deadline: float) -> None:
-        """What this process owes the records: now, or first of all when it next has the lock.
-
-        Where a stopped process holds the lock, who is at work here cannot wait for it, and what it
-        leaves is undone by nobody else, because it lives.
-        """
+        """What this process owes the records: now, or first of all when it next has the lock."""
         self._owed.append(work)
         try:
-            with self.locked(max(deadline, time.monotonic() + SETTLE_SECONDS)):
+            with self.locked(deadline):
                 pass
         except StoreError as error:
-            _log.warning("memory is given back later: %s", error)
+            _log.warning("the store's records are put right later: %s", error)
+            with self._pays:
+                if self._paying is None:
+                    self._paying = self.calls.beside(self._pay, "kvferry-owed")
+
+    def _pay(self) -> None:
+        while True:
+            with self._pays:  # what is owed from now on has a thread of its own
+                if not self._owed or self.calls.closing.is_set():
+                    self._paying = None
+                    return
+            self.calls.closing.wait(OWED_SECONDS)
+            try:
+                with self.locked(time.monotonic() + OWED_SECONDS):
+                    pass
+            except StoreError as error:
+                _log.debug("not yet: %s", error)
+            except Exception:
+                _log.exception("what was owed to the store's records could not be done")

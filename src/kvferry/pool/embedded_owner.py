@@ -6,6 +6,9 @@ share the lock. Whoever finds it free writes its store's number; whoever finds a
 a lock that somebody holds is refused, because either store would remove the other's files as left
 behind by the dead, and both would fill the disk.
 
+Nor may processes of one store use two directories, which is what a path means in containers that
+share memory and not the disk: where others have the store open, the lock must be theirs.
+
 The kernel drops the lock with its last holder, so nothing is left to clean up.
 """
 
@@ -16,27 +19,33 @@ import fcntl
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from kvferry.errors import StoreError
+from kvferry.pool.embedded_lock import Locked
 
 _log = logging.getLogger(__name__)
 
 OWNER_FILE = ".kvferry-store"
 OWNER_SECONDS = 5.0  # another process has the file for itself only while it writes a line
+GOING_SECONDS = 2.0  # a process that ends lets go of its locks one after the other
 _PAUSE_S = 0.005
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
-class DirectoryOwner:
+class DirectoryOwner(Locked):
     """Holds a directory for one store until `close`."""
 
-    def __init__(self, disk: Path, store_id: str, store: Path) -> None:
+    def __init__(
+        self, disk: Path, store_id: str, store: Path, others: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`others`: whether other processes have the store open, with its directory."""
         disk.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._fd = os.open(disk / OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        super().__init__(disk / OWNER_FILE)
         try:
-            self._take(disk, store_id, store)
+            self._take(disk, store_id, store, others)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 self.close()
@@ -51,10 +60,20 @@ class DirectoryOwner:
             self.close()
             raise
 
-    def _take(self, disk: Path, store_id: str, store: Path) -> None:
+    def _take(self, disk: Path, store_id: str, store: Path, others: Callable[[], bool]) -> None:
         deadline = time.monotonic() + OWNER_SECONDS
+        gone_by = time.monotonic() + GOING_SECONDS
         while True:
             if self._locked(fcntl.LOCK_EX):  # nobody's
+                while others():
+                    if time.monotonic() > gone_by:
+                        raise StoreError(
+                            f"{disk} is not the disk tier of the store at {store} for the "
+                            "processes that have it open, but another directory under its path (in "
+                            f"another container?), or {OWNER_FILE} was removed from it; mount "
+                            "theirs, or end them"
+                        )
+                    time.sleep(_PAUSE_S)
                 os.pwrite(self._fd, line := f"{store_id} {store.absolute()}\n".encode(), 0)
                 os.ftruncate(self._fd, len(line))
             # Not one step after the other kind: another store may have come between the two.
@@ -85,8 +104,3 @@ class DirectoryOwner:
                 raise
             return False
         return True
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1

@@ -15,9 +15,11 @@ stopped with it costs its neighbours nothing but that.
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -33,8 +35,8 @@ _log = logging.getLogger(__name__)
 
 PARALLEL_BYTES = 8 << 20  # a batch beyond this is shared among threads
 ATTEMPTS = 5
-THROW_OUT_SECONDS = 1.0  # to remove what is corrupt, even after the reader's deadline
 LOCK_PATIENCE_S = 0.01  # to bring an object to memory: a thousand times as long as most hold it
+LOCK_SECONDS = 0.5  # the same, once room is being made for it, because that was not for nothing
 LEAVE_DISK_S = 0.25  # after that was not enough, objects are read from disk without asking
 
 
@@ -74,7 +76,7 @@ class Reader:
         total = sum(need.end - need.begin for need in wanted if need is not None)
         if self._pool is not None and total > PARALLEL_BYTES and len(places) > 1:
             parts = [places[i :: self._threads] for i in range(self._threads)]
-            self._share(self._pool, some_of, parts)
+            _share(self._pool, some_of, parts)
         else:
             some_of(places)
         self._room.policy.touch(rows[there], self._clock())
@@ -82,21 +84,6 @@ class Reader:
         index.count("hits", hits)  # without the lock: may miss a few
         index.count("misses", len(keys) - hits)
         return outcomes
-
-    @staticmethod
-    def _share(
-        pool: ThreadPoolExecutor, work: Callable[[list[int]], None], parts: list[list[int]]
-    ) -> None:
-        """All parts, by threads. Also where one raises: the others write to memory of a caller who
-        takes it back when told."""
-        futures: list[Future[None]] = []
-        try:
-            for part in parts:
-                futures.append(pool.submit(work, part))
-        finally:
-            wait(futures)
-        for future in futures:
-            future.result()
 
     def get_bytes(self, key: str, deadline: float) -> bytes | None:
         index = self._room.index
@@ -149,7 +136,7 @@ class Reader:
             if outcome is Outcome.CORRUPT and after not in (state, ix.DISK):
                 continue  # brought to memory meanwhile, and its file removed: it is there
             if outcome is Outcome.CORRUPT:
-                self._throw_out(row, generation, deadline)
+                room.discard(row, generation, deadline)
             return outcome
         return Outcome.MISSING
 
@@ -176,7 +163,7 @@ class Reader:
         size = int(index.image_bytes[row])
         wish = Wish(row, low, high, aligned(size), ix.PROMOTING)
         try:
-            granted = room.reserve([wish], np.array([np.inf]), True, deadline)
+            granted = room.reserve([wish], np.array([np.inf]), True, deadline, LOCK_SECONDS)
         except (StoreError, OSError) as error:
             if time.monotonic() > deadline:
                 raise
@@ -185,18 +172,19 @@ class Reader:
         if row not in granted.offsets:
             return index.in_memory(int(index.state[row]))
         view = room.arena.view(granted.offsets[row], size)
+        filled = False
         try:
             name = key_name(int(low), int(high))
             read = room.disk is not None and room.disk.read(name, view)
             image = open_image(view) if read else None
             if image is not None and check_all(image, view[image.header_bytes :]):
                 index.state[row] = ix.BOTH
+                filled = True  # and no longer this reader's: others may evict it, and bring it back
                 index.count("promoted")
-                return True
         finally:
-            if index.state[row] == ix.PROMOTING:
+            if not filled:
                 room.abandon(np.array([row], dtype=np.int64), ix.DISK)
-        return False
+        return filled
 
     def _lock_is_free(self, deadline: float) -> bool:
         """Whether the lock can be had now: a file can be read without it. Waiting for room is
@@ -212,14 +200,52 @@ class Reader:
             _log.info("objects are read from disk, and stay there: %s", error)
             return False
 
-    def _throw_out(self, row: int, generation: int, deadline: float) -> None:
-        room = self._room
-        rows, generations = np.array([row], dtype=np.int64), np.array([generation], dtype=np.uint32)
-        patience = max(deadline, time.monotonic() + THROW_OUT_SECONDS)
-        if room.give_up(rows, generations, patience):
-            room.index.count("corrupt")
-            _log.error("an object was not what was written, and is removed (record %d)", row)
-
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
+
+
+def _next(left: deque[list[int]]) -> list[int] | None:
+    try:
+        return left.popleft()
+    except IndexError:
+        return None
+
+
+def _share(
+    pool: ThreadPoolExecutor, work: Callable[[list[int]], None], parts: list[list[int]]
+) -> None:
+    """All parts, by the pool's threads; when it ends, in whichever way, nobody is at them.
+
+    They write to memory of a caller who takes it back then. A pool that is refused a thread has
+    kept what it was given, and may begin it at any time: so parts are taken by whoever comes while
+    there are any, and who is at them is counted.
+    """
+    left, errors = deque(parts), list[BaseException]()
+    changed, at_work = threading.Condition(), 0
+
+    def take() -> None:
+        nonlocal at_work
+        with changed:
+            at_work += 1
+        try:
+            while (part := _next(left)) is not None:
+                work(part)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            with changed:
+                at_work -= 1
+                changed.notify_all()
+
+    try:
+        for _ in parts:
+            pool.submit(take)
+    except RuntimeError as error:
+        _log.warning("objects are read by fewer threads: %s", error)
+        while left:
+            take()
+    with changed:
+        changed.wait_for(lambda: at_work == 0 and not left)
+    if errors:
+        raise errors[0]

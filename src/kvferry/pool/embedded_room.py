@@ -11,6 +11,9 @@ what it leaves when it dies is undone by others (`embedded_open`).
 
 from __future__ import annotations
 
+import functools
+import logging
+import math
 import time
 from dataclasses import dataclass
 
@@ -18,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.pool import embedded_index as ix
+from kvferry.pool import embedded_open
 from kvferry.pool.embedded_arena import ALIGN
 from kvferry.pool.embedded_disk import DiskTier
 from kvferry.pool.embedded_files import Files, lowest
@@ -25,12 +29,15 @@ from kvferry.pool.embedded_header import SWEEP
 from kvferry.pool.embedded_index import key_name
 from kvferry.pool.embedded_open import Opened
 
+_log = logging.getLogger(__name__)
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 ROUNDS = 6  # of making room for one batch: others may take what was freed
 FEW_OBJECTS = 4096  # up to here, victims are looked for each time, and only as many as needed
 BATCH_SHARE = 256  # beyond, at least this part of the memory is freed at a time
+DISCARD_SECONDS = 0.01  # for the lock: a thousand times as long as most hold it
 BAR_SECONDS = 1.0  # how long the last victim's score tells what is not worth a search
 
 
@@ -52,6 +59,10 @@ class Granted:
     offsets: dict[int, int]
     declined: set[int]
     refused: set[int]
+    lock_seconds: float  # for which the lock is waited for, each time
+
+    def lock_by(self, deadline: float) -> float:
+        return min(deadline, time.monotonic() + self.lock_seconds)
 
 
 class Room(Opened):
@@ -59,13 +70,21 @@ class Room(Opened):
 
     # --- getting room --------------------------------------------------------------------------
 
-    def reserve(self, wishes: list[Wish], scores: Floats, firm: bool, deadline: float) -> Granted:
+    def reserve(
+        self,
+        wishes: list[Wish],
+        scores: Floats,
+        firm: bool,
+        deadline: float,
+        lock_seconds: float = math.inf,
+    ) -> Granted:
         """Extents for as many wishes as there can be, the most valuable first.
 
         The rows, each of them once, are GHOST (or DISK) when asked for and stay so until they have
-        their extent. `scores` of infinity are never declined; with `firm`, none is.
+        their extent. `scores` of infinity are never declined; with `firm`, none is. Who can do
+        without waits `lock_seconds` for the lock; making room takes its time in any case.
         """
-        granted = Granted({}, set(), set())
+        granted = Granted({}, set(), set(), lock_seconds)
         try:
             self._reserve(wishes, scores, firm, deadline, granted)
         except BaseException:
@@ -91,15 +110,17 @@ class Room(Opened):
         stuck = 0
         while True:
             before = len(pending)
-            with self.locked(deadline):
+            with self.locked(granted.lock_by(deadline)):
                 pending = self._take(pending, granted)
             stuck = stuck + 1 if len(pending) == before else 0
             if not pending or stuck > ROUNDS or time.monotonic() > deadline:
                 break
-            if self._reap(deadline):  # before anything that somebody may still want
+            if self._reap(
+                granted.lock_by(deadline)
+            ):  # before anything that somebody may still want
                 continue
             if not self._evict_for(pending, worth, firm, stuck > 1, granted, deadline):
-                if self._reap(deadline, now=True):
+                if self._reap(granted.lock_by(deadline), now=True):
                     continue
                 break
             pending = [w for w in pending if w.row not in granted.declined]
@@ -155,7 +176,7 @@ class Room(Opened):
         scores = self.policy.scores(rows, now)
         if in_a_row:  # enough was freed, but no gap is long enough
             victims = self.arena.cheapest_window(wishes[0].size, rows, scores)
-            return len(victims) > 0 and self._evict(victims, deadline)
+            return len(victims) > 0 and self._evict(victims, granted, deadline)
         need = np.cumsum([w.size for w in wishes])
         goal = int(need[-1])
         if len(rows) > FEW_OBJECTS:
@@ -175,14 +196,14 @@ class Room(Opened):
                 need = np.cumsum([w.size for w, no in zip(wishes, worse, strict=True) if not no])
                 goal = int(need[-1])
         count = min(int(np.searchsorted(freed, goal)) + 1, len(order))
-        return self._evict(rows[order[:count]], deadline)
+        return self._evict(rows[order[:count]], granted, deadline)
 
-    def _evict(self, rows: Ints, deadline: float) -> bool:
+    def _evict(self, rows: Ints, granted: Granted, deadline: float) -> bool:
         """Take these out of memory: down to disk where there is one."""
         index, files = self.index, self.files
         if files is not None:
             files.begin()
-        with self.locked(deadline):
+        with self.locked(granted.lock_by(deadline)):
             rows = rows[np.isin(index.state[rows], (ix.MEMORY, ix.BOTH))]
             index.count("evicted", len(rows))
             index.leave_memory(rows[index.state[rows] == ix.BOTH], ix.DISK)
@@ -213,7 +234,7 @@ class Room(Opened):
                 index.leave_memory(rows[mine & ok], ix.DISK)
                 index.leave_memory(rows[mine & ~ok], ix.GHOST)
                 index.count("demoted", int((mine & ok).sum()))
-                index.count("disk_full", int((~ok).sum()))
+                index.count("disk_full", int((mine & ~ok).sum()))
                 index.count("dropped", int((mine & ~ok).sum()))
                 index.gaps_stale = True
             else:
@@ -221,28 +242,57 @@ class Room(Opened):
             # those of objects that were removed meanwhile, unless they came back and went down
             files.remove_unrecorded([names[at] for at in np.flatnonzero(~mine).tolist()])
 
+        def still(at: int) -> bool:
+            row = rows[at]
+            mine = index.state[row] == ix.DEMOTING and index.owner[row] == self.members.me
+            return bool(mine and index.generation[row] == generation[at])
+
         try:
             for at, name in enumerate(names):
                 row = int(rows[at])
                 image = self.arena.view(int(index.offset[row]), int(index.image_bytes[row]))
                 # past the deadline the rest is dropped: memory must not stay half-freed
-                ok[at] = time.monotonic() <= deadline and disk.write(name, image)
+                in_time = time.monotonic() <= deadline
+                ok[at] = in_time and disk.write(name, image, functools.partial(still, at))
             ended = True
         finally:
-            self._settle(settle, deadline)
+            self._settle(settle, time.monotonic() + embedded_open.SETTLE_SECONDS)
 
     # --- giving up -----------------------------------------------------------------------------
 
     def give_up(self, rows: Ints, generation: NDArray[np.uint32], deadline: float) -> int:
         """Objects away from all tiers, if they are still those; how many were."""
-        index = self.index
         with self.locked(deadline):
-            same = index.readable(rows) & (index.generation[rows] == generation)
-            # on its way into memory: the bytes go to an extent that its owner still writes to
-            same &= index.state[rows] != ix.PROMOTING
-            rows = rows[same]
+            rows = self._still(rows, generation)
             self._drop(rows)
         return len(rows)
+
+    def discard(self, row: int, generation: int, deadline: float) -> None:
+        """An object that is not what was written goes, at once or as soon as that can be: its
+        reader is not kept by who is stopped with the lock."""
+        known = (row, generation)
+        if known in self._damaged:
+            return
+        self._damaged.add(known)
+
+        def settle() -> None:
+            self._damaged.discard(known)
+            generations = np.array([generation], dtype=np.uint32)
+            rows = self._still(np.array([row], dtype=np.int64), generations)
+            self._drop(rows)
+            if len(rows):
+                self.index.count("corrupt")
+                _log.error("an object was not what was written, and is removed (record %d)", row)
+
+        self._settle(settle, min(deadline, time.monotonic() + DISCARD_SECONDS))
+
+    def _still(self, rows: Ints, generation: NDArray[np.uint32]) -> Ints:
+        """Those that have the object of this generation, and may lose it."""
+        index = self.index
+        same = index.readable(rows) & (index.generation[rows] == generation)
+        # on its way into memory: the bytes go to an extent that its owner still writes to
+        same &= index.state[rows] != ix.PROMOTING
+        return np.asarray(rows[same])
 
     def clear(self, deadline: float) -> int:
         """All objects away, and all files of the store's, also those without a record."""
@@ -295,15 +345,15 @@ class Room(Opened):
             self.index.leave_memory(rows, state)
             self.index.gaps_stale = True
 
-        self._settle(settle, time.monotonic())
+        self._settle(settle, time.monotonic() + embedded_open.SETTLE_SECONDS)
 
     def close(self) -> None:
-        if self.files is not None:
-            self.files.close()
-            self.files = None  # it knows this room, and a circle would keep the mappings
+        """Nobody is at work here any more."""
+        self.files = None  # it knows this room, and a circle would keep the mappings
+        self._owed.clear()  # the same; whoever comes next undoes what a member that is gone owns
+        self.members.close()
         if self._owner is not None:
             self._owner.close()
-        self.members.close()
         self.lock.close()
         self.arena.close()
         self.index.close()

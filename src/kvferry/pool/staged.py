@@ -7,6 +7,8 @@ Buffers are plain memory; the device crosses the bus by pinned chunks of its own
 buffer to itself, from a few; a call that gets none by its deadline has failed, and nothing was
 moved. Only what the store calls DONE is ever written to the device. A store must be done with a
 buffer when its call ends, in whichever way: the embedded one is, Mooncake's with `hold_memory`.
+Closing it closes the store first, which may give up waiting for calls; buffers and the device's
+staging memory go after the last call that has any of them.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class StagedStore:
         self._changed = threading.Condition()
         self._idle: list[Bytes | None] = [None] * buffers  # None: not made yet
         self._outgrown: list[Bytes] = []  # stores know them: their addresses must not come again
+        self._in_use = 0  # buffers that calls have
         self._closed = False
+        self._may_free = False  # the store is closed, too
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         self._registered.extend(regions)
@@ -176,6 +180,7 @@ class StagedStore:
             self._changed.wait_for(lambda: self._idle or self._closed, seconds)
             free = bool(self._idle) and not self._closed
             buffer = self._take(count) if free else None
+            self._in_use += free
         if not free:
             log.warning("no staging buffer was free in time")
             yield None
@@ -195,7 +200,11 @@ class StagedStore:
         finally:
             with self._changed:
                 self._idle.append(buffer)
+                self._in_use -= 1
+                last = self._may_free and self._in_use == 0
                 self._changed.notify()
+            if last:
+                self._free()
 
     def _take(self, count: int) -> Bytes | None:
         """The last used that is long enough; else one that is not made yet, or the shortest."""
@@ -225,10 +234,23 @@ class StagedStore:
 
     def close(self) -> None:
         with self._changed:
+            if self._closed:
+                return
             self._closed = True
-            self._idle.clear()
             self._changed.notify_all()
-        self._store.close()
+        try:
+            self._store.close()
+        finally:
+            with self._changed:
+                self._may_free = True
+                unused = self._in_use == 0
+            if unused:
+                self._free()
+
+    def _free(self) -> None:
+        """Once: by `close`, or by the last call that it has left."""
+        self._idle.clear()
+        self._outgrown.clear()
         close = getattr(self._memory, "close", None)
         if close is not None:
             close()

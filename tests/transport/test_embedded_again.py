@@ -1,0 +1,512 @@
+"""The embedded store where two things happen at once: locks that outlive their holder, threads that
+outlive their store, extents and files that change hands half-way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_embedded_troubles import (
+    OBJECT,
+    SUPPORT,
+    Small,
+    bytes_on_disk,
+    files_of,
+    left_behind,
+    soon,
+    until,
+)
+
+from kvferry.errors import StoreError
+from kvferry.pool import (
+    embedded,
+    embedded_files,
+    embedded_image,
+    embedded_open,
+    embedded_owner,
+    embedded_read,
+)
+from kvferry.pool import embedded_index as ix
+from kvferry.pool.embedded import EmbeddedStore, default_directory
+from kvferry.pool.embedded_disk import DiskTier
+from kvferry.pool.embedded_room import Room
+from kvferry.pool.store import Outcome, Slices
+
+TESTS = str(Path(__file__).parent)
+
+
+def row_of(one: Small, key: str) -> int:
+    return int(one.index.find(*ix.hash_keys([key]))[0])
+
+
+def flip(one: Small, key: str) -> None:
+    row = row_of(one, key)
+    last = int(one.index.offset[row]) + int(one.index.image_bytes[row]) - 1
+    view = one.store._room.arena.view(last, 1)
+    view[0] ^= 1
+
+
+def no_threads() -> bool:
+    return not any(t.name.startswith("kvferry-") for t in threading.enumerate())
+
+
+# --- a lock that nobody gives back ---------------------------------------------------------------
+
+
+def test_what_is_corrupt_is_removed_when_that_can_be(tmp_path: Path) -> None:
+    """Somebody is stopped with the lock: the reader is told at once, each time, and the object goes
+    when the lock is free again, though nobody asks for anything any more."""
+    one, stopped = Small(tmp_path), Small(tmp_path)
+    one.put("a", "b")
+    assert one.store.put_bytes("layout", b"x" * 1000, soon()) is Outcome.DONE
+    for key in ("a", "layout"):
+        flip(one, key)
+    with stopped.store._room.lock.held(soon()):
+        begun = time.monotonic()
+        assert [one.get("a") for _ in range(5)] == [Outcome.CORRUPT] * 5
+        assert one.store.get_bytes("layout", soon()) is None
+        assert one.store.verify(soon()) == (1, 2)
+        assert time.monotonic() - begun < 2
+        assert one.store.exists(["a", "layout"], 0.0).all()
+    until(lambda: not one.store.exists(["a", "layout"], 0.0).any())
+    assert stopped.store.counters()["corrupt"] == 2 and one.get("b") is Outcome.DONE
+    assert one.put("a") == [Outcome.DONE] and one.get("a") is Outcome.DONE
+    stopped.store.close()
+    one.store.close()
+
+
+def test_what_is_owed_is_paid_without_being_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Extents that an engine could not give back are nobody's but its own: it may never put again,
+    and others need them."""
+    monkeypatch.setattr(embedded_open, "SETTLE_SECONDS", 0.05)
+    one, other = Small(tmp_path), Small(tmp_path)
+    one.put(*(f"a{i}" for i in range(7)), size=120_000)
+    held, reap = other.store._room.lock.held(soon()), Room._reap
+
+    def too_late(self: Room, deadline: float, *, now: bool = False) -> bool:
+        if self is one.store._room and not now:
+            held.__enter__()
+        return reap(self, deadline, now=now)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Room, "_reap", too_late)
+        assert set(one.put("b0", "b1", "b2", "b3", size=60_000, seconds=0.1)) == {Outcome.FAILED}
+    assert other.count(ix.WRITING) == 3
+    held.__exit__(None, None, None)
+    until(lambda: other.count(ix.WRITING) == 0)
+    until(no_threads)
+    other.store.close()
+    one.store.close()
+
+
+def test_stopped_while_room_is_made_for_a_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object comes up from disk, another goes down for it, and meanwhile somebody is stopped
+    with the lock: the read goes on without it, and nothing stays half-way."""
+    monkeypatch.setattr(embedded_open, "SETTLE_SECONDS", 0.05)
+    one, two, key = demoted(tmp_path)
+    held, write = two.store._room.lock.held(soon()), DiskTier.write
+
+    def stopped(self: DiskTier, *args: Any) -> bool:
+        held.__enter__()
+        return write(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "write", stopped)
+        begun = time.monotonic()
+        assert one.get(key) is Outcome.DONE
+        assert time.monotonic() - begun < 3
+    assert one.index.state[row_of(one, key)] == ix.DISK
+    held.__exit__(None, None, None)
+    until(lambda: one.count(*ix.OWNED) == 0)
+    assert {one.get(f"a{i}") for i in range(14)} == {Outcome.DONE}
+    assert bytes_on_disk(tmp_path) == one.store.counters()["disk_bytes"]
+    two.store.close()
+    one.store.close()
+
+
+FORKED = """
+import os, sys, time
+sys.path[:0] = [{support!r}, {tests!r}]
+from pathlib import Path
+from test_embedded_troubles import Small, soon
+one = Small(Path({place!r}), disk=64 << 20)
+one.put("mine")
+with one.store._room.locked(soon()):
+    child = os.fork()
+    if child == 0:  # a data loader's worker, say: it has never heard of the store
+        os.write(1, b"%d " % one.store._room.members.me)
+        os.close(1); os.close(2)
+        time.sleep(30)
+        os._exit(0)
+    os.write(1, b"%d " % child)
+    time.sleep(0.2)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_forked_child_keeps_nothing_of_its_parents(tmp_path: Path) -> None:
+    """Killed with the lock; its child lives on, with all that a fork copies."""
+    watcher = Small(tmp_path, disk=64 << 20)
+    code = FORKED.format(support=str(SUPPORT), tests=TESTS, place=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", code], timeout=60, check=False, capture_output=True
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    member, child = sorted(map(int, done.stdout.split()))
+    try:
+        os.kill(child, 0)
+        assert watcher.put("a", seconds=2.0) == [Outcome.DONE]
+        assert not watcher.store._room.members.alive(member)
+        watcher.store.close()
+        other = Small(tmp_path, disk=64 << 20, name="other")  # nobody has the disk any more
+        other.store.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_store_that_was_forked_is_refused(tmp_path: Path) -> None:
+    one = Small(tmp_path, disk=64 << 20)
+    one.put("a")
+    heard, said = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            outcomes = one.put("b")
+            one.store.close()
+            os.write(said, str(outcomes == [Outcome.FAILED]).encode())
+        finally:
+            os._exit(0)
+    os.close(said)
+    assert os.read(heard, 10) == b"True"
+    os.close(heard)
+    os.waitpid(child, 0)
+    assert one.put("b") == [Outcome.DONE] and one.get("a") is Outcome.DONE
+    again = Small(tmp_path, disk=64 << 20)
+    assert again.store._room.members.alive(one.store._room.members.me)
+    again.store.close()
+    one.store.close()
+
+
+# --- threads -------------------------------------------------------------------------------------
+
+
+def test_closed_while_a_walk_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that does not answer: the walk keeps the store that it works on, and ends it."""
+    monkeypatch.setattr(embedded, "CLOSE_SECONDS", 0.2)
+    go_on, inside = threading.Event(), threading.Event()
+    names = DiskTier.names
+
+    def hang(self: DiskTier, *, tell: bool) -> Any:
+        inside.set()
+        assert go_on.wait(20)
+        return names(self, tell=tell)
+
+    watcher = Small(tmp_path, disk=64 << 20)
+    until(lambda: watcher.index.files_by == 0 == watcher.index.files_due)
+    monkeypatch.setattr(DiskTier, "names", hang)
+    one = Small(tmp_path, disk=64 << 20)  # whoever opens it looks for files of the dead
+    room, me = one.store._room, one.store._room.members.me
+    assert inside.wait(5)
+    begun = time.monotonic()
+    one.store.close()
+    assert time.monotonic() - begun < 3
+    assert watcher.store._room.members.alive(me) and room.arena._fd >= 0
+    with caplog.at_level(logging.WARNING):
+        go_on.set()
+        until(lambda: room.arena._fd < 0)
+    assert not watcher.store._room.members.alive(me)
+    assert "failed" not in caplog.text and watcher.index.files_by == 0
+    assert watcher.put("a") == [Outcome.DONE]
+    watcher.store.close()
+    until(no_threads)
+
+
+def test_a_walk_goes_on_when_the_lock_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart of the host, a neighbour is stopped with the lock while files are taken in:
+    those that are left are not forgotten, though nobody needs room."""
+    keys = left_behind(tmp_path)
+    monkeypatch.setattr(embedded_files, "BATCH_FILES", 4)
+    monkeypatch.setattr(embedded_files, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(embedded_open, "ADOPT_SECONDS", 0.0)
+    header, go_on = DiskTier.header, threading.Semaphore(6)
+
+    def slow(self: DiskTier, name: str) -> embedded_image.Image | None:
+        assert go_on.acquire(timeout=20)
+        return header(self, name)
+
+    monkeypatch.setattr(DiskTier, "header", slow)
+    one, stopped = Small(tmp_path, disk=64 << 20), Small(tmp_path, disk=64 << 20)
+    until(lambda: one.store.stats().objects == 4)
+    with stopped.store._room.lock.held(soon()):
+        go_on.release(10 * len(keys))
+        time.sleep(0.4)
+    until(lambda: one.index.files_due == 0)
+    assert {stopped.get(key) for key in keys} == {Outcome.DONE}
+    stopped.store.close()
+    one.store.close()
+
+
+def test_no_thread_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk that cannot begin costs neither an opening nor a put."""
+
+    def none(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none)
+        one = Small(tmp_path, disk=64 << 20)
+        for i in range(14):
+            assert one.put(f"a{i}") == [Outcome.DONE]
+        assert one.index.files_due != 0
+    one.put("b")
+    until(lambda: one.index.files_due == 0)
+    one.store.close()
+
+
+def test_a_part_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool takes work in, and then finds no thread for it: nothing of it is done later, when
+    the memory is somebody else's."""
+    monkeypatch.setattr(embedded_read, "PARALLEL_BYTES", 0)
+    one = Small(tmp_path)
+    one.store.close()
+    store = EmbeddedStore(tmp_path / "s", 1 << 20, slots=1 << 10, threads=3)
+    store.register(one.store._registered)
+    keys = [f"k{n}" for n in range(6)]
+    for number, key in enumerate(keys):
+        assert store.put_bytes(key, bytes([number + 1]) * 1000, soon()) is Outcome.DONE
+    start, calls = threading.Thread.start, iter(range(100))
+    real = embedded_read.serve
+
+    def second_fails(self: threading.Thread) -> None:
+        if self.name.startswith("kvferry-store") and next(calls) == 1:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    def slow(*args: Any) -> Outcome:
+        time.sleep(0.05)
+        return real(*args)
+
+    one.memory[:] = 0
+    size = np.array([1000])
+    slices = [Slices(size * 0, size * n + one.base, size) for n in range(6)]
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", second_fails)
+        patch.setattr(embedded_read, "serve", slow)
+        assert store.get(keys, slices, soon()) == [Outcome.DONE] * 6
+        assert (one.memory[500:6000:1000] == np.arange(1, 7)).all()
+        one.memory[:] = 0  # somebody else's now
+        time.sleep(0.5)
+    assert not one.memory.any()
+    store.close()
+
+
+def test_closed_stores_are_told_nothing(tmp_path: Path) -> None:
+    one = Small(tmp_path)
+    one.store.close()
+    one.store.access(["a"], soon())  # never raises
+    with pytest.raises(StoreError, match="closed"):
+        one.store.exists(["a"], soon())
+
+
+# --- extents and files that change hands ---------------------------------------------------------
+
+
+def demoted(place: Path) -> tuple[Small, Small, str]:
+    """Two processes, and an object that is on disk alone."""
+    one, two = Small(place, disk=64 << 20), Small(place, disk=64 << 20)
+    for i in range(14):
+        one.put(f"a{i}")
+    key = next(f"a{i}" for i in range(14) if one.index.state[row_of(one, f"a{i}")] == ix.DISK)
+    return one, two, key
+
+
+def test_another_brings_it_up_right_after_me(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Brought up, evicted, and under way again in another process before the first looks back: what
+    is under way is the other's, and its extent is not given away under it."""
+    one, two, key = demoted(tmp_path)
+    row, count = row_of(one, key), one.index.count
+
+    def meanwhile(name: str, by: int = 1) -> None:
+        count(name, by)
+        if name == "promoted":
+            room = two.store._room
+            with room.locked(soon()):
+                room.index.leave_memory(np.array([row]), ix.DISK)
+                room.index.generation[row] += np.uint32(1)
+                room.index.owner[row] = room.members.me
+                room.index.state[row] = ix.PROMOTING
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.index, "count", meanwhile)
+        assert one.store._reader._promote(row, soon())
+    assert (
+        one.index.state[row] == ix.PROMOTING and one.index.owner[row] == two.store._room.members.me
+    )
+    two.store.close()
+    one.store.close()
+
+
+def test_a_slow_file_does_not_replace_a_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one process writes an object's file, others remove the object, put it again and send it
+    down; the first one's file, of an extent that is no longer its own, must not appear."""
+    one, two = Small(tmp_path, disk=64 << 20), Small(tmp_path, disk=64 << 20)
+    keys = [f"a{i}" for i in range(10)]
+    one.put(*keys)
+    go_on, waiting, opened = threading.Event(), threading.Event(), Path.open
+
+    def slow(self: Path, *args: Any, **options: Any) -> Any:
+        if threading.current_thread().name == "slow" and self.name.startswith(".part-"):
+            waiting.set()
+            assert go_on.wait(20)
+        return opened(self, *args, **options)
+
+    monkeypatch.setattr(Path, "open", slow)
+    first = threading.Thread(target=one.put, args=("b",), name="slow")
+    first.start()
+    assert waiting.wait(20)
+    (row,) = one.index.in_state(ix.DEMOTING)
+    key = next(k for k in keys if row_of(one, k) == row)
+    assert two.store.remove([key], soon()) == 1
+    for i in range(4):  # into what was its extent
+        assert two.put(f"c{i}") == [Outcome.DONE]
+    assert two.put(key) == [Outcome.DONE]
+    for i in range(40):
+        if two.index.state[row_of(two, key)] == ix.DISK:
+            break
+        two.put(f"d{i}")
+    assert two.index.state[row_of(two, key)] == ix.DISK
+    go_on.set()
+    first.join(20)
+    assert two.get(key) is Outcome.DONE
+    assert two.store.counters()["corrupt"] == 0
+    assert bytes_on_disk(tmp_path) == two.store.counters()["disk_bytes"]
+    two.store.close()
+    one.store.close()
+
+
+SWEEPING = """
+import os, sys, time
+sys.path[:0] = [{support!r}, {tests!r}]
+from pathlib import Path
+from test_embedded_troubles import Small
+from kvferry.pool.embedded_disk import DiskTier
+DiskTier.is_ours = lambda self, name: os.kill(os.getpid(), 9)
+one = Small(Path({place!r}), disk=64 << 20)
+time.sleep(20)
+"""
+
+
+def test_who_swept_is_gone(tmp_path: Path) -> None:
+    """Killed outside of the lock, with nothing of its own: what it was at is begun again by the
+    next who needs room."""
+    one, two, key = demoted(tmp_path)
+    two.store.close()
+    until(lambda: one.index.files_by == 0 == one.index.files_due)
+    one.index.state[row_of(one, key)] = ix.GHOST  # a file without a record
+    assert bytes_on_disk(tmp_path) > one.store.counters()["disk_bytes"]
+    code = SWEEPING.format(support=str(SUPPORT), tests=TESTS, place=str(tmp_path))
+    child = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    assert child.returncode == -signal.SIGKILL
+    for i in range(4):
+        assert one.put(f"b{i}") == [Outcome.DONE]
+    until(lambda: bytes_on_disk(tmp_path) == one.store.counters()["disk_bytes"])
+    assert one.index.files_by == 0
+    one.store.close()
+
+
+def test_parts_of_the_dead_whose_objects_were_removed(tmp_path: Path) -> None:
+    """No record says that they died at it; the next walk finds what they left, and the living's
+    stays."""
+    one, two, _ = demoted(tmp_path)
+    until(lambda: one.index.files_by == 0 == one.index.files_due)
+    theirs = tmp_path / "d" / ".part-999-3"
+    mine = tmp_path / "d" / f".part-{one.store._room.members.me}-999"
+    for part in (theirs, mine):
+        part.write_bytes(b"half")
+    two.store.close()
+    two = Small(tmp_path, disk=64 << 20)
+    until(lambda: not theirs.exists())
+    until(lambda: one.index.files_by == 0 == one.index.files_due)
+    assert mine.exists()
+    two.store.close()
+    one.store.close()
+
+
+@pytest.mark.parametrize("how", ["another volume", "elsewhere"])
+def test_a_disk_that_is_another_for_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A container that shares memory with the store's processes, but not their disk: under the same
+    path, or one of its own. It is refused, and takes nothing away."""
+    one, two, key = demoted(tmp_path)
+    two.store.close()
+    (tmp_path / "d").rename(tmp_path / "theirs")
+    (tmp_path / "s" / "disk").unlink()
+    (tmp_path / "s" / "disk").symlink_to(tmp_path / "d")
+    mine = tmp_path / ("d" if how == "another volume" else "mine")
+    mine.mkdir()
+    monkeypatch.setattr(embedded_owner, "GOING_SECONDS", 0.1)
+    with pytest.raises(StoreError, match="have it open"):
+        EmbeddedStore(tmp_path / "s", 1 << 20, mine, 64 << 20, slots=1 << 10)
+    assert (tmp_path / "s" / "disk").readlink() == tmp_path / "d"
+    if how == "another volume":
+        for file in mine.iterdir():
+            file.unlink()
+        mine.rmdir()
+    (tmp_path / "theirs").rename(tmp_path / "d")
+    assert one.get(key) is Outcome.DONE
+    again = Small(tmp_path, disk=64 << 20)
+    assert again.get(key) is Outcome.DONE and len(files_of(tmp_path)) > 0
+    again.store.close()
+    one.store.close()
+
+
+# --- where it lies -------------------------------------------------------------------------------
+
+
+def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers run under numbers that no passwd file knows."""
+
+    def unknown() -> str:
+        raise KeyError("getpwuid(): uid not found: 4711")
+
+    monkeypatch.setattr(embedded.getpass, "getuser", unknown)
+    assert default_directory().name == f"kvferry-{os.getuid()}"
+
+
+def test_a_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody may make directories in /dev/shm, also under this user's name."""
+    monkeypatch.setattr(embedded, "default_directory", lambda: tmp_path / "planted")
+    (tmp_path / "planted").mkdir()
+    os.chown(tmp_path / "planted", os.getuid() + 1 if os.getuid() == 0 else os.getuid(), -1)
+    if os.getuid() != 0:
+        pytest.skip("only root can make directories of others")
+    with pytest.raises(StoreError, match="belongs to another user"):
+        EmbeddedStore(memory_bytes=1 << 20, slots=1 << 10)
+    os.chown(tmp_path / "planted", 0, -1)
+    EmbeddedStore(memory_bytes=1 << 20, slots=1 << 10).close()
+
+
+def test_sizes(tmp_path: Path) -> None:
+    assert OBJECT * 10 < 1 << 20 < OBJECT * 11  # what the tests above count on
