@@ -9,10 +9,8 @@ import numpy as np
 from kvferry.errors import DescriptionError
 from kvferry.layout.build import build_parts
 from kvferry.layout.model import CacheModel
-from kvferry.layout.parts import Ints, Part, Placement, Region
+from kvferry.layout.parts import Ints, Part, Region
 from kvferry.layout.shape import EngineShape, Rank
-
-__all__ = ["Ints", "Part", "Placement", "RankLayout", "Region"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

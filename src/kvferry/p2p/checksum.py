@@ -28,7 +28,7 @@ import numpy as np
 import xxhash
 
 from kvferry.errors import ProtocolError
-from kvferry.layout.rank import Ints
+from kvferry.layout.parts import Ints
 from kvferry.plan import Bound
 from kvferry.transport import mixing
 from kvferry.transport.memory import Memory, is_staged

@@ -18,7 +18,8 @@ import numpy as np
 
 from kvferry.errors import Cancelled, KvferryError
 from kvferry.layout.model import CacheModel
-from kvferry.layout.rank import Ints, RankLayout
+from kvferry.layout.parts import Ints
+from kvferry.layout.rank import RankLayout
 from kvferry.p2p.acquaintances import Acquaintances
 from kvferry.p2p.bell import Bell
 from kvferry.p2p.caller import Caller

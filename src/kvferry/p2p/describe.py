@@ -14,7 +14,8 @@ import numpy as np
 
 from kvferry.errors import DescriptionError, IncompatibleError, ProtocolError
 from kvferry.layout.model import CacheModel, Component, Group, Residency
-from kvferry.layout.rank import Part, Placement, RankLayout, Region
+from kvferry.layout.parts import Part, Placement, Region
+from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.wire.messages import (
     ComponentInfo,

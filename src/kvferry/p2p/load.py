@@ -27,7 +27,7 @@ from typing import Any
 
 from kvferry.errors import Cancelled, ChecksumError
 from kvferry.layout.model import CacheModel
-from kvferry.layout.rank import Ints
+from kvferry.layout.parts import Ints
 from kvferry.p2p.acquaintances import Acquaintances
 from kvferry.p2p.comparing import require_equal
 from kvferry.p2p.offers import Arrived, Offering, Offers

@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvferry.errors import DeadlineExceeded, HandoverError, StaleTicket
-from kvferry.layout.rank import Ints
+from kvferry.layout.parts import Ints
 from kvferry.p2p.caller import Caller
 from kvferry.p2p.remote import Remote, Source
 from kvferry.p2p.stats import ConsumerTally

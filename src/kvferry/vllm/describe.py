@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from kvferry.errors import DescriptionError
 from kvferry.layout.model import CacheModel
-from kvferry.layout.rank import RankLayout, Region
+from kvferry.layout.parts import Region
+from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.layout.tensors import LayerKey, TensorView, layout_from_tensors
 from kvferry.topology import TransferRegion
