@@ -15,11 +15,11 @@ An object that is not what was written, in whichever tier, is CORRUPT for its re
 counted. An object that another process is writing now EXISTS for a second writer.
 
 The parts: `embedded_index` (records), `embedded_arena` (extents), `embedded_disk` (files),
-`embedded_owner` (whose they are), `embedded_files` (which there should be), `embedded_room`
-(eviction, tiers), `embedded_open` (recovery), `embedded_write`, `embedded_read`, `embedded_serve`
-(what is wanted of an object), `embedded_image` (headers, checksums), `embedded_copy` (scatter),
-`embedded_lock`, `embedded_calls` (who is still at work when it is closed), `policy` (what is
-evicted).
+`embedded_owner` (whose they are), `embedded_files` (which there should be), `embedded_open`
+(recovery), `embedded_give` (what leaves), `embedded_room` (eviction, tiers), `embedded_write`,
+`embedded_read`, `embedded_serve` (what is wanted of an object), `embedded_image` (headers,
+checksums), `embedded_copy` (scatter), `embedded_lock`, `embedded_calls` (who is still at work when
+it is closed), `policy` (what is evicted).
 """
 
 from __future__ import annotations
