@@ -63,7 +63,7 @@ def served(peer: Producer | Consumer) -> int:
 
 
 def known_to(d: Consumer) -> set[str]:
-    return {name for rank in d.ranks for name, _ in rank._loading.known._remotes}
+    return {key.engine_id for rank in d.ranks for key in rank._loading.known._remotes}
 
 
 # --- a consumer's acquaintances ------------------------------------------------------------------

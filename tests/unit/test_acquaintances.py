@@ -6,10 +6,16 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry.p2p.acquaintances import Acquaintances, Known
+from kvferry.p2p.acquaintances import Acquaintances, Key, Known
 from kvferry.p2p.watch import Watch
 
-KEY = ("p", "1")
+KEY = Key("p", "1", "h:1")
+
+
+def acquaintances() -> Acquaintances:
+    nothing: Any = None
+    topology: Any = SimpleNamespace(engine_id="d", unregister_remote_engine=lambda name: None)
+    return Acquaintances(nothing, nothing, topology, nothing, [])
 
 
 def remote() -> Any:
@@ -17,19 +23,18 @@ def remote() -> Any:
 
 
 def known(value: Any) -> Known:
-    made = Known("h:1")
+    made = Known("p")
     made.remote.set_result(value)
     return made
 
 
 def test_two_loads_that_lost_a_peer_forget_it_once() -> None:
-    nothing: Any = None
-    people = Acquaintances(nothing, nothing, nothing, nothing, [])
+    people = acquaintances()
     old, new = remote(), remote()
     people._remotes[KEY] = known(old)
     people.forget(old)
     assert KEY not in people._remotes
-    pending = Known("h:1")
+    pending = Known("p")
     people._remotes[KEY] = pending  # a third load is meeting it again
     people.forget(old)
     assert people._remotes[KEY] is pending
@@ -39,14 +44,13 @@ def test_two_loads_that_lost_a_peer_forget_it_once() -> None:
 
 
 def test_connections_are_given_back_by_the_last_that_uses_them() -> None:
-    nothing: Any = None
-    people = Acquaintances(nothing, nothing, nothing, nothing, [])
+    people = acquaintances()
     gone: list[str] = []
     source = SimpleNamespace(carrier=SimpleNamespace(disconnect=gone.append), peer="peer")
     lost = remote()
     lost.sources = (source,)
     people._remotes[KEY] = known(lost)
-    ticket: Any = SimpleNamespace(engine_id=KEY[0], incarnation=KEY[1])
+    ticket: Any = SimpleNamespace(engine_id="p", incarnation="1", directory="h:1")
     watch = Watch(time.monotonic() + 60)
     with people.meet(ticket, watch) as first:
         with people.meet(ticket, watch) as second:

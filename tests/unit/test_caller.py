@@ -1,15 +1,25 @@
-"""Calls that cannot even be sent end at once, and say whose fault it is."""
+"""Calls that cannot even be sent end at once, and say whose fault it is; who may answer one."""
 
 from __future__ import annotations
 
+import resource
 import time
 from typing import Any
 
 import pytest
+import zmq
 
 from kvferry.errors import HandoverError, PeerLost
 from kvferry.p2p.caller import Caller
-from kvferry.wire.messages import VERSION, Hello, Renew
+from kvferry.wire.messages import (
+    VERSION,
+    Hello,
+    Renew,
+    Renewed,
+    Reply,
+    decode_request,
+    encode,
+)
 from kvferry.wire.sockets import Sockets
 
 NOT_AN_ENGINE: Any = object()
@@ -32,3 +42,46 @@ def test_what_cannot_be_sent(address: str, body: Any, kind: type, words: str) ->
     finally:
         caller.close()
         sockets.close()
+
+
+def test_a_peer_answers_its_own_calls_alone() -> None:
+    sockets = Sockets()
+    caller = Caller(sockets)
+    silent, port = sockets.server(None)
+    liar, other_port = sockets.server(None)
+    deadline = time.monotonic() + 30
+    try:
+        awaited = caller.call(f"127.0.0.1:{port}", Renew(VERSION, "i", ["h"]), deadline)
+        _, frame = silent.recv_multipart()
+        known = decode_request(frame).id
+        asked = caller.call(f"127.0.0.1:{other_port}", Renew(VERSION, "i", ["h"]), deadline)
+        sender, frame = liar.recv_multipart()
+        mine = decode_request(frame).id
+        for number in (known, mine, mine):  # another's, its own, and its own again
+            liar.send_multipart([sender, encode(Reply(number, Renewed(["h"], [])))])
+        assert asked.result(10) == Renewed(["h"], [])
+        assert not awaited.done()
+        until = time.monotonic() + 10
+        while not caller.counters["late replies"] and time.monotonic() < until:
+            time.sleep(0.005)
+        assert caller.counters == {"misdirected replies": 1, "late replies": 1}
+        assert not awaited.done()
+    finally:
+        for server in (silent, liar):
+            server.close(linger=0)
+        caller.close()
+        sockets.close()
+
+
+def test_more_peers_than_zmq_allows_by_itself() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 4096:
+        pytest.skip(f"this machine allows {hard} files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    sockets = Sockets()
+    try:
+        made = [sockets.context.socket(zmq.PAIR) for _ in range(1500)]
+        assert len(made) == 1500
+    finally:
+        sockets.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -4,11 +4,16 @@ Loads that need the same engine at the same time share one handshake. A handshak
 made again by the next load; an engine whose peers were lost is forgotten, and met again. So is one
 that nothing was loaded from for a while: it may be gone, and its successor has another name. Its
 connections are given back when the last load that uses them has left.
+
+What a directory says counts for the tickets that name this directory: a ticket that tells another
+is met there, whatever is known of an engine of the same name. A new incarnation of an engine voids
+those before it, but for children of the same engine, which live side by side.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +23,8 @@ from dataclasses import dataclass, field
 from kvferry.errors import Cancelled, DeadlineExceeded
 from kvferry.layout.rank import RankLayout
 from kvferry.p2p.caller import Caller
-from kvferry.p2p.remote import Remote, disconnect, knows_all_ranks
+from kvferry.p2p.incarnations import are_siblings
+from kvferry.p2p.remote import Remote, disconnect, knows_all_ranks, topology_name
 from kvferry.p2p.remote import meet as meet_remote
 from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.watch import Watch
@@ -30,39 +36,64 @@ IDLE_SECONDS = 600.0  # an engine without a load is forgotten after this long
 ASK_AGAIN_SECONDS = 0.2  # where a directory does not know all its ranks yet
 
 
+@dataclass(frozen=True, slots=True)
+class Key:
+    """An engine's life, and who told of it."""
+
+    engine_id: str
+    incarnation: str
+    directory: str
+
+    @classmethod
+    def of(cls, ticket: Ticket) -> Key:
+        return cls(ticket.engine_id, ticket.incarnation, ticket.directory)
+
+    def voids(self, other: Key) -> bool:
+        """Whether an engine that lives this life has ended that one."""
+        return (
+            self.engine_id == other.engine_id
+            and self.incarnation != other.incarnation
+            and not are_siblings(self.incarnation, other.incarnation)
+        )
+
+
 @dataclass(slots=True, eq=False)
 class Known:
     """An engine that was met, or is being met."""
 
-    directory: str  # where it was met
+    name: str  # in our topology
     remote: Future[Remote] = field(default_factory=Future)
     users: int = 0  # loads that have it, or wait for it
     used: float = field(default_factory=time.monotonic)  # when a load last left it
     forgotten: bool = False  # the last user gives its connections back
 
+    def is_of(self, remote: Remote) -> bool:
+        met = self.remote.done() and self.remote.exception() is None
+        return met and self.remote.result() is remote
+
 
 @dataclass(slots=True)
 class Acquaintances:
-    """Remote engines by (engine id, incarnation). Any method, from any thread."""
+    """Remote engines. Any method, from any thread."""
 
     caller: Caller
     engine: EngineInfo  # ours
     topology: TransferTopology
     layout: RankLayout
     carriers: Sequence[Carrier]
-    _remotes: dict[tuple[str, str], Known] = field(default_factory=dict)
+    _remotes: dict[Key, Known] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextlib.contextmanager
     def meet(self, ticket: Ticket, watch: Watch) -> Iterator[Remote]:
         """The remote engine of a ticket, while it is used; one handshake for all that need it."""
-        key = (ticket.engine_id, ticket.incarnation)
+        key = Key.of(ticket)
         while True:
             with self._lock:
                 known = self._remotes.get(key)
                 mine = known is None
                 if known is None:
-                    known = self._remotes[key] = Known(ticket.directory)
+                    known = self._remotes[key] = Known(self._free_name(key))
                 known.users += 1
             try:
                 if mine:
@@ -76,14 +107,36 @@ class Acquaintances:
                 continue  # it was the other load that ran out of time: try ourselves
             except BaseException:
                 self._leave(known)
-                if mine or known.directory == ticket.directory:
-                    raise
-                continue  # its ticket named another address than ours does
+                raise
             try:
                 yield remote
             finally:
                 self._leave(known)
             return
+
+    def _free_name(self, key: Key) -> str:
+        """With the lock held: what our topology calls an engine and nobody who is met beside it.
+
+        It has the engine's id to itself, but for siblings and for what other directories tell.
+        """
+        taken = {
+            known.name
+            for other, known in self._remotes.items()
+            if not (key.voids(other) and known.remote.done())
+        }
+        name = plain = topology_name(self.topology, key.engine_id)
+        numbers = itertools.count(2)
+        while name in taken:
+            name = f"{plain} ({next(numbers)})"
+        return name
+
+    def _drop(self, key: Key) -> Known:
+        """With the lock held: forget one that nobody is meeting just now."""
+        known = self._remotes.pop(key)
+        known.forgotten = True
+        if all(known.name != other.name for other in self._remotes.values()):
+            self.topology.unregister_remote_engine(known.name)
+        return known
 
     def _leave(self, known: Known) -> None:
         now = time.monotonic()
@@ -101,14 +154,9 @@ class Acquaintances:
             for key, known in self._remotes.items()
             if not known.users and known.used + IDLE_SECONDS <= now
         ]
-        over = [self._remotes.pop(key) for key in idle]
-        for known in over:
-            known.forgotten = True
-        return over
+        return [self._drop(key) for key in idle]
 
-    def _make_known(
-        self, known: Known, key: tuple[str, str], ticket: Ticket, watch: Watch
-    ) -> Remote:
+    def _make_known(self, known: Known, key: Key, ticket: Ticket, watch: Watch) -> Remote:
         try:
             remote = meet_remote(
                 self._ask_directory(ticket, watch),
@@ -118,23 +166,17 @@ class Acquaintances:
                 self.layout,
                 self.carriers,
                 watch.deadline,
+                known.name,
             )
         except BaseException as error:
             with self._lock:
-                if self._remotes.get(key) is known:
-                    del self._remotes[key]  # the next load tries again
+                self._drop(key)  # the next load tries again, and may find it otherwise
+                self.topology.unregister_remote_engine(known.name)
             known.remote.set_exception(error)
             raise
         with self._lock:  # a new incarnation voids all that was known of the engine
-            others = [
-                k
-                for k, other in self._remotes.items()
-                if k[0] == key[0] and k != key and other.remote.done()
-            ]
-            void = [self._remotes.pop(other) for other in others]
-            idle = [old for old in void if not old.users]
-            for old in void:
-                old.forgotten = True
+            void = [k for k, old in self._remotes.items() if key.voids(k) and old.remote.done()]
+            idle = [old for old in map(self._drop, void) if not old.users]
         for old in idle:
             _disconnect(old)
         known.remote.set_result(remote)
@@ -152,17 +194,10 @@ class Acquaintances:
 
     def forget(self, remote: Remote) -> None:
         """Meet it again next time; a handshake that was made since is kept."""
-        key = (remote.engine.engine_id, remote.engine.incarnation)
         with self._lock:
-            known = self._remotes.get(key)
-            if known is None or not known.remote.done() or known.remote.exception() is not None:
-                return
-            if known.remote.result() is not remote:
-                return
-            del self._remotes[key]
-            known.forgotten = True
-            idle = not known.users
-        if idle:
+            keys = [key for key, known in self._remotes.items() if known.is_of(remote)]
+            idle = [known for known in map(self._drop, keys) if not known.users]
+        for known in idle:
             _disconnect(known)
 
 

@@ -2,7 +2,11 @@
 
 A call ends with the peer's reply, or with an error: `DeadlineExceeded`, `PeerLost` where nobody
 listens or the connection broke, `AuthenticationError` where the peer does not take our secret. A
-connection is made by the first call to an address and kept.
+connection, a line, is made by the first call to an address and kept. Only what comes on that line
+answers a call: a reply to another line's call is dropped and counted.
+
+An address whose host is a name waits for its line until the name is resolved, on a thread of
+`wire.names`; calls to others go on. Where a name has several addresses, they are tried in order.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -28,6 +33,7 @@ from kvferry.errors import (
     ProtocolError,
 )
 from kvferry.wire.messages import ReplyBody, Request, RequestBody, decode_reply, encode
+from kvferry.wire.names import at_port, literal
 from kvferry.wire.sockets import Sockets
 
 log = logging.getLogger("kvferry")
@@ -59,9 +65,20 @@ class _Call:
 class _Line:
     """A connection to one address."""
 
+    address: str  # as it was called, by a name or not
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
+    others: list[str]  # that its name also stands for, to try if nobody listens
+    unsaid: dict[int, bytes] = field(default_factory=dict)  # sent before there was anyone
     greeted: bool = False  # whether its handshake ever succeeded
+
+
+@dataclass(slots=True)
+class _Unresolved:
+    """An address whose name is being looked up, and the calls that wait for it."""
+
+    answer: Future[tuple[str, ...]]
+    frames: dict[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -81,12 +98,19 @@ class Caller:
         self._woken.bind(address)
         self._waker = sockets.context.socket(zmq.PUSH)
         self._waker.connect(address)
+        self.counters: Counter[str] = Counter()
         self._lines: dict[str, _Line] = {}
+        self._unresolved: dict[str, _Unresolved] = {}
         self._calls: dict[int, _Call] = {}
         self._ids = itertools.count(1)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-caller", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # there are too many already
+            self._woken.close(linger=0)
+            self._waker.close(linger=0)
+            raise
 
     def call(self, address: str, body: RequestBody, deadline: float) -> Future[ReplyBody]:
         """Send a request to `host:port`; the future ends by the deadline in every case."""
@@ -154,40 +178,99 @@ class Caller:
         return max(0, int(seconds * 1000) + 1)
 
     def _send_all(self, poller: zmq.Poller) -> None:
+        for address in [a for a, waiting in self._unresolved.items() if waiting.answer.done()]:
+            self._resolved(address, self._unresolved.pop(address), poller)
         while not self._inbox.queue.empty():
             body, call = self._inbox.queue.get()
+            number = next(self._ids)
+            self._calls[number] = call
             try:
-                line = self._line(call.address, poller)
-                number = next(self._ids)
-                line.socket.send(encode(Request(number, body)), zmq.NOBLOCK)
-                self._calls[number] = call
-            except KvferryError as error:
-                call.future.set_exception(error)
-            except (zmq.ZMQError, OSError, ValueError) as error:  # no address, a full queue
-                call.future.set_exception(PeerLost(f"{call.address} cannot be reached: {error}"))
-            except Exception as error:  # ours, not the peer's; whoever waits is told at once
-                log.exception("a %s could not be sent", call.what)
-                call.future.set_exception(HandoverError(f"internal error: {error!r}"))
+                self._send(number, encode(Request(number, body)), call, poller)
+            except Exception as error:
+                self._not_sent(number, error)
 
-    def _line(self, address: str, poller: zmq.Poller) -> _Line:
-        if address not in self._lines:
-            monitors: list[zmq.Socket[bytes]] = []
+    def _send(self, number: int, frame: bytes, call: _Call, poller: zmq.Poller) -> None:
+        line = self._lines.get(call.address)
+        if line is None:
+            host, _, port = call.address.rpartition(":")
+            address = literal(host)
+            if address is None:
+                self._resolve(host, call).frames[number] = frame
+                return
+            line = self._connect(call.address, [at_port(address, port)], poller)
+        line.socket.send(frame, zmq.NOBLOCK)
+        if line.others and not line.greeted:
+            line.unsaid[number] = frame
 
-            def prepare(socket: zmq.Socket[bytes]) -> None:
-                socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-                socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-                monitors.append(socket.get_monitor_socket(MONITORED))
+    def _resolve(self, host: str, call: _Call) -> _Unresolved:
+        """Have a host's name looked up, or let one more call wait for that."""
+        self._sockets.require_trusted(call.address)
+        waiting = self._unresolved.get(call.address)
+        if waiting is None or not waiting.answer.done():
+            answer = self._sockets.names.ask(host, call.deadline)  # asked already: wanted longer
+            if waiting is None:
+                waiting = self._unresolved[call.address] = _Unresolved(answer)
+                answer.add_done_callback(lambda _: self._look_again())
+        return waiting
 
-            try:
-                line = _Line(self._sockets.client(address, prepare), monitors[0])
-            except BaseException:
-                for monitor in monitors:
-                    monitor.close(linger=0)
-                raise
-            poller.register(line.socket, zmq.POLLIN)
-            poller.register(line.monitor, zmq.POLLIN)
-            self._lines[address] = line
-        return self._lines[address]
+    def _look_again(self) -> None:
+        """A name was resolved; called by the thread that did so."""
+        with self._inbox.lock:
+            if not self._stop.is_set():
+                self._wake()
+
+    def _resolved(self, address: str, waiting: _Unresolved, poller: zmq.Poller) -> None:
+        error = waiting.answer.exception()
+        if error is not None:
+            self._end_calls(address, error)
+            return
+        port = address.rpartition(":")[2]
+        found = [at_port(one, port) for one in waiting.answer.result()]
+        self._open(address, found, waiting.frames, poller)
+
+    def _open(
+        self, address: str, found: list[str], frames: dict[int, bytes], poller: zmq.Poller
+    ) -> None:
+        """Make a line, and send what waited for it; some of those calls may be over by now."""
+        wanted = {number: frame for number, frame in frames.items() if number in self._calls}
+        try:
+            self._connect(address, found, poller)
+            for number, frame in wanted.items():
+                self._send(number, frame, self._calls[number], poller)
+        except Exception as error:
+            for number in wanted:
+                self._not_sent(number, error)
+
+    def _not_sent(self, number: int, error: Exception) -> None:
+        call = self._calls.pop(number, None)
+        if call is None:
+            return  # it ended meanwhile
+        if isinstance(error, KvferryError):
+            call.future.set_exception(error)
+        elif isinstance(error, (zmq.ZMQError, OSError, ValueError)):  # no address, a full queue
+            call.future.set_exception(PeerLost(f"{call.address} cannot be reached: {error}"))
+        else:  # ours, not the peer's; whoever waits is told at once
+            log.error("a %s could not be sent", call.what, exc_info=error)
+            call.future.set_exception(HandoverError(f"internal error: {error!r}"))
+
+    def _connect(self, address: str, found: list[str], poller: zmq.Poller) -> _Line:
+        monitors: list[zmq.Socket[bytes]] = []
+
+        def prepare(socket: zmq.Socket[bytes]) -> None:
+            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+            monitors.append(socket.get_monitor_socket(MONITORED))
+
+        try:
+            socket = self._sockets.client(found[0], prepare)
+        except BaseException:
+            for monitor in monitors:
+                monitor.close(linger=0)
+            raise
+        line = self._lines[address] = _Line(address, socket, monitors[0], found[1:])
+        poller.register(line.socket, zmq.POLLIN)
+        poller.register(line.monitor, zmq.POLLIN)
+        return line
 
     def _receive(self, line: _Line) -> None:
         while line.socket.poll(0):
@@ -197,8 +280,19 @@ class Caller:
             except ProtocolError as error:
                 log.warning("a peer sent %s", error)
                 continue
-            call = self._calls.pop(reply.id, None)
-            if call is not None:
+            call = self._calls.get(reply.id)
+            if call is None:
+                self.counters["late replies"] += 1
+            elif call.address != line.address:  # it answers for somebody else
+                if not self.counters["misdirected replies"]:
+                    log.warning(
+                        "%s answers a call to %s; this and others of the kind are dropped",
+                        line.address,
+                        call.address,
+                    )
+                self.counters["misdirected replies"] += 1
+            else:
+                del self._calls[reply.id]
                 call.future.set_result(reply.body)
 
     def _watch(self, address: str, line: _Line, poller: zmq.Poller) -> None:
@@ -207,7 +301,12 @@ class Caller:
             event = recv_monitor_message(line.monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 line.greeted = True
+                line.unsaid.clear()
                 continue
+            if event == zmq.EVENT_CONNECT_RETRIED and not line.greeted and line.others:
+                self._hang_up(address, poller)
+                self._open(address, line.others, line.unsaid, poller)
+                return
             if event == zmq.EVENT_CONNECT_RETRIED and not line.greeted:
                 error: Exception = PeerLost(f"nobody listens at {address}")
             elif line.greeted:
@@ -229,7 +328,7 @@ class Caller:
         line.socket.close(linger=0)
         line.monitor.close(linger=0)
 
-    def _end_calls(self, address: str | None, error: Exception) -> None:
+    def _end_calls(self, address: str | None, error: BaseException) -> None:
         for number, call in list(self._calls.items()):
             if address is None or call.address == address:
                 del self._calls[number]
@@ -244,10 +343,13 @@ class Caller:
             if call.deadline <= now:
                 del self._calls[number]
                 late.add(call.address)
-                call.future.set_exception(
-                    DeadlineExceeded(f"{call.address} did not answer a {call.what} in time")
-                )
+                if call.address in self._unresolved:
+                    why = f"the name of {call.address} was not resolved in time for a {call.what}"
+                else:
+                    why = f"{call.address} did not answer a {call.what} in time"
+                call.future.set_exception(DeadlineExceeded(why))
         # a line on which nobody ever spoke, and nobody waits, is not worth its descriptors
         for address in late - {call.address for call in self._calls.values()} if late else ():
+            self._unresolved.pop(address, None)
             if address in self._lines and not self._lines[address].greeted:
                 self._hang_up(address, poller)

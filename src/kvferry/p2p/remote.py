@@ -82,8 +82,12 @@ def meet(
     layout: RankLayout,
     carriers: Sequence[Carrier],
     deadline: float,
+    name: str = "",
 ) -> Remote:
-    """Turn a directory's answer into plans and connections, or refuse it with the reason."""
+    """Turn a directory's answer into plans and connections, or refuse it with the reason.
+
+    `name` is what this rank's topology calls the engine, where it is not the engine's id.
+    """
     if isinstance(welcome, Refused):
         raise IncompatibleError(f"the prefill engine refuses us: {welcome.message}")
     if not isinstance(welcome, Welcome):
@@ -109,7 +113,8 @@ def meet(
             f"engine {welcome.engine.engine_id!r} has not told of its ranks "
             f"{[tuple(r) for r in missing]} yet"
         )
-    name = register(topology, welcome.engine, model, shape, by_rank)
+    name = name or topology_name(topology, ticket.engine_id)
+    register(topology, name, welcome.engine, model, shape, by_rank)
     pair = topology.pair_with(name)
     sources: list[Source] = []
     try:
@@ -137,17 +142,21 @@ def disconnect(sources: Iterable[Source]) -> None:
             source.carrier.disconnect(source.peer)
 
 
+def topology_name(topology: TransferTopology, engine_id: str) -> str:
+    """What a topology calls an engine; its id, unless it is our own."""
+    # an engine may prefill and decode the same request: to the topology, that is another one
+    return f"{engine_id} itself" if engine_id == topology.engine_id else engine_id
+
+
 def register(
     topology: TransferTopology,
+    name: str,
     engine: EngineInfo,
     model: CacheModel,
     shape: EngineShape,
     by_rank: Mapping[Rank, RankInfo],
-) -> str:
-    """Enter a remote engine into the topology, stage by stage; the name it has there."""
-    # an engine may prefill and decode the same request: to the topology, that is another one
-    own = engine.engine_id == topology.engine_id
-    name = f"{engine.engine_id} itself" if own else engine.engine_id
+) -> None:
+    """Enter a remote engine into the topology, stage by stage."""
     for stage in range(shape.pp):
         parts = by_rank[Rank(stage, 0)].parts
         layers = shape.stage_layers(model, stage)
@@ -170,7 +179,6 @@ def register(
             ),
         )
         log.debug("kvferry: met %s", topology.describe(name, stage))
-    return name
 
 
 def _source(

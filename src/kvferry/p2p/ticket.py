@@ -96,16 +96,31 @@ class Ticket:
         )
 
 
+def is_text(value: Any) -> bool:
+    """Whether it can be an id, and be sent: JSON also spells texts that have no bytes."""
+    if not isinstance(value, str) or not 0 < len(value) <= MOST_TEXT:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
+def is_host(value: Any) -> bool:
+    return is_text(value) and HOST.fullmatch(value) is not None
+
+
 def _text(values: Mapping[str, Any], key: str) -> str:
     value = values.get(key)
-    if not isinstance(value, str) or not 0 < len(value) <= MOST_TEXT:
+    if not is_text(value):
         raise _damaged(key, f"a text of at most {MOST_TEXT} characters", value)
-    return value
+    return str(value)
 
 
 def _host(values: Mapping[str, Any], key: str) -> str:
     value = _text(values, key)
-    if not HOST.fullmatch(value):
+    if not is_host(value):
         raise _damaged(key, "the name or address of a host", value)
     return value
 

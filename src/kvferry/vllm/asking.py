@@ -43,6 +43,7 @@ class _Wanted:
     shared: bool  # other requests may come with the same ticket
     ticket: Ticket | None = None  # None: its producer is not found yet
     appointment: Appointment | None = None
+    matched: int = 0  # tokens that we said we would load, when vLLM last asked
     loading: bool = False  # a load was ordered: its last word is the load's
     over: bool = False  # loaded, failed or not needed: never matched again
 
@@ -127,6 +128,10 @@ class Asking:
             log.warning("request %s: computed here, because %s", request.request_id, error)
             wanted.over = True
             return
+        except Exception:  # whatever a client or a bootstrap says, the engine goes on
+            log.exception("request %s: computed here", request.request_id)
+            wanted.over = True
+            return
         if ticket is not None:
             self._ticketed(request.request_id, wanted, ticket)
         elif time.monotonic() > wanted.arrived + QUESTIONS * self.config.bootstrap_seconds:
@@ -173,8 +178,8 @@ class Asking:
             self._find(request, wanted)
             if wanted.ticket is None:
                 return (0, False) if wanted.over else (None, False)
-        count = wanted.ticket.tokens - computed
-        return (count, True) if count > 0 else (0, False)
+        wanted.matched = max(0, wanted.ticket.tokens - computed)
+        return wanted.matched, wanted.matched > 0
 
     def allocated(self, request: Any, block_ids: Iterable[Iterable[int]], external: int) -> None:
         wanted = self._wanted.get(request.request_id)
@@ -188,6 +193,18 @@ class Asking:
         if wanted.loading or wanted.ticket is None:
             return
         wanted.loading = True
+        tables, skip = self.handed_over.tables(block_ids), wanted.ticket.tokens - external
+        if external != wanted.matched:
+            log.error(
+                "request %s: not loaded, because vLLM makes room for %d tokens from elsewhere, and "
+                "its ticket has %d; it is computed here, or fails, as kv_load_failure_policy says",
+                request.request_id,
+                external,
+                wanted.matched,
+            )
+            # Other positions than those that vLLM counts on must not be filled. vLLM waits for
+            # a load, so one is ordered that fails and tells its source: it has no block to fill.
+            tables, skip = tuple(() for _ in tables), 0
         self.stats.observe("queue_seconds", time.monotonic() - wanted.arrived)
         self.spans.begin(
             "load",
@@ -198,8 +215,8 @@ class Asking:
             Load(
                 request_id=request.request_id,
                 ticket=wanted.ticket,
-                tables=self.handed_over.tables(block_ids),
-                skip=wanted.ticket.tokens - external,
+                tables=tables,
+                skip=skip,
                 seconds=self.config.load_seconds,
                 keep_open=wanted.shared,
             )
@@ -283,8 +300,18 @@ class Asking:
         for named in list(self._unfound):
             try:
                 ticket = self._ticket(named)
-            except KvferryError:
+            except KvferryError as error:
                 self._unfound.remove(named)
+                log.info(
+                    "what %s names %r is not given back, and will expire: %s",
+                    named.place.address,
+                    named.name,
+                    error,
+                )
+                continue
+            except Exception:  # as above
+                self._unfound.remove(named)
+                log.exception("what %s names %r will expire", named.place.address, named.name)
                 continue
             if ticket is not None:
                 self._unfound.remove(named)

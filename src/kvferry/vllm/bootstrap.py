@@ -29,7 +29,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from kvferry.errors import HandoverError, ProtocolError
+from kvferry.errors import HandoverError, ProtocolError, TransferError
+from kvferry.p2p.ticket import is_host, is_text
+from kvferry.wire.names import NAMES
 
 log = logging.getLogger("kvferry")
 
@@ -62,9 +64,9 @@ class Whereabouts:
             )
         engine_id, host, inc = (entry.get("engine_id"), ours.get("host"), ours.get("incarnation"))
         port = ours.get("port")
-        if not all(isinstance(x, str) and 0 < len(x) <= 512 for x in (engine_id, host, inc)):
+        if not (is_text(engine_id) and is_host(host) and is_text(inc)):
             raise ProtocolError(f"the entry of an engine at {address} is damaged: {entry!r:.200}")
-        if not isinstance(port, int) or not 0 < port < 1 << 16:
+        if type(port) is not int or not 0 < port < 1 << 16:  # True is no port
             raise ProtocolError(f"the entry of an engine at {address} has port {port!r:.40}")
         return cls(str(engine_id), str(host), port, str(inc))
 
@@ -134,10 +136,11 @@ class Bootstrap:
             self._entries[str(dp_rank)] = dict(entry)
 
     def _register(self, body: bytes, mac: str) -> None:
-        if self._secret and not hmac.compare_digest(mac, _mac(self._secret, body)):
+        told_mac = mac.encode(errors="replace")  # a header may hold what a digest never does
+        if self._secret and not hmac.compare_digest(told_mac, _mac(self._secret, body).encode()):
             raise ProtocolError("this registration does not prove to know our secret")
         told = json.loads(body)
-        if not isinstance(told, dict) or not isinstance(told.get("dp_rank"), int):
+        if not isinstance(told, dict) or type(told.get("dp_rank")) is not int:
             raise ProtocolError("a registration names its dp_rank")
         if "kvferry" not in told:
             raise ProtocolError(
@@ -196,20 +199,35 @@ def _ask(
     headers: Mapping[str, str] | None = None,
 ) -> tuple[int, bytes]:
     """One HTTP exchange: no redirects, no proxies, bounded in time and size, however slowly the
-    other side sends."""
+    other side sends, and its name is resolved."""
     host, port = host_port(server)
     deadline = time.monotonic() + seconds
     said = {"Host": f"{host}:{port}", "Content-Length": str(len(body or b"")), **(headers or {})}
     head = "".join(f"{name}: {value}\r\n" for name, value in said.items())
     question = f"{method} {path} HTTP/1.0\r\n{head}\r\n".encode() + (body or b"")
     try:
-        with socket.create_connection((host, port), timeout=seconds) as connection:
+        with _connected(host, port, deadline) as connection:
             connection.sendall(question)
             answer = http.client.HTTPResponse(cast(Any, _Received(connection, deadline)))
             answer.begin()
             return answer.status, answer.read()
-    except (OSError, ValueError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException, TransferError) as error:
         raise HandoverError(f"the bootstrap at {host}:{port} does not answer: {error}") from None
+
+
+def _connected(host: str, port: int, deadline: float) -> socket.socket:
+    """A connection to the first address of a host at which somebody listens."""
+    found = NAMES.resolved(host, deadline)
+    problem: Exception = TimeoutError("it was not reached in time")
+    for number, address in enumerate(found):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        try:  # one that drops what it is sent leaves time for the others
+            return socket.create_connection((address, port), left / (len(found) - number))
+        except OSError as error:
+            problem = error
+    raise problem
 
 
 class _Received:

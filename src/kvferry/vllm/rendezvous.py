@@ -25,7 +25,7 @@ from typing import Any
 
 from kvferry.errors import AuthenticationError, HandoverError, KvferryError, ProtocolError
 from kvferry.p2p.caller import Caller
-from kvferry.p2p.ticket import HOST, MARK
+from kvferry.p2p.ticket import MARK, is_host, is_text
 from kvferry.vllm.bootstrap import Whereabouts, host_port, query
 from kvferry.vllm.config import FerryConfig, Style
 from kvferry.wire.messages import VERSION, EngineInfo, Hello, Refused, Welcome
@@ -62,7 +62,7 @@ def transfer_name(params: Mapping[str, Any], request_id: str, style: Style) -> s
     """What producer and consumer call a request; None where only a ticket can tell."""
     if style in ("mooncake", "ferry") and params.get("transfer_id"):
         name = params["transfer_id"]
-        if not isinstance(name, str) or len(name) > 512:
+        if not is_text(name):
             raise ProtocolError("transfer_id must be a text of at most 512 characters")
         return f"transfer {name}"
     if style == "push":
@@ -78,7 +78,7 @@ def appointment(params: Mapping[str, Any], request_id: str, style: Style) -> App
     """Where a request without a ticket of ours sends us, or why it cannot."""
     name = transfer_name(params, request_id, style)
     engine_id = params.get("remote_engine_id")
-    if name is not None and isinstance(engine_id, str) and 0 < len(engine_id) <= 512:
+    if name is not None and isinstance(engine_id, str) and is_text(engine_id):
         if name.startswith("transfer ") and params.get("remote_bootstrap_addr"):
             host, port = host_port(params["remote_bootstrap_addr"])
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -104,9 +104,7 @@ def appointment(params: Mapping[str, Any], request_id: str, style: Style) -> App
 
 def _directory(params: Mapping[str, Any]) -> str | None:
     host, port = params.get("remote_host"), params.get("remote_port")
-    if not isinstance(host, str) or not HOST.fullmatch(host) or len(host) > 512:
-        return None
-    if not isinstance(port, int) or not 0 < port < 1 << 16:
+    if not is_host(host) or type(port) is not int or not 0 < port < 1 << 16:
         return None
     return f"{'127.0.0.1' if host == 'localhost' else host}:{port}"
 
@@ -137,7 +135,10 @@ class Rendezvous:
             if asked is None or asked[0] < time.monotonic():
                 if len(self._found) >= MOST_KEPT:
                     self._found.pop(next(iter(self._found)))
-                answer = self._pool.submit(self._ask, place)
+                try:
+                    answer = self._pool.submit(self._ask, place)
+                except RuntimeError as error:  # no more threads, or we are closed
+                    raise HandoverError(f"{place.address} cannot be asked: {error}") from None
                 asked = self._found[place] = (time.monotonic() + KEEP_SECONDS, answer)
         if not asked[1].done():
             return None

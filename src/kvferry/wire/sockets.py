@@ -23,11 +23,19 @@ from zmq.utils import z85
 from kvferry.errors import AuthenticationError, HandoverError
 from kvferry.units import require_port
 from kvferry.wire.messages import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
+from kvferry.wire.names import NAMES, Names
 
 log = logging.getLogger("kvferry")
 
 LINGER_MS = 0  # a closing socket drops what it could not send; deadlines handle the rest
 HANDSHAKE_MS = 20_000  # a host that is overloaded may take seconds
+MOST_SOCKETS = 65_000  # of a process; three for each peer. ZMQ's own limit is 1023 (and 65535)
+
+
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)  # counts only before its first socket
+    return context
 
 
 def _keypair(secret: str, who: str) -> tuple[bytes, bytes]:
@@ -42,7 +50,8 @@ class Sockets:
     """Makes sockets of one process, all with the same secret."""
 
     secret: str | None = None
-    context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=zmq.Context)
+    context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=_context)
+    names: Names = NAMES  # of hosts
     _authenticator: ThreadAuthenticator | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _keys: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
@@ -80,13 +89,10 @@ class Sockets:
     ) -> zmq.Socket[bytes]:
         """A DEALER socket to `host:port`; connecting goes on in the background.
 
+        The host is an address: a name would be resolved by the thread that moves all messages.
         `prepare` sets options and monitors, which count only if set before connecting.
         """
-        if not self.secret and not is_loopback(address.rsplit(":", 1)[0]):
-            raise AuthenticationError(
-                f"the peer {address} is on another host, and no secret is configured; set the same "
-                "secret on both engines"
-            )
+        self.require_trusted(address)
         socket = self.context.socket(zmq.DEALER)
         try:
             self._prepare(socket, MAX_REPLY_BYTES)
@@ -102,6 +108,14 @@ class Sockets:
             socket.close(linger=0)
             raise
         return socket
+
+    def require_trusted(self, address: str) -> None:
+        """Refuse other hosts where there is no secret; by what they are called, not resolved."""
+        if not self.secret and not is_loopback(address.rpartition(":")[0]):
+            raise AuthenticationError(
+                f"the peer {address} is on another host, and no secret is configured; set the same "
+                "secret on both engines"
+            )
 
     def close(self) -> None:
         with self._lock:

@@ -1,0 +1,188 @@
+"""Host names are resolved where nobody else waits for them, and within a call's deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from kvferry.errors import AuthenticationError, DeadlineExceeded, PeerLost
+from kvferry.p2p.caller import Caller
+from kvferry.p2p.directory import Directory
+from kvferry.wire import names
+from kvferry.wire.messages import VERSION, Look, Refused
+from kvferry.wire.names import MOST_THREADS, Names, at_port, literal
+from kvferry.wire.sockets import Sockets
+
+SOON = 5.0  # seconds; the machine may be busy
+
+
+class NameServer:
+    """Answers at once, or when it is told to."""
+
+    def __init__(self, **hosts: tuple[str, ...]) -> None:
+        self.hosts, self.asked = hosts, list[str]()
+        self.answers = threading.Event()
+
+    def look_up(self, host: str) -> tuple[str, ...]:
+        self.asked.append(host)
+        if host.startswith("slow"):
+            assert self.answers.wait(30)
+        if host not in self.hosts:
+            raise OSError("no such name")
+        return self.hosts[host]
+
+
+@contextlib.contextmanager
+def peers(server: NameServer, secret: str | None = "s") -> Iterator[tuple[Caller, int]]:
+    """A caller that asks this name server, and the port of a directory on 127.0.0.1."""
+    sockets = Sockets(secret, names=Names(server.look_up))
+    directory, caller = Directory(sockets), Caller(sockets)
+    directory.start()
+    try:
+        yield caller, directory.port
+    finally:
+        server.answers.set()
+        caller.close()
+        directory.close()
+        sockets.close()
+
+
+def ask(caller: Caller, address: str, seconds: float = SOON) -> Any:
+    return caller.call(address, Look(VERSION), time.monotonic() + seconds)
+
+
+def lookups() -> int:
+    return sum(thread.name == "kvferry-names" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::1", "::1"),
+        ("[fe80::1%eth0]", "fe80::1%eth0"),
+        ("localhost", "127.0.0.1"),
+        ("127.1", None),
+        ("p.example", None),
+        ("", None),
+    ],
+)
+def test_addresses_need_no_lookup(host: str, address: str | None) -> None:
+    assert literal(host) == address
+
+
+def test_a_slow_name_holds_up_nobody_else() -> None:
+    server = NameServer(slow=("127.0.0.1",))
+    with peers(server) as (caller, port):
+        late = ask(caller, f"slow:{port}", 0.3)
+        patient = ask(caller, f"slow:{port}", 30)
+        began = time.monotonic()
+        assert isinstance(ask(caller, f"127.0.0.1:{port}").result(SOON), Refused)
+        assert isinstance(late.exception(SOON), DeadlineExceeded)
+        assert "name" in str(late.exception()) and not patient.done()
+        assert time.monotonic() - began < SOON
+        server.answers.set()
+        assert isinstance(patient.result(SOON), Refused)
+        assert isinstance(ask(caller, f"slow:{port}").result(SOON), Refused)
+    assert server.asked == ["slow"]  # once for the line
+
+
+def test_names_that_hang_take_few_threads() -> None:
+    server = NameServer(fast=("127.0.0.1",))
+    before, began = lookups(), time.monotonic()
+    with peers(server) as (caller, port):
+        hanging = [ask(caller, f"slow{number}:1", 0.5) for number in range(3 * MOST_THREADS)]
+        behind = ask(caller, f"fast:{port}", 30)  # waits for its turn
+        assert isinstance(ask(caller, f"127.0.0.1:{port}").result(SOON), Refused)
+        assert {type(call.exception(SOON)) for call in hanging} == {DeadlineExceeded}
+        assert lookups() - before <= MOST_THREADS and not behind.done()
+        while len(caller._unresolved) > 1:  # soon: nobody waits for those
+            assert time.monotonic() < began + SOON
+            time.sleep(0.005)
+        server.answers.set()
+        assert isinstance(behind.result(SOON), Refused)
+    # those whose callers had left were not looked up
+    assert len(server.asked) == MOST_THREADS + 1
+
+
+def test_the_next_address_where_nobody_listens() -> None:
+    with peers(NameServer(p=("127.0.0.2", "127.0.0.3", "127.0.0.1"))) as (caller, port):
+        calls = [ask(caller, f"p:{port}") for _ in range(3)]
+        assert [type(call.result(SOON)) for call in calls] == [Refused] * 3
+    with peers(NameServer(p=("127.0.0.2", "127.0.0.3"))) as (caller, port):
+        error = ask(caller, f"p:{port}", 30).exception(SOON)
+        assert isinstance(error, PeerLost) and "nobody listens" in str(error)
+
+
+def test_a_name_that_is_unknown() -> None:
+    with peers(NameServer()) as (caller, _):
+        error = ask(caller, "nobody.example:1", 30).exception(SOON)
+        assert isinstance(error, PeerLost) and "no such name" in str(error)
+
+
+def test_without_a_secret_no_name_is_looked_up() -> None:
+    server = NameServer(p=("127.0.0.1",))
+    with peers(server, secret=None) as (caller, port):
+        assert isinstance(ask(caller, f"p:{port}", 30).exception(SOON), AuthenticationError)
+        assert isinstance(ask(caller, f"localhost:{port}").result(SOON), Refused)
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("form", ["[::1]:{}", "::1:{}"])
+def test_ipv6(form: str) -> None:
+    sockets = Sockets()
+    try:
+        server, port = sockets.server("[::1]")
+    except Exception:
+        sockets.close()
+        pytest.skip("this machine has no IPv6")
+    caller = Caller(sockets)
+    try:
+        ask(caller, form.format(port))
+        assert server.poll(SOON * 1000) == zmq.POLLIN
+        assert at_port("::1", port) == f"[::1]:{port}"
+    finally:
+        server.close(linger=0)
+        caller.close()
+        sockets.close()
+
+
+def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    server = NameServer(p=("127.0.0.1",))
+    asked = Names(server.look_up)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        answer = asked.ask("p", time.monotonic() + 30)
+        assert isinstance(answer.exception(0), PeerLost)
+    assert asked.resolved("p", time.monotonic() + SOON) == ("127.0.0.1",)  # it goes on
+
+
+def test_a_queue_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "MOST_THREADS", 1)
+    monkeypatch.setattr(names, "MOST_QUEUED", 2)
+    server = NameServer()
+    asked = Names(server.look_up)
+    far = time.monotonic() + 30
+    first = asked.ask("slow", far)
+    while not server.asked:
+        time.sleep(0.001)
+    waiting = [asked.ask(host, far) for host in ("a", "b")]
+    assert "too many" in str(asked.ask("c", far).exception(0)) and not first.done()
+    assert asked.ask("a", far) is waiting[0]
+    with pytest.raises(DeadlineExceeded):
+        asked.resolved("a", time.monotonic() + 0.05)
+    server.answers.set()
+    assert all("no such name" in str(one.exception(SOON)) for one in waiting)
+
+
+def test_the_system_resolves() -> None:
+    assert {"127.0.0.1", "::1"} & set(names.look_up("localhost"))

@@ -1,0 +1,248 @@
+"""A decode engine's scheduler goes on, whatever a bootstrap answers and whatever vLLM makes room
+for; no engines here."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
+with warnings.catch_warnings():  # torch warns of itself
+    warnings.simplefilter("ignore")
+    import kvferry.vllm  # noqa: F401
+
+from kvferry.errors import AuthenticationError, HandoverError, ProtocolError
+from kvferry.p2p.ticket import Ticket
+from kvferry.vllm.asking import Asking
+from kvferry.vllm.bootstrap import MAC, Bootstrap, Whereabouts, query, register
+from kvferry.vllm.config import FerryConfig
+from kvferry.vllm.metadata import FerryMetadata
+from kvferry.vllm.offering import request_digest
+from kvferry.vllm.prefill import HandedOver
+from kvferry.vllm.rendezvous import Place, Rendezvous, derived_hold, transfer_name
+from kvferry.vllm.stats import FerryStats
+from kvferry.wire.sockets import Sockets
+from vllm_pairs import mooncake_decode, reaches
+
+TOKENS = 40
+GOOD = {"host": "127.0.0.1", "port": 9, "incarnation": "i"}
+
+
+def request(**params: Any) -> Any:
+    return SimpleNamespace(
+        request_id="cmpl-r-0-0123abcd",
+        kv_transfer_params=params,
+        prompt_token_ids=list(range(TOKENS)),
+        num_prompt_tokens=TOKENS,
+        num_tokens=TOKENS,
+        mm_features=None,
+        lora_request=None,
+        cache_salt=None,
+        prompt_embeds=None,
+    )
+
+
+class Engine:
+    """The asking part of a scheduler, with a real bootstrap to ask."""
+
+    def __init__(self) -> None:
+        self.orders, self.sockets = FerryMetadata(), Sockets()
+        self.bootstrap = Bootstrap(None, 0, None)
+        self.rendezvous = Rendezvous(FerryConfig(), self.sockets)
+        spans: Any = SimpleNamespace(begin=lambda *_, **__: None, end=lambda *_: None)
+        told_of = (HandedOver(), lambda: self.orders, FerryStats(), spans)
+        self.asking = Asking(FerryConfig(), "mooncake", self.rendezvous, *told_of)
+
+    def request(self) -> Any:
+        return request(**mooncake_decode("t", self.bootstrap.port, "e"))
+
+    def look(self, asked: Any) -> tuple[int | None, bool]:
+        """What vLLM is told in the end."""
+        assert reaches(lambda: self.asking.matched(asked, 0)[0] is not None, True)
+        return self.asking.matched(asked, 0)
+
+    def close(self) -> None:
+        self.rendezvous.close()
+        self.bootstrap.close()
+        self.sockets.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"incarnation": "\ud800"},
+        {"host": "h\ud800"},
+        {"host": "10.0.0.1;10.0.0.2"},
+        {"host": "a b"},
+        {"port": True},
+    ],
+    ids=ascii,
+)
+def test_what_a_bootstrap_answers_is_refused(
+    engine: Engine, told: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.bootstrap.put(0, {"engine_id": "e", "kvferry": {**GOOD, **told}})
+    caplog.set_level(logging.INFO, "kvferry")
+    asked = engine.request()
+    engine.asking.arrived(asked)
+    assert engine.look(asked) == (0, False)
+    assert "damaged" in caplog.text or "port True" in caplog.text
+    aborted = engine.request()
+    aborted.request_id = "cmpl-s-0-0123abcd"
+    engine.asking.arrived(aborted)
+    engine.asking.finished(aborted.request_id)
+    assert engine.asking.unsettled
+
+    def settled() -> bool:
+        engine.asking.settle()
+        return not engine.asking.unsettled
+
+    assert reaches(settled, True)
+    assert "not given back" in caplog.text and not engine.orders.releases
+
+
+def test_an_error_of_ours_ends_no_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("a bug")
+
+    aborted, asked = engine.request(), engine.request()
+    aborted.request_id = "cmpl-s-0-0123abcd"
+    monkeypatch.setattr(engine.rendezvous, "find", lambda _: None)  # not yet
+    engine.asking.arrived(aborted)
+    engine.asking.finished(aborted.request_id)
+    monkeypatch.setattr(engine.rendezvous, "find", fail)
+    engine.asking.arrived(asked)
+    assert engine.asking.matched(asked, 0) == (0, False)
+    engine.asking.settle()
+    assert not engine.asking.unsettled and caplog.text.count("KeyError: 'a bug'") == 2
+
+
+def test_a_thread_that_cannot_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    engine.bootstrap.put(0, {"engine_id": "e", "kvferry": GOOD})
+    asked = engine.request()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(HandoverError, match="cannot be asked"):
+            engine.rendezvous.find(Place("e", "127.0.0.1:1", True))
+        engine.asking.arrived(asked)
+        assert engine.asking.matched(asked, 0) == (0, False)
+    later = engine.request()
+    later.request_id = "cmpl-s-0-0123abcd"
+    engine.asking.arrived(later)
+    assert engine.look(later) == (TOKENS, True)
+
+
+@pytest.mark.parametrize(
+    ("local", "external"), [(0, TOKENS), (16, 24), (0, 32), (16, 16), (16, TOKENS)]
+)
+def test_room_for_other_tokens_than_a_ticket_holds(
+    engine: Engine, local: int, external: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = request()
+    asked.kv_transfer_params = Ticket(
+        "e", "i", "h", request_digest(asked), TOKENS, "127.0.0.1", 9, "r"
+    ).to_params()
+    engine.asking.arrived(asked)
+    assert engine.asking.matched(asked, 0) == (TOKENS, True)  # there was no room that time
+    assert engine.asking.matched(asked, local) == (TOKENS - local, True)
+    engine.asking.allocated(asked, ([1, 2, 3],), external)
+    (load,) = engine.orders.loads
+    if local + external == TOKENS:
+        assert (load.tables, load.skip) == (((1, 2, 3),), local)
+    else:
+        assert (load.tables, load.skip) == (((),), 0)  # which fails: tests/transport shows it
+        assert "makes room" in caplog.text
+
+
+def test_a_mac_that_is_no_digest() -> None:
+    bootstrap = Bootstrap(None, 0, "s")
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", bootstrap.port, timeout=5)
+        body = json.dumps({"dp_rank": 1, "engine_id": "e", "kvferry": GOOD})
+        connection.request("POST", "/register", body, {MAC: "\xe9" * 64})
+        answer = connection.getresponse()
+        assert answer.status == 400 and b"secret" in answer.read()
+        register(f"127.0.0.1:{bootstrap.port}", 1, json.loads(body), "s", 5.0)
+    finally:
+        bootstrap.close()
+
+
+def test_a_transfer_id_without_bytes() -> None:
+    with pytest.raises(ProtocolError, match="transfer_id"):
+        transfer_name({"transfer_id": "\ud800"}, "r", "mooncake")
+    assert derived_hold("i", transfer_name({"transfer_id": "\U0001f600"}, "r", "mooncake") or "")
+
+
+class TestNames:
+    def test_a_slow_name_takes_the_question_s_time_at_most(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        answers = threading.Event()
+
+        def slow(*_: Any, **__: Any) -> Any:
+            answers.wait(30)
+            raise OSError("no such name")
+
+        monkeypatch.setattr(socket, "getaddrinfo", slow)
+        began = time.monotonic()
+        try:
+            with pytest.raises(HandoverError, match="not resolved in time"):
+                query("slow.example:8998", "e", 0.3)
+            assert time.monotonic() - began < 5
+        finally:
+            answers.set()
+
+    def test_the_next_address_where_nobody_listens(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        bootstrap = Bootstrap(None, 0, None)
+        bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "i").entry({}))
+        real = socket.getaddrinfo
+
+        def two(host: str, port: Any, *args: Any, **kwargs: Any) -> Any:
+            if host != "two.example":
+                return real(host, port, *args, **kwargs)
+            return [(None, None, None, "", (a, 0)) for a in ("127.0.0.2", "127.0.0.1")]
+
+        monkeypatch.setattr(socket, "getaddrinfo", two)
+        try:
+            assert query(f"two.example:{bootstrap.port}", "e", 5.0).port == 77
+        finally:
+            bootstrap.close()
+
+    @pytest.mark.parametrize("bootstrap", [False, True])
+    def test_peers_are_compared_before_names_are_looked_up(
+        self, bootstrap: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looked_up: list[Any] = []
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **_: looked_up.append(a))
+        sockets = Sockets("s")
+        rendezvous = Rendezvous(FerryConfig(secret="s", peers=("p.example",)), sockets)
+        place = Place("e", "q.example:8998", bootstrap)
+        try:
+            with pytest.raises(AuthenticationError, match="peers"):
+                reaches(lambda: rendezvous.find(place), 1)
+            assert not looked_up
+        finally:
+            rendezvous.close()
+            sockets.close()
