@@ -806,3 +806,23 @@ def _sockets() -> int:
         with contextlib.suppress(OSError):
             found += str(entry.readlink()).startswith("socket:")
     return found
+
+
+@contextlib.contextmanager
+def side_by_side(*sources: Spec, target: Spec) -> Iterator[tuple[Any, ...]]:
+    """Producers and a consumer that all share this process, in this order."""
+    with contextlib.ExitStack() as stack:
+        made: list[Any] = []
+        for spec in sources:
+            made.append(Producer(spec))
+            stack.callback(made[-1].close)
+        made.append(Consumer(target, sources[0]))
+        stack.callback(made[-1].close)
+        yield tuple(made)
+
+
+def hold(producer: Producer, prompt: Prompt) -> Ticket:
+    """A ticket for a prompt that was computed just now."""
+    producer.fill(prompt)
+    producer.open(prompt)
+    return producer.ticket(prompt)

@@ -6,40 +6,21 @@ All peers share this process: a test sees what the consumer knows.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from kvferry.p2p.incarnations import child
 from kvferry.p2p.load import Load
-from kvferry.p2p.ticket import Ticket
-from p2p_peers import PATIENCE_SECONDS, Consumer, Producer, Prompt, Spec
+from p2p_peers import PATIENCE_SECONDS, Consumer, Producer, Prompt, Spec, hold, side_by_side
 
 P = Spec("p", "tp=2,block=16", carrier="tcp")
 D = Spec("d", "tp=1,block=24", carrier="tcp")
+peers = partial(side_by_side, target=D)
 PROMPTS = [Prompt(number, 60, 1 + 8 * number, 1 + 8 * number) for number in range(4)]
-
-
-@contextlib.contextmanager
-def peers(*specs: Spec, target: Spec = D) -> Iterator[tuple[Any, ...]]:
-    with contextlib.ExitStack() as stack:
-        made: list[Any] = []
-        for spec in specs:
-            made.append(Producer(spec))
-            stack.callback(made[-1].close)
-        made.append(Consumer(target, specs[0]))
-        stack.callback(made[-1].close)
-        yield tuple(made)
-
-
-def hold(p: Producer, prompt: Prompt) -> Ticket:
-    p.fill(prompt)
-    p.open(prompt)
-    return p.ticket(prompt)
 
 
 def require_loaded(d: Consumer, p: Producer, prompt: Prompt) -> None:

@@ -5,42 +5,24 @@ Producers and consumers share this process: a test sees what each still has of t
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from kvferry.p2p import acquaintances, push
-from kvferry.p2p.ticket import Ticket
-from p2p_peers import PATIENCE_SECONDS, Consumer, Producer, Prompt, Spec
+from p2p_peers import PATIENCE_SECONDS, Consumer, Producer, Prompt, Spec, hold, side_by_side
 
 P = Spec("p", "tp=2,block=16", carrier="tcp")
 D = Spec("d", "tp=1,block=24", carrier="tcp")
 WRITTEN = replace(D, mode="push")
 IDLE_SECONDS = 0.1
+peers = partial(side_by_side, target=D)
 PROMPTS = [Prompt(1, 100, 1, 1), Prompt(2, 100, 20, 20), Prompt(3, 100, 40, 40)]
-
-
-@contextlib.contextmanager
-def peers(*sources: Spec, target: Spec = D) -> Iterator[tuple[Any, ...]]:
-    with contextlib.ExitStack() as stack:
-        made: list[Any] = []
-        for spec in sources:
-            made.append(Producer(spec))
-            stack.callback(made[-1].close)
-        made.append(Consumer(target, sources[0]))
-        stack.callback(made[-1].close)
-        yield tuple(made)
-
-
-def hold(p: Producer, prompt: Prompt) -> Ticket:
-    p.fill(prompt)
-    p.open(prompt)
-    return p.ticket(prompt)
 
 
 def until(true: Callable[[], object]) -> None:
