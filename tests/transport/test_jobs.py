@@ -25,22 +25,9 @@ from kvferry.transport.jobs import Job, Latch, Workers
 from kvferry.transport.nixl import NixlCarrier
 from kvferry.transport.regions import Arrays
 from kvferry.transport.tcp import TcpCarrier
+from no_threads import no_threads
 
 MIB = 1 << 20
-
-
-@contextmanager
-def no_thread_named(monkeypatch: pytest.MonkeyPatch, *names: str) -> Iterator[None]:
-    start = threading.Thread.start
-
-    def refusing(thread: threading.Thread) -> None:
-        if thread.name in names:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refusing)
-        yield
 
 
 @pytest.mark.parametrize("refused", [["help-1"], ["help-0", "help-1"], ["help-0"]])
@@ -56,7 +43,7 @@ def test_a_helper_that_cannot_start_is_done_without(
         peer = user.connect(owner.endpoint(), soon())
         at = np.arange(64, dtype=np.int64) * MIB
         copies = Arrays(at + theirs.ctypes.data, at + ours.ctypes.data, np.full(64, MIB))
-        with no_thread_named(monkeypatch, *(f"kvferry-tcp-{name}" for name in refused)):
+        with no_threads(monkeypatch, *(f"kvferry-tcp-{name}" for name in refused)):
             user.read(peer, copies).wait(soon())
         assert np.array_equal(ours, theirs)
         user.disconnect(peer)
@@ -70,7 +57,7 @@ def test_without_any_thread_a_job_fails_and_its_workers_still_close(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     workers = Workers("few", 2)
-    with no_thread_named(monkeypatch, "few-0", "few-1"):
+    with no_threads(monkeypatch, "few-0", "few-1"):
         job = workers.submit(Job(lambda job: None, "a transfer"))
     with pytest.raises(TransferError, match="no thread"):
         job.wait(soon(1))
@@ -246,27 +233,32 @@ def test_a_nixl_peer_met_again_while_its_old_connection_ends() -> None:
     assert carrier._handles == {"P": 1} and known
 
 
-@pytest.mark.parametrize(("copies", "late"), [(4, True), (1, False)])
+@pytest.mark.parametrize(
+    ("copies", "limit", "late"), [(4, 512, True), (1, 512, False), (4, 1, False), (4, 2, True)]
+)
 def test_a_batch_that_mooncake_refuses_may_have_begun(
-    monkeypatch: pytest.MonkeyPatch, copies: int, late: bool
+    monkeypatch: pytest.MonkeyPatch, copies: int, limit: int, late: bool
 ) -> None:
-    """Of several copies it does not say which; the peer may only be stopped. A single one has
-    not begun."""
+    """Of several copies it does not say which; the peer may only be stopped. Single ones have not
+    begun, but for those that were tried together before."""
     monkeypatch.setattr(mooncake, "SETTLE_REFUSED_SECONDS", 0.0)
+    monkeypatch.setattr(mooncake, "SINGLE_SECONDS", 0.0)
     carrier = mooncake.MooncakeCarrier.__new__(mooncake.MooncakeCarrier)
     carrier._engine = SimpleNamespace(
         batch_transfer_sync_read=lambda *_: -1, batch_transfer_async_read=lambda *_: 0
     )
     carrier._patience = 10.0
+    carrier.count = lambda *_: None  # type: ignore[method-assign]
     peer: Any = SimpleNamespace(
         handle=mooncake._Target("127.0.0.1:1"),
         connected=True,
         pulse=SimpleNamespace(alive=lambda: True, require_alive=lambda: None),
+        require_usable=lambda: None,
     )
+    peer.handle.limit = limit
     some = np.arange(copies, dtype=np.int64)
 
     def read(job: Job) -> None:
-        job.request_cancel("the caller gave it up")
         carrier._carry(job, peer, Arrays(some, some, some + 1), reading=True)
 
     job = Job(read, "a read")

@@ -6,6 +6,7 @@ pinned or a job still open, and was it counted?
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from kvferry.pool.requests import PoolLimits
 from kvferry.pool.store import Outcome, Store
 from kvferry.verify.case import CaseDict
 from kvferry.verify.oracle import Oracle
+from no_threads import no_threads
 from pool_cases import pool_case
 from pool_engine import SmallEngine
 
@@ -771,3 +773,15 @@ def test_aborted_while_saving(pair: Pair) -> None:
     release.set()
     all_ended(writer)
     assert pair.engine("dst").matched("r", tokens) == pair.case["tokens"]
+
+
+def test_no_thread_for_a_lookup_server(pair: Pair, monkeypatch: Any) -> None:
+    """The engine goes on with misses; when there are threads again, it finds what there is."""
+    tokens = sequence(pair.case)
+    pair.engine("src").save("w", tokens)
+    with no_threads(monkeypatch, "kvferry-lookup"):
+        reader = pair.engine("dst")
+        assert reader.matched("r", tokens) == 0
+    more = itertools.count()
+    reader.until(lambda: reader.matched(f"r{next(more)}", tokens) == pair.case["tokens"])
+    assert reader.scheduler.counters["lookup_servers_replaced"] >= 1

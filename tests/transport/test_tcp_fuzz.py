@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from kvferry.transport.tcp_frames import (
     Session,
 )
 from kvferry.transport.tcp_server import Server, ServerLimits
+from no_threads import no_threads
 
 SECRET = b"known to friends"
 INCARNATION = b"s" * INCARNATION_BYTES
@@ -312,12 +312,7 @@ def test_slow_and_silent_peers_are_let_go() -> None:
 
 def test_no_thread_for_a_connection(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told to come again, and nothing is left of it."""
-
-    def no_thread(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", no_thread)
+    with no_threads(monkeypatch, "kvferry-tcp-serve"):
         ours, theirs = socket.socketpair()
         assert not target.server.attach(theirs)
     assert Header.unpack(exactly(ours, HEADER.size)).kind == Kind.ERROR

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -132,6 +133,18 @@ def test_without_a_secret_no_name_is_looked_up() -> None:
         assert isinstance(ask(caller, f"p:{port}", 30).exception(SOON), AuthenticationError)
         assert isinstance(ask(caller, f"localhost:{port}").result(SOON), Refused)
     assert server.asked == []
+
+
+def test_localhost_is_the_same_on_both_sides() -> None:
+    """Whatever the system's files say: one side is resolved by libzmq, the other not at all."""
+    sockets = Sockets()
+    server, port = sockets.server("localhost")
+    try:
+        assert "127.0.0.1" in server.getsockopt_string(zmq.LAST_ENDPOINT)
+        socket.create_connection(("127.0.0.1", port), SOON).close()
+    finally:
+        server.close(linger=0)
+        sockets.close()
 
 
 @pytest.mark.parametrize("form", ["[::1]:{}", "::1:{}"])

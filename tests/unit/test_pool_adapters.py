@@ -12,6 +12,7 @@ import pytest
 
 from kvferry.pool import adapters as module
 from kvferry.pool.adapters import NOBODYS, Adapter, Adapters
+from no_threads import no_threads
 
 LATER = 1e12  # an engine that starts long after all files were written
 COMMIT = "1234567890" * 4
@@ -72,13 +73,15 @@ def test_a_snapshot_of_the_hub_never_changes(tmp_path: Path) -> None:
     assert name(Adapter(1, str(snapshot)), Adapters()) != NOBODYS
 
 
-@pytest.mark.parametrize("change", ["weights", "configuration", "folder", "number"])
+@pytest.mark.parametrize("change", ["weights", "configuration", "folder", "link", "number"])
 def test_files_that_are_not_the_first_ones(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str
 ) -> None:
     """Whatever the engine has loaded for this number: it may be either."""
     path = folder(tmp_path / "a")
-    adapters, adapter = Adapters(started_at=LATER), Adapter(1, str(path))
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    adapters, adapter = Adapters(started_at=LATER), Adapter(1, str(link))
     assert name(adapter, adapters) != NOBODYS
     if change == "weights":
         shutil.copyfile(
@@ -90,10 +93,39 @@ def test_files_that_are_not_the_first_ones(
     elif change == "folder":
         path.rename(tmp_path / "before")
         folder(path)
+    elif change == "link":
+        link.unlink()
+        link.symlink_to(folder(tmp_path / "b"))
     else:
         adapter = Adapter(1, str(folder(tmp_path / "b")))
     assert name(adapter, adapters) == NOBODYS
     assert "under a new name" in caplog.text
+
+
+@pytest.mark.parametrize("change", ["link", "folder"])
+def test_files_that_took_the_place_of_others_after_the_start(tmp_path: Path, change: str) -> None:
+    """Older than the engine, but not where it found its own."""
+    first, second = folder(tmp_path / "v1"), folder(tmp_path / "v2", b"b" * 100)
+    current = tmp_path / "current"
+    current.symlink_to(first)
+    time.sleep(0.05)
+    started_at = time.time() + module.CLOCK_SECONDS
+    assert name(Adapter(1, str(current)), Adapters(started_at=started_at)) != NOBODYS
+    time.sleep(0.05)
+    current.unlink()
+    if change == "link":
+        current.symlink_to(second)
+    else:
+        second.rename(current)
+    assert name(Adapter(1, str(current)), Adapters(started_at=started_at)) == NOBODYS
+
+
+def test_no_thread_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine goes on, and the next request finds a name."""
+    adapters, adapter = Adapters(started_at=LATER), Adapter(1, str(folder(tmp_path / "a")))
+    with no_threads(monkeypatch, "kvferry-lora"):
+        assert name(adapter, adapters) == NOBODYS
+    assert name(adapter, adapters) != NOBODYS
 
 
 def test_no_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

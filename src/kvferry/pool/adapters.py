@@ -4,8 +4,9 @@ An engine loads an adapter's files when it pleases: at its start, when it is tol
 request, and again when too many others pushed it out. Nobody tells which files those were, so an
 adapter has a name only where they can have been no others:
 
-- nothing in its folder has changed since the engine started, or the files are the Hub's, whose
-  names are digests of what they hold. Otherwise the operator must say that they are `final`;
+- neither its files nor its folder nor a link to it have changed since the engine started, or the
+  files are the Hub's, whose names are digests of what they hold. Otherwise the operator must say
+  that they are `final`;
 - the same number stands for the same folder, and it is as it was when first seen;
 - it is not loaded in place, which means anew with every step.
 
@@ -100,8 +101,14 @@ class Adapters:
     def ask(self, adapter: Adapter, seconds: float) -> Asked:
         asked = Asked(adapter, time.monotonic() + seconds)
         if self._thread is None:  # a daemon: a file server that hangs must not keep a process
-            self._thread = threading.Thread(target=self._serve, name="kvferry-lora", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name="kvferry-lora", daemon=True)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError) as error:  # the next request tries again
+                self._tell(adapter, str(error))
+                asked.answer = NOBODYS
+                return asked
+            self._thread = thread
         self._questions.put(asked)
         return asked
 
@@ -162,15 +169,16 @@ class Adapters:
 
 
 def _stamp(path: Path) -> Stamp:
-    """What changes whenever an adapter's files do."""
+    """What changes whenever an adapter's files do, or others take their place."""
     weights = sorted(file for pattern in PATTERNS for file in path.glob(pattern))
     if not weights:
         raise DescriptionError(
             "it is no folder with weights on this machine, so that nothing tells which it has; "
             "download it, and load it from there"
         )
-    told = []
-    for file in [path / CONFIGURATION, *weights]:
-        stat = file.stat()
-        told.append((file.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))
-    return tuple(told)
+    files = [path / CONFIGURATION, *weights]
+    whole = path.absolute()
+    links = [part for part in (*whole.parents, whole, *files) if part.is_symlink()]
+    found = [(str(part), part.lstat()) for part in links]
+    found += [(str(part), part.stat()) for part in (path, *files)]
+    return tuple((n, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for n, s in found)

@@ -109,7 +109,10 @@ class LookupKeyServer:
         self.busy_until: float | None = None  # deadline of what it does now
         self.opening_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-lookup", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except (RuntimeError, MemoryError) as error:  # not alive: it is replaced, as a dead one is
+            log.warning("a lookup server does not start: %s", error)
 
     @property
     def alive(self) -> bool:
@@ -133,7 +136,7 @@ class LookupKeyServer:
         """Let the thread end as soon as the store lets it."""
         self._closed = True
         self._queue.put(None)
-        if seconds:
+        if seconds and self.alive:
             self._thread.join(seconds)
 
     def _run(self) -> None:

@@ -124,7 +124,7 @@ class MooncakeCarrier(ForeignCarrier):
     def _carry(self, job: Job, peer: ForeignPeer, batch: Arrays, *, reading: bool) -> None:
         target = peer.handle
         local, remote = (batch.dst, batch.src) if reading else (batch.src, batch.dst)
-        at, refusal, failed = 0, _Refusal(), False
+        at, refusal, failed, doubt = 0, _Refusal(), False, False
         while at < len(batch):
             few = slice(at, at + target.limit)
             begun = time.monotonic()
@@ -134,13 +134,13 @@ class MooncakeCarrier(ForeignCarrier):
             failed = True
             stuck = time.monotonic() - begun > REFUSED_SECONDS
             alone = min(target.limit, len(batch) - at) == 1
+            doubt |= not alone  # it says nothing of the other copies: some may be under way
             over = refusal.seconds > self._patience
             over |= alone and refusal.alone_seconds() > min(SINGLE_SECONDS, self._patience)
             if over or stuck or job.cancelled or not peer.connected:
                 self._settle(peer, SETTLE_SECONDS if stuck else SETTLE_REFUSED_SECONDS)
-                # its own timeout came first, or it says nothing of the batch's other copies: a peer
-                # that is only stopped may still go on
-                job.late_bytes |= stuck or not alone
+                # a peer that is only stopped may still go on, also where its own timeout came first
+                job.late_bytes |= stuck or doubt
                 job.checkpoint()
                 peer.require_usable()
                 raise self._given_up(target, len(batch) - at, stuck)

@@ -23,7 +23,7 @@ from zmq.utils import z85
 from kvferry.errors import AuthenticationError, HandoverError
 from kvferry.units import require_port
 from kvferry.wire.messages import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
-from kvferry.wire.names import NAMES, Names
+from kvferry.wire.names import LOCALHOST, NAMES, Names
 
 log = logging.getLogger("kvferry")
 
@@ -72,7 +72,7 @@ class Sockets:
                 "caches; set a secret on all engines, or bind to loopback",
                 host,
             )
-        bound = host or "127.0.0.1"
+        bound = LOCALHOST if host in (None, "localhost") else host  # as `names` has it
         address = f"tcp://{bound}"
         try:
             if port:
