@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 from carrier_peer import KINDS, owner, soon
 
-from kvferry.errors import KvferryError, ProtocolError, TransferError
+from kvferry.errors import DeadlineExceeded, KvferryError, ProtocolError, TransferError
 from kvferry.transport import make_carrier
 from kvferry.transport.cuda_peer import CudaEndpoint
 from kvferry.transport.desk_visit import Visit
@@ -19,6 +20,7 @@ from kvferry.transport.foreign_peer import ForeignEndpoint
 from kvferry.transport.local import LocalEndpoint, _text
 from kvferry.transport.pulse import Pulse
 from kvferry.transport.tcp_client import TcpEndpoint
+from kvferry.wire import names
 
 ID, HUGE = b"i" * 16, 1 << 63
 TCP = ("tcp", "127.0.0.1", 5000, ID)
@@ -78,9 +80,9 @@ def test_hosts_that_are_no_names(host: str) -> None:
     with pytest.raises(TransferError):
         tcp.connect(msgspec.msgpack.encode(("tcp", host, 5000, ID)), soon(5))
     tcp.close()
-    with pytest.raises(TransferError, match="pulse is at no address"):
+    with pytest.raises(TransferError, match="cannot be resolved"):
         Pulse.connect(host, 5000, ID, ID, time.monotonic() + 5)
-    with pytest.raises(TransferError, match="desk is at no address"):
+    with pytest.raises(TransferError, match="cannot be resolved"):
         Visit.open(host, 5000, ID, ID)
 
 
@@ -99,3 +101,31 @@ def test_the_name_of_a_process_may_be_any_bytes(tmp_path: Path) -> None:
     stat = tmp_path / "stat"
     stat.write_bytes(b"7 (\xff\xfe) S 1")
     assert _text(str(stat)).endswith(") S 1")
+
+
+@pytest.mark.parametrize("whose", ["tcp", "pulse", "desk"])
+def test_a_name_that_takes_its_time(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`getaddrinfo` has no deadline; who connects has one."""
+    slow = threading.Event()
+
+    def look_up(host: str) -> tuple[str, ...]:
+        slow.wait(20)
+        return ()
+
+    monkeypatch.setattr(names, "NAMES", names.Names(look_up))
+    begun = time.monotonic()
+    try:
+        with pytest.raises(DeadlineExceeded, match="not resolved in time"):
+            if whose == "tcp":
+                tcp = make_carrier("tcp", secret="s", host="127.0.0.1")
+                try:
+                    tcp.connect(msgspec.msgpack.encode(("tcp", "slow", 5000, ID)), soon(0.3))
+                finally:
+                    tcp.close()
+            elif whose == "pulse":
+                Pulse.connect("slow", 5000, ID, ID, soon(0.3))
+            else:
+                Visit.open("slow", 5000, ID, ID, 0.3)
+    finally:
+        slow.set()
+    assert time.monotonic() - begun < 5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import socket
 import time
 from collections.abc import Callable
 
@@ -20,6 +19,7 @@ from kvferry.transport.tcp_frames import (
     table_bytes,
 )
 from kvferry.transport.tcp_stream import Stream
+from kvferry.wire.names import dial
 
 CONNECT_SECONDS = 10.0
 LOOK_SECONDS = 0.02  # between two looks at cancel
@@ -54,7 +54,7 @@ class Visit:
     ) -> Visit:
         deadline = time.monotonic() + seconds
         try:
-            connected = socket.create_connection((host, port), timeout=seconds)
+            connected = dial(host, port, deadline)
         except TimeoutError:
             raise DeadlineExceeded(f"{host}:{port} does not answer in time") from None
         except OSError as error:

@@ -25,6 +25,7 @@ import threading
 import time
 
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
+from kvferry.wire.names import dial
 
 log = logging.getLogger(__name__)
 
@@ -161,11 +162,10 @@ class Pulse:
         cls, host: str, port: int, token: bytes, incarnation: bytes, deadline: float
     ) -> Pulse:
         where = f"{host}:{port}"
-        left = deadline - time.monotonic()
-        if left <= 0:
+        if time.monotonic() >= deadline:
             raise DeadlineExceeded(f"no time left to connect to {where}")
         try:
-            connection = socket.create_connection((host, port), timeout=left)
+            connection = dial(host, port, deadline)
         except TimeoutError:
             raise DeadlineExceeded(f"{where} does not answer in time") from None
         except OSError as error:

@@ -39,6 +39,7 @@ from kvferry.transport.tcp_frames import (
 )
 from kvferry.transport.tcp_payload import Payload
 from kvferry.transport.tcp_stream import Stream
+from kvferry.wire.names import dial
 
 IDLE_SECONDS = 300.0  # a connection unused for longer is not used again; servers close theirs later
 
@@ -159,11 +160,10 @@ def _frame(stream: Stream, deadline: float | None) -> tuple[Header, bytes]:
 
 def _dial(endpoint: TcpEndpoint, deadline: float) -> socket.socket:
     where = f"{endpoint.host}:{endpoint.port}"
-    left = deadline - time.monotonic()
-    if left <= 0:
+    if time.monotonic() >= deadline:
         raise DeadlineExceeded(f"no time left to connect to {where}")
     try:
-        return socket.create_connection((endpoint.host, endpoint.port), timeout=left)
+        return dial(endpoint.host, endpoint.port, deadline)
     except TimeoutError:
         raise DeadlineExceeded(f"{where} did not answer by the deadline") from None
     except ConnectionError as error:

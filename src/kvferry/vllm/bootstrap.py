@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 from kvferry.errors import HandoverError, ProtocolError, TransferError
 from kvferry.p2p.ticket import is_host, is_text
-from kvferry.wire.names import NAMES
+from kvferry.wire.names import dial
 
 log = logging.getLogger("kvferry")
 
@@ -206,28 +206,13 @@ def _ask(
     head = "".join(f"{name}: {value}\r\n" for name, value in said.items())
     question = f"{method} {path} HTTP/1.0\r\n{head}\r\n".encode() + (body or b"")
     try:
-        with _connected(host, port, deadline) as connection:
+        with dial(host, port, deadline) as connection:
             connection.sendall(question)
             answer = http.client.HTTPResponse(cast(Any, _Received(connection, deadline)))
             answer.begin()
             return answer.status, answer.read()
     except (OSError, ValueError, http.client.HTTPException, TransferError) as error:
         raise HandoverError(f"the bootstrap at {host}:{port} does not answer: {error}") from None
-
-
-def _connected(host: str, port: int, deadline: float) -> socket.socket:
-    """A connection to the first address of a host at which somebody listens."""
-    found = NAMES.resolved(host, deadline)
-    problem: Exception = TimeoutError("it was not reached in time")
-    for number, address in enumerate(found):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            break
-        try:  # one that drops what it is sent leaves time for the others
-            return socket.create_connection((address, port), left / (len(found) - number))
-        except OSError as error:
-            problem = error
-    raise problem
 
 
 class _Received:

@@ -150,6 +150,25 @@ class Names:
                 question.answer.set_exception(_unresolved(question.host, error))
 
 
+def dial(host: str, port: int, deadline: float) -> socket.socket:
+    """A connection to the first address of a host at which somebody listens, by the deadline.
+
+    Raises what connecting does (`OSError`; `ValueError` of what is no address), or `PeerLost` and
+    `DeadlineExceeded` of a name.
+    """
+    found = NAMES.resolved(host, deadline)
+    problem: Exception = TimeoutError("it was not reached in time")
+    for number, address in enumerate(found):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        try:  # one that drops what it is sent leaves time for the others
+            return socket.create_connection((address, port), left / (len(found) - number))
+        except OSError as error:
+            problem = error
+    raise problem
+
+
 def _unresolved(host: str, why: str) -> PeerLost:
     return PeerLost(f"the host name {host!r:.80} cannot be resolved: {why}")
 
