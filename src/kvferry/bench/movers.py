@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import TransferError
-from kvferry.transport import mooncake, nixl
+from kvferry.transport import mooncake, nixl, nixl_agent
 from kvferry.transport.base import Ints, MemoryRegion
 from kvferry.transport.cost import Packing
 from kvferry.transport.foreign_peer import batches
@@ -85,9 +85,9 @@ class OurCarrier:
 
     def engine(self) -> tuple[Any, Any]:
         """The library's engine in this carrier, and its name for the peer."""
-        if self._carrier.name == "mooncake":
-            return self._carrier._engine, self._peer.handle.name
-        return self._carrier._agent, self._peer.handle
+        carrier = self._carrier
+        engine = carrier._engine if carrier.name == "mooncake" else carrier._agent
+        return engine, self._peer.handle.name
 
     def close(self) -> None:
         self._carrier.close()
@@ -123,12 +123,12 @@ class RawNixl:
     """A NIXL agent with UCX: a request for each batch, asked about until it is done."""
 
     def __init__(self, memory: Bytes) -> None:
-        api = nixl.api()
+        api = nixl_agent.api()
         config = api.nixl_agent_config(backends=["UCX"])
-        with nixl.ucx_settings(loopback=True):
+        with nixl_agent.ucx_settings(loopback=True):
             self._agent = api.nixl_agent(f"raw-{os.getpid()}", config)
         self._registered = self._agent.register_memory(
-            [(memory.ctypes.data, memory.nbytes, 0, "")], mem_type=nixl.MEMORY
+            [(memory.ctypes.data, memory.nbytes, 0, "")], mem_type=nixl_agent.MEMORY
         )
         self._peer: Any = None
 
@@ -169,7 +169,7 @@ def nixl_calls(agent: Any, peer: Any, op: str, copies: Arrays) -> Callable[[], N
     def go() -> None:
         for part in parts:
             local, remote = (
-                agent.get_xfer_descs(nixl.rows(side, part.length), mem_type=nixl.MEMORY)
+                agent.get_xfer_descs(nixl_agent.rows(side, part.length), mem_type=nixl_agent.MEMORY)
                 for side in _sides(op, part)
             )
             handle = agent.initialize_xfer(op.upper(), local, remote, peer)
@@ -217,7 +217,7 @@ def installed() -> dict[str, str]:
             if "mooncake" in name:
                 mooncake.engine_class()
             if "nixl" in name:
-                nixl.api()
+                nixl_agent.api()
         except TransferError as error:
             reasons[name] = str(error)
     return reasons

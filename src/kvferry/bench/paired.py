@@ -30,7 +30,7 @@ from kvferry.units import show_bytes
 
 MAX_DESCRIPTORS = 1 << 17
 PAIR_DESCRIPTORS = {"mooncake": 1 << 10, "nixl": 1 << 14}  # tens of milliseconds
-PAIR_BYTES = {"mooncake": 64 << 20, "nixl": BUFFER_BYTES}
+PAIR_BYTES = 64 << 20
 LEAST_PAIRS, MOST_PAIRS = 61, 101
 GB = 1e9
 
@@ -85,7 +85,7 @@ def _row(
 ) -> Iterator[PairedRow]:
     """Nothing, where the carrier would pack and does not."""
     src, dst = slots(size)
-    few = slice(0, max(1, min(PAIR_DESCRIPTORS[name], PAIR_BYTES[name] // size)))
+    few = slice(0, max(1, min(PAIR_DESCRIPTORS[name], PAIR_BYTES // size)))
     here, there = landing.ctypes.data, owner.address
     a, b = (there, here) if op == "read" else (here, there)
     length = np.full(len(src[few]), size, dtype=np.int64)

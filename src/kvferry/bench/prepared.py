@@ -1,17 +1,17 @@
-"""`python -m kvferry.bench.prepared`: NIXL's prepared lists, and descriptors made for each batch.
+"""`python -m kvferry.bench.prepared`: what NIXL's prepared lists save the carrier.
 
-For uniform blocks, a list of all blocks of each side's memory can be prepared once, and a batch be
-made of indices into them. Compared on one agent, in pairs, for the same copies:
+Transfers of 16,384 copies of 4 KiB, anywhere in 256 MiB that are registered as so many regions (as
+an engine's layers are), between two carriers of one process, in turns:
 
-    arrays   what the carrier does: both ends' descriptors as NumPy arrays, then `initialize_xfer`
-    indices  addresses divided by the block size, then `make_prepped_xfer` over the prepared lists
+    arrays   both ends' descriptors as NumPy arrays, batch by batch
+    indices  slots' numbers, found anew for each transfer, in lists that were prepared once
 
-`making` is what passes before the batch can start, in microseconds; `ratio` compares whole batches,
-made, moved and let go: above one, indices are faster.
+`ratio` compares whole transfers: above one, indices are faster.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -20,108 +20,85 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.bench.movers import OurCarrier, quiet_libraries
-from kvferry.bench.owner import BUFFER_BYTES, buffer, owner
-from kvferry.bench.paired import slots
-from kvferry.errors import TransferError
-from kvferry.transport import nixl
-from kvferry.units import show_bytes
+from kvferry.bench.movers import WAIT_SECONDS, quiet_libraries
+from kvferry.transport.base import Ints, MemoryRegion, Transfer
+from kvferry.transport.foreign_peer import ForeignPeer
+from kvferry.transport.nixl import NixlCarrier
+from kvferry.transport.regions import Arrays
 
-CASES = ((1 << 10, 1 << 14), (4 << 10, 1 << 10), (4 << 10, 1 << 14), (64 << 10, 1 << 10))
-PAIRS = 25
+TOTAL_BYTES = 256 << 20
+COPY_BYTES = 4 << 10
+COPIES = 1 << 14
+GAP_BYTES = COPY_BYTES  # between regions, or they would be one
+REGIONS = (1, 16, 64, 256)
+PAIRS = 61
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRow:
     op: str
-    descriptor_bytes: int
-    descriptors: int
-    arrays_us: float
-    indices_us: float
+    regions: int
+    arrays_ms: float
+    indices_ms: float
     ratio: float
     lower_quartile: float
     upper_quartile: float
 
 
+class _Side:
+    """Memory in so many regions, registered with a carrier."""
+
+    def __init__(self, regions: int) -> None:
+        each = TOTAL_BYTES // regions
+        self.memory = np.ones(TOTAL_BYTES + regions * GAP_BYTES, dtype=np.uint8)
+        starts = self.memory.ctypes.data + np.arange(regions, dtype=np.int64) * (each + GAP_BYTES)
+        self.slots: Ints = (starts[:, None] + np.arange(0, each, COPY_BYTES)).ravel()
+        self.carrier = NixlCarrier(packing="direct")
+        self.carrier.register([MemoryRegion(int(start), each) for start in starts])
+
+
 def run() -> Iterator[PreparedRow]:
-    landing = buffer(1)
-    with (
-        quiet_libraries(),
-        owner() as other,
-        closing(OurCarrier("nixl", landing, "direct")) as mover,
-    ):
-        mover.connect(other.open("nixl-direct"))
-        agent, peer = mover.engine()
-        for size, count in CASES:
-            here, there = landing.ctypes.data, other.address
-            every = np.arange(BUFFER_BYTES // size, dtype=np.int64) * size
-            length = np.full(len(every), size, dtype=np.int64)
-            lists = [
-                agent.prep_xfer_dlist(who, nixl.rows(base + every, length), nixl.MEMORY)
-                for who, base in (("NIXL_INIT_AGENT", here), (peer, there))
-            ]
-            a, b = (offsets[:count] for offsets in slots(size))
-            local, remote = here + a, there + b
-            for op in ("READ", "WRITE"):
-
-                def by_arrays(op: str = op, ends: Any = (local, remote), n: Any = length) -> Any:
-                    made = [
-                        agent.get_xfer_descs(nixl.rows(end, n[: len(end)]), mem_type=nixl.MEMORY)
-                        for end in ends
-                    ]
-                    return agent.initialize_xfer(op, *made, peer)
-
-                def by_indices(
-                    op: str = op,
-                    ends: Any = ((local, here), (remote, there)),
-                    size: int = size,
-                    lists: Any = lists,
-                ) -> Any:
-                    mine, theirs = (((at - base) // size).astype(np.int32) for at, base in ends)
-                    return agent.make_prepped_xfer(op, lists[0], mine, lists[1], theirs)
-
-                yield _row(agent, op.lower(), size, count, by_arrays, by_indices)
+    with quiet_libraries():
+        for regions in REGIONS:
+            here, there = _Side(regions), _Side(regions)
+            with closing(there.carrier), closing(here.carrier):
+                peer = here.carrier.connect(there.carrier.endpoint(), time.monotonic() + 30.0)
+                for op in ("read", "write"):
+                    yield _row(op, regions, here, there, peer)
 
 
-def _row(
-    agent: Any,
-    op: str,
-    size: int,
-    count: int,
-    by_arrays: Callable[[], Any],
-    by_indices: Callable[[], Any],
-) -> PreparedRow:
+def _row(op: str, regions: int, here: _Side, there: _Side, peer: ForeignPeer) -> PreparedRow:
+    rng = np.random.default_rng(regions)
+    length = np.full(COPIES, COPY_BYTES, dtype=np.int64)
+    start = here.carrier.read if op == "read" else here.carrier.write
     times = []
     for number in range(PAIRS + 1):  # the first is for pages and connections
-        ways = (by_arrays, by_indices) if number % 2 else (by_indices, by_arrays)
-        taken = {way: _moved(agent, way) for way in ways}
-        times.append((*taken[by_arrays], *taken[by_indices]))
+        mine, theirs = (
+            side.slots[rng.permutation(len(side.slots))[:COPIES]] for side in (here, there)
+        )
+        copies = Arrays(theirs, mine, length) if op == "read" else Arrays(mine, theirs, length)
+        taken = {}
+        for by_index in (True, False) if number % 2 else (False, True):
+            here.carrier.least_prepared = COPIES if by_index else sys.maxsize
+            taken[by_index] = _seconds(start, peer, copies)
+        times.append((taken[False], taken[True]))
     table = np.array(times[1:])
-    low, middle, high = np.quantile(table[:, 1] / table[:, 3], (0.25, 0.5, 0.75)).tolist()
-    arrays_us, indices_us = (float(np.median(table[:, n])) * 1e6 for n in (0, 2))
-    return PreparedRow(op, size, count, arrays_us, indices_us, middle, low, high)
+    low, middle, high = np.quantile(table[:, 0] / table[:, 1], (0.25, 0.5, 0.75)).tolist()
+    arrays_ms, indices_ms = np.median(table, axis=0).tolist()
+    return PreparedRow(op, regions, arrays_ms * 1e3, indices_ms * 1e3, middle, low, high)
 
 
-def _moved(agent: Any, make: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds until it can start, and in all."""
+def _seconds(start: Callable[[Any, Arrays], Transfer], peer: ForeignPeer, copies: Arrays) -> float:
     begin = time.perf_counter()
-    handle = make()
-    made = time.perf_counter()
-    state = agent.transfer(handle)
-    while state == "PROC":
-        state = agent.check_xfer_state(handle)
-    agent.release_xfer_handle(handle)
-    if state != "DONE":
-        raise TransferError("NIXL failed a batch")
-    return made - begin, time.perf_counter() - begin
+    start(peer, copies).wait(time.monotonic() + WAIT_SECONDS)
+    return time.perf_counter() - begin
 
 
 def main() -> None:
-    print(f"{'':6}{'descriptor':>12}{'of them':>9}  making: arrays  indices us   ratio  quartiles")
+    print(f"{'':6}{'regions':>8}{'arrays ms':>12}{'indices ms':>12}{'ratio':>8}  quartiles")
     for row in run():
         print(
-            f"{row.op:6}{show_bytes(row.descriptor_bytes):>12}{row.descriptors:9,}"
-            f"{row.arrays_us:16.0f}{row.indices_us:9.0f}{row.ratio:11.2f}"
+            f"{row.op:6}{row.regions:8}{row.arrays_ms:12.1f}{row.indices_ms:12.1f}{row.ratio:8.2f}"
             f"  {row.lower_quartile:.2f} to {row.upper_quartile:.2f}"
         )
 

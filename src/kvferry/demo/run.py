@@ -211,7 +211,7 @@ def _require_library(transport: str) -> None:
 
         engine_class()
     elif transport == "nixl":
-        from kvferry.transport.nixl import api
+        from kvferry.transport.nixl_agent import api
 
         api()
 

@@ -27,7 +27,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -119,6 +119,10 @@ class ForeignCarrier(ABC):
     @abstractmethod
     def _detach(self, handle: Any) -> None:
         """Nothing of ours is under way to or from that peer."""
+
+    def _batches(self, peer: ForeignPeer, part: Arrays, *, reading: bool) -> Iterator[Arrays]:
+        """What `_carry` gets, one after the other."""
+        return batches(part, self.batch_descriptors, self.batch_bytes)
 
     @abstractmethod
     def _carry(self, job: Job, peer: ForeignPeer, batch: Arrays, *, reading: bool) -> None:
@@ -318,7 +322,7 @@ class ForeignCarrier(ABC):
     def move_direct(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
         """Batch by batch, each in its turn."""
         moved = 0
-        for few in batches(part, self.batch_descriptors, self.batch_bytes):
+        for few in self._batches(peer, part, reading=reading):
             with peer.turn(job):
                 self.move_batch(job, peer, few, reading=reading)
             moved += 1
