@@ -50,9 +50,8 @@ class SlotList:
         total = int(slots.sum())
         if not 0 < total < MOST_SLOTS:
             return None
-        ranges = np.empty((len(starts), 5), dtype=np.uint64)  # as NIXL orders them
-        for column, what in enumerate((starts, length, device, length, slots)):
-            ranges[:, column] = what
+        columns = np.broadcast_arrays(starts, length, device, length, slots)  # as NIXL orders them
+        ranges = np.stack(columns, axis=1).astype(np.uint64)
         handle = agent.prep_xfer_dlist(whose, ranges, kind)
         return cls(starts, np.cumsum(slots) - slots, slots, length, handle)
 
@@ -70,7 +69,8 @@ class SlotList:
             and bool((number * self.length == offset).all())
         ):
             return None
-        return (number + first).astype(np.int32)
+        found: Numbers = (number + first).astype(np.int32)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
