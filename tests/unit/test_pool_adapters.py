@@ -207,10 +207,14 @@ def test_what_a_save_must_find_unchanged(tmp_path: Path) -> None:
     assert (unnamed.name, unnamed.files) == (NOBODYS, None)
 
 
-def test_a_folder_further_up_is_exchanged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_folder_further_up_is_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: bool
+) -> None:
     """The adapter and its own folder are the same, down to their times; what they lie in is not."""
     path = folder(tmp_path / "up" / "team" / "a")
-    adapters, adapter = Adapters(started_at=LATER), Adapter(1, str(path))
+    monkeypatch.chdir(path.parent)
+    adapters, adapter = Adapters(started_at=LATER), Adapter(1, "a" if relative else str(path))
     files = answered(adapter, adapters).files
     assert files is not None
     (tmp_path / "up" / "beside").mkdir()
