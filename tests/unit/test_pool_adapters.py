@@ -6,12 +6,14 @@ import os
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvferry.pool import adapter_files
 from kvferry.pool import adapters as module
-from kvferry.pool.adapters import NOBODYS, Adapter, Adapters
+from kvferry.pool.adapters import NOBODYS, Adapter, Adapters, Asked
 from no_threads import no_threads
 
 LATER = 1e12  # an engine that starts long after all files were written
@@ -28,14 +30,29 @@ def folder(path: Path, data: bytes = b"a" * 100, config: str = '{"r": 8}') -> Pa
     return path
 
 
-def name(adapter: Adapter, adapters: Adapters | None = None) -> str:
+def answered(adapter: Adapter, adapters: Adapters | None = None) -> Asked:
     some = adapters or Adapters(started_at=LATER)
     asked = some.ask(adapter, seconds=10)
     while asked.name is None:
         time.sleep(0.001)
     if adapters is None:
         some.close()
-    return asked.name
+    return asked
+
+
+def name(adapter: Adapter, adapters: Adapters | None = None) -> str:
+    told = answered(adapter, adapters).name
+    assert told is not None
+    return told
+
+
+def snapshot_of_the_hub(path: Path) -> Path:
+    blobs = folder(path / "models--org--adapter" / "blobs")
+    snapshot = path / "models--org--adapter" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    for blob in blobs.iterdir():
+        (snapshot / blob.name).symlink_to(blob)
+    return snapshot
 
 
 def test_what_an_adapter_computes_is_its_name(tmp_path: Path) -> None:
@@ -65,11 +82,7 @@ def test_files_that_changed_after_the_start(
 
 
 def test_a_snapshot_of_the_hub_never_changes(tmp_path: Path) -> None:
-    blobs = folder(tmp_path / "models--org--adapter" / "blobs")
-    snapshot = tmp_path / "models--org--adapter" / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    for blob in blobs.iterdir():
-        (snapshot / blob.name).symlink_to(blob)
+    snapshot = snapshot_of_the_hub(tmp_path)
     assert name(Adapter(1, str(snapshot)), Adapters()) != NOBODYS
 
 
@@ -158,11 +171,11 @@ def test_who_asks_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """A file server that hangs: until the deadline there is no answer, then there is no name."""
     hang = threading.Event()
 
-    def hangs(path: Path) -> None:
+    def hangs(path: str) -> None:
         hang.wait(20)
         raise ValueError("whatever a file system says")
 
-    monkeypatch.setattr(module, "_stamp", hangs)
+    monkeypatch.setattr(module, "stamp_of", hangs)
     adapters = Adapters(started_at=LATER)
     begin = time.monotonic()
     asked = [adapters.ask(Adapter(n, str(tmp_path)), seconds=0.2) for n in (1, 2)]
@@ -178,3 +191,56 @@ def test_who_asks_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert thread is not None
     thread.join(5)
     assert not thread.is_alive()
+
+
+# What saves must find unchanged
+
+
+def test_what_a_save_must_find_unchanged(tmp_path: Path) -> None:
+    """Nothing where files cannot change, or the operator says so; nor where there is no name."""
+    adapter = Adapter(1, str(folder(tmp_path / "a")))
+    files = answered(adapter).files
+    assert files is not None and files.path == adapter.path and files.why_not() == ""
+    assert answered(adapter, Adapters(final=True)).files is None
+    assert answered(Adapter(1, str(snapshot_of_the_hub(tmp_path)))).files is None
+    unnamed = answered(adapter, Adapters())
+    assert (unnamed.name, unnamed.files) == (NOBODYS, None)
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_folder_further_up_is_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: bool
+) -> None:
+    """The adapter and its own folder are the same, down to their times; what they lie in is not."""
+    path = folder(tmp_path / "up" / "team" / "a")
+    monkeypatch.chdir(path.parent)
+    adapters, adapter = Adapters(started_at=LATER), Adapter(1, "a" if relative else str(path))
+    files = answered(adapter, adapters).files
+    assert files is not None
+    (tmp_path / "up" / "beside").mkdir()
+    (tmp_path / "up" / "team" / "beside").mkdir()
+    assert files.why_not() == "" and name(adapter, adapters) != NOBODYS
+    (tmp_path / "up").rename(tmp_path / "before")
+    (tmp_path / "up").mkdir()
+    (tmp_path / "before" / "team").rename(tmp_path / "up" / "team")
+    assert files.why_not() == adapter_files.CHANGED
+    assert name(adapter, adapters) == NOBODYS
+
+
+def test_files_of_somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another host, another working folder, or gone: nobody can say that they are the same."""
+    folder(tmp_path / "a")
+    folder(tmp_path / "other" / "a")
+    monkeypatch.chdir(tmp_path)
+    files = answered(Adapter(1, "a")).files
+    assert files is not None and files.why_not() == ""
+    for host in ("", "another host"):
+        assert replace(files, host=host).why_not() == adapter_files.ELSEWHERE
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter_files, "this_host", lambda: "")
+        assert replace(files, host="").why_not() == adapter_files.ELSEWHERE
+    monkeypatch.chdir(tmp_path / "other")
+    assert files.why_not() == adapter_files.CHANGED
+    monkeypatch.chdir(tmp_path)
+    shutil.rmtree(tmp_path / "a")
+    assert "no folder with weights" in files.why_not()

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.errors import StoreError
 from kvferry.layout.model import Residency
-from kvferry.pool import late_calls, watch
+from kvferry.pool import watch
 from kvferry.pool.chain import ContentChain
 from kvferry.pool.late_calls import LateCalls, Memory
 from kvferry.pool.objects import TableKind
@@ -51,9 +51,8 @@ def test_a_call_that_hangs_keeps_nobody_waiting() -> None:
     until(lambda: calls._hanging == 0)
 
 
-def test_too_many_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late_calls, "MAX_ABANDONED", 2)
-    calls, release = LateCalls("x"), threading.Event()
+def test_too_many_that_hang() -> None:
+    calls, release = LateCalls("x", most_hanging=2), threading.Event()
     for _ in range(2):
         with pytest.raises(StoreError, match="deadline"):
             calls("look", lambda: release.wait(5), soon(0.02))

@@ -11,6 +11,8 @@ adapter has a name only where they can have been no others:
 - it is not loaded in place, which means anew with every step.
 
 Requests with any other adapter are computed, and kept out of the pool; each reason is logged once.
+Files may still change after the answer, before the engine loads them: unless they are final, it
+comes with what saves must find unchanged (`adapter_files`).
 Files are read by a thread of its own. Who asks never waits, and gives up at a deadline.
 """
 
@@ -26,14 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import DescriptionError
-from kvferry.pool.weights import PATTERNS, weight_revision
+from kvferry.pool.adapter_files import CONFIGURATION, AdapterFiles, Stamp, changed_at, stamp_of
+from kvferry.pool.weights import weight_revision
 
 log = logging.getLogger("kvferry")
 
 NOBODYS = ""  # the name of an adapter whose blocks are not for the pool
-CONFIGURATION = "adapter_config.json"  # rank, scale and targets: they change what is computed
 CLOCK_SECONDS = 2.0  # file systems' clocks are coarse, and those of file servers differ
-Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +64,33 @@ class Asked:
 
     def __init__(self, adapter: Adapter, deadline: float) -> None:
         self.adapter, self.deadline = adapter, deadline
-        self.answer: str | None = None  # written once, by the thread
+        self.answer: Named | None = None  # written once, by the thread
 
     @property
     def name(self) -> str | None:
         """None: ask again."""
-        if self.answer is None and time.monotonic() >= self.deadline:
-            return NOBODYS
-        return self.answer
+        answer = self.answer
+        if answer is None:
+            return NOBODYS if time.monotonic() >= self.deadline else None
+        return answer.name
+
+    @property
+    def files(self) -> AdapterFiles | None:
+        """What the name stands for as long as it is unchanged; None: for ever."""
+        return self.answer.files if self.answer is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    name: str
+    files: AdapterFiles | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
     adapter: Adapter
     stamp: Stamp
-    name: str
+    named: Named
 
 
 class Adapters:
@@ -106,7 +119,7 @@ class Adapters:
                 thread.start()
             except (RuntimeError, MemoryError) as error:  # the next request tries again
                 self._tell(adapter, str(error))
-                asked.answer = NOBODYS
+                asked.answer = Named(NOBODYS)
                 return asked
             self._thread = thread
         self._questions.put(asked)
@@ -123,29 +136,29 @@ class Adapters:
                 asked.answer = self._name(asked.adapter)
             except Exception as error:  # whatever files come up with: other adapters ask, too
                 self._tell(asked.adapter, str(error))
-                asked.answer = NOBODYS
+                asked.answer = Named(NOBODYS)
 
-    def _name(self, adapter: Adapter) -> str:
+    def _name(self, adapter: Adapter) -> Named:
         if adapter.in_place:
             raise DescriptionError("it was loaded in place, and vLLM reads its files in every step")
-        path = Path(adapter.path).expanduser()
-        stamp = _stamp(path)
+        stamp = stamp_of(adapter.path)
         known = self._known.get(adapter.number)
         if known is None:
-            known = self._known[adapter.number] = self._read(adapter, path, stamp)
+            known = self._known[adapter.number] = self._read(adapter, stamp)
         if (known.adapter, known.stamp) != (adapter, stamp):
             raise DescriptionError(
                 f"its number, {adapter.number}, was first used for {known.adapter.path}, and with "
                 "other files: nobody knows which of them the engine has loaded; load changed "
                 "weights under a new name"
             )
-        return known.name
+        return known.named
 
-    def _read(self, adapter: Adapter, path: Path, stamp: Stamp) -> _Known:
+    def _read(self, adapter: Adapter, stamp: Stamp) -> _Known:
+        path = Path(adapter.path).expanduser()
         revision = weight_revision(str(path))
-        changed_at = max(max(times) for _, _, *times, _ in stamp) / 1e9
-        late = changed_at > self._started_at - CLOCK_SECONDS
-        if late and not self._final and not revision.startswith("hub "):
+        late = changed_at(stamp) > self._started_at - CLOCK_SECONDS
+        final = self._final or revision.startswith("hub ")
+        if late and not final:
             raise DescriptionError(
                 "its files changed after the engine's start, which may have loaded them before; "
                 "restart the engine, or set lora_files_final if adapters' files never change once "
@@ -154,9 +167,10 @@ class Adapters:
         digest = blake2b((path / CONFIGURATION).read_bytes(), digest_size=16)
         for told in (revision, self._settings, adapter.options):
             digest.update(f"\n{len(told)} {told}".encode())
-        if _stamp(path) != stamp:
+        if stamp_of(adapter.path) != stamp:
             raise DescriptionError("its files change while they are read")
-        return _Known(adapter, stamp, digest.hexdigest())
+        files = None if final else AdapterFiles.of(adapter.path, stamp)
+        return _Known(adapter, stamp, Named(digest.hexdigest(), files))
 
     def _tell(self, adapter: Adapter, why: str) -> None:
         if (adapter.number, why) not in self._told:
@@ -166,19 +180,3 @@ class Adapters:
                 adapter.path,
                 why,
             )
-
-
-def _stamp(path: Path) -> Stamp:
-    """What changes whenever an adapter's files do, or others take their place."""
-    weights = sorted(file for pattern in PATTERNS for file in path.glob(pattern))
-    if not weights:
-        raise DescriptionError(
-            "it is no folder with weights on this machine, so that nothing tells which it has; "
-            "download it, and load it from there"
-        )
-    files = [path / CONFIGURATION, *weights]
-    whole = path.absolute()
-    links = [part for part in (*whole.parents, whole, *files) if part.is_symlink()]
-    found = [(str(part), part.lstat()) for part in links]
-    found += [(str(part), part.stat()) for part in (path, *files)]
-    return tuple((n, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for n, s in found)

@@ -2,7 +2,7 @@
 
 A call never waits for another one: it gets an idle thread, or a new one where all are at work. Its
 caller leaves at the deadline with `StoreError`, and the call is *abandoned*, with its thread. No
-more than `MAX_ABANDONED` may hang before all calls fail at once.
+more than `most_hanging` may hang before all calls fail at once.
 
 A call that moves blocks could still read or write its caller's memory after that: a late put would
 store another request's bytes under this one's key, a late get would overwrite another request's
@@ -57,8 +57,10 @@ class _Call:
 class LateCalls:
     """Runs calls of one client."""
 
-    def __init__(self, client: str, *, hold_memory: bool = False) -> None:
-        self._client, self._hold = client, hold_memory
+    def __init__(
+        self, client: str, *, hold_memory: bool = False, most_hanging: int = MAX_ABANDONED
+    ) -> None:
+        self._client, self._hold, self._most = client, hold_memory, most_hanging
         self._lock = threading.Lock()
         self._idle: list[SimpleQueue[_Call | None]] = []  # one of each thread that has no call
         self._closed = False
@@ -101,7 +103,7 @@ class LateCalls:
 
     def _begin(self, what: str, call: _Call) -> None:
         with self._lock:
-            if self._hanging >= MAX_ABANDONED:
+            if self._hanging >= self._most:
                 raise StoreError(f"{self._hanging} calls of {self._client} hang; {what} refused")
             if self._idle:
                 self._idle.pop().put(call)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from kvferry.errors import DescriptionError
 from kvferry.p2p.describe import read_layout, read_model, read_shape
+from kvferry.pool.adapter_files import AdapterFiles, this_host
 from kvferry.pool.adapters import NOBODYS, Adapter, Adapters, Asked
 from kvferry.pool.chain import Extra
 from kvferry.pool.checked import MEANING
@@ -38,6 +40,7 @@ class VllmPoolScheduler:
         self._prompts = Prompts.of(vllm_config)
         self._adapters = Adapters(_lora_settings(vllm_config), final=config.lora_files_final)
         self._adapters_of: dict[str, Asked] = {}  # by request
+        self._all_here = False  # all workers see the files that this process sees
         self._blocks: Any = None  # vLLM's block pool
         self._requests: dict[str, Any] = {}
         self._handshakes: dict[tuple[int, int], FerryHandshake] = {}
@@ -53,7 +56,7 @@ class VllmPoolScheduler:
 
     def set_handshakes(self, handshakes: Mapping[tuple[int, int], Any]) -> None:
         """All workers' descriptions: the engine's layout, to be published."""
-        engines, ranks = [], []
+        engines, ranks, hosts = [], [], set()
         for key, handshake in sorted(handshakes.items()):
             if not isinstance(handshake, FerryHandshake):
                 raise DescriptionError(
@@ -62,6 +65,7 @@ class VllmPoolScheduler:
                 )
             engines.append(msgspec.msgpack.decode(handshake.engine, type=EngineInfo))
             ranks.append(msgspec.msgpack.decode(handshake.rank, type=RankInfo))
+            hosts.add(handshake.host)
         first = engines[0]
         if any(
             (e.groups, e.shape, e.meaning) != (first.groups, first.shape, first.meaning)
@@ -74,6 +78,8 @@ class VllmPoolScheduler:
         meaning = dict([*first.meaning.items(), *([MEANING] if self.config.checked else [])])
         metadata = KeyMetadata.of(self.config.cache_prefix, model.fingerprint(), meaning, weights)
         workers = len(ranks) * replicas(self._vllm.parallel_config)
+        # one of several replicas has described itself: where the others are, nobody told
+        self._all_here = hosts == {this_host()} and workers == len(ranks)
         self.pool.start(metadata, layout, workers, full_residency=shape.full_residency)
         log.info(
             "kvferry: the pool's namespace is %s, our layout %s (%s)",
@@ -155,7 +161,12 @@ class VllmPoolScheduler:
             if adapter == NOBODYS:
                 self._forget(request_id)
             return None
-        return self.pool.track(request_id, lambda: _extras(request, adapter))
+        files = self._comparable(asked.files) if asked is not None else None
+        return self.pool.track(request_id, lambda: _extras(request, adapter), files)
+
+    def _comparable(self, files: AdapterFiles | None) -> AdapterFiles | None:
+        """For none of the workers, if not for all: each has a share in what the others compute."""
+        return files if files is None or self._all_here else replace(files, host="")
 
     def _forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
