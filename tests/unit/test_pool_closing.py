@@ -122,7 +122,7 @@ def test_a_load_after_the_end() -> None:
     loader.start(LoadOrder("r", (), {}, (), 30.0), None)  # type: ignore[arg-type]
     until(lambda: not loader.running)
     (ended,) = loader.take_done()
-    assert not ended.ok and "closing" in ended.error
+    assert not ended.ok and "shutting down" in ended.error
 
 
 def test_a_load_that_hangs_is_not_waited_for(monkeypatch: Any) -> None:

@@ -27,15 +27,16 @@ import kvferry.vllm
 from kvferry.errors import DescriptionError
 from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, RankLayout
 from kvferry.p2p.describe import engine_info, rank_info
-from kvferry.pool.orders import Loaded, Saved
-from kvferry.pool.requests import PoolLimits
+from kvferry.pool.orders import Loaded, LoadOrder, Saved
+from kvferry.pool.requests import PoolLimits, PoolOrders
 from kvferry.vllm import connector
 from kvferry.vllm.context_parallel import cache_rank, replicas
 from kvferry.vllm.describe import _interior
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig, parse_bytes
-from kvferry.vllm.pool_metadata import PoolReport
+from kvferry.vllm.pool_metadata import PoolMetadata, PoolReport
 from kvferry.vllm.pool_scheduler import VllmPoolScheduler
+from kvferry.vllm.pool_worker import PoolWorker
 
 BLOCK = 16
 
@@ -47,6 +48,38 @@ def test_sizes() -> None:
     assert parse_bytes(4096) == parse_bytes("4096") == 4096
     with pytest.raises(DescriptionError, match="cannot read a size"):
         parse_bytes("much")
+
+
+def test_loads_wait_for_a_step_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device: vLLM gives blocks away that the step before still writes (`kv_producer`)."""
+    events: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            events.append("recorded")
+
+        def synchronize(self) -> None:
+            events.append("reached")
+
+    class Rank:
+        def load(self, order: LoadOrder, fence: Any) -> None:
+            events.append(order.request_id)
+            if fence is not None:
+                fence()
+
+    def started(on_device: bool, *names: str) -> list[str]:
+        worker = PoolWorker.__new__(PoolWorker)
+        worker._rank, worker._orders, worker._on_device = Rank(), {}, on_device  # type: ignore[assignment]
+        loads = [LoadOrder(name, (), {}, (), 1.0) for name in names]
+        events.clear()
+        worker.start(PoolMetadata(PoolOrders(loads=loads)))
+        assert list(worker._orders) == list(names)
+        return list(events)
+
+    monkeypatch.setattr("torch.Event", Event)
+    assert started(True, "a", "b") == ["recorded", "a", "reached", "b", "reached"]
+    assert started(False, "a") == ["a"]
+    assert started(True) == []
 
 
 def test_configuration_of_the_connector_in_vllm_is_understood() -> None:

@@ -7,6 +7,7 @@ one queue, and are replaced when they are told to be stuck; one that comes back 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+log = logging.getLogger("kvferry")
 
 
 class Crew:
@@ -40,8 +42,12 @@ class Crew:
                 if future.running() and future not in self._lost:
                     if len(self._lost) >= self._most_lost:
                         return  # what is queued ends by its own deadline
+                    try:
+                        self._hire()
+                    except (RuntimeError, MemoryError) as error:
+                        log.warning("no thread takes the place of one that is stuck: %s", error)
+                        return
                     self._lost.add(future)
-                    self._hire()
 
     def close(self) -> None:
         for _ in range(self._threads):

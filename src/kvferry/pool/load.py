@@ -5,7 +5,8 @@ short or damaged is told with the first token that it leaves unwritten; nothing 
 such token is trusted. A load ends exactly once: when all its chunks have ended, or, where the store
 does not keep its deadline, as *hung*: failed for the engine, but its blocks must stay unused,
 because the store may still write into them. When it comes back after all, that is told too. What
-the store has not begun by the deadline has written nothing: such a load has just failed.
+the store has not begun by the deadline has written nothing: such a load has just failed. So has one
+that no thread was free for.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ import numpy as np
 
 from kvferry.errors import KvferryError, StoreError
 from kvferry.layout.parts import Ints
+from kvferry.p2p.threads import Threads
 from kvferry.pool.crew import Crew
 from kvferry.pool.hits import Segment
 from kvferry.pool.keys import KeyMetadata, object_keys
 from kvferry.pool.orders import Loaded, LoadOrder
 from kvferry.pool.reader import ReadPlan
+from kvferry.pool.save import Fence
 from kvferry.pool.stats import PoolCounters
 from kvferry.pool.store import Outcome, Store
 
@@ -38,6 +41,7 @@ CHUNK_TOKENS = 2048  # read at a time: bounds memory for descriptors, and shares
 HUNG_SECONDS = 2.0  # after its deadline, a load that the store does not end is given up
 CLOSE_SECONDS = 5.0  # for what is under way when the engine ends
 THREADS = 4
+MOST_LOADS = 64  # at once; each has a thread that waits for its chunks
 MOST_LOST_THREADS = 32  # stuck in the store; beyond, loads wait for those that are left, and fail
 
 
@@ -53,6 +57,7 @@ class _Chunk:
 class _Running:
     order: LoadOrder
     deadline: float
+    begun: bool = False
     hung: bool = False
     chunks: list[Future[_Chunk]] = field(default_factory=list)
 
@@ -77,19 +82,31 @@ class Loader:
         self._changed = threading.Condition()
         self._closed = False
         self._crew = Crew(threads, "kvferry-load", MOST_LOST_THREADS)
+        self._threads = Threads("kvferry-load-one", MOST_LOADS)
 
     @property
     def running(self) -> int:
         with self._changed:
             return len(self._running)
 
-    def start(self, order: LoadOrder, sources: Sources) -> None:
+    def start(self, order: LoadOrder, sources: Sources, fence: Fence | None = None) -> None:
+        """Begin a load, once `fence` has returned; never raises, never waits."""
         running = _Running(order, time.monotonic() + order.seconds)
         with self._changed:
             self._running.add(running)
-        threading.Thread(
-            target=self._run, args=(running, sources), name="kvferry-load-one", daemon=True
-        ).start()
+        try:
+            self._threads.submit(partial(self._run, running, sources, fence))
+        except KvferryError as error:
+            with self._changed:
+                self._give_up(running, f"it did not begin: {error}")
+
+    def _give_up(self, running: _Running, why: str) -> None:
+        """With the lock: it has written nothing, and never will."""
+        self._running.discard(running)
+        loaded = Loaded(running.order.request_id, why, bad_from=_first_token(running.order))
+        self._done.append(loaded)
+        self._counters.add("load_errors")
+        self._count(loaded)
 
     def wait_done(self, seconds: float) -> None:
         """Wait until something has ended, but not long."""
@@ -100,15 +117,19 @@ class Loader:
     def take_done(self) -> list[Loaded]:
         now = time.monotonic()
         with self._changed:
-            for running in self._running:
-                if not running.hung and now > running.deadline + HUNG_SECONDS:
-                    running.hung = True
-                    self._counters.add("load_hung")
-                    error = "the store did not end the load by its deadline"
-                    first = min((s.start for s in running.order.segments), default=0)
-                    request_id = running.order.request_id
-                    self._done.append(Loaded(request_id, error, bad_from=first, hung=True))
-                    self._crew.replace(running.chunks)  # others must not wait behind them
+            late = [r for r in self._running if not r.hung and now > r.deadline + HUNG_SECONDS]
+            for running in late:
+                if not running.begun:
+                    self._give_up(running, "nothing had begun with it by its deadline")
+                    continue
+                running.hung = True
+                self._counters.add("load_hung")
+                error = "the store did not end the load by its deadline"
+                first = _first_token(running.order)
+                self._done.append(
+                    Loaded(running.order.request_id, error, bad_from=first, hung=True)
+                )
+                self._crew.replace(running.chunks)  # others must not wait behind them
             done = list(self._done)
             self._done.clear()
             return done
@@ -130,12 +151,19 @@ class Loader:
         with self._changed:  # those that hang had their time
             self._changed.wait_for(lambda: all(r.hung for r in self._running), seconds)
         self._crew.close()
+        self._threads.close()
 
-    def _run(self, running: _Running, sources: Sources) -> None:
+    def _run(self, running: _Running, sources: Sources, fence: Fence | None) -> None:
         order, began = running.order, time.monotonic()
-        first = min((s.start for s in order.segments), default=0)
+        first = _first_token(order)
         loaded = Loaded(order.request_id, "ended without a word", bad_from=first)
         try:
+            if fence is not None:  # a step under way may write what was given away meanwhile
+                fence()
+            with self._changed:
+                if running not in self._running:
+                    return  # given up
+                running.begun = True
             loaded = self._load(running, sources)
         except Exception as error:
             self._counters.add("load_errors")
@@ -143,13 +171,15 @@ class Loader:
         finally:  # also of what is no Exception: the request waits until this is said
             loaded = replace(loaded, seconds=time.monotonic() - began)
             with self._changed:
+                reported = running not in self._running
                 self._running.discard(running)
                 if running.hung:
                     self._recovered.append(order.request_id)
-                else:
+                elif not reported:
                     self._done.append(loaded)
                 self._changed.notify_all()
-            self._count(loaded)
+            if not reported:
+                self._count(loaded)
 
     def _count(self, loaded: Loaded) -> None:
         self._counters.add("loads")
@@ -227,6 +257,10 @@ class Loader:
             if outcome is Outcome.DONE
         )
         return _Chunk(good, tuple(bad))
+
+
+def _first_token(order: LoadOrder) -> int:
+    return min((s.start for s in order.segments), default=0)
 
 
 def _cut(segment: Segment, plan: ReadPlan) -> list[Segment]:

@@ -90,10 +90,10 @@ class PoolRank:
         assert self._database is not None, "a scope is told before the first save"
         self._saver.start(order, self._database, fence)
 
-    def load(self, order: LoadOrder) -> None:
+    def load(self, order: LoadOrder, fence: Fence | None = None) -> None:
         assert self._database is not None, "a scope is told before the first load"
         sources = Sources(self._database.metadata, self._shelf.plan, self._bases)
-        self._loader.start(order, sources)
+        self._loader.start(order, sources, fence)
 
     def wait_done(self, seconds: float) -> None:
         """Wait for a load to end, or leave the processor to saves and lookups; but not long."""

@@ -38,7 +38,8 @@ CLOSE_SECONDS = 5.0  # for what is under way when the engine ends
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 8.0
 
-Fence = Callable[[], None]  # returns when the device has written the blocks
+
+Fence = Callable[[], None]  # returns when the device has done what it was asked until then
 
 
 class Saver:
@@ -67,10 +68,17 @@ class Saver:
     ) -> None:
         """Take a job; its last word comes from `take_done`."""
         with self._lock:
-            self._open.add(order.job_id)
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="kvferry-save", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="kvferry-save", daemon=True)
+                try:
+                    thread.start()
+                except (RuntimeError, MemoryError) as error:  # the next job tries again
+                    self._counters.add("save_errors")
+                    log.warning("nothing is saved to the pool: %s", error)
+                    self._done.append(Saved(order.job_id, tuple(sorted(_all_blocks(order)))))
+                    return
+                self._thread = thread
+            self._open.add(order.job_id)
         self._queue.put((order, database, fence))
 
     def take_done(self) -> list[Saved]:

@@ -115,9 +115,11 @@ class PoolWorker:
         self._idle = metadata.idle
         if metadata.orders.scope is not None:
             self._rank.tell(metadata.orders.scope)
+        # vLLM gives blocks away that a step under way still writes, unless the engine consumes
+        fence = self._fence() if metadata.orders.loads else None
         for order in metadata.orders.loads:
             self._orders[order.request_id] = order
-            self._rank.load(order)
+            self._rank.load(order, fence)
         self._saves = metadata.orders.saves
 
     def save(self) -> None:

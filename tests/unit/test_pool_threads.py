@@ -1,0 +1,162 @@
+"""Loads and saves for which the system has no thread or too few; loads that wait for a device."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from test_pool_closing import database, until
+
+from kvferry.pool import load as load_module
+from kvferry.pool.crew import Crew
+from kvferry.pool.hits import Segment
+from kvferry.pool.load import Loader, Sources
+from kvferry.pool.orders import LoadOrder, Saved, SaveOrder, TableBlocks
+from kvferry.pool.save import Saver
+from kvferry.pool.stats import PoolCounters
+from kvferry.pool.store import Outcome
+from no_threads import no_threads
+
+
+class Store:
+    """Keeps the order of what happens; `get` waits while it is told to."""
+
+    name = "ordered"
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.may_go = threading.Event()
+        self.may_go.set()
+
+    def exists(self, keys: list[str], deadline: float) -> Any:
+        return np.zeros(len(keys), dtype=bool)
+
+    def put(self, keys: list[str], objects: Any, deadline: float) -> list[Outcome]:
+        self.seen.append("put")
+        return [Outcome.DONE] * len(keys)
+
+    def get(self, keys: list[str], wanted: Any, deadline: float) -> list[Outcome]:
+        self.seen.append("get")
+        assert self.may_go.wait(20)
+        return [Outcome.DONE] * len(keys)
+
+
+class Plan:
+    """One object of 16 tokens."""
+
+    theirs = type("", (), {"block_tokens": staticmethod(lambda group: 16)})
+
+    @staticmethod
+    def bind(*_: Any) -> Any:
+        one = type("", (), {"length": np.ones(1, dtype=np.int64)})
+        return type("", (), {"slices": [one], "fragments": [0], "blocks": [0], "starts": [0]})
+
+
+SOURCES = Sources(None, lambda _: Plan, np.zeros(1, dtype=np.int64))  # type: ignore[arg-type]
+SAVE = SaveOrder(1, (TableBlocks(0, (0, 1), (0, 1), ("a", "b")),), 30.0)
+
+
+def order(name: str, seconds: float = 30.0) -> LoadOrder:
+    return LoadOrder(name, (Segment("x", "g", 0, 16),), {16: ("aa",)}, ((1,),), seconds)
+
+
+def ended(loader: Loader, count: int) -> list[Any]:
+    found: list[Any] = []
+    until(lambda: bool(found.extend(loader.take_done())) or len(found) >= count)
+    return found
+
+
+@pytest.fixture
+def store() -> Any:
+    return Store()
+
+
+@pytest.fixture
+def loader(store: Any, monkeypatch: Any) -> Any:
+    monkeypatch.setattr(load_module, "object_keys", lambda *_: ["one"])
+    made = Loader(store, PoolCounters())
+    yield made
+    store.may_go.set()
+    made.close()
+
+
+def test_a_load_without_a_thread_has_failed(loader: Loader, store: Any, monkeypatch: Any) -> None:
+    """And nothing of it happens later."""
+    with no_threads(monkeypatch, "kvferry-load-one"):
+        loader.start(order("r"), SOURCES)
+        (end,) = loader.take_done()
+        assert not end.ok and not end.hung and end.bad_from == 0
+        assert loader.running == 0 and loader.take_done() == [] and store.seen == []
+    loader.start(order("again"), SOURCES)
+    assert [(e.request_id, e.ok) for e in ended(loader, 1)] == [("again", True)]
+
+
+def test_loads_that_queue_are_not_hung(loader: Loader, store: Any, monkeypatch: Any) -> None:
+    """More than have a thread, behind some that the store keeps: they hold no blocks."""
+    monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.2)
+    loader._threads._most = 2
+    store.may_go.clear()
+    for name in "abcd":
+        loader.start(order(name, 0.1), SOURCES)
+    found = {end.request_id: end for end in ended(loader, 4)}
+    assert {name for name, end in found.items() if end.hung} == {"a", "b"}
+    assert not any(end.ok for end in found.values()) and store.seen == ["get", "get"]
+    store.may_go.set()
+    recovered: list[str] = []
+    until(lambda: bool(recovered.extend(loader.take_recovered())) or len(recovered) == 2)
+    time.sleep(0.05)
+    assert sorted(recovered) == ["a", "b"] and loader.take_done() == []
+    assert store.seen == ["get", "get"], "one that was given up began"
+
+
+def test_a_load_begins_after_its_fence(loader: Loader, store: Any, monkeypatch: Any) -> None:
+    """Until then, a step under way may write the blocks that it was given."""
+    written = threading.Event()
+
+    def fence() -> None:
+        assert written.wait(20)
+        store.seen.append("fence")
+
+    loader.start(order("r"), SOURCES, fence)
+    time.sleep(0.05)
+    assert store.seen == []
+    written.set()
+    assert ended(loader, 1)[0].ok and store.seen == ["fence", "get"]
+    monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.05)
+    written.clear()
+    loader.start(order("late", 0.05), SOURCES, fence)
+    (end,) = ended(loader, 1)
+    assert not end.ok and not end.hung, "it has written nothing"
+    written.set()
+    until(lambda: store.seen == ["fence", "get", "fence"])
+    time.sleep(0.05)
+    assert store.seen == ["fence", "get", "fence"] and loader.take_done() == []
+    loader.start(order("broken"), SOURCES, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    (end,) = ended(loader, 1)
+    assert "ZeroDivisionError" in end.error and store.seen == ["fence", "get", "fence"]
+
+
+def test_nobody_takes_the_place_of_a_stuck_thread(monkeypatch: Any) -> None:
+    crew, go_on = Crew(1, "kvferry-load", 4), threading.Event()
+    stuck = crew.submit(lambda: go_on.wait(20))
+    until(stuck.running)
+    with no_threads(monkeypatch, "kvferry-load"):
+        crew.replace([stuck])
+    behind = crew.submit(lambda: 7)
+    go_on.set()
+    assert behind.result(5) == 7, "the one thread there is goes on"
+    crew.close()
+
+
+def test_a_save_without_a_thread_has_its_last_word(store: Any, monkeypatch: Any) -> None:
+    saver = Saver(store, PoolCounters())
+    with no_threads(monkeypatch, "kvferry-save"):
+        saver.start(SAVE, database())
+        assert saver.take_done() == [Saved(1, ((0, 0), (0, 1)))] and saver.unfinished == 0
+    saver.start(SAVE, database())
+    until(lambda: not saver.unfinished)
+    assert saver.take_done() == [Saved(1)] and store.seen == ["put"]
+    saver.close()
