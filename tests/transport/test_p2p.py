@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.errors import IncompatibleError
 from kvferry.layout.shape import EngineShape, Rank
-from kvferry.p2p import caller as caller_module
+from kvferry.p2p import lines
 from kvferry.p2p import pieces as pieces_module
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.remote import meet
@@ -362,7 +362,7 @@ def test_a_producer_that_falls_silent_is_lost_before_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its host died, say: no connection breaks, but heartbeats stay away."""
-    monkeypatch.setattr(caller_module, "HEARTBEAT_MS", 200)
+    monkeypatch.setattr(lines, "HEARTBEAT_MS", 200)
     prompt = Prompt(1, 100)
     with producer(P) as p, consumer(D, P) as d:
         load = d.start(p.ticket(prompt), prompt, seconds=600.0)

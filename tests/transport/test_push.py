@@ -122,6 +122,29 @@ def test_a_source_that_does_not_reach_us_is_read() -> None:
         assert d.wrong_bytes(PROMPT) == 0
 
 
+def test_an_offer_that_waited_for_the_prefill_leaves_time_to_read() -> None:
+    """Its patience began when it came, not when its hold did."""
+    ends: list[float] = []
+
+    def drop(endpoint: bytes, deadline: float) -> Any:
+        ends.append(deadline)  # when a source whose packets are dropped gives up
+        raise DeadlineExceeded("a firewall, say")
+
+    with peers() as (p, d):
+        for server in p.ranks:
+            pusher: Any = server._deliveries.pusher
+            for carrier in pusher._carriers.values():
+                carrier.connect = drop
+        begun = time.monotonic()
+        load = d.start(p.ticket(PROMPT), PROMPT, seconds=3.0)
+        until(lambda: p.parked() == len(p.ranks))
+        time.sleep(max(0.0, begun + 1.6 - time.monotonic()))
+        hold(p)
+        (loaded,) = d.wait(load)[0]
+        assert len(ends) == len(p.ranks) and max(ends) < begun + 3.0
+        assert loaded.ok and not loaded.pushed and d.wrong_bytes(PROMPT) == 0
+
+
 def _refuse(endpoint: bytes, deadline: float) -> Any:
     raise DeadlineExceeded("a firewall, say")
 

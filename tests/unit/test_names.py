@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from kvferry.errors import AuthenticationError, DeadlineExceeded, PeerLost
+from kvferry.p2p import lines
 from kvferry.p2p.caller import Caller
 from kvferry.p2p.directory import Directory
 from kvferry.wire import names
@@ -56,6 +57,46 @@ def peers(server: NameServer, secret: str | None = "s") -> Iterator[tuple[Caller
 
 def ask(caller: Caller, address: str, seconds: float = SOON) -> Any:
     return caller.call(address, Look(VERSION), time.monotonic() + seconds)
+
+
+@contextlib.contextmanager
+def dropping(host: str, port: int) -> Iterator[None]:
+    """An address that neither takes connections nor refuses them: its backlog is full."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.socket())
+        server.bind((host, port))
+        server.listen(0)
+        with contextlib.suppress(TimeoutError):
+            for _ in range(16):
+                stack.enter_context(socket.create_connection((host, port), 0.1))
+            pytest.skip("this system's backlogs do not fill up")
+        yield
+
+
+@contextlib.contextmanager
+def greeting_late(host: str, port: int, seconds: float) -> Iterator[None]:
+    """Takes one connection at once, and after a while hands it on to the same port of 127.0.0.1."""
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def run() -> None:
+        client, _ = server.accept()
+        time.sleep(seconds)
+        with client, socket.create_connection(("127.0.0.1", port)) as peer:
+            back = threading.Thread(target=copy, args=(peer, client))
+            back.start()
+            copy(client, peer)
+            back.join(SOON)
+
+    with socket.create_server((host, port)) as server:
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        yield
+    thread.join(SOON)
 
 
 def lookups() -> int:
@@ -119,6 +160,43 @@ def test_the_next_address_where_nobody_listens() -> None:
     with peers(NameServer(p=("127.0.0.2", "127.0.0.3"))) as (caller, port):
         error = ask(caller, f"p:{port}", 30).exception(SOON)
         assert isinstance(error, PeerLost) and "nobody listens" in str(error)
+
+
+def test_the_next_address_where_what_is_sent_is_dropped() -> None:
+    """Within the time of the call that has least."""
+    with (
+        peers(NameServer(p=("127.0.0.2", "127.0.0.3", "127.0.0.1"))) as (caller, port),
+        dropping("127.0.0.2", port),
+    ):
+        calls = [ask(caller, f"p:{port}", seconds) for seconds in (30, 2.1, 30)]
+        assert [type(call.result(SOON)) for call in calls] == [Refused] * 3
+        assert isinstance(ask(caller, f"p:{port}", 1.0).result(SOON), Refused)  # it is kept
+
+
+def test_the_last_address_has_all_the_time_that_is_left() -> None:
+    with (
+        peers(NameServer(p=("127.0.0.3", "127.0.0.2"))) as (caller, port),
+        dropping("127.0.0.2", port),
+    ):
+        began = time.monotonic()
+        error = ask(caller, f"p:{port}", 0.6).exception(SOON)
+        assert isinstance(error, DeadlineExceeded) and time.monotonic() - began >= 0.6
+        while caller._lines:  # soon: nobody waits for it
+            assert time.monotonic() < began + SOON
+            time.sleep(0.005)
+
+
+def test_who_takes_the_connection_may_greet_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "CONNECT_SECONDS", 0.2)
+    with (
+        peers(NameServer(p=("127.0.0.2", "127.0.0.3"))) as (caller, port),
+        greeting_late("127.0.0.2", port, 0.6),
+    ):
+        call = ask(caller, f"p:{port}", 30)
+        time.sleep(0.4)
+        assert not call.done()
+        assert isinstance(call.result(SOON), Refused)
+        caller.close()
 
 
 def test_a_name_that_is_unknown() -> None:

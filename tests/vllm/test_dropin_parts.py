@@ -38,6 +38,7 @@ from kvferry.p2p.directory import Directory
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.ticket import Ticket
 from kvferry.vllm import FerryConnector, MooncakeConnector, NixlConnector, NixlPushConnector
+from kvferry.vllm import registration as registration_module
 from kvferry.vllm.bootstrap import Bootstrap, Whereabouts, host_port, query, register
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.family import Family
@@ -393,6 +394,17 @@ class TestBootstrap:
         with listening(lambda client: client.sendall(head + answer)) as server, expected:
             query(server, "e", 5.0)
 
+    @pytest.mark.parametrize(
+        "length",
+        [b"Content-Length: 1" + b"0" * 30, b"Transfer-Encoding: chunked\r\n\r\n1" + b"0" * 30],
+        ids=["whole", "in chunks"],
+    )
+    def test_one_that_announces_more_than_there_is(self, length: bytes) -> None:
+        answer = b"HTTP/1.1 200 OK\r\n" + length + b"\r\n\r\n{}"
+        expected = pytest.raises(HandoverError, match="does not answer")
+        with listening(lambda client: client.sendall(answer)) as server, expected:
+            query(server, "e", 5.0)
+
     def test_one_that_answers_drop_by_drop(self) -> None:
         def drip(client: socket.socket) -> None:
             for byte in b"HTTP/1.0 200 OK\r\n" * 10:
@@ -416,6 +428,28 @@ class TestBootstrap:
             registration.tell(Whereabouts("e_dp1", "h", 1, "j").entry({}))
             told = lambda: query(f"127.0.0.1:{port}", "e_dp1", 5.0).incarnation  # noqa: E731
             assert reaches(told, "j")
+        finally:
+            registration.close()
+            bootstrap.close()
+
+    def test_a_rank_registers_after_any_error(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(registration_module, "AGAIN_SECONDS", 0.01)
+        errors: list[Exception] = [MemoryError("none left"), KeyError("x"), HandoverError("no")]
+
+        def fails_first(*told: Any) -> None:
+            if errors:
+                raise errors.pop()
+            register(*told)
+
+        monkeypatch.setattr(registration_module, "register", fails_first)
+        bootstrap = Bootstrap(None, 0, "s")
+        registration = Registration(f"127.0.0.1:{bootstrap.port}", 1, "s", 5.0)
+        try:
+            registration.tell(Whereabouts("e_dp1", "h", 1, "i").entry({}))
+            assert reaches(lambda: bool(bootstrap._entries), True)
+            assert [record.getMessage()[-2:] for record in caplog.records] == ["no"]  # said once
         finally:
             registration.close()
             bootstrap.close()

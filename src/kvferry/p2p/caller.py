@@ -6,7 +6,8 @@ connection, a line, is made by the first call to an address and kept. Only what 
 answers a call: a reply to another line's call is dropped and counted.
 
 An address whose host is a name waits for its line until the name is resolved, on a thread of
-`wire.names`; calls to others go on. Where a name has several addresses, they are tried in order.
+`wire.names`; calls to others go on. Where a name has several addresses, they are tried in order,
+each for a part of the time (`lines`).
 """
 
 from __future__ import annotations
@@ -22,16 +23,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.errors import (
-    AuthenticationError,
     DeadlineExceeded,
     HandoverError,
     KvferryError,
     PeerLost,
     ProtocolError,
 )
+from kvferry.p2p.lines import Line
 from kvferry.wire.messages import ReplyBody, Request, RequestBody, decode_reply, encode
 from kvferry.wire.names import at_port, literal
 from kvferry.wire.sockets import Sockets
@@ -40,17 +40,6 @@ log = logging.getLogger("kvferry")
 
 IDLE_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
-HEARTBEAT_MS = (
-    10_000  # silent for three of these: its host is lost (a dead process is noticed at once)
-)
-MONITORED = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
-)
 
 
 @dataclass(slots=True)
@@ -59,18 +48,6 @@ class _Call:
     address: str
     deadline: float
     what: str
-
-
-@dataclass(slots=True)
-class _Line:
-    """A connection to one address."""
-
-    address: str  # as it was called, by a name or not
-    socket: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
-    others: list[str]  # that its name also stands for, to try if nobody listens
-    unsaid: dict[int, bytes] = field(default_factory=dict)  # sent before there was anyone
-    greeted: bool = False  # whether its handshake ever succeeded
 
 
 @dataclass(slots=True)
@@ -99,7 +76,7 @@ class Caller:
         self._waker = sockets.context.socket(zmq.PUSH)
         self._waker.connect(address)
         self.counters: Counter[str] = Counter()
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[str, Line] = {}
         self._unresolved: dict[str, _Unresolved] = {}
         self._calls: dict[int, _Call] = {}
         self._ids = itertools.count(1)
@@ -154,14 +131,13 @@ class Caller:
                     if line.monitor in ready:
                         self._guarded(lambda a=address, x=line: self._watch(a, x, poller))
                 self._expire(poller)
+                self._guarded(lambda: self._move_on(poller))
         except zmq.ContextTerminated:
             pass
         finally:
             self._end_calls(None, PeerLost("kvferry is shutting down"))
             for line in self._lines.values():
-                line.socket.disable_monitor()
-                line.socket.close(linger=0)
-                line.monitor.close(linger=0)
+                line.close()
             self._woken.close(linger=0)
 
     def _guarded(self, action: object) -> None:
@@ -173,8 +149,10 @@ class Caller:
             log.exception("kvferry's caller goes on after an error")
 
     def _patience_ms(self) -> int:
-        due = min((call.deadline for call in self._calls.values()), default=None)
-        seconds = IDLE_SECONDS if due is None else min(IDLE_SECONDS, due - time.monotonic())
+        now = time.monotonic()
+        due = min((call.deadline for call in self._calls.values()), default=now + IDLE_SECONDS)
+        moves_on = min((line.connect_by for line in self._lines.values()), default=due)
+        seconds = min(IDLE_SECONDS, due - now, moves_on - now)
         return max(0, int(seconds * 1000) + 1)
 
     def _send_all(self, poller: zmq.Poller) -> None:
@@ -198,9 +176,7 @@ class Caller:
                 self._resolve(host, call).frames[number] = frame
                 return
             line = self._connect(call.address, [at_port(address, port)], poller)
-        line.socket.send(frame, zmq.NOBLOCK)
-        if line.others and not line.greeted:
-            line.unsaid[number] = frame
+        line.send(number, frame, call.deadline)
 
     def _resolve(self, host: str, call: _Call) -> _Unresolved:
         """Have a host's name looked up, or let one more call wait for that."""
@@ -253,26 +229,13 @@ class Caller:
             log.error("a %s could not be sent", call.what, exc_info=error)
             call.future.set_exception(HandoverError(f"internal error: {error!r}"))
 
-    def _connect(self, address: str, found: list[str], poller: zmq.Poller) -> _Line:
-        monitors: list[zmq.Socket[bytes]] = []
-
-        def prepare(socket: zmq.Socket[bytes]) -> None:
-            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-            monitors.append(socket.get_monitor_socket(MONITORED))
-
-        try:
-            socket = self._sockets.client(found[0], prepare)
-        except BaseException:
-            for monitor in monitors:
-                monitor.close(linger=0)
-            raise
-        line = self._lines[address] = _Line(address, socket, monitors[0], found[1:])
+    def _connect(self, address: str, found: list[str], poller: zmq.Poller) -> Line:
+        line = self._lines[address] = Line.open(self._sockets, address, found)
         poller.register(line.socket, zmq.POLLIN)
         poller.register(line.monitor, zmq.POLLIN)
         return line
 
-    def _receive(self, line: _Line) -> None:
+    def _receive(self, line: Line) -> None:
         while line.socket.poll(0):
             frame = b"".join(line.socket.recv_multipart())  # several frames are no reply of ours
             try:
@@ -295,38 +258,31 @@ class Caller:
                 del self._calls[reply.id]
                 call.future.set_result(reply.body)
 
-    def _watch(self, address: str, line: _Line, poller: zmq.Poller) -> None:
+    def _watch(self, address: str, line: Line, poller: zmq.Poller) -> None:
         """End the calls of a connection that broke; the next call makes a new one."""
-        while line.monitor.poll(0):
-            event = recv_monitor_message(line.monitor)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                line.greeted = True
-                line.unsaid.clear()
-                continue
-            if event == zmq.EVENT_CONNECT_RETRIED and not line.greeted and line.others:
-                self._hang_up(address, poller)
-                self._open(address, line.others, line.unsaid, poller)
-                return
-            if event == zmq.EVENT_CONNECT_RETRIED and not line.greeted:
-                error: Exception = PeerLost(f"nobody listens at {address}")
-            elif line.greeted:
-                error = PeerLost(f"the connection to {address} broke")
-            else:
-                error = AuthenticationError(
-                    f"{address} does not take our secret (or is no kvferry); configure the same "
-                    "secret on both engines"
-                )
+        error = line.hear()
+        if isinstance(error, PeerLost) and not line.greeted and line.others:
+            self._try_next(address, line, poller)
+        elif error is not None:
             self._hang_up(address, poller)
             self._end_calls(address, error)
-            return
+
+    def _move_on(self, poller: zmq.Poller) -> None:
+        """Leave addresses that were not reached in their time."""
+        now = time.monotonic()
+        for address, line in list(self._lines.items()):
+            if line.not_reached(now):
+                self._try_next(address, line, poller)
+
+    def _try_next(self, address: str, line: Line, poller: zmq.Poller) -> None:
+        self._hang_up(address, poller)
+        self._open(address, line.others, line.unsaid, poller)
 
     def _hang_up(self, address: str, poller: zmq.Poller) -> None:
         line = self._lines.pop(address)
         poller.unregister(line.socket)
         poller.unregister(line.monitor)
-        line.socket.disable_monitor()
-        line.socket.close(linger=0)
-        line.monitor.close(linger=0)
+        line.close()
 
     def _end_calls(self, address: str | None, error: BaseException) -> None:
         for number, call in list(self._calls.items()):

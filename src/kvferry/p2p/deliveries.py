@@ -23,8 +23,6 @@ from kvferry.p2p.push import Pushed, Pusher
 from kvferry.p2p.targets import Unreachable
 from kvferry.wire.messages import Delivered, Introduce, Offer, Reader, Reason, Refused
 
-MOST_PATIENCE_SECONDS = 600.0  # of claims and offers
-
 
 def refuse_closed(why: Why) -> Refused:
     return Refused("closed", f"the hold is closed ({why}); prefill again")
@@ -64,14 +62,20 @@ class Deliveries:
         return None
 
     def start(
-        self, offer: Offer, hold: Hold, done: Callable[[Pushed | KvferryError], None]
+        self,
+        offer: Offer,
+        hold: Hold,
+        patience_seconds: float,
+        done: Callable[[Pushed | KvferryError], None],
     ) -> Refused | None:
-        """Have the offered blocks written; `done` is called from another thread."""
-        patience = min(offer.patience_seconds, MOST_PATIENCE_SECONDS)
-        if not patience > 0:  # nor NaN
+        """Have the offered blocks written; `done` is called from another thread.
+
+        `patience_seconds` is what is left of the offer's: it may have been parked for most of them.
+        """
+        if not patience_seconds > 0:  # nor NaN
             return Refused("expired", "the offer has no time left")
         assert self.pusher is not None  # it was not refused
-        if not self.pusher.start(offer, hold.tables, patience, done):
+        if not self.pusher.start(offer, hold.tables, patience_seconds, done):
             return Refused("busy", "too many offers wait to be written")
         return None
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from kvferry.errors import KvferryError
 from kvferry.p2p.bell import Bell
 from kvferry.p2p.checksum import Summing, decode_runs, digest, named
-from kvferry.p2p.deliveries import MOST_PATIENCE_SECONDS, Deliveries, refuse_closed
+from kvferry.p2p.deliveries import Deliveries, refuse_closed
 from kvferry.p2p.directory import refuse_version
 from kvferry.p2p.holds import MOST_ENGINES, Closed, Hold, HoldTable
 from kvferry.p2p.push import Pushed, Pusher
@@ -57,6 +57,7 @@ from kvferry.wire.messages import (
 from kvferry.wire.sockets import Sockets
 
 DEFAULT_LEASE_SECONDS = 60.0
+MOST_PATIENCE_SECONDS = 600.0  # of claims and offers
 
 log = logging.getLogger("kvferry")
 
@@ -68,6 +69,7 @@ class _Sender:
     identity: bytes
     request_id: int
     claim: Claim | Offer
+    until: float  # by our clock; parked or under way
 
 
 class ProducerRank(Server):
@@ -190,7 +192,8 @@ class ProducerRank(Server):
             )
         match body:
             case Claim() | Offer():
-                return self._claim(_Sender(sender, request.id, body))
+                until = time.monotonic() + min(body.patience_seconds, MOST_PATIENCE_SECONDS)
+                return self._claim(_Sender(sender, request.id, body, until))
             case Introduce():
                 self._deliveries.introduce(body)
                 return Introduced()
@@ -234,11 +237,9 @@ class ProducerRank(Server):
         return Claimed(hold.tokens, hold.tables)
 
     def _park(self, sender: _Sender) -> ReplyBody | None:
-        patience = sender.claim.patience_seconds
-        if not patience > 0:  # nor NaN
+        if not sender.claim.patience_seconds > 0:  # nor NaN
             return Refused("expired", "the hold has not arrived, and the claim does not wait")
-        until = time.monotonic() + min(patience, MOST_PATIENCE_SECONDS)
-        if not self._table.park(sender.claim.hold_id, sender, until):
+        if not self._table.park(sender.claim.hold_id, sender, sender.until):
             return Refused("busy", "too many claims wait for holds that have not arrived")
         self.counters["parked"] += 1
         return None
@@ -251,7 +252,7 @@ class ProducerRank(Server):
         def done(outcome: Pushed | KvferryError) -> None:
             self.submit(lambda: self._pushed(sender, offer, outcome))
 
-        return self._deliveries.start(offer, hold, done)
+        return self._deliveries.start(offer, hold, sender.until - time.monotonic(), done)
 
     def _pushed(self, sender: _Sender, offer: Offer, outcome: Pushed | KvferryError) -> None:
         self.reply(sender.identity, sender.request_id, self._deliveries.ended(offer, outcome))

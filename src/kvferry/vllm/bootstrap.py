@@ -211,7 +211,13 @@ def _ask(
             answer = http.client.HTTPResponse(cast(Any, _Received(connection, deadline)))
             answer.begin()
             return answer.status, answer.read()
-    except (OSError, ValueError, http.client.HTTPException, TransferError) as error:
+    except (
+        OSError,
+        ValueError,
+        OverflowError,  # it announces more bytes than there are numbers for
+        http.client.HTTPException,
+        TransferError,
+    ) as error:
         raise HandoverError(f"the bootstrap at {host}:{port} does not answer: {error}") from None
 
 

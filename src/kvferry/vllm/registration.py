@@ -51,13 +51,14 @@ class Registration:
             server, dp_rank = self._to
             try:
                 register(server, dp_rank, self._entry, self._secret, self._seconds)
-            except KvferryError as error:
+            except Exception as error:  # whatever it is: nobody else would register this rank
                 if not failed:
                     log.warning(
                         "kvferry: requests by transfer id cannot reach data-parallel rank %d until "
                         "it has registered, which is tried again and again: %s",
                         dp_rank,
                         error,
+                        exc_info=None if isinstance(error, KvferryError) else error,
                     )
                 pause, failed = AGAIN_SECONDS, True
             else:
