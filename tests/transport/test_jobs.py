@@ -222,15 +222,15 @@ def test_a_nixl_peer_met_again_while_its_old_connection_ends() -> None:
             removed.set()
 
     carrier = NixlCarrier.__new__(NixlCarrier)
-    carrier._agent, carrier._handles, carrier._handles_lock = Agent(), {}, threading.Lock()
-    endpoint: Any = SimpleNamespace(address=b"")
+    carrier._agent, carrier._agents, carrier._agents_lock = Agent(), {}, threading.Lock()
+    endpoint: Any = SimpleNamespace(address=b"", device=-1)
     handle = carrier._attach(endpoint)
     again = threading.Thread(target=carrier._attach, args=(endpoint,))
     again.start()
     assert adding.wait(5)
     carrier._detach(handle)
     again.join(5)
-    assert carrier._handles == {"P": 1} and known
+    assert carrier._agents == {"P": 1} and known
 
 
 @pytest.mark.parametrize(
