@@ -29,8 +29,9 @@ from kvferry.transport.regions import Arrays
 from kvferry.units import show_bytes
 
 MAX_DESCRIPTORS = 1 << 17
-PAIR_DESCRIPTORS = {"mooncake": 1 << 10, "nixl": 1 << 14}  # tens of milliseconds
-PAIR_BYTES = 64 << 20
+# A turn takes some 50 ms of either library, of which a carrier's own 0.5 ms are a hundredth.
+PAIR_DESCRIPTORS = {"mooncake": 1 << 10, "nixl": 1 << 14}
+PAIR_BYTES = {"mooncake": 64 << 20, "nixl": BUFFER_BYTES}
 LEAST_PAIRS, MOST_PAIRS = 61, 101
 GB = 1e9
 
@@ -85,7 +86,7 @@ def _row(
 ) -> Iterator[PairedRow]:
     """Nothing, where the carrier would pack and does not."""
     src, dst = slots(size)
-    few = slice(0, max(1, min(PAIR_DESCRIPTORS[name], PAIR_BYTES // size)))
+    few = slice(0, max(1, min(PAIR_DESCRIPTORS[name], PAIR_BYTES[name] // size)))
     here, there = landing.ctypes.data, owner.address
     a, b = (there, here) if op == "read" else (here, there)
     length = np.full(len(src[few]), size, dtype=np.int64)
