@@ -227,6 +227,45 @@ def test_a_folder_further_up_is_exchanged(
     assert name(adapter, adapters) == NOBODYS
 
 
+def moved_away_and_back(path: Path) -> None:
+    time.sleep(0.02)  # file systems' clocks tick
+    path.rename(path.with_name("elsewhere"))
+    path.with_name("elsewhere").rename(path)
+
+
+@pytest.mark.parametrize("through", ["itself", "a link"])
+def test_a_folder_further_up_is_exchanged_and_put_back(tmp_path: Path, through: str) -> None:
+    """Meanwhile the engine may have loaded what stood in its place."""
+    path = folder(tmp_path / "up" / "team" / "a")
+    link = tmp_path / "links" / "current"
+    link.parent.mkdir()
+    link.symlink_to(path.parent)
+    adapters = Adapters(started_at=LATER)
+    adapter = Adapter(1, str(path if through == "itself" else link / "a"))
+    for beside in ("one", "two"):
+        time.sleep(0.02)
+        (tmp_path / "up" / beside).mkdir()
+        files = answered(adapter, adapters).files
+        assert files is not None and files.why_not() == "", "something was put beside it"
+    moved_away_and_back(tmp_path / "up")
+    assert files.why_not() == adapter_files.CHANGED
+    assert name(adapter, adapters) == NOBODYS
+
+
+def test_a_folder_further_up_was_moved_after_the_start(tmp_path: Path) -> None:
+    """And everything in it is older than the engine."""
+    path = folder(tmp_path / "up" / "team" / "a")
+    time.sleep(0.05)
+    started_at = time.time() + module.CLOCK_SECONDS
+    adapter = Adapter(1, str(path))
+    time.sleep(0.05)
+    (tmp_path / "beside").mkdir()
+    assert name(adapter, Adapters(started_at=started_at)) != NOBODYS
+    moved_away_and_back(tmp_path / "up")
+    assert name(adapter, Adapters(started_at=started_at)) == NOBODYS
+    assert name(adapter, Adapters(started_at=started_at, final=True)) != NOBODYS
+
+
 def test_files_of_somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another host, another working folder, or gone: nobody can say that they are the same."""
     folder(tmp_path / "a")

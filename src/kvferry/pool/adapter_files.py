@@ -1,8 +1,9 @@
 """The files behind a LoRA adapter's name: whoever saves under the name looks whether they changed.
 
 A *stamp* is what changes when files do, or others take their place: name, device, inode, size and
-times of the files, of their folder and of links to them. Of folders further up device and inode
-alone: their times change with whatever is put beside the adapter.
+times of the files, of their folder and of links to them. The times of folders further up change
+with whatever is put beside the adapter: those count where the folder itself was changed, and not
+what is in it, as by a move.
 
 An engine reads an adapter's files at some time between a request's arrival and the end of its
 computation, and tells nobody when. So a save carries the stamp that the name was given under, and
@@ -16,9 +17,10 @@ Nobody waits for a file system that hangs: the look is given up, and while it ha
 from __future__ import annotations
 
 import logging
+import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,12 +49,33 @@ class Seen(NamedTuple):
     name: str
     device: int
     inode: int
-    size_bytes: int = 0
-    written_ns: int = 0
-    changed_ns: int = 0
+    size_bytes: int
+    written_ns: int
+    changed_ns: int
 
 
-Stamp = tuple[Seen, ...]
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    files: tuple[Seen, ...]  # their folder and links among them
+    above: tuple[Seen, ...]  # folders further up
+
+    @property
+    def changed_at(self) -> float:
+        """The last change, by the clock of files."""
+        files = (max(seen.written_ns, seen.changed_ns) for seen in self.files)
+        moved = (s.changed_ns for s in self.above if s.changed_ns != s.written_ns)
+        return max((*files, *moved)) / 1e9
+
+    def holds(self, now: Stamp) -> bool:
+        """Whether nothing was exchanged since, nor exchanged and put back."""
+        return (
+            self.files == now.files
+            and [seen[:3] for seen in self.above] == [seen[:3] for seen in now.above]
+            and all(
+                a.changed_ns == b.changed_ns or a.written_ns != b.written_ns
+                for a, b in zip(self.above, now.above, strict=True)
+            )
+        )
 
 
 def stamp_of(path: str) -> Stamp:
@@ -66,21 +89,18 @@ def stamp_of(path: str) -> Stamp:
         )
     files = [folder / CONFIGURATION, *weights]
     links = [part for part in (*folder.parents, folder, *files) if part.is_symlink()]
-    above = [(str(part), part.stat()) for part in folder.parents]
-    found = [(str(part), part.lstat()) for part in links]
-    found += [(str(part), part.stat()) for part in (folder, *files)]
-    return (
-        *(Seen(name, s.st_dev, s.st_ino) for name, s in above),
-        *(
-            Seen(name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
-            for name, s in found
-        ),
+    found = [(part, part.lstat()) for part in links]
+    found += [(part, part.stat()) for part in (folder, *files)]
+    real = {part.resolve() for part in (folder, *files)}
+    above = {*folder.parents, *(up for part in real for up in part.parents)} - {folder}
+    return Stamp(_seen(found), _seen((part, part.stat()) for part in sorted(above)))
+
+
+def _seen(parts: Iterable[tuple[Path, os.stat_result]]) -> tuple[Seen, ...]:
+    return tuple(
+        Seen(str(part), s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+        for part, s in parts
     )
-
-
-def changed_at(stamp: Stamp) -> float:
-    """The last change, by the clock of files."""
-    return max(max(seen.written_ns, seen.changed_ns) for seen in stamp) / 1e9
 
 
 def this_host() -> str:
@@ -97,19 +117,15 @@ class AdapterFiles:
     """What a name was given for, as a save order carries it to workers."""
 
     path: str  # as the engine was told
-    digest: str  # of the stamp
+    stamp: Stamp
     host: str  # of the scheduler; empty: not all workers are there, or nobody knows
-
-    @classmethod
-    def of(cls, path: str, stamp: Stamp) -> AdapterFiles:
-        return cls(path, _digest(stamp), this_host())
 
     def why_not(self) -> str:
         """Why what was computed until now may be of other files; empty: it is of these."""
         if not self.host or self.host != this_host():
             return ELSEWHERE
         try:
-            return "" if _digest(stamp_of(self.path)) == self.digest else CHANGED
+            return "" if self.stamp.holds(stamp_of(self.path)) else CHANGED
         except Exception as error:  # whatever files come up with
             return f"{CHANGED} ({error})"
 
@@ -141,7 +157,3 @@ class AdapterCheck:
 
     def close(self) -> None:
         self._looks.close()
-
-
-def _digest(stamp: Stamp) -> str:
-    return blake2b(repr([tuple(seen) for seen in stamp]).encode(), digest_size=16).hexdigest()

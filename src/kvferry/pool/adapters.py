@@ -22,13 +22,13 @@ import logging
 import queue
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from kvferry.errors import DescriptionError
-from kvferry.pool.adapter_files import CONFIGURATION, AdapterFiles, Stamp, changed_at, stamp_of
+from kvferry.pool.adapter_files import CONFIGURATION, AdapterFiles, Stamp, stamp_of, this_host
 from kvferry.pool.weights import weight_revision
 
 log = logging.getLogger("kvferry")
@@ -90,7 +90,8 @@ class Named:
 class _Known:
     adapter: Adapter
     stamp: Stamp
-    named: Named
+    name: str
+    final: bool
 
 
 class Adapters:
@@ -145,18 +146,20 @@ class Adapters:
         known = self._known.get(adapter.number)
         if known is None:
             known = self._known[adapter.number] = self._read(adapter, stamp)
-        if (known.adapter, known.stamp) != (adapter, stamp):
+        if known.adapter != adapter or not known.stamp.holds(stamp):
             raise DescriptionError(
                 f"its number, {adapter.number}, was first used for {known.adapter.path}, and with "
                 "other files: nobody knows which of them the engine has loaded; load changed "
                 "weights under a new name"
             )
-        return known.named
+        known = self._known[adapter.number] = replace(known, stamp=stamp)  # the latest sight of it
+        files = None if known.final else AdapterFiles(adapter.path, stamp, this_host())
+        return Named(known.name, files)
 
     def _read(self, adapter: Adapter, stamp: Stamp) -> _Known:
         path = Path(adapter.path).expanduser()
         revision = weight_revision(str(path))
-        late = changed_at(stamp) > self._started_at - CLOCK_SECONDS
+        late = stamp.changed_at > self._started_at - CLOCK_SECONDS
         final = self._final or revision.startswith("hub ")
         if late and not final:
             raise DescriptionError(
@@ -167,10 +170,9 @@ class Adapters:
         digest = blake2b((path / CONFIGURATION).read_bytes(), digest_size=16)
         for told in (revision, self._settings, adapter.options):
             digest.update(f"\n{len(told)} {told}".encode())
-        if stamp_of(adapter.path) != stamp:
+        if not stamp.holds(stamp_of(adapter.path)):
             raise DescriptionError("its files change while they are read")
-        files = None if final else AdapterFiles.of(adapter.path, stamp)
-        return _Known(adapter, stamp, Named(digest.hexdigest(), files))
+        return _Known(adapter, stamp, digest.hexdigest(), final)
 
     def _tell(self, adapter: Adapter, why: str) -> None:
         if (adapter.number, why) not in self._told:
