@@ -247,6 +247,37 @@ def test_nixl_makes_batches_by_index(direction: str) -> None:
         there.close()
 
 
+def test_nixl_forgets_a_peer_and_meets_it_again() -> None:
+    """Its lists are void then, and an older connection's batches go as descriptors."""
+    kind_of("nixl")
+    here, there = (suite.make_carrier("nixl", packing="direct") for _ in range(2))
+    here.least_prepared = 64  # type: ignore[attr-defined]
+    mine, theirs = (np.zeros(128 * 1024, dtype=np.uint8) for _ in range(2))
+    try:
+        for carrier, memory in ((here, mine), (there, theirs)):
+            carrier.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
+        at = np.random.default_rng(1).permutation(128) * 1024
+        to = at[::-1]  # so that no neighbours can be joined
+        every = copies(theirs.ctypes.data + at, mine.ctypes.data + to, np.full(128, 1024))
+
+        def read(link: Any, value: int) -> int:
+            theirs[:] = value
+            here.read(link, every).wait(soon())
+            assert (mine == value).all()
+            return int(here.counters["prepared_batches"])
+
+        older = here.connect(there.endpoint(), soon())
+        assert read(older, 1) == 1
+        here._agent.remove_remote_agent(older.handle.name)  # type: ignore[attr-defined]
+        newer = here.connect(there.endpoint(), soon())
+        assert read(newer, 2) == 2
+        assert read(older, 3) == 2  # by descriptors, once
+        assert read(older, 4) == 3
+    finally:
+        here.close()
+        there.close()
+
+
 @pytest.mark.parametrize("name", list(LIBRARIES))
 def test_short_runs_are_packed_by_themselves(name: str) -> None:
     """As users have it: token-major, different tp, the cost model chooses; every byte compared."""

@@ -216,11 +216,17 @@ class NixlCarrier(ForeignCarrier):
         if isinstance(batch, Numbered):
             here, there = batch.here, batch.there
             with self._lists_lock:
-                if self._lists.has(here):
-                    self._prepared_batches += 1
-                    return self._agent.make_prepped_xfer(
-                        op, here.handle, batch.mine, there.handle, batch.theirs
-                    )
+                if self._lists.has(here) and peer.handle.lists.has(there):
+                    try:
+                        request = self._agent.make_prepped_xfer(
+                            op, here.handle, batch.mine, there.handle, batch.theirs
+                        )
+                    except Exception as error:  # as after NIXL lost the peer, and met it again
+                        log.debug("NIXL makes no batch by index: %s", text_of(error))
+                        peer.handle.lists.clear()
+                    else:
+                        self._prepared_batches += 1
+                        return request
         local, remote = (batch.dst, batch.src) if reading else (batch.src, batch.dst)
         mine = self._descriptors(local, batch.length, *self._place(int(local[0])))
         theirs = self._descriptors(remote, batch.length, *place(peer.endpoint.device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -137,9 +138,14 @@ class PoolWorker:
             return None
         import torch
 
-        event = torch.Event()
+        event, one = torch.Event(), threading.Lock()
         event.record()
-        return event.synchronize  # type: ignore[no-any-return]
+
+        def reached() -> None:
+            with one:  # CUDA waits by spinning: one thread does, and the others sleep
+                event.synchronize()
+
+        return reached
 
     def results(self) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
