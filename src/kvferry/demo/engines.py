@@ -42,13 +42,19 @@ ENVIRONMENT = {
 }
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A port that nobody listens at, and that the system gives to nobody who asks for any port."""
+    """A port that nobody listens at, and that the system gives to nobody who asks for any port; nor
+    did this process get it before: whom it was for may not listen yet."""
     while True:
         port = random.SystemRandom().randrange(*PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 @dataclass(slots=True)
