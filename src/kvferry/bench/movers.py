@@ -227,9 +227,5 @@ def installed() -> dict[str, str]:
 def quiet_libraries() -> Iterator[None]:
     """The libraries log every connection unless told otherwise before they are loaded."""
     ours = {name: value for name, value in QUIET.items() if name not in os.environ}
-    os.environ.update(ours)
-    try:
+    with nixl_agent.environment(ours):
         yield
-    finally:
-        for name in ours:
-            del os.environ[name]

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,13 @@ def ucx_settings(loopback: bool) -> Iterator[None]:
             ours["UCX_NET_DEVICES"] = "lo"
         if "UCX_MODULES" not in os.environ and (loopback or not has_rdma()):
             ours["UCX_MODULES"] = "^ib"
+    with environment(ours):
+        yield
+
+
+@contextlib.contextmanager
+def environment(ours: Mapping[str, str]) -> Iterator[None]:
+    """With variables that the environment does not have."""
     os.environ.update(ours)
     try:
         yield
