@@ -60,7 +60,7 @@ def _modes(both: Bench, carrier: str, seconds: float) -> dict[Mode, Cost]:
     points: dict[Mode, list[Point]] = {mode: [] for mode in modes}
     for copies in batches:
         times = both.rounds(carrier, copies, modes, seconds, LEAST_ROUNDS)
-        for mode, of_mode in zip(modes, times.T, strict=True):
+        for mode, of_mode in zip(modes, times[:, :, 0].T, strict=True):
             point = (len(copies), int(copies.length.sum()), float(np.median(of_mode)))
             points[mode].append(point)
     direct = fit(points["direct"])

@@ -1,5 +1,8 @@
 """The two processes of `kvferry bench packed` and of calibration, and the batches they move.
 
+Every carrier is there once, and is told before each batch how to move it: two engines of one
+library in the same two processes differ, by luck, by up to a factor of two.
+
 A batch is what a token-major cache leaves between engines of different tp: blocks of 16 tokens from
 random places, of each token one run, as long as the gap to the next, on both sides.
 """
@@ -11,10 +14,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +37,7 @@ BATCH_BYTES = 16 << 20
 MOST_RUNS = {"local": 1 << 16, "tcp": 1 << 16, "mooncake": 1 << 12, "nixl": 1 << 14}
 BLOCK_TOKENS = 16
 WAIT_SECONDS = 60.0
-CPU_SECONDS = 0.3  # spent on each measurement of it: thirty of the kernel's ticks
-LEAST_CPU_ROUNDS = 3
+CPU_CLOCK = 2  # Linux: with a process's number, the clock of what its threads have spent
 
 
 def present(carriers: Sequence[str] = CARRIERS) -> list[str]:
@@ -48,50 +50,78 @@ def runs_of(carrier: str, size: int) -> int:
     return min(BATCH_BYTES // size, MOST_RUNS[carrier])
 
 
+class Packs(Carrier, Protocol):
+    packing: Packing
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The other process, as this one sees it."""
+
+    process: subprocess.Popen[str]
+
+    def hear(self) -> list[str]:
+        assert self.process.stdout
+        try:
+            found: list[str] = json.loads(self.process.stdout.readline())
+        except ValueError:
+            raise TransferError("the process that owns the memory has ended") from None
+        return found
+
+    def set(self, carrier: str, packing: Packing) -> None:
+        """How it serves, for carriers of which both ends choose."""
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps([carrier, packing]) + "\n")
+        self.process.stdin.flush()
+        self.hear()
+
+    def cpu_seconds(self) -> float:
+        return time.clock_gettime((~self.process.pid << 3) | CPU_CLOCK)
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
-    owner: int  # process
+    owner: Owner
     source: int  # address there
     landing: NDArray[np.uint8]
-    reads: dict[tuple[str, Packing], Callable[[Arrays], None]]
+    peers: dict[str, tuple[Packs, Any]]  # of each carrier
 
     def token_major(self, size: int, runs: int) -> Arrays:
-        rng = np.random.default_rng(size)
-        src, dst = (_tokens(rng, size, runs) for _ in range(2))
-        return Arrays(
-            src + self.source, dst + self.landing.ctypes.data, np.full(runs, size, dtype=np.int64)
-        )
+        return token_major(self.source, self.landing.ctypes.data, size, runs)
 
     def rounds(
         self, carrier: str, copies: Arrays, modes: Sequence[Packing], seconds: float, least: int
     ) -> NDArray[np.float64]:
-        """Seconds of each mode in each round; who is first changes from round to round."""
+        """By round and mode: seconds, and those that both processes' threads spent on it. In what
+        order the modes come, is drawn for each round."""
         for mode in modes:
-            self.reads[carrier, mode](copies)  # pages, connections, threads
-        found: list[list[float]] = []
+            self._measure(carrier, copies, mode)  # pages, connections, threads
+        found: list[list[tuple[float, float]]] = []
+        rng = np.random.default_rng(len(copies))
         until = time.monotonic() + seconds
         while len(found) < least or time.monotonic() < until:
-            times = [0.0] * len(modes)
-            for turn in range(len(modes)):
-                number = (turn + len(found)) % len(modes)
-                begin = time.perf_counter()
-                self.reads[carrier, modes[number]](copies)
-                times[number] = time.perf_counter() - begin
+            times = [(0.0, 0.0)] * len(modes)
+            for number in rng.permutation(len(modes)).tolist():
+                times[number] = self._measure(carrier, copies, modes[number])
             found.append(times)
         return np.array(found)
 
-    def cpu_seconds(self, carrier: str, copies: Arrays, mode: Packing) -> float:
-        """What both processes spend on one batch."""
-        begin, rounds = self._cpu(), 0
-        while rounds < LEAST_CPU_ROUNDS or self._cpu() - begin < CPU_SECONDS:
-            rounds += 1
-            self.reads[carrier, mode](copies)
-        return (self._cpu() - begin) / rounds
+    def _measure(self, carrier: str, copies: Arrays, mode: Packing) -> tuple[float, float]:
+        ours, peer = self.peers[carrier]
+        ours.packing = mode
+        self.owner.set(carrier, mode)
+        spent, begin = self._cpu(), time.perf_counter()
+        ours.read(peer, copies).wait(time.monotonic() + WAIT_SECONDS)
+        return time.perf_counter() - begin, self._cpu() - spent
 
     def _cpu(self) -> float:
-        fields = Path(f"/proc/{self.owner}/stat").read_text().rpartition(")")[2].split()
-        ticks = int(fields[11]) + int(fields[12])  # user and system
-        return ticks / os.sysconf("SC_CLK_TCK") + time.process_time()
+        return self.owner.cpu_seconds() + time.process_time()
+
+
+def token_major(source: int, landing: int, size: int, runs: int) -> Arrays:
+    rng = np.random.default_rng(size)
+    src, dst = (_tokens(rng, size, runs) for _ in range(2))
+    return Arrays(src + source, dst + landing, np.full(runs, size, dtype=np.int64))
 
 
 def _tokens(rng: np.random.Generator, size: int, runs: int) -> Ints:
@@ -107,7 +137,7 @@ def _tokens(rng: np.random.Generator, size: int, runs: int) -> Ints:
 
 @contextmanager
 def bench(names: Sequence[str], costs: Costs | None = None) -> Iterator[Bench]:
-    """Every carrier in every mode, connected to another process; `costs`: not this machine's."""
+    """Every carrier, connected to another process; `costs`: not this machine's."""
     landing = np.full(BUFFER_BYTES, 1, dtype=np.uint8)
     code = f"from kvferry.bench.packed_pair import own; own({list(names)}, {costs is not None})"
     with (
@@ -117,48 +147,36 @@ def bench(names: Sequence[str], costs: Costs | None = None) -> Iterator[Bench]:
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process,
     ):
-        assert process.stdout
         try:
-            said = _answer(process.stdout.readline())
-            reads: dict[tuple[str, Packing], Callable[[Arrays], None]] = {}
-            for (name, packing), endpoint in zip(_all(names), said[1:], strict=True):
-                carrier = make_carrier(name, host="127.0.0.1", packing=packing, costs=costs)
+            owner = Owner(process)
+            source, *endpoints = owner.hear()
+            peers: dict[str, tuple[Packs, Any]] = {}
+            for name, endpoint in zip(names, endpoints, strict=True):
+                carrier = _carrier(name, costs, landing)
                 stack.callback(carrier.close)
-                carrier.register([MemoryRegion(landing.ctypes.data, landing.nbytes)])
-                reads[name, packing] = _reader(carrier, bytes.fromhex(endpoint))
-            yield Bench(process.pid, int(said[0]), landing, reads)
+                until = time.monotonic() + WAIT_SECONDS
+                peers[name] = carrier, carrier.connect(bytes.fromhex(endpoint), until)
+            yield Bench(owner, int(source), landing, peers)
         finally:
             process.kill()
 
 
-def _answer(line: str) -> list[str]:
-    try:
-        found: list[str] = json.loads(line)
-    except ValueError:
-        raise TransferError("the process that owns the memory did not start") from None
-    return found
-
-
-def _reader(carrier: Carrier, endpoint: bytes) -> Callable[[Arrays], None]:
-    peer = carrier.connect(endpoint, time.monotonic() + WAIT_SECONDS)
-    return lambda copies: carrier.read(peer, copies).wait(time.monotonic() + WAIT_SECONDS)
-
-
-def _all(names: Sequence[str]) -> list[tuple[str, Packing]]:
-    return [(name, packing) for name in names for packing in PACKINGS]
+def _carrier(name: str, costs: Costs | None, memory: NDArray[np.uint8]) -> Packs:
+    """Made to pack: one that is only told later has memory to stage in, too."""
+    made = cast(Packs, make_carrier(name, host="127.0.0.1", packing="packed", costs=costs))
+    made.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
+    return made
 
 
 def own(names: Sequence[str], shipped: bool) -> None:
     """The other process's program."""
     memory = np.full(BUFFER_BYTES, 3, dtype=np.uint8)
     costs = shipped_costs() if shipped else None
-    carriers = [
-        make_carrier(name, host="127.0.0.1", packing=packing, costs=costs)
-        for name, packing in _all(names)
-    ]
-    for carrier in carriers:
-        carrier.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
-    answer = [str(memory.ctypes.data), *(c.endpoint().hex() for c in carriers)]
+    carriers = {name: _carrier(name, costs, memory) for name in names}
+    answer = [str(memory.ctypes.data), *(c.endpoint().hex() for c in carriers.values())]
     print(json.dumps(answer), flush=True)
-    sys.stdin.read()
+    for line in sys.stdin:
+        name, packing = json.loads(line)
+        carriers[name].packing = packing
+        print(json.dumps([name]), flush=True)
     os._exit(0)  # whatever the libraries' threads do

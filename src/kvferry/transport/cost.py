@@ -69,9 +69,9 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return min((c.seconds(descriptors, count_bytes) for c in modes), default=float("inf"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
-    """Which mode one carrier uses for a batch."""
+    """Which mode one carrier uses for a batch. `packing` may be set anew between transfers."""
 
     carrier: str
     packing: Packing = "auto"

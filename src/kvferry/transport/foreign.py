@@ -135,6 +135,16 @@ class ForeignCarrier(ABC):
     # The protocol
 
     @property
+    def packing(self) -> Packing:
+        """How short runs move; may be set anew between transfers. One that was made to be direct
+        has no memory to stage in, and stays so."""
+        return self._packer.choice.packing
+
+    @packing.setter
+    def packing(self, packing: Packing) -> None:
+        self._packer.choice.packing = packing
+
+    @property
     def counters(self) -> Mapping[str, int]:
         """What was carried. `packed`: transfers of which a part was; `desk_...`: what the desk did
         for others. `abandoned`: transfers that were given up and whose end was not seen in time;

@@ -44,12 +44,12 @@ class Packer:
     """Moves transfers of one carrier, or parts of them."""
 
     def __init__(self, slots: Slots, choice: Choice, mover: Mover) -> None:
-        self._slots, self._choice, self._mover = slots, choice, mover
+        self._slots, self.choice, self._mover = slots, choice, mover
         self.memory: Memory | None = None  # set with the regions, by who owns them
 
     def split(self, peer: ForeignPeer, copies: Arrays) -> tuple[list[Arrays], list[Arrays]]:
         """What is cheaper to move directly, and what packed, window by window."""
-        if not peer.packs or self._choice.packing == "direct":
+        if not peer.packs or self.choice.packing == "direct":
             return [copies], []
         direct: list[Arrays] = []
         packed: list[Arrays] = []
@@ -57,7 +57,7 @@ class Packer:
             some = window.without_empty()
             if len(some):
                 apart = len(some) - int(np.count_nonzero(follow(some)))
-                mode = self._choice.mode(apart, int(some.length.sum()))
+                mode = self.choice.mode(apart, int(some.length.sum()))
                 (packed if mode == "packed" else direct).append(some)
         return direct, packed
 

@@ -154,6 +154,15 @@ class LocalCarrier:
         self._closed = False
 
     @property
+    def packing(self) -> Packing:
+        """How short runs move; may be set anew between transfers."""
+        return self._mover.choice.packing
+
+    @packing.setter
+    def packing(self, packing: Packing) -> None:
+        self._mover.choice.packing = self._tcp.packing = packing
+
+    @property
     def counters(self) -> Mapping[str, int]:
         """What peers that fell back to tcp were served."""
         return self._tcp.counters

@@ -28,44 +28,55 @@ class LocalMover:
     """Moves slices between this process's memory and another one's, on any thread."""
 
     def __init__(self, choice: Choice) -> None:
-        self._choice = choice
+        self.choice = choice
         self._staging = threading.local()
         self.memory = HostMemory([])  # set by who owns the regions
 
     def move(self, pid: int, regions: RegionTable, part: Arrays, *, reading: bool) -> None:
         """One slice, direct or packed."""
-        if self._choice.packing != "direct" and int(part.length.max()) <= PACKED_RUN_BYTES:
+        if self.choice.packing != "direct" and int(part.length.max()) <= PACKED_RUN_BYTES:
             if reading:
                 gap = self._most_gap()
-                if self._choice.packing == "packed" or self._covers_pay(regions, part, gap):
+                if self.choice.packing == "packed" or self._covers_pay(regions, part, gap):
                     self._read_covers(pid, regions, part, gap)
                     return
-            elif self._choice.packing == "packed" or self._gather_pays(part):
+            elif self.choice.packing == "packed" or self._gather_pays(part):
                 self._write_gathered(pid, part)
                 return
         (vm.read if reading else vm.write)(pid, part.src, part.dst, part.length)
 
     def _most_gap(self) -> int:
-        direct = self._choice.cost("direct")
+        direct = self.choice.cost("direct")
         return most_gap(direct) if direct is not None else 0
 
     def _covers_pay(self, regions: RegionTable, part: Arrays, gap_bytes: int) -> bool:
-        direct, packed = self._choice.cost("direct"), self._choice.cost("packed")
+        direct, packed = self.choice.cost("direct"), self.choice.cost("packed")
         if direct is None or packed is None:
             return False
-        runs = (_count_apart(part.src, part) + _count_apart(part.dst, part)) / 2
         count = int(part.length.sum())
-        as_they_are = runs * direct.descriptor_seconds + count * direct.byte_seconds
+        packs = packed.seconds(len(part), count)
+        bare = count * direct.byte_seconds
+        if not pays(bare + packs, len(part) * direct.descriptor_seconds + bare):
+            return False  # wherever the runs lie, which takes longer to see
+        runs = (_count_apart(part.src, part) + _count_apart(part.dst, part)) / 2
+        as_they_are = runs * direct.descriptor_seconds + bare
         covers = covers_seconds(direct, regions, part, gap_bytes)
-        return pays(covers + packed.seconds(len(part), count), as_they_are)
+        return pays(covers + packs, as_they_are)
 
     def _gather_pays(self, part: Arrays) -> bool:
-        direct, packed = self._choice.cost("direct"), self._choice.cost("packed")
+        direct, packed = self.choice.cost("direct"), self.choice.cost("packed")
         if direct is None or packed is None:
             return False
+        count = int(part.length.sum())
+
+        def wins(runs: int) -> bool:
+            gain = (runs - 1) / 2 * direct.descriptor_seconds  # what lies apart there stays so
+            return pays(packed.seconds(runs, count), gain)
+
+        if not wins(len(part)):  # nor do fewer: both grow by the run, and one wins nothing
+            return False
         here, there = _count_apart(part.src, part), _count_apart(part.dst, part)
-        gain = (here - 1) / 2 * direct.descriptor_seconds  # what lies apart there stays so
-        return there < here and pays(packed.seconds(here, int(part.length.sum())), gain)
+        return there < here and wins(here)
 
     def _read_covers(self, pid: int, regions: RegionTable, part: Arrays, gap_bytes: int) -> None:
         buffer = self._buffer()

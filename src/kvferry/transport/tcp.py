@@ -109,6 +109,15 @@ class TcpCarrier:
         self._closed = False
 
     @property
+    def packing(self) -> Packing:
+        """How this end moves short runs; may be set anew between transfers."""
+        return self._own.choice.packing
+
+    @packing.setter
+    def packing(self, packing: Packing) -> None:
+        self._own.choice.packing = packing
+
+    @property
     def counters(self) -> Mapping[str, int]:
         """What the server has served and refused, by kind."""
         return self._server.counters
