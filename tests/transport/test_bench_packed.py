@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvferry.bench import calibrate, packed
+from kvferry.bench import calibrate, packed, packed_pair
 from kvferry.bench.packed_pair import BATCH_BYTES, BLOCK_TOKENS, token_major
 from kvferry.transport.cost import ENVIRONMENT, load_costs, shipped_costs
+from kvferry.transport.local_move import LocalMover
+from kvferry.transport.tcp_payload import Payload
 
 NAMES = ("local", "tcp")
 
@@ -27,6 +30,28 @@ def test_all_modes_are_measured_in_one_run() -> None:
     table = list(packed.lines(result))
     assert len(table) == 2 + 4 + 2 + 2
     assert set(result.crossover_bytes) == set(NAMES)
+
+
+def test_each_mode_is_what_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process; the other one is told in words, and answers."""
+    packed_by: list[str] = []
+    for name, kind, method in (("local", LocalMover, "_read_covers"), ("tcp", Payload, "_staging")):
+        original = getattr(kind, method)
+
+        def spied(*given: Any, name: str = name, original: Any = original) -> Any:
+            packed_by.append(name)
+            return original(*given)
+
+        monkeypatch.setattr(kind, method, spied)
+    with packed_pair.bench(NAMES) as both:
+        for name in NAMES:
+            for mode, packs in (("direct", False), ("packed", True), ("direct", False)):
+                copies = both.token_major(64, 64)
+                both.landing[:] = 1
+                packed_by.clear()
+                both.rounds(name, copies, (mode,), 0.0, 1)  # type: ignore[arg-type]
+                assert (name in packed_by) == packs
+                assert int((both.landing == 3).sum()) == 64 * 64
 
 
 @pytest.mark.parametrize(

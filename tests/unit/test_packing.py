@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,18 @@ from kvferry.errors import DescriptionError, OutOfBounds, TransferError
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.cost import (
     ENVIRONMENT,
+    MARGIN,
     Choice,
     Cost,
     Costs,
+    Mode,
     load_costs,
     read_costs,
     shipped_costs,
 )
 from kvferry.transport.cover import pieces
 from kvferry.transport.host import HostMemory
+from kvferry.transport.local_move import MOST_GAP_BYTES, LocalMover
 from kvferry.transport.regions import Arrays, RegionTable
 
 KINDS = ("equal", "few lengths", "many lengths", "long")
@@ -137,6 +141,40 @@ def test_the_cheaper_mode_is_chosen_unless_one_is_forced() -> None:
     assert Choice("pigeon", costs=table).mode(1 << 20, 1 << 20) == "direct"  # nothing is known
     with pytest.raises(DescriptionError, match="auto, direct, packed"):
         Choice("tcp", "tight")  # type: ignore[arg-type]
+
+
+def apart(address: np.ndarray, length: np.ndarray) -> int:
+    pairs = zip(address.tolist(), length.tolist(), strict=True)
+    ends = [a + n for a, n in pairs]
+    return 1 + sum(a != end for a, end in zip(address[1:].tolist(), ends[:-1], strict=True))
+
+
+def test_what_cannot_pay_is_seen_without_looking_at_the_runs() -> None:
+    """The quick look of `local` decides nothing else than the long one, recomputed here."""
+    rng = np.random.default_rng(0)
+    regions = RegionTable.of([MemoryRegion(0, 1 << 30)])
+    seen = set()
+    for _ in range(40):
+        per_run, per_byte = rng.uniform(0, 1, 2) * (1e-6, 1e-9)
+        packed = Cost(0, *rng.uniform(0, 1, 2) * (1e-7, 1e-9))
+        both: dict[Mode, Cost] = {"direct": Cost(0, per_run, per_byte), "packed": packed}
+        mover = LocalMover(Choice("local", costs=Costs("test", "", "", {"local": both})))
+        gap = min(int(per_run / per_byte), MOST_GAP_BYTES)
+        for size, here, there in itertools.product((16, 256, 4096), (1, 2, 9), (1, 2, 9)):
+            at = np.arange(200, dtype=np.int64) * size
+            length = np.full(200, size, dtype=np.int64)
+            runs = Arrays(at * there, at * here, length)
+            mine, theirs = apart(runs.dst, length), apart(runs.src, length)
+            count, near = 200 * size, (there - 1) * size <= gap
+            read = count + (199 * (there - 1) * size if near else 0)
+            staged = (1 if near else 100.5) * per_run + read * per_byte + packed.seconds(200, count)
+            pays = staged < MARGIN * ((mine + theirs) / 2 * per_run + count * per_byte)
+            assert mover._covers_pay(regions, runs, gap) == pays
+            gain = (theirs - 1) / 2 * per_run
+            gathers = mine < theirs and packed.seconds(theirs, count) < MARGIN * gain
+            assert mover._gather_pays(runs) == gathers
+            seen |= {("read", pays), ("write", gathers)}
+    assert len(seen) == 4
 
 
 def test_costs_are_found_and_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,6 +301,10 @@ def test_short_runs_are_packed_by_themselves(name: str) -> None:
                     assert np.array_equal(table[:, :256], wanted[:, :256])
                     assert not table[:, 256:].any()
                     assert peer.counters()["desk_gathered"] >= 2
+            for packing, packed in (("direct", 1), ("packed", 2), ("auto", 3)):  # told otherwise
+                pair.carrier.packing = packing  # type: ignore[attr-defined]
+                pair.move("read", at, at, np.full(len(at), 256))
+                assert pair.carrier.counters["packed"] == packed
 
 
 @pytest.mark.parametrize("name", list(LIBRARIES))

@@ -26,9 +26,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -38,13 +36,12 @@ from kvferry.transport.base import CopyArrays, MemoryRegion, Transfer
 from kvferry.transport.cost import Choice, Costs, Packing
 from kvferry.transport.desk import Desk
 from kvferry.transport.foreign_jobs import Abandoned, ForeignJob
+from kvferry.transport.foreign_library import Library
 from kvferry.transport.foreign_packed import Packer
 from kvferry.transport.foreign_peer import (
     LOOPBACK,
-    ON_HOST,
     ForeignEndpoint,
     ForeignPeer,
-    batches,
     look_at_host,
 )
 from kvferry.transport.host import HostMemory
@@ -59,16 +56,11 @@ GRACE_SECONDS = 1.0  # a dead peer's data plane may fail before its pulse does
 SCRATCH_BYTES = 4096  # registered, for the byte that `connect` tries
 
 
-class ForeignCarrier(ABC):
+class ForeignCarrier(Library):
     """`host` is the address that peers reach this one at. `secret` is taken for uniformity: these
     libraries have no use for one. `costs_of` names what chooses whether to pack (cost.py); where it
     is not measured, "auto" does not. `packing` other than "direct" is for host memory only."""
 
-    name: ClassVar[str]
-    batch_descriptors: ClassVar[int]
-    batch_bytes: ClassVar[int]
-    listens_everywhere: ClassVar[bool] = False  # whatever `host` is
-    device: int = ON_HOST  # where what is registered lies, if the library must know
     can_revoke = False
 
     def __init__(
@@ -101,38 +93,6 @@ class ForeignCarrier(ABC):
         self._counts = dict.fromkeys(("transfers", "batches", "packed", "rejected_batches"), 0)
         self._abandoned = Abandoned(self.name)
         self._closed = self._was_shut = False
-
-    # What a library's carrier gives
-
-    @abstractmethod
-    def _register(self, added: list[MemoryRegion], gone: list[MemoryRegion]) -> None:
-        """With the library, which is also told of `_own_regions`, before anybody connects."""
-
-    @abstractmethod
-    def _address(self) -> bytes:
-        """What a peer's library needs."""
-
-    @abstractmethod
-    def _attach(self, endpoint: ForeignEndpoint) -> Any:
-        """The library's handle for a peer."""
-
-    @abstractmethod
-    def _detach(self, handle: Any) -> None:
-        """Nothing of ours is under way to or from that peer."""
-
-    def _batches(self, peer: ForeignPeer, part: Arrays, *, reading: bool) -> Iterator[Arrays]:
-        """What `_carry` gets, one after the other."""
-        return batches(part, self.batch_descriptors, self.batch_bytes)
-
-    @abstractmethod
-    def _carry(self, job: Job, peer: ForeignPeer, batch: Arrays, *, reading: bool) -> None:
-        """Move one batch. Returns or raises when the library has let it go."""
-
-    @abstractmethod
-    def _shut(self) -> None:
-        """End the library's part; nothing of ours is under way in it."""
-
-    # The protocol
 
     @property
     def packing(self) -> Packing:
@@ -301,7 +261,16 @@ class ForeignCarrier(ABC):
         if self._desk is not None:
             self._desk.close(CANCEL_SECONDS)
 
-    def _submit(self, peer: ForeignPeer, copies: CopyArrays, *, reading: bool) -> Transfer:
+    def _submit(
+        self,
+        peer: ForeignPeer,
+        copies: CopyArrays,
+        *,
+        reading: bool,
+        last: Callable[[], None] | None = None,
+    ) -> Transfer:
+        """`last` is called when every byte is there, and belongs to the transfer."""
+
         def work(job: Job) -> None:
             arrays = Arrays.of(copies)
             src, dst = (peer.regions, self._table) if reading else (self._table, peer.regions)
@@ -315,6 +284,8 @@ class ForeignCarrier(ABC):
                 self.move_direct(job, peer, some, reading=reading)
             job.checkpoint()
             peer.require_usable()  # it was the same process, and open, all along
+            if last is not None:
+                last()
 
         what = f"a {self.name} {'read' if reading else 'write'}"
         return peer.workers.submit(self._job(peer, work, what))

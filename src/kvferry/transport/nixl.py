@@ -3,9 +3,8 @@
     make_carrier("nixl", backends=["UCX"])
 
 Copies of one length become batches by index, from lists prepared for each peer (nixl_lists.py);
-others go to NIXL as arrays of descriptors. Its notifications are not used: any agent may send one,
-the owner would have to keep asking for them, and they could not name an incarnation or be
-authenticated. Who reads tells the owner on the control plane, when the transfer has ended.
+others go to NIXL as arrays of descriptors. A transfer can end with a note to the peer
+(nixl_notes.py).
 
 NIXL checks on the initiator's side that descriptors lie in what the peer registered; NICs check
 again (RDMA keys). It authenticates nobody. See `foreign`.
@@ -14,15 +13,16 @@ again (RDMA keys). It authenticates nobody. See `foreign`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry.errors import PeerLost, TransferError
-from kvferry.transport.base import Ints, MemoryRegion
+from kvferry.transport.base import CopyArrays, Ints, MemoryRegion, Transfer
 from kvferry.transport.cost import Costs, Packing
 from kvferry.transport.foreign import GRACE_SECONDS, ForeignCarrier
 from kvferry.transport.foreign_peer import (
@@ -46,6 +46,7 @@ from kvferry.transport.nixl_agent import (
     ucx_settings,
 )
 from kvferry.transport.nixl_lists import HERE, Numbered, SlotLists
+from kvferry.transport.nixl_notes import opened, require_note, sealed
 from kvferry.transport.regions import Arrays, slices
 
 log = logging.getLogger(__name__)
@@ -102,8 +103,9 @@ class NixlCarrier(ForeignCarrier):
         self._agents: dict[Any, int] = {}  # remote ones by name, and how many peers use each
         self._agents_lock = threading.Lock()
         self._lists = SlotLists(HERE, *place(device))
+        self._notes_lock = threading.Lock()
         self._lists_lock = threading.Lock()  # memory is not deregistered under a list in use
-        self._prepared_batches = 0
+        self._prepared_batches = self._notes_refused = 0
         try:
             with ucx_settings(is_loopback(self.host)):
                 self._agent = make_agent(nixl, chosen, threads)
@@ -119,8 +121,48 @@ class NixlCarrier(ForeignCarrier):
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """`prepared_batches`: those that were made by index."""
-        return {**super().counters, "prepared_batches": self._prepared_batches}
+        """`prepared_batches`: those that were made by index. `notes_refused`: notifications of
+        others than our peers."""
+        own = {"prepared_batches": self._prepared_batches, "notes_refused": self._notes_refused}
+        return {**super().counters, **own}
+
+    def read(self, peer: ForeignPeer, copies: CopyArrays, *, note: bytes | None = None) -> Transfer:
+        return self._submit(peer, copies, reading=True, last=self._last(peer, note))
+
+    def write(
+        self, peer: ForeignPeer, copies: CopyArrays, *, note: bytes | None = None
+    ) -> Transfer:
+        return self._submit(peer, copies, reading=False, last=self._last(peer, note))
+
+    def notes(self) -> list[bytes]:
+        """Of transfers that have ended since the last call: each once, a peer's in its order."""
+        with self._notes_lock:
+            if self._closed:
+                raise TransferError("the carrier is closed")
+            try:
+                heard = self._agent.get_new_notifs()
+            except Exception as error:
+                raise mapped(error) from None
+            messages = itertools.chain.from_iterable(heard.values())
+            notes, others = opened(messages, self._pulse.token, self._pulse.incarnation)
+            self._notes_refused += others
+        return notes
+
+    def _last(self, peer: ForeignPeer, note: bytes | None) -> Callable[[], None] | None:
+        if note is None:
+            return None
+        require_note(note)
+        message = sealed(note, peer.endpoint)
+
+        def say() -> None:
+            try:
+                self._agent.send_notif(peer.handle.name, message)
+            except Exception as error:
+                raise TransferError(
+                    f"every byte was moved, but NIXL does not send the note: {text_of(error)}"
+                ) from None
+
+        return say
 
     def _register(self, added: list[MemoryRegion], gone: list[MemoryRegion]) -> None:
         with self._lists_lock:
@@ -265,4 +307,5 @@ class NixlCarrier(ForeignCarrier):
             with contextlib.suppress(Exception):
                 self._agent.deregister_memory(registered)
         self._registered.clear()
-        self._agent = None
+        with self._notes_lock:
+            self._agent = None
