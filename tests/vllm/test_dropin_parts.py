@@ -39,6 +39,7 @@ from kvferry.p2p.load import Loaded
 from kvferry.p2p.ticket import Ticket
 from kvferry.vllm import FerryConnector, MooncakeConnector, NixlConnector, NixlPushConnector
 from kvferry.vllm import registration as registration_module
+from kvferry.vllm import rendezvous as rendezvous_module
 from kvferry.vllm.bootstrap import Bootstrap, Whereabouts, host_port, query, register
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.family import Family
@@ -311,7 +312,7 @@ class TestRendezvous:
         try:
             assert self.find(rendezvous, place) == Whereabouts("e", "127.0.0.1", 77, "i")
             bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "j").entry({}))
-            assert self.find(rendezvous, place).incarnation == "i"  # kept
+            assert self.find(rendezvous, place).incarnation == "i"  # for a second
             rendezvous.forget(place)
             assert self.find(rendezvous, place).incarnation == "j"
             with pytest.raises(ProtocolError, match="restarted"):
@@ -319,6 +320,64 @@ class TestRendezvous:
         finally:
             rendezvous.close()
             bootstrap.close()
+            sockets.close()
+
+    def test_what_was_answered_is_asked_for_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """So that no request is sent by it to an engine that was reset; the last answer serves
+        where none comes, for a while."""
+        monkeypatch.setattr(rendezvous_module, "FRESH_SECONDS", 0.3)
+        sockets = Sockets()
+        rendezvous = Rendezvous(FerryConfig(bootstrap_seconds=1.0), sockets)
+        bootstrap = Bootstrap(None, 0, None)
+        bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "i").entry({}))
+        place = Place("e", f"127.0.0.1:{bootstrap.port}", True)
+        try:
+            assert self.find(rendezvous, place).incarnation == "i"
+            bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "j").entry({}))
+            time.sleep(0.4)
+            assert rendezvous.find(place) is None  # it is asked for, and nobody waits
+            assert self.find(rendezvous, place).incarnation == "j"
+            bootstrap.put(0, Whereabouts("other", "127.0.0.1", 77, "k").entry({}))
+            time.sleep(0.4)
+            with pytest.raises(ProtocolError, match="restarted"):  # it did answer
+                self.find(rendezvous, place)
+            bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "l").entry({}))
+            assert self.find(rendezvous, place).incarnation == "l"
+            bootstrap.close()
+            time.sleep(0.4)
+            assert self.find(rendezvous, place).incarnation == "l"  # nobody answers
+            monkeypatch.setattr(rendezvous_module, "KEEP_SECONDS", 0.1)
+            time.sleep(0.4)
+            with pytest.raises(KvferryError, match="bootstrap"):
+                self.find(rendezvous, place)
+        finally:
+            rendezvous.close()
+            bootstrap.close()
+            sockets.close()
+
+    def test_a_bootstrap_that_is_slow_holds_up_nobody_who_knows(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(rendezvous_module, "FRESH_SECONDS", 0.1)
+        answers = iter([0.3, 2.0])
+
+        def slow(address: str, engine_id: str, seconds: float) -> Whereabouts:
+            time.sleep(next(answers))
+            return Whereabouts(engine_id, "127.0.0.1", 77, "i")
+
+        monkeypatch.setattr(rendezvous_module, "query", slow)
+        sockets = Sockets()
+        rendezvous = Rendezvous(FerryConfig(), sockets)
+        place = Place("e", "127.0.0.1:1", True)
+        try:
+            assert self.find(rendezvous, place).incarnation == "i"  # however long it took
+            time.sleep(0.2)
+            begin = time.monotonic()
+            assert rendezvous.find(place) is None
+            assert self.find(rendezvous, place).incarnation == "i"
+            assert time.monotonic() - begin < 1.0
+        finally:
+            rendezvous.close()
             sockets.close()
 
     def test_by_directory_that_is_still_starting(self) -> None:

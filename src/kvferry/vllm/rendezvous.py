@@ -3,7 +3,8 @@
 A decode request in Mooncake style names a bootstrap address, an engine id and a transfer id; in the
 style of NixlPushConnector's proxy, the engine's directory and nothing that tells its incarnation. A
 thread asks; the scheduler looks for the answer whenever vLLM asks it about the request, and never
-waits. Answers are kept, and forgotten when a load by them failed: the engine may have restarted.
+waits. An answer serves the requests of the next second; then it is asked for anew, because the
+engine may have been reset or restarted, and one that was kept serves where no answer comes soon.
 
 What is found becomes an ordinary ticket. The hold's id is derived, on both sides alike, from the
 producer's incarnation and the transfer id; the digest is of the consumer's own prompt. A claim that
@@ -34,7 +35,9 @@ from kvferry.wire.sockets import Sockets, is_loopback
 log = logging.getLogger("kvferry")
 
 AGAIN_SECONDS = 0.05  # between two, while the engine is starting
-KEEP_SECONDS = 300.0  # an answer is asked for anew after this long
+FRESH_SECONDS = 1.0  # after these, an answer is asked for anew
+PATIENCE_SECONDS = 0.2  # for the new one, before the last one is used
+KEEP_SECONDS = 300.0  # and that is used no longer than this
 MOST_KEPT = 4096
 THREADS = 8
 CHILD = re.compile(r"^\d+_")  # vLLM's request ids of the samples of one `n > 1` request
@@ -56,6 +59,27 @@ class Appointment:
 
     place: Place
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A question, and what the one before it brought."""
+
+    at: float
+    answer: Future[tuple[float, Whereabouts]]  # and when it came
+    before: tuple[float, Whereabouts] | None
+
+    @property
+    def known(self) -> tuple[float, Whereabouts] | None:
+        """The latest answer, if any was good."""
+        if self.answer.done() and not self.answer.cancelled() and not self.answer.exception():
+            return self.answer.result()
+        return self.before
+
+    def stale(self, now: float) -> bool:
+        if not self.answer.done():
+            return False
+        return now > max(self.at, self.known[0] if self.known else 0.0) + FRESH_SECONDS
 
 
 def transfer_name(params: Mapping[str, Any], request_id: str, style: Style) -> str | None:
@@ -121,7 +145,7 @@ class Rendezvous:
         self._closed = False
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvferry-rendezvous")
         self._lock = threading.Lock()
-        self._found: dict[Place, tuple[float, Future[Whereabouts]]] = {}
+        self._asked: dict[Place, _Asked] = {}
 
     def introduce(self, engine: EngineInfo) -> None:
         """Who we are; directories ask for it."""
@@ -130,32 +154,47 @@ class Rendezvous:
 
     def find(self, place: Place) -> Whereabouts | None:
         """A producer, or None while it is asked for; raises why it cannot be found."""
+        now = time.monotonic()
         with self._lock:
-            asked = self._found.get(place)
-            if asked is None or asked[0] < time.monotonic():
-                if len(self._found) >= MOST_KEPT:
-                    self._found.pop(next(iter(self._found)))
-                try:
-                    answer = self._pool.submit(self._ask, place)
-                except RuntimeError as error:  # no more threads, or we are closed
-                    raise HandoverError(f"{place.address} cannot be asked: {error}") from None
-                asked = self._found[place] = (time.monotonic() + KEEP_SECONDS, answer)
-        if not asked[1].done():
-            return None
-        if asked[1].exception() is not None:
-            self.forget(place)  # the next request asks again
-        return asked[1].result()
+            asked = self._asked.get(place)
+            if asked is None or asked.stale(now):
+                asked = self._ask_anew(place, asked, now)
+        last = asked.before[1] if asked.before is not None else None
+        if not asked.answer.done():
+            return last if now > asked.at + PATIENCE_SECONDS else None
+        error = asked.answer.exception()
+        if error is None:
+            return asked.answer.result()[1]
+        if last is not None and type(error) is HandoverError:  # nobody answers
+            return last
+        self.forget(place)  # the next request asks again
+        raise error
 
     def forget(self, place: Place) -> None:
+        """A load by what is known of it failed."""
         with self._lock:
-            known = self._found.get(place)
-            if known is not None and known[1].done():
-                del self._found[place]
+            asked = self._asked.get(place)
+            if asked is not None and asked.answer.done():
+                del self._asked[place]
 
-    def _ask(self, place: Place) -> Whereabouts:
+    def _ask_anew(self, place: Place, before: _Asked | None, now: float) -> _Asked:
+        known = before.known if before is not None else None
+        if known is not None and now > known[0] + KEEP_SECONDS:
+            known = None
+        if before is None and len(self._asked) >= MOST_KEPT:
+            self._asked.pop(next(iter(self._asked)))
+        try:
+            answer = self._pool.submit(self._ask, place)
+        except RuntimeError as error:  # no more threads, or we are closed
+            raise HandoverError(f"{place.address} cannot be asked: {error}") from None
+        asked = self._asked[place] = _Asked(now, answer, known)
+        return asked
+
+    def _ask(self, place: Place) -> tuple[float, Whereabouts]:
         """What is asked for, or a KvferryError: others are bugs, and must not end the scheduler."""
         try:
-            return self._found_at(place)
+            found = self._found_at(place)
+            return time.monotonic(), found
         except KvferryError:
             raise
         except Exception as error:
