@@ -193,7 +193,7 @@ def _way(name: str, here: Host, there: Host) -> tuple[str, str]:
 def _on_both(name: str, here: Host, there: Host) -> str:
     for host in (here, there):
         if why := host.why_not(name):
-            return why if here is there else f"on {host.name}: {why}"
+            return why if here.name == there.name else f"on {host.name}: {why}"
     return ""
 
 

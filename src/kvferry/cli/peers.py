@@ -89,7 +89,7 @@ def look_at_peer(address: str, asked: Asked, costs: Costs | None) -> Iterator[Fi
         who = f"rank ({rank.pp_rank}, {rank.tp_rank})"
         for name, one in tried.items():
             if number in one.ranks:
-                yield _connects(f"{name}, {who}", one.ranks[number], name in asked.named)
+                yield _connects(name, who, one.ranks[number], rank, name in asked.named)
         yield _picked(who, rank, number, tried, asked, costs)
 
 
@@ -213,9 +213,15 @@ def _warnings() -> Iterator[list[str]]:
         logging.getLogger("kvferry").removeHandler(handler)
 
 
-def _connects(what: str, found: Connected, must: bool) -> Finding:
+def _connects(name: str, who: str, found: Connected, rank: SeenRank, must: bool) -> Finding:
+    what = f"{name}, {who}"
     if found.why_not:
-        return Finding("peer", what, "broken" if must else "missing", found.why_not)
+        advice = ""
+        if name in ENGINES:
+            with contextlib.suppress(KvferryError):
+                theirs = options_of(name, rank.carriers[name])
+                advice = f"the peer's is as by {as_configured(name, theirs)}"
+        return Finding("peer", what, "broken" if must else "missing", found.why_not, advice)
     if found.detour:
         return Finding("peer", what, "missing", f"by tcp only: {found.detour}")
     said = f"connects in {found.milliseconds:.1f} ms"

@@ -64,7 +64,7 @@ def pick(
     `in_order`: as a user named them, whatever they cost.
     """
     carriers: list[Any] = list(ways)
-    ordered = carriers if in_order else by_cost(carriers, costs)
+    ordered: list[Any] = carriers if in_order else [*by_cost(carriers, costs)]
     offered = {way.name: b"" for way in ways if way.offered}
     out = [f"{way.name}: {way.trouble}" for way in ordered if way.trouble]
     out += [f"{one.name}: {one.why_not}" for one in left_out]

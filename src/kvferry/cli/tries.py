@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,23 +62,33 @@ def tried_libraries(asked: Asked, facts: dict[str, dict[str, str]]) -> Iterator[
 
     `facts` gets what two hosts have to know of one that works: see `answer`.
     """
-    for name in ENGINES:
-        if version_of(name) is None:
-            continue
+    names = [name for name in ENGINES if version_of(name) is not None]
+    with ThreadPoolExecutor(len(ENGINES)) as pool:
+        outcomes = pool.map(lambda name: _try_library(name, asked), names)
+    for name, found in zip(names, outcomes, strict=True):
         what = f"loopback {name}"
-        try:
-            question = {"name": name, "options": asked.opening(name)}
-            facts[name] = children.ask("tries", question, 2 * TRY_SECONDS)
+        if not isinstance(found, str):
+            facts[name] = found
             yield Finding("reachable", what, "ok", "1 MiB read and compared")
-        except KvferryError as error:
-            needed = name in asked.named
-            state: State = "broken" if needed else "missing"
-            advice = (
-                f"an engine with these options of {name} does not start, or does not reach others"
-                if needed
-                else f"only needed where {name} is configured as a carrier"
-            )
-            yield Finding("reachable", what, state, str(error), advice)
+            continue
+        needed = name in asked.named
+        state: State = "broken" if needed else "missing"
+        advice = (
+            f"an engine with these options of {name} does not start, or does not reach others"
+            if needed
+            else f"only needed where {name} is configured as a carrier"
+        )
+        yield Finding("reachable", what, state, found, advice)
+
+
+def _try_library(name: str, asked: Asked) -> dict[str, str] | str:
+    """What is to be known of it, or why it does not work."""
+    question = {"name": name, "options": asked.opening(name)}
+    try:
+        found: dict[str, str] = children.ask("tries", question, 2 * TRY_SECONDS)
+    except KvferryError as error:
+        return str(error)
+    return found
 
 
 def answer(question: dict[str, Any]) -> dict[str, str]:
