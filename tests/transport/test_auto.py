@@ -121,9 +121,16 @@ def test_the_order_without_measurements() -> None:
     names = ["tcp", "pigeon", "mooncake", "local", "cuda"]
     ordered = by_cost([Named(n) for n in names], table(local=1, tcp=2))  # type: ignore[misc]
     assert [c.name for c in ordered] == ["cuda", "local", "mooncake", "tcp", "pigeon"]
-    # who configured it did so for its network; costs are measured on loopback
-    measured = by_cost([Named("tcp"), Named("mooncake")], table(mooncake=3, tcp=2))  # type: ignore[list-item]
-    assert [c.name for c in measured] == ["mooncake", "tcp"]
+    # what was measured counts, also of those that somebody configured; each way by itself
+    costs = table(mooncake=3, nixl=1, tcp=2)
+    assert [c.name for c in by_cost([Named(n) for n in ("tcp", "mooncake", "nixl")], costs)] == [  # type: ignore[misc]
+        "nixl",
+        "tcp",
+        "mooncake",
+    ]
+    by_rdma = Named("mooncake")
+    by_rdma.cost_name = "mooncake-rdma"  # type: ignore[attr-defined]
+    assert by_cost([Named("tcp"), by_rdma], costs)[0] is by_rdma  # type: ignore[comparison-overlap, list-item]
 
 
 def test_what_auto_opens() -> None:

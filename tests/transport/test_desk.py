@@ -190,7 +190,9 @@ class MemmoveCarrier(ForeignCarrier):
         self.fails: Callable[[Job], None] | None = None
         self.moved = 0  # descriptors
 
-    def _register(self, added: list[MemoryRegion], gone: list[MemoryRegion]) -> None: ...
+    def register_one(self, region: MemoryRegion) -> None: ...
+
+    def unregister_one(self, region: MemoryRegion) -> None: ...
 
     def _address(self) -> bytes:
         return b""

@@ -9,6 +9,7 @@ the process ends, however it ends; a host that vanishes is noticed by keep-alive
     owner    -> visitor  the incarnation that the endpoint names
 
 Neither side takes the other for somebody else: another process that got the same port has neither.
+A child that either side forks keeps no copy of the connection (forks.py): it would outlive its end.
 The two are capabilities, not secrets on the wire: the connection is not encrypted.
 """
 
@@ -25,6 +26,7 @@ import threading
 import time
 
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
+from kvferry.transport.forks import hang_up, ours_alone
 from kvferry.wire.names import dial
 
 log = logging.getLogger(__name__)
@@ -45,14 +47,15 @@ class PulseServer:
         self.token, self.incarnation = (secrets.token_bytes(TOKEN_BYTES) for _ in range(2))
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, 0), family=family, backlog=128)
+            listener = socket.create_server((host, 0), family=family, backlog=128)
         except OSError as error:
             raise TransferError(
                 f"cannot listen on {host}: {error}; `host` must be an address of this machine"
             ) from None
+        self._listener = ours_alone(listener)
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
-        self._waker, self._woken = socket.socketpair()
+        self._waker, self._woken = (ours_alone(end) for end in socket.socketpair())
         self._visitors: dict[socket.socket, tuple[bytes, float]] = {}  # heard, until when
         self._deaf_until = 0.0  # 0: the listener is looked at
         self._short = False  # the last one could not be accepted
@@ -61,13 +64,22 @@ class PulseServer:
 
     def close(self) -> None:
         """Visitors see that this carrier is gone. Idempotent."""
-        with contextlib.suppress(OSError):
-            self._waker.close()
+        with contextlib.suppress(OSError):  # closed already, or this is a forked child
+            self._waker.send(b"\0")
         if self._thread is not threading.current_thread():
             self._thread.join(GREETING_SECONDS)
+        self._waker.close()
 
     def _loop(self) -> None:
-        with selectors.DefaultSelector() as selector, self._listener, self._woken:
+        try:
+            self._greet_and_keep()
+        finally:
+            for one in (self._listener, *self._visitors):
+                hang_up(one)
+            self._visitors.clear()
+
+    def _greet_and_keep(self) -> None:
+        with selectors.DefaultSelector() as selector, self._woken:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             while True:
@@ -91,9 +103,6 @@ class PulseServer:
                 for one, (_, until) in list(self._visitors.items()):
                     if until and until < now:
                         self._drop(selector, one)
-            for one in self._visitors:
-                one.close()
-            self._visitors.clear()
 
     def _pause(self) -> float | None:
         """Seconds until something has to be done, though nobody says anything."""
@@ -114,15 +123,16 @@ class PulseServer:
             self._deaf_until = time.monotonic() + PAUSE_SECONDS
             return
         self._short = False
+        ours_alone(visitor)
         if len(self._visitors) >= MOST_VISITORS:
-            visitor.close()
+            hang_up(visitor)
             return
         try:
             visitor.setblocking(False)
             _keep_alive(visitor)
             selector.register(visitor, selectors.EVENT_READ)
         except OSError:
-            visitor.close()
+            hang_up(visitor)
             raise
         self._visitors[visitor] = (b"", time.monotonic() + GREETING_SECONDS)
 
@@ -144,7 +154,7 @@ class PulseServer:
     def _drop(self, selector: selectors.BaseSelector, visitor: socket.socket) -> None:
         if self._visitors.pop(visitor, None) is not None:
             selector.unregister(visitor)
-            visitor.close()
+            hang_up(visitor)
 
 
 class Pulse:
@@ -165,7 +175,7 @@ class Pulse:
         if time.monotonic() >= deadline:
             raise DeadlineExceeded(f"no time left to connect to {where}")
         try:
-            connection = dial(host, port, deadline)
+            connection = ours_alone(dial(host, port, deadline))
         except TimeoutError:
             raise DeadlineExceeded(f"{where} does not answer in time") from None
         except OSError as error:
@@ -212,11 +222,13 @@ class Pulse:
     def close(self) -> None:
         with self._lock:
             self._lost = True
-            self._connection.close()
+            hang_up(self._connection)
 
     def _look(self) -> bool:
         """Whether the end was seen; any word but silence is one."""
         with self._lock:
+            if self._connection.fileno() < 0:  # in a forked child: it is the parent's
+                self._lost = True
             if not self._lost:
                 try:
                     self._lost = bool(self._words.poll(0))
