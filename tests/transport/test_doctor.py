@@ -41,7 +41,7 @@ def test_this_host(tmp_path: Path) -> None:
     assert between["found"].startswith(expected)
     assert found["host memory"]["section"] == "auto"
     assert found["host memory"]["found"] == between["found"]
-    assert "nixl: it is not configured" in between["found"]
+    assert "nixl: it has no carrier_options" in between["found"]
     assert found["RDMA"]["found"]
     if found["CUDA"]["state"] != "ok":
         assert found["caches on GPUs"]["found"].startswith("no GPU on ")
@@ -53,12 +53,13 @@ def test_what_was_configured_must_be_there() -> None:
     code, found = examine("--carriers", "tcp, pigeon", "--options", '{"tcp": {"prot": 1}}')
     assert code == 1
     assert found["pigeon"]["state"] == "broken"
-    assert "unexpected keyword argument 'prot'" in found["tcp"]["found"]
+    assert "has no option prot" in found["tcp"]["found"]
     code, found = examine("--carriers", "tcp,auto")
     assert (code, found["auto"]["state"], found["tcp"]["state"]) == (1, "broken", "ok")
     assert found["host memory"]["section"] == "picked"
     assert "--options is JSON" in refused("--options", "{nixl}")
     assert "a mapping of mappings" in refused("--options", '{"nixl": 3}')
+    assert "no such carriers" in refused("--options", '{"pigeon": {}}')
     said = " ".join(refused("--carriers", "tcp", "--options", '{"nixl": {}}').split())
     assert "carrier_options are for ['nixl'], but carriers are ['tcp']" in said
     assert "HOST:PORT" in refused("--peer", "somewhere")
@@ -174,7 +175,11 @@ def test_between_two_hosts_with_gpus(healthy: dict[str, Any]) -> None:
     assert "--ipc=host" in found["caches on GPUs"].advice
     assert found["host memory"].found.startswith("tcp ")
     assert "another pid namespace" in found["host memory"].found
-    there.host["boot"] = "another"
+    there.set("CUDA IPC", "missing", "no peer access")
+    found = picks(here, there)
+    assert found["caches on GPUs"].found.startswith("tcp ")
+    assert "cuda: on b: no peer access" in found["caches on GPUs"].found
+    there.set("CUDA IPC", "ok").host["boot"] = "another"
     found = picks(here, there)
     assert found["caches on GPUs"].found.startswith("tcp ")
     assert "cuda: the peer runs on another host" in found["caches on GPUs"].found
@@ -219,11 +224,11 @@ def test_between_by_what_is_configured(healthy: dict[str, Any]) -> None:
     here.library("nixl", "UCX", configured=False)
     there.library("nixl", "UCX", configured=False)
     found = picks(here, there)["host memory"].found
-    assert found.startswith("tcp ") and "nixl: it is not configured" in found
+    assert found.startswith("tcp ") and "nixl: it has no carrier_options" in found
     here.library("nixl", "UCX")
     found = picks(here, there)["host memory"].found
     assert found.startswith("tcp ")
-    assert "nixl: b does not offer it: it is not configured" in found
+    assert "nixl: b does not offer it: it has no carrier_options" in found
     there.library("nixl", "UCX")
     assert picks(here, there)["host memory"].found.startswith("nixl ")
     there.library("nixl", "GDS")
@@ -264,7 +269,7 @@ def test_every_carrier_that_a_peer_offers(monkeypatch: pytest.MonkeyPatch, tmp_p
         code, found = examine("--peer", address)
         assert code == 0
         assert "no such carrier" in found["pigeon"]["found"]
-        if checks._cuda().state != "ok":
+        if checks.cuda().state != "ok":
             assert (found["cuda"]["state"], found["cuda"]["section"]) == ("missing", "peer")
             assert "driver" in found["cuda"]["advice"]
         if checks.version_of("nixl") is None:

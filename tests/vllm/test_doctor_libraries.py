@@ -34,7 +34,7 @@ def test_configured_and_not() -> None:
     assert "nixl: NIXL's agent does not start" in between["found"]
     assert found["loopback mooncake"]["state"] == "ok"
     # the last finding of that name is what auto says
-    assert found["mooncake"]["found"].endswith("is not used: it is not configured")
+    assert found["mooncake"]["found"].endswith("is not used: it has no carrier_options")
     assert OPTIONS["mooncake"] in found["mooncake"]["advice"]
 
 
@@ -49,7 +49,7 @@ def test_a_peer_that_offers_only_libraries() -> None:
         assert auto.state == "broken"
         for name, line in OPTIONS.items():
             assert found[f"{name}, rank (0, 0)"].state == "ok"
-            assert f"{name}: it is not configured" in auto.found
+            assert f"{name}: it has no carrier_options" in auto.found
             assert line in auto.advice
         found = look(nixl={}, mooncake={"protocol": "rdma"})
         assert found["auto, rank (0, 0)"].state == "ok"

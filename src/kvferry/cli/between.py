@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvferry.cli import tries_gpu
 from kvferry.cli.asked import Asked
 from kvferry.cli.checks import Finding
-from kvferry.cli.picks import Way, as_configured, pick, usual_options
+from kvferry.cli.picks import Way, as_configured, measured_as, pick, usual_options
 from kvferry.errors import DescriptionError
 from kvferry.transport.auto import AUTO, ENGINES, Selected, select
 from kvferry.transport.cost import Costs, current_costs, read_costs
 
 HERE = "here"
+CUDA_IPC = tries_gpu.WHAT
 MEMORY, GPU = "host memory", "caches on GPUs"
 WORKS_BY = {"local": "process_vm_readv", "tcp": "loopback tcp", "cuda": "CUDA"}
 OTHER_HOST = "the peer runs on another host"
@@ -71,9 +73,15 @@ class Host:
     def version(self) -> str:
         return self.findings.get("kvferry", {}).get("found", "").partition(",")[0]
 
+    @property
+    def has_gpu(self) -> bool:
+        return self.findings.get(WORKS_BY["cuda"], {}).get("state") == "ok"
+
     def why_not(self, name: str) -> str:
         """Why a carrier does not work on that host; empty where it does."""
         found = self.findings.get(WORKS_BY.get(name, f"loopback {name}"))
+        if name == "cuda" and self.has_gpu:
+            found = self.findings.get(CUDA_IPC, found)
         if found is None:
             unknown = self.findings.get("two processes", {}).get("found", "it was not tried")
             return "it is not installed" if name in ENGINES else unknown
@@ -105,8 +113,9 @@ def picked_here(here: Host, rdma: list[str]) -> Iterator[Finding]:
         return
     for name in ENGINES:
         if name not in here.asked.options and not here.why_not(name):
-            advice = f"to use it, on both engines: {as_configured(name, usual_options(name, rdma))}"
-            said = "works here, and is not used: it is not configured"
+            options = as_configured(name, usual_options(name, rdma))
+            advice = f"for auto to open it, on both engines: {options}"
+            said = "works here, and is not used: it has no carrier_options"
             yield Finding(section, name, "info", said, advice)
 
 
@@ -135,7 +144,7 @@ def _picked(section: str, names: str, here: Host, there: Host) -> Iterator[Findi
             yield Finding(section, names + MEMORY, "broken", said, model.get("advice", ""))
             return
     for gpu, what in ((False, MEMORY), (True, GPU)):
-        without = [h.name for h in (here, there) if gpu and h.why_not("cuda")]
+        without = [h.name for h in (here, there) if gpu and not h.has_gpu]
         if without:
             said = f"no GPU on {' and '.join(dict.fromkeys(without))}"
             yield Finding(section, names + what, "info", said)
@@ -164,10 +173,8 @@ def ways_between(here: Host, there: Host, gpu: bool) -> tuple[list[Way], list[Se
         detour = ""
         if not why:
             why, detour = _way(name, here, there)
-        cost_name = here.libraries.get(name, {}).get("cost_name", name)
-        if gpu and name in ENGINES:
-            cost_name = f"{name}-gpu"  # its costs were measured between hosts' memories
-        ways.append(Way(name, cost_name, not reason, why, detour))
+        on_host = here.libraries.get(name, {}).get("cost_name", name)
+        ways.append(Way(name, measured_as(name, on_host, gpu), not reason, why, detour))
     return ways, left_out
 
 

@@ -79,7 +79,7 @@ def installed() -> Iterator[Finding]:
             )
         else:
             yield Finding("installed", name, "ok", version)
-    yield _cuda()
+    yield cuda()
     yield rdma()
 
 
@@ -94,7 +94,7 @@ def version_of(name: str) -> str | None:
     return None
 
 
-def _cuda() -> Finding:
+def cuda() -> Finding:
     """The driver's own answer."""
     advice = "only needed for caches on a GPU: install NVIDIA's driver"
     try:
@@ -198,7 +198,7 @@ def configured(asked: Asked) -> Iterator[Finding]:
 
 def why_not_open(asked: Asked, name: str) -> str:
     """Why a carrier of ours cannot be made here; empty where it can."""
-    if name == "cuda" and (driver := _cuda()).state != "ok":
+    if name == "cuda" and (driver := cuda()).state != "ok":
         return driver.found
     given = {} if name == "null" else asked.opening(name)
     try:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.cli import checks, tries
+from kvferry.cli import checks, tries, tries_gpu
 from kvferry.cli.asked import Asked
 from kvferry.cli.between import Host, load_host, pick_between, picked_here
 from kvferry.cli.checks import Finding
@@ -46,6 +46,7 @@ def doctor(
         *checks.permitted(),
         *tries.tried(asked),
         *tries.tried_libraries(asked, libraries),
+        *tries_gpu.tried(asked),
         *checks.configured(asked),
         cost_finding,
     ]

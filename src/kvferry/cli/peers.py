@@ -21,10 +21,10 @@ import msgspec
 from kvferry.cli import children
 from kvferry.cli.asked import LOOPBACK, Asked
 from kvferry.cli.checks import ADVICE, PACKAGES, Finding, State, version_of
-from kvferry.cli.picks import Way, as_configured, options_of, pick
+from kvferry.cli.picks import Way, as_configured, measured_as, options_of, pick
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.transport import make_carrier
-from kvferry.transport.auto import AUTO, ENGINES, select
+from kvferry.transport.auto import AUTO, ENGINES, cost_name, select
 from kvferry.transport.cost import Costs
 from kvferry.transport.foreign_peer import is_loopback
 from kvferry.transport.registry import CARRIERS
@@ -175,7 +175,7 @@ def answer(question: dict[str, Any]) -> Any:
     carrier = make_carrier(name, **options)
     until = time.monotonic() + CARRIER_SECONDS
     ranks = [_connect(carrier, endpoint, until) for endpoint in endpoints]
-    return msgspec.to_builtins(Opened(str(getattr(carrier, "cost_name", name)), ranks))
+    return msgspec.to_builtins(Opened(cost_name(carrier), ranks))
 
 
 def _connect(carrier: Any, endpoint: bytes, until: float) -> Connected:
@@ -264,8 +264,8 @@ def _picked(
         else:
             one = tried[name]
             link = one.ranks.get(number, Connected(one.why_not))
-            cost_name = f"{name}-gpu" if gpu and name in ENGINES else one.cost_name
-            ways.append(Way(name, cost_name, True, link.why_not, link.detour))
+            measured = measured_as(name, one.cost_name, gpu)
+            ways.append(Way(name, measured, True, link.why_not, link.detour))
     found = pick(ways, left_out, costs, in_order=not asked.is_auto)
     unused = [
         name
@@ -274,7 +274,7 @@ def _picked(
         if not tried[name].ranks[number].why_not
     ]
     advice = "; ".join(
-        f"to use {name}: {as_configured(name, options_of(name, rank.carriers[name]))}"
+        f"for auto to open {name}: {as_configured(name, options_of(name, rank.carriers[name]))}"
         for name in unused
     )
     memory = "caches on GPUs" if gpu else "host memory"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.errors import HandoverError, KvferryError
-from kvferry.transport.auto import USUAL_BYTES, USUAL_DESCRIPTORS, Selected, by_cost, connect
+from kvferry.transport.auto import UNKNOWN, Selected, by_cost, connect, usual_seconds
 from kvferry.transport.cost import Costs
 from kvferry.transport.foreign_peer import ForeignEndpoint
 
@@ -85,8 +85,13 @@ def pick(
 
 
 def _cost(way: Way, costs: Costs) -> str:
-    seconds = costs.seconds(way.cost_name, USUAL_DESCRIPTORS, USUAL_BYTES)
-    return "" if seconds == FOREVER else f" ({seconds * 1e3:.0f} ms for a usual batch)"
+    seconds = usual_seconds(way.cost_name, costs)
+    return "" if seconds == UNKNOWN else f" ({seconds * 1e3:.0f} ms for a usual batch)"
+
+
+def measured_as(name: str, on_host: str, gpu: bool) -> str:
+    """The carrier's `cost_name`, for a cache of that kind."""
+    return f"{name}-gpu" if gpu and name == "nixl" else on_host
 
 
 def options_of(name: str, endpoint: bytes) -> dict[str, Any]:

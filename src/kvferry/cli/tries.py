@@ -18,13 +18,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.cli import children
 from kvferry.cli.asked import LOOPBACK, Asked
 from kvferry.cli.checks import Finding, State, version_of
 from kvferry.errors import KvferryError
 from kvferry.transport import MemoryRegion, make_carrier
-from kvferry.transport.auto import ENGINES
+from kvferry.transport.auto import ENGINES, cost_name
 from kvferry.transport.base import Carrier
 from kvferry.transport.foreign_peer import ForeignEndpoint
 from kvferry.transport.regions import Arrays
@@ -38,9 +39,10 @@ ON_HOST = {"local": "process_vm_readv", "tcp": "loopback tcp"}
 def tried(asked: Asked) -> Iterator[Finding]:
     """`local` and `tcp`, between this process and another one, bytes compared."""
     try:
-        with _owner() as (address, endpoints):
+        with second_process("from kvferry.cli.tries import _own; _own()") as found:
             for name, what in ON_HOST.items():
-                why = _try(make_carrier(name, host=LOOPBACK), endpoints[name], address)
+                endpoint = bytes.fromhex(found[name])
+                why = try_read(make_carrier(name, host=LOOPBACK), endpoint, found["address"])
                 if not why:
                     yield Finding("reachable", what, "ok", "1 MiB read and compared")
                     continue
@@ -94,44 +96,52 @@ def _try_library(name: str, asked: Asked) -> dict[str, str] | str:
 def answer(question: dict[str, Any]) -> dict[str, str]:
     """The program of the process that tries a library. How it goes: both hosts must have the same
     `flavour`; `cost_name` is what it is measured as."""
-    name, options, memory = question["name"], question["options"], _pattern()
+    name, options, memory = question["name"], question["options"], pattern()
     owner = make_carrier(name, **options)
     owner.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
     endpoint = owner.endpoint()
-    why = _try(make_carrier(name, **options), endpoint, memory.ctypes.data)
+    why = try_read(make_carrier(name, **options), endpoint, memory.ctypes.data)
     if why:
         raise KvferryError(why)
     flavour = ForeignEndpoint.decode(endpoint, name).flavour
-    return {"flavour": flavour, "cost_name": str(getattr(owner, "cost_name", name))}
+    return {"flavour": flavour, "cost_name": cost_name(owner)}
 
 
-def _try(carrier: Carrier, endpoint: bytes, address: int) -> str:
+def try_read(carrier: Carrier, endpoint: bytes, address: int) -> str:
     """Why not; empty where the bytes came."""
     landing = np.zeros(TRIED_BYTES, dtype=np.uint8)
     try:
-        carrier.register([MemoryRegion(landing.ctypes.data, TRIED_BYTES)])
-        peer = carrier.connect(endpoint, time.monotonic() + TRY_SECONDS)
-        detour = getattr(peer, "detour", "")
-        if detour:
-            return str(detour)
-        one = [np.array([v]) for v in (address, landing.ctypes.data, TRIED_BYTES)]
-        carrier.read(peer, Arrays(*one)).wait(time.monotonic() + TRY_SECONDS)
-        same = np.array_equal(landing, _pattern())
-        return "" if same else "the bytes that arrived are not those that were sent"
+        why = read_into(carrier, endpoint, address, landing.ctypes.data)
     except KvferryError as error:
         return str(error)
     finally:
         carrier.close()
+    return why or compared(landing)
 
 
-def _pattern() -> np.ndarray[Any, np.dtype[np.uint8]]:
+def read_into(carrier: Carrier, endpoint: bytes, address: int, landing: int) -> str:
+    """By a detour, which one; nothing is read then."""
+    carrier.register([MemoryRegion(landing, TRIED_BYTES)])
+    peer = carrier.connect(endpoint, time.monotonic() + TRY_SECONDS)
+    detour = str(getattr(peer, "detour", ""))
+    if not detour:
+        one = [np.array([v]) for v in (address, landing, TRIED_BYTES)]
+        carrier.read(peer, Arrays(*one)).wait(time.monotonic() + TRY_SECONDS)
+    return detour
+
+
+def compared(found: NDArray[np.uint8]) -> str:
+    same = np.array_equal(found, pattern())
+    return "" if same else "the bytes that arrived are not those that were sent"
+
+
+def pattern() -> NDArray[np.uint8]:
     return np.random.default_rng(7).integers(0, 256, TRIED_BYTES, dtype=np.uint8)
 
 
 @contextmanager
-def _owner() -> Iterator[tuple[int, dict[str, bytes]]]:
-    """A process that offers memory, until the end of this."""
-    code = "from kvferry.cli.tries import _own; _own()"
+def second_process(code: str) -> Iterator[Any]:
+    """What a process says of the memory that it offers, until the end of this."""
     with (
         tempfile.TemporaryFile("w+", errors="replace") as stderr,
         subprocess.Popen(
@@ -147,7 +157,7 @@ def _owner() -> Iterator[tuple[int, dict[str, bytes]]]:
                 stderr.seek(0)
                 how = children.ending(process.poll(), stderr.read())
                 raise KvferryError(f"a second process ended by {how}")
-            yield found["address"], {n: bytes.fromhex(found[n]) for n in ON_HOST}
+            yield found
         finally:
             process.kill()
 
@@ -173,7 +183,7 @@ def _first_words(process: subprocess.Popen[bytes]) -> Any | None:
 
 def _own() -> None:
     """The other process's program."""
-    memory = _pattern()
+    memory = pattern()
     kept: list[Carrier] = []
 
     def offer() -> dict[str, Any]:
