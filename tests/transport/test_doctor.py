@@ -239,6 +239,8 @@ def test_between_by_what_is_configured(healthy: dict[str, Any]) -> None:
     there.host["carriers"] = ["local", "tcp"]
     there.host["boot"] = here.host["boot"]
     assert picks(here, there)["host memory"].found.startswith("tcp ")
+    here.host["carriers"] = there.host["carriers"] = ["cuda"]
+    assert picks(here, there)["host memory"].state == "info"  # it moves no host memory
 
 
 def test_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,10 @@ def _picked(section: str, names: str, here: Host, there: Host) -> Iterator[Findi
             said = f"no GPU on {' and '.join(dict.fromkeys(without))}"
             yield Finding(section, names + what, "info", said)
             continue
+        if not gpu and any("cuda" in h.asked.carriers for h in (here, there)):
+            said = "engines that name cuda have their caches on GPUs"
+            yield Finding(section, names + what, "info", said)
+            continue
         ways, left_out = ways_between(here, there, gpu)
         costs = here.costs or current_costs()
         found = pick(ways, left_out, costs, in_order=not here.asked.is_auto)

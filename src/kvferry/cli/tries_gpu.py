@@ -18,6 +18,7 @@ from kvferry.transport import MemoryRegion, make_carrier
 from kvferry.transport.cuda_driver import device, driver
 
 WHAT = "CUDA IPC"
+PLAIN = {"triton": False}  # the driver's copies: no kernel has to be compiled first
 ADVICE = "caches on GPUs are moved by tcp instead, which stages them in host memory and is slower"
 
 
@@ -25,8 +26,9 @@ def tried(asked: Asked) -> Iterator[Finding]:
     """`cuda`, where there is a GPU: between two processes, bytes compared."""
     if checks.cuda().state != "ok":
         return
+    options = {**PLAIN, **asked.opening("cuda")}
     try:
-        why = children.ask("tries_gpu", {"options": asked.opening("cuda")}, 4 * TRY_SECONDS)
+        why = children.ask("tries_gpu", {"options": options}, 4 * TRY_SECONDS)
     except KvferryError as error:
         why = str(error)
     if why:
@@ -69,7 +71,7 @@ def _own() -> None:
                 c_void_p(bytes_of.ctypes.data),
                 c_size_t(TRIED_BYTES),
             )
-        kept.append(make_carrier("cuda"))
+        kept.append(make_carrier("cuda", **PLAIN))
         kept[0].register([MemoryRegion(address, TRIED_BYTES)])
         return {"address": address, "endpoint": kept[0].endpoint().hex()}
 
