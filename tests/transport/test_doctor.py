@@ -54,7 +54,8 @@ def test_what_was_configured_must_be_there() -> None:
     assert code == 1
     assert found["pigeon"]["state"] == "broken"
     assert "has no option prot" in found["tcp"]["found"]
-    code, found = examine("--carriers", "tcp,auto")
+    code, found = examine("--carriers", "tcp,auto", "--host", "203.0.113.7")  # nobody's
+    assert (found["host"]["state"], "203.0.113.7" in found["host"]["found"]) == ("broken", True)
     assert (code, found["auto"]["state"], found["tcp"]["state"]) == (1, "broken", "ok")
     assert found["host memory"]["section"] == "picked"
     assert "--options is JSON" in refused("--options", "{nixl}")

@@ -176,6 +176,8 @@ def permitted() -> Iterator[Finding]:
 
 def configured(asked: Asked) -> Iterator[Finding]:
     """Carriers that were named, or have options, must open as an engine would open them."""
+    if asked.host:
+        yield _host(asked.host)
     for name in asked.named:
         if name == AUTO:
             advice = 'name carriers, or "auto" alone'
@@ -194,6 +196,18 @@ def configured(asked: Asked) -> Iterator[Finding]:
             yield Finding("configured", name, "broken", why, advice)
         else:
             yield Finding("configured", name, "ok", "available")
+
+
+def _host(host: str) -> Finding:
+    """An engine listens there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, 0), family=family).close()
+    except OSError as error:
+        said = f"nothing can listen at {host}: {error.strerror or error}"
+        advice = "`host` is an address of this host that its peers reach"
+        return Finding("configured", "host", "broken", said, advice)
+    return Finding("configured", "host", "ok", host)
 
 
 def why_not_open(asked: Asked, name: str) -> str:

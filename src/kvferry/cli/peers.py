@@ -76,7 +76,7 @@ def look_at_peer(address: str, asked: Asked, costs: Costs | None) -> Iterator[Fi
         return
     host = asked.host or own_address(address)
     if not asked.host and not is_loopback(host):
-        advice = f'an engine here needs it too: "host": {host!r}'.replace("'", '"')
+        advice = f'for nixl and mooncake, an engine here needs it: "host": "{host}"'
         yield Finding("peer", "host", "info", f"{host} is how this host reaches it", advice)
     tried = _try_all(reply.ranks, asked, host)
     for name, one in tried.items():
