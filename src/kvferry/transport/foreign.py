@@ -197,7 +197,7 @@ class ForeignCarrier(Library):
         with self._lock:
             self._closed = True
             peers = list(self._peers)
-        self._pulse.close()
+        self._pulse.leave()
         for peer in peers:
             peer.connected = False
         until = time.monotonic() + CANCEL_SECONDS
@@ -230,6 +230,7 @@ class ForeignCarrier(Library):
                 self._detach(peer.handle)
         if shut:
             self._shut()
+            self._pulse.close()  # the last: until then, bytes may be on their way to peers
 
     def _greet(self, job: Job, peer: ForeignPeer) -> None:
         peer.handle = self._attach(peer.endpoint)
@@ -291,7 +292,7 @@ class ForeignCarrier(Library):
 
     def _job(self, peer: ForeignPeer, work: Callable[[Job], None], what: str) -> ForeignJob:
         def gone() -> bool:
-            return peer.connected and not peer.pulse.alive()
+            return peer.connected and peer.pulse.gone()
 
         def tidy() -> None:  # whoever disconnects after this look sees that the job has ended
             if not peer.connected:

@@ -76,7 +76,7 @@ class MooncakeCarrier(ForeignCarrier):
     ) -> None:
         engine = engine_class()
         require_way(protocol, device)
-        if not 0 < float(patience_seconds) < float("inf"):
+        if type(patience_seconds) not in (int, float) or not 0 < patience_seconds < float("inf"):
             raise TransferError(
                 f"patience_seconds is a positive number of seconds, found {patience_seconds!r}"
             )
@@ -88,7 +88,7 @@ class MooncakeCarrier(ForeignCarrier):
             packing=packing,
             costs=costs,
         )
-        self._patience = float(patience_seconds)
+        self._patience = patience_seconds
         self._where = f"[{self.host}]" if ":" in self.host else self.host
         try:
             self._engine = make_engine(engine, self._where, protocol, device)

@@ -267,7 +267,7 @@ class NixlCarrier(ForeignCarrier):
         try:
             run(self._agent, job, peer, request)
         except TransferError:
-            job.late_bytes |= peer.pulse.alive()  # NIXL says nothing of the rest of the batch
+            job.late_bytes |= not peer.pulse.gone()  # NIXL says nothing of the rest of the batch
             raise
         finally:
             try:

@@ -3,10 +3,16 @@
 The data planes of foreign engines say late, vaguely or never that a peer is gone. So the owner of
 memory listens beside them, and who connects keeps that connection open. The kernel closes it when
 the process ends, however it ends; a host that vanishes is noticed by keep-alive within
-`IDLE_SECONDS + PROBES * PROBE_SECONDS`. Nothing is ever sent on it after the greeting:
+`IDLE_SECONDS + PROBES * PROBE_SECONDS`. This is all that is ever sent on it:
 
     visitor  -> owner    MAGIC, the token that the endpoint names
     owner    -> visitor  the incarnation that the endpoint names
+    owner    -> visitor  GOODBYE, where its carrier is being closed
+
+Whoever hears a goodbye, or anything else, takes the peer for lost. That is not to say that none of
+its bytes are under way: its library may still be at work. The connection's end says that, because
+an owner lets go of it after its library, and the kernel with all others of the process. A network
+that fails says nothing.
 
 Neither side takes the other for somebody else: another process that got the same port has neither.
 A child that either side forks keeps no copy of the connection (forks.py): it would outlive its end.
@@ -32,6 +38,8 @@ from kvferry.wire.names import dial
 log = logging.getLogger(__name__)
 
 MAGIC = b"kvferry-pulse-1\n"
+GOODBYE = b"\n"
+LEAVE, END = b"\1", b"\0"  # to the owner's thread
 TOKEN_BYTES = 16
 GREETING_SECONDS = 5.0  # a visitor that has not greeted by then is sent away
 MOST_VISITORS = 4096
@@ -62,13 +70,20 @@ class PulseServer:
         self._thread = threading.Thread(target=self._loop, name="kvferry-pulse", daemon=True)
         self._thread.start()
 
+    def leave(self) -> None:
+        """Visitors see that this carrier is being closed, and no new ones are greeted."""
+        self._wake(LEAVE)
+
     def close(self) -> None:
         """Visitors see that this carrier is gone. Idempotent."""
-        with contextlib.suppress(OSError):  # closed already, or this is a forked child
-            self._waker.send(b"\0")
+        self._wake(END)
         if self._thread is not threading.current_thread():
             self._thread.join(GREETING_SECONDS)
         self._waker.close()
+
+    def _wake(self, what: bytes) -> None:
+        with contextlib.suppress(OSError):  # closed already, or this is a forked child
+            self._waker.send(what)
 
     def _loop(self) -> None:
         try:
@@ -85,7 +100,10 @@ class PulseServer:
             while True:
                 ready = [key.fileobj for key, _ in selector.select(self._pause())]
                 if self._woken in ready:
-                    break
+                    if END in self._woken.recv(16):
+                        break
+                    self._say_goodbye(selector)
+                    continue
                 for one in ready:
                     try:
                         if one is self._listener:
@@ -103,6 +121,18 @@ class PulseServer:
                 for one, (_, until) in list(self._visitors.items()):
                     if until and until < now:
                         self._drop(selector, one)
+
+    def _say_goodbye(self, selector: selectors.BaseSelector) -> None:
+        if self._listener in selector.get_map():
+            selector.unregister(self._listener)
+        self._deaf_until = 0.0
+        hang_up(self._listener)
+        for visitor, (_, until) in list(self._visitors.items()):
+            with contextlib.suppress(OSError):
+                if not until:  # it was greeted
+                    visitor.send(GOODBYE)
+                    continue
+            self._drop(selector, visitor)
 
     def _pause(self) -> float | None:
         """Seconds until something has to be done, though nobody says anything."""
@@ -163,7 +193,7 @@ class Pulse:
     def __init__(self, connection: socket.socket, where: str) -> None:
         self._connection, self._where = connection, where
         self._lock = threading.Lock()
-        self._lost = False
+        self._lost = self._gone = False
         self._words = select.poll()  # silence costs no exception, as `recv` would make one
         self._words.register(connection, select.POLLIN)
 
@@ -214,6 +244,20 @@ class Pulse:
                 return True
             time.sleep(GRACE_TICK_SECONDS)
         return False
+
+    def gone(self) -> bool:
+        """Whether the connection has ended: nothing that the peer began is under way any more."""
+        if not self._look():
+            return False
+        with self._lock:
+            try:
+                while not self._gone:
+                    self._gone = not self._connection.recv(16)
+            except ConnectionResetError:
+                self._gone = True
+            except OSError:  # silence after a goodbye, an outage, or we have left
+                pass
+            return self._gone
 
     def require_alive(self) -> None:
         if self._look():
