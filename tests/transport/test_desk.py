@@ -342,12 +342,15 @@ def test_cancelled_while_the_desk_does_not_answer(
 
 
 def test_cancelled_while_the_desk_drips(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole answers would take 6 s, and no byte is later than the one before by a stall."""
+    """Whole answers would take 6 s or more, and no byte is later than the last one by a stall."""
     dripped = threading.Event()
 
     def lie(stream: Stream, header: Header, slot: Slot, *_: object) -> None:
-        dripped.set()
-        drip(stream.send, Header(Say.READY, header.request, 0, slot.offset).pack(), 0.2)
+        if dripped.is_set():
+            drip(stream.send, Header(Say.READY, header.request, 0, slot.offset).pack(), 0.2)
+        else:
+            dripped.set()
+            drip(stream.send, Header(Say.ERROR, header.request, 2000).pack() + b"x" * 2000, 0.005)
 
     monkeypatch.setattr(two.owner._desk, "_lend_read", lie)
     transfer = two.user.read(two.link, two.copies(reading=True))
