@@ -132,10 +132,11 @@ def until(holds: object) -> bool:
 
 
 def test_a_killed_process_is_dead_though_its_child_lives() -> None:
-    ours = Owner()
-    with forking(ours.told()) as process:
+    with contextlib.ExitStack() as undo:
+        ours = undo.enter_context(contextlib.closing(Owner()))
+        process = undo.enter_context(forking(ours.told()))
         assert process.stdout
-        user = User(process.stdout.readline())
+        user = undo.enter_context(contextlib.closing(User(process.stdout.readline())))
         assert len(ours.pulse._visitors) == len(ours.tcp._server._serving) == 1
         assert (ours.slots.free, ours.slots.retired) == (1, 0)
         user.read()
@@ -164,8 +165,6 @@ def test_a_killed_process_is_dead_though_its_child_lives() -> None:
         assert until(lambda: not ours.tcp._server._serving)
         assert until(lambda: ours.slots.retired == 1)
         assert said(process) == "still here\n"
-        user.close()
-    ours.close()
 
 
 def test_closing_a_pulse_is_seen_whoever_else_has_a_copy() -> None:

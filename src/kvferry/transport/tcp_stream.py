@@ -211,7 +211,7 @@ class Stream:
                 vectors.advance(done)
                 if done < total and time.monotonic() > deadline:
                     raise DeadlineExceeded(
-                        f"{doing} the peer was too slow: {done} bytes of {total}"
+                        f"{doing} the peer is too slow: {done} of {total} bytes in the time for all"
                     )
                 continue
             code = ctypes.get_errno() if moved < 0 else 0
