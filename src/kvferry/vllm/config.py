@@ -19,9 +19,8 @@ from typing import Any, Literal
 from kvferry.errors import DescriptionError
 from kvferry.p2p.consumer import Mode
 from kvferry.support import SUPPORTED_VLLM
-from kvferry.transport.auto import AUTO
 from kvferry.transport.cost import Packing, require_packing
-from kvferry.transport.registry import CARRIERS
+from kvferry.transport.options import require_options
 
 log = logging.getLogger("kvferry")
 
@@ -94,7 +93,7 @@ class FerryConfig:
                 values[name] = (chosen,) if isinstance(chosen, str) else tuple(chosen)
         config = cls(**values)
         require_packing(config.packing)
-        _require_options(config.carriers, config.carrier_options)
+        require_options(config.carriers, config.carrier_options)
         if min(config.lease_seconds, config.load_seconds, config.bootstrap_seconds) <= 0:
             raise DescriptionError(
                 "lease_seconds, load_seconds and bootstrap_seconds must be positive"
@@ -118,28 +117,6 @@ class FerryConfig:
         except ValueError:
             return host in self.peers
         return any(_covers(peer, address) for peer in self.peers)
-
-
-def _require_options(carriers: tuple[str, ...], options: Any) -> None:
-    if not isinstance(options, Mapping) or not all(
-        isinstance(of_one, Mapping) for of_one in options.values()
-    ):
-        raise DescriptionError(
-            "carrier_options must be a mapping of mappings, such as "
-            f'{{"nixl": {{"backends": ["UCX"]}}}}; found {options!r}'
-        )
-    unknown = sorted(set(options) - set(CARRIERS))
-    if unknown:
-        raise DescriptionError(
-            f"carrier_options are for {unknown}, and there are no such carriers; there are "
-            f"{', '.join(CARRIERS)}"
-        )
-    unused = sorted(set(options) - set(carriers))
-    if unused and carriers != (AUTO,):  # which opens what has options
-        raise DescriptionError(
-            f"carrier_options are for {unused}, but carriers are {list(carriers)}; add them there, "
-            "or drop the options"
-        )
 
 
 def _covers(peer: str, address: Any) -> bool:
