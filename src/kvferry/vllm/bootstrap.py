@@ -31,6 +31,7 @@ from urllib.parse import urlsplit
 
 from kvferry.errors import HandoverError, ProtocolError, TransferError
 from kvferry.p2p.ticket import is_host, is_text
+from kvferry.transport.forks import ours_alone
 from kvferry.wire.names import dial
 
 log = logging.getLogger("kvferry")
@@ -124,6 +125,7 @@ class Bootstrap:
                 f"the bootstrap cannot listen at {host or '127.0.0.1'}:{port}: {error}; set "
                 "VLLM_MOONCAKE_BOOTSTRAP_PORT to a free port"
             ) from None
+        ours_alone(self._server.socket)
         self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
