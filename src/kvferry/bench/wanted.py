@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.bench.movers import installed
+from kvferry.bench.movers import installed, quiet_libraries
 from kvferry.errors import TransferError
 
 
@@ -25,7 +25,8 @@ class Wanted:
                 raise TransferError(
                     f"the carrier {name!r} is not measured here; choose among {', '.join(among)}"
                 )
-        reasons = {name: why for name, why in installed().items() if name in among}
+        with quiet_libraries():  # this loads them
+            reasons = {name: why for name, why in installed().items() if name in among}
         for name in named:
             if reasons[name]:
                 raise TransferError(reasons[name])
