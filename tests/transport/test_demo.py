@@ -15,10 +15,15 @@ import msgspec
 import numpy as np
 import pytest
 
+import host_device
 from kvferry.cli.demo import Lines, demo, describe
+from kvferry.demo import consumer as consumer_module
+from kvferry.demo import on_gpu
+from kvferry.demo import producer as producer_module
 from kvferry.demo import run as demo_module
 from kvferry.demo.cache import make_views, write_entries, wrong_entries
 from kvferry.demo.consumer import Consumer
+from kvferry.demo.ends import carriers_for
 from kvferry.demo.producer import Producer
 from kvferry.demo.run import run_demo
 from kvferry.demo.work import DEMO_FROM, DEMO_TO, demo_model, find_model, make_work
@@ -203,6 +208,38 @@ def test_any_shape(model: str, src: str, dst: str) -> None:
     finally:
         for file in files:
             os.close(file)
+
+
+def test_caches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is filled goes there, what is compared comes from there. The device is none, and tcp,
+    which reaches its memory, stands in for the carrier."""
+    on = host_device.use(monkeypatch)
+    monkeypatch.setattr(on_gpu, "device", lambda _: on)
+    for module in (producer_module, consumer_module):
+        monkeypatch.setattr(module, "carriers_for", lambda _, memory: carriers_for("tcp", memory))
+    shapes = [EngineShape.parse(text) for text in TWO_RANKS[1:]]
+    work = make_work(find_model("demo"), *shapes, min_bytes=2 << 20, requests=6, seed=1)
+    producer, consumer = (
+        kind(work, Rank(0, 0), "", [], lambda _: None) for kind in (Producer, Consumer)
+    )
+    peer = producer.set_up("cuda")
+    consumer.set_up("cuda")
+    try:
+        assert peer.address in on.live and consumer.memory.address in on.live
+        consumer.link([peer])
+        for rank in (producer, consumer):
+            rank.fill()
+        producer.memory.bytes[:] = 0  # from here on, nobody looks at the copies
+        consumer.memory.bytes[:] = 0
+        pulled = consumer.pull()
+        checked = consumer.check()
+        assert checked.wrong_bytes == 0
+        assert 0 < checked.arrived_bytes <= pulled.bytes and checked.guarded_bytes > 0
+        on.live[consumer.memory.address][: consumer.memory.bytes.nbytes] ^= 1
+        assert consumer.check().wrong_bytes >= checked.arrived_bytes
+    finally:
+        for rank in (producer, consumer):
+            rank.carriers[0].close()
 
 
 def test_work_covers_what_was_asked_for() -> None:

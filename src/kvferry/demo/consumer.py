@@ -59,7 +59,7 @@ class Consumer:
     def set_up(self, method: str) -> Greeting:
         work = self.work
         self.method = method
-        self.memory = map_rank(work, False, self.rank, None)
+        self.memory = map_rank(work, False, self.rank, method=method)
         self.carriers = carriers_for(method, self.memory)
         pair = plan_pair(work.model, work.src, work.dst)
         for edge in pair.edges:
@@ -83,6 +83,7 @@ class Consumer:
         for view in views_of(work, self.memory):
             pool = work.dst_pools[work.model.groups.index(view.group)]
             write_byte(view, np.arange(pool[-1] + 1), CANARY)
+        self.memory.publish()
 
     def pull(self) -> Pulled:
         """Load every request: copy what the plans say, zero what they leave uncovered."""
@@ -121,11 +122,8 @@ class Consumer:
                 dst_bases=memory.starts,
                 allow_uncacheable=True,
             )
-            zeros = np.zeros(int(gaps.length.max(initial=1)), dtype=np.uint8)
-            start = np.zeros_like(gaps.address)
-            copy_scattered(zeros, start, memory.bytes, gaps.address, gaps.length)
+            memory.zero(gaps.address, gaps.length)
             self.report(moved - before)
-        self._corrupt()
         return Pulled(moved, descriptors, copy_seconds)
 
     def _reach(
@@ -167,6 +165,8 @@ class Consumer:
     def check(self) -> Checked:
         assert self.memory is not None
         work = self.work
+        self.memory.fetch()
+        self._corrupt()
         views = views_of(work, self.memory)
         arrived, guarded, wrong = 0, 0, 0
         loaded: dict[str, list[Ints]] = {group.name: [] for group in work.model.groups}

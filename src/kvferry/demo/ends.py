@@ -11,6 +11,7 @@ from kvferry.transport import Carrier, MemoryRegion, make_carrier
 from kvferry.transport.auto import select
 
 OWN_METHODS = ("vm", "shared")  # others are names of carriers, or "auto"
+ON_GPU = "cuda"  # moves nothing else
 
 
 def views_of(work: Work, memory: Memory) -> list[View]:
@@ -19,9 +20,12 @@ def views_of(work: Work, memory: Memory) -> list[View]:
     return make_views(work.model, layout.shape, layout.rank, blocks, memory.regions())
 
 
-def map_rank(work: Work, is_producer: bool, rank: Rank, file: int | None) -> Memory:
+def map_rank(
+    work: Work, is_producer: bool, rank: Rank, file: int | None = None, method: str = ""
+) -> Memory:
     shape, blocks = (work.src, work.src_blocks) if is_producer else (work.dst, work.dst_blocks)
-    return Memory.map(RankLayout.build(work.model, shape, rank, blocks), file)
+    layout = RankLayout.build(work.model, shape, rank, blocks)
+    return Memory.map(layout, file, on_gpu=method == ON_GPU)
 
 
 def carriers_for(method: str, memory: Memory) -> list[Carrier]:

@@ -35,7 +35,7 @@ class Producer:
 
     def set_up(self, method: str) -> Greeting:
         file = self.files[0] if method == "shared" else None
-        self.memory = map_rank(self.work, True, self.rank, file)
+        self.memory = map_rank(self.work, True, self.rank, file, method)
         self.carriers = carriers_for(method, self.memory)
         endpoints = {carrier.name: carrier.endpoint() for carrier in self.carriers}
         return Greeting(self.rank, os.getpid(), self.memory.address, endpoints)
@@ -51,6 +51,7 @@ class Producer:
             write_byte(view, free, POISON)
         for request in work.requests:
             self.report(sum(self._fill(view, request) for view in views))
+        self.memory.publish()
 
     def _fill(self, view: View, request: Request) -> int:
         work = self.work

@@ -11,7 +11,7 @@ How bytes move is the *method*:
     auto    vm where the system permits it, else shared
     NAME    a carrier (`transport`): consumers read through it. "auto" there is what engines with
             their caches in host memory do: the carriers of transport/auto.py, by what they cost on
-            this machine
+            this machine. `cuda` moves between caches on a GPU
 
 However the demo ends, its processes end with it. Shared memory has no name, so none can be left.
 """
