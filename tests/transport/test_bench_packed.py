@@ -86,7 +86,7 @@ def test_the_batches_are_token_major_and_do_not_overlap() -> None:
 
 
 def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("nixl", "mooncake"):
+    for name in ("nixl", "mooncake", "mooncake.engine"):
         monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
 
 

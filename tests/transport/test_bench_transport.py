@@ -45,7 +45,7 @@ def test_what_is_named_must_go_its_own_way(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(LocalCarrier, "_why_not_directly", lambda *_: "the system forbids it")
     with pytest.raises(TransferError, match=r"local .* goes by tcp .* the system forbids it"):
         run(sizes=(4096,), seconds=0.0, carriers=("tcp", "local"))
-    for name in ("nixl", "mooncake"):
+    for name in ("nixl", "mooncake", "mooncake.engine"):
         monkeypatch.setitem(sys.modules, name, None)  # as if not installed
     result = run(sizes=(1 << 20,), seconds=0.0)
     assert {row.carrier for row in result.results} == {"memcpy", "tcp"}
