@@ -1,23 +1,19 @@
-"""Which carrier is used for a peer, and what `kvferry doctor` says about it."""
+"""Which carrier is used for a peer."""
 
 from __future__ import annotations
 
-import json
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from carrier_peer import KINDS, owner, soon
-from typer.testing import CliRunner
 
-from kvferry.cli.main import app
 from kvferry.errors import HandoverError
 from kvferry.transport import make_carrier
 from kvferry.transport.auto import by_cost, connect, select
 from kvferry.transport.cost import Cost, Costs
-from p2p_peers import LOOPBACK, Producer, Spec
+from p2p_peers import LOOPBACK
 
 SECRET = "loopback"
 
@@ -125,9 +121,16 @@ def test_the_order_without_measurements() -> None:
     names = ["tcp", "pigeon", "mooncake", "local", "cuda"]
     ordered = by_cost([Named(n) for n in names], table(local=1, tcp=2))  # type: ignore[misc]
     assert [c.name for c in ordered] == ["cuda", "local", "mooncake", "tcp", "pigeon"]
-    # who configured it did so for its network; costs are measured on loopback
-    measured = by_cost([Named("tcp"), Named("mooncake")], table(mooncake=3, tcp=2))  # type: ignore[list-item]
-    assert [c.name for c in measured] == ["mooncake", "tcp"]
+    # what was measured counts, also of those that somebody configured; each way by itself
+    costs = table(mooncake=3, nixl=1, tcp=2)
+    assert [c.name for c in by_cost([Named(n) for n in ("tcp", "mooncake", "nixl")], costs)] == [  # type: ignore[misc]
+        "nixl",
+        "tcp",
+        "mooncake",
+    ]
+    by_rdma = Named("mooncake")
+    by_rdma.cost_name = "mooncake-rdma"  # type: ignore[attr-defined]
+    assert by_cost([Named("tcp"), by_rdma], costs)[0] is by_rdma  # type: ignore[comparison-overlap, list-item]
 
 
 def test_what_auto_opens() -> None:
@@ -137,47 +140,3 @@ def test_what_auto_opens() -> None:
     assert not opened & {"null", "cuda", "nixl", "mooncake"}
     on_gpu = {s.name: s.why_not for s in select(["auto"], device=True)}
     assert on_gpu["local"] and not on_gpu["tcp"]
-
-
-def examine(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
-    result = CliRunner().invoke(app, ["doctor", "--json", *arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
-    report = json.loads(result.stdout.splitlines()[-1])
-    return result.exit_code, {f["name"]: f for f in report["findings"]}
-
-
-def test_the_doctor_here(tmp_path: Path) -> None:
-    code, found = examine("--between", "here", "here")
-    assert code == 0
-    assert found["loopback tcp"]["state"] == "ok"
-    (between,) = [f for f in found.values() if f["section"] == "between"]
-    expected = "local" if found["process_vm_readv"]["state"] == "ok" else "tcp"
-    assert between["found"].startswith(expected)
-    code, found = examine("--carriers", "tcp,pigeon")
-    assert code == 1
-    assert found["pigeon"]["state"] == "broken"
-    assert found["tcp"]["state"] == "ok"
-    (tmp_path / "no-report").write_text("[]")
-    refused = CliRunner().invoke(app, ["doctor", "--between", "here", str(tmp_path / "no-report")])
-    assert refused.exit_code == 2
-    assert "Traceback" not in refused.output
-
-
-def test_the_doctor_and_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFERRY_SECRET", "right")
-    peer = Producer(Spec("p", "tp=2,block=16", carrier="tcp", secret="right"))
-    try:
-        address = f"{LOOPBACK}:{peer.directory.port}"
-        code, found = examine("--peer", address)
-        assert code == 0
-        assert "our secret is accepted" in found[address]["found"]
-        assert found["tcp, rank (0, 1)"]["state"] == "ok"
-        assert found["auto, rank (0, 0)"]["found"].startswith("tcp (it offers tcp)")
-        monkeypatch.setenv("KVFERRY_SECRET", "wrong")
-        code, found = examine("--peer", address)
-        assert code == 1
-        assert "does not take our secret" in found[address]["found"]
-    finally:
-        peer.close()
-    code, found = examine("--peer", address)
-    assert (code, found[address]["state"]) == (1, "broken")

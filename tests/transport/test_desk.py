@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import secrets
 import socket
@@ -35,7 +36,9 @@ from kvferry.transport.foreign_peer import ForeignEndpoint, ForeignPeer
 from kvferry.transport.host import HostMemory
 from kvferry.transport.jobs import Job
 from kvferry.transport.regions import Arrays, RegionTable
-from kvferry.transport.slots import SLOTS, Slots
+from kvferry.transport.slots import SLOTS, Slot, Slots
+from kvferry.transport.tcp_frames import HEADER, Header
+from kvferry.transport.tcp_stream import Stream
 
 SIZE = 1 << 20
 TOKEN, INCARNATION = secrets.token_bytes(16), secrets.token_bytes(16)
@@ -175,6 +178,32 @@ def test_strangers_and_nonsense_end_their_own_connection_only(opened: Open) -> N
     visit.close()
 
 
+def drip(send: Callable[[bytes], None], data: bytes, seconds: float = 0.05) -> None:
+    """A byte now and then, as long as somebody takes them."""
+    with contextlib.suppress(TransferError):
+        for n in range(len(data)):
+            send(data[n : n + 1])
+            time.sleep(seconds)
+
+
+@pytest.mark.parametrize("what", ["request", "slot"])
+def test_a_visitor_that_drips_is_let_go(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Its words would be whole after 1.6 s."""
+    monkeypatch.setattr(desk_module, "FRAME_SECONDS" if what == "request" else "LEND_SECONDS", 0.2)
+    visit = opened.visit()
+    if what == "slot":
+        visit.ask(Say.GATHER, *opened.runs(3), fine)
+        assert opened.slots.free == 1
+    kind = Say.RETURN if what == "slot" else Say.GATHER
+    begin = time.monotonic()
+    drip(visit._stream.send, Header(kind, visit._request).pack())
+    assert time.monotonic() - begin < 1
+    assert until(lambda: opened.slots.free == 2)
+    visit.close(writing=True)  # without a word
+
+
 # --- a carrier whose library is memmove, which can be told to fail -------------------------------
 
 
@@ -190,7 +219,9 @@ class MemmoveCarrier(ForeignCarrier):
         self.fails: Callable[[Job], None] | None = None
         self.moved = 0  # descriptors
 
-    def _register(self, added: list[MemoryRegion], gone: list[MemoryRegion]) -> None: ...
+    def register_one(self, region: MemoryRegion) -> None: ...
+
+    def unregister_one(self, region: MemoryRegion) -> None: ...
 
     def _address(self) -> bytes:
         return b""
@@ -312,6 +343,63 @@ def test_cancelled_while_the_desk_does_not_answer(
         transfer.wait(soon())
 
 
+def test_cancelled_while_the_desk_drips(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole answers would take 6 s or more, and no byte is later than the last one by a stall."""
+    dripped = threading.Event()
+
+    def lie(stream: Stream, header: Header, slot: Slot, *_: object) -> None:
+        if dripped.is_set():
+            drip(stream.send, Header(Say.READY, header.request, 0, slot.offset).pack(), 0.2)
+        else:
+            dripped.set()
+            drip(stream.send, Header(Say.ERROR, header.request, 2000).pack() + b"x" * 2000, 0.005)
+
+    monkeypatch.setattr(two.owner._desk, "_lend_read", lie)
+    transfer = two.user.read(two.link, two.copies(reading=True))
+    assert dripped.wait(5)
+    begin = time.monotonic()
+    transfer.cancel()
+    assert time.monotonic() - begin < 2
+    with pytest.raises(Cancelled):
+        transfer.wait(soon())
+    monkeypatch.setattr(desk_visit, "STALL_SECONDS", 0.5)  # and where nobody cancels
+    begin = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="has not answered"):
+        two.user.read(two.link, two.copies(reading=True)).wait(soon())
+    assert time.monotonic() - begin < 3
+    two.user.disconnect(two.link)
+    assert two.user._peers == []
+    assert until(lambda: two.user._slots.free == SLOTS)
+
+
+def test_cancelled_while_the_desk_drips_that_it_has_applied(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told to: so nobody can say that no byte comes later. But the threads are free."""
+    dripped = threading.Event()
+    plain = Stream.send
+
+    def send(stream: Stream, data: bytes, deadline: float | None = None) -> None:
+        if len(data) == HEADER.size and Header.unpack(data).kind == Say.DONE:
+            dripped.set()
+            drip(lambda byte: plain(stream, byte), data, 0.2)
+        else:
+            plain(stream, data, deadline)
+
+    monkeypatch.setattr(Stream, "send", send)
+    monkeypatch.setattr(desk_visit, "APPLIED_SECONDS", 0.3)
+    transfer = two.user.write(two.link, two.copies(reading=False))
+    assert dripped.wait(5)
+    begin = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="may still arrive"):
+        transfer.cancel(seconds=1.0)
+    with pytest.raises(Cancelled):
+        transfer.wait(soon(0.1))
+    two.user.disconnect(two.link)
+    assert time.monotonic() - begin < 3
+    assert two.user._peers == []
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_cancelled_write_that_the_desk_applies_is_seen_to_its_end(
     two: Two, monkeypatch: pytest.MonkeyPatch, ends: bool
@@ -364,7 +452,7 @@ def test_a_stall_after_the_desk_was_told_to_apply_may_bring_late_bytes(
     with pytest.raises(DeadlineExceeded, match="has not answered"):
         transfer.wait(soon())
     with pytest.raises(DeadlineExceeded, match="may still arrive"):
-        transfer.cancel()
+        transfer.cancel(seconds=0.5)
     go_on.set()
 
 

@@ -14,7 +14,7 @@ import pytest
 from carrier_peer import soon, threads_left
 from test_desk import MemmoveCarrier
 
-from kvferry.errors import DeadlineExceeded, TransferError
+from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
 from kvferry.p2p.transfers import await_transfer, end_transfers
 from kvferry.p2p.watch import Watch
 from kvferry.transport import foreign_jobs, mooncake
@@ -233,14 +233,15 @@ def test_a_nixl_peer_met_again_while_its_old_connection_ends() -> None:
     assert carrier._agents == {"P": 1} and known
 
 
+@pytest.mark.parametrize("alive", [True, False])
 @pytest.mark.parametrize(
     ("copies", "limit", "late"), [(4, 512, True), (1, 512, False), (4, 1, False), (4, 2, True)]
 )
 def test_a_batch_that_mooncake_refuses_may_have_begun(
-    monkeypatch: pytest.MonkeyPatch, copies: int, limit: int, late: bool
+    monkeypatch: pytest.MonkeyPatch, copies: int, limit: int, late: bool, alive: bool
 ) -> None:
-    """Of several copies it does not say which; the peer may only be stopped. Single ones have not
-    begun, but for those that were tried together before."""
+    """Of several copies it does not say which; the peer may only be stopped, or about to close.
+    Single ones have not begun, but for those that were tried together before."""
     monkeypatch.setattr(mooncake, "SETTLE_REFUSED_SECONDS", 0.0)
     monkeypatch.setattr(mooncake, "SINGLE_SECONDS", 0.0)
     carrier = mooncake.MooncakeCarrier.__new__(mooncake.MooncakeCarrier)
@@ -252,7 +253,7 @@ def test_a_batch_that_mooncake_refuses_may_have_begun(
     peer: Any = SimpleNamespace(
         handle=mooncake._Target("127.0.0.1:1"),
         connected=True,
-        pulse=SimpleNamespace(alive=lambda: True, require_alive=lambda: None),
+        pulse=SimpleNamespace(alive=lambda: alive),
         require_usable=lambda: None,
     )
     peer.handle.limit = limit
@@ -264,3 +265,32 @@ def test_a_batch_that_mooncake_refuses_may_have_begun(
     job = Job(read, "a read")
     job.run()
     assert job.poll() is TransferState.FAILED and job.late_bytes is late
+
+
+def test_what_is_given_up_goes_on() -> None:
+    """Who waits hears why at once; it is not settled, and its thread is busy, until it returns."""
+    go_on, workers = threading.Event(), Workers("test-given-up", 1)
+
+    def work(job: Job) -> None:
+        job.give_up(PeerLost("gone"))
+        job.give_up(PeerLost("and again"))
+        assert go_on.wait(10)
+
+    job = workers.submit(Job(work, "a transfer"))
+    try:
+        with pytest.raises(PeerLost, match="gone"):
+            job.wait(time.monotonic() + 5)
+        assert job.poll() is TransferState.FAILED
+        assert not job.settled() and workers.busy == [job]
+        with pytest.raises(DeadlineExceeded, match="may still arrive"):
+            job.cancel(seconds=0.01)
+    finally:
+        go_on.set()
+    until = time.monotonic() + 5
+    while not job.settled() and time.monotonic() < until:
+        time.sleep(0.001)
+    assert job.settled() and not workers.busy
+    job.cancel()
+    with pytest.raises(PeerLost, match="gone"):
+        job.wait(time.monotonic())
+    workers.close()

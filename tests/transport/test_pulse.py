@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 from carrier_peer import soon, threads_left
@@ -43,8 +44,9 @@ def test_a_killed_process_is_noticed_at_once() -> None:
         assert pulse.alive(0.05)
         os.kill(process.pid, signal.SIGSTOP)
         assert pulse.alive(0.05)  # slow is not dead
+        assert not pulse.gone()
         process.kill()
-        assert not pulse.alive(5)
+        assert not pulse.alive(5) and reaches(pulse.gone)
     with pytest.raises(PeerLost, match="gone"):
         pulse.require_alive()
     pulse.close()
@@ -62,6 +64,38 @@ def test_a_closed_carrier_is_gone_and_leaves_no_thread() -> None:
     with pytest.raises(PeerLost):
         visit(server)
     assert threads_left("kvferry-pulse") == []
+
+
+def test_a_carrier_that_is_being_closed_is_lost_and_not_gone() -> None:
+    """Its library may still be at work, until the connection has ended."""
+    server = PulseServer(HOST)
+    first, second = visit(server), visit(server)
+    with socket.create_connection((HOST, server.port)) as stranger:
+        time.sleep(0.05)
+        server.leave()
+        server.leave()
+        for pulse in (first, second):
+            assert not pulse.alive(5) and not pulse.gone()
+            with pytest.raises(PeerLost):
+                pulse.require_alive()
+        stranger.settimeout(5)
+        assert stranger.recv(1) == b""
+    with pytest.raises(PeerLost, match="nobody listens"):
+        visit(server)
+    second.close()
+    assert not second.gone()  # who has left knows nothing
+    server.close()
+    assert reaches(first.gone)
+    assert threads_left("kvferry-pulse") == []
+    first.close()
+    assert first.gone()
+
+
+def reaches(what: Callable[[], bool]) -> bool:
+    until = soon(5)
+    while not what() and time.monotonic() < until:
+        time.sleep(0.001)
+    return what()
 
 
 def test_somebody_else_is_not_taken_for_the_peer() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -21,13 +23,16 @@ from kvferry.errors import (
     PeerLost,
     TransferError,
 )
-from kvferry.transport import MemoryRegion, TransferState
+from kvferry.transport import MemoryRegion, TransferState, tcp_peer, tcp_stream
+from kvferry.transport.cost import Packing
 from kvferry.transport.host import HostMemory
 from kvferry.transport.regions import RegionTable
 from kvferry.transport.tcp import STREAMS_PER_TRANSFER, TcpCarrier
 from kvferry.transport.tcp_client import TcpEndpoint
+from kvferry.transport.tcp_frames import HEADER, Header, Kind, table_bytes
 from kvferry.transport.tcp_peer import TRANSFERS_PER_PEER
 from kvferry.transport.tcp_server import ServerLimits
+from kvferry.transport.tcp_stream import Stream
 
 SIZE = 8 << 20
 EVERYTHING = RegionTable.of([MemoryRegion(0, (1 << 62))])
@@ -190,6 +195,68 @@ def test_a_peer_without_progress_is_given_up() -> None:
             user.carrier.connect(msgspec.msgpack.encode(endpoint), soon(0.3))
         assert time.monotonic() - begin < 3
         user.carrier.close()
+
+
+def test_a_peer_that_drips_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows the secret. Its APPLIED would be whole after 3 s, each byte long before a stall."""
+    plain, dripped = Stream.send, threading.Event()
+
+    def send(stream: Stream, data: bytes, deadline: float | None = None) -> None:
+        if len(data) != HEADER.size or Header.unpack(data).kind != Kind.APPLIED:
+            plain(stream, data, deadline)
+            return
+        dripped.set()
+        with contextlib.suppress(TransferError):
+            for n in range(len(data)):
+                plain(stream, data[n : n + 1])
+                time.sleep(0.1)
+
+    monkeypatch.setattr(Stream, "send", send)
+    monkeypatch.setattr(tcp_peer, "CANCEL_SECONDS", 0.2)
+    owner, user = End(), End(limits=ServerLimits(stall_seconds=0.5))
+    peer = user.carrier.connect(owner.carrier.endpoint(), soon())
+    for cancels in (False, True):
+        dripped.clear()
+        transfer = user.carrier.write(peer, copies(user.address, owner.address, 100))
+        assert dripped.wait(5)
+        begin = time.monotonic()
+        if not cancels:
+            with pytest.raises(DeadlineExceeded):
+                transfer.wait(soon())
+        with pytest.raises(DeadlineExceeded, match="may still arrive"):
+            transfer.cancel()  # nobody has said that all is in place
+        assert transfer.poll() is TransferState.FAILED
+        assert time.monotonic() - begin < 2
+    begin = time.monotonic()
+    user.carrier.close()
+    assert time.monotonic() - begin < 1
+    owner.carrier.close()
+    assert threads_left("kvferry-tcp") == []
+
+
+@pytest.mark.parametrize("packing", ["direct", "packed"])
+def test_a_peer_that_drips_what_it_writes_is_let_go(
+    monkeypatch: pytest.MonkeyPatch, packing: Packing
+) -> None:
+    """Its bytes would be there after 2 s. The server's thread does not wait for them."""
+    monkeypatch.setattr(tcp_stream, "SLOWEST_BYTES_PER_SECOND", 1 << 30)
+    owner, user = End(limits=ServerLimits(stall_seconds=0.3)), End()
+    owner.carrier.packing = packing
+    peer = user.carrier.connect(owner.carrier.endpoint(), soon())
+    stream = peer.take().stream
+    ranges = table_bytes(np.array([owner.address]), np.array([20]))
+    stream.send(Header(Kind.WRITE, 1, len(ranges), 20).pack() + ranges)
+    assert Header.unpack(stream.recv(HEADER.size)).kind == Kind.GO
+    begin = time.monotonic()
+    with pytest.raises(PeerLost):
+        for _ in range(20):
+            stream.send(b"x")
+            time.sleep(0.1)
+    assert time.monotonic() - begin < 1.5
+    assert owner.carrier.counters["late"] == 1 and owner.carrier.counters["writes"] == 0
+    stream.close()
+    for end in (owner, user):
+        end.carrier.close()
 
 
 def test_memory_that_was_freed_is_an_error_not_a_crash(ends: tuple[End, End]) -> None:

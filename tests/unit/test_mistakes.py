@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.cli import checks
+from kvferry.cli.asked import Asked
 from kvferry.cli.checks import Finding
 from kvferry.cli.main import app
 from kvferry.errors import DescriptionError
@@ -131,17 +132,17 @@ def test_a_router_without_prefill_engines(monkeypatch: pytest.MonkeyPatch) -> No
 
 class TestDoctorAndCuda:
     def found(self) -> Finding:
-        (finding,) = checks.configured(["cuda"])
+        (finding,) = checks.configured(Asked(("cuda",)))
         return finding
 
     def test_no_driver(self, monkeypatch: pytest.MonkeyPatch) -> None:
         none = Finding("installed", "CUDA", "missing", "no NVIDIA driver", "")
-        monkeypatch.setattr(checks, "_cuda", lambda: none)
+        monkeypatch.setattr(checks, "cuda", lambda: none)
         assert self.found().state == "broken" and self.found().found == "no NVIDIA driver"
 
     def test_no_gpu_that_this_process_sees(self, monkeypatch: pytest.MonkeyPatch) -> None:
         driver = Finding("installed", "CUDA", "ok", "0 GPUs, CUDA 13.0")
-        monkeypatch.setattr(checks, "_cuda", lambda: driver)
+        monkeypatch.setattr(checks, "cuda", lambda: driver)
         monkeypatch.setattr("kvferry.transport.cuda.device_count", lambda: 0)
         assert self.found().state == "broken" and "sees no GPU" in self.found().found
 

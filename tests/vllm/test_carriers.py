@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ from test_conformance import (  # noqa: F401, the tests and their fixtures
 from test_packed_p2p import test_short_runs_arrive_in_both_modes as packed_p2p
 
 from kvferry.demo.run import run_demo
-from kvferry.transport import MemoryRegion
+from kvferry.transport import MemoryRegion, mooncake, mooncake_engine
 from kvferry.transport.regions import RegionTable
 
 LIBRARIES = {"mooncake": "mooncake.engine", "nixl": "nixl._api"}
@@ -143,6 +144,139 @@ def test_what_cannot_be_taken_back_is_abandoned(name: str, monkeypatch: pytest.M
             with pytest.raises(suite.Cancelled):
                 transfer.wait(soon())
             assert pair.carrier.counters["abandoned_now"] == 0
+
+
+@pytest.mark.parametrize("name", ["nixl", "nixl-packed"])
+def test_a_lost_pulse_is_not_the_end_of_the_bytes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the network fails for a while: who waits hears of it, and the memory, also that
+    which bytes are staged in, is in use until NIXL has let go of it."""
+    kind = kind_of(name)
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    at = FIRST[0] + np.arange(4000) * 1024
+    with owner(kind) as peer:
+        for pair in make_pair(kind, peer):
+            assert peer.process is not None
+            peer.memory.bytes[:] = 7
+            pair.move("read", at, at, np.full(4000, 500))
+            pair.memory.bytes[:] = 0
+            carrier: Any = pair.carrier
+            free = carrier._slots.free
+            real = carrier.move_batch
+
+            def held_up(*given: Any, real: Any = real, **named: Any) -> None:
+                os.kill(peer.process.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+                real(*given, **named)
+
+            monkeypatch.setattr(carrier, "move_batch", held_up)
+            try:
+                transfer: Any = pair.start("read", at, at, np.full(4000, 500))
+                time.sleep(0.3)
+                pair.link.pulse._connection.shutdown(socket.SHUT_RD)
+                with pytest.raises(suite.PeerLost):
+                    transfer.wait(soon(5))
+                assert transfer.poll() is suite.TransferState.FAILED and not transfer.settled()
+                with pytest.raises(suite.DeadlineExceeded, match="may still arrive"):
+                    transfer.cancel(seconds=0.2)
+                assert carrier.counters["abandoned_now"] == 1
+                assert carrier._slots.free == free - (name == "nixl-packed")
+            finally:
+                os.kill(peer.process.pid, signal.SIGCONT)
+            until = soon(20)
+            while not transfer.settled() and time.monotonic() < until:
+                time.sleep(0.01)
+            assert transfer.settled() and carrier.counters["abandoned_now"] == 0
+            pair.memory.bytes[:] = carrier._slots._memory[:] = 9
+            time.sleep(0.5)
+            assert (pair.memory.bytes == 9).all() and (carrier._slots._memory == 9).all()
+            assert carrier._slots.free == free
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"protocol": "rdma", "device": "no_such_0"}, "use rdma with no_such_0, and this host has"),
+        ({"protocol": "carrier pigeon"}, "is one of tcp, rdma"),
+        ({"protocol": ""}, "is one of tcp, rdma"),
+        ({"device": "mlx5_0"}, "device 'mlx5_0' is for protocol rdma"),
+        ({"patience_seconds": -1}, "a positive number of seconds"),
+        ({"patience_seconds": "x"}, "a positive number of seconds"),
+        ({"protocl": "tcp"}, "has no option protocl; it has host, secret, protocol"),
+    ],
+)
+def test_mooncake_is_not_replaced_in_silence(options: dict[str, Any], message: str) -> None:
+    kind_of("mooncake")
+    with pytest.raises(suite.TransferError, match=message):
+        suite.make_carrier("mooncake", **options)
+
+
+def test_mooncake_by_tcp_says_so_to_its_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which would take RDMA wherever there is a device."""
+    kind_of("mooncake")
+    seen: dict[str, str] = {}
+
+    class Engine:
+        def initialize(self, *asked: str) -> int:
+            seen.update(os.environ)
+            return -202
+
+    monkeypatch.setattr(mooncake, "engine_class", lambda: Engine)
+    monkeypatch.setattr(mooncake_engine, "DEVICES", tmp_path)
+    with pytest.raises(suite.TransferError, match="code -202, a context of a device"):
+        suite.make_carrier("mooncake")
+    assert "MC_FORCE_TCP" in seen and "MC_FORCE_TCP" not in os.environ
+    with pytest.raises(suite.TransferError, match="no RDMA device"):
+        suite.make_carrier("mooncake", protocol="rdma")
+    (tmp_path / "mlx5_0").mkdir()
+    seen.clear()
+    with pytest.raises(suite.TransferError, match="code -202"):  # it came so far
+        suite.make_carrier("mooncake", protocol="rdma", device="mlx5_0")
+    assert "MC_FORCE_TCP" not in seen
+    monkeypatch.setenv("MC_FORCE_TCP", "1")
+    with pytest.raises(suite.TransferError, match="MC_FORCE_TCP is set"):
+        suite.make_carrier("mooncake", protocol="rdma", device="mlx5_0")
+
+
+@pytest.mark.parametrize("backends", [[], ["POSIX"]])
+def test_nixl_needs_a_backend_that_reaches_peers(backends: list[str]) -> None:
+    kind_of("nixl")
+    with pytest.raises(suite.TransferError, match=r"backend|register"):
+        made = suite.make_carrier("nixl", backends=backends)
+        made.endpoint()
+
+
+def test_registering_is_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours become one region; where that is refused, they are as they were."""
+    kind_of("nixl")
+    here, there = (suite.make_carrier("nixl", packing="direct") for _ in range(2))
+    memory, mine = (np.full(8192, value, dtype=np.uint8) for value in (5, 0))
+    try:
+        at = memory.ctypes.data
+        there.register([MemoryRegion(at, 4096)])
+        here.register([MemoryRegion(mine.ctypes.data, 8192)])
+        agent = there._agent  # type: ignore[attr-defined]
+        real = agent.register_memory
+
+        def refuse(regions: Any, **named: Any) -> Any:
+            if regions[0][1] == 8192:
+                raise RuntimeError("ulimit -l")
+            return real(regions, **named)
+
+        monkeypatch.setattr(agent, "register_memory", refuse)
+        for _ in range(2):
+            with pytest.raises(suite.TransferError, match="ulimit -l"):
+                there.register([MemoryRegion(at + 4096, 4096)])
+        link = here.connect(there.endpoint(), soon())
+        here.read(link, copies(at, mine.ctypes.data, 4096)).wait(soon())
+        assert (mine[:4096] == 5).all()
+        with pytest.raises(suite.OutOfBounds):
+            here.read(link, copies(at, mine.ctypes.data, 8192)).wait(soon())
+    finally:
+        here.close()
+        there.close()
 
 
 def outside_address() -> str:

@@ -75,6 +75,8 @@ def test_options_for_a_carrier_that_is_not_used_are_refused() -> None:
 
     with pytest.raises(DescriptionError, match="nixl"):
         FerryConfig.read({"carriers": ["tcp"], "carrier_options": {"nixl": {}}})
+    with pytest.raises(DescriptionError, match=r"mooncak.*there are no such carriers"):
+        FerryConfig.read({"carrier_options": {"mooncak": {"protocol": "rdma"}}})
     with pytest.raises(DescriptionError, match="mapping"):
         FerryConfig.read({"carriers": ["nixl"], "carrier_options": {"nixl": ["UCX"]}})
     config = FerryConfig.read({"carriers": ["nixl"], "carrier_options": OPTIONS_OF_NIXL})

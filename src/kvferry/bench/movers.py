@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import TransferError
-from kvferry.transport import mooncake, nixl, nixl_agent
+from kvferry.transport import foreign_library, mooncake, mooncake_engine, nixl, nixl_agent
 from kvferry.transport.base import Ints, MemoryRegion
 from kvferry.transport.cost import Packing
 from kvferry.transport.foreign_peer import batches
@@ -102,7 +102,7 @@ class RawMooncake:
     """Mooncake's engine: one blocking call after another."""
 
     def __init__(self, memory: Bytes) -> None:
-        self._engine = mooncake.engine_class()()
+        self._engine = mooncake_engine.engine_class()()
         if self._engine.initialize(LOOPBACK, "P2PHANDSHAKE", "tcp", "") != 0:
             raise TransferError("Mooncake's engine does not start")
         self._memory = memory.ctypes.data
@@ -220,7 +220,7 @@ def installed() -> dict[str, str]:
         reasons[name] = ""
         try:
             if "mooncake" in name:
-                mooncake.engine_class()
+                mooncake_engine.engine_class()
             if "nixl" in name:
                 nixl_agent.api()
         except TransferError as error:
@@ -232,5 +232,5 @@ def installed() -> dict[str, str]:
 def quiet_libraries() -> Iterator[None]:
     """The libraries log every connection unless told otherwise before they are loaded."""
     ours = {name: value for name, value in QUIET.items() if name not in os.environ}
-    with nixl_agent.environment(ours):
+    with foreign_library.environment(ours):
         yield

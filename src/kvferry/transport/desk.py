@@ -24,14 +24,16 @@ moves the slot in one piece, and the visitor scatters it. Writes go the other wa
 Frames are those of the tcp carrier (tcp_frames.py). What may go wrong in between:
 
     the owner dies      the connection ends: `PeerLost`, as its pulse says
-    the owner stalls    no answer within `STALL_SECONDS`: `DeadlineExceeded`
+    the owner stalls    no whole answer within `STALL_SECONDS`: `DeadlineExceeded`; who cancels
+                        before is heard at once
     the owner lies      it can spoil what is read from it, as it can by writing to its own memory.
                         A slot outside of the staging memory is refused; bytes only go where the
                         visitor's own copies say
     the visitor dies    a slot that was lent for reading is lent again; one that was lent for
                         writing is retired, because bytes may still be on their way into it
     the visitor stalls  after `LEND_SECONDS` the same. If it reads on, its RETURN is not answered
-                        with DONE, and its transfer fails
+                        with DONE, and its transfer fails. A request that is not whole within
+                        `FRAME_SECONDS` ends its connection
     the visitor lies    ranges outside of registered memory are refused before a byte moves
     no slot is free     BUSY, or FULL: the visitor moves these runs directly
     no way to the desk  found when a peer is connected: all runs are moved directly, and it is said
@@ -50,6 +52,7 @@ from enum import IntEnum
 
 from kvferry.errors import DeadlineExceeded, PeerLost, ProtocolError, TransferError
 from kvferry.transport.base import Ints
+from kvferry.transport.forks import hang_up, ours_alone
 from kvferry.transport.memory import Memory
 from kvferry.transport.pulse import TOKEN_BYTES
 from kvferry.transport.regions import RegionTable
@@ -62,6 +65,7 @@ log = logging.getLogger(__name__)
 
 MAGIC = b"kvferry-desk-01\n"
 GREETING_SECONDS = 5.0
+FRAME_SECONDS = 10.0  # from a request's first byte to the end of its table
 STALL_SECONDS = 30.0
 LEND_SECONDS = 120.0  # for the library to move one slot: behind others, over a slow network
 IDLE_SECONDS = 900.0
@@ -101,11 +105,12 @@ class Desk:
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, 0), family=family, backlog=128)
+            listener = socket.create_server((host, 0), family=family, backlog=128)
         except OSError as error:
             raise TransferError(
                 f"cannot listen on {host}: {error}; `host` must be an address of this machine"
             ) from None
+        self._listener = ours_alone(listener)
         self.port = int(self._listener.getsockname()[1])
         self._acceptor = threading.Thread(target=self._accept, name="kvferry-desk", daemon=True)
         self._acceptor.start()
@@ -115,9 +120,7 @@ class Desk:
         with self._lock:
             self._closed = True
             streams, threads = list(self._streams), list(self._threads)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listener.close()
+        hang_up(self._listener)  # wakes the thread that accepts
         for stream in streams:
             stream.abort()
         until = time.monotonic() + seconds
@@ -182,11 +185,12 @@ class Desk:
 
     def _request(self, stream: Stream) -> bool:
         """Serve one; false when the visitor has left."""
-        raw = stream.recv(HEADER.size, end_ok=True)
+        deadline = time.monotonic() + FRAME_SECONDS
+        raw = stream.recv(HEADER.size, deadline, end_ok=True)
         if not raw:
             return False
         header = Header.unpack(raw)
-        body = stream.recv(header.body_bytes)
+        body = stream.recv(header.body_bytes, deadline)
         try:
             address, length = self._checked(header, body)
             slot = self._slots.take()
@@ -237,9 +241,10 @@ class Desk:
 
     def _answer(self, stream: Stream, asked: Header, kinds: tuple[Say, ...]) -> int:
         """What the visitor says about the slot that it has."""
+        deadline = time.monotonic() + LEND_SECONDS
         if not stream.wait_readable(LEND_SECONDS):
             raise DeadlineExceeded("a visitor keeps a slot for too long")
-        header = Header.unpack(stream.recv(HEADER.size))
+        header = Header.unpack(stream.recv(HEADER.size, deadline))
         if header.kind not in kinds or header.request != asked.request or header.body_bytes:
             raise ProtocolError(f"a visitor says {header.kind} while it has a slot")
         return header.kind

@@ -24,6 +24,7 @@ from kvferry.wire.names import dial
 CONNECT_SECONDS = 10.0
 LOOK_SECONDS = 0.02  # between two looks at cancel
 GOODBYE_SECONDS = 0.5  # for a desk to take back a slot
+SAY_SECONDS = 2.0  # for the 32 bytes of RETURN or APPLY: an honest desk has read all before them
 APPLIED_SECONDS = 8.0  # for a desk to end what it was told to apply: less than `cancel` waits
 USED_SECONDS = 300.0  # one that was not used for longer is made anew: the desk closes its own later
 
@@ -97,7 +98,8 @@ class Visit:
     def say(self, what: Say) -> None:
         """RETURN or APPLY the slot; `done` waits for the answer."""
         self._applying = what == Say.APPLY
-        self._stream.send(Header(what, self._request).pack())
+        frame = Header(what, self._request).pack()
+        self._stream.send(frame, time.monotonic() + SAY_SECONDS)
         self._asked = False
 
     def done(self, check: Check) -> None:
@@ -106,7 +108,8 @@ class Visit:
         self._used = time.monotonic()
 
     def abort(self) -> None:
-        """End what is being sent to a desk that does not take it; nothing else."""
+        """End what is being sent to a desk that does not take it; nothing else: who waits for an
+        answer looks at `check` by itself, and may have to see the end of what the desk applies."""
         if self._sending:
             self._aborted = True
             self._stream.abort()
@@ -127,15 +130,9 @@ class Visit:
         return ended
 
     def _expect(self, kind: Say, check: Check) -> Header:
-        until = time.monotonic() + STALL_SECONDS
-        while not self._stream.wait_readable(LOOK_SECONDS):
-            check()
-            if time.monotonic() > until:
-                raise DeadlineExceeded(
-                    f"the peer lives, and its desk has not answered for {STALL_SECONDS:g} s"
-                )
-        header = Header.unpack(self._stream.recv(HEADER.size))
-        body = self._stream.recv(header.body_bytes) if header.body_bytes else b""
+        deadline = time.monotonic() + STALL_SECONDS
+        header = Header.unpack(self._receive(HEADER.size, deadline, check))
+        body = self._receive(header.body_bytes, deadline, check)
         if header.kind == Say.ERROR and header.request == self._request:
             raise _refusal(body)
         if header.kind != kind or header.request != self._request or body:
@@ -144,6 +141,21 @@ class Visit:
                 f"{header.kind} of {header.request}"
             )
         return header
+
+    def _receive(self, count: int, deadline: float, check: Check) -> bytes:
+        """However slowly it comes: `check` and the deadline are looked at all along."""
+        got = b""
+        while len(got) < count:
+            if self._stream.wait_readable(LOOK_SECONDS):
+                got += self._stream.recv_some(count - len(got))
+                if len(got) == count:
+                    break
+            check()
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"the peer lives, and its desk has not answered for {STALL_SECONDS:g} s"
+                )
+        return got
 
 
 def _refusal(body: bytes) -> KvferryError:

@@ -44,6 +44,7 @@ from kvferry.transport.foreign_peer import (
     ForeignPeer,
     look_at_host,
 )
+from kvferry.transport.foreign_regions import Registered
 from kvferry.transport.host import HostMemory
 from kvferry.transport.jobs import CANCEL_SECONDS, Job
 from kvferry.transport.pulse import Pulse, PulseServer
@@ -53,6 +54,7 @@ from kvferry.transport.slots import SLOTS, Slots
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 1.0  # a dead peer's data plane may fail before its pulse does
+DESK_SECONDS = 1.0  # at least, for what it gathers or scatters as the carrier is closed
 SCRATCH_BYTES = 4096  # registered, for the byte that `connect` tries
 
 
@@ -77,6 +79,7 @@ class ForeignCarrier(Library):
         self.host = host or LOOPBACK
         look_at_host(self.name, self.host, self.listens_everywhere)
         self._flavour = flavour
+        self.cost_name = costs_of
         choice = Choice(costs_of, packing, costs)
         self._pulse = PulseServer(self.host)
         self._slots = Slots(SLOTS if choice.may_pack else 0)
@@ -86,8 +89,7 @@ class ForeignCarrier(Library):
             pulse = self._pulse
             self._desk = Desk(self.host, pulse.token, pulse.incarnation, self._slots)
         self._lock = threading.Lock()
-        self._regions: list[MemoryRegion] = []
-        self._table = RegionTable.of([])
+        self._registered = Registered(self)
         self._peers: list[ForeignPeer] = []
         self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
         self._counts = dict.fromkeys(("transfers", "batches", "packed", "rejected_batches"), 0)
@@ -122,17 +124,14 @@ class ForeignCarrier(Library):
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         with self._lock:
-            table = RegionTable.of([*self._regions, *regions])
-            before, after = set(self._table.regions()), set(table.regions())
-            self._register(
-                sorted(after - before, key=lambda r: r.address),
-                sorted(before - after, key=lambda r: r.address),
-            )
-            self._regions += regions
-            self._table = table
+            self._registered.add(regions)
             if self._desk is not None:
-                self._packer.memory = memory = HostMemory(self._regions)
-                self._desk.regions, self._desk.memory = table, memory
+                self._packer.memory = memory = HostMemory(self._registered.regions)
+                self._desk.regions, self._desk.memory = self._table, memory
+
+    @property
+    def _table(self) -> RegionTable:
+        return self._registered.table
 
     def endpoint(self) -> bytes:
         if self._closed:
@@ -198,14 +197,14 @@ class ForeignCarrier(Library):
         with self._lock:
             self._closed = True
             peers = list(self._peers)
-        self._pulse.close()
+        self._pulse.leave()
         for peer in peers:
             peer.connected = False
         until = time.monotonic() + CANCEL_SECONDS
         for peer in peers:
             self._end(peer, max(0.0, until - time.monotonic()))
         if self._desk is not None:
-            self._desk.close(max(0.0, until - time.monotonic()))
+            self._desk.close(max(DESK_SECONDS, until - time.monotonic()))
         self._tidy(None)
 
     def _end(self, peer: ForeignPeer, seconds: float) -> None:
@@ -231,6 +230,7 @@ class ForeignCarrier(Library):
                 self._detach(peer.handle)
         if shut:
             self._shut()
+            self._pulse.close()  # the last: until then, bytes may be on their way to peers
 
     def _greet(self, job: Job, peer: ForeignPeer) -> None:
         peer.handle = self._attach(peer.endpoint)
@@ -292,7 +292,7 @@ class ForeignCarrier(Library):
 
     def _job(self, peer: ForeignPeer, work: Callable[[Job], None], what: str) -> ForeignJob:
         def gone() -> bool:
-            return peer.connected and not peer.pulse.alive()
+            return peer.connected and peer.pulse.gone()
 
         def tidy() -> None:  # whoever disconnects after this look sees that the job has ended
             if not peer.connected:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvferry.errors import DeadlineExceeded, TransferError
+from kvferry.errors import DeadlineExceeded
 from kvferry.transport.jobs import CANCEL_SECONDS, Job
 
 LATE_SECONDS = 60.0  # longer than any timeout after which a library drops a connection
@@ -61,7 +61,7 @@ class ForeignJob(Job):
         """`after` is called by the thread that ran it, once it has ended."""
         super().__init__(work, what)
         self._tracker, self._gone, self._after = tracker, gone, after
-        self._late_until = 0.0
+        self._late_until = float("inf")  # until it has ended
         self.abandoned = False
 
     def settled(self) -> bool:
@@ -84,8 +84,5 @@ class ForeignJob(Job):
 
     def run(self) -> None:
         super().run()
-        self._after()
-
-    def _end(self, error: TransferError | None) -> None:
         self._late_until = time.monotonic() + LATE_SECONDS
-        super()._end(error)
+        self._after()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from kvferry.transport.base import MemoryRegion
@@ -20,8 +22,12 @@ class Library(ABC):
     device: int = ON_HOST  # where what is registered lies, if the library must know
 
     @abstractmethod
-    def _register(self, added: list[MemoryRegion], gone: list[MemoryRegion]) -> None:
-        """With the library, which is also told of `_own_regions`, before anybody connects."""
+    def register_one(self, region: MemoryRegion) -> None:
+        """With the library; or `TransferError`."""
+
+    @abstractmethod
+    def unregister_one(self, region: MemoryRegion) -> None:
+        """One that was registered. Never raises."""
 
     @abstractmethod
     def _address(self) -> bytes:
@@ -46,3 +52,14 @@ class Library(ABC):
     @abstractmethod
     def _shut(self) -> None:
         """End the library's part; nothing of ours is under way in it."""
+
+
+@contextlib.contextmanager
+def environment(ours: Mapping[str, str]) -> Iterator[None]:
+    """With variables that the environment does not have."""
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]

@@ -3,6 +3,7 @@
     queued --> running --> done
        |          |------> failed   with the error that `wait` raises
        '--cancel--'------> failed   with `Cancelled`
+                  '------> given up: failed for who waits, and not settled before the work returns
 
 A job's work is a function of the job. It calls `checkpoint()` between bounded pieces, which raises
 once the job was cancelled; work that blocks in a system call says with `woken_by` what wakes it.
@@ -61,7 +62,7 @@ class Job:
         self._what = what
         self._lock = threading.Lock()
         self._ended = Latch()
-        self._running = False
+        self._running = self._under_way = False
         self._error: TransferError | None = None
         self._cancelled = ""  # why, once it is
         self.late_bytes = False  # set by work that ended without knowing that nothing is under way
@@ -79,11 +80,23 @@ class Job:
         return TransferState.DONE if self._error is None else TransferState.FAILED
 
     def settled(self) -> bool:
-        return self._ended.is_set()
+        return not self.occupied
+
+    @property
+    def occupied(self) -> bool:
+        """Whether it is queued, or a thread is at work on it."""
+        return not self._ended.is_set() or self._under_way
+
+    def give_up(self, error: TransferError) -> None:
+        """By the work, which goes on: who waits hears at once why it fails."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._under_way = True
+                self._end(error)
 
     def cancel(self, why: str = "the caller gave it up", seconds: float = CANCEL_SECONDS) -> None:
         self.request_cancel(why)
-        if not self._ended.wait(seconds) or self.late_bytes:
+        if not self._ended.wait(seconds) or self.late_bytes or self._under_way:
             raise DeadlineExceeded(
                 f"{self._what} was cancelled and its end was not confirmed in time; bytes of it "
                 "may still arrive"
@@ -143,6 +156,9 @@ class Job:
         except Exception as raised:  # also a peer that does not authenticate on a new connection
             error = TransferError(f"{self._what} failed: {type(raised).__name__}: {raised}")
         with self._lock:
+            self._under_way = False
+            if self._ended.is_set():  # it was given up
+                return
             if error is not None and self._cancelled and not isinstance(error, Cancelled):
                 error = Cancelled(f"{self._what}: {self._cancelled}")
             self._end(error)
@@ -193,9 +209,9 @@ class Workers:
 
     @property
     def busy(self) -> list[Job]:
-        """Jobs that have not ended."""
+        """Jobs that are queued, or that a thread is at work on."""
         with self._lock:
-            return [job for job in self._live if job.poll() is TransferState.RUNNING]
+            return [job for job in self._live if job.occupied]
 
     def close(self, seconds: float = CANCEL_SECONDS) -> None:
         """Cancel all jobs and end the threads. Idempotent."""

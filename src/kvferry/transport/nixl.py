@@ -16,15 +16,14 @@ import contextlib
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.errors import PeerLost, TransferError
+from kvferry.errors import TransferError
 from kvferry.transport.base import CopyArrays, Ints, MemoryRegion, Transfer
 from kvferry.transport.cost import Costs, Packing
-from kvferry.transport.foreign import GRACE_SECONDS, ForeignCarrier
+from kvferry.transport.foreign import ForeignCarrier
 from kvferry.transport.foreign_peer import (
     LOOPBACK,
     ON_HOST,
@@ -45,6 +44,7 @@ from kvferry.transport.nixl_agent import (
     text_of,
     ucx_settings,
 )
+from kvferry.transport.nixl_batch import run
 from kvferry.transport.nixl_lists import HERE, Numbered, SlotLists
 from kvferry.transport.nixl_notes import opened, require_note, sealed
 from kvferry.transport.regions import Arrays, slices
@@ -53,9 +53,6 @@ log = logging.getLogger(__name__)
 
 BATCH_DESCRIPTORS = 1024  # 4,096 are a tenth slower at 256 B; two batches at once are no faster
 BATCH_BYTES = 64 << 20  # some 50 ms on loopback: between two looks at cancel
-SPINS = 50  # looks at a batch before sleeping in between
-SHORT_NAP_SECONDS, LONG_NAP_SECONDS = 20e-6, 1e-3
-PULSE_SECONDS = 0.02  # between two looks at whether the peer lives
 LEAST_PREPARED = 4 * BATCH_DESCRIPTORS  # finding slots' numbers takes as long as a batch's lists
 
 
@@ -91,12 +88,14 @@ class NixlCarrier(ForeignCarrier):
         if device != ON_HOST:
             packing = "direct"  # runs of a GPU are not gathered by its host
         chosen = [backends] if isinstance(backends, str) else list(backends)
+        if not chosen:
+            raise TransferError('`backends` names none of NIXL\'s; the usual one is ["UCX"]')
         rdma = not is_loopback(host or LOOPBACK) and has_rdma()
         super().__init__(
             host=host,
             secret=secret,
             flavour=",".join(chosen),
-            costs_of=f"{self.name}-rdma" if rdma or chosen != ["UCX"] else self.name,
+            costs_of=self._way(chosen, rdma),
             packing=packing,
             costs=costs,
         )
@@ -115,9 +114,13 @@ class NixlCarrier(ForeignCarrier):
                 f"NIXL's agent does not start with {chosen}: {text_of(error)}; its own log says "
                 "why. With UCX_NET_DEVICES set, the device must exist"
             ) from None
-        self._registered: dict[int, Any] = {}
+        self._handles: dict[int, Any] = {}
         self._own = [(r.address, r.address + r.bytes) for r in self._own_regions()]
-        self._register(self._own_regions(), [])
+        try:
+            self._registered.swap(self._own_regions(), [])
+        except TransferError:
+            self._fail_to_start()
+            raise
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -164,26 +167,45 @@ class NixlCarrier(ForeignCarrier):
 
         return say
 
-    def _register(self, added: list[MemoryRegion], gone: list[MemoryRegion]) -> None:
+    def register_one(self, region: MemoryRegion) -> None:
+        kind, device = self._place(region.address)
+        with self._lists_lock:
+            self._lists.clear()  # they are of the regions before
+        try:
+            self._handles[region.address] = self._agent.register_memory(
+                [(region.address, region.bytes, device, "")], mem_type=kind
+            )
+        except Exception as error:
+            raise TransferError(
+                f"NIXL does not register {region.bytes} bytes at {region.address:#x}: "
+                f"{text_of(error)}. The memory must be mapped, and for RDMA the limit of "
+                "locked memory (ulimit -l) must allow it"
+            ) from None
+
+    def unregister_one(self, region: MemoryRegion) -> None:
         with self._lists_lock:
             self._lists.clear()
-            for region in gone:
-                self._agent.deregister_memory(self._registered.pop(region.address))
-        for region in added:
-            kind, device = self._place(region.address)
             try:
-                self._registered[region.address] = self._agent.register_memory(
-                    [(region.address, region.bytes, device, "")], mem_type=kind
-                )
+                self._agent.deregister_memory(self._handles.pop(region.address))
             except Exception as error:
-                raise TransferError(
-                    f"NIXL does not register {region.bytes} bytes at {region.address:#x}: "
-                    f"{text_of(error)}. The memory must be mapped, and for RDMA the limit of "
-                    "locked memory (ulimit -l) must allow it"
-                ) from None
+                log.warning("NIXL does not let go of registered memory: %s", text_of(error))
+
+    def _way(self, backends: list[str], rdma: bool) -> str:
+        """Under what name it would be measured: nothing was, but host memory without RDMA."""
+        if self.device != ON_HOST:
+            return f"{self.name}-gpu"
+        if backends != ["UCX"]:
+            return f"{self.name}-{'-'.join(backends)}"
+        return f"{self.name}-rdma" if rdma else self.name
 
     def _address(self) -> bytes:
-        metadata: bytes = self._agent.get_agent_metadata()
+        try:
+            metadata: bytes = self._agent.get_agent_metadata()
+        except Exception as error:
+            raise TransferError(
+                f"NIXL has no metadata for peers ({text_of(error)}): of {self._flavour}, one "
+                "backend must reach memory of other processes, as UCX does"
+            ) from None
         return metadata
 
     def _attach(self, endpoint: ForeignEndpoint) -> RemoteAgent:
@@ -243,9 +265,9 @@ class NixlCarrier(ForeignCarrier):
         except Exception as error:
             raise mapped(error) from None
         try:
-            self._run(peer, request)
+            run(self._agent, job, peer, request)
         except TransferError:
-            job.late_bytes |= peer.pulse.alive()  # NIXL says nothing of the rest of the batch
+            job.late_bytes |= not peer.pulse.gone()  # NIXL says nothing of the rest of the batch
             raise
         finally:
             try:
@@ -277,35 +299,8 @@ class NixlCarrier(ForeignCarrier):
     def _descriptors(self, address: Ints, length: Ints, kind: str, device: int) -> Any:
         return self._agent.get_xfer_descs(rows(address, length, device), mem_type=kind)
 
-    def _run(self, peer: ForeignPeer, request: Any) -> None:
-        """Until NIXL has let go of the batch, or the peer is dead."""
-        looks, next_pulse, dead_until = 0, time.monotonic() + PULSE_SECONDS, 0.0
-        try:
-            state = self._agent.transfer(request)
-            while state == "PROC":
-                looks += 1
-                if looks > SPINS:
-                    time.sleep(SHORT_NAP_SECONDS if looks < 100 * SPINS else LONG_NAP_SECONDS)
-                now = time.monotonic()
-                if now >= next_pulse:
-                    next_pulse = now + PULSE_SECONDS
-                    if not dead_until and not peer.pulse.alive():
-                        dead_until = now + GRACE_SECONDS
-                    if dead_until and now > dead_until:
-                        raise PeerLost("the peer is gone: it died or closed its carrier")
-                state = self._agent.check_xfer_state(request)
-        except TransferError:
-            raise
-        except Exception as error:
-            raise mapped(error) from None
-        if state != "DONE":
-            raise TransferError("NIXL reports that the batch failed; its own log says why")
-
     def _shut(self) -> None:
-        self._lists.clear()
-        for registered in self._registered.values():
-            with contextlib.suppress(Exception):
-                self._agent.deregister_memory(registered)
-        self._registered.clear()
+        for region in (*self._table.regions(), *self._own_regions()):
+            self.unregister_one(region)
         with self._notes_lock:
             self._agent = None

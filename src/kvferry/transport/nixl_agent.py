@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import OutOfBounds, PeerLost, TransferError
 from kvferry.transport.base import Ints
+from kvferry.transport.foreign_library import environment
 from kvferry.transport.foreign_peer import ON_HOST
 
 MEMORY = "DRAM"  # a host's
@@ -111,17 +112,6 @@ def ucx_settings(loopback: bool) -> Iterator[None]:
             ours["UCX_MODULES"] = "^ib"
     with environment(ours):
         yield
-
-
-@contextlib.contextmanager
-def environment(ours: Mapping[str, str]) -> Iterator[None]:
-    """With variables that the environment does not have."""
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            del os.environ[name]
 
 
 def has_rdma() -> bool:

@@ -3,12 +3,19 @@
 The data planes of foreign engines say late, vaguely or never that a peer is gone. So the owner of
 memory listens beside them, and who connects keeps that connection open. The kernel closes it when
 the process ends, however it ends; a host that vanishes is noticed by keep-alive within
-`IDLE_SECONDS + PROBES * PROBE_SECONDS`. Nothing is ever sent on it after the greeting:
+`IDLE_SECONDS + PROBES * PROBE_SECONDS`. This is all that is ever sent on it:
 
     visitor  -> owner    MAGIC, the token that the endpoint names
     owner    -> visitor  the incarnation that the endpoint names
+    owner    -> visitor  GOODBYE, where its carrier is being closed
+
+Whoever hears a goodbye, or anything else, takes the peer for lost. That is not to say that none of
+its bytes are under way: its library may still be at work. The connection's end says that, because
+an owner lets go of it after its library, and the kernel with all others of the process. A network
+that fails says nothing.
 
 Neither side takes the other for somebody else: another process that got the same port has neither.
+A child that either side forks keeps no copy of the connection (forks.py): it would outlive its end.
 The two are capabilities, not secrets on the wire: the connection is not encrypted.
 """
 
@@ -25,11 +32,14 @@ import threading
 import time
 
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
+from kvferry.transport.forks import hang_up, ours_alone
 from kvferry.wire.names import dial
 
 log = logging.getLogger(__name__)
 
 MAGIC = b"kvferry-pulse-1\n"
+GOODBYE = b"\n"
+LEAVE, END = b"\1", b"\0"  # to the owner's thread
 TOKEN_BYTES = 16
 GREETING_SECONDS = 5.0  # a visitor that has not greeted by then is sent away
 MOST_VISITORS = 4096
@@ -45,35 +55,55 @@ class PulseServer:
         self.token, self.incarnation = (secrets.token_bytes(TOKEN_BYTES) for _ in range(2))
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, 0), family=family, backlog=128)
+            listener = socket.create_server((host, 0), family=family, backlog=128)
         except OSError as error:
             raise TransferError(
                 f"cannot listen on {host}: {error}; `host` must be an address of this machine"
             ) from None
+        self._listener = ours_alone(listener)
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
-        self._waker, self._woken = socket.socketpair()
+        self._waker, self._woken = (ours_alone(end) for end in socket.socketpair())
         self._visitors: dict[socket.socket, tuple[bytes, float]] = {}  # heard, until when
         self._deaf_until = 0.0  # 0: the listener is looked at
         self._short = False  # the last one could not be accepted
         self._thread = threading.Thread(target=self._loop, name="kvferry-pulse", daemon=True)
         self._thread.start()
 
+    def leave(self) -> None:
+        """Visitors see that this carrier is being closed, and no new ones are greeted."""
+        self._wake(LEAVE)
+
     def close(self) -> None:
         """Visitors see that this carrier is gone. Idempotent."""
-        with contextlib.suppress(OSError):
-            self._waker.close()
+        self._wake(END)
         if self._thread is not threading.current_thread():
             self._thread.join(GREETING_SECONDS)
+        self._waker.close()
+
+    def _wake(self, what: bytes) -> None:
+        with contextlib.suppress(OSError):  # closed already, or this is a forked child
+            self._waker.send(what)
 
     def _loop(self) -> None:
-        with selectors.DefaultSelector() as selector, self._listener, self._woken:
+        try:
+            self._greet_and_keep()
+        finally:
+            for one in (self._listener, *self._visitors):
+                hang_up(one)
+            self._visitors.clear()
+
+    def _greet_and_keep(self) -> None:
+        with selectors.DefaultSelector() as selector, self._woken:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             while True:
                 ready = [key.fileobj for key, _ in selector.select(self._pause())]
                 if self._woken in ready:
-                    break
+                    if END in self._woken.recv(16):
+                        break
+                    self._say_goodbye(selector)
+                    continue
                 for one in ready:
                     try:
                         if one is self._listener:
@@ -91,9 +121,18 @@ class PulseServer:
                 for one, (_, until) in list(self._visitors.items()):
                     if until and until < now:
                         self._drop(selector, one)
-            for one in self._visitors:
-                one.close()
-            self._visitors.clear()
+
+    def _say_goodbye(self, selector: selectors.BaseSelector) -> None:
+        if self._listener in selector.get_map():
+            selector.unregister(self._listener)
+        self._deaf_until = 0.0
+        hang_up(self._listener)
+        for visitor, (_, until) in list(self._visitors.items()):
+            with contextlib.suppress(OSError):
+                if not until:  # it was greeted
+                    visitor.send(GOODBYE)
+                    continue
+            self._drop(selector, visitor)
 
     def _pause(self) -> float | None:
         """Seconds until something has to be done, though nobody says anything."""
@@ -114,15 +153,16 @@ class PulseServer:
             self._deaf_until = time.monotonic() + PAUSE_SECONDS
             return
         self._short = False
+        ours_alone(visitor)
         if len(self._visitors) >= MOST_VISITORS:
-            visitor.close()
+            hang_up(visitor)
             return
         try:
             visitor.setblocking(False)
             _keep_alive(visitor)
             selector.register(visitor, selectors.EVENT_READ)
         except OSError:
-            visitor.close()
+            hang_up(visitor)
             raise
         self._visitors[visitor] = (b"", time.monotonic() + GREETING_SECONDS)
 
@@ -144,7 +184,7 @@ class PulseServer:
     def _drop(self, selector: selectors.BaseSelector, visitor: socket.socket) -> None:
         if self._visitors.pop(visitor, None) is not None:
             selector.unregister(visitor)
-            visitor.close()
+            hang_up(visitor)
 
 
 class Pulse:
@@ -153,7 +193,7 @@ class Pulse:
     def __init__(self, connection: socket.socket, where: str) -> None:
         self._connection, self._where = connection, where
         self._lock = threading.Lock()
-        self._lost = False
+        self._lost = self._gone = False
         self._words = select.poll()  # silence costs no exception, as `recv` would make one
         self._words.register(connection, select.POLLIN)
 
@@ -165,7 +205,7 @@ class Pulse:
         if time.monotonic() >= deadline:
             raise DeadlineExceeded(f"no time left to connect to {where}")
         try:
-            connection = dial(host, port, deadline)
+            connection = ours_alone(dial(host, port, deadline))
         except TimeoutError:
             raise DeadlineExceeded(f"{where} does not answer in time") from None
         except OSError as error:
@@ -205,6 +245,20 @@ class Pulse:
             time.sleep(GRACE_TICK_SECONDS)
         return False
 
+    def gone(self) -> bool:
+        """Whether the connection has ended: nothing that the peer began is under way any more."""
+        if not self._look():
+            return False
+        with self._lock:
+            try:
+                while not self._gone:
+                    self._gone = not self._connection.recv(16)
+            except ConnectionResetError:
+                self._gone = True
+            except OSError:  # silence after a goodbye, an outage, or we have left
+                pass
+            return self._gone
+
     def require_alive(self) -> None:
         if self._look():
             raise PeerLost(f"the peer at {self._where} is gone: it died or closed its carrier")
@@ -212,11 +266,13 @@ class Pulse:
     def close(self) -> None:
         with self._lock:
             self._lost = True
-            self._connection.close()
+            hang_up(self._connection)
 
     def _look(self) -> bool:
         """Whether the end was seen; any word but silence is one."""
         with self._lock:
+            if self._connection.fileno() < 0:  # in a forked child: it is the parent's
+                self._lost = True
             if not self._lost:
                 try:
                     self._lost = bool(self._words.poll(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from importlib import import_module
 from typing import Any
 
@@ -29,6 +30,12 @@ def make_carrier(name: str, **options: Any) -> Carrier:
         raise TransferError(f"there is no carrier {name!r}; there are {', '.join(CARRIERS)}")
     if isinstance(kind, tuple):
         kind = getattr(import_module(kind[0]), kind[1])
+    takes = inspect.signature(kind).parameters
+    unknown = sorted(set(options) - set(takes))
+    if unknown:
+        raise TransferError(
+            f"the carrier {name!r} has no option {', '.join(unknown)}; it has {', '.join(takes)}"
+        )
     try:
         carrier: Carrier = kind(**options)
     except TypeError as error:

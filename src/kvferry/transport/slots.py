@@ -8,6 +8,7 @@ nobody looks. Who finds no slot moves its runs directly.
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ import numpy as np
 
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.memory import Bytes
+
+log = logging.getLogger(__name__)
 
 SLOT_BYTES = 2 << 20  # a millisecond or two of any library's time: hides the round trip to the desk
 SLOTS = 16
@@ -62,6 +65,12 @@ class Slots:
 
     def retire(self, slot: Slot) -> None:
         """By who took it, where somebody may still write to it."""
-        del slot
         with self._lock:
             self.retired += 1
+        log.warning(
+            "staging slot %d is never lent again, because bytes may still arrive in it; %d of %d "
+            "are so. Short runs go directly where none is left",
+            slot.number,
+            self.retired,
+            len(self._memory) // self.slot_bytes,
+        )

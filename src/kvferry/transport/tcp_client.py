@@ -137,7 +137,7 @@ class Connection:
         return Header(kind, self._request, len(body), int(lengths.sum())).pack() + body
 
     def _expect(self, kind: Kind, payload_bytes: int) -> None:
-        header, body = _frame(self.stream, None)
+        header, body = _frame(self.stream, time.monotonic() + self.stream.stall_seconds)
         if header.kind == Kind.ERROR:
             self.in_step = header.request == self._request
             raise error_of(body)
@@ -153,7 +153,7 @@ class Connection:
         self._used = time.monotonic()
 
 
-def _frame(stream: Stream, deadline: float | None) -> tuple[Header, bytes]:
+def _frame(stream: Stream, deadline: float) -> tuple[Header, bytes]:
     header = Header.unpack(stream.recv(HEADER.size, deadline))
     return header, stream.recv(header.body_bytes, deadline)
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from kvferry.errors import DeadlineExceeded, PeerLost, ProtocolError, TransferError
 from kvferry.transport.base import GRANT_BYTES, Ints
 from kvferry.transport.cost import Choice
+from kvferry.transport.forks import hang_up, ours_alone
 from kvferry.transport.host import HostMemory
 from kvferry.transport.iovec import joined
 from kvferry.transport.memory import Memory
@@ -56,7 +57,7 @@ class ServerLimits:
     max_pending: int = 64  # connections that have not authenticated yet
     handshake_seconds: float = 5.0
     frame_seconds: float = 10.0  # from a frame's first byte to the end of its table
-    stall_seconds: float = 30.0  # without any progress of a payload
+    stall_seconds: float = 30.0  # without any progress; see tcp_stream.py for slow progress
     idle_seconds: float = 900.0  # between two requests
     goodbye_seconds: float = 1.0  # for a refused peer to read why
 
@@ -88,7 +89,7 @@ class Server:
         self.counters: Counter[str] = Counter()
 
     def listen(self, listener: socket.socket) -> None:
-        self._listener = listener
+        self._listener = ours_alone(listener)
         thread = threading.Thread(
             target=self._accept, args=(listener,), name="kvferry-tcp-accept", daemon=True
         )
@@ -145,9 +146,7 @@ class Server:
             listener, self._listener = self._listener, None
             threads = list(self._threads)
         if listener is not None:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-            listener.close()
+            hang_up(listener)  # wakes the thread that accepts
         with contextlib.suppress(DeadlineExceeded):
             self._end_and_wait(None, seconds)
         until = time.monotonic() + seconds

@@ -2,7 +2,9 @@
 
 The socket blocks, with the kernel's own timeouts. A call waits for the whole of what it was given
 (`MSG_WAITALL`), so that Python runs once per 1,024 vectors. It comes back early when the time is
-up, when the peer closes, and when another thread calls `abort()`.
+up, when the peer closes, and when another thread calls `abort()`. Its time is up without progress
+for `stall_seconds`, at the deadline that it was given, and without one when the peer is slower than
+`SLOWEST_BYTES_PER_SECOND`: one that sends a byte now and then holds nobody for ever.
 
 One thread uses a stream at a time, and only it closes the descriptor; `abort()` from elsewhere
 just shuts the connection down. So no call ever runs on a descriptor that was given away again.
@@ -24,10 +26,13 @@ from functools import cache
 from typing import Any
 
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
+from kvferry.transport.forks import hang_up, ours_alone
 from kvferry.transport.iovec import Vectors, libc
 
 # A host that vanished is noticed on idle connections too, after about a minute.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+# Over all of one call, after `stall_seconds`. No network that carries caches is as slow as this.
+SLOWEST_BYTES_PER_SECOND = 64 << 10
 SHORTEST_TIMEOUT_SECONDS = 0.001  # zero would mean: for ever
 _TIMEVAL = struct.Struct("ll")
 
@@ -51,8 +56,7 @@ class Stream:
     """Everything raises `PeerLost` when the other side is gone, `DeadlineExceeded` when late."""
 
     def __init__(self, sock: socket.socket, stall_seconds: float) -> None:
-        self._sock = sock
-        self._fd = sock.fileno()
+        self._sock = ours_alone(sock)
         self._lock = threading.Lock()
         self._closed = False
         self._aborted = False
@@ -70,7 +74,9 @@ class Stream:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, data: bytes | memoryview, deadline: float | None = None) -> None:
-        """All of `data`, by the deadline, or with progress every `stall_seconds`."""
+        """All of `data`, by the deadline, or else as the module's text says."""
+        if deadline is None:
+            deadline = self._patience(len(data))
         view = memoryview(data)
         while view:
             self._limit(socket.SO_SNDTIMEO, deadline)
@@ -96,11 +102,26 @@ class Stream:
         data = bytearray(count)
         return bytes(data) if self.recv_into(memoryview(data), deadline, end_ok=end_ok) else b""
 
+    def recv_some(self, most: int) -> bytes:
+        """What is there now, which may be nothing."""
+        try:
+            got = self._sock.recv(most, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            raise self._error(error.errno or errno.EIO, "waiting for") from None
+        if not got:
+            raise self._error(0, "waiting for")
+        self.bytes_in += len(got)
+        return got
+
     def recv_into(
         self, view: memoryview, deadline: float | None = None, *, end_ok: bool = False
     ) -> bool:
         """Fill `view`; false where the peer closed before the first byte and that is fine."""
         count = len(view)
+        if deadline is None:
+            deadline = self._patience(count)
         while view:
             self._limit(socket.SO_RCVTIMEO, deadline)
             try:
@@ -128,8 +149,11 @@ class Stream:
 
     def wait_readable(self, seconds: float) -> bool:
         """Whether there is something to read, or an end to see, within that time."""
+        fd = self._sock.fileno()
+        if fd < 0:  # closed, or this is a forked child
+            return True
         poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
+        poll.register(fd, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
 
     def drain(self, seconds: float) -> bool:
@@ -161,7 +185,7 @@ class Stream:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._sock.close()
+                hang_up(self._sock)
 
     def _shutdown(self, how: int) -> None:
         with self._lock:
@@ -174,20 +198,29 @@ class Stream:
     ) -> None:
         message, doing = self._message, "moving bytes to or from"
         total, done = vectors.bytes, 0
+        deadline = self._patience(total)
         while done < total:
             if check is not None:
                 check()
             if self._aborted:
                 raise self._error(0, doing)
             message.vectors, message.vector_count = vectors.head()
-            moved = call(self._fd, ctypes.byref(message), flags)
+            moved = call(self._sock.fileno(), ctypes.byref(message), flags)
             if moved > 0:
                 done += moved
                 vectors.advance(done)
+                if done < total and time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"{doing} the peer is too slow: {done} of {total} bytes in the time for all"
+                    )
                 continue
             code = ctypes.get_errno() if moved < 0 else 0
             if code != errno.EINTR:
                 raise self._error(code, doing)
+
+    def _patience(self, count: int) -> float:
+        """The deadline of a call for so many bytes that was given none."""
+        return time.monotonic() + self.stall_seconds + count / SLOWEST_BYTES_PER_SECOND
 
     def _limit(self, option: int, deadline: float | None) -> None:
         """Tell the kernel how long the next call may take."""

@@ -7,6 +7,7 @@ would change results (a handshake check that is switched off) is refused.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from kvferry.p2p.consumer import Mode
 from kvferry.support import SUPPORTED_VLLM
 from kvferry.transport.auto import AUTO
 from kvferry.transport.cost import Packing, require_packing
+from kvferry.transport.registry import CARRIERS
 
 log = logging.getLogger("kvferry")
 
@@ -126,6 +128,12 @@ def _require_options(carriers: tuple[str, ...], options: Any) -> None:
             "carrier_options must be a mapping of mappings, such as "
             f'{{"nixl": {{"backends": ["UCX"]}}}}; found {options!r}'
         )
+    unknown = sorted(set(options) - set(CARRIERS))
+    if unknown:
+        raise DescriptionError(
+            f"carrier_options are for {unknown}, and there are no such carriers; there are "
+            f"{', '.join(CARRIERS)}"
+        )
     unused = sorted(set(options) - set(carriers))
     if unused and carriers != (AUTO,):  # which opens what has options
         raise DescriptionError(
@@ -181,6 +189,15 @@ def _translated(
     unused = sorted((set(extra) & THEIR_KEYS[style]) - idle)
     if unused:
         log.info("kvferry: %s of the in-tree connector have no meaning here", ", ".join(unused))
+    if extra.get("mooncake_protocol", "tcp") != "tcp":
+        log.warning(
+            "kvferry: mooncake_protocol %r is not taken over: kvferry moves caches by its own "
+            'carriers. For Mooncake with it, set "carrier_options": {"mooncake": {"protocol": %s, '
+            '"device": %s}}',
+            extra["mooncake_protocol"],
+            json.dumps(extra["mooncake_protocol"]),
+            json.dumps(extra.get("device_name") or ""),
+        )
     return values
 
 

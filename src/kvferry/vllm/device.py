@@ -8,7 +8,7 @@ from typing import Any
 
 from kvferry.errors import TransferError
 from kvferry.transport import make_carrier
-from kvferry.transport.auto import AUTO, ENGINES, select
+from kvferry.transport.auto import AUTO, ENGINES, by_cost, select
 from kvferry.transport.base import Carrier, MemoryRegion
 from kvferry.transport.host import HostMemory
 from kvferry.transport.memory import Memory
@@ -49,9 +49,10 @@ def cache_carriers(
     if gpu:
         wanted = tuple(dict.fromkeys("cuda" if name == "local" else name for name in wanted))
     carriers: list[Carrier] = []
+    left_out: list[str] = []
     for chosen in select(wanted, device=gpu, configured=tuple(config.carrier_options)):
         if chosen.why_not:
-            log.debug("kvferry: no carrier %s: %s", chosen.name, chosen.why_not)
+            left_out.append(f"{chosen.name}: {chosen.why_not}")
             continue
         # as reachable as the engine's directory, and no more
         host = config.host or "127.0.0.1"
@@ -77,6 +78,6 @@ def cache_carriers(
         carriers.append(carrier)
     if not carriers:
         raise TransferError(f"none of the carriers {', '.join(wanted)} can move this cache")
-    if gpu and config.carriers == (AUTO,):
-        carriers.sort(key=lambda carrier: carrier.name != "cuda")  # nothing else comes near it
-    return carriers
+    if left_out:
+        log.info("kvferry: auto leaves out %s", "; ".join(left_out))
+    return by_cost(carriers) if config.carriers == (AUTO,) else carriers

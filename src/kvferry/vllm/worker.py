@@ -24,7 +24,6 @@ from kvferry.p2p.load import Loaded
 from kvferry.p2p.producer import ProducerRank
 from kvferry.p2p.push import Pusher
 from kvferry.p2p.ready import WhenReady
-from kvferry.transport.auto import AUTO, by_cost
 from kvferry.transport.base import Carrier, MemoryRegion
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.describe import describe_worker
@@ -83,8 +82,6 @@ class FerryWorker:
         self._ready = WhenReady(gpu)
         reached = memory_of(memory, gpu)
         self._carriers = cache_carriers(self.config, memory, reached, number)
-        if self.config.carriers == (AUTO,) and not gpu:
-            self._carriers = by_cost(self._carriers)
         engine = engine_info(
             self.engine_id, self._incarnation, described.model, layout.shape, described.meaning
         )

@@ -1,0 +1,185 @@
+"""A process that has forked: its peers see its end, and nothing of it is ended by its children."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from carrier_peer import copies, soon
+
+from kvferry.errors import PeerLost
+from kvferry.transport import MemoryRegion
+from kvferry.transport.desk import Desk, Say
+from kvferry.transport.desk_visit import Visit
+from kvferry.transport.host import HostMemory
+from kvferry.transport.pulse import Pulse, PulseServer
+from kvferry.transport.regions import RegionTable
+from kvferry.transport.slots import Slots
+from kvferry.transport.tcp import TcpCarrier
+
+HOST = "127.0.0.1"
+SIZE = 1 << 16
+
+
+class Owner:
+    """A pulse, a desk and a tcp server over some memory."""
+
+    def __init__(self) -> None:
+        self.memory = np.full(SIZE, 7, dtype=np.uint8)
+        region = MemoryRegion(self.memory.ctypes.data, SIZE)
+        self.pulse = PulseServer(HOST)
+        self.slots = Slots(2, SIZE)
+        self.desk = Desk(HOST, self.pulse.token, self.pulse.incarnation, self.slots)
+        self.desk.regions, self.desk.memory = RegionTable.of([region]), HostMemory([region])
+        self.tcp = TcpCarrier()
+        self.tcp.register([region])
+
+    def told(self) -> str:
+        """What a user must know."""
+        pulse = self.pulse
+        words = (pulse.port, self.desk.port, pulse.token.hex(), pulse.incarnation.hex())
+        return " ".join(map(str, (*words, self.tcp.endpoint().hex(), self.memory.ctypes.data)))
+
+    def close(self) -> None:
+        self.pulse.close()
+        self.desk.close(0.5)
+        self.tcp._server.close(0.5)
+
+
+class User:
+    """Connected to all of an owner's, with a slot of the desk that it may write to."""
+
+    def __init__(self, told: str) -> None:
+        pulse_port, desk_port, token, incarnation, endpoint, address = told.split()
+        self.known = (bytes.fromhex(token), bytes.fromhex(incarnation))
+        self.where = (int(pulse_port), int(desk_port), bytes.fromhex(endpoint))
+        self.there = np.array([int(address)])
+        self.pulse = self.new_pulse()
+        self.visit = Visit.open(HOST, self.where[1], *self.known)
+        self.visit.ask(Say.LEND, self.there, np.array([100]), lambda: None)
+        self.tcp = TcpCarrier()
+        self.memory = np.zeros(SIZE, dtype=np.uint8)
+        self.tcp.register([MemoryRegion(self.memory.ctypes.data, SIZE)])
+        self.peer = self.tcp.connect(self.where[2], soon())
+
+    def new_pulse(self) -> Pulse:
+        return Pulse.connect(HOST, self.where[0], *self.known, soon(5))
+
+    def read(self) -> None:
+        self.memory[:] = 0
+        here = self.memory.ctypes.data
+        self.tcp.read(self.peer, copies(self.there, here, SIZE)).wait(soon(5))
+        assert (self.memory == 7).all()
+
+    def close(self) -> None:
+        self.pulse.close()
+        self.visit.close(writing=True)
+        self.tcp.close()
+
+
+# Both an owner and a user. Says what a user must know, and serves; its child closes what it got.
+PROGRAM = """
+import os, sys, time, warnings
+from test_forks import Owner, User
+owner, user = Owner(), User(sys.argv[1])
+print(owner.told(), flush=True)
+sys.stdin.readline()
+warnings.simplefilter("ignore")  # forks beside threads
+if os.fork():
+    time.sleep(60)
+owner.close()
+assert not user.pulse.alive() and user.visit._stream.wait_readable(0)
+print("forked", flush=True)
+for _ in sys.stdin:
+    print("still here", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def forking(told: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, told],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # its child ends with its input
+
+
+def said(process: subprocess.Popen[str], word: str = "\n") -> str:
+    assert process.stdin and process.stdout
+    process.stdin.write(word)
+    process.stdin.flush()
+    return process.stdout.readline()
+
+
+def until(holds: object) -> bool:
+    assert callable(holds)
+    end = soon(5)
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.005)
+    return bool(holds())
+
+
+def test_a_killed_process_is_dead_though_its_child_lives() -> None:
+    with contextlib.ExitStack() as undo:
+        ours = undo.enter_context(contextlib.closing(Owner()))
+        process = undo.enter_context(forking(ours.told()))
+        assert process.stdout
+        user = undo.enter_context(contextlib.closing(User(process.stdout.readline())))
+        assert len(ours.pulse._visitors) == len(ours.tcp._server._serving) == 1
+        assert (ours.slots.free, ours.slots.retired) == (1, 0)
+        user.read()
+        assert said(process) == "forked\n"
+        # the child has let go of all, which its parent does not notice
+        assert user.pulse.alive(0.05)
+        user.new_pulse().close()
+        user.read()
+        user.visit.say(Say.RETURN)
+        user.visit.done(lambda: None)
+        assert len(ours.pulse._visitors) == len(ours.tcp._server._serving) == 1
+        assert ours.slots.retired == 0
+        process.kill()
+        process.wait()
+        # what it served
+        assert not user.pulse.alive(5)
+        assert user.visit._stream.wait_readable(5)
+        with pytest.raises(PeerLost):
+            user.read()
+        with pytest.raises(PeerLost):
+            user.new_pulse()
+        with pytest.raises(PeerLost):
+            Visit.open(HOST, user.where[1], *user.known)
+        # what it used
+        assert until(lambda: not ours.pulse._visitors)
+        assert until(lambda: not ours.tcp._server._serving)
+        assert until(lambda: ours.slots.retired == 1)
+        assert said(process) == "still here\n"
+
+
+def test_closing_a_pulse_is_seen_whoever_else_has_a_copy() -> None:
+    """As a child has that was forked before it could be told of a connection."""
+    server = PulseServer(HOST)
+    visit = Pulse.connect(HOST, server.port, server.token, server.incarnation, soon(5))
+    (visitor,) = server._visitors
+    kept = [os.dup(s.fileno()) for s in (server._waker, server._woken, server._listener, visitor)]
+    begin = time.monotonic()
+    server.close()
+    assert time.monotonic() - begin < 2
+    assert not server._thread.is_alive()
+    assert not visit.alive(2)
+    with pytest.raises(PeerLost):
+        Pulse.connect(HOST, server.port, server.token, server.incarnation, soon(2))
+    visit.close()
+    for descriptor in kept:
+        os.close(descriptor)
