@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from kvferry.bench.paired import PairedRow
-from kvferry.bench.targets import judge
+from kvferry.bench.targets import Target, judge
+from kvferry.bench.targets import lines as target_lines
 from kvferry.bench.transport import lines, run
 from kvferry.cli.bench import transport_bench_page
 from kvferry.errors import TransferError
+from kvferry.transport.local import LocalCarrier
 
 
 def test_a_short_run() -> None:
@@ -36,6 +40,24 @@ def test_sizes_that_do_not_fit() -> None:
         run(carriers=("pigeon",))
 
 
+def test_what_is_named_must_go_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tcp's figures are never filed under `local`."""
+    monkeypatch.setattr(LocalCarrier, "_why_not_directly", lambda *_: "the system forbids it")
+    with pytest.raises(TransferError, match=r"local .* goes by tcp .* the system forbids it"):
+        run(sizes=(4096,), seconds=0.0, carriers=("tcp", "local"))
+    for name in ("nixl", "mooncake", "mooncake.engine"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if not installed
+    result = run(sizes=(1 << 20,), seconds=0.0)
+    assert {row.carrier for row in result.results} == {"memcpy", "tcp"}
+    assert set(result.missing) == {"local", "mooncake", "raw-mooncake", "nixl", "raw-nixl"}
+    said = [line for line in lines(result) if line.startswith("not measured: local: it goes by")]
+    assert len(said) == 1 and said[0].endswith("the system forbids it")
+
+
+def row(carrier: str, op: str, mode: str, of_library: float, size: int = 256) -> PairedRow:
+    return PairedRow(carrier, op, size, mode, 11, 1.0, of_library, 0.5, 2.0)
+
+
 def test_targets_are_judged_by_their_worst_cell() -> None:
     rates = {
         ("local", "read", 4096): 4.0,
@@ -45,14 +67,37 @@ def test_targets_are_judged_by_their_worst_cell() -> None:
         ("local", "write", 256): 0.1,  # no target there
         ("raw-nixl", "write", 256): 1.0,
     }
-    pairs = [
-        PairedRow("mooncake", "read", 256, "direct", 11, 1.0, 0.96, 0.5, 2.0),
-        PairedRow("mooncake", "write", 256, "direct", 11, 1.0, 0.94, 0.5, 2.0),
-        PairedRow("nixl", "write", 256, "packed", 11, 1.0, 1.2, 0.5, 2.0),
-        PairedRow("nixl", "write", 256, "direct", 11, 1.0, 0.9, 0.5, 2.0),  # as it does not come
-    ]
+    pairs = [row("mooncake", "read", "direct", 0.96), row("mooncake", "write", "direct", 0.94)]
     first, *others, mooncake, nixl = judge(rates, pairs)
     assert (first.found, first.where, first.met) == (1.9, "write 4.0 KiB", False)
-    assert {t.met for t in others} == {None}
+    assert {t.met for t in (*others, nixl)} == {None}
     assert (mooncake.found, mooncake.where, mooncake.met) == (0.94, "write 256 B", False)
-    assert nixl.met
+
+
+def test_packing_hides_no_miss() -> None:
+    """A carrier is to reach 95 % of its library with the same batches, so without packing."""
+    pairs = [row("nixl", "write", "direct", 0.3), row("nixl", "write", "packed", 2.8)]
+    for given in (pairs, pairs[::-1]):
+        *_, nixl = verdicts = judge({}, given)
+        assert (nixl.found, nixl.met) == (0.3, False)
+        *_, missed, packed = target_lines(verdicts, given)
+        assert missed.startswith("MISSED") and "0.30 at worst (write 256 B)" in missed
+        assert packed.startswith("no target") and "2.80 (write 256 B)" in packed
+    *_, nixl = judge({}, pairs[1:])
+    assert (nixl.found, nixl.met) == (None, None)
+
+
+def test_a_verdict_says_which_sizes_it_is_about() -> None:
+    def at(*sizes: int) -> tuple[Target, str]:
+        rates = {(n, "read", s): r for n, r in (("local", 9.0), ("raw-nixl", 1.0)) for s in sizes}
+        verdicts = judge(rates, [])
+        return verdicts[0], list(target_lines(verdicts))[1]
+
+    found, line = at(4096, 65536, 256)
+    assert found.met and found.judged_bytes == (4096, 65536) and found.left_out_bytes == (16384,)
+    assert line.startswith("met in part  local") and line.endswith("judged at 4.0 KiB, 64.0 KiB")
+    found, line = at(4096, 16384, 65536)
+    assert found.met and not found.left_out_bytes
+    assert line.startswith("met          local")
+    *_, nixl = judge({}, [row("nixl", "read", "direct", 1.0, size) for size in (256, 1 << 20)])
+    assert nixl.met and nixl.judged_bytes == (256, 1 << 20) and len(nixl.left_out_bytes) == 7

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import ctypes.util
+import json
 import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+import host_device
 from kvferry.cli.demo import Lines, demo, describe
+from kvferry.demo import consumer as consumer_module
+from kvferry.demo import on_gpu
+from kvferry.demo import producer as producer_module
 from kvferry.demo import run as demo_module
 from kvferry.demo.cache import make_views, write_entries, wrong_entries
 from kvferry.demo.consumer import Consumer
+from kvferry.demo.ends import carriers_for
 from kvferry.demo.producer import Producer
 from kvferry.demo.run import run_demo
 from kvferry.demo.work import DEMO_FROM, DEMO_TO, demo_model, find_model, make_work
 from kvferry.errors import DescriptionError, PermissionDenied, TransferError
 from kvferry.layout.shape import EngineShape, Rank, Span
+from kvferry.transport.cost import ENVIRONMENT, Cost, Costs
 
+WITHOUT_VM = Path(__file__).parent.parent / "support" / "without_vm.py"
 SMALL = {"min_bytes": 24 << 20, "requests": 20, "seed": 3}
 TWO_RANKS = ("demo", "tp=1,block=16,order=LBNHC", "tp=1,block=24,order=LBHNC")
 
@@ -80,6 +93,60 @@ def test_memory_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert children() == 0
 
 
+def asks_for(transport: str) -> list[str]:
+    _, src, dst = TWO_RANKS
+    sizes = ["--gib", "0.01", "--requests", "5", "--json"]
+    return ["demo", "--from", src, "--to", dst, *sizes, "--transport", transport]
+
+
+def forbidden(arguments: list[str], folder: Path) -> dict[str, Any]:
+    """What the command prints where the system forbids to read another process's memory."""
+    command = [sys.executable, str(WITHOUT_VM), *arguments, "--html", str(folder / "plan.html")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert result["ok"]
+    assert f"method {result['method']}: {result['why']}" in done.stderr
+    return result
+
+
+def test_a_carrier_that_goes_another_way_says_so(tmp_path: Path) -> None:
+    result = forbidden(asks_for("local"), tmp_path)
+    assert result["method"] == "local, by tcp"
+    assert "the system does not let" in result["why"]
+
+
+def test_auto_leaves_out_what_the_system_forbids(tmp_path: Path) -> None:
+    result = forbidden(asks_for("auto"), tmp_path)
+    assert result["method"] == "tcp"
+    assert "ruled out: local: the system does not let" in result["why"]
+    assert "not opened: " in result["why"] and "nixl: it " in result["why"]
+
+
+def test_auto_goes_by_the_costs_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where tcp is the cheapest, it is taken, though `local` would be permitted."""
+    path = tmp_path / "costs.json"
+    cheap, dear = Cost(0.0, 0.0, 1e-12), Cost(1.0, 1.0, 1.0)
+    monkeypatch.setenv(ENVIRONMENT, str(path))
+    for tcp, local, expected in ((cheap, dear, "tcp"), (dear, cheap, "local")):
+        of = {"tcp": {"direct": tcp}, "local": {"direct": local}}
+        path.write_bytes(msgspec.json.encode(Costs("a test", "", "", of)))
+        result = run_demo(*TWO_RANKS, transport="auto", **SMALL)
+        assert result.ok and result.method == expected
+        assert f"carrier {expected}: the first that both have" in result.why
+        assert "ruled out: none before it" in result.why and "a test" in result.why
+        assert f"method   {expected}: {result.why}" in describe(result)
+
+
+@pytest.mark.skipif(ctypes.util.find_library("cuda") is not None, reason="there is a driver")
+def test_cuda_without_a_driver_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_module, "make_work", None)
+    with pytest.raises(TransferError, match="no NVIDIA driver"):
+        run_demo(transport="cuda")
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "deep" / "plan.html"
     assert demo(*TWO_RANKS, gib=0.01, requests=5, html=picture) == 0
@@ -127,16 +194,52 @@ def test_any_shape(model: str, src: str, dst: str) -> None:
             for rank, file in zip(work.src.ranks, files, strict=True)
         ]
         peers = [producer.set_up("shared") for producer in producers]
+        for producer in producers:
+            producer.fill()
         for rank in work.dst.ranks:
             consumer = Consumer(work, rank, "", files, nobody)
             consumer.set_up("shared")
-            pulled = consumer.pull(peers)
+            assert {link.method for link in consumer.link(peers)} <= {"shared"}
+            consumer.fill()
+            pulled = consumer.pull()
             checked = consumer.check()
             assert checked.wrong_bytes == 0
             assert 0 < checked.arrived_bytes <= pulled.bytes
     finally:
         for file in files:
             os.close(file)
+
+
+def test_caches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is filled goes there, what is compared comes from there. The device is none, and tcp,
+    which reaches its memory, stands in for the carrier."""
+    on = host_device.use(monkeypatch)
+    monkeypatch.setattr(on_gpu, "device", lambda _: on)
+    for module in (producer_module, consumer_module):
+        monkeypatch.setattr(module, "carriers_for", lambda _, memory: carriers_for("tcp", memory))
+    shapes = [EngineShape.parse(text) for text in TWO_RANKS[1:]]
+    work = make_work(find_model("demo"), *shapes, min_bytes=2 << 20, requests=6, seed=1)
+    producer, consumer = (
+        kind(work, Rank(0, 0), "", [], lambda _: None) for kind in (Producer, Consumer)
+    )
+    peer = producer.set_up("cuda")
+    consumer.set_up("cuda")
+    try:
+        assert peer.address in on.live and consumer.memory.address in on.live
+        consumer.link([peer])
+        for rank in (producer, consumer):
+            rank.fill()
+        producer.memory.bytes[:] = 0  # from here on, nobody looks at the copies
+        consumer.memory.bytes[:] = 0
+        pulled = consumer.pull()
+        checked = consumer.check()
+        assert checked.wrong_bytes == 0
+        assert 0 < checked.arrived_bytes <= pulled.bytes and checked.guarded_bytes > 0
+        on.live[consumer.memory.address][: consumer.memory.bytes.nbytes] ^= 1
+        assert consumer.check().wrong_bytes >= checked.arrived_bytes
+    finally:
+        for rank in (producer, consumer):
+            rank.carriers[0].close()
 
 
 def test_work_covers_what_was_asked_for() -> None:

@@ -46,6 +46,9 @@ MISTAKES = [
     (["bench", "transport", "--sizes", "0"], "cannot read the sizes '0'"),
     (["bench", "packed", "--sizes", "4096,"], "cannot read the sizes '4096,'"),
     (["bench", "packed", "--carriers", "nope"], "'nope' is not measured here; choose among local"),
+    (["bench", "packed", "--carriers", "tcp,"], "cannot read the carriers 'tcp,'"),
+    (["bench", "transport", "--seconds", "-1"], "Invalid value for '--seconds'"),
+    (["bench", "pool", "--tune", "--quick"], "--tune takes no --quick; leave it out"),
 ]
 
 

@@ -1,6 +1,7 @@
 """`kvferry bench transport --calibrate`: the lines of cost.py, measured on this machine.
 
 Both modes, at few and at many runs of several lengths; fitted non-negative, by relative error.
+Carriers that are not measured keep the costs that they had: the user's, else those that ship.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -22,31 +26,65 @@ from kvferry.bench.packed_pair import (
     MOST_RUNS,
     Bench,
     bench,
-    present,
 )
-from kvferry.errors import TransferError
+from kvferry.bench.wanted import Wanted
+from kvferry.errors import DescriptionError, TransferError
 from kvferry.transport.base import MemoryRegion
-from kvferry.transport.cost import Cost, Costs, Mode, shipped_costs, user_path
+from kvferry.transport.cost import (
+    ENVIRONMENT,
+    Cost,
+    Costs,
+    Mode,
+    read_costs,
+    shipped_costs,
+    user_path,
+)
 from kvferry.transport.local_move import covers_seconds, most_gap
 from kvferry.transport.regions import Arrays, RegionTable
 
 CALIBRATED_SIZES = (64, 256, 1024, 4096, 16384, 65536)
 CALIBRATED_RUNS = (64, 1024, 16384)
+CALIBRATED_SECONDS = 0.3  # for each batch
 LEAST_ROUNDS = 3
 
 Point = tuple[int, int, float]  # descriptors, bytes, seconds
 
 
-def calibrate(seconds: float = 0.3, names: Sequence[str] = CARRIERS) -> Costs:
-    """Measure the carriers that are installed here; the others keep the costs that ship."""
-    carriers = dict(shipped_costs().carriers)
-    found = present(names)
-    with bench(found, shipped_costs()) as both:  # the user's may not exist yet
-        for carrier in found:
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    costs: Costs
+    kept: dict[str, str]  # carriers whose costs are those they had, and why
+
+
+def calibrate(seconds: float = CALIBRATED_SECONDS, named: Sequence[str] = ()) -> Calibrated:
+    """Measure the carriers that are named, or all that are installed here."""
+    wanted = Wanted.of(named, CARRIERS)
+    carriers = _before()
+    with bench(wanted, shipped_costs()) as both:  # the user's may not exist yet
+        for carrier in wanted.names:
             carriers[carrier] = _modes(both, carrier, seconds)
+    kept = {
+        name: wanted.missing.get(name, "it was not named" if named else "it cannot be measured")
+        for name in carriers
+        if name not in wanted.names
+    }
     where = f"{_processor()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    if kept:
+        where += f" (as before: {', '.join(kept)})"
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return Costs(where, today, "kvferry bench transport --calibrate", carriers)
+    command = "kvferry bench transport --calibrate"
+    if named:
+        command += f" --carriers {','.join(wanted.names)}"
+    return Calibrated(Costs(where, today, command, carriers), kept)
+
+
+def _before() -> dict[str, dict[Mode, Cost]]:
+    path = user_path()
+    try:
+        mine = read_costs(path.read_bytes(), str(path)).carriers
+    except (OSError, DescriptionError):  # none yet, or one that is made anew now
+        mine = {}
+    return {**shipped_costs().carriers, **mine}
 
 
 def _modes(both: Bench, carrier: str, seconds: float) -> dict[Mode, Cost]:
@@ -87,11 +125,42 @@ def _beyond_covers(
     return fit(some, known)
 
 
-def write_costs(costs: Costs) -> Path:
-    path = user_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(costs)) + b"\n")
-    return path
+@contextmanager
+def costs_file(path: Path) -> Iterator[Callable[[Costs], None]]:
+    """What keeps costs in that file, at once or not at all. That it can is tried here, before
+    anybody measures."""
+    real = Path(os.path.realpath(path))  # a link stays one
+    beside = real.with_name(f".{real.name}.{secrets.token_hex(4)}")
+
+    def refused(why: str | None) -> DescriptionError:
+        return DescriptionError(
+            f"cannot keep costs in {path}: {why}; let {ENVIRONMENT} name a file that can be written"
+        )
+
+    try:
+        real.parent.mkdir(parents=True, exist_ok=True)
+        if real.exists() and not real.is_file():  # a device, too, could be replaced
+            raise refused("it is there, and no file")
+        if real.exists() and not os.access(real, os.W_OK):
+            raise refused("it may not be written")
+        file = beside.open("xb")
+    except OSError as error:
+        raise refused(error.strerror) from None
+
+    def keep(costs: Costs) -> None:
+        try:
+            file.write(msgspec.json.format(msgspec.json.encode(costs)) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+            beside.replace(real)
+        except OSError as error:
+            raise refused(error.strerror) from None
+
+    try:
+        with file:
+            yield keep
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def fit(points: Sequence[Point], known: Sequence[float] | None = None) -> Cost:

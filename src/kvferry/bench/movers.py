@@ -66,6 +66,11 @@ class OurCarrier:
         """Transfers of which a part was packed."""
         return int(self._carrier.counters.get("packed", 0))
 
+    @property
+    def detour(self) -> str:
+        """Why it goes to its peer by another carrier; empty where it does not."""
+        return getattr(self._peer, "detour", "")
+
     def endpoint(self) -> bytes:
         endpoint: bytes = self._carrier.endpoint()
         return endpoint

@@ -15,7 +15,7 @@ as many rounds, and those count.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +28,9 @@ from kvferry.bench.packed_pair import (
     PACKINGS,
     Bench,
     bench,
-    present,
     runs_of,
 )
+from kvferry.bench.wanted import Wanted
 from kvferry.errors import TransferError
 from kvferry.transport.cost import current_costs
 from kvferry.units import show_bytes
@@ -77,20 +77,23 @@ class PackedResult:
     crossover_bytes: dict[str, int]  # by carrier: the shortest run from which direct wins
     slower: tuple[str, ...]  # cells that break the promise, by the clock
     dearer: tuple[str, ...]  # by the processors
+    missing: dict[str, str] = field(default_factory=dict)  # carriers not measured, and why
 
 
 def run(
-    sizes: Sequence[int] = SIZES, seconds: float = 1.0, carriers: Sequence[str] = CARRIERS
+    sizes: Sequence[int] = SIZES, seconds: float = 1.0, carriers: Sequence[str] = ()
 ) -> PackedResult:
+    """Measure carriers: all that are installed, or those named, which must be."""
+    most = min(BUFFER_BYTES // (4 * BLOCK_TOKENS), BATCH_BYTES // 64)
     for size in sizes:
-        if not 1 <= size <= BUFFER_BYTES // (4 * BLOCK_TOKENS) or size > BATCH_BYTES // 64:
-            raise TransferError(f"runs of {size} bytes cannot be measured here")
-    names = present(carriers)
-    with bench(names) as both:
-        rows = [_sure(both, name, size, seconds) for name in names for size in sizes]
+        if not 1 <= size <= most:
+            raise TransferError(f"runs of {size} bytes; this measures 1 to {most} bytes")
+    wanted = Wanted.of(carriers, CARRIERS)
+    with bench(wanted) as both:
+        rows = [_sure(both, name, size, seconds) for name in wanted.names for size in sizes]
     crossover = {
         name: next((r.run_bytes for r in rows if r.carrier == name and r.packed_of_direct <= 1), 0)
-        for name in names
+        for name in wanted.names
     }
     return PackedResult(
         current_costs().name,
@@ -98,6 +101,7 @@ def run(
         crossover,
         tuple(_cell(row) for row in rows if not row.not_slower),
         tuple(_cell(row) for row in rows if not row.not_dearer),
+        wanted.missing,
     )
 
 
@@ -165,6 +169,8 @@ def lines(result: PackedResult) -> Iterator[str]:
             f"{row.chosen_of_direct:8.2f}{row.noise:17.0%}"
             f"{cpu['direct']:19.2f}{cpu['packed']:8.2f}{cpu['auto']:8.2f}{row.cpu_noise:7.0%}"
         )
+    for name, why in result.missing.items():
+        yield f"not measured: {name}: {why}"
     for carrier, size in result.crossover_bytes.items():
         where = f"direct wins from {show_bytes(size)} on" if size else "packed wins"
         yield f"{carrier}: {where}"

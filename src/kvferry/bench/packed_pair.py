@@ -22,7 +22,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.bench.movers import installed, quiet_libraries
+from kvferry.bench.movers import quiet_libraries
+from kvferry.bench.wanted import Wanted
 from kvferry.errors import TransferError
 from kvferry.transport.base import Carrier, Ints, MemoryRegion
 from kvferry.transport.cost import Costs, Packing, shipped_costs
@@ -38,12 +39,6 @@ MOST_RUNS = {"local": 1 << 16, "tcp": 1 << 16, "mooncake": 1 << 12, "nixl": 1 <<
 BLOCK_TOKENS = 16
 WAIT_SECONDS = 60.0
 CPU_CLOCK = 2  # Linux: with a process's number, the clock of what its threads have spent
-
-
-def present(carriers: Sequence[str] = CARRIERS) -> list[str]:
-    """Those of them whose libraries are installed."""
-    reasons = installed()
-    return [name for name in carriers if not reasons[name]]
 
 
 def runs_of(carrier: str, size: int) -> int:
@@ -136,10 +131,12 @@ def _tokens(rng: np.random.Generator, size: int, runs: int) -> Ints:
 
 
 @contextmanager
-def bench(names: Sequence[str], costs: Costs | None = None) -> Iterator[Bench]:
-    """Every carrier, connected to another process; `costs`: not this machine's."""
+def bench(wanted: Wanted, costs: Costs | None = None) -> Iterator[Bench]:
+    """Every carrier, connected to another process; `costs`: not this machine's. One that does not
+    go its own way is refused or left out of `wanted`."""
     landing = np.full(BUFFER_BYTES, 1, dtype=np.uint8)
-    code = f"from kvferry.bench.packed_pair import own; own({list(names)}, {costs is not None})"
+    names = list(wanted.names)
+    code = f"from kvferry.bench.packed_pair import own; own({names}, {costs is not None})"
     with (
         quiet_libraries(),
         ExitStack() as stack,
@@ -155,7 +152,9 @@ def bench(names: Sequence[str], costs: Costs | None = None) -> Iterator[Bench]:
                 carrier = _carrier(name, costs, landing)
                 stack.callback(carrier.close)
                 until = time.monotonic() + WAIT_SECONDS
-                peers[name] = carrier, carrier.connect(bytes.fromhex(endpoint), until)
+                peer = carrier.connect(bytes.fromhex(endpoint), until)
+                if wanted.require_own_way(name, getattr(peer, "detour", "")):
+                    peers[name] = carrier, peer
             yield Bench(owner, int(source), landing, peers)
         finally:
             process.kill()

@@ -1,8 +1,9 @@
 """What the carriers should reach beside the libraries, and whether a run of the benchmark shows it.
 
 The first kind compares the best rates of two movers at each size and direction; the second kind the
-medians of turns (paired.py), in the mode that the carrier chooses. A target's figure is its worst
-cell.
+medians of turns (paired.py), of the carrier that does not pack: the same batches as the library's.
+What packing makes of it is said on a line of its own, and is no target. A target's figure is its
+worst cell; a run that leaves out some of its sizes says which it judged.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from kvferry.bench.paired import PairedRow
 from kvferry.units import show_bytes
 
 KIB = 1 << 10
+SIZES = tuple(256 << (2 * step) for step in range(9))  # of descriptors: 256 B to 16 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,9 @@ class Target:
     wanted: float
     found: float | None  # None: not measured in this run
     where: str  # the worst cell
-    met: bool | None
+    met: bool | None  # in all cells that were judged
+    judged_bytes: tuple[int, ...] = ()  # sizes of descriptors
+    left_out_bytes: tuple[int, ...] = ()  # of `SIZES`, where the target holds too
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ BESIDE = (
 )
 OF_THE_LIBRARY = 0.95
 
+Cell = tuple[str, int]  # direction, bytes of a descriptor
+
 
 def judge(
     rates: Mapping[tuple[str, str, int], float], pairs: Sequence[PairedRow]
@@ -58,33 +64,62 @@ def judge(
     found = []
     for want in BESIDE:
         cells = {
-            f"{op} {show_bytes(size)}": rate / rates[want.than, op, size]
+            (op, size): rate / rates[want.than, op, size]
             for (name, op, size), rate in rates.items()
             if name == want.carrier
             and want.at_least <= size <= want.at_most
             and (want.than, op, size) in rates
         }
-        found.append(_target(want.text, want.times, cells))
+        sizes = [size for size in SIZES if want.at_least <= size <= want.at_most]
+        found.append(_target(want.text, want.times, cells, sizes))
     for name in ("mooncake", "nixl"):
-        text = f"{name} at least {OF_THE_LIBRARY:.0%} of its library, same copies, same engine"
-        # as the carrier comes: where there are both, it packs
-        rows = sorted((row for row in pairs if row.carrier == name), key=lambda row: row.mode)
-        cells = {f"{row.op} {show_bytes(row.descriptor_bytes)}": row.of_library for row in rows}
-        found.append(_target(text, OF_THE_LIBRARY, cells))
+        text = f"{name} at least {OF_THE_LIBRARY:.0%} of its library, same batches, same engine"
+        cells = _of_library(pairs, name, "direct")
+        found.append(_target(text, OF_THE_LIBRARY, cells, SIZES))
     return tuple(found)
 
 
-def _target(text: str, wanted: float, cells: Mapping[str, float]) -> Target:
+def _of_library(pairs: Sequence[PairedRow], carrier: str, mode: str) -> dict[Cell, float]:
+    return {
+        (row.op, row.descriptor_bytes): row.of_library
+        for row in pairs
+        if (row.carrier, row.mode) == (carrier, mode)
+    }
+
+
+def _target(text: str, wanted: float, cells: Mapping[Cell, float], sizes: Sequence[int]) -> Target:
     if not cells:
-        return Target(text, wanted, None, "", None)
-    where = min(cells, key=lambda cell: cells[cell])
-    return Target(text, wanted, cells[where], where, cells[where] >= wanted)
+        return Target(text, wanted, None, "", None, (), tuple(sizes))
+    worst = min(cells, key=lambda cell: cells[cell])
+    judged = tuple(sorted({size for _, size in cells}))
+    left_out = tuple(size for size in sizes if size not in judged)
+    met = cells[worst] >= wanted
+    return Target(text, wanted, cells[worst], _show(worst), met, judged, left_out)
 
 
-def lines(targets: Sequence[Target]) -> Iterator[str]:
+def _show(cell: Cell) -> str:
+    return f"{cell[0]} {show_bytes(cell[1])}"
+
+
+def lines(targets: Sequence[Target], pairs: Sequence[PairedRow] = ()) -> Iterator[str]:
+    """Verdicts; and what packing makes of `pairs`, which is none."""
     if targets:
         yield ""
     for target in targets:
-        verdict = {True: "met", False: "MISSED", None: "not measured"}[target.met]
-        worst = f": {target.found:.2f} at worst ({target.where})" if target.found else ""
-        yield f"{verdict:13}{target.text}{worst}"
+        if target.found is None:
+            yield f"{'not measured':13}{target.text}"
+            continue
+        verdict = "MISSED" if not target.met else "met in part" if target.left_out_bytes else "met"
+        at = ", ".join(show_bytes(size) for size in target.judged_bytes)
+        yield (
+            f"{verdict:13}{target.text}: {target.found:.2f} at worst ({target.where}); "
+            f"judged at {at}"
+        )
+    for name in dict.fromkeys(row.carrier for row in pairs):
+        cells = _of_library(pairs, name, "packed")
+        if cells:
+            worst, best = (of(cells, key=lambda cell: cells[cell]) for of in (min, max))
+            yield (
+                f"{'no target':13}{name} where it packs, of its library: {cells[worst]:.2f} "
+                f"({_show(worst)}) to {cells[best]:.2f} ({_show(best)})"
+            )

@@ -13,7 +13,7 @@ Each number is the best of several rounds in which all take turns: on a shared m
 compares. `of_baseline` is the ratio to memcpy over the same scatter (local), to the socket (tcp),
 or to the library as its own examples use it (mooncake, nixl), all at that size. memcpy has one
 thread; `local` uses two for a large transfer. What is not installed is in `missing`, with the
-reason.
+reason, and so is a `local` that the system makes go by tcp. Named, they are refused.
 
 The carriers are measured as they are used, so short runs may be packed. What the carriers over
 libraries add to them is measured apart, in pairs on one engine (`paired`, see paired.py). What all
@@ -37,17 +37,17 @@ from kvferry.bench.movers import (
     MOST_DESCRIPTORS,
     MOVERS,
     Mover,
-    installed,
     quiet_libraries,
 )
 from kvferry.bench.owner import BUFFER_BYTES, Owner, buffer, owner
 from kvferry.bench.paired import PairedRow, Task, paired, paired_lines, seconds_of, slots
 from kvferry.bench.targets import Target
+from kvferry.bench.wanted import Wanted
 from kvferry.errors import TransferError
 from kvferry.transport.base import Ints
 from kvferry.transport.regions import Arrays
 
-DEFAULT_SIZES = tuple(256 << (2 * step) for step in range(9))  # 256 B to 16 MiB
+DEFAULT_SIZES = targets.SIZES
 SCATTER_BYTES = 64 << 10
 LEAST_ROUNDS = 4
 TAKE_BELOW_BYTES = 16 << 10  # under it, a memmove per descriptor would measure Python
@@ -94,21 +94,13 @@ def run(
             raise TransferError(
                 f"a descriptor of {size} bytes; this measures 1 to {BUFFER_BYTES // 2} bytes"
             )
-    for name in carriers:
-        if name not in MOVERS:
-            raise TransferError(f"cannot measure {name!r}; there are {', '.join(MOVERS)}")
     with quiet_libraries():
-        reasons = installed()
-        wanted = [name for name in carriers or MOVERS if carriers or not reasons[name]]
-        for name in wanted:
-            if reasons[name]:
-                raise TransferError(reasons[name])
+        wanted = Wanted.of(carriers, tuple(MOVERS))
         measured = _Measured(tuple(sizes), seconds, tuple(ops), buffer(1), buffer(2))
         with owner() as other:
             measured.all_sizes(other, wanted)
-            pairs = paired(other, measured.landing, wanted, sizes, ops, seconds)
-    missing = {name: why for name, why in reasons.items() if why and name not in wanted}
-    result = replace(measured.result(wanted, missing), paired=tuple(pairs))
+            pairs = paired(other, measured.landing, wanted.names, sizes, ops, seconds)
+    result = replace(measured.result(wanted), paired=tuple(pairs))
     rates = {(r.carrier, r.op, r.descriptor_bytes): r.gb_s for r in result.results}
     return replace(result, targets=targets.judge(rates, pairs))
 
@@ -125,10 +117,13 @@ class _Measured:
     best: dict[tuple[str, str, int], float] = field(default_factory=dict)
     long_copy: float = 0.0
 
-    def all_sizes(self, owner: Owner, names: Sequence[str]) -> None:
-        alone = [name for name in names if name in ALONE]
+    def all_sizes(self, owner: Owner, wanted: Wanted) -> None:
+        alone = [name for name in wanted.names if name in ALONE]
         with ExitStack() as stack:
-            movers = {n: self._open(stack, owner, n) for n in names if n not in ALONE}
+            movers = {n: self._open(stack, owner, n) for n in wanted.names if n not in ALONE}
+            for name, mover in list(movers.items()):
+                if not wanted.require_own_way(name, getattr(mover, "detour", "")):
+                    del movers[name]
             for size in self.sizes:
                 rounds = self._size(owner, movers, size)
                 for name in alone:
@@ -177,10 +172,10 @@ class _Measured:
     def _note(self, name: str, op: str, size: int, rate: float) -> None:
         self.best[name, op, size] = max(self.best.get((name, op, size), 0.0), rate)
 
-    def result(self, names: Sequence[str], missing: dict[str, str]) -> TransportResult:
+    def result(self, wanted: Wanted) -> TransportResult:
         rows = []
         for op in ("copy", *self.ops):
-            for name in ["memcpy"] if op == "copy" else names:
+            for name in ["memcpy"] if op == "copy" else wanted.names:
                 for size in self.sizes:
                     rate, limit = self.best[name, op, size], self._baseline(name, op, size)
                     ratio = rate / limit if limit else None
@@ -191,7 +186,7 @@ class _Measured:
             scatter_memcpy_gb_s=self.best["memcpy", "copy", nearest] / GB,
             socket_gb_s=max(self.best["socket", "copy", size] for size in self.sizes) / GB,
             results=tuple(rows),
-            missing=missing,
+            missing=wanted.missing,
         )
 
     def _baseline(self, name: str, op: str, size: int) -> float | None:
@@ -217,7 +212,7 @@ def lines(result: TransportResult) -> Iterator[str]:
     for name, why in result.missing.items():
         yield f"not measured: {name}: {why}"
     yield from paired_lines(result.paired)
-    yield from targets.lines(result.targets)
+    yield from targets.lines(result.targets, result.paired)
 
 
 def _scattered_memcpy(

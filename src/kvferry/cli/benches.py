@@ -21,7 +21,25 @@ from kvferry.cli.console import (
 from kvferry.errors import DescriptionError
 from kvferry.units import parse_sizes
 
+Carriers = Annotated[str, typer.Option(help="Which ones, with commas; else all that there are.")]
+
 bench = typer.Typer(help="Measure, side by side with what else is installed.", no_args_is_help=True)
+
+
+def _names(text: str) -> list[str]:
+    """Of `--carriers`; none where it was not given."""
+    names = [name.strip() for name in text.split(",")] if text else []
+    if not all(names):
+        raise DescriptionError(f"cannot read the carriers {text!r}; write local,tcp")
+    return names
+
+
+def _refuse_with(option: str, others: dict[str, bool]) -> None:
+    """What would be ignored is refused."""
+    given = [name for name, there in others.items() if there]
+    if given:
+        what = "them" if len(given) > 1 else "it"
+        raise DescriptionError(f"{option} takes no {' and no '.join(given)}; leave {what} out")
 
 
 @bench.command("plan")
@@ -47,11 +65,16 @@ def bench_plan(
 @bench.command("transport")
 def bench_transport(
     sizes: Annotated[str, typer.Option(help="Descriptor sizes in bytes, with commas.")] = "",
-    seconds: Annotated[float, typer.Option(help="Seconds for each size.")] = 1.0,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds for each size (else 1), or each batch of --calibrate (0.3).", min=0
+        ),
+    ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure what direct and packed cost, and keep it.")
     ] = False,
-    carriers: Annotated[str, typer.Option(help="Which ones, with commas; else all.")] = "",
+    carriers: Carriers = "",
     as_json: Json = False,
     html: Html = None,
 ) -> None:
@@ -60,14 +83,16 @@ def bench_transport(
         from kvferry.cli.bench import calibrate_costs
 
         with refusals():
-            calibrate_costs(as_json, libraries_to_stderr())
+            _refuse_with("--calibrate", {"--sizes": bool(sizes), "--html": html is not None})
+            calibrate_costs(as_json, libraries_to_stderr(), seconds, _names(carriers))
         return
     from kvferry.bench.transport import DEFAULT_SIZES, lines, run
 
     with refusals():
         chosen = parse_sizes(sizes) if sizes else list(DEFAULT_SIZES)
+        names = _names(carriers)
         with libraries_to_stderr():
-            result = run(chosen, seconds, [c for c in carriers.split(",") if c])
+            result = run(chosen, 1.0 if seconds is None else seconds, names)
     if as_json:
         print_json(asdict(result))
     else:
@@ -82,23 +107,18 @@ def bench_transport(
 @bench.command("packed")
 def bench_packed(
     sizes: Annotated[str, typer.Option(help="Run lengths in bytes, with commas.")] = "",
-    seconds: Annotated[float, typer.Option(help="Seconds for each length and carrier.")] = 1.0,
-    carriers: Annotated[str, typer.Option(help="Which ones, with commas; else all.")] = "",
+    seconds: Annotated[
+        float, typer.Option(help="Seconds for each length and carrier.", min=0)
+    ] = 1.0,
+    carriers: Carriers = "",
     as_json: Json = False,
 ) -> None:
     """Short runs: direct, packed and what the cost model chooses, in the same run."""
     from kvferry.bench.packed import SIZES, lines, run
-    from kvferry.bench.packed_pair import CARRIERS
 
     with refusals():
         chosen = parse_sizes(sizes) if sizes else list(SIZES)
-        names = [c for c in carriers.split(",") if c] or list(CARRIERS)
-        unknown = sorted(set(names) - set(CARRIERS))
-        if unknown:
-            raise DescriptionError(
-                f"the carrier {unknown[0]!r} is not measured here; choose among "
-                f"{', '.join(CARRIERS)}"
-            )
+        names = _names(carriers)
         with libraries_to_stderr():
             result = run(chosen, seconds, names)
     if as_json:
@@ -146,6 +166,7 @@ def bench_pool(
 
     if tune:
         with refusals():
+            _refuse_with("--tune", {"--quick": quick, "--html": html is not None})
             tune_pool(trace, as_json)
         return
     with refusals(), libraries_to_stderr():
@@ -160,8 +181,8 @@ def bench_pool(
 
 @bench.command("handover")
 def bench_handover(
-    requests: Annotated[int, typer.Option(help="Measured, for each connector.")] = 20,
-    tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 1000,
+    requests: Annotated[int, typer.Option(help="Measured, for each connector.", min=1)] = 20,
+    tokens: Annotated[int, typer.Option(help="Of each prompt.", min=1)] = 1000,
     only: Annotated[list[str] | None, typer.Option(help="Names of connectors.")] = None,
     as_json: Json = False,
 ) -> None:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from kvferry.bench.movers import quiet_libraries
 from kvferry.cli.picture import plan_page, write_page
+from kvferry.demo.ends import OWN_METHODS
 from kvferry.demo.run import DemoResult, Silent, Watch, run_demo
 from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, find_model
 from kvferry.layout.shape import EngineShape
@@ -132,6 +133,8 @@ def describe(result: DemoResult, picture: Path | None = None) -> list[str]:
             f"WRONG    {result.mismatched_bytes:,} bytes differ ({result.checked_bytes:,} that "
             f"should have arrived and {result.guarded_bytes:,} others were compared)"
         )
+    if result.method not in (*OWN_METHODS, result.asked):
+        lines.append(f"method   {result.method}: {result.why}")
     if picture is not None:
         lines.append(f"picture  {picture}")
     return lines

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,15 +19,16 @@ from kvferry.demo.cache import (
     wrong_byte,
     wrong_entries,
 )
-from kvferry.demo.ends import carrier_for, key_of, map_rank, views_of
+from kvferry.demo.ends import carriers_for, key_of, map_rank, views_of
 from kvferry.demo.memory import Memory, region_starts
-from kvferry.demo.orders import Checked, Greeting, Pulled, Report
+from kvferry.demo.orders import Checked, Greeting, Link, Pulled, Report
 from kvferry.demo.work import Work, destination_extent
 from kvferry.layout.parts import Ints
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import Rank, Span
 from kvferry.plan import Bound, Copies, EdgePlan, bind, everything_plan, plan_pair, uncovered
-from kvferry.transport import Carrier
+from kvferry.transport import Carrier, auto
+from kvferry.transport.cost import current_costs
 from kvferry.transport.scatter import copy_scattered
 from kvferry.transport.vm import read, why_unreachable
 
@@ -41,8 +44,9 @@ class Consumer:
     files: list[int]
     report: Report
     memory: Memory | None = None
-    carrier: Carrier | None = None
+    carriers: list[Carrier] = field(default_factory=list)
     plans: list[EdgePlan] = field(default_factory=list)
+    pulls: list[tuple[Ints, Callable[[Copies], int]]] = field(default_factory=list)  # of each plan
     method: str = ""
 
     def greet(self) -> Greeting:
@@ -55,11 +59,8 @@ class Consumer:
     def set_up(self, method: str) -> Greeting:
         work = self.work
         self.method = method
-        self.memory = map_rank(work, False, self.rank, None)
-        self.carrier = carrier_for(method, self.memory)
-        for view in views_of(work, self.memory):
-            pool = work.dst_pools[work.model.groups.index(view.group)]
-            write_byte(view, np.arange(pool[-1] + 1), CANARY)
+        self.memory = map_rank(work, False, self.rank, method=method)
+        self.carriers = carriers_for(method, self.memory)
         pair = plan_pair(work.model, work.src, work.dst)
         for edge in pair.edges:
             if edge.dst == self.rank:
@@ -67,11 +68,27 @@ class Consumer:
                 self.plans.append(pair.plan(edge, layout, self.memory.layout))
         return Greeting(self.rank, os.getpid(), self.memory.address)
 
-    def pull(self, peers: list[Greeting]) -> Pulled:
+    def link(self, peers: list[Greeting]) -> list[Link]:
+        links = []
+        for plan in self.plans:
+            index = next(i for i, peer in enumerate(peers) if peer.rank == plan.src)
+            link, bases, pull = self._reach(plan.src, peers[index], index)
+            links.append(link)
+            self.pulls.append((bases, pull))
+        return links
+
+    def fill(self) -> None:
+        assert self.memory is not None
+        work = self.work
+        for view in views_of(work, self.memory):
+            pool = work.dst_pools[work.model.groups.index(view.group)]
+            write_byte(view, np.arange(pool[-1] + 1), CANARY)
+        self.memory.publish()
+
+    def pull(self) -> Pulled:
         """Load every request: copy what the plans say, zero what they leave uncovered."""
         assert self.memory is not None
         work, memory = self.work, self.memory
-        carriers = [self._carrier(plan, peers) for plan in self.plans]
         everything = everything_plan(work.model, memory.layout)
         buffer = Copies.empty(COPIES_AT_A_TIME)
         moved, descriptors = 0, 0
@@ -80,7 +97,7 @@ class Consumer:
             if self.fault == "die" and request.number > 0:
                 os._exit(3)
             before = moved
-            for plan, (src_bases, carry) in zip(self.plans, carriers, strict=True):
+            for plan, (src_bases, carry) in zip(self.plans, self.pulls, strict=True):
                 bound = bind(
                     plan,
                     tokens=request.tokens,
@@ -105,45 +122,51 @@ class Consumer:
                 dst_bases=memory.starts,
                 allow_uncacheable=True,
             )
-            zeros = np.zeros(int(gaps.length.max(initial=1)), dtype=np.uint8)
-            start = np.zeros_like(gaps.address)
-            copy_scattered(zeros, start, memory.bytes, gaps.address, gaps.length)
+            memory.zero(gaps.address, gaps.length)
             self.report(moved - before)
-        self._corrupt()
         return Pulled(moved, descriptors, copy_seconds)
 
-    def _carrier(
-        self, plan: EdgePlan, peers: list[Greeting]
-    ) -> tuple[Ints, Callable[[Copies], int]]:
-        """Base addresses of a source's regions, and what copies from there to here."""
+    def _reach(
+        self, rank: Rank, peer: Greeting, index: int
+    ) -> tuple[Link, Ints, Callable[[Copies], int]]:
+        """How, base addresses of a source's regions, and what copies from there to here."""
         assert self.memory is not None
         work, here = self.work, self.memory
-        index = next(i for i, peer in enumerate(peers) if peer.rank == plan.src)
-        peer = peers[index]
         if self.method == "shared":
-            there = map_rank(work, True, plan.src, self.files[index])
+            there = map_rank(work, True, rank, self.files[index])
 
             def carry(c: Copies) -> int:
                 src, dst = c.src - there.address, c.dst - here.address
                 return copy_scattered(there.bytes, src, here.bytes, dst, c.length)
 
-            return there.bases, carry
-        layout = RankLayout.build(work.model, work.src, plan.src, work.src_blocks)
+            return Link("shared"), there.bases, carry
+        layout = RankLayout.build(work.model, work.src, rank, work.src_blocks)
         bases = region_starts(layout)[:-1] + peer.address
-        if self.carrier is None:
-            return bases, lambda c: read(peer.pid, c.src, c.dst, c.length)
-        carrier = self.carrier
-        link = carrier.connect(peer.endpoint, time.monotonic() + CARRIER_SECONDS)
+        if self.method == "vm":
+            return Link("vm"), bases, lambda c: read(peer.pid, c.src, c.dst, c.length)
+        deadline = time.monotonic() + CARRIER_SECONDS
+        why = ""
+        if self.method == auto.AUTO:
+            with _words_of_auto() as said:
+                carrier, link = auto.connect(
+                    peer.endpoints, auto.by_cost(self.carriers), deadline, "a producer"
+                )
+            why = "; ".join([*said, f"by the costs of {current_costs().name}"])
+        else:
+            (carrier,) = self.carriers
+            link = carrier.connect(peer.endpoints[carrier.name], deadline)
 
         def pull(c: Copies) -> int:
             carrier.read(link, c).wait(time.monotonic() + CARRIER_SECONDS)
             return int(c.length.sum())
 
-        return bases, pull
+        return Link(carrier.name, why, getattr(link, "detour", "")), bases, pull
 
     def check(self) -> Checked:
         assert self.memory is not None
         work = self.work
+        self.memory.fetch()
+        self._corrupt()
         views = views_of(work, self.memory)
         arrived, guarded, wrong = 0, 0, 0
         loaded: dict[str, list[Ints]] = {group.name: [] for group in work.model.groups}
@@ -194,3 +217,23 @@ def _buffered(bound: Bound, buffer: Copies) -> Iterable[Copies]:
     if bound.descriptors <= len(buffer):
         return [bound.copies(buffer)]
     return bound.slices(len(buffer), buffer)
+
+
+@contextmanager
+def _words_of_auto() -> Iterator[list[str]]:
+    """What it logs of its choice."""
+    said: list[str] = []
+
+    class Hear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.name == auto.log.name and record.levelno == logging.INFO:
+                said.append(record.getMessage())
+
+    handler, level = Hear(), auto.log.level
+    auto.log.addHandler(handler)
+    auto.log.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        auto.log.removeHandler(handler)
+        auto.log.setLevel(level)

@@ -1,4 +1,4 @@
-"""What producers and consumers of the demo do alike: map memory, view it, and make a carrier."""
+"""What producers and consumers of the demo do alike: map memory, view it, and make carriers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from kvferry.demo.work import Request, Work
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import Rank
 from kvferry.transport import Carrier, MemoryRegion, make_carrier
+from kvferry.transport.auto import select
 
-OWN_METHODS = ("vm", "shared")  # others are names of carriers
+OWN_METHODS = ("vm", "shared")  # others are names of carriers, or "auto"
+ON_GPU = "cuda"  # moves nothing else
 
 
 def views_of(work: Work, memory: Memory) -> list[View]:
@@ -18,17 +20,22 @@ def views_of(work: Work, memory: Memory) -> list[View]:
     return make_views(work.model, layout.shape, layout.rank, blocks, memory.regions())
 
 
-def map_rank(work: Work, is_producer: bool, rank: Rank, file: int | None) -> Memory:
+def map_rank(
+    work: Work, is_producer: bool, rank: Rank, file: int | None = None, method: str = ""
+) -> Memory:
     shape, blocks = (work.src, work.src_blocks) if is_producer else (work.dst, work.dst_blocks)
-    return Memory.map(RankLayout.build(work.model, shape, rank, blocks), file)
+    layout = RankLayout.build(work.model, shape, rank, blocks)
+    return Memory.map(layout, file, on_gpu=method == ON_GPU)
 
 
-def carrier_for(method: str, memory: Memory) -> Carrier | None:
+def carriers_for(method: str, memory: Memory) -> list[Carrier]:
+    """The one that is named, or all that an engine with such memory opens for "auto"."""
     if method in OWN_METHODS:
-        return None
-    carrier = make_carrier(method)
-    carrier.register([MemoryRegion(memory.address, memory.bytes.nbytes)])
-    return carrier
+        return []
+    carriers = [make_carrier(chosen.name) for chosen in select([method]) if not chosen.why_not]
+    for carrier in carriers:
+        carrier.register([MemoryRegion(memory.address, memory.bytes.nbytes)])
+    return carriers
 
 
 def key_of(work: Work, request: Request, view: View) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""The memory of the demo's ranks: one mapping a rank, private or shared.
+"""The memory of the demo's ranks: one mapping a rank, private or shared; or on a GPU, with a copy
+in a private mapping.
 
 Shared memory is a file without a name that child processes inherit, so that it needs no cleaning
 up and no room in /dev/shm, which containers keep small.
@@ -10,12 +11,16 @@ import mmap
 import os
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.layout.rank import RankLayout
+from kvferry.transport.scatter import copy_scattered
+
+if TYPE_CHECKING:
+    from kvferry.demo.on_gpu import OnGpu
 
 PAGE_BYTES = 4096
 MAP_NORESERVE = 0x4000  # blocks that no request uses are never touched
@@ -45,9 +50,10 @@ class Memory:
     layout: RankLayout
     bytes: Bytes
     starts: Ints
+    on_gpu: OnGpu | None = None  # then `bytes` is a copy
 
     @classmethod
-    def map(cls, layout: RankLayout, file: int | None) -> Memory:
+    def map(cls, layout: RankLayout, file: int | None, *, on_gpu: bool = False) -> Memory:
         starts = region_starts(layout)
         total = max(int(starts[-1]), PAGE_BYTES)  # a stage may cache nothing
         if file is None:
@@ -57,11 +63,34 @@ class Memory:
             if os.fstat(file).st_size < total:
                 os.ftruncate(file, total)
             mapped = mmap.mmap(file, total, flags=mmap.MAP_SHARED)
-        return cls(layout, np.frombuffer(mapped, dtype=np.uint8), starts[:-1])
+        found = cls(layout, np.frombuffer(mapped, dtype=np.uint8), starts[:-1])
+        if on_gpu:
+            from kvferry.demo.on_gpu import OnGpu
+
+            found.on_gpu = OnGpu(total)
+        return found
 
     @property
     def address(self) -> int:
-        return self.bytes.ctypes.data
+        """Where carriers find it."""
+        return self.on_gpu.address if self.on_gpu else self.bytes.ctypes.data
+
+    def publish(self) -> None:
+        """What was written to `bytes` is what carriers find."""
+        if self.on_gpu:
+            self.on_gpu.upload(self.bytes)
+
+    def fetch(self) -> None:
+        """What carriers wrote is in `bytes`."""
+        if self.on_gpu:
+            self.on_gpu.download(self.bytes)
+
+    def zero(self, offset: Ints, length: Ints) -> None:
+        if self.on_gpu:
+            self.on_gpu.zero(offset, length)
+            return
+        zeros = np.zeros(int(length.max(initial=1)), dtype=np.uint8)
+        copy_scattered(zeros, np.zeros_like(offset), self.bytes, offset, length)
 
     @property
     def bases(self) -> Ints:

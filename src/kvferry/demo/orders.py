@@ -4,9 +4,11 @@ A rank does what it is told, one order at a time, and ends when the pipe closes:
 
     greet           -> Greeting   its pid, and an address to try to read
     probe(peers)    -> str        consumer: what keeps it from reading the producers' memory
-    set_up(method)  -> Greeting   allocates; a producer fills, a consumer plans its edges; both make
-                                  their carrier, where the method is one
-    pull(peers)     -> Pulled     consumer: loads every request from the producers
+    set_up(method)  -> Greeting   allocates, and makes its carriers, where the method is one; a
+                                  consumer plans its edges
+    link(peers)     -> [Link]     consumer: reaches every producer that it reads from, and says how
+    fill()                        writes what is to be moved, or what must not change
+    pull()          -> Pulled     consumer: loads every request from the producers
     check()         -> Checked    consumer: compares every byte with what it should be
 
 While it works it reports bytes done as `Progress`; every order is answered by `Done` or `Failed`.
@@ -16,7 +18,7 @@ Producers do nothing while consumers pull: reading is one-sided.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.errors import KvferryError
@@ -52,7 +54,16 @@ class Greeting:
     rank: Rank
     pid: int
     address: int
-    endpoint: bytes = b""  # of its carrier, where the method is one
+    endpoints: dict[str, bytes] = field(default_factory=dict)  # of its carriers, by name
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How a consumer reaches a producer."""
+
+    method: str  # vm, shared or a carrier's name
+    why: str = ""  # in the words of `auto`, where that chose
+    detour: str = ""  # why the carrier goes by tcp; empty where it goes its own way
 
 
 @dataclass(frozen=True, slots=True)

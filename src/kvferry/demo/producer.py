@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.demo.cache import POISON, View, slot_entries, write_byte, write_entries
-from kvferry.demo.ends import carrier_for, key_of, map_rank, views_of
+from kvferry.demo.ends import carriers_for, key_of, map_rank, views_of
 from kvferry.demo.memory import Memory
 from kvferry.demo.orders import Greeting, Report
 from kvferry.demo.work import Request, Work, source_extent
@@ -26,7 +26,7 @@ class Producer:
     files: list[int]
     report: Report
     memory: Memory | None = None
-    carrier: Carrier | None = None
+    carriers: list[Carrier] = field(default_factory=list)
     spare: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(1, dtype=np.uint8))
 
     def greet(self) -> Greeting:
@@ -34,10 +34,16 @@ class Producer:
         return Greeting(self.rank, os.getpid(), self.spare.ctypes.data)
 
     def set_up(self, method: str) -> Greeting:
+        file = self.files[0] if method == "shared" else None
+        self.memory = map_rank(self.work, True, self.rank, file, method)
+        self.carriers = carriers_for(method, self.memory)
+        endpoints = {carrier.name: carrier.endpoint() for carrier in self.carriers}
+        return Greeting(self.rank, os.getpid(), self.memory.address, endpoints)
+
+    def fill(self) -> None:
+        assert self.memory is not None
         work = self.work
-        memory = map_rank(work, True, self.rank, self.files[0] if method == "shared" else None)
-        self.memory = memory
-        views = views_of(work, memory)
+        views = views_of(work, self.memory)
         for view in views:
             index = work.model.groups.index(view.group)
             used = np.concatenate([request.src_tables[index] for request in work.requests])
@@ -45,9 +51,7 @@ class Producer:
             write_byte(view, free, POISON)
         for request in work.requests:
             self.report(sum(self._fill(view, request) for view in views))
-        self.carrier = carrier_for(method, memory)
-        endpoint = self.carrier.endpoint() if self.carrier else b""
-        return Greeting(self.rank, os.getpid(), memory.address, endpoint)
+        self.memory.publish()
 
     def _fill(self, view: View, request: Request) -> int:
         work = self.work

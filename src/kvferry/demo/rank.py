@@ -32,8 +32,8 @@ def rank_main(
         try:
             order: Order = pipe.recv()
         except (EOFError, ConnectionError):
-            if worker.carrier is not None:
-                worker.carrier.close()
+            for carrier in worker.carriers:
+                carrier.close()
             return
         answer: Done | Failed
         try:

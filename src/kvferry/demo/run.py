@@ -9,8 +9,9 @@ How bytes move is the *method*:
     vm      process_vm_readv on the producers' private memory
     shared  producers keep their cache in shared memory, which consumers map, and copy themselves
     auto    vm where the system permits it, else shared
-    NAME    a carrier (`transport`): consumers read through it. "auto" there is `local` where the
-            system permits it, else `tcp`
+    NAME    a carrier (`transport`): consumers read through it. "auto" there is what engines with
+            their caches in host memory do: the carriers of transport/auto.py, by what they cost on
+            this machine. `cuda` moves between caches on a GPU
 
 However the demo ends, its processes end with it. Shared memory has no name, so none can be left.
 """
@@ -26,11 +27,11 @@ from typing import Any, Protocol
 
 from kvferry.demo.crew import Crew
 from kvferry.demo.memory import SharedFile
-from kvferry.demo.orders import Checked, Greeting, Order, Pulled
+from kvferry.demo.orders import Checked, Greeting, Link, Order, Pulled
 from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, Work, find_model, make_work
-from kvferry.errors import DescriptionError, PermissionDenied
+from kvferry.errors import DescriptionError, PermissionDenied, TransferError
 from kvferry.layout.shape import EngineShape, Rank
-from kvferry.transport.auto import AUTO
+from kvferry.transport.auto import AUTO, select
 from kvferry.transport.registry import CARRIERS
 from kvferry.units import show_bytes
 
@@ -46,7 +47,8 @@ class DemoResult:
 
     `gb_per_s` is `bytes` over `transfer_seconds`: the wall time from the order to pull until the
     last consumer rank had all its requests, binding each request included. `copy_gb_per_s` is
-    over the time that the busiest consumer rank spent copying.
+    over the time that the busiest consumer rank spent copying. `method` is how bytes moved: "local,
+    by tcp" where a carrier did not go its own way.
     """
 
     requests: int
@@ -55,6 +57,7 @@ class DemoResult:
     gb_per_s: float
     method: str
     why: str  # the method
+    asked: str  # method or transport
     seconds: float  # in all, with starting processes, filling and checking
     transfer_seconds: float
     copy_gb_per_s: float
@@ -140,20 +143,19 @@ def run_demo(
         crew.start(work, fault, files)
         peers = crew.ask(crew.producers, Order("greet"), watch.advance)
         crew.ask(crew.consumers, Order("greet"), watch.advance)
-        if transport == AUTO:
-            method, why = _choose_carrier(crew, peers)
-        elif transport:
-            method, why = transport, f"asked for; consumers read through the carrier {transport}"
-        else:
-            method, why = _choose(crew, method, peers)
-        watch.say(f"method {method}: {why}")
-        watch.phase("fill", held_bytes)
+        way, why = (transport, "") if transport else _choose(crew, method, peers)
         everyone = [*crew.producers, *crew.consumers]
-        greetings: list[Greeting] = crew.ask(everyone, Order("set_up", (method,)), watch.advance)
+        greetings: list[Greeting] = crew.ask(everyone, Order("set_up", (way,)), watch.advance)
+        order = Order("link", (greetings[: len(peers)],))
+        links: list[list[Link]] = crew.ask(crew.consumers, order, watch.advance)
+        if transport:
+            way, why = _reached(transport, [link for some in links for link in some])
+        watch.say(f"method {way}: {why}")
+        watch.phase("fill", held_bytes)
+        crew.ask(everyone, Order("fill"), watch.advance)
         watch.phase("move", work.bytes)
         begun = time.monotonic()
-        order = Order("pull", (greetings[: len(peers)],))
-        pulled: list[Pulled] = crew.ask(crew.consumers, order, watch.advance)
+        pulled: list[Pulled] = crew.ask(crew.consumers, Order("pull"), watch.advance)
         transfer_seconds = time.monotonic() - begun
         watch.phase("check", work.bytes)
         checked: list[Checked] = crew.ask(crew.consumers, Order("check"), watch.advance)
@@ -163,8 +165,9 @@ def run_demo(
         bytes=moved,
         mismatched_bytes=sum(c.wrong_bytes for c in checked),
         gb_per_s=moved / transfer_seconds / 1e9,
-        method=method,
+        method=way,
         why=why,
+        asked=transport or method,
         seconds=time.monotonic() - started,
         transfer_seconds=transfer_seconds,
         copy_gb_per_s=moved / max(p.copy_seconds for p in pulled) / 1e9,
@@ -195,13 +198,19 @@ def _choose(crew: Crew, method: str, peers: list[Greeting]) -> tuple[str, str]:
     return "shared", f"chosen, because {reason}"
 
 
-def _choose_carrier(crew: Crew, peers: list[Greeting]) -> tuple[str, str]:
-    """What `auto` picks on one host for host memory, and why."""
-    reasons = crew.ask(crew.consumers, Order("probe", (peers,)), lambda _: None)
-    reason = next(filter(None, reasons), "")
-    if reason:
-        return "tcp", f"chosen, because local is not permitted: {reason}"
-    return "local", "chosen: one host, and the system permits it"
+def _reached(transport: str, links: list[Link]) -> tuple[str, str]:
+    """How carriers move bytes, in truth, and why so: of each way, by the first that goes it."""
+    ways: dict[str, list[str]] = {}
+    for link in links:
+        way = f"{link.method}, by tcp" if link.detour else link.method
+        ways.setdefault(way, [reason for reason in (link.why, link.detour) if reason])
+    reasons = [reason for some in ways.values() for reason in some]
+    if transport == AUTO:
+        out = [f"{c.name}: {c.why_not}" for c in select([AUTO]) if c.why_not]
+        reasons.append(f"not opened: {'; '.join(out)}")
+    if not reasons:
+        reasons = [f"asked for; consumers read through the carrier {transport}"]
+    return " and ".join(ways) or transport, ". ".join(reasons)
 
 
 def _require_library(transport: str) -> None:
@@ -214,6 +223,11 @@ def _require_library(transport: str) -> None:
         from kvferry.transport.nixl_agent import api
 
         api()
+    elif transport == "cuda":
+        from kvferry.transport.cuda_driver import device_count
+
+        if device_count() == 0:
+            raise TransferError("this process sees no GPU (CUDA_VISIBLE_DEVICES?)")
 
 
 def _shared_file(stack: ExitStack) -> SharedFile:
