@@ -65,8 +65,11 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def seconds(self, carrier: str, descriptors: int, count_bytes: int) -> float:
         """The cheaper of its modes; infinite where nothing is known of it."""
-        modes = self.carriers.get(carrier, {}).values()
-        return min((c.seconds(descriptors, count_bytes) for c in modes), default=float("inf"))
+        modes = dict(self.carriers.get(carrier, {}))
+        if carrier == "local":
+            modes.pop("packed", None)  # which is only what comes on top of reading the covers
+        found = (cost.seconds(descriptors, count_bytes) for cost in modes.values())
+        return min(found, default=float("inf"))
 
 
 @dataclass(slots=True)
