@@ -20,7 +20,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,6 +120,10 @@ class AdapterFiles:
     stamp: Stamp
     host: str  # of the scheduler; empty: not all workers are there, or nobody knows
 
+    def elsewhere(self) -> AdapterFiles:
+        """The same where not all workers are here: nobody can compare."""
+        return replace(self, host="")
+
     def why_not(self) -> str:
         """Why what was computed until now may be of other files; empty: it is of these."""
         if not self.host or self.host != this_host():
@@ -131,14 +135,18 @@ class AdapterFiles:
 
 
 class AdapterCheck:
-    """Looks at files for the thread that saves."""
+    """Looks at files for whoever keeps what was computed with them.
 
-    def __init__(self) -> None:
+    outcome  of what was computed with others, for the log
+    """
+
+    def __init__(self, outcome: str = "is not saved in the pool") -> None:
+        self._outcome = outcome
         self._looks = LateCalls("lora-files", most_hanging=1)
         self._told: set[tuple[str, str]] = set()
 
     def unchanged(self, files: AdapterFiles, deadline: float) -> bool:
-        """Whether blocks that are computed by now may be saved under the files' name."""
+        """Whether blocks that are computed by now are of the files' name."""
         soon = min(deadline, time.monotonic() + LOOK_SECONDS)
         try:
             why = self._looks("look", files.why_not, soon)
@@ -149,8 +157,9 @@ class AdapterCheck:
         if why and (files.path, why) not in self._told:
             self._told.add((files.path, why))
             log.warning(
-                "what requests with the LoRA adapter of %s compute is not saved in the pool: %s",
+                "what requests with the LoRA adapter of %s compute %s: %s",
                 files.path,
+                self._outcome,
                 why,
             )
         return not why
