@@ -21,7 +21,9 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
+from stat import S_ISLNK
 from typing import NamedTuple
 
 from kvferry.errors import DescriptionError, StoreError
@@ -81,19 +83,33 @@ class Stamp:
 def stamp_of(path: str) -> Stamp:
     """What changes whenever an adapter's files do, or others take their place."""
     folder = Path(path).expanduser().absolute()
-    weights = sorted(file for pattern in PATTERNS for file in folder.glob(pattern))
+    weights = _weights(folder)
     if not weights:
         raise DescriptionError(
             "it is no folder with weights on this machine, so that nothing tells which it has; "
             "download it, and load it from there"
         )
     files = [folder / CONFIGURATION, *weights]
-    links = [part for part in (*folder.parents, folder, *files) if part.is_symlink()]
-    found = [(part, part.lstat()) for part in links]
-    found += [(part, part.stat()) for part in (folder, *files)]
-    real = {part.resolve() for part in (folder, *files)}
-    above = {*folder.parents, *(up for part in real for up in part.parents)} - {folder}
-    return Stamp(_seen(found), _seen((part, part.stat()) for part in sorted(above)))
+    # schedulers wait for this: every part is asked for once, and links alone are followed
+    itself = {part: part.lstat() for part in (*folder.parents, folder, *files)}
+    links = {part: found for part, found in itself.items() if S_ISLNK(found.st_mode)}
+    found = list(links.items())
+    found += [(p, p.stat() if p in links else itself[p]) for p in (folder, *files)]
+    beside = folder.resolve() if links or ".." in folder.parts else folder
+    real = [beside, *(part.resolve() for part in files if part in links)]
+    above = {beside, *folder.parents, *(up for part in real for up in part.parents)} - {folder}
+    return Stamp(
+        _seen(found),
+        _seen((p, p.stat() if p in links or p not in itself else itself[p]) for p in sorted(above)),
+    )
+
+
+def _weights(folder: Path) -> list[Path]:
+    try:
+        found = list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(file for file in found if any(fnmatchcase(file.name, p) for p in PATTERNS))
 
 
 def _seen(parts: Iterable[tuple[Path, os.stat_result]]) -> tuple[Seen, ...]:

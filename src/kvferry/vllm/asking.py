@@ -200,12 +200,11 @@ class Asking:
             why = lora.unknown
         elif not wanted.digest:
             wanted.digest = adapted(request_digest(request), revision)
-            if wanted.appointment is not None:  # the producer's ranks compare
-                wanted.ticket = replace(wanted.ticket, digest=wanted.digest)
-            elif wanted.ticket.digest != wanted.digest:
+            # without a ticket that came with it, the producer's ranks compare
+            if wanted.appointment is None and wanted.ticket.digest != wanted.digest:
                 why = (
-                    "its ticket is for another prompt, or for other files or settings of its LoRA "
-                    f"adapter {lora.name!r:.100}, than this engine has"
+                    f"its ticket is for another prompt, or its LoRA adapter {lora.name!r:.100} has "
+                    "other files or settings here"
                 )
         if why:
             log.warning("request %s: computed here, because %s", request.request_id, why)
@@ -243,10 +242,11 @@ class Asking:
             request,
             **{"kvferry.producer": wanted.ticket.engine_id, "kvferry.tokens": external},
         )
+        ticket = replace(wanted.ticket, digest=wanted.digest or wanted.ticket.digest)
         self.orders().loads.append(
             Load(
                 request_id=request.request_id,
-                ticket=wanted.ticket,
+                ticket=ticket,
                 tables=tables,
                 skip=skip,
                 seconds=self.config.load_seconds,

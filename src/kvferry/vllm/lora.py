@@ -15,7 +15,7 @@ reads files; whoever asks gets an answer later.
 Files mean something on one host: where a worker is elsewhere, it may have loaded others, and there
 is no revision, unless files never change (`lora_files_final`, snapshots of the Hub).
 
-A look takes about 0.1 ms, and the scheduler waits for it. A file system that is slow or hangs
+A look takes about 0.3 ms, and the scheduler waits for it. A file system that is slow or hangs
 stalls it once for `LOOK_SECONDS`; then nothing is handed over, and nobody looks, for a while.
 """
 
@@ -32,7 +32,7 @@ from kvferry.vllm.context_parallel import replicas
 
 DECODE_SECONDS = 2.0  # a request waits for its adapter's first reading; then it is computed
 PREFILL_SECONDS = 60.0  # nobody waits
-LOOK_SECONDS = 0.05  # of a step, for a look at a few files
+LOOK_SECONDS = 0.25  # of a step, for a look at a few files: far more than it takes
 LATE_SECONDS = 10.0  # without looks, after one that took longer
 AGAIN_SECONDS = 0.1  # requests that queue are looked at once in this time
 
