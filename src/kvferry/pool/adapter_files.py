@@ -20,8 +20,10 @@ import logging
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
+from stat import S_ISLNK
 from typing import NamedTuple
 
 from kvferry.errors import DescriptionError, StoreError
@@ -81,19 +83,33 @@ class Stamp:
 def stamp_of(path: str) -> Stamp:
     """What changes whenever an adapter's files do, or others take their place."""
     folder = Path(path).expanduser().absolute()
-    weights = sorted(file for pattern in PATTERNS for file in folder.glob(pattern))
+    weights = _weights(folder)
     if not weights:
         raise DescriptionError(
             "it is no folder with weights on this machine, so that nothing tells which it has; "
             "download it, and load it from there"
         )
     files = [folder / CONFIGURATION, *weights]
-    links = [part for part in (*folder.parents, folder, *files) if part.is_symlink()]
-    found = [(part, part.lstat()) for part in links]
-    found += [(part, part.stat()) for part in (folder, *files)]
-    real = {part.resolve() for part in (folder, *files)}
-    above = {*folder.parents, *(up for part in real for up in part.parents)} - {folder}
-    return Stamp(_seen(found), _seen((part, part.stat()) for part in sorted(above)))
+    # schedulers wait for this: every part is asked for once, and links alone are followed
+    itself = {part: part.lstat() for part in (*folder.parents, folder, *files)}
+    links = {part: found for part, found in itself.items() if S_ISLNK(found.st_mode)}
+    found = list(links.items())
+    found += [(p, p.stat() if p in links else itself[p]) for p in (folder, *files)]
+    beside = folder.resolve() if links or ".." in folder.parts else folder
+    real = [beside, *(part.resolve() for part in files if part in links)]
+    above = {beside, *folder.parents, *(up for part in real for up in part.parents)} - {folder}
+    return Stamp(
+        _seen(found),
+        _seen((p, p.stat() if p in links or p not in itself else itself[p]) for p in sorted(above)),
+    )
+
+
+def _weights(folder: Path) -> list[Path]:
+    try:
+        found = list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(file for file in found if any(fnmatchcase(file.name, p) for p in PATTERNS))
 
 
 def _seen(parts: Iterable[tuple[Path, os.stat_result]]) -> tuple[Seen, ...]:
@@ -120,6 +136,10 @@ class AdapterFiles:
     stamp: Stamp
     host: str  # of the scheduler; empty: not all workers are there, or nobody knows
 
+    def elsewhere(self) -> AdapterFiles:
+        """The same where not all workers are here: nobody can compare."""
+        return replace(self, host="")
+
     def why_not(self) -> str:
         """Why what was computed until now may be of other files; empty: it is of these."""
         if not self.host or self.host != this_host():
@@ -131,14 +151,18 @@ class AdapterFiles:
 
 
 class AdapterCheck:
-    """Looks at files for the thread that saves."""
+    """Looks at files for whoever keeps what was computed with them.
 
-    def __init__(self) -> None:
+    outcome  of what was computed with others, for the log
+    """
+
+    def __init__(self, outcome: str = "is not saved in the pool") -> None:
+        self._outcome = outcome
         self._looks = LateCalls("lora-files", most_hanging=1)
         self._told: set[tuple[str, str]] = set()
 
     def unchanged(self, files: AdapterFiles, deadline: float) -> bool:
-        """Whether blocks that are computed by now may be saved under the files' name."""
+        """Whether blocks that are computed by now are of the files' name."""
         soon = min(deadline, time.monotonic() + LOOK_SECONDS)
         try:
             why = self._looks("look", files.why_not, soon)
@@ -149,8 +173,9 @@ class AdapterCheck:
         if why and (files.path, why) not in self._told:
             self._told.add((files.path, why))
             log.warning(
-                "what requests with the LoRA adapter of %s compute is not saved in the pool: %s",
+                "what requests with the LoRA adapter of %s compute %s: %s",
                 files.path,
+                self._outcome,
                 why,
             )
         return not why

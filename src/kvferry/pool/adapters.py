@@ -99,13 +99,19 @@ class Adapters:
 
     settings    of the engine, that change what adapters compute
     final       the operator's word that files never change
+    outcome     of requests whose adapter has no name, for the log
     started_at  of the engine, by the clock of files
     """
 
     def __init__(
-        self, settings: str = "", *, final: bool = False, started_at: float | None = None
+        self,
+        settings: str = "",
+        *,
+        final: bool = False,
+        started_at: float | None = None,
+        outcome: str = "are kept out of the pool",
     ) -> None:
-        self._settings, self._final = settings, final
+        self._settings, self._final, self._outcome = settings, final, outcome
         self._started_at = time.time() if started_at is None else started_at
         self._known: dict[int, _Known] = {}
         self._told: set[tuple[int, str]] = set()
@@ -178,7 +184,8 @@ class Adapters:
         if (adapter.number, why) not in self._told:
             self._told.add((adapter.number, why))
             log.warning(
-                "requests with the LoRA adapter of %s are kept out of the pool: %s",
+                "requests with the LoRA adapter of %s %s: %s",
                 adapter.path,
+                self._outcome,
                 why,
             )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvferry.errors import KvferryError, ProtocolError
@@ -21,6 +21,7 @@ from kvferry.p2p.load import Load
 from kvferry.p2p.renewer import Renewer
 from kvferry.p2p.ticket import MARK, Ticket
 from kvferry.vllm.config import FerryConfig, Style
+from kvferry.vllm.lora import AGAIN_SECONDS, DECODE_SECONDS, Lora, Loras, adapted
 from kvferry.vllm.metadata import FerryMetadata
 from kvferry.vllm.offering import request_digest
 from kvferry.vllm.prefill import HandedOver
@@ -43,6 +44,8 @@ class _Wanted:
     shared: bool  # other requests may come with the same ticket
     ticket: Ticket | None = None  # None: its producer is not found yet
     appointment: Appointment | None = None
+    lora: Lora | None = None  # its adapter
+    digest: str = ""  # of its prompt and its adapter, once that is known
     matched: int = 0  # tokens that we said we would load, when vLLM last asked
     loading: bool = False  # a load was ordered: its last word is the load's
     over: bool = False  # loaded, failed or not needed: never matched again
@@ -67,6 +70,7 @@ class Asking:
     stats: FerryStats
     spans: Spans
     prompts: Prompts = field(default_factory=Prompts)
+    loras: Loras = field(default_factory=Loras)
     _wanted: dict[str, _Wanted] = field(default_factory=dict)
     _shared: dict[str, _Shared] = field(default_factory=dict)  # by hold
     _unfound: list[Appointment] = field(default_factory=list)  # of requests that are over
@@ -83,6 +87,7 @@ class Asking:
         """A request asks for a remote prefill."""
         params, request_id = request.kv_transfer_params, request.request_id
         wanted = _Wanted(time.monotonic(), bool(CHILD.match(request_id)))
+        wanted.lora = self.loras.ask(request, DECODE_SECONDS)
         refusal = self.prompts.unfit(request)
         try:
             if isinstance(params.get(MARK), dict):
@@ -178,8 +183,34 @@ class Asking:
             self._find(request, wanted)
             if wanted.ticket is None:
                 return (0, False) if wanted.over else (None, False)
+        if wanted.lora is not None:
+            same = self._adapted(request, wanted, wanted.lora)
+            if not same:
+                return (None if same is None else 0), False
         wanted.matched = max(0, wanted.ticket.tokens - computed)
         return wanted.matched, wanted.matched > 0
+
+    def _adapted(self, request: Any, wanted: _Wanted, lora: Lora) -> bool | None:
+        """Whether a ticket is of the adapter that this engine has; None: not known yet."""
+        assert wanted.ticket is not None
+        revision, why = lora.revision(AGAIN_SECONDS), ""
+        if revision is None:
+            return None
+        if not revision:
+            why = lora.unknown
+        elif not wanted.digest:
+            wanted.digest = adapted(request_digest(request), revision)
+            # without a ticket that came with it, the producer's ranks compare
+            if wanted.appointment is None and wanted.ticket.digest != wanted.digest:
+                why = (
+                    f"its ticket is for another prompt, or its LoRA adapter {lora.name!r:.100} has "
+                    "other files or settings here"
+                )
+        if why:
+            log.warning("request %s: computed here, because %s", request.request_id, why)
+            self._through(request.request_id, wanted)
+            wanted.over = True
+        return not why
 
     def allocated(self, request: Any, block_ids: Iterable[Iterable[int]], external: int) -> None:
         wanted = self._wanted.get(request.request_id)
@@ -211,10 +242,11 @@ class Asking:
             request,
             **{"kvferry.producer": wanted.ticket.engine_id, "kvferry.tokens": external},
         )
+        ticket = replace(wanted.ticket, digest=wanted.digest or wanted.ticket.digest)
         self.orders().loads.append(
             Load(
                 request_id=request.request_id,
-                ticket=wanted.ticket,
+                ticket=ticket,
                 tables=tables,
                 skip=skip,
                 seconds=self.config.load_seconds,
@@ -320,7 +352,8 @@ class Asking:
 
 def _unfit(ticket: Ticket, request: Any, handed_over: HandedOver) -> str:
     """Why a ticket cannot be for this request; empty where it can."""
-    if ticket.digest != request_digest(request):
+    lora = getattr(request, "lora_request", None) is not None  # compared when its files are known
+    if not lora and ticket.digest != request_digest(request):
         return "its ticket is for another prompt"
     if ticket.tokens > request.num_tokens:
         return f"its ticket is for {ticket.tokens} tokens, and it has {request.num_tokens}"

@@ -58,6 +58,7 @@ class FerryConfig:
     load_seconds: float = 120.0  # a load has failed after this long
     model_id: str = ""  # names the weights, where the model's path differs between engines
     draft_layers: str = "refuse"  # a prefill engine without our draft layers; or "zero" them
+    lora_files_final: bool = False  # adapters' files never change: see `kvferry.pool.adapters`
     max_held_blocks: int = 0  # that finished requests may keep at once; 0: no limit
     peers: tuple[str, ...] = ()  # hosts and networks that tickets may name; empty: any
     bootstrap_port: int = 0  # where proxies ask for engine ids (Mooncake style); 0: not at all

@@ -3,9 +3,10 @@
 A request that ends with its prompt computed (at its length, at a stop token, at a repetition: its
 cache is valid in each case) is held, and its ticket goes into the response. It is not held, and the
 response says so, when that would keep more than `max_held_blocks`, when its transfer id was used
-before, or when nothing tells its prompt from others (see `prompts`). Consumers that got the request
-at the same time know the hold by a name (see `rendezvous`) and may wait for it already; so a named
-request that is aborted, or not held, is withdrawn at all ranks, which refuse those claims at once.
+before, when nothing tells its prompt from others (see `prompts`), or when nobody knows which files
+its LoRA adapter was loaded from (see `lora`). Consumers that got the request at the same time know
+the hold by a name (see `rendezvous`) and may wait for it already; so a named request that is
+aborted, or not held, is withdrawn at all ranks, which refuse those claims at once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from kvferry.errors import ProtocolError
 from kvferry.p2p.ticket import FORMAT, MARK, Ticket, prompt_digest
 from kvferry.vllm.config import FerryConfig, Style
+from kvferry.vllm.lora import PREFILL_SECONDS, Lora, Loras, adapted
 from kvferry.vllm.metadata import FerryMetadata, HoldOrder, worse
 from kvferry.vllm.prefill import CUT, HandedOver
 from kvferry.vllm.prompts import Prompts
@@ -63,11 +65,13 @@ class Offering:
     spans: Spans
     second: bool = False  # whether a sibling sees requests before us
     prompts: Prompts = field(default_factory=Prompts)
+    loras: Loras = field(default_factory=Loras)
     held: dict[str, int] = field(default_factory=dict)  # blocks, by request
     held_blocks: int = 0
     _names: OrderedDict[str, _Named] = field(default_factory=OrderedDict)
     _moved: float = 0.0  # when a hold last came or went
     _digests: dict[str, str] = field(default_factory=dict)  # of whole prompts, by request
+    _adapters: dict[str, Lora] = field(default_factory=dict)  # by request, where it has one
     _ends: dict[str, str] = field(default_factory=dict)  # of holds that some workers have closed
     _refusals: dict[str, tuple[str, str]] = field(default_factory=dict)  # by request
 
@@ -79,6 +83,8 @@ class Offering:
             self._refusals[request.request_id] = ("unfit", why)
         elif request.prompt_token_ids and request.request_id not in self._digests:
             self._digests[request.request_id] = request_digest(request)
+            if (lora := self.loras.ask(request, PREFILL_SECONDS)) is not None:
+                self._adapters[request.request_id] = lora
             self.handed_over.stop_short(request)
 
     def finished(
@@ -86,6 +92,7 @@ class Offering:
     ) -> tuple[bool, dict[str, Any] | None]:
         """A prefill is over: whether its blocks stay, and what goes into its response."""
         digest = self._digests.pop(request.request_id, None)
+        lora = self._adapters.pop(request.request_id, None)
         refusal = self._refusals.pop(request.request_id, None)
         try:
             name = transfer_name(request.kv_transfer_params, request.request_id, self.style)
@@ -116,6 +123,11 @@ class Offering:
             if name is not None:
                 self.orders().withdrawals.append(hold_id)
             return False, None
+        if lora is not None:
+            revision = lora.revision()  # all is computed by now: a change after this is none
+            if not revision:
+                return self._unheld("lora", lora.unknown, hold_id if name is not None else None)
+            digest = adapted(digest, revision)
         blocks = len({block for table in block_ids for block in table if block})
         limit = self.config.max_held_blocks
         if limit and self.held_blocks + blocks > limit:
@@ -211,10 +223,11 @@ def completed(request: Any) -> bool:
 
 
 def request_digest(request: Any) -> str:
-    """What the prompt's cache depends on: tokens, LoRA, images, salt."""
+    """What the prompt's cache depends on: tokens, images, salt. With LoRA it is not the whole
+    truth, nor that of any prompt: the adapter's files are missing (`lora.adapted`)."""
     extra = []
     if getattr(request, "lora_request", None) is not None:
-        extra.append(f"lora {request.lora_request.lora_name}")
+        extra.append("lora")
     for feature in getattr(request, "mm_features", None) or ():
         extra.append(f"mm {feature.identifier} {feature.mm_position.offset}")
     if getattr(request, "cache_salt", None):

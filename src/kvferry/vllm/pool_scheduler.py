@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -22,6 +21,7 @@ from kvferry.pool.save_jobs import WholeState
 from kvferry.pool.scheduler import PoolScheduler
 from kvferry.pool.weights import engine_weights
 from kvferry.vllm.context_parallel import cache_rank, replicas
+from kvferry.vllm.lora import lora_settings
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig
 from kvferry.vllm.pool_events import PoolEvents
@@ -38,7 +38,7 @@ class VllmPoolScheduler:
     ) -> None:
         self.config, self._vllm = config, vllm_config
         self._prompts = Prompts.of(vllm_config)
-        self._adapters = Adapters(_lora_settings(vllm_config), final=config.lora_files_final)
+        self._adapters = Adapters(lora_settings(vllm_config), final=config.lora_files_final)
         self._adapters_of: dict[str, Asked] = {}  # by request
         self._all_here = False  # all workers see the files that this process sees
         self._blocks: Any = None  # vLLM's block pool
@@ -166,7 +166,7 @@ class VllmPoolScheduler:
 
     def _comparable(self, files: AdapterFiles | None) -> AdapterFiles | None:
         """For none of the workers, if not for all: each has a share in what the others compute."""
-        return files if files is None or self._all_here else replace(files, host="")
+        return files if files is None or self._all_here else files.elsewhere()
 
     def _forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
@@ -233,13 +233,6 @@ class VllmPoolScheduler:
     def close(self) -> None:
         self._adapters.close()
         self.pool.close()
-
-
-def _lora_settings(vllm_config: Any) -> str:
-    """Of the engine: what changes the values that an adapter's files give."""
-    lora = getattr(vllm_config, "lora_config", None)
-    names = ("lora_dtype", "target_modules", "enable_moe_shared_loras")
-    return "" if lora is None else repr([(n, getattr(lora, n, None)) for n in names])
 
 
 def _extras(request: Any, adapter: str | None) -> list[Extra]:

@@ -33,7 +33,7 @@ REASONS: Mapping[
 ] = {  # stats, then reasons that show from the start
     "load_failures": ("failures", ("StaleTicket", "PeerLost", "DeadlineExceeded", "Cancelled")),
     "holds_closed": ("holds", ("delivered", "failed", "expired", "withdrawn")),
-    "requests_not_held": ("unheld", ("limit", "reused id", "bad id", "cut", "unfit")),
+    "requests_not_held": ("unheld", ("limit", "reused id", "bad id", "cut", "unfit", "lora")),
 }
 MEANING: Mapping[str, str] = {
     "load_failures": "Loads that failed, by rank and kind of error",

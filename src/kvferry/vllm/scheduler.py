@@ -22,6 +22,7 @@ from kvferry.vllm.asking import Asking
 from kvferry.vllm.bootstrap import Bootstrap, Whereabouts
 from kvferry.vllm.config import FerryConfig, Style, incarnation
 from kvferry.vllm.family import Family
+from kvferry.vllm.lora import Loras
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
 from kvferry.vllm.offering import Offering
 from kvferry.vllm.prefill import HandedOver
@@ -65,6 +66,7 @@ class FerryScheduler:
         self._renewer: Renewer | None = None
         self._rendezvous = Rendezvous(config, self._sockets)
         prompts = Prompts.of(vllm_config)
+        self._loras = Loras.of(vllm_config, final=config.lora_files_final)
         self.asking = Asking(
             config,
             style,
@@ -74,6 +76,7 @@ class FerryScheduler:
             self.stats,
             self.spans,
             prompts,
+            self._loras,
         )
         self.offering = Offering(
             config,
@@ -89,6 +92,7 @@ class FerryScheduler:
             self.spans,
             bool(family.ahead),
             prompts,
+            self._loras,
         )
         self._bootstrap: Bootstrap | None = None
         self._registration: Registration | None = None
@@ -167,6 +171,7 @@ class FerryScheduler:
                     f"worker (pp {rank.pp_rank}, tp {rank.tp_rank}) describes the engine as "
                     f"{engine}, worker 0 as {first}"
                 )
+        self._loras.workers_at({handshake.host for handshake in self._handshakes.values()})
         now = self.offering.incarnation  # a reset may have come first
         first = msgspec.structs.replace(first, incarnation=now)
         ranks = [msgspec.structs.replace(rank, incarnation=now) for rank in ranks]
@@ -181,6 +186,7 @@ class FerryScheduler:
     # What vLLM tells
 
     def on_new_request(self, request: Any) -> None:
+        self._loras.note(request)
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode") and self.produces and self.family.takes(params):
             self.offering.accept(request)
@@ -235,6 +241,7 @@ class FerryScheduler:
 
     def close(self) -> None:
         self.spans.close()
+        self._loras.close()
         self._rendezvous.close()
         if self._renewer is not None:
             self._renewer.close()
