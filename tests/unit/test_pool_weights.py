@@ -24,6 +24,18 @@ def folder(path: Path, data: bytes, when: int = 1_700_000_000) -> Path:
     return path
 
 
+@pytest.fixture(params=["small", "large"])
+def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that are read whole, and others."""
+    if request.param == "large":
+        monkeypatch.setattr(module, "WHOLE_BYTES", 0)
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WHOLE_BYTES", 0)
+
+
 def name(path: Path) -> str:
     return weight_revision(str(path))
 
@@ -75,6 +87,7 @@ def test_draft_and_dummy_weights(tmp_path: Path) -> None:
     assert len(set(names)) == 4 and all("files" in n for n in names)
 
 
+@pytest.mark.usefixtures("both")
 def test_any_megabyte_that_differs_is_seen(tmp_path: Path) -> None:
     """Also one in between both ends and the middle, and also where the time was kept."""
     data = bytearray(os.urandom(1 << 20) * 9)
@@ -87,6 +100,21 @@ def test_any_megabyte_that_differs_is_seen(tmp_path: Path) -> None:
         assert name(folder(tmp_path / f"c{megabyte}", bytes(other))) != first, megabyte
 
 
+def test_small_files_are_known_by_all_they_hold(tmp_path: Path) -> None:
+    """Whenever they were written, and however they came."""
+    data = bytearray(os.urandom(3 << 20))
+    first = name(folder(tmp_path / "a", bytes(data)))
+    later = folder(tmp_path / "b", bytes(data), when=1_700_000_001)
+    assert name(later) == first
+    downloaded(later, time.time() + 1)
+    assert name(later) == first
+    data[2 << 20 | 123_456] ^= 1
+    assert name(folder(tmp_path / "c", bytes(data))) != first  # as old as the first
+    (later / "model.safetensors").rename(later / "other.safetensors")
+    assert name(later) != first
+
+
+@pytest.mark.usefixtures("large")
 def test_a_small_change_is_seen_by_its_time(tmp_path: Path) -> None:
     data = bytearray(os.urandom(3 << 20))
     first = name(folder(tmp_path / "a", bytes(data)))
@@ -94,6 +122,7 @@ def test_a_small_change_is_seen_by_its_time(tmp_path: Path) -> None:
     assert name(folder(tmp_path / "b", bytes(data), when=1_700_000_001)) != first
 
 
+@pytest.mark.usefixtures("both")
 def test_the_table_of_contents_counts(tmp_path: Path) -> None:
     path = folder(tmp_path / "a", bytes(100))
     first = name(path)
@@ -128,6 +157,7 @@ def test_a_snapshot_is_its_commit(tmp_path: Path) -> None:
     assert name(one) != name(two)
 
 
+@pytest.mark.usefixtures("large")
 def test_what_the_hubs_client_noted(tmp_path: Path) -> None:
     """Downloads of one file at different times share; a file that was changed since does not."""
     paths = [folder(tmp_path / str(n), b"w" * 1000, 1_700_000_000 + n) for n in range(2)]
@@ -146,6 +176,7 @@ def downloaded(path: Path, when: float) -> None:
     note.write_text(f"{COMMIT}\n{hashlib.sha256(b'w').hexdigest()}\n{when}\n")
 
 
+@pytest.mark.usefixtures("both")
 def test_other_weights_that_keep_an_older_time(tmp_path: Path) -> None:
     """Put over a download from an hour ago, as `cp -p`, `rsync -t` and tar do it."""
     first = folder(tmp_path / "a", b"w" * 1000)

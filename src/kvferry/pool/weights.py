@@ -4,13 +4,14 @@ The first of these that is known:
 
     named      the operator's `weight_revision`
     hub        a repository of the Hub and the commit in it, also of a snapshot in the Hub's cache
-    files      of each file of weights its size, and the SHA-256 that the Hub's client noted when it
+    files      what all files of weights hold, where that is at most 256 MiB, as of LoRA adapters;
+               of more, each one's size, and the SHA-256 that the Hub's client noted when it
                downloaded it; else when it was last changed, its table of contents, and samples
     unknown    nothing of the above: the engine shares with nobody, nor with itself once restarted
 
-Files are not read whole, which takes minutes for large models. Samples alone would miss a change
-between them, so the time of the last change counts too: copies share what they computed only where
-the copy kept that time (`cp -p`, `rsync -t`, images), or where they have a name.
+Large files are not read whole, which takes minutes. Samples alone would miss a change between
+them, so the time of the last change counts too: copies share what they computed only where the copy
+kept that time (`cp -p`, `rsync -t`, images), or where they have a name.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ SAMPLE_EVERY_BYTES = 1 << 20  # or further apart, so that there are no more than
 MOST_SAMPLES = 1 << 15  # of all files: seconds, also where each takes a round trip to a file server
 THREADS = 8
 MOST_HEADER_BYTES = 100 << 20
+WHOLE_BYTES = 256 << 20  # up to so many, all are read: some tenths of a second
+READ_BYTES = 1 << 20
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -128,6 +131,11 @@ def _noted(file: Path) -> str | None:
 
 def _digest(files: Sequence[Path]) -> str:
     digest = blake2b(digest_size=16)
+    if sum(file.stat().st_size for file in files) <= WHOLE_BYTES:
+        with ThreadPoolExecutor(THREADS, "kvferry-weights") as threads:
+            for file, content in zip(files, threads.map(_content, files), strict=True):
+                digest.update(f"{file.name} {content}\n".encode())
+        return digest.hexdigest()
     unknown = []
     for file in files:
         content = _blob(file) or ""
@@ -153,6 +161,14 @@ def _digest(files: Sequence[Path]) -> str:
                     digest.update(sampled)
             finally:
                 os.close(fd)
+    return digest.hexdigest()
+
+
+def _content(file: Path) -> str:
+    digest = blake2b(digest_size=32)
+    with file.open("rb") as opened:
+        while some := opened.read(READ_BYTES):
+            digest.update(some)
     return digest.hexdigest()
 
 
