@@ -283,7 +283,7 @@ def test_abort_while_a_load_hangs(make: Make, faults: Any, monkeypatch: Any) -> 
     while "b" in second.scheduler.requests:
         assert time.monotonic() < deadline, "the aborted request is never over"
         second.step()
-    assert second.pool.counters["quarantined_blocks"] == second.pinned == second.in_use > 0
+    assert second.pool.quarantined_blocks == second.pinned == second.in_use > 0
     faults.clear()
     for number in range(3):  # over all blocks that are left, again and again
         second.add(f"c{number}", prompt(30 + number, 200), output=40)
