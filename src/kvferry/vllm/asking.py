@@ -345,5 +345,6 @@ def _unfit(ticket: Ticket, request: Any, handed_over: HandedOver) -> tuple[Here,
         return "bad ticket", words
     if handed_over.reaches_too_far(ticket.tokens, request.num_tokens):
         words = f"its ticket leaves less than {handed_over.held_back} tokens to compute here"
-        return "bad ticket", words
+        short = request.num_tokens <= handed_over.held_back  # for any prefill engine
+        return "unfit" if short else "bad ticket", words
     return None
