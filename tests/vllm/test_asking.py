@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -58,11 +59,15 @@ class Engine:
     def __init__(self, config: FerryConfig | None = None) -> None:
         config = config or FerryConfig()
         self.orders, self.sockets = FerryMetadata(), Sockets()
-        self.bootstrap = Bootstrap(None, 0, None)
         self.rendezvous = Rendezvous(config, self.sockets)
         spans: Any = SimpleNamespace(begin=lambda *_, **__: None, end=lambda *_: None)
         told_of = (HandedOver(), lambda: self.orders, FerryStats(), spans)
         self.asking = Asking(config, "mooncake", self.rendezvous, *told_of)
+
+    @cached_property
+    def bootstrap(self) -> Bootstrap:
+        """Made where one is needed: it takes half a second to end."""
+        return Bootstrap(None, 0, None)
 
     def request(self) -> Any:
         return request(**mooncake_decode("t", self.bootstrap.port, "e"))
@@ -80,7 +85,8 @@ class Engine:
 
     def close(self) -> None:
         self.rendezvous.close()
-        self.bootstrap.close()
+        if "bootstrap" in vars(self):
+            self.bootstrap.close()
         self.sockets.close()
 
 
