@@ -136,6 +136,11 @@ def written(engine: SmallEngine, tokens: list[int], at: int, fragment: int = 0) 
     return question.keys[fragment * per + at]
 
 
+def counters(engine: SmallEngine, *names: str) -> dict[str, int]:
+    """Of all ranks."""
+    return {n: sum(rank.counters[n] for rank in engine.ranks.values()) for n in names}
+
+
 def all_ended(engine: SmallEngine) -> None:
     """Nothing is pinned, open or leaked."""
     engine.until(lambda: engine.pinned == 0 and not engine.scheduler.has_work)
@@ -500,6 +505,10 @@ def test_no_later_block_is_trusted(pair: Pair) -> None:
         bad = [end for end in ends if not end.ok]
         assert bad and all(end.bad_from == span and why in end.error for end in bad), ends
         assert any(end.missing for end in bad) == (why == "missing")
+        counted = [rank.counters.take() for rank in reader.ranks.values()]
+        told = sum(c.get(f"load_{why}", 0) for c in counted)
+        assert told == sum(c.get("load_bad_objects", 0) for c in counted) == len(bad)
+        assert sum(c["loads"] for c in counted) == len(ends)
         assert reader.matched(f"r{number}", tokens) == 0
     all_ended(reader)
 
@@ -516,14 +525,38 @@ def test_a_load_that_hangs(case: CaseDict, tmp_path: Path, monkeypatch: Any) -> 
     pair.faults["get"] = lambda *_: release.wait(30) and None
     ends = reader.load("r", found)
     assert all(end.hung for end in ends)
-    assert reader.pinned > 0
+    counted = {"load_hung": len(ends), "loads": len(ends), "load_failures": len(ends)}
+    assert counters(reader, *counted, "loaded_bytes") == {**counted, "loaded_bytes": 0}
+    assert reader.pinned == reader.scheduler.quarantined_blocks > 0
     reader.scheduler.finished("r")  # also when the request is gone
     pair.faults.clear()
     assert reader.matched("r2", tokens) == found
     assert reader.load("r2", found)[0].ok  # others load meanwhile
+    moved = counters(reader, "loaded_bytes")["loaded_bytes"]
     release.set()
     all_ended(reader)
+    # what the store brought late is nobody's: no load more, and no bytes
+    counted = {"loads": 2 * len(ends), "load_failures": len(ends), "loaded_bytes": moved}
+    assert counters(reader, *counted) == counted and moved > 0
+    assert counters(reader, "load_errors") == {"load_errors": 0}
+    assert reader.scheduler.quarantined_blocks == 0
     pair.close()
+
+
+def test_what_the_store_finds_not_worth_its_place(pair: Pair) -> None:
+    """No error: it is not found, and the store is not left alone for it."""
+    tokens = sequence(pair.case)
+    writer = pair.engine("src")
+    pair.faults["put"] = lambda keys, *_: [Outcome.DECLINED] * len(keys)
+    writer.save("w", tokens)
+    writer.save("w2", tokens)
+    all_ended(writer)
+    told = counters(writer, "save_declined", "save_done", "save_errors", "save_dropped")
+    assert told.pop("save_declined") > 0 and not any(told.values())
+    pair.faults.clear()
+    assert pair.engine("dst").matched("r", tokens) == 0
+    writer.save("w3", tokens)
+    assert pair.engine("dst").matched("r", tokens) == pair.case["tokens"]
 
 
 def test_a_load_that_hangs_and_whose_request_is_gone(

@@ -53,7 +53,12 @@ def test_verify_json_has_the_stable_keys() -> None:
     assert result.exit_code == 0
     assert data["pairs"] == 12 and data["mismatches"] == 0
     assert {"refused", "mix", "seconds"} <= set(data)
-    assert runner.invoke(app, ["verify", "--seed", "7", "--replay", "3"]).exit_code == 0
+    replay = ["verify", "--seed", "7", "--replay", "3"]
+    assert "pair 3: " in runner.invoke(app, replay).stdout
+    result = runner.invoke(app, [*replay, "--json"])
+    data = json.loads(result.stdout)
+    assert result.exit_code == 0 and (data["seed"], data["index"], data["mismatch"]) == (7, 3, "")
+    assert data["features"] and "pair 3: " in result.stderr
 
 
 def test_bench_plan_json_has_the_stable_keys(tmp_path: Path) -> None:

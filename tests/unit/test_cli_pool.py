@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,6 +50,48 @@ def test_commands(tmp_path: Path) -> None:
     assert "removed 16" in runner.invoke(app, ["pool", "clear", *where]).stdout
     assert not store.exists(keys, deadline).any()
     store.close()
+
+
+def test_what_cannot_be_read_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file that cannot be opened now: the others are read, and it stays."""
+    directory = tmp_path / "store"
+    store = EmbeddedStore(directory, 1 << 16, tmp_path / "files", 4 << 20, slots=1024)
+    deadline = time.monotonic() + 30
+    for n in range(6):
+        assert store.put_bytes(f"key/{n}", bytes(20_000), deadline) is Outcome.DONE
+    files = sorted((tmp_path / "files").glob("??/*"))
+    assert len(files) >= 3
+    files[0].write_bytes(files[0].read_bytes()[:-1] + b"!")
+    really = os.open
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
+        if Path(path) == files[1]:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return really(path, *args, **kwargs)
+
+    command = ["pool", "verify", "--dir", str(directory), "--json"]
+    with monkeypatch.context() as patch:
+        patch.setattr("kvferry.pool.embedded_disk.os.open", refuse)
+        result = runner.invoke(app, command)
+        assert result.exit_code == 1 and "Too many open files" in result.stderr
+        assert json.loads(result.stdout) == {"good": 4, "corrupt": 1, "unread": 1}
+        result = runner.invoke(app, command[:-1])
+        assert result.exit_code == 2 and "1 could not be read" in result.stdout
+    result = runner.invoke(app, command)
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {"good": 5, "corrupt": 0, "unread": 0}
+    assert store.verify(0.0)[:3] == (0, 0, 5)  # no time
+    store.close()
+
+
+def test_what_the_options_say_is_not_ignored(tmp_path: Path) -> None:
+    where = ["--dir", str(tmp_path)]
+    EmbeddedStore(tmp_path, 1 << 20, slots=1024).close()
+    result = runner.invoke(app, ["pool", "stats", *where, "--disk-dir", "/nope"])
+    assert result.exit_code == 2 and "no disk tier" in result.stderr
+    result = runner.invoke(app, ["pool", "evict", "[red]", *where])
+    assert result.exit_code == 2 and "'[red]'" in result.stderr
+    assert runner.invoke(app, ["pool", "stats", *where]).exit_code == 0
 
 
 @pytest.mark.parametrize("command", [["stats"], ["ls"], ["verify"], ["evict", "1"], ["clear"]])

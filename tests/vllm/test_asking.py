@@ -11,8 +11,9 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -22,7 +23,7 @@ with warnings.catch_warnings():  # torch warns of itself
     import kvferry.vllm  # noqa: F401
 
 from kvferry.errors import AuthenticationError, HandoverError, ProtocolError
-from kvferry.p2p.ticket import Ticket
+from kvferry.p2p.ticket import MARK, Ticket
 from kvferry.vllm.asking import Asking
 from kvferry.vllm.bootstrap import MAC, Bootstrap, Whereabouts, query, register
 from kvferry.vllm.config import FerryConfig
@@ -30,7 +31,7 @@ from kvferry.vllm.metadata import FerryMetadata
 from kvferry.vllm.offering import request_digest
 from kvferry.vllm.prefill import HandedOver
 from kvferry.vllm.rendezvous import Place, Rendezvous, derived_hold, transfer_name
-from kvferry.vllm.stats import FerryStats
+from kvferry.vllm.stats import FerryStats, Here
 from kvferry.wire.sockets import Sockets
 from vllm_pairs import mooncake_decode, reaches
 
@@ -55,16 +56,27 @@ def request(**params: Any) -> Any:
 class Engine:
     """The asking part of a scheduler, with a real bootstrap to ask."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: FerryConfig | None = None) -> None:
+        config = config or FerryConfig()
         self.orders, self.sockets = FerryMetadata(), Sockets()
-        self.bootstrap = Bootstrap(None, 0, None)
-        self.rendezvous = Rendezvous(FerryConfig(), self.sockets)
+        self.rendezvous = Rendezvous(config, self.sockets)
         spans: Any = SimpleNamespace(begin=lambda *_, **__: None, end=lambda *_: None)
         told_of = (HandedOver(), lambda: self.orders, FerryStats(), spans)
-        self.asking = Asking(FerryConfig(), "mooncake", self.rendezvous, *told_of)
+        self.asking = Asking(config, "mooncake", self.rendezvous, *told_of)
+
+    @cached_property
+    def bootstrap(self) -> Bootstrap:
+        """Made where one is needed: it takes half a second to end."""
+        return Bootstrap(None, 0, None)
 
     def request(self) -> Any:
         return request(**mooncake_decode("t", self.bootstrap.port, "e"))
+
+    @property
+    def here(self) -> dict[Here, int]:
+        """Requests that were computed here, by reason."""
+        counted: dict[Here, int] = self.asking.stats.data["computed_here"]
+        return counted
 
     def look(self, asked: Any) -> tuple[int | None, bool]:
         """What vLLM is told in the end."""
@@ -73,7 +85,8 @@ class Engine:
 
     def close(self) -> None:
         self.rendezvous.close()
-        self.bootstrap.close()
+        if "bootstrap" in vars(self):
+            self.bootstrap.close()
         self.sockets.close()
 
 
@@ -152,6 +165,118 @@ def test_a_thread_that_cannot_start(engine: Engine, monkeypatch: pytest.MonkeyPa
     later.request_id = "cmpl-s-0-0123abcd"
     engine.asking.arrived(later)
     assert engine.look(later) == (TOKENS, True)
+
+
+def ticketed(asked: Any, **other: Any) -> Any:
+    """A request with a ticket of its own."""
+    told = {"digest": request_digest(asked), "tokens": TOKENS, **other}
+    ticket = Ticket("e", "i", "h", host="127.0.0.1", port=9, request_id="r", **told)
+    asked.kv_transfer_params = ticket.to_params()
+    return asked
+
+
+def changed(asked: Any, **values: Any) -> Any:
+    for name, value in values.items():
+        setattr(asked, name, value)
+    return asked
+
+
+def with_format(asked: Any, number: int) -> Any:
+    asked.kv_transfer_params[MARK]["format"] = number
+    return asked
+
+
+NOT_LOADED: list[tuple[Here, Any]] = [
+    ("no ticket", lambda: request(do_remote_prefill=True)),
+    ("no ticket", lambda: request(do_remote_prefill=True, remote_block_ids=[[1]])),
+    ("no ticket", lambda: request(do_remote_prefill=True, transfer_id="t")),
+    ("no ticket", lambda: request(**{MARK: "yes"})),
+    ("bad ticket", lambda: with_format(ticketed(request()), 9)),
+    ("bad ticket", lambda: request(**{MARK: {}})),
+    ("bad ticket", lambda: ticketed(request(), tokens=TOKENS + 1)),
+    ("another prompt", lambda: ticketed(request(), digest="d")),
+    ("not held", lambda: request(**{MARK: {"format": 1, "not_held": "over max_held_blocks"}})),
+    ("unfit", lambda: ticketed(changed(request(), prompt_embeds=[1.0]))),
+    ("unfit", lambda: changed(request(**mooncake_decode("t", 1, "e")), resumable=True)),
+    ("error", lambda: changed(ticketed(request()), lora_request=object())),
+]
+
+
+@pytest.mark.parametrize(("reason", "make"), NOT_LOADED, ids=lambda x: x if x else "")
+def test_what_is_computed_here_is_counted_once(engine: Engine, reason: Here, make: Any) -> None:
+    asked = make()
+    engine.asking.arrived(asked)
+    for _ in range(3):  # as often as vLLM likes
+        assert engine.asking.matched(asked, 0) == (0, False)
+    engine.asking.allocated(asked, ([1, 2, 3],), 0)
+    engine.asking.reset()
+    engine.asking.finished(asked.request_id)
+    assert engine.here == {reason: 1} and reason in get_args(Here)
+    assert engine.asking.stats.reduce()[f"computed here: {reason}"] == 1
+    # what vLLM sends to say that it rejected a request is no request
+    engine.asking.arrived(changed(make(), abort_immediately=True))
+    assert engine.here == {reason: 1}
+
+
+def test_a_producer_that_is_not_found_is_counted_once(engine: Engine) -> None:
+    engine.bootstrap.put(0, {"engine_id": "another", "kvferry": GOOD})
+    asked = engine.request()
+    engine.asking.arrived(asked)
+    assert engine.look(asked) == engine.look(asked) == (0, False)
+    engine.asking.finished(asked.request_id)
+    assert engine.here == {"not found": 1}
+
+
+def test_a_producer_that_never_answers_is_counted_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.rendezvous, "find", lambda _: None)
+    asked = engine.request()
+    engine.asking.arrived(asked)
+    assert engine.asking.matched(asked, 0) == (None, False) and not engine.here
+    engine.asking._wanted[asked.request_id].arrived -= 1000
+    assert engine.look(asked) == engine.look(asked) == (0, False)
+    assert engine.here == {"not found": 1}
+
+
+@pytest.mark.parametrize("with_ticket", [True, False])
+def test_hosts_that_are_no_peers_are_counted_once(with_ticket: bool) -> None:
+    engine = Engine(FerryConfig(peers=("10.0.0.0/8",)))
+    try:
+        asked = ticketed(request()) if with_ticket else engine.request()
+        engine.asking.arrived(asked)
+        assert engine.look(asked) == engine.look(asked) == (0, False)
+        assert engine.here == {"not allowed": 1} and not engine.orders.releases
+    finally:
+        engine.close()
+
+
+def test_a_reset_counts_what_waited(engine: Engine) -> None:
+    """What is loading is given up, and fails: that is another metric's."""
+    waits, loads = ticketed(request()), ticketed(changed(request(), request_id="cmpl-l-0-0123abcd"))
+    for asked in (waits, loads):
+        engine.asking.arrived(asked)
+        assert engine.asking.matched(asked, 0) == (TOKENS, True)
+    engine.asking.allocated(loads, ([1, 2, 3],), TOKENS)
+    engine.asking.reset()
+    engine.asking.received([loads.request_id], {loads.request_id})
+    assert engine.asking.matched(waits, 0) == (0, False)
+    engine.asking.reset()
+    assert engine.here == {"reset": 1}
+
+
+def test_what_is_loaded_here_already_or_aborted_is_not_computed(engine: Engine) -> None:
+    names = ("loaded", "here", "aborted")
+    loaded, here, aborted = (ticketed(changed(request(), request_id=name)) for name in names)
+    for asked, computed in ((loaded, 0), (here, TOKENS), (aborted, 0)):
+        engine.asking.arrived(asked)
+        engine.asking.matched(asked, computed)
+    engine.asking.allocated(loaded, ([1, 2, 3],), TOKENS)
+    engine.asking.received([loaded.request_id], ())
+    engine.asking.allocated(here, ([1, 2, 3],), 0)
+    for asked in (loaded, here, aborted):
+        engine.asking.finished(asked.request_id)
+    assert not engine.here and len(engine.asking.stats.data["total_seconds"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ finds must be those that the fixtures' probes confirmed (`tests/unit/test_golden
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace as Fake
 from typing import Any
 
@@ -141,10 +141,16 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
     (order,) = orders.holds
     assert (order.tokens, order.digest, order.tables) == (128, whole, ((7,), (1, 2)))
     # the same prompt is known again by its whole; one that leaves nothing to compute is not used
-    assert _unfit(ticket, request(129), facts) == ""
-    assert "another prompt" in _unfit(ticket, request(128), facts)
+    assert _unfit(ticket, request(129), facts) is None
+    assert _unfit(ticket, request(128), facts) == (
+        "another prompt",
+        "its ticket is for another prompt",
+    )
     single = prefilled(request(1, do_remote_decode=True), ([7], [1]))
-    assert "less than 1 tokens to compute" in _unfit(single, request(1), facts)
+    too_short = "its ticket leaves less than 1 tokens to compute here"
+    assert _unfit(single, request(1), facts) == ("unfit", too_short)
+    uncut = replace(ticket, digest=whole, tokens=129)  # of an engine that leaves nothing to others
+    assert _unfit(uncut, request(129), facts) == ("bad ticket", too_short)
     assert not offering._digests
 
 

@@ -573,7 +573,8 @@ class TestStats:
         exposed = set(re.findall(r"^([a-z_:]+?)(?:\{| )", generate_latest().decode(), re.M))
         dashboard = (ROOT / "dashboards" / "kvferry.json").read_text()
         named = set(re.findall(r"vllm:[a-z_]+", dashboard))
-        assert len(named) >= 13 and named <= exposed, named - exposed
+        assert len(named) >= 14 and named <= exposed, named - exposed
+        assert "vllm:kvferry_requests_computed_here_total" in named
 
 
 def test_a_worker_closes_all_its_parts(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,7 @@ from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.pool.orders import Loaded, LoadOrder, Saved
 from kvferry.pool.requests import PoolLimits, PoolOrders
 from kvferry.vllm import connector
+from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.context_parallel import cache_rank, replicas
 from kvferry.vllm.describe import _interior
 from kvferry.vllm.metadata import FerryHandshake
@@ -144,13 +145,20 @@ def test_unknown_backends_are_told_apart() -> None:
 
 
 def test_a_pool_section_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connector.FerryConnector, "__init__", lambda *_: None)
+    told: list[Any] = []
+    monkeypatch.setattr(
+        connector.FerryConnector, "__init__", lambda _, config, *__: told.append(config)
+    )
 
     def made(section: Any) -> Any:
-        transfer = SimpleNamespace(kv_connector_extra_config={"pool": section})
+        extra = {"pool": section, "lease_seconds": 7}
+        transfer = SimpleNamespace(kv_connector_extra_config=extra)
         return kvferry.vllm.FerryConnector(SimpleNamespace(kv_transfer_config=transfer), None, None)
 
-    assert made(False).pool is None
+    for off in (False, None):
+        assert made(off).pool is None
+        extra = told.pop().kv_transfer_config.kv_connector_extra_config
+        assert FerryConfig.read(extra, "ferry", {}).lease_seconds == 7  # and refuses no key
     with pytest.raises(DescriptionError, match="'yes'"):
         made("yes")
 

@@ -275,6 +275,14 @@ def test_abort_while_a_load_hangs(make: Make, faults: Any, monkeypatch: Any) -> 
     release = threading.Event()
     second = make(tp=2, blocks=40, extra={"load_seconds": 0.5})
     faults["get"] = lambda *_: release.wait(30) and None
+    told, take = [0], second.connector.get_kv_connector_stats
+
+    def stats() -> Any:
+        taken = take()
+        told.extend(taken.data.get("levels", {}).values() if taken is not None else ())
+        return taken
+
+    monkeypatch.setattr(second.connector, "get_kv_connector_stats", stats)
     second.add("b", prompt(1, 200))
     while not any(worker._rank.busy for worker in second.workers):
         second.step()
@@ -283,7 +291,7 @@ def test_abort_while_a_load_hangs(make: Make, faults: Any, monkeypatch: Any) -> 
     while "b" in second.scheduler.requests:
         assert time.monotonic() < deadline, "the aborted request is never over"
         second.step()
-    assert second.pool.counters["quarantined_blocks"] == second.pinned == second.in_use > 0
+    assert second.pool.quarantined_blocks == second.pinned == second.in_use == told[-1] > 0
     faults.clear()
     for number in range(3):  # over all blocks that are left, again and again
         second.add(f"c{number}", prompt(30 + number, 200), output=40)
@@ -301,6 +309,7 @@ def test_abort_while_a_load_hangs(make: Make, faults: Any, monkeypatch: Any) -> 
         second.add(f"d{deadline}{time.monotonic()}", prompt(99, 20), output=2)
         second.run()
     ended(second)
+    assert told == [0, told[1], 0]  # as the metric shows it
 
 
 def test_abort_at_any_time(make: Make) -> None:

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvferry.errors import KvferryError, StoreError
@@ -42,6 +43,8 @@ def _opened(directory: Path | None, disk: Path | None) -> Iterator[EmbeddedStore
         found = peek(place / "index")
         if found is None:
             raise StoreError(f"there is no store at {place}; name its directory with --dir")
+        if disk is not None and not found.disk_bytes:
+            raise StoreError(f"the store at {place} has no disk tier; leave --disk-dir out")
         if found.disk_bytes and disk is None:
             disk = place / DISK_LINK
             if not disk.exists():
@@ -58,7 +61,8 @@ def _opened(directory: Path | None, disk: Path | None) -> Iterator[EmbeddedStore
         finally:
             store.close()
     except KvferryError as error:
-        err.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False, soft_wrap=True)
+        words = f"[bold red]{type(error).__name__}[/]: {escape(str(error))}"
+        err.print(words, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
 
 
@@ -79,12 +83,12 @@ def stats(directory: Directory = None, disk: Disk = None, as_json: Json = False)
 def list_objects(
     directory: Directory = None,
     disk: Disk = None,
-    limit: Annotated[int, typer.Option(help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option(help="At most so many.", min=0)] = 50,
     as_json: Json = False,
 ) -> None:
     """Objects, the next to be evicted first."""
     with _opened(directory, disk) as store:
-        listed = list(itertools.islice(store.listed(), max(0, limit)))
+        listed = list(itertools.islice(store.listed(), limit))
     if as_json:
         sys.stdout.write(json.dumps([asdict(one) for one in listed]) + "\n")
         return
@@ -99,14 +103,21 @@ def list_objects(
 
 @app.command()
 def verify(directory: Directory = None, disk: Disk = None, as_json: Json = False) -> None:
-    """Read every object and check it; what is wrong is removed. Status 1 where something was."""
+    """Read every object and check it; what is wrong is removed. Status 1 where something was, 2
+    where nothing was, but something could not be read."""
     with _opened(directory, disk) as store:
-        good, bad = store.verify(time.monotonic() + LONG_SECONDS)
+        found = store.verify(time.monotonic() + LONG_SECONDS)
     if as_json:
-        sys.stdout.write(json.dumps({"good": good, "corrupt": bad}) + "\n")
+        counts = {"good": found.good, "corrupt": found.corrupt, "unread": found.unread}
+        sys.stdout.write(json.dumps(counts) + "\n")
     else:
-        print(f"{good:,} objects are what was written, {bad:,} were not and are removed")
-    raise typer.Exit(1 if bad else 0)
+        print(
+            f"{found.good:,} objects are what was written, {found.corrupt:,} were not and are "
+            "removed" + (f", {found.unread:,} could not be read" if found.unread else "")
+        )
+    if found.why:
+        err.print(f"not read: {escape(found.why)}", highlight=False, soft_wrap=True)
+    raise typer.Exit(1 if found.corrupt else 2 if found.unread else 0)
 
 
 @app.command()

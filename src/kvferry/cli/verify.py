@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,7 +19,10 @@ def run_sweep(pairs: int, seed: int, processes: int, replay: int | None, as_json
     """Whether everything agreed."""
     console = Console(stderr=as_json)
     if replay is not None:
-        return _replay(console, check(seed, replay))
+        result = check(seed, replay)
+        if as_json:
+            sys.stdout.write(json.dumps({"seed": seed, **asdict(result)}) + "\n")
+        return _replay(console, result)
     with Progress(
         TextColumn("pairs"),
         BarColumn(),

@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -72,6 +72,15 @@ class Listed:
     depth: int
     idle_seconds: float
     score: float
+
+
+class Verified(NamedTuple):
+    """What came of reading every object."""
+
+    good: int
+    corrupt: int  # and are gone
+    unread: int = 0
+    why: str = ""  # of the first that could not be read
 
 
 def default_directory() -> Path:
@@ -291,16 +300,22 @@ class EmbeddedStore:
         )
 
     @_call
-    def verify(self, deadline: float) -> tuple[int, int]:
-        """Read every object whole; how many were right, and how many were not and are gone."""
-        room = self._room
-        index = room.index
-        good = bad = 0
-        for row in index.objects().tolist():
-            outcome = self._reader.check_whole(row, deadline)
+    def verify(self, deadline: float) -> Verified:
+        """Read every object whole. What cannot be read now, or not in time, is left as it is."""
+        good = corrupt = unread = 0
+        why = ""
+        for row in self._room.index.objects().tolist():
+            try:
+                if time.monotonic() > deadline:
+                    raise StoreError("the time for it is over")
+                outcome = self._reader.check_whole(row, deadline)
+            except (StoreError, OSError) as error:  # no reason to leave the others unread
+                unread += 1
+                why = why or str(error)
+                continue
             good += outcome is Outcome.DONE
-            bad += outcome is Outcome.CORRUPT
-        return good, bad
+            corrupt += outcome is Outcome.CORRUPT
+        return Verified(good, corrupt, unread, why)
 
     @_call
     def evict(self, size: int, deadline: float) -> int:

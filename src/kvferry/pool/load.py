@@ -126,9 +126,9 @@ class Loader:
                 self._counters.add("load_hung")
                 error = "the store did not end the load by its deadline"
                 first = _first_token(running.order)
-                self._done.append(
-                    Loaded(running.order.request_id, error, bad_from=first, hung=True)
-                )
+                loaded = Loaded(running.order.request_id, error, bad_from=first, hung=True)
+                self._done.append(loaded)
+                self._count(loaded)
                 self._crew.replace(running.chunks)  # others must not wait behind them
             done = list(self._done)
             self._done.clear()
@@ -157,6 +157,7 @@ class Loader:
         order, began = running.order, time.monotonic()
         first = _first_token(order)
         loaded = Loaded(order.request_id, "ended without a word", bad_from=first)
+        raised = False
         try:
             if fence is not None:  # a step under way may write what was given away meanwhile
                 fence()
@@ -166,7 +167,7 @@ class Loader:
                 running.begun = True
             loaded = self._load(running, sources)
         except Exception as error:
-            self._counters.add("load_errors")
+            raised = True
             loaded = replace(loaded, error=f"{type(error).__name__}: {error}")
         finally:  # also of what is no Exception: the request waits until this is said
             loaded = replace(loaded, seconds=time.monotonic() - began)
@@ -177,11 +178,12 @@ class Loader:
                     self._recovered.append(order.request_id)
                 elif not reported:
                     self._done.append(loaded)
+                    self._counters.add("load_errors", int(raised))
+                    self._count(loaded)
                 self._changed.notify_all()
-            if not reported:
-                self._count(loaded)
 
     def _count(self, loaded: Loaded) -> None:
+        """With the lock, as the engine is told: what comes back late was counted when it hung."""
         self._counters.add("loads")
         self._counters.add("loaded_bytes", loaded.bytes)
         if not loaded.ok:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from kvferry.pool.hits import Segment
 from kvferry.pool.orders import LoadOrder
 from kvferry.pool.requests import LoadSpec
-from kvferry.pool.stats import PoolCounters
 
 log = logging.getLogger("kvferry")
 
@@ -55,10 +54,8 @@ class LoadJobs:
         pin: Callable[[Sequence[int]], None],
         unpin: Callable[[Sequence[int]], None],
         null_block: int | None,
-        counters: PoolCounters,
     ) -> None:
         self._pin, self._unpin, self._null = pin, unpin, null_block
-        self._counters = counters
         self._orders: dict[str, LoadOrder] = {}
         self._hung: dict[str, _Hung] = {}
 
@@ -81,7 +78,6 @@ class LoadJobs:
         if hung is None:
             ids = [i for table in order.tables for i in table if i != self._null]
             self._pin(ids)
-            self._counters.add("quarantined_blocks", len(ids))
             hung = self._hung[request_id] = _Hung(ids)
         hung.ranks += 1
 
@@ -102,5 +98,5 @@ class LoadJobs:
         return frozenset(self._hung)
 
     @property
-    def pinned_blocks(self) -> int:
+    def quarantined_blocks(self) -> int:
         return sum(len(hung.block_ids) for hung in self._hung.values())

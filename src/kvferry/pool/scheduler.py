@@ -68,7 +68,7 @@ class PoolScheduler:
         self._epoch = ""  # of a reset before the start
         self._trackers: dict[str, RequestTracker] = {}
         self._jobs = SaveJobs(pin, unpin, limits.most_pinned_blocks)
-        self._loads = LoadJobs(pin, unpin, null_block, self.counters)
+        self._loads = LoadJobs(pin, unpin, null_block)
         self._keeps_old = False  # the engine may have blocks that replaced weights computed
         self._orders = PoolOrders()
         self._told: set[str] = set()
@@ -315,7 +315,12 @@ class PoolScheduler:
 
     @property
     def pinned_blocks(self) -> int:
-        return self._jobs.pinned_blocks + self._loads.pinned_blocks
+        return self._jobs.pinned_blocks + self._loads.quarantined_blocks
+
+    @property
+    def quarantined_blocks(self) -> int:
+        """Of loads that hang: kept from everybody until the store has let go of them."""
+        return self._loads.quarantined_blocks
 
     @property
     def has_work(self) -> bool:

@@ -6,6 +6,18 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 
+# All that is counted. Metrics show each from the start, so that an alert has a series to look at.
+NAMES = """
+lookups lookup_keys lookup_cached lookup_errors lookup_timeouts lookup_refused
+lookup_servers_replaced hit_tokens
+loads loaded_bytes load_failures load_errors load_hung load_bad_objects
+load_done load_missing load_corrupt load_failed
+save_jobs saved_bytes save_known save_done save_exists save_full save_declined save_failed
+save_errors save_dropped save_postponed save_lora_refused
+layouts_published layouts_unpublished layouts_missing layouts_refused
+"""
+EVENTS = tuple(NAMES.split())
+
 
 class PoolCounters:
     """Named counts that any thread may add to. `take` gives what was added since the last time."""

@@ -3,7 +3,8 @@
 A request arrives with a ticket, or with the name of a producer that got it at the same time. Its
 tokens count as external, an asynchronous load is ordered when blocks are there, and whatever
 becomes of the request, every source hears one last word (from the load, or `not needed`). What
-cannot be a ticket for this request is said in the log, given back, and the prompt is computed here.
+cannot be a ticket for this request is said in the log, given back, and the prompt is computed here,
+which is counted once, by reason.
 A load that failed is not tried again: the request is matched no more, and vLLM's
 `kv_load_failure_policy` decides; so it is after a preemption.
 """
@@ -16,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvferry.errors import KvferryError, ProtocolError
+from kvferry.errors import AuthenticationError, KvferryError
 from kvferry.p2p.load import Load
 from kvferry.p2p.renewer import Renewer
 from kvferry.p2p.ticket import MARK, Ticket
@@ -28,7 +29,7 @@ from kvferry.vllm.prefill import HandedOver
 from kvferry.vllm.prompts import Prompts
 from kvferry.vllm.rendezvous import CHILD, Appointment, Rendezvous, appointment, derived_hold
 from kvferry.vllm.spans import Spans
-from kvferry.vllm.stats import FerryStats
+from kvferry.vllm.stats import FerryStats, Here
 
 log = logging.getLogger("kvferry")
 
@@ -85,44 +86,61 @@ class Asking:
 
     def arrived(self, request: Any) -> None:
         """A request asks for a remote prefill."""
+        try:
+            self._arrived(request)
+        except Exception:  # whatever a client's parameters are, the engine goes on
+            log.exception("request %s", request.request_id)
+            self._here(request, "error", "of an error of ours")
+            if (wanted := self._wanted.get(request.request_id)) is not None:
+                wanted.over = True
+                self._through(request.request_id, wanted)
+
+    def _arrived(self, request: Any) -> None:
         params, request_id = request.kv_transfer_params, request.request_id
         wanted = _Wanted(time.monotonic(), bool(CHILD.match(request_id)))
+        unfit = self.prompts.unfit(request)
+        ticketed = isinstance(params.get(MARK), dict)
+        if ticketed and "not_held" in params[MARK]:
+            why = f"it is not held: {str(params[MARK]['not_held'])[:300]}"
+            self._here(request, "not held", why, logging.INFO)
+            return
         wanted.lora = self.loras.ask(request, DECODE_SECONDS)
-        refusal = self.prompts.unfit(request)
         try:
-            if isinstance(params.get(MARK), dict):
-                if "not_held" in params[MARK]:
-                    why = str(params[MARK]["not_held"])[:300]
-                    log.info(
-                        "request %s: computed here, because it is not held: %s", request_id, why
-                    )
-                    return
-                ticket = Ticket.from_params(params)
-                if not self.config.admits(ticket.host):
-                    raise ProtocolError(
-                        f"its ticket names the host {ticket.host}, which is not among the "
-                        "configured peers"
-                    )
-            else:
+            if not ticketed:
                 wanted.appointment = appointment(params, request_id, self.style)
                 self._wanted[request_id] = wanted
-                if not refusal:
+                if not unfit:
                     self._find(request, wanted)
                     return
-                log.warning("request %s: computed here, because %s", request_id, refusal)
+                self._here(request, "unfit", unfit)
                 self._through(request_id, wanted)  # its producer may hold it
                 wanted.over = True
                 return
+            ticket = Ticket.from_params(params)
         except KvferryError as error:
-            log.warning("request %s: computed here, because %s", request_id, error)
+            self._here(request, "bad ticket" if ticketed else "no ticket", str(error))
             return
-        refusal = refusal or _unfit(ticket, request, self.handed_over)
-        if refusal:  # vLLM also sends such a request to say that it rejected the real one
-            log.warning("request %s: computed here, because %s", request_id, refusal)
+        if not self.config.admits(ticket.host):
+            why = (
+                f"its ticket names the host {ticket.host}, which is not among the configured peers"
+            )
+            self._here(request, "not allowed", why)
+            return
+        refusal: tuple[Here, str] | None
+        refusal = ("unfit", unfit) if unfit else _unfit(ticket, request, self.handed_over)
+        if refusal is not None:
+            self._here(request, *refusal)
             self.orders().releases.append(ticket)
             return
         self._wanted[request_id] = wanted
         self._ticketed(request_id, wanted, ticket)
+
+    def _here(self, request: Any, reason: Here, why: str, level: int = logging.WARNING) -> None:
+        """A request is computed here: said and counted, which callers do once."""
+        if getattr(request, "abort_immediately", False):
+            return  # vLLM tells that it rejected a request: its prompt is no prompt
+        self.stats.count("computed_here", reason)
+        log.log(level, "request %s: computed here, because %s", request.request_id, why)
 
     def _find(self, request: Any, wanted: _Wanted) -> None:
         """Look for the producer that a request named; its ticket, once found."""
@@ -130,21 +148,20 @@ class Asking:
         try:
             ticket = self._ticket(wanted.appointment, request)
         except KvferryError as error:
-            log.warning("request %s: computed here, because %s", request.request_id, error)
+            allowed = not isinstance(error, AuthenticationError)
+            self._here(request, "not found" if allowed else "not allowed", str(error))
             wanted.over = True
             return
         except Exception:  # whatever a client or a bootstrap says, the engine goes on
-            log.exception("request %s: computed here", request.request_id)
+            log.exception("request %s", request.request_id)
+            self._here(request, "error", "of an error of ours")
             wanted.over = True
             return
         if ticket is not None:
             self._ticketed(request.request_id, wanted, ticket)
         elif time.monotonic() > wanted.arrived + QUESTIONS * self.config.bootstrap_seconds:
-            where = wanted.appointment.place.address
-            log.warning(
-                "request %s: computed here, because nobody answers for %s",
-                request.request_id,
-                where,
+            self._here(
+                request, "not found", f"nobody answers for {wanted.appointment.place.address}"
             )
             self._through(request.request_id, wanted)
             wanted.over = True
@@ -207,7 +224,7 @@ class Asking:
                     "other files or settings here"
                 )
         if why:
-            log.warning("request %s: computed here, because %s", request.request_id, why)
+            self._here(request, "lora", why)
             self._through(request.request_id, wanted)
             wanted.over = True
         return not why
@@ -289,6 +306,7 @@ class Asking:
                 if wanted.loading:
                     self.orders().cancels.append(request_id)
                 else:
+                    self.stats.count("computed_here", "reset")
                     self._through(request_id, wanted)
                     wanted.over = True
 
@@ -350,13 +368,16 @@ class Asking:
                 self.orders().releases.append(ticket)
 
 
-def _unfit(ticket: Ticket, request: Any, handed_over: HandedOver) -> str:
-    """Why a ticket cannot be for this request; empty where it can."""
+def _unfit(ticket: Ticket, request: Any, handed_over: HandedOver) -> tuple[Here, str] | None:
+    """Why a ticket cannot be for this request; None where it can."""
     lora = getattr(request, "lora_request", None) is not None  # compared when its files are known
     if not lora and ticket.digest != request_digest(request):
-        return "its ticket is for another prompt"
+        return "another prompt", "its ticket is for another prompt"
     if ticket.tokens > request.num_tokens:
-        return f"its ticket is for {ticket.tokens} tokens, and it has {request.num_tokens}"
+        words = f"its ticket is for {ticket.tokens} tokens, and it has {request.num_tokens}"
+        return "bad ticket", words
     if handed_over.reaches_too_far(ticket.tokens, request.num_tokens):
-        return f"its ticket leaves less than {handed_over.held_back} tokens to compute here"
-    return ""
+        words = f"its ticket leaves less than {handed_over.held_back} tokens to compute here"
+        short = request.num_tokens <= handed_over.held_back  # for any prefill engine
+        return "unfit" if short else "bad ticket", words
+    return None

@@ -37,19 +37,12 @@ class FerryConnector(connector.FerryConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         transfer = vllm_config.kv_transfer_config
-        extra = dict(transfer.kv_connector_extra_config or {})
-        section = extra.pop("pool", None)
-        if section is not None and not isinstance(section, bool | Mapping):
-            raise DescriptionError(
-                f"`pool` in kv_connector_extra_config is true, false or an object, not {section!r}"
-            )
+        extra, section = _halves(transfer)
         self.pool: FerryPoolConnector | None = None
-        if section is None or section is False:
-            super().__init__(vllm_config, role, kv_cache_config)
-            return
         super().__init__(_with_extra(vllm_config, extra), role, kv_cache_config)
-        own = _with_extra(vllm_config, {} if section is True else dict(section))
-        self.pool = FerryPoolConnector(own, role, kv_cache_config)
+        if section is None:
+            return
+        self.pool = FerryPoolConnector(_with_extra(vllm_config, section), role, kv_cache_config)
         if transfer.kv_load_failure_policy == "fail" and parent_of(self) is None:
             log.info("with a pool, what cannot be loaded is computed (kv_load_failure_policy)")
             transfer.kv_load_failure_policy = "recompute"
@@ -199,8 +192,8 @@ class FerryConnector(connector.FerryConnector):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> FerryPromMetrics:
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-        kind = BothPromMetrics if "pool" in extra else FerryPromMetrics
+        _, section = _halves(vllm_config.kv_transfer_config)
+        kind = FerryPromMetrics if section is None else BothPromMetrics
         return kind(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
@@ -209,8 +202,23 @@ class FerryConnector(connector.FerryConnector):
         super().shutdown()
 
 
+def _halves(transfer: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The keys of the hand-over, and those of the pool; None where there is none."""
+    extra = dict(transfer.kv_connector_extra_config or {})
+    section = extra.pop("pool", None)
+    if section is not None and not isinstance(section, bool | Mapping):
+        raise DescriptionError(
+            f"`pool` in kv_connector_extra_config is true, false or an object, not {section!r}"
+        )
+    if section is None or section is False:
+        return extra, None
+    return extra, {} if section is True else dict(section)
+
+
 def _with_extra(vllm_config: Any, extra: dict[str, Any]) -> Any:
-    """The same configuration with other keys for the connector."""
+    """The same configuration with other keys for the connector, where they differ."""
+    if extra == (vllm_config.kv_transfer_config.kv_connector_extra_config or {}):
+        return vllm_config
     changed = copy(vllm_config)
     changed.kv_transfer_config = copy(vllm_config.kv_transfer_config)
     changed.kv_transfer_config.kv_connector_extra_config = extra

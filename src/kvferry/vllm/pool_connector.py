@@ -152,12 +152,8 @@ class FerryPoolConnector(WholeRequests):
     # Both
 
     def get_kv_connector_stats(self) -> PoolStats | None:
-        if self.worker is not None:
-            counts = self.worker.take_counts()
-        elif self.scheduler is not None:
-            counts = self.scheduler.pool.counters.take()
-        else:
-            return None
+        part = self.worker or self.scheduler
+        counts = part.take_counts() if part is not None else {}
         return PoolStats(data=counts) if counts else None
 
     @classmethod

@@ -17,7 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvferry.pool.orders import Loaded, Saved
 from kvferry.pool.requests import PoolOrders
+from kvferry.pool.stats import EVENTS
 from kvferry.vllm.metadata import FerryHandshake
+from kvferry.vllm.shared_metrics import Shared
 
 
 @dataclass
@@ -49,23 +51,43 @@ class PoolReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 @dataclass
 class PoolStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts of one interval, by name."""
+    """Counts of one interval, by name, and under `levels` what is so now, by who said it last."""
 
     def reset(self) -> None:
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> PoolStats:
-        return PoolStats(data=dict(Counter(self.data) + Counter(other.data)))
+        levels = {**self.data.get("levels", {}), **other.data.get("levels", {})}
+        counts = Counter(self.counts) + Counter(PoolStats(data=other.data).counts)
+        return PoolStats(data={**counts, **({"levels": levels} if levels else {})})
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {name: count for name, count in self.data.items() if name != "levels"}
 
     def reduce(self) -> dict[str, int | float]:
-        return dict(sorted(self.data.items()))
+        level = sum(self.data.get("levels", {}).values())
+        return dict(sorted(self.counts.items())) | ({"blocks_quarantined": level} if level else {})
 
     def is_empty(self) -> bool:
         return not self.data
 
 
+@dataclass(slots=True)
+class _Made:
+    """Metrics of one logger; children of a MultiConnector share them."""
+
+    events: Any
+    quarantined: Any
+    last: dict[int, dict[str, int]] = field(default_factory=dict)  # by engine, who said it
+
+
+_shared: Shared[_Made] = Shared()
+
+
 class PoolPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """`vllm:kvferry_pool_total{event="..."}`: one counter for each thing that is counted."""
+    """`vllm:kvferry_pool_total{event="..."}`: one counter for each thing that is counted; and
+    `vllm:kvferry_pool_blocks_quarantined`, which falls again."""
 
     def __init__(
         self,
@@ -75,13 +97,33 @@ class PoolPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counter = self._counter_cls(
-            name="vllm:kvferry_pool",
-            documentation="What kvferry's pool looked up, loaded and saved, and what went wrong.",
-            labelnames=[*labelnames, "event"],
+        self._metrics = _shared.get(per_engine_labelvalues, lambda: self._make(labelnames))
+
+    def _make(self, labels: list[str]) -> _Made:
+        made = _Made(
+            self._counter_cls(
+                name="vllm:kvferry_pool",
+                documentation="What kvferry's pool looked up, loaded and saved, and what failed.",
+                labelnames=[*labels, "event"],
+            ),
+            self._gauge_cls(
+                name="vllm:kvferry_pool_blocks_quarantined",
+                documentation="Blocks that a store may still write, of loads that were given up",
+                labelnames=labels,
+                multiprocess_mode="mostrecent",
+            ),
         )
+        for values in self.per_engine_labelvalues.values():  # all are there from the start
+            made.quarantined.labels(*values)
+            for event in EVENTS:
+                made.events.labels(*values, event)
+        return made
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for event, count in (transfer_stats_data or {}).items():
-            labels = [*self.per_engine_labelvalues[engine_idx], event]
-            self._counter.labels(*labels).inc(count)
+        stats, values = PoolStats(data=transfer_stats_data), self.per_engine_labelvalues[engine_idx]
+        for event, count in stats.counts.items():
+            self._metrics.events.labels(*values, event).inc(count)
+        if levels := stats.data.get("levels"):
+            last = self._metrics.last.setdefault(engine_idx, {})
+            last.update(levels)
+            self._metrics.quarantined.labels(*values).set(sum(last.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from kvferry.vllm.prompts import Prompts
 from kvferry.wire.messages import EngineInfo, RankInfo
 
 log = logging.getLogger("kvferry")
+_numbers = itertools.count()  # of the pools of one engine: several under a MultiConnector
 
 
 class VllmPoolScheduler:
@@ -41,6 +43,8 @@ class VllmPoolScheduler:
         self._adapters = Adapters(lora_settings(vllm_config), final=config.lora_files_final)
         self._adapters_of: dict[str, Asked] = {}  # by request
         self._all_here = False  # all workers see the files that this process sees
+        self._number = str(next(_numbers))
+        self._quarantined = 0  # blocks, as last told
         self._blocks: Any = None  # vLLM's block pool
         self._requests: dict[str, Any] = {}
         self._handshakes: dict[tuple[int, int], FerryHandshake] = {}
@@ -229,6 +233,15 @@ class VllmPoolScheduler:
 
     def take_events(self) -> list[Any]:
         return self._events.take()
+
+    def take_counts(self) -> dict[str, Any]:
+        """What was counted since the last time, and how many blocks are in quarantine, if that
+        has changed."""
+        counts: dict[str, Any] = self.pool.counters.take()
+        if self.pool.quarantined_blocks != self._quarantined:
+            self._quarantined = self.pool.quarantined_blocks
+            counts["levels"] = {self._number: self._quarantined}
+        return counts
 
     def close(self) -> None:
         self._adapters.close()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
-from kvferry.vllm.stats import LEVELS, levels
+from kvferry.vllm.shared_metrics import Shared
+from kvferry.vllm.stats import LEVELS, Here, levels
 
 PREFIX = "vllm:kvferry_"
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -34,11 +35,13 @@ REASONS: Mapping[
     "load_failures": ("failures", ("StaleTicket", "PeerLost", "DeadlineExceeded", "Cancelled")),
     "holds_closed": ("holds", ("delivered", "failed", "expired", "withdrawn")),
     "requests_not_held": ("unheld", ("limit", "reused id", "bad id", "cut", "unfit", "lora")),
+    "requests_computed_here": ("computed_here", get_args(Here)),
 }
 MEANING: Mapping[str, str] = {
     "load_failures": "Loads that failed, by rank and kind of error",
     "holds_closed": "Holds that ended, by how",
     "requests_not_held": "Prefills whose cache was not kept for a consumer, by reason",
+    "requests_computed_here": "Requests for a remote prefill that were not loaded, by reason",
     "holds_open": "Finished requests whose blocks are kept for a consumer",
     "held_blocks": "Blocks that those requests keep",
     "claims_parked": "Claims that wait for a prefill to finish, all ranks",
@@ -57,7 +60,7 @@ class _Made:
     last: dict[int, dict[str, dict[str, int]]] = field(default_factory=dict)  # by engine, reporter
 
 
-_made: dict[str, _Made] = {}  # of the last configuration: Prometheus takes a name once
+_shared: Shared[_Made] = Shared()
 
 
 class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -69,12 +72,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        # The same call for another child of a MultiConnector has the same label values at hand.
-        key = f"{vllm_config.instance_id} {id(per_engine_labelvalues)}"
-        if key not in _made:
-            _made.clear()
-            _made[key] = self._make(labelnames)
-        self._metrics = _made[key]
+        self._metrics = _shared.get(per_engine_labelvalues, lambda: self._make(labelnames))
 
     def _make(self, labels: list[str]) -> _Made:
         made = _Made()

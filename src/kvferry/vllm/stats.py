@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -28,7 +28,20 @@ PER_LOAD = (
     "transfer_seconds",
 )
 PER_REQUEST = ("queue_seconds", "total_seconds")
-COUNTS = ("failures", "holds", "unheld")  # each by reason
+COUNTS = ("failures", "holds", "unheld", "computed_here")  # each by reason
+# Why a request that asked for a remote prefill was not loaded, by who can do something about it.
+Here = Literal[
+    "no ticket",  # the proxy, or another connector on the prefill engine
+    "bad ticket",  # the proxy changed it, or the engines' versions or models differ
+    "another prompt",  # the proxy: chat template, truncation
+    "not held",  # the prefill engine: its `requests_not_held` says why
+    "not allowed",  # `peers` or the secret
+    "not found",  # the prefill engine is gone, or not reachable, or not known where it was named
+    "unfit",  # the request itself: embeddings, a session, media without names
+    "lora",  # other files of its adapter, or nobody knows which were loaded
+    "reset",  # this engine's caches were, while the request waited
+    "error",  # of ours; the log has the traceback
+]
 LEVELS = (
     "holds_open",
     "held_blocks",
@@ -36,6 +49,12 @@ LEVELS = (
     "loads_abandoned",
     "blocks_quarantined",
 )
+WORDS: Mapping[str, str] = {  # of the log's line
+    "failures": "failed",
+    "holds": "hold",
+    "unheld": "not held",
+    "computed_here": "computed here",
+}
 STEPS: Mapping[str, tuple[str, ...]] = {  # of a load, by the names that p2p gives them
     "claim_seconds": ("meet", "offer", "wait", "claim"),
     "plan_seconds": ("bind",),
@@ -111,7 +130,7 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
                 "total p50 ms": round(float(middle) * 1e3, 1),
                 "p99 ms": round(float(most) * 1e3, 1),
             }
-        for name, words in (("failures", "failed"), ("holds", "hold"), ("unheld", "not held")):
+        for name, words in WORDS.items():
             line |= {f"{words}: {reason}": n for reason, n in sorted(self.data[name].items())}
         return line | {name: n for name, n in levels(self.data["levels"]).items() if n}
 

@@ -1,0 +1,25 @@
+"""Every event of the pool is known, so that metrics have it from the start, and is documented."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kvferry.pool.stats import EVENTS
+
+ROOT = Path(__file__).parents[2]
+OUTCOMES = {  # of a store, by what is asked of it
+    "load": ("done", "missing", "corrupt", "failed"),
+    "save": ("done", "exists", "full", "declined", "failed"),
+}
+
+
+def test_all_that_is_counted_is_known_and_documented() -> None:
+    sources = "".join(file.read_text() for file in (ROOT / "src" / "kvferry" / "pool").glob("*.py"))
+    counted = re.findall(r'counters\.add\(\s*(f?)"(.*?)"', sources)
+    named = {name for f, name in counted if not f}
+    assert {name for f, name in counted if f} == {"load_{outcome.value}", "save_{outcome.value}"}
+    named |= {f"{what}_{outcome}" for what, told in OUTCOMES.items() for outcome in told}
+    assert named == set(EVENTS) and len(EVENTS) == len(set(EVENTS))
+    documented = set(re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "pool.md").read_text()))
+    assert not set(EVENTS) - documented

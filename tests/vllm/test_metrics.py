@@ -1,0 +1,110 @@
+"""What `/metrics` shows of hand-over and pool, with several connectors of ours under one
+MultiConnector; no engines here."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+
+pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
+with warnings.catch_warnings():  # torch warns of itself
+    warnings.simplefilter("ignore")
+    import kvferry.vllm
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from kvferry.pool.stats import EVENTS
+from kvferry.vllm.both import BothPromMetrics
+from kvferry.vllm.pool_metadata import PoolStats
+from kvferry.vllm.stats import FerryStats, Here
+from vllm_pairs import OURS
+
+QUARANTINE = "vllm:kvferry_pool_blocks_quarantined"
+
+
+class Exposed:
+    """A registry of its own, and what it shows."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.kinds = {c: partial(c, registry=self.registry) for c in (Counter, Gauge, Histogram)}
+
+    def build(self, cls: Any, transfer: Any) -> Any:
+        config = SimpleNamespace(kv_transfer_config=transfer, instance_id="one")
+        values: dict[int, list[object]] = {0: ["m", "0"]}
+        return cls.build_prom_metrics(config, self.kinds, ["model_name", "engine"], values)
+
+    def values(self, name: str) -> dict[str, float]:
+        """By the last label's value."""
+        text = generate_latest(self.registry).decode()
+        found = re.findall(rf'^{name}{{.*?(?:(?:event|reason)="(.*?)".*?)?}} (\S+)$', text, re.M)
+        return {label: float(value) for label, value in found}
+
+
+def multi(*children: tuple[str, dict[str, Any]]) -> Any:
+    connectors = [
+        {"kv_connector": name, **OURS, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        for name, extra in children
+    ]
+    return SimpleNamespace(kv_connector_extra_config={"connectors": connectors}, engine_id="e")
+
+
+def test_pools_under_one_multi_connector_share_metrics() -> None:
+    shown = Exposed()
+    names = ("FerryConnector", "FerryPoolConnector", "MooncakeStoreConnector")
+    both, pool, store = names[0], names[1], kvferry.vllm.MooncakeStoreConnector.__name__
+    metrics = shown.build(MultiConnector, multi((both, {"pool": True}), (pool, {}), (names[2], {})))
+    events = shown.values("vllm:kvferry_pool_total")
+    assert set(events) == set(EVENTS) and not any(events.values())
+    assert shown.values(QUARANTINE) == {"": 0}
+    for told in (
+        {both: {"pool": {"loads": 1, "levels": {"0": 7}}}},
+        {pool: {"loads": 2, "levels": {"1": 5}}, store: {"save_errors": 4}},
+    ):
+        metrics.observe(told, 0)
+    events = shown.values("vllm:kvferry_pool_total")
+    assert (events["loads"], events["save_errors"]) == (3, 4)
+    assert shown.values(QUARANTINE) == {"": 12}
+    metrics.observe({both: {"pool": {"levels": {"0": 0}}}}, 0)
+    assert shown.values(QUARANTINE) == {"": 5}  # it falls again
+
+
+def test_another_logger_has_metrics_of_its_own() -> None:
+    """A second one in the same process: vLLM has unregistered those of the first."""
+    for _ in range(2):
+        shown = Exposed()
+        transfer = SimpleNamespace(kv_connector_extra_config={"pool": {}})
+        metrics = shown.build(kvferry.vllm.FerryConnector, transfer)
+        stats = FerryStats()
+        stats.count("computed_here", "no ticket", 2)
+        metrics.observe({"ferry": stats.to_dict(), "pool": {"loads": 1}}, 0)
+        here = shown.values("vllm:kvferry_requests_computed_here_total")
+        assert here == {reason: 2 * (reason == "no ticket") for reason in get_args(Here)}
+        assert shown.values("vllm:kvferry_pool_total")["loads"] == 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "pooled"), [({}, 0), ({"pool": False}, 0), ({"pool": None}, 0), ({"pool": {}}, 1)]
+)
+def test_a_pool_is_shown_where_there_is_one(extra: dict[str, Any], pooled: int) -> None:
+    shown = Exposed()
+    made = shown.build(
+        kvferry.vllm.FerryConnector, SimpleNamespace(kv_connector_extra_config=extra)
+    )
+    assert isinstance(made, BothPromMetrics) == bool(shown.values(QUARANTINE)) == bool(pooled)
+
+
+def test_the_pool_s_line_of_log() -> None:
+    """Counts add up; levels are those that were told last."""
+    stats = PoolStats(data={"loads": 1, "levels": {"0": 7}})
+    stats = stats.aggregate(PoolStats(data={"loads": 2, "save_done": 1, "levels": {"1": 2}}))
+    assert stats.reduce() == {"loads": 3, "save_done": 1, "blocks_quarantined": 9}
+    stats = stats.aggregate(PoolStats(data={"levels": {"0": 0}}))
+    assert stats.reduce()["blocks_quarantined"] == 2
+    assert stats.aggregate(PoolStats(data={"levels": {"1": 0}})).reduce() == stats.counts
