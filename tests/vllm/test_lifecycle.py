@@ -63,7 +63,7 @@ def make(folder: Path, request: pytest.FixtureRequest) -> Iterator[Pairs]:
             for ferry in [c.scheduler for c in engine.children if hasattr(c, "STYLE")]:
                 assert ferry.offering.held_blocks == 0 and not ferry.offering.held
                 assert not ferry.asking._wanted
-                run(engine, until=lambda: not ferry.asking._shared)  # noqa: B023
+                run(engine, until=lambda: not ferry.asking._siblings._families)  # noqa: B023
     finally:
         for engine in pairs.engines:
             engine.close()

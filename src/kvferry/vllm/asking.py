@@ -28,12 +28,12 @@ from kvferry.vllm.offering import request_digest
 from kvferry.vllm.prefill import HandedOver
 from kvferry.vllm.prompts import Prompts
 from kvferry.vllm.rendezvous import CHILD, Appointment, Rendezvous, appointment, derived_hold
+from kvferry.vllm.siblings import Siblings
 from kvferry.vllm.spans import Spans
 from kvferry.vllm.stats import FerryStats, Here
 
 log = logging.getLogger("kvferry")
 
-SIBLING_SECONDS = 1.0  # samples of one request arrive together; the last within this
 QUESTIONS = 3  # that may go before a request's own, each as long as one may take
 
 
@@ -53,15 +53,6 @@ class _Wanted:
 
 
 @dataclass(slots=True)
-class _Shared:
-    """A ticket that several requests came with (`n > 1`): released when the last is through."""
-
-    ticket: Ticket
-    requests: set[str] = field(default_factory=set)
-    release_at: float | None = None  # a sibling may still be on its way until then
-
-
-@dataclass(slots=True)
 class Asking:
     config: FerryConfig
     style: Style
@@ -73,7 +64,7 @@ class Asking:
     prompts: Prompts = field(default_factory=Prompts)
     loras: Loras = field(default_factory=Loras)
     _wanted: dict[str, _Wanted] = field(default_factory=dict)
-    _shared: dict[str, _Shared] = field(default_factory=dict)  # by hold
+    _siblings: Siblings = field(default_factory=Siblings)
     _unfound: list[Appointment] = field(default_factory=list)  # of requests that are over
     _renewer: Renewer | None = None
     _unwatched: list[Ticket] = field(default_factory=list)  # until there is a renewer
@@ -188,9 +179,7 @@ class Asking:
         else:
             self._unwatched.append(ticket)
         if wanted.shared:
-            family = self._shared.setdefault(ticket.hold_id, _Shared(ticket))
-            family.requests.add(request_id)
-            family.release_at = None
+            self._siblings.join(request_id, ticket)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         wanted = self._wanted.get(request.request_id)
@@ -320,11 +309,7 @@ class Asking:
             self.orders().releases.append(wanted.ticket)
             self._drop(wanted.ticket)
             return
-        family = self._shared.get(wanted.ticket.hold_id)
-        if family is not None:
-            family.requests.discard(request_id)
-            if not family.requests:
-                family.release_at = time.monotonic() + SIBLING_SECONDS
+        self._siblings.leave(request_id, wanted.ticket)
 
     def _drop(self, ticket: Ticket) -> None:
         if self._renewer is not None:
@@ -335,18 +320,13 @@ class Asking:
     @property
     def unsettled(self) -> bool:
         """Whether `settle` will have something to do though no request comes."""
-        return bool(self._unfound) or any(
-            family.release_at is not None for family in self._shared.values()
-        )
+        return bool(self._unfound) or self._siblings.leaving
 
     def settle(self) -> None:
         """Once a step: give back what nobody needs."""
-        now = time.monotonic()
-        for hold_id, family in list(self._shared.items()):
-            if family.release_at is not None and family.release_at <= now:
-                self.orders().releases.append(family.ticket)
-                self._drop(family.ticket)
-                del self._shared[hold_id]
+        for unneeded in self._siblings.due():
+            self.orders().releases.append(unneeded)
+            self._drop(unneeded)
         for named in list(self._unfound):
             try:
                 ticket = self._ticket(named)
