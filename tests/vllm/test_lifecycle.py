@@ -22,6 +22,7 @@ with warnings.catch_warnings():  # torch and vLLM warn of themselves
     warnings.simplefilter("ignore")
     from modelless import Modelless, expected, run
 
+from ipv6 import has_ipv6
 from kvferry.demo.engines import free_port
 from kvferry.demo.tiny_model import make_model
 from kvferry.errors import DescriptionError
@@ -227,6 +228,7 @@ class TestAtOnce:
         finally:
             elsewhere.close()
 
+    @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
     def test_at_an_address_of_ipv6(self, make: Pairs) -> None:
         port = free_port()
         p = make("p", connector="MooncakeConnector", bootstrap_port=port, host="::1")

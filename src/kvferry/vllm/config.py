@@ -113,9 +113,8 @@ class FerryConfig:
         require_options(config.carriers, config.carrier_options)
         if not config.port:
             return config
-        return replace(
-            config, port=PORT.read("port, and the data-parallel rank", config.port + rank)
-        )
+        sum_of = f"port {config.port} + data-parallel rank {rank}"
+        return replace(config, port=PORT.read(sum_of, config.port + rank))
 
     def admits(self, host: str) -> bool:
         """Whether a ticket may send this engine to a host."""
