@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,41 @@ def test_a_file_means_what_it_means_to_vllm(tmp_path: Path) -> None:
     assert MooncakeStoreConfig.load({"MOONCAKE_MASTER": "127.0.0.1:1"}).protocol == "tcp"
 
 
+def test_variables_have_two_names() -> None:
+    """The field in capitals, and what Mooncake's own processes read, which wins."""
+    ours = {"MOONCAKE_MASTER_SERVER_ADDRESS": "h:1", "MOONCAKE_DEVICE_NAME": "mlx5_0"}
+    ours |= {"MOONCAKE_METADATA_SERVER": "http://a/metadata", "MOONCAKE_ENABLE_OFFLOAD": "false"}
+    theirs = {"MOONCAKE_MASTER": "h:2", "MOONCAKE_DEVICE": "mlx5_1"}
+    theirs |= {"MOONCAKE_TE_META_DATA_SERVER": "http://b/metadata"}
+    theirs |= {"MOONCAKE_OFFLOAD_ENABLED": "on"}
+
+    def read(variables: dict[str, str]) -> tuple[Any, ...]:
+        c = MooncakeStoreConfig.load(variables)
+        return c.master_server_address, c.device_name, c.metadata_server, c.enable_offload
+
+    assert read(ours) == ("h:1", "mlx5_0", "http://a/metadata", False)
+    assert read(theirs) == ("h:2", "mlx5_1", "http://b/metadata", True)
+    assert read({**theirs, **ours}) == read(theirs)
+
+
+def test_null_is_absent_and_unknown_keys_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "mooncake.json"
+    known = ("metadata_server", "protocol", "device_name", "mode", "global_segment_size")
+    known += ("local_buffer_size", "enable_offload", "tenant_id", "local_hostname")
+    least = {"master_server_address": "h:1"}
+    found = []
+    for values in (least, {**least, **dict.fromkeys(known), "protocl": "tcp", "new": None}):
+        path.write_text(json.dumps(values))
+        with caplog.at_level(logging.WARNING, "kvferry"):
+            found += [MooncakeStoreConfig.load({"MOONCAKE_CONFIG_PATH": str(path)})] * 2
+    assert found == [found[0]] * 4 and found[0].protocol == "rdma"
+    MooncakeStoreConfig.load({"MOONCAKE_CONFIG_PATH": str(path)})
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert "protocl in" in message and "new" not in message
+
+
 def test_the_name_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what the host calls itself, which Debian resolves to 127.0.1.1."""
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
@@ -112,5 +148,11 @@ def test_refusals(tmp_path: Path) -> None:
         MooncakeStoreConfig.load({"MOONCAKE_CONFIG_PATH": str(tmp_path / "none")})
     with pytest.raises(StoreError, match="standalone-store"):
         MooncakeStoreConfig.load({"MOONCAKE_MASTER": "h:1", "MOONCAKE_MODE": "else"})
+    for bad in ({"local_hostname": 5}, {"protocol": ["tcp"]}, {"enable_offload": "maybe"}):
+        with pytest.raises(StoreError, match=next(iter(bad))):
+            MooncakeStoreConfig.of({"master_server_address": "h:1", **bad})
+    assert MooncakeStoreConfig.of(
+        {"master_server_address": "h:1", "protocol": "RDMA"}
+    ).protocol == ("rdma")
     with pytest.raises(StoreError, match="gives memory"):
         MooncakeStoreConfig.of({"master_server_address": "h:1", "global_segment_size": 0})

@@ -75,6 +75,9 @@ def test_options_for_a_carrier_that_is_not_used_are_refused() -> None:
 
     with pytest.raises(DescriptionError, match="nixl"):
         FerryConfig.read({"carriers": ["tcp"], "carrier_options": {"nixl": {}}})
+    for wrong in (["tcpp"], [], ["auto", "tcp"], "tcpp"):
+        with pytest.raises(DescriptionError, match="carriers"):
+            FerryConfig.read({"carriers": wrong})
     with pytest.raises(DescriptionError, match=r"mooncak.*there are no such carriers"):
         FerryConfig.read({"carrier_options": {"mooncak": {"protocol": "rdma"}}})
     with pytest.raises(DescriptionError, match="mapping"):

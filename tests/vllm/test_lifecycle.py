@@ -22,9 +22,11 @@ with warnings.catch_warnings():  # torch and vLLM warn of themselves
     warnings.simplefilter("ignore")
     from modelless import Modelless, expected, run
 
+from ipv6 import has_ipv6
 from kvferry.demo.engines import free_port
 from kvferry.demo.tiny_model import make_model
 from kvferry.errors import DescriptionError
+from kvferry.vllm.bootstrap import Bootstrap
 from kvferry.vllm.metadata import FerryHandshake, FerryWorkerMetadata
 from vllm_pairs import mooncake_decode, post
 
@@ -207,6 +209,35 @@ class TestAtOnce:
         d.add("d", tokens, 4, transfer_id="t", **where)
         parked(p, d)
         p.add("p", tokens, 1, **PREFILL, transfer_id="t")
+        run(p, d, until=lambda: "d" in d.ended)
+        assert d.tokens["d"] == expected(tokens, 4) and loads(d) == 1
+
+    def test_known_at_another_engines_bootstrap(self, make: Pairs) -> None:
+        """No port of one's own is needed to register elsewhere."""
+        elsewhere = Bootstrap(None, 0, None)
+        try:
+            p = make("p", bootstrap_server=f"127.0.0.1:{elsewhere.port}")
+            d = make("d", connector="MooncakeConnector", role="kv_consumer", blocks=128)
+            tokens = prompt(46, 150)
+            prefilled(p, "p", tokens, transfer_id="t")
+            where = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "p"}
+            address = f"http://127.0.0.1:{elsewhere.port}"
+            d.add("d", tokens, 4, transfer_id="t", **where, remote_bootstrap_addr=address)
+            run(p, d, until=lambda: "d" in d.ended)
+            assert d.tokens["d"] == expected(tokens, 4) and loads(d) == 1
+        finally:
+            elsewhere.close()
+
+    @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+    def test_at_an_address_of_ipv6(self, make: Pairs) -> None:
+        port = free_port()
+        p = make("p", connector="MooncakeConnector", bootstrap_port=port, host="::1")
+        d = make("d", connector="MooncakeConnector", role="kv_consumer", blocks=128)
+        tokens = prompt(47, 150)
+        prefilled(p, "p", tokens, transfer_id="t")
+        where = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "p"}
+        address = f"http://[::1]:{port}"
+        d.add("d", tokens, 4, transfer_id="t", **where, remote_bootstrap_addr=address)
         run(p, d, until=lambda: "d" in d.ended)
         assert d.tokens["d"] == expected(tokens, 4) and loads(d) == 1
 

@@ -54,7 +54,9 @@ def event(engine: Engine, name: str) -> float:
 
 
 def pool_engine(name: str, model: Path, folder: Path, **options: Any) -> Engine:
-    extra = {"path": str(folder / "store"), "size": "256MiB", **options.pop("extra", {})}
+    extra = options.pop("extra", {})
+    if "store" not in extra:
+        extra = {"path": str(folder / "store"), "size": "256MiB", **extra}
     transfer = {
         "kv_connector": "FerryPoolConnector",
         "kv_connector_module_path": "kvferry.vllm",

@@ -1,10 +1,12 @@
 """Mooncake Store's configuration, under the names that its users know.
 
 From the JSON file that `MOONCAKE_CONFIG_PATH` names, or from `MOONCAKE_*` variables, which also win
-over the file: `MOONCAKE_MASTER` is `master_server_address`, the others are the field in capitals
-(`MOONCAKE_GLOBAL_SEGMENT_SIZE=80GB`). Sizes are written as 80GB, 512 MB or a number of bytes; as in
-Mooncake and vLLM, a GB is 2^30 bytes. A file that names no protocol means rdma, as it does to vLLM;
-variables alone mean tcp.
+over the file. Variables are the field in capitals (`MOONCAKE_GLOBAL_SEGMENT_SIZE=80GB`), or what
+Mooncake itself calls it, which wins where both are set: `MOONCAKE_MASTER`, `MOONCAKE_DEVICE`,
+`MOONCAKE_TE_META_DATA_SERVER`, `MOONCAKE_OFFLOAD_ENABLED`. Sizes are written as 80GB, 512 MB or a
+number of bytes; as in Mooncake and vLLM, a GB is 2^30 bytes. A file that names no protocol means
+rdma, as it does to vLLM; variables alone mean tcp. null is as if the key were not there, and keys
+that we do not know are named once in the log.
 
 Others must reach this process under the name that it gives itself: vLLM's
 MOONCAKE_REQUESTER_LOCAL_HOSTNAME, a `local_hostname`, VLLM_HOST_IP, or else the address from which
@@ -15,11 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,16 @@ from kvferry.errors import StoreError
 
 _UNITS = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40}
 _MODES = ("embedded", "standalone-store")
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "enable": True}
+_WORDS |= {"0": False, "false": False, "no": False, "off": False, "disable": False, "": False}
+_THEIRS = {  # variables that Mooncake's own processes read
+    "master_server_address": "MOONCAKE_MASTER",
+    "device_name": "MOONCAKE_DEVICE",
+    "metadata_server": "MOONCAKE_TE_META_DATA_SERVER",
+    "enable_offload": "MOONCAKE_OFFLOAD_ENABLED",
+}
+
+log = logging.getLogger("kvferry")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +86,13 @@ class MooncakeStoreConfig:
                 raise StoreError(f"MOONCAKE_CONFIG_PATH={path} cannot be read: {error}") from None
             if not isinstance(found, dict):
                 raise StoreError(f"MOONCAKE_CONFIG_PATH={path}: expected a JSON object")
+            found = {name: value for name, value in found.items() if value is not None}
+            _name_unknown(path, frozenset(found).difference(_FIELDS))
             found.setdefault("protocol", "rdma")
-        names = {f.name: f"MOONCAKE_{f.name.upper()}" for f in fields(cls)}
-        for name, variable in names.items():
-            if environ.get(variable):
-                found[name] = environ[variable]
-        if environ.get("MOONCAKE_MASTER"):
-            found["master_server_address"] = environ["MOONCAKE_MASTER"]
+        for f in fields(cls):
+            for variable in (f"MOONCAKE_{f.name.upper()}", _THEIRS.get(f.name, "")):
+                if environ.get(variable):
+                    found[f.name] = environ[variable]
         named = environ.get("MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "").strip()
         if named:  # wins over the file, which vLLM does not ask
             found["local_hostname"] = named
@@ -88,19 +102,27 @@ class MooncakeStoreConfig:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> MooncakeStoreConfig:
-        """From values as files and users write them; what we do not know is left alone."""
-        known: dict[str, Any] = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        """From values as files and users write them; null, and what we do not know, is left out."""
+        known: dict[str, Any] = {
+            f.name: values[f.name] for f in fields(cls) if values.get(f.name) is not None
+        }
         known.setdefault("master_server_address", "")
         if known.get("mode") == "standalone-store":
             known.setdefault("global_segment_size", 0)
-        for name in ("global_segment_size", "local_buffer_size"):
-            if name in known:
-                known[name] = parse_size(known[name])
-        if "enable_offload" in known:
-            known["enable_offload"] = str(known["enable_offload"]).lower() in ("1", "true", "yes")
-        if not str(known.get("metadata_server", "x")).strip():
-            del known["metadata_server"]
-        known["tenant_id"] = str(known.get("tenant_id") or "default").strip() or "default"
+        for name, value in known.items():
+            if name in ("global_segment_size", "local_buffer_size"):
+                known[name] = parse_size(value)
+            elif name == "enable_offload":
+                known[name] = _parse_flag(name, value)
+            elif not isinstance(value, str):
+                raise StoreError(f"Mooncake's {name} must be a text, found {value!r:.100}")
+            else:
+                known[name] = value.strip()
+        if "protocol" in known:
+            known["protocol"] = known["protocol"].lower()  # Mooncake compares small letters
+        for name in ("metadata_server", "protocol", "tenant_id"):
+            if not known.get(name, "x"):
+                del known[name]
         return cls(**known)
 
     @property
@@ -108,6 +130,29 @@ class MooncakeStoreConfig:
         if self.local_hostname:
             return self.local_hostname
         return _address_towards(self.master_server_address)
+
+
+_FIELDS = tuple(f.name for f in fields(MooncakeStoreConfig))
+
+
+@lru_cache(maxsize=64)  # each process opens several stores
+def _name_unknown(path: str, names: frozenset[str]) -> None:
+    if names:
+        log.warning(
+            "kvferry: %s in MOONCAKE_CONFIG_PATH=%s have no meaning here; known are %s",
+            ", ".join(sorted(names)),
+            path,
+            ", ".join(_FIELDS),
+        )
+
+
+def _parse_flag(name: str, value: Any) -> bool:
+    if isinstance(value, bool | int):
+        return bool(value)
+    found = _WORDS.get(value.strip().lower()) if isinstance(value, str) else None
+    if found is None:
+        raise StoreError(f"Mooncake's {name} must be true or false, found {value!r:.100}")
+    return found
 
 
 def _address_towards(master: str) -> str:

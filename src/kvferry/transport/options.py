@@ -10,6 +10,14 @@ from kvferry.transport.auto import AUTO
 from kvferry.transport.registry import CARRIERS
 
 
+def require_carriers(carriers: Sequence[str]) -> None:
+    unknown = sorted(set(carriers) - set(CARRIERS) - {AUTO})
+    if unknown or not carriers or (AUTO in carriers and len(carriers) > 1):
+        raise DescriptionError(
+            f'carriers is "{AUTO}", or a list of {", ".join(CARRIERS)}; found {list(carriers)}'
+        )
+
+
 def require_options(carriers: Sequence[str], options: Any) -> None:
     """Refuse what is no mapping of mappings, and options of carriers that are never opened."""
     if not isinstance(options, Mapping) or not all(

@@ -14,6 +14,7 @@ the secret before anything else is said, and a wrong incarnation makes every cla
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import http.client
@@ -32,7 +33,8 @@ from urllib.parse import urlsplit
 from kvferry.errors import HandoverError, ProtocolError, TransferError
 from kvferry.p2p.ticket import is_host, is_text
 from kvferry.transport.forks import ours_alone
-from kvferry.wire.names import dial
+from kvferry.units import require_port
+from kvferry.wire.names import at_port, dial, literal
 
 log = logging.getLogger("kvferry")
 
@@ -70,6 +72,14 @@ class Whereabouts:
         if type(port) is not int or not 0 < port < 1 << 16:  # True is no port
             raise ProtocolError(f"the entry of an engine at {address} has port {port!r:.40}")
         return cls(str(engine_id), str(host), port, str(inc))
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
 
 
 class Bootstrap:
@@ -118,15 +128,21 @@ class Bootstrap:
             def log_message(self, format: str, *args: Any) -> None:
                 log.debug("kvferry's bootstrap: %s", format % args)
 
+        where = "127.0.0.1" if host is None else literal(host) or host
+        kind = _Server6 if ":" in where else _Server
         try:
-            self._server = ThreadingHTTPServer((host or "127.0.0.1", port), Handler)
+            self._server = kind((where, require_port(port)), Handler)
         except OSError as error:
+            taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
             raise HandoverError(
-                f"the bootstrap cannot listen at {host or '127.0.0.1'}:{port}: {error}; set "
-                "VLLM_MOONCAKE_BOOTSTRAP_PORT to a free port"
+                f"the bootstrap cannot listen at {at_port(where, port)}: {error}; "
+                + (
+                    "set bootstrap_port, or VLLM_MOONCAKE_BOOTSTRAP_PORT, to a free port"
+                    if taken
+                    else "set host to an address of this host"
+                )
             ) from None
         ours_alone(self._server.socket)
-        self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="kvferry-bootstrap", daemon=True
@@ -204,7 +220,7 @@ def _ask(
     other side sends, and its name is resolved."""
     host, port = host_port(server)
     deadline = time.monotonic() + seconds
-    said = {"Host": f"{host}:{port}", "Content-Length": str(len(body or b"")), **(headers or {})}
+    said = {"Host": at_port(host, port), "Content-Length": str(len(body or b"")), **(headers or {})}
     head = "".join(f"{name}: {value}\r\n" for name, value in said.items())
     question = f"{method} {path} HTTP/1.0\r\n{head}\r\n".encode() + (body or b"")
     try:
@@ -220,7 +236,9 @@ def _ask(
         http.client.HTTPException,
         TransferError,
     ) as error:
-        raise HandoverError(f"the bootstrap at {host}:{port} does not answer: {error}") from None
+        raise HandoverError(
+            f"the bootstrap at {at_port(host, port)} does not answer: {error}"
+        ) from None
 
 
 class _Received:

@@ -11,16 +11,36 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from ipaddress import ip_address, ip_network
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from kvferry.errors import DescriptionError
 from kvferry.p2p.consumer import Mode
 from kvferry.support import SUPPORTED_VLLM
-from kvferry.transport.cost import Packing, require_packing
-from kvferry.transport.options import require_options
+from kvferry.transport.cost import Packing
+from kvferry.transport.options import require_carriers, require_options
+from kvferry.vllm.addresses import HOST, SERVER, Host, Hosts, Server, parse_peers
+from kvferry.vllm.settings import (
+    PATH,
+    PORT,
+    SECONDS,
+    SECRET,
+    Count,
+    Flag,
+    Names,
+    Options,
+    Port,
+    Rule,
+    Seconds,
+    Secret,
+    Text,
+    choice,
+    read_keys,
+    rules,
+    spelled,
+    told,
+)
 
 log = logging.getLogger("kvferry")
 
@@ -38,6 +58,8 @@ THEIR_KEYS: Mapping[Style, frozenset[str]] = {
     "push": frozenset(NIXL_KEYS.split()),
     "mooncake": frozenset(MOONCAKE_KEYS.split()),
 }
+PACKING, MODE = choice(*get_args(Packing)), choice("pull", "push")
+DRAFTS = choice("refuse", "zero")
 MOONCAKE_PORT = 8998  # vLLM's default
 MOONCAKE_SECONDS = 480.0  # vLLM's default
 
@@ -46,24 +68,25 @@ MOONCAKE_SECONDS = 480.0  # vLLM's default
 class FerryConfig:
     """Keys of `kv_connector_extra_config`."""
 
-    secret: str | None = None  # or secret_file, or the environment's KVFERRY_SECRET
-    host: str | None = None  # address that peers reach this engine at; None: loopback
-    port: int = 0  # of the directory; 0: any
-    carriers: tuple[str, ...] = ("auto",)  # or names, in order of preference
-    packing: Packing = "auto"  # or direct, packed: how short runs are moved
-    checksums: bool = False  # compare what arrives with digests of what the source holds
-    carrier_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by carrier
-    mode: Mode = "pull"  # who moves the bytes; push: the producer, where its carrier can be stopped
-    lease_seconds: float = 60.0  # a hold lasts this long without a word from its consumer
-    load_seconds: float = 120.0  # a load has failed after this long
-    model_id: str = ""  # names the weights, where the model's path differs between engines
-    draft_layers: str = "refuse"  # a prefill engine without our draft layers; or "zero" them
-    lora_files_final: bool = False  # adapters' files never change: see `kvferry.pool.adapters`
-    max_held_blocks: int = 0  # that finished requests may keep at once; 0: no limit
-    peers: tuple[str, ...] = ()  # hosts and networks that tickets may name; empty: any
-    bootstrap_port: int = 0  # where proxies ask for engine ids (Mooncake style); 0: not at all
-    bootstrap_server: str = ""  # of another engine, to register with instead of an own one
-    bootstrap_seconds: float = 10.0  # for one question to a bootstrap, or to a directory
+    # or secret_file, or the environment's KVFERRY_SECRET
+    secret: Secret | None = field(default=None, repr=False)
+    host: Host | None = None  # address that peers reach this engine at; None: loopback
+    port: Port = 0  # of the directory; 0: any
+    carriers: Names = ("auto",)  # or names, in order of preference
+    packing: Annotated[Packing, PACKING] = "auto"  # or direct, packed: how short runs are moved
+    checksums: Flag = False  # compare what arrives with digests of what the source holds
+    carrier_options: Options = field(default_factory=dict)  # by carrier
+    mode: Annotated[Mode, MODE] = "pull"  # push: the producer writes, where it can be stopped
+    lease_seconds: Seconds = 60.0  # a hold lasts this long without a word from its consumer
+    load_seconds: Seconds = 120.0  # a load has failed after this long
+    model_id: Text = ""  # names the weights, where the model's path differs between engines
+    draft_layers: Annotated[str, DRAFTS] = "refuse"  # that a prefill engine lacks; or "zero" them
+    lora_files_final: Flag = False  # adapters' files never change: see `kvferry.pool.adapters`
+    max_held_blocks: Count = 0  # that finished requests may keep at once; 0: no limit
+    peers: Hosts = ()  # hosts and networks that tickets may name; empty: any
+    bootstrap_port: Port = 0  # where proxies ask for engine ids (Mooncake style); 0: not at all
+    bootstrap_server: Server = ""  # of another engine, to register with instead of an own one
+    bootstrap_seconds: Seconds = 10.0  # for one question to a bootstrap, or to a directory
 
     @classmethod
     def read(
@@ -75,56 +98,57 @@ class FerryConfig:
     ) -> FerryConfig:
         """`rank` is the data-parallel one: each is an engine, with ports of its own."""
         environment = os.environ if environment is None else environment
-        ours = {f.name for f in fields(cls)} | {"secret_file"}
-        known = ours | THEIR_KEYS[style]
+        names = set(rules(cls))
+        known = names | {"secret_file"} | THEIR_KEYS[style]
         unknown = sorted(set(extra) - known)
         if unknown:
             raise DescriptionError(
                 f"kv_connector_extra_config has {unknown}, which kvferry does not know; it knows "
                 f"{sorted(known)}"
             )
-        values = _translated(extra, style, environment)
-        values |= {k: v for k, v in extra.items() if k in ours and k != "secret_file"}
-        if "secret_file" in extra:
-            values["secret"] = Path(extra["secret_file"]).read_text().strip()
-        values.setdefault("secret", environment.get("KVFERRY_SECRET") or None)
-        for name in ("carriers", "peers"):
-            if name in values:
-                chosen = values[name]
-                values[name] = (chosen,) if isinstance(chosen, str) else tuple(chosen)
+        given = told(extra)
+        values = _translated(given, style, environment)
+        values |= read_keys(cls, {k: v for k, v in given.items() if k in names and k != "secret"})
+        values["secret"] = _secret(given, environment)
         config = cls(**values)
-        require_packing(config.packing)
+        require_carriers(config.carriers)
         require_options(config.carriers, config.carrier_options)
-        if min(config.lease_seconds, config.load_seconds, config.bootstrap_seconds) <= 0:
-            raise DescriptionError(
-                "lease_seconds, load_seconds and bootstrap_seconds must be positive"
-            )
-        if config.draft_layers not in ("refuse", "zero"):
-            raise DescriptionError(
-                f'draft_layers is "refuse" or "zero", found {config.draft_layers!r}'
-            )
-        if config.mode not in ("pull", "push"):
-            raise DescriptionError(f"mode must be pull or push, not {config.mode!r}")
-        if config.max_held_blocks < 0:
-            raise DescriptionError("max_held_blocks must be a number of blocks, or 0 for no limit")
-        return replace(config, port=config.port + rank) if config.port else config
+        if not config.port:
+            return config
+        sum_of = f"port {config.port} + data-parallel rank {rank}"
+        return replace(config, port=PORT.read(sum_of, config.port + rank))
 
     def admits(self, host: str) -> bool:
         """Whether a ticket may send this engine to a host."""
-        if not self.peers:
-            return True
-        try:
-            address = ip_address(host.strip("[]"))
-        except ValueError:
-            return host in self.peers
-        return any(_covers(peer, address) for peer in self.peers)
+        return not self.peers or parse_peers(self.peers).admit(host)
 
 
-def _covers(peer: str, address: Any) -> bool:
+def _secret(given: Mapping[str, Any], environment: Mapping[str, str]) -> str | None:
+    """Where one is asked for there is one: an empty one would switch authentication off."""
+    if "secret" in given and "secret_file" in given:
+        raise DescriptionError("secret and secret_file are both given; remove one of them")
+    if "secret" in given:
+        return str(SECRET.read("secret", given["secret"]))
+    if "secret_file" not in given:
+        variable = environment.get("KVFERRY_SECRET")  # an empty variable is none
+        return str(SECRET.read("KVFERRY_SECRET", variable)) if variable else None
+    path = PATH.read("secret_file", given["secret_file"])
     try:
-        return address in ip_network(peer, strict=False)
-    except ValueError:
-        return False
+        secret = Path(path).read_text("utf-8").strip()
+    except OSError as error:
+        raise DescriptionError(
+            f"secret_file {path} cannot be read: {error.strerror}; name a file that this user may "
+            "read, with the same secret on all engines"
+        ) from None
+    except UnicodeDecodeError:
+        raise DescriptionError(
+            f"secret_file {path} is no text in UTF-8; write the secret into it as text"
+        ) from None
+    if not secret:
+        raise DescriptionError(
+            f"secret_file {path} is empty; write the secret into it, or remove the key"
+        )
+    return secret
 
 
 def _translated(
@@ -132,36 +156,44 @@ def _translated(
 ) -> dict[str, Any]:
     """What an in-tree connector's keys and variables mean here."""
     values: dict[str, Any] = {}
+    variables = {name: text for name, text in environment.items() if text}
+
+    def take(ours: str, source: Mapping[str, Any], theirs: str, rule: Rule) -> None:
+        """Take a number over. Our own keys win over variables, whatever these say."""
+        if theirs in source and not (source is variables and ours in extra):
+            kind = int if rule is PORT else float
+            values[ours] = spelled(theirs, source[theirs], rule, kind)
+
     if style == "push":
         values["mode"] = "push"
     if style in ("nixl", "push"):
-        host = environment.get("VLLM_NIXL_SIDE_CHANNEL_HOST")
-        if host:
+        host = variables.get("VLLM_NIXL_SIDE_CHANNEL_HOST")
+        if host and "host" not in extra:
+            host = HOST.read("VLLM_NIXL_SIDE_CHANNEL_HOST", host)
             values["host"] = "127.0.0.1" if host == "localhost" else host
-        if environment.get("VLLM_NIXL_SIDE_CHANNEL_PORT"):
-            values["port"] = int(environment["VLLM_NIXL_SIDE_CHANNEL_PORT"])
-        if "kv_lease_duration" in extra:
-            values["lease_seconds"] = float(extra["kv_lease_duration"])
-        if "push_registration_timeout" in extra:
-            values["load_seconds"] = float(extra["push_registration_timeout"])
+        take("port", variables, "VLLM_NIXL_SIDE_CHANNEL_PORT", PORT)
+        take("lease_seconds", extra, "kv_lease_duration", SECONDS)
+        take("load_seconds", extra, "push_registration_timeout", SECONDS)
         if extra.get("bidirectional_kv_xfer"):
             raise DescriptionError(
                 "bidirectional_kv_xfer (decode engines that keep blocks for the next turn) is not "
                 "offered; remove it, or share blocks between turns by a pool"
             )
-        if extra.get("enforce_handshake_compat") is False:
+        if extra.get("enforce_handshake_compat", True) is not True:
             raise DescriptionError(
                 "enforce_handshake_compat cannot be switched off: what two engines must have in "
-                "common is checked at every handshake, and what may differ is bridged; remove it"
+                "common is checked at every handshake, and what may differ is bridged; remove it "
+                f"(found {extra['enforce_handshake_compat']!r:.40})"
             )
     if style == "mooncake":
-        port = int(environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT") or MOONCAKE_PORT)
-        values["bootstrap_port"] = port
-        seconds = float(environment.get("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT") or MOONCAKE_SECONDS)
-        values["lease_seconds"] = values["load_seconds"] = seconds
-        if environment.get("VLLM_MOONCAKE_CONNECTOR_TIMEOUT"):
-            values["bootstrap_seconds"] = float(environment["VLLM_MOONCAKE_CONNECTOR_TIMEOUT"])
-        values["bootstrap_server"] = str(extra.get("bootstrap_server_address") or "")
+        values["bootstrap_port"] = MOONCAKE_PORT
+        take("bootstrap_port", variables, "VLLM_MOONCAKE_BOOTSTRAP_PORT", PORT)
+        values["lease_seconds"] = values["load_seconds"] = MOONCAKE_SECONDS
+        for name in ("lease_seconds", "load_seconds"):
+            take(name, variables, "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", SECONDS)
+        take("bootstrap_seconds", variables, "VLLM_MOONCAKE_CONNECTOR_TIMEOUT", SECONDS)
+        address = extra.get("bootstrap_server_address", "")
+        values["bootstrap_server"] = SERVER.read("bootstrap_server_address", address)
     idle = {"kv_lease_duration", "push_registration_timeout", "bootstrap_server_address"}
     idle |= {"bidirectional_kv_xfer", "enforce_handshake_compat"}
     unused = sorted((set(extra) & THEIR_KEYS[style]) - idle)

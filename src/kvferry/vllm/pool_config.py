@@ -10,14 +10,27 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, cast
 
 from kvferry.errors import DescriptionError, StoreError
 from kvferry.pool.mooncake_config import parse_size
 from kvferry.pool.requests import PoolLimits
 from kvferry.pool.store import Store
+from kvferry.vllm.settings import (
+    Count,
+    FilePath,
+    Flag,
+    Options,
+    Rule,
+    Seconds,
+    Share,
+    Text,
+    read_keys,
+    rules,
+    told,
+)
 
 log = logging.getLogger("kvferry")
 
@@ -39,35 +52,55 @@ MOONCAKE_ONLY = frozenset(
 LOOKUP_BUFFER_BYTES = 64 << 20
 
 
+def _take_size(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError
+    try:
+        return parse_size(value)
+    except StoreError:
+        raise ValueError from None
+
+
+def _take_any_port(value: Any) -> int | str:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError
+    return value
+
+
+SIZE = Rule("a size such as 80GB, 512MiB or a number of bytes", _take_size)
+Size = Annotated[int | str, SIZE]
+SpelledPort = Annotated[int | str, Rule("a port, as a number or a text", _take_any_port)]
+
+
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
     """Keys of `kv_connector_extra_config`."""
 
-    store: str = "embedded"  # "mooncake", or "module:function" of your own
-    path: str | None = None  # of the embedded store; None: in shared memory, one per user
-    size: int | str | None = None  # its memory tier, such as "80GB"
-    disk_path: str | None = None
-    disk_size: int | str = 0
-    options: dict[str, Any] = field(default_factory=dict)  # for a store of your own
-    cache_prefix: str = ""  # the tenant: engines with different ones share nothing
-    model_id: str = ""  # names the model, where its path differs between engines
-    weight_revision: str = ""  # names the weights; default: see `kvferry.pool.weights`
-    lora_files_final: bool = False  # adapters' files never change: see `kvferry.pool.adapters`
-    load_async: bool = True
-    discard_partial_chunks: bool = True
-    lookup_rpc_port: int | str = 0  # no port is needed: accepted, and not used
-    enable_lookup: bool = True
-    save_decode_cache: bool | None = None  # None: yes, of engines that save at all
-    lookup_seconds: float = 2.0
-    load_seconds: float = 60.0
-    save_seconds: float = 60.0
-    min_load_tokens: int = 1  # a shorter hit is computed
-    checksums: bool = False  # over a store without its own; the embedded one always has them
-    pinned_share: float = 0.25  # of all blocks that saves may pin at a time
+    store: Text = "embedded"  # "mooncake", or "module:function" of your own
+    path: FilePath | None = None  # of the embedded store; None: in shared memory, one per user
+    size: Size | None = None  # its memory tier, such as "80GB"
+    disk_path: FilePath | None = None
+    disk_size: Size = 0
+    options: Options = field(default_factory=dict)  # for a store of your own
+    cache_prefix: Text = ""  # the tenant: engines with different ones share nothing
+    model_id: Text = ""  # names the model, where its path differs between engines
+    weight_revision: Text = ""  # names the weights; default: see `kvferry.pool.weights`
+    lora_files_final: Flag = False  # adapters' files never change: see `kvferry.pool.adapters`
+    load_async: Flag = True
+    discard_partial_chunks: Flag = True
+    lookup_rpc_port: SpelledPort = 0  # no port is needed: accepted, and not used
+    enable_lookup: Flag = True
+    save_decode_cache: Flag | None = None  # None: yes, of engines that save at all
+    lookup_seconds: Seconds = 2.0
+    load_seconds: Seconds = 60.0
+    save_seconds: Seconds = 60.0
+    min_load_tokens: Count = 1  # a shorter hit is computed
+    checksums: Flag = False  # over a store without its own; the embedded one always has them
+    pinned_share: Share = 0.25  # of all blocks that saves may pin at a time
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], **defaults: Any) -> PoolConfig:
-        known = {f.name for f in fields(cls)}
+        known = set(rules(cls))
         unknown = sorted(set(extra) - known - MOONCAKE_ONLY)
         if unknown:
             raise DescriptionError(
@@ -79,15 +112,36 @@ class PoolConfig:
         unused = sorted(set(extra) & MOONCAKE_ONLY)
         if unused:
             log.info("kvferry's pool has no need of %s", ", ".join(unused))
-        config = cls(**{**defaults, **{k: v for k, v in extra.items() if k in known}})
-        for name in ("lookup_seconds", "load_seconds", "save_seconds"):
-            if getattr(config, name) <= 0:
-                raise DescriptionError(f"{name} must be positive, found {getattr(config, name)}")
+        given = {k: v for k, v in told(extra).items() if k in known}
+        config = cls(**read_keys(cls, {**defaults, **given}))
+        config._require_consistent()
         if not config.load_async:
             log.info("load_async is off: loads are asynchronous all the same, and no step waits")
         if not config.discard_partial_chunks:
             log.info("discard_partial_chunks is off: only whole blocks are kept all the same")
         return config
+
+    def _require_consistent(self) -> None:
+        """Refuse keys that would have no effect on the store that was chosen."""
+        given = {"path": self.path, "size": self.size, "disk_path": self.disk_path}
+        given["disk_size"] = self.disk_size or None
+        names = ", ".join(told(given))
+        if self.store != "embedded" and names:
+            raise DescriptionError(
+                f"{names} set, which only the embedded store has, and store is {self.store!r}; "
+                "remove what is not meant (Mooncake's sizes are in the file that "
+                "MOONCAKE_CONFIG_PATH names, those of a store of your own in `options`)"
+            )
+        if self.options and self.store in ("embedded", "mooncake"):
+            raise DescriptionError(
+                f"options are for a store of your own (module:function), and store is "
+                f"{self.store!r}; remove one of the two"
+            )
+        if (self.disk_path is None) != (not self.disk_size):
+            raise DescriptionError(
+                "a disk tier needs both disk_path and disk_size, found "
+                f"disk_path {self.disk_path!r} and disk_size {self.disk_size!r}"
+            )
 
     def limits(self, blocks: int, *, produces: bool) -> PoolLimits:
         """Every role looks up, as prefill engines gain most; a consumer saves if it is told to."""
@@ -117,8 +171,16 @@ class PoolConfig:
             raise DescriptionError(
                 f"store is 'embedded', 'mooncake' or 'module:function', found {self.store!r}"
             )
-        make = getattr(importlib.import_module(module), name)
-        return lambda: make(**self.options)
+        try:
+            make = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            raise DescriptionError(
+                f"store {self.store!r} cannot be imported: {error}; name a function of a module "
+                "that every process of the engine finds (PYTHONPATH)"
+            ) from error
+        if not callable(make):
+            raise DescriptionError(f"store {self.store!r} is no function that makes a store")
+        return lambda: cast(Store, make(**self.options))
 
     def _open_embedded(self) -> Store:
         from kvferry.pool.embedded import EmbeddedStore
@@ -146,7 +208,7 @@ class PoolConfig:
         return MooncakeStore(config, hold_memory=True)
 
 
-def parse_bytes(amount: int | str) -> int:
+def parse_bytes(amount: float | str) -> int:
     """Bytes of an amount such as 80GB, 512MiB or 1073741824; a GB is 2^30 bytes, as in Mooncake."""
     try:
         return parse_size(amount)

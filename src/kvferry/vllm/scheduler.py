@@ -32,6 +32,7 @@ from kvferry.vllm.rendezvous import Rendezvous
 from kvferry.vllm.spans import Spans
 from kvferry.vllm.stats import FerryStats
 from kvferry.wire.messages import EngineInfo, RankInfo
+from kvferry.wire.names import at_port
 from kvferry.wire.sockets import Sockets, is_loopback
 
 log = logging.getLogger("kvferry")
@@ -96,7 +97,7 @@ class FerryScheduler:
         )
         self._bootstrap: Bootstrap | None = None
         self._registration: Registration | None = None
-        if config.bootstrap_port and self.produces:
+        if (config.bootstrap_port or config.bootstrap_server) and self.produces:
             self._open_bootstrap(parallel)
         log.info(
             "kvferry: engine %s offers its caches at port %d", self.engine_id, self._directory.port
@@ -114,7 +115,7 @@ class FerryScheduler:
             host = config.host or "127.0.0.1"
             if not local and not is_loopback(parallel.data_parallel_master_ip):
                 host = parallel.data_parallel_master_ip
-            server = config.bootstrap_server or f"{host}:{config.bootstrap_port}"
+            server = config.bootstrap_server or at_port(host.strip("[]"), config.bootstrap_port)
             self._registration = Registration(
                 server, self._dp_rank, config.secret, config.bootstrap_seconds
             )
@@ -125,7 +126,7 @@ class FerryScheduler:
         where = (self.engine_id, host, self._directory.port, self.offering.incarnation)
         # An in-tree decode engine asks these addresses, and is refused there in words it logs.
         ranks = {
-            tp: dict.fromkeys(range(self._shape[1]), f"tcp://{host}:{self._directory.port}")
+            tp: dict.fromkeys(range(self._shape[1]), f"tcp://{at_port(host, self._directory.port)}")
             for tp in range(self._shape[0])
         }
         entry = Whereabouts(*where).entry(ranks)
