@@ -45,7 +45,7 @@ FERRY: dict[str, tuple[Any, Any]] = {
     "port": (((0, 0), (65535, 65535)), NOT_PORT),
     "carriers": (
         (("tcp", ("tcp",)), (["local", "tcp"], ("local", "tcp")), (("tcp",), ("tcp",))),
-        (5, [], "", [5], [""], {"tcp": {}}, True),
+        (5, [], "", [5], [""], {"tcp": {}}, True, "tcpp", ["auto", "tcp"]),
     ),
     "packing": ((("auto", "auto"), ("packed", "packed")), ("Auto", "", True, 5, ["auto"])),
     "checksums": (((True, True), (False, False)), NOT_FLAG),
@@ -58,6 +58,7 @@ FERRY: dict[str, tuple[Any, Any]] = {
     "load_seconds": (SECONDS, NOT_SECONDS),
     "model_id": ((("m", "m"), ("", "")), NOT_TEXT),
     "draft_layers": ((("zero", "zero"),), ("Zero", "", 0, False)),
+    "lora_files_final": (((True, True), (False, False)), NOT_FLAG),
     "max_held_blocks": (((0, 0), (100, 100)), NOT_COUNT),
     "peers": (
         (
