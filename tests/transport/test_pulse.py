@@ -73,6 +73,7 @@ def test_a_carrier_that_is_being_closed_is_lost_and_not_gone() -> None:
     with socket.create_connection((HOST, server.port)) as stranger:
         time.sleep(0.05)
         server.leave()
+        time.sleep(0.05)
         server.leave()
         for pulse in (first, second):
             assert not pulse.alive(5) and not pulse.gone()

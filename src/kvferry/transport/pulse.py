@@ -123,7 +123,9 @@ class PulseServer:
                         self._drop(selector, one)
 
     def _say_goodbye(self, selector: selectors.BaseSelector) -> None:
-        if self._listener in selector.get_map():
+        if self._listener.fileno() < 0:  # it was said before
+            return
+        if not self._deaf_until:
             selector.unregister(self._listener)
         self._deaf_until = 0.0
         hang_up(self._listener)
