@@ -37,7 +37,9 @@ class DeviceKind:
     def carrier(self, regions: list[MemoryRegion]) -> Carrier:
         if self.name == "tcp":
             memory = DeviceMemory(regions)
-            carrier = make_carrier("tcp", secret=SECRET, host="127.0.0.1", memory=memory)
+            carrier = make_carrier(
+                "tcp", secret=SECRET, host="127.0.0.1", memory=memory, writable=True
+            )
         elif self.name == "nixl":
             carrier = make_carrier("nixl", device=0)
         else:

@@ -31,7 +31,7 @@ SMALL = 4 << 20
 FIRST = (PAGE, BIG + 2 * PAGE)  # offset, bytes
 SECOND = (FIRST[0] + FIRST[1] + PAGE, SMALL)
 TOTAL = SECOND[0] + SECOND[1] + PAGE
-SECRET = "loopback"
+SECRET = "a secret for these tests"
 
 
 def soon(seconds: float = 60.0) -> float:
@@ -93,8 +93,15 @@ class Peer:
             self.carrier.close()
 
     def counters(self) -> dict[str, int]:
+        return self._ask("counters")
+
+    def close_carrier(self) -> None:
+        """Its process goes on."""
+        self._ask("close")
+
+    def _ask(self, what: str) -> dict[str, int]:
         assert self.process and self.process.stdin and self.process.stdout
-        self.process.stdin.write("counters\n")
+        self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()
         found: dict[str, int] = json.loads(self.process.stdout.readline())
         return found
@@ -115,22 +122,22 @@ class Kind:
 
 KINDS = {
     "null": Kind("null"),
-    "local": Kind("local", {"packing": "direct"}, {"packing": "direct"}),
-    "local-fallback": Kind("local", user={"force_fallback": True}),
+    "local": Kind("local", {"packing": "direct", "writable": True}, {"packing": "direct"}),
+    "local-fallback": Kind("local", {"writable": True}, {"force_fallback": True}),
     "tcp": Kind(
         "tcp",
-        {"secret": SECRET, "host": "127.0.0.1", "packing": "direct"},
+        {"secret": SECRET, "host": "127.0.0.1", "packing": "direct", "writable": True},
         {"secret": SECRET, "host": "127.0.0.1", "packing": "direct"},
     ),
-    "tcp-open": Kind("tcp"),
+    "tcp-open": Kind("tcp", {"writable": True}),
     "mooncake": Kind("mooncake", {"packing": "direct"}, {"packing": "direct"}, second=40_000),
     "mooncake-packed": Kind("mooncake", {"packing": "packed"}, {"packing": "packed"}),
     "nixl": Kind("nixl", {"packing": "direct"}, {"packing": "direct"}),
     "nixl-packed": Kind("nixl", {"packing": "packed"}, {"packing": "packed"}),
-    "local-packed": Kind("local", {"packing": "packed"}, {"packing": "packed"}),
+    "local-packed": Kind("local", {"packing": "packed", "writable": True}, {"packing": "packed"}),
     "tcp-packed": Kind(
         "tcp",
-        {"secret": SECRET, "host": "127.0.0.1", "packing": "packed"},
+        {"secret": SECRET, "host": "127.0.0.1", "packing": "packed", "writable": True},
         {"secret": SECRET, "host": "127.0.0.1", "packing": "packed"},
     ),
 }
@@ -179,7 +186,9 @@ def main() -> None:
     carrier = make_carrier(sys.argv[2], **json.loads(sys.argv[3]))
     carrier.register(memory.regions())
     print(memory.address, carrier.endpoint().hex(), flush=True)
-    for _ in sys.stdin:
+    for order in sys.stdin:
+        if order.strip() == "close":
+            carrier.close()
         print(json.dumps(dict(getattr(carrier, "counters", {}))), flush=True)
     carrier.close()
 

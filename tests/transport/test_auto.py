@@ -15,7 +15,7 @@ from kvferry.transport.auto import by_cost, connect, select
 from kvferry.transport.cost import Cost, Costs
 from p2p_peers import LOOPBACK
 
-SECRET = "loopback"
+SECRET = "a secret for these tests"
 
 
 def table(**seconds: float) -> Costs:

@@ -76,7 +76,7 @@ def test_numbers_that_cannot_be(
 
 @pytest.mark.parametrize("host", ["..", "a" * 64 + ".example"])
 def test_hosts_that_are_no_names(host: str) -> None:
-    tcp = make_carrier("tcp", secret="s", host="127.0.0.1")
+    tcp = make_carrier("tcp", secret="a secret for these tests", host="127.0.0.1")
     with pytest.raises(TransferError):
         tcp.connect(msgspec.msgpack.encode(("tcp", host, 5000, ID)), soon(5))
     tcp.close()
@@ -117,7 +117,7 @@ def test_a_name_that_takes_its_time(whose: str, monkeypatch: pytest.MonkeyPatch)
     try:
         with pytest.raises(DeadlineExceeded, match="not resolved in time"):
             if whose == "tcp":
-                tcp = make_carrier("tcp", secret="s", host="127.0.0.1")
+                tcp = make_carrier("tcp", secret="a secret for these tests", host="127.0.0.1")
                 try:
                     tcp.connect(msgspec.msgpack.encode(("tcp", "slow", 5000, ID)), soon(0.3))
                 finally:

@@ -130,8 +130,12 @@ class Wire(threading.Thread):
 
 @pytest.mark.parametrize("checksums", [True, False])
 def test_a_byte_flipped_in_flight(checksums: bool) -> None:
-    source = Spec("p", "tp=1,block=16", carrier="tcp", secret="s", told=False)
-    sink = Spec("d", "tp=1,block=32", carrier="tcp", secret="s", checksums=checksums)
+    source = Spec(
+        "p", "tp=1,block=16", carrier="tcp", secret="a secret for these tests", told=False
+    )
+    sink = Spec(
+        "d", "tp=1,block=32", carrier="tcp", secret="a secret for these tests", checksums=checksums
+    )
     with producer(source) as peer:
         (info,) = peer.infos
         real = TcpEndpoint.decode(info.carriers["tcp"])

@@ -32,8 +32,10 @@ from carrier_peer import (
 )
 
 from kvferry.errors import (
+    AuthenticationError,
     Cancelled,
     DeadlineExceeded,
+    DescriptionError,
     KvferryError,
     OutOfBounds,
     PeerLost,
@@ -451,7 +453,7 @@ def test_endpoints_of_nobody() -> None:
         carrier.close()
 
 
-def test_tcp_without_a_secret_stays_on_loopback(caplog: pytest.LogCaptureFixture) -> None:
+def test_tcp_without_a_secret_stays_on_loopback() -> None:
     kind = KINDS["tcp-open"]
     with owner(kind) as peer:
         assert b"127.0.0.1" in peer.endpoint
@@ -460,9 +462,11 @@ def test_tcp_without_a_secret_stays_on_loopback(caplog: pytest.LogCaptureFixture
             pair.move("read", FIRST[0], FIRST[0], 5000)
             at = slice(FIRST[0], FIRST[0] + 5000)
             assert np.array_equal(pair.memory.bytes[at], noise()[at])
-    assert not caplog.records
-    make_carrier("tcp", host="0.0.0.0").close()  # asked for, so it is done; with a word
-    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    for name in ("tcp", "local"):
+        with pytest.raises(AuthenticationError, match="openssl rand"):
+            make_carrier(name, host="0.0.0.0")
+        with pytest.raises(DescriptionError, match="at least 16 bytes, found 5"):
+            make_carrier(name, secret="short")
 
 
 def test_carriers_by_name() -> None:

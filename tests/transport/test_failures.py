@@ -403,7 +403,10 @@ def test_peers_that_are_refused_leave_nothing(way: Way, case: str) -> None:
         warm_up(good, d)
         if case in ("secret", "model"):
             other = replace(way.p, engine_id="o")
-            changed = {"secret": {"secret": "x"}, "model": {"meaning": (("weights", "w2"),)}}[case]
+            changed = {
+                "secret": {"secret": "a secret of others"},
+                "model": {"meaning": (("weights", "w2"),)},
+            }[case]
             bad = stack.enter_context(producer(replace(other, **changed)))
             ticket = bad.hold(prompt)
         else:

@@ -36,7 +36,7 @@ def test_a_helper_that_cannot_start_is_done_without(
 ) -> None:
     theirs = np.random.default_rng(1).integers(0, 256, 64 * MIB, dtype=np.uint8)
     ours = np.zeros_like(theirs)
-    owner, user = TcpCarrier(), TcpCarrier(streams_per_transfer=3)
+    owner, user = TcpCarrier(writable=True), TcpCarrier(streams_per_transfer=3)
     try:
         owner.register([MemoryRegion(theirs.ctypes.data, theirs.nbytes)])
         user.register([MemoryRegion(ours.ctypes.data, ours.nbytes)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from carrier_peer import FIRST, KINDS, Memory, Peer, copies, owner, soon, user
 
 from kvferry.errors import AuthenticationError, PeerLost, PermissionDenied
 from kvferry.transport import MemoryRegion, vm
-from kvferry.transport.local import LocalCarrier, LocalEndpoint, _start_ticks
+from kvferry.transport.local import LocalCarrier, LocalEndpoint, LocalPeer, _start_ticks
 
 KIND = KINDS["local"]
 
@@ -60,7 +61,7 @@ def test_a_recycled_pid_is_noticed(peer: Peer) -> None:
                 carrier.connect(altered(peer.endpoint, pid=other.pid), soon())
             ticks = _start_ticks(other.pid)
             same = altered(peer.endpoint, pid=other.pid, start_ticks=ticks)
-            with pytest.raises(PeerLost):
+            with pytest.raises(PeerLost, match="not the peer any more"):
                 carrier.connect(same, soon())
             with pytest.raises(PeerLost, match="restarted"):
                 carrier.connect(altered(peer.endpoint, start_ticks=1), soon())
@@ -73,20 +74,29 @@ def test_a_recycled_pid_is_noticed(peer: Peer) -> None:
 
 def test_a_closed_carrier_is_noticed_in_a_process_that_lives(memory: Memory) -> None:
     """Its process goes on, its memory may be someone else's by now."""
-    mine = np.zeros(4096, dtype=np.uint8)
-    closing = LocalCarrier()
-    closing.register([MemoryRegion(mine.ctypes.data, mine.nbytes)])
-    with user(KIND, memory) as carrier:
-        link = carrier.connect(closing.endpoint(), soon())
-        here = memory.address + FIRST[0]
-        carrier.read(link, copies(mine.ctypes.data, here, 10)).wait(soon())
-        closing.close()
-        for start, pair in (
-            (carrier.read, (mine.ctypes.data, here)),
-            (carrier.write, (here, mine.ctypes.data)),
-        ):
+    with owner(KIND) as peer, user(KIND, memory) as carrier:
+        link = carrier.connect(peer.endpoint, soon())
+        there, here = peer.address + FIRST[0], memory.address + FIRST[0]
+        carrier.read(link, copies(there, here, 10)).wait(soon())
+        peer.close_carrier()
+        for start, pair in ((carrier.read, (there, here)), (carrier.write, (here, there))):
             with pytest.raises(PeerLost, match="not the peer any more"):
                 start(link, copies(*pair, 10)).wait(soon())
+        with pytest.raises(PeerLost):
+            carrier.connect(peer.endpoint, soon())
+
+
+def test_a_carrier_of_this_process_is_reached_by_tcp(memory: Memory) -> None:
+    """Whoever names this process as the owner cannot have it read itself."""
+    mine = np.arange(4096, dtype=np.uint8)
+    other = LocalCarrier()
+    other.register([MemoryRegion(mine.ctypes.data, mine.nbytes)])
+    with user(KIND, memory) as carrier, contextlib.closing(other):
+        link = carrier.connect(other.endpoint(), soon())
+        assert isinstance(link, LocalPeer)
+        assert "this very process" in link.detour
+        carrier.read(link, copies(mine.ctypes.data, memory.address + FIRST[0], 64)).wait(soon())
+        assert np.array_equal(memory.bytes[FIRST[0] : FIRST[0] + 64], mine[:64])
 
 
 @pytest.mark.parametrize(
@@ -133,9 +143,7 @@ def test_goes_directly_where_it_may(
     assert not caplog.records
 
 
-def test_the_fallback_needs_the_endpoints_secret(peer: Peer, memory: Memory) -> None:
-    with user(KINDS["local-fallback"], memory) as carrier:
-        with pytest.raises(AuthenticationError):
-            carrier.connect(altered(peer.endpoint, tcp_secret=b"guess"), soon())
-        with pytest.raises(AuthenticationError):
-            carrier.connect(altered(peer.endpoint, tcp_secret=b""), soon())
+def test_the_fallback_needs_the_secret(peer: Peer) -> None:
+    other = LocalCarrier(force_fallback=True, secret="another than its peer's")
+    with contextlib.closing(other), pytest.raises(AuthenticationError):
+        other.connect(peer.endpoint, soon())

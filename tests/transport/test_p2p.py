@@ -105,8 +105,8 @@ SHAPES = [
 def test_bytes_arrive_between_shapes(
     carrier: str, mode: Mode, model: str, src: str, dst: str
 ) -> None:
-    source = Spec("p", src, model, carrier=carrier, secret="s3cret")
-    target = Spec("d", dst, model, carrier=carrier, secret="s3cret", mode=mode)
+    source = Spec("p", src, model, carrier=carrier, secret="a secret for these tests")
+    target = Spec("d", dst, model, carrier=carrier, secret="a secret for these tests", mode=mode)
     prompts = [
         Prompt(1, 200, src_first=1, dst_first=1),  # its last block is filled in part
         Prompt(2, 101, src_first=20, dst_first=20, skip=48),
@@ -462,8 +462,10 @@ def test_the_holds_of_a_consumer_that_is_killed_expire_once() -> None:
 
 # --- peers that do not belong together -----------------------------------------------------------
 
+ONE, OTHER = "one secret of engines", "another secret of engines"
 
-@pytest.mark.parametrize(("ours", "theirs"), [("a", "b"), (None, "b"), ("a", None)])
+
+@pytest.mark.parametrize(("ours", "theirs"), [(ONE, OTHER), (None, OTHER), (ONE, None)])
 def test_peers_without_the_same_secret_are_refused_at_once(
     ours: str | None, theirs: str | None
 ) -> None:
@@ -483,7 +485,7 @@ def test_without_a_secret_no_other_host_is_asked() -> None:
     prompt = Prompt(1, 100)
     ticket = replace(make_ticket(P, 9, prompt), host="192.0.2.1")
     with consumer(D, P) as d:
-        require_failed(d.load(ticket, prompt), "AuthenticationError: the peer 192.0.2.1:9 is on")
+        require_failed(d.load(ticket, prompt), "AuthenticationError: the peer '192.0.2.1' is on")
 
 
 @pytest.mark.parametrize(
@@ -578,7 +580,7 @@ def test_a_peer_that_never_answers(host: str) -> None:
 
 def test_addresses_that_are_none_end_the_load() -> None:
     prompt = Prompt(1, 100)
-    spec = replace(D, secret="s")
+    spec = replace(D, secret="a secret for these tests")
     with consumer(spec, P) as d:
         for host in ("no-such-host.invalid", "a b", "x" * 400, "[::"):
             ticket = Ticket(**{**_fields(make_ticket(P, 9, prompt)), "host": host})

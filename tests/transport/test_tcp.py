@@ -35,15 +35,22 @@ from kvferry.transport.tcp_server import ServerLimits
 from kvferry.transport.tcp_stream import Stream
 
 SIZE = 8 << 20
+RIGHT, WRONG = "the right secret", "another secret of the same kind"
 EVERYTHING = RegionTable.of([MemoryRegion(0, (1 << 62))])
 
 
 class End:
     """A carrier and its memory."""
 
-    def __init__(self, secret: str | None = "s", limits: ServerLimits | None = None) -> None:
+    def __init__(
+        self,
+        secret: str | None = "a secret for these tests",
+        limits: ServerLimits | None = None,
+        *,
+        writable: bool = True,
+    ) -> None:
         self.memory = np.zeros(SIZE, dtype=np.uint8)
-        self.carrier = TcpCarrier(secret=secret, host="127.0.0.1", limits=limits)
+        self.carrier = TcpCarrier(secret=secret, host="127.0.0.1", limits=limits, writable=writable)
         self.carrier.register([MemoryRegion(self.address, SIZE)])
 
     @property
@@ -68,7 +75,7 @@ def long_write(src: End, dst: End) -> tuple[np.ndarray, ...]:
     )
 
 
-@pytest.mark.parametrize("secrets", [("right", "wrong"), ("right", None), (None, "wrong")])
+@pytest.mark.parametrize("secrets", [(RIGHT, WRONG), (RIGHT, None), (None, WRONG)])
 def test_secrets_that_differ(secrets: tuple[str | None, str | None]) -> None:
     owner, user = End(secrets[0]), End(secrets[1])
     with pytest.raises(AuthenticationError, match="secret"):
@@ -300,10 +307,14 @@ def ranges(end: End, *pairs: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     return end.address + table[:, 0], table[:, 1]
 
 
-def test_a_grant_lets_its_ranges_be_written_and_nothing_else(ends: tuple[End, End]) -> None:
-    owner, user = ends
+def test_a_grant_lets_its_ranges_be_written_and_nothing_else() -> None:
+    owner, user = End(writable=False), End()
+    with contextlib.closing(owner.carrier), contextlib.closing(user.carrier):
+        _write_under_grants(owner, user)
+
+
+def _write_under_grants(owner: End, user: End) -> None:
     user.memory[:] = 7
-    owner.carrier.require_grants()
     grant = owner.carrier.open_grant(*ranges(owner, (1000, 100), (1100, 100), (5000, 10)))
     other = owner.carrier.open_grant(*ranges(owner, (9000, 100)))
     assert len(grant) == 16
@@ -391,7 +402,9 @@ def test_memory_that_is_not_addressable_is_always_staged() -> None:
     rng = np.random.default_rng(3)
     arrays = [rng.integers(0, 256, SIZE, dtype=np.uint8) for _ in range(2)]
     memories = [Elsewhere(a) for a in arrays]
-    carriers = [TcpCarrier(secret="s", host="127.0.0.1", memory=m) for m in memories]
+    carriers = [
+        TcpCarrier(secret=RIGHT, host="127.0.0.1", memory=m, writable=True) for m in memories
+    ]
     for carrier, array in zip(carriers, arrays, strict=True):
         carrier.register([MemoryRegion(array.ctypes.data, array.nbytes)])
     owner, user = carriers

@@ -41,7 +41,9 @@ class NameServer:
 
 
 @contextlib.contextmanager
-def peers(server: NameServer, secret: str | None = "s") -> Iterator[tuple[Caller, int]]:
+def peers(
+    server: NameServer, secret: str | None = "a secret for these tests"
+) -> Iterator[tuple[Caller, int]]:
     """A caller that asks this name server, and the port of a directory on 127.0.0.1."""
     sockets = Sockets(secret, names=Names(server.look_up))
     directory, caller = Directory(sockets), Caller(sockets)

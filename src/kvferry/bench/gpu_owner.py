@@ -63,7 +63,7 @@ class Owner:
             fill(address, size, seed + number)
         regions = [MemoryRegion(address, size) for address, size in self._areas]
         cuda = make_carrier("cuda")
-        tcp = make_carrier("tcp", host="127.0.0.1", memory=DeviceMemory(regions))
+        tcp = make_carrier("tcp", host="127.0.0.1", memory=DeviceMemory(regions), writable=True)
         for carrier in (cuda, tcp):
             carrier.register(regions)
         self._carriers = [cuda, tcp]

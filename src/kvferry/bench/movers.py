@@ -56,7 +56,8 @@ class OurCarrier:
     """One of kvferry's."""
 
     def __init__(self, name: str, memory: Bytes, packing: Packing = "auto") -> None:
-        self._carrier: Any = make_carrier(name, host=LOOPBACK, packing=packing)
+        options = {"writable": True} if name in ("local", "tcp") else {}
+        self._carrier: Any = make_carrier(name, host=LOOPBACK, packing=packing, **options)
         self._carrier.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
         self._peer: Any = None
         self.may_pack = packing != "direct"

@@ -162,7 +162,9 @@ def bench(wanted: Wanted, costs: Costs | None = None) -> Iterator[Bench]:
 
 def _carrier(name: str, costs: Costs | None, memory: NDArray[np.uint8]) -> Packs:
     """Made to pack: one that is only told later has memory to stage in, too."""
-    made = cast(Packs, make_carrier(name, host="127.0.0.1", packing="packed", costs=costs))
+    options: dict[str, Any] = {"writable": True} if name in ("local", "tcp") else {}
+    options |= {"host": "127.0.0.1", "packing": "packed", "costs": costs}
+    made = cast(Packs, make_carrier(name, **options))
     made.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
     return made
 

@@ -26,9 +26,9 @@ from kvferry.errors import DescriptionError, KvferryError
 from kvferry.transport import make_carrier
 from kvferry.transport.auto import AUTO, ENGINES, cost_name, select
 from kvferry.transport.cost import Costs
-from kvferry.transport.foreign_peer import is_loopback
 from kvferry.transport.registry import CARRIERS
 from kvferry.wire.messages import SeenRank
+from kvferry.wire.names import is_loopback
 
 PEER_SECONDS = 10.0  # for its directory, and for one rank by one carrier
 CARRIER_SECONDS = 30.0  # for all ranks by one carrier
@@ -68,7 +68,7 @@ def look_at_peer(address: str, asked: Asked, costs: Costs | None) -> Iterator[Fi
     if not isinstance(reply, Seen):
         yield reply
         return
-    taken = "our secret is accepted" if asked.secret else "without a secret"
+    taken = "our secret is accepted" if asked.secret else "it is of this user"
     said = f"engine {reply.engine_id} ({reply.model}), {len(reply.ranks)} ranks; {taken}"
     yield Finding("peer", address, "ok", said)
     if not reply.ranks:

@@ -73,9 +73,6 @@ class ConsumerRank:
         rank = layout.rank
         reader = Reader(engine.engine_id, engine.incarnation, rank.pp, rank.tp)
         self._tally = ConsumerTally()
-        for carrier in carriers:
-            if is_granting(carrier):  # nobody writes here but under a grant
-                carrier.require_grants()
         offering = None
         if mode == "push" and checked is None:
             endpoints = {c.name: c.endpoint() for c in carriers if is_granting(c)}

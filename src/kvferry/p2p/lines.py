@@ -102,7 +102,8 @@ class Line:
             else:
                 return AuthenticationError(
                     f"{self.address} does not take our secret (or is no kvferry); configure the "
-                    "same secret on both engines"
+                    "same secret on both engines. Without one, both must run as the same user on "
+                    "one host, and in containers share /dev/shm"
                 )
         return None
 

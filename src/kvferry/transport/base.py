@@ -11,9 +11,10 @@
 
 Addresses are absolute, each in the address space of the process that owns it. Every remote range
 must lie inside one region that the peer registered, and every local one inside one of this
-carrier's own; who checks that differs by carrier (tcp: the peer; local: the initiator, against what
-the endpoint says), that it is checked does not. All are checked before the first byte moves. *Done*
-means visible at the destination. Deadlines are absolute, on `time.monotonic()`.
+carrier's own; who checks that differs by carrier (tcp: the peer; local and cuda: the initiator,
+against what the owner has vouched for), that it is checked does not. All are checked before the
+first byte moves. *Done* means visible at the destination. Deadlines are absolute, on
+`time.monotonic()`.
 
 Errors of the copies themselves come from `wait`, as all others do. The arrays must stay as they are
 until the transfer has ended. Copies of one batch may be done in any order.
@@ -145,9 +146,6 @@ class GrantingCarrier(Carrier, Protocol):
         """
 
     def write_granted(self, peer: Any, copies: CopyArrays, grant: bytes) -> Transfer: ...
-
-    def require_grants(self) -> None:
-        """From now on, take no write here without a grant."""
 
 
 def is_granting(carrier: Carrier | None) -> TypeGuard[GrantingCarrier]:

@@ -14,8 +14,9 @@ driver keeps the memory of a dead process while others have it open, so copies f
 not fatal; a transfer during which the owner ended is `PeerLost`.
 
 The owner cannot stop a peer's writes (`can_revoke` is false), and an IPC handle opens the whole
-allocation: the initiator checks every copy against the regions that the endpoint names. The
-endpoint is a capability: hand it only to peers that have authenticated.
+allocation: the initiator checks every copy against the owner's regions. It takes no peer's word for
+them: the owner, a process of this user by the kernel's word, has vouched for the endpoint
+(vouch.py), and the driver says how much a handle has opened.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -59,6 +61,8 @@ from kvferry.transport.cuda_work import runs_of
 from kvferry.transport.jobs import Job, Workers
 from kvferry.transport.local import _boot as boot_id
 from kvferry.transport.pulse import Pulse, PulseServer
+from kvferry.transport.vouch import ask, forget, vouch_for
+from kvferry.wire.names import Admits, Reach
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +83,12 @@ class CudaCarrier:
         host: str | None = None,
         workers: int = 4,
         triton: bool | None = None,
+        admits: Admits | None = None,
     ) -> None:
-        del secret  # what is handed out is a capability by itself
         self._host = host or LOOPBACK
+        self._reach = Reach(secret is not None, admits)
+        self._reach.require_listening(self._host)
+        self._told: set[bytes] = set()  # endpoints that were given out
         self._triton = triton
         self._workers = Workers("kvferry-cuda", workers)
         self._regions: list[MemoryRegion] = []
@@ -133,20 +140,25 @@ class CudaCarrier:
             if self._pulse is None:
                 self._pulse = PulseServer(self._host)
             if self._endpoint is None:
-                self._endpoint = msgspec.msgpack.encode(
-                    CudaEndpoint(
-                        carrier="cuda",
-                        boot=boot_id(),
-                        process=this_process(),
-                        host=self._host,
-                        pulse_port=self._pulse.port,
-                        token=self._pulse.token,
-                        incarnation=self._pulse.incarnation,
-                        allocations=[export(place) for place in self._places.values()],
-                        regions=[(r.address, r.bytes) for r in self.memory.table.regions()],
-                    )
-                )
+                self._endpoint = vouch_for(partial(self._described, self._pulse))
+                self._told.add(self._endpoint)
             return self._endpoint
+
+    def _described(self, pulse: PulseServer, voucher: str) -> bytes:
+        return msgspec.msgpack.encode(
+            CudaEndpoint(
+                carrier="cuda",
+                boot=boot_id(),
+                process=this_process(),
+                host=self._host,
+                pulse_port=pulse.port,
+                token=pulse.token,
+                incarnation=pulse.incarnation,
+                allocations=[export(place) for place in self._places.values()],
+                regions=[(r.address, r.bytes) for r in self.memory.table.regions()],
+                voucher=voucher,
+            )
+        )
 
     def connect(self, endpoint: bytes, deadline: float) -> CudaPeer:
         found = CudaEndpoint.decode(endpoint)
@@ -155,6 +167,10 @@ class CudaCarrier:
                 "the peer runs on another host; the cuda carrier works within one. Use `tcp`, "
                 "which stages device memory, or a carrier with RDMA"
             )
+        self._reach.require(found.host)
+        owner = ask(found.voucher, endpoint, deadline)
+        if owner.is_this_process != (found.process == this_process()):
+            raise ProtocolError(f"process {owner.pid} vouches for memory that is not its own")
         mine = self._device or device(0)
         pulse = Pulse.connect(
             found.host, found.pulse_port, found.token, found.incarnation, deadline
@@ -202,6 +218,7 @@ class CudaCarrier:
             self._closed = True
             peers, self._peers = self._peers, []
             pulse, self._pulse = self._pulse, None
+        forget(self._told)
         if pulse is not None:
             pulse.close()
         self._workers.close()

@@ -51,6 +51,7 @@ class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True):
     incarnation: bytes
     allocations: list[Allocation]
     regions: list[tuple[int, int]]
+    voucher: str  # the file of the socket at which the owner vouches for all this
 
     @classmethod
     def decode(cls, raw: bytes) -> CudaEndpoint:

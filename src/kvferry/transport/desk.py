@@ -70,6 +70,7 @@ STALL_SECONDS = 30.0
 LEND_SECONDS = 120.0  # for the library to move one slot: behind others, over a slow network
 IDLE_SECONDS = 900.0
 MOST_VISITORS = 256
+MOST_UNGREETED = 64  # a new visitor takes the place of the oldest of these
 FULL = b"\0" * TOKEN_BYTES
 
 
@@ -101,6 +102,7 @@ class Desk:
         self.counters: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()
+        self._ungreeted: dict[Stream, None] = {}  # of them, the oldest first
         self._threads: set[threading.Thread] = set()
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -150,8 +152,13 @@ class Desk:
         with self._lock:  # `close` comes before all of it, or after
             full = self._closed or len(self._streams) >= MOST_VISITORS
             if not full:
+                if len(self._ungreeted) >= MOST_UNGREETED:
+                    oldest = next(iter(self._ungreeted))
+                    del self._ungreeted[oldest]
+                    oldest.abort()
                 thread.start()
                 self._streams.add(stream)
+                self._ungreeted[stream] = None
                 self._threads.add(thread)
         if full:
             with contextlib.suppress(TransferError):
@@ -173,6 +180,7 @@ class Desk:
     def _leave(self, stream: Stream, thread: threading.Thread) -> None:
         with self._lock:
             self._streams.discard(stream)
+            self._ungreeted.pop(stream, None)
             self._threads.discard(thread)
         stream.close()
 
@@ -181,6 +189,8 @@ class Desk:
         said = stream.recv(len(expected), time.monotonic() + GREETING_SECONDS)
         if not hmac.compare_digest(said, expected):
             raise ProtocolError("a visitor does not know the token")
+        with self._lock:
+            self._ungreeted.pop(stream, None)
         stream.send(self._incarnation)
 
     def _request(self, stream: Stream) -> bool:

@@ -17,8 +17,10 @@ The library gives batches between two processes; this gives the rest of the `Car
                 in use, until the library has returned it or the peer is dead. It is counted.
 
 Nobody is authenticated on these data planes: whoever reaches their ports can read and write all
-registered memory. Use them in networks whose hosts you trust. The owner cannot stop a peer's
-writes either (`can_revoke` is false).
+registered memory, and with UCX over TCP any memory of the process. What an endpoint says of itself
+cannot be checked either: a peer that has the secret is trusted with all of it. Use them in networks
+whose hosts you trust (docs/security.md). The owner cannot stop a peer's writes (`can_revoke` is
+false).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from kvferry.errors import Cancelled, PeerLost, TransferError
+from kvferry.errors import Cancelled, PeerLost, ProtocolError, TransferError
 from kvferry.transport.base import CopyArrays, MemoryRegion, Transfer
 from kvferry.transport.cost import Choice, Costs, Packing
 from kvferry.transport.desk import Desk
@@ -50,6 +52,7 @@ from kvferry.transport.jobs import CANCEL_SECONDS, Job
 from kvferry.transport.pulse import Pulse, PulseServer
 from kvferry.transport.regions import Arrays, RegionTable, require_all
 from kvferry.transport.slots import SLOTS, Slots
+from kvferry.wire.names import Admits, Reach
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +62,10 @@ SCRATCH_BYTES = 4096  # registered, for the byte that `connect` tries
 
 
 class ForeignCarrier(Library):
-    """`host` is the address that peers reach this one at. `secret` is taken for uniformity: these
-    libraries have no use for one. `costs_of` names what chooses whether to pack (cost.py); where it
-    is not measured, "auto" does not. `packing` other than "direct" is for host memory only."""
+    """`host` is the address that peers reach this one at. The libraries have no use for a `secret`:
+    with one, the host may be a network's. `admits` says which hosts may be dialed, of those that
+    endpoints name. `costs_of` names what chooses whether to pack (cost.py); where it is not
+    measured, "auto" does not. `packing` other than "direct" is for host memory only."""
 
     can_revoke = False
 
@@ -74,9 +78,11 @@ class ForeignCarrier(Library):
         costs_of: str,
         packing: Packing,
         costs: Costs | None,
+        admits: Admits | None,
     ) -> None:
-        del secret
         self.host = host or LOOPBACK
+        self._reach = Reach(secret is not None, admits)
+        self._reach.require_listening(self.host)
         look_at_host(self.name, self.host, self.listens_everywhere)
         self._flavour = flavour
         self.cost_name = costs_of
@@ -161,6 +167,9 @@ class ForeignCarrier(Library):
                 f"the peer's {self.name} uses {found.flavour}, this one {self._flavour}; configure "
                 "both alike"
             )
+        self._reach.require(found.host)
+        if found.address == self._address():  # it would have us reach our own memory
+            raise ProtocolError(f"the peer names this very process as the owner of its {self.name}")
         regions = found.table()
         pulse = Pulse.connect(
             found.host, found.pulse_port, found.token, found.incarnation, deadline

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import threading
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from kvferry.transport.desk_visit import Busy, Visit
 from kvferry.transport.jobs import Job, Workers
 from kvferry.transport.pulse import TOKEN_BYTES, Pulse
 from kvferry.transport.regions import Arrays, RegionTable, slices
+from kvferry.wire.names import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -192,12 +192,6 @@ def follow(part: Arrays) -> NDArray[np.bool_]:
 def _follow(address: Ints, length: Ints) -> NDArray[np.bool_]:
     found: NDArray[np.bool_] = address[1:] - address[:-1] == length[:-1]
     return found
-
-
-def is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def look_at_host(name: str, host: str, everywhere: bool) -> None:

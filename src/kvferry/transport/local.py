@@ -1,19 +1,21 @@
 """The carrier on one host: the kernel copies between the two processes, one-sided.
 
-`register` lets processes of the same user reach this one's memory. `connect` checks that they can:
-it reads the owner's *token*, sixteen random bytes that the endpoint names, and a byte of every
-region. The token is read again before and after every transfer. A process that died, a recycled
-pid, another container's process of the same number, a carrier that was closed: none of them has it
-at that address, so none can be taken for the peer.
+`register` lets processes of the same user reach this one's memory. `connect` first has the owner
+vouch for the endpoint (vouch.py): the kernel says which process that is, and the process that it
+made the endpoint. So no peer can have this process read memory that its owner has not registered,
+and least of all its own, whatever an endpoint names. `connect` then reads the owner's *token*,
+sixteen random bytes, and a byte of every region. The token is read again before and after every
+transfer. A process that died, a recycled pid, a carrier that was closed: none of them has it at
+that address, so none can be taken for the peer.
 
-Where this is not permitted (Yama, seccomp, another pid namespace or host), the carrier falls back
-to tcp by itself and says so once; the endpoint carries what that needs. It is a capability: hand it
-only to peers that have authenticated.
+Where this is not possible (Yama, seccomp, another pid namespace, user or host, a carrier of this
+very process), the carrier falls back to tcp by itself and says so once. Whoever connects must know
+the secret, or be of the same user where none is configured; the endpoint holds no secret.
 
 Short runs are moved in packed mode where that is cheaper (local_move.py).
 
 The owner cannot stop a peer's writes here (`can_revoke` is false), and the kernel checks addresses
-but not regions: the initiator does, against what the endpoint says.
+but not regions: the initiator does, against what the owner has vouched for.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ from kvferry.transport.local_move import LocalMover
 from kvferry.transport.regions import Arrays, RegionTable, require_all, slices
 from kvferry.transport.tcp import LOOPBACK, TcpCarrier
 from kvferry.transport.tcp_peer import TcpPeer
+from kvferry.transport.vouch import ask, forget, vouch_for
+from kvferry.wire.names import Admits
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +54,10 @@ MOST_ADDRESS = (1 << 62) - 1  # no processor has more, and sums of two fit
 
 
 class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
-    """Which process this is, where its token and its memory lie, and the other way to it."""
+    """Which process this is, where its token and its memory lie, and the other way to it.
+
+    A peer's word, until the owner has vouched for it.
+    """
 
     carrier: str
     boot: str
@@ -61,7 +68,7 @@ class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
     token: bytes
     regions: list[tuple[int, int]]
     tcp: bytes
-    tcp_secret: bytes
+    voucher: str  # the file of the socket at which the owner vouches for all this
 
     @classmethod
     def decode(cls, raw: bytes) -> LocalEndpoint:
@@ -121,7 +128,7 @@ class LocalPeer:
 
 
 class LocalCarrier:
-    """`secret` is for the fallback only; without one, each carrier makes its own."""
+    """`secret`, `writable` and `admits` are those of the fallback: see `TcpCarrier`."""
 
     name = "local"
     can_revoke = False
@@ -136,11 +143,18 @@ class LocalCarrier:
         force_fallback: bool = False,
         packing: Packing = "auto",
         costs: Costs | None = None,
+        writable: bool = False,
+        admits: Admits | None = None,
     ) -> None:
-        self._own_secret = b"" if secret else secrets.token_bytes(32)
         self._tcp = TcpCarrier(
-            secret=secret or self._own_secret, host=host, packing=packing, costs=costs
+            secret=secret,
+            host=host,
+            packing=packing,
+            costs=costs,
+            writable=writable,
+            admits=admits,
         )
+        self._told: set[bytes] = set()  # endpoints that were given out
         self._mover = LocalMover(Choice("local", packing, costs))
         self._workers = Workers("kvferry-local", workers)
         self._helping = threads_per_transfer - 1
@@ -175,30 +189,35 @@ class LocalCarrier:
         self._mover.memory = HostMemory(self._regions)
 
     def endpoint(self) -> bytes:
-        return msgspec.msgpack.encode(
-            LocalEndpoint(
-                carrier="local",
-                boot=_boot(),
-                pid_namespace=_pid_namespace(),
-                pid=os.getpid(),
-                start_ticks=_start_ticks(os.getpid()),
-                token_address=self._token.ctypes.data,
-                token=self._secret_token,
-                regions=[(r.address, r.bytes) for r in self._table.regions()],
-                tcp=self._tcp.endpoint(),
-                tcp_secret=self._own_secret,
+        def make(voucher: str) -> bytes:
+            return msgspec.msgpack.encode(
+                LocalEndpoint(
+                    carrier="local",
+                    boot=_boot(),
+                    pid_namespace=_pid_namespace(),
+                    pid=os.getpid(),
+                    start_ticks=_start_ticks(os.getpid()),
+                    token_address=self._token.ctypes.data,
+                    token=self._secret_token,
+                    regions=[(r.address, r.bytes) for r in self._table.regions()],
+                    tcp=self._tcp.endpoint(),
+                    voucher=voucher,
+                )
             )
-        )
+
+        told = vouch_for(make)
+        self._told.add(told)
+        return told
 
     def connect(self, endpoint: bytes, deadline: float) -> LocalPeer:
         found = LocalEndpoint.decode(endpoint)
-        why = self._why_not_directly(found)
+        why = self._why_not_directly(found, endpoint, deadline)
         if not why:
             return LocalPeer(found)
         if not self._said_fallback:
             self._said_fallback = True
             log.warning("the local carrier falls back to tcp, which is slower: %s", why)
-        tcp = self._tcp.connect(found.tcp, deadline, secret=found.tcp_secret or None)
+        tcp = self._tcp.connect(found.tcp, deadline)
         return LocalPeer(found, tcp, why)
 
     def read(self, peer: LocalPeer, copies: CopyArrays) -> Transfer:
@@ -217,13 +236,14 @@ class LocalCarrier:
             self._tcp.disconnect(peer.tcp)
 
     def close(self) -> None:
+        forget(self._told)
         self._token[:] = 0  # readers notice
         self._closed = True
         self._workers.close()
         self._helpers.close()
         self._tcp.close()
 
-    def _why_not_directly(self, endpoint: LocalEndpoint) -> str:
+    def _why_not_directly(self, endpoint: LocalEndpoint, raw: bytes, deadline: float) -> str:
         """What stands between this process and the peer's memory; raises if the peer is gone."""
         if self._force_fallback:
             return "it was told to"
@@ -237,6 +257,13 @@ class LocalCarrier:
                 "restarted. Ask for its new endpoint"
             )
         try:
+            owner = ask(endpoint.voucher, raw, deadline)
+            if owner.is_this_process:
+                return "the peer is a carrier of this very process"
+            if owner.pid != endpoint.pid:
+                raise ProtocolError(
+                    f"an endpoint of process {owner.pid} names the memory of {endpoint.pid}"
+                )
             peer = LocalPeer(endpoint)
             peer.require_alive()
             peer.require_reachable()

@@ -37,6 +37,7 @@ from kvferry.transport.foreign_peer import ForeignEndpoint, ForeignPeer
 from kvferry.transport.jobs import Job
 from kvferry.transport.mooncake_engine import engine_class, make_engine, meaning, require_way
 from kvferry.transport.regions import Arrays
+from kvferry.wire.names import Admits
 
 BATCH_DESCRIPTORS = 512
 BATCH_BYTES = 32 << 20  # some 30 ms on loopback: between two looks at cancel
@@ -73,6 +74,7 @@ class MooncakeCarrier(ForeignCarrier):
         patience_seconds: float = PATIENCE_SECONDS,
         packing: Packing = "auto",
         costs: Costs | None = None,
+        admits: Admits | None = None,
     ) -> None:
         engine = engine_class()
         require_way(protocol, device)
@@ -87,6 +89,7 @@ class MooncakeCarrier(ForeignCarrier):
             costs_of=self.name if protocol == "tcp" else f"{self.name}-{protocol}",
             packing=packing,
             costs=costs,
+            admits=admits,
         )
         self._patience = patience_seconds
         self._where = f"[{self.host}]" if ":" in self.host else self.host
@@ -113,7 +116,10 @@ class MooncakeCarrier(ForeignCarrier):
         return f"{self._where}:{self._engine.get_rpc_port()}".encode()
 
     def _attach(self, endpoint: ForeignEndpoint) -> _Target:
-        return _Target(endpoint.address.decode())
+        host, name = endpoint.host, endpoint.address.decode(errors="replace")
+        if name.rpartition(":")[0] != (f"[{host}]" if ":" in host else host):
+            raise TransferError(f"a peer at {host!r:.80} names {name!r:.80} as Mooncake's address")
+        return _Target(name)
 
     def _detach(self, handle: _Target) -> None:
         """Mooncake keeps what it knows of a peer; a new process has a new address."""

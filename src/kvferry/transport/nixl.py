@@ -30,7 +30,6 @@ from kvferry.transport.foreign_peer import (
     ForeignEndpoint,
     ForeignPeer,
     cut,
-    is_loopback,
     join,
 )
 from kvferry.transport.jobs import Job
@@ -48,6 +47,7 @@ from kvferry.transport.nixl_batch import run
 from kvferry.transport.nixl_lists import HERE, Numbered, SlotLists
 from kvferry.transport.nixl_notes import opened, require_note, sealed
 from kvferry.transport.regions import Arrays, slices
+from kvferry.wire.names import Admits, is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ class NixlCarrier(ForeignCarrier):
         threads: int = 0,
         packing: Packing = "auto",
         costs: Costs | None = None,
+        admits: Admits | None = None,
         device: int = ON_HOST,
     ) -> None:
         nixl = api()
@@ -98,6 +99,7 @@ class NixlCarrier(ForeignCarrier):
             costs_of=self._way(chosen, rdma),
             packing=packing,
             costs=costs,
+            admits=admits,
         )
         self._agents: dict[Any, int] = {}  # remote ones by name, and how many peers use each
         self._agents_lock = threading.Lock()

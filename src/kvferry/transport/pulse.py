@@ -43,6 +43,7 @@ LEAVE, END = b"\1", b"\0"  # to the owner's thread
 TOKEN_BYTES = 16
 GREETING_SECONDS = 5.0  # a visitor that has not greeted by then is sent away
 MOST_VISITORS = 4096
+MOST_UNGREETED = 64  # a new visitor takes the place of the oldest of these
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 5, 2, 3
 GRACE_TICK_SECONDS = 0.005
 PAUSE_SECONDS = 0.2  # without accepting, where the system has no descriptor left
@@ -159,6 +160,9 @@ class PulseServer:
         if len(self._visitors) >= MOST_VISITORS:
             hang_up(visitor)
             return
+        ungreeted = [one for one, (_, until) in self._visitors.items() if until]
+        if len(ungreeted) >= MOST_UNGREETED:
+            self._drop(selector, ungreeted[0])
         try:
             visitor.setblocking(False)
             _keep_alive(visitor)

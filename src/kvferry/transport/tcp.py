@@ -15,14 +15,13 @@ for while the one before it arrives.
     revoked           the owner closes all connections of a peer, and lets it in no more
     grant closed      the owner closes the connections that write under it, and no others
 
-Without a secret, it listens on loopback only, unless a host was configured.
+Without a secret, peers must be of this user (wire/keys.py), and it listens on loopback only. What a
+peer writes must be granted, unless the owner makes all of its memory `writable`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import logging
 import secrets
 import socket
 import threading
@@ -42,8 +41,8 @@ from kvferry.transport.tcp_frames import INCARNATION_BYTES, MAX_PAYLOAD_BYTES
 from kvferry.transport.tcp_peer import Own, Streams, TcpPeer
 from kvferry.transport.tcp_server import Server, ServerLimits
 from kvferry.units import require_port
-
-log = logging.getLogger(__name__)
+from kvferry.wire.keys import Key
+from kvferry.wire.names import Admits, Reach
 
 STREAMS_PER_TRANSFER = 2
 # Memory that is staged is gathered, crosses the bus and is sent one after another: while some
@@ -62,6 +61,8 @@ class TcpCarrier:
 
     `memory` is what gathers and scatters for packed mode, where the memory to be registered is not
     plain host memory; `packing` forces a mode on this end, for what it reads, writes and serves.
+    `writable` lets peers write anything here without a grant. `admits` says which hosts may be
+    dialed, of those that endpoints name.
     """
 
     name = "tcp"
@@ -79,16 +80,15 @@ class TcpCarrier:
         packing: Packing = "auto",
         costs: Costs | None = None,
         streams_per_transfer: int | None = None,
+        writable: bool = False,
+        admits: Admits | None = None,
     ) -> None:
-        self._secret = secret.encode() if isinstance(secret, str) else secret or b""
+        key = Key.of(secret)
+        self._reach = Reach(key.configured, admits)
         if host is None:
-            host = EVERYWHERE[0] if self._secret else LOOPBACK
-        elif not self._secret and not _is_loopback(host):
-            log.warning(
-                "the tcp carrier listens on %s without a shared secret: whoever reaches this "
-                "address can read and write the caches registered here",
-                host,
-            )
+            host = EVERYWHERE[0] if key.configured else LOOPBACK
+        self._reach.require_listening(host)
+        self._secret = key.derive("tcp")
         self._host, self._port, self._advertise = host, require_port(port), advertise
         self.limits = limits or ServerLimits()
         self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
@@ -98,7 +98,9 @@ class TcpCarrier:
             usual = STAGED_STREAMS_PER_TRANSFER
         stall, streams = self.limits.stall_seconds, streams_per_transfer or usual
         self._own = Own(self.incarnation, stall, choice, streams)
-        self._server = Server(self._secret, self.incarnation, self.limits, choice)
+        self._server = Server(
+            self._secret, self.incarnation, self.limits, choice, writable=writable
+        )
         self._memory = memory
         if memory is not None:
             self._server.memory = memory
@@ -156,10 +158,10 @@ class TcpCarrier:
                 )
             return self._endpoint
 
-    def connect(self, endpoint: bytes, deadline: float, *, secret: bytes | None = None) -> TcpPeer:
-        """`secret`: the peer's, where it differs from this carrier's own."""
+    def connect(self, endpoint: bytes, deadline: float) -> TcpPeer:
         found = TcpEndpoint.decode(endpoint)
-        peer = TcpPeer(self._own, found, self._secret if secret is None else secret)
+        self._reach.require(found.host)
+        peer = TcpPeer(self._own, found, self._secret)
         peer.connect(deadline)
         with self._lock:
             if not self._closed:
@@ -222,9 +224,6 @@ class TcpCarrier:
     def open_grants(self) -> int:
         return len(self._server.grants)
 
-    def require_grants(self) -> None:
-        self._server.granted_only = True
-
     def readmit(self, endpoint: bytes) -> None:
         self._server.readmit(TcpEndpoint.decode(endpoint).incarnation)
 
@@ -249,12 +248,6 @@ class TcpCarrier:
         src, dst = (peer.regions, ours) if reading else (ours, peer.regions)
         require_all(arrays, src, dst, reading=reading)
         return arrays
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def _reachable(host: str) -> str:

@@ -18,16 +18,17 @@ Every frame is a header of 32 bytes and `body_bytes` more, little-endian:
                                                          what the owner opened (tcp_grants.py)
     ERROR   code u32, text               ---->           in place of any answer
 
-    mac_c = HMAC-SHA256(secret, "client" | nonce_s | nonce_c | both incarnations)
-    mac_s = HMAC-SHA256(secret, "server" | nonce_s | nonce_c | both incarnations | regions)
+    mac_c = HMAC-SHA256(key, "client" | nonce_s | nonce_c | both incarnations)
+    mac_s = HMAC-SHA256(key, "server" | nonce_s | nonce_c | both incarnations | regions)
 
 A table is rows of (address i64, length i64): the ranges of the server's memory, in the order in
 which the payload comes; a grant is 16 bytes that only the owner can have told. Requests are
 numbered upwards on each connection; a number that does not rise is a replay. Nonces make a recorded
 AUTH worthless on the next connection.
 
-Both sides prove that they know the secret before anything else is said. Bytes are neither encrypted
-nor signed: who can change packets on the way can change caches. Use it on a network you trust.
+Both sides prove that they have the key (wire/keys.py) before anything else is said. Bytes are
+neither encrypted nor signed: who can change packets on the way can change caches. Use it on a
+network you trust.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from kvferry.errors import (
 from kvferry.transport.base import GRANT_BYTES, Ints
 
 MAGIC = b"KVFT"
-VERSION = 1
+VERSION = 2  # since 2, the key is stretched, and writes need a grant
 HEADER = struct.Struct("<4sHHQQQ")
 ROW_BYTES = 16
 NONCE_BYTES = 32
@@ -175,12 +176,12 @@ class Session:
     server: bytes  # incarnations
     client: bytes
 
-    def client_mac(self, secret: bytes) -> bytes:
-        return self._mac(secret, b"kvferry tcp 1 client", b"")
+    def client_mac(self, key: bytes) -> bytes:
+        return self._mac(key, b"client", b"")
 
-    def server_mac(self, secret: bytes, regions: bytes) -> bytes:
-        return self._mac(secret, b"kvferry tcp 1 server", regions)
+    def server_mac(self, key: bytes, regions: bytes) -> bytes:
+        return self._mac(key, b"server", regions)
 
-    def _mac(self, secret: bytes, role: bytes, more: bytes) -> bytes:
+    def _mac(self, key: bytes, role: bytes, more: bytes) -> bytes:
         said = (role, self.server_nonce, self.client_nonce, self.server, self.client, more)
-        return hmac.digest(secret, b"".join(said), hashlib.sha256)
+        return hmac.digest(key, b"".join(said), hashlib.sha256)

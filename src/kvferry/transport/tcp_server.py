@@ -1,10 +1,14 @@
-"""The tcp carrier's receiving end: serves registered memory to peers that know the secret.
+"""The tcp carrier's receiving end: serves registered memory to peers that have the key.
 
 One thread accepts, one serves each connection. What a connection may cost is bounded from its first
 byte: a deadline for the handshake, no more than `max_pending` connections that have not finished
-it, no allocation above one frame's table. Nothing is written before every descriptor of a frame was
-checked. Whatever a peer sends, the answer is a frame of data, a frame of error or a closed
-connection, and one of the `counters`; it is never the end of a thread that others need.
+it, no allocation above one frame's table. Strangers do not keep peers out: where too many have not
+finished, a new one takes the place of the oldest of the address that has most of them.
+
+Nothing is written before every descriptor of a frame was checked, and nothing without a grant,
+unless the owner has made all of its memory writable. Whatever a peer sends, the answer is a frame
+of data, a frame of error or a closed connection, and one of the `counters`; it is never the end of
+a thread that others need.
 """
 
 from __future__ import annotations
@@ -67,15 +71,17 @@ class Server:
 
     def __init__(
         self,
-        secret: bytes,
+        key: bytes,
         incarnation: bytes,
         limits: ServerLimits,
         choice: Choice | None = None,
+        *,
+        writable: bool = False,
     ) -> None:
-        self._secret, self._incarnation, self._limits = secret, incarnation, limits
+        self._key, self._incarnation, self._limits = key, incarnation, limits
         self._lock = threading.Lock()
         self._left = threading.Condition(self._lock)  # a connection has ended
-        self._pending: set[Stream] = set()
+        self._pending: dict[Stream, str] = {}  # to the client's address, the oldest first
         self._serving: dict[Stream, bytes] = {}  # to the client's incarnation
         self._threads: set[threading.Thread] = set()
         self._barred: set[bytes] = set()
@@ -83,7 +89,7 @@ class Server:
         self._listener: socket.socket | None = None
         self.regions = RegionTable.of([])
         self.grants = Grants()
-        self.granted_only = False  # whether writes must name a grant
+        self._writable = writable  # whether writes need no grant
         self.memory: Memory = HostMemory([])
         self._choice = choice or Choice("tcp")
         self.counters: Counter[str] = Counter()
@@ -96,7 +102,7 @@ class Server:
         self._threads.add(thread)
         thread.start()
 
-    def attach(self, sock: socket.socket) -> bool:
+    def attach(self, sock: socket.socket, address: str = "") -> bool:
         """Serve one connection on a thread of its own; whether there is room for it."""
         try:
             stream = Stream(sock, self._limits.stall_seconds)
@@ -109,16 +115,16 @@ class Server:
         with self._lock:  # also the start: who closes joins every thread that it finds here
             room = not (
                 self._closed
-                or len(self._pending) >= self._limits.max_pending
                 or len(self._pending) + len(self._serving) >= self._limits.max_connections
             )
             if room:
+                self._make_way()
                 try:
                     thread.start()
                 except RuntimeError:  # the system has no thread for it
                     room = False
                 else:
-                    self._pending.add(stream)
+                    self._pending[stream] = address
                     self._threads.add(thread)
         if not room:
             self._count("busy")
@@ -127,6 +133,16 @@ class Server:
                 stream.send(error_frame(0, Code.BUSY, text), time.monotonic() + 0.1)
             stream.close()
         return room
+
+    def _make_way(self) -> None:
+        """With the lock held: send one away that has not authenticated, where there are many."""
+        if len(self._pending) < self._limits.max_pending:
+            return
+        crowd = Counter(self._pending.values()).most_common(1)[0][0]
+        oldest = next(stream for stream, address in self._pending.items() if address == crowd)
+        del self._pending[oldest]
+        oldest.abort()  # its thread closes it
+        self.counters["evicted"] += 1
 
     def revoke(self, incarnation: bytes, seconds: float) -> None:
         """End what this peer has under way and let it in no more; no byte of it arrives later."""
@@ -168,7 +184,7 @@ class Server:
     def _accept(self, listener: socket.socket) -> None:
         while not self._closed:
             try:
-                sock, _ = listener.accept()
+                sock, address = listener.accept()
             except OSError as error:
                 if self._closed:
                     return
@@ -178,7 +194,7 @@ class Server:
                 continue
             self._count("connections")
             try:
-                self.attach(sock)
+                self.attach(sock, str(address[0]))
             except Exception:
                 self._count("internal")
                 log.exception("a connection could not be served")
@@ -204,7 +220,7 @@ class Server:
 
     def _leave(self, stream: Stream, thread: threading.Thread) -> None:
         with self._left:
-            self._pending.discard(stream)
+            self._pending.pop(stream, None)
             self._serving.pop(stream, None)
             self._threads.discard(thread)
             self._left.notify_all()
@@ -264,25 +280,28 @@ class Server:
         client_nonce, rest = body[:NONCE_BYTES], body[NONCE_BYTES:]
         client, mac = rest[:INCARNATION_BYTES], rest[INCARNATION_BYTES:]
         session = Session(nonce, client_nonce, self._incarnation, client)
-        if not hmac.compare_digest(mac, session.client_mac(self._secret)):
+        if not hmac.compare_digest(mac, session.client_mac(self._key)):
             text = "the shared secrets differ, or one side has none; give both the same"
             raise Refused(Code.UNAUTHENTICATED, text, fatal=True)
         with self._lock:
             barred = client in self._barred
-            if not barred and not self._closed:
-                self._pending.discard(stream)
+            evicted = stream not in self._pending
+            if not (barred or self._closed or evicted):
+                del self._pending[stream]
                 self._serving[stream] = client
+        if evicted:
+            raise PeerLost("it was sent away before it had authenticated")
         if barred:
             raise Refused(Code.REVOKED, "this peer's access was revoked", fatal=True)
         table = table_bytes(self.regions.starts, self.regions.ends - self.regions.starts)
-        welcome = session.server_mac(self._secret, table) + table
+        welcome = session.server_mac(self._key, table) + table
         stream.send(Header(Kind.WELCOME, 0, len(welcome)).pack() + welcome, deadline)
 
     def _checked(self, header: Header, body: bytes) -> tuple[bytes, Ints, Ints]:
         """The frame's grant, if any, and its ranges, all of them inside registered memory."""
         if header.kind not in (Kind.READ, Kind.WRITE, Kind.GRANTED):
             raise Refused(Code.MALFORMED, f"a frame of kind {header.kind} is not a request")
-        if header.kind == Kind.WRITE and self.granted_only:
+        if header.kind == Kind.WRITE and not self._writable:
             raise Refused(Code.REVOKED, "nothing is written here without a grant")
         grant = body[:GRANT_BYTES] if header.kind == Kind.GRANTED else b""
         body = body[len(grant) :]

@@ -41,6 +41,8 @@ from kvferry.vllm.settings import (
     spelled,
     told,
 )
+from kvferry.wire.keys import HOW_TO_MAKE_ONE, Key
+from kvferry.wire.names import is_loopback
 
 log = logging.getLogger("kvferry")
 
@@ -111,6 +113,12 @@ class FerryConfig:
         values |= read_keys(cls, {k: v for k, v in given.items() if k in names and k != "secret"})
         values["secret"] = _secret(given, environment)
         config = cls(**values)
+        if config.secret is None and config.host is not None and not is_loopback(config.host):
+            raise DescriptionError(
+                f"host is {config.host}, and there is no secret: whoever reaches that address "
+                f"could read and write KV caches. Set secret_file ({HOW_TO_MAKE_ONE}), or leave "
+                "host out: engines of one user on one host then find each other by loopback"
+            )
         require_carriers(config.carriers)
         require_options(config.carriers, config.carrier_options)
         if not config.port:
@@ -128,13 +136,21 @@ def _secret(given: Mapping[str, Any], environment: Mapping[str, str]) -> str | N
     if "secret" in given and "secret_file" in given:
         raise DescriptionError("secret and secret_file are both given; remove one of them")
     if "secret" in given:
-        return str(SECRET.read("secret", given["secret"]))
+        log.warning(
+            "kvferry: `secret` stands in the configuration itself, which vLLM writes into its log "
+            "and the system shows in its list of processes; use `secret_file` or the variable "
+            "KVFERRY_SECRET"
+        )
+        return _long("secret", SECRET.read("secret", given["secret"]))
     if "secret_file" not in given:
         variable = environment.get("KVFERRY_SECRET")  # an empty variable is none
-        return str(SECRET.read("KVFERRY_SECRET", variable)) if variable else None
+        if not variable:
+            return None
+        return _long("KVFERRY_SECRET", SECRET.read("KVFERRY_SECRET", variable))
     path = PATH.read("secret_file", given["secret_file"])
     try:
         secret = Path(path).read_text("utf-8").strip()
+        mode = Path(path).stat().st_mode
     except OSError as error:
         raise DescriptionError(
             f"secret_file {path} cannot be read: {error.strerror}; name a file that this user may "
@@ -148,7 +164,18 @@ def _secret(given: Mapping[str, Any], environment: Mapping[str, str]) -> str | N
         raise DescriptionError(
             f"secret_file {path} is empty; write the secret into it, or remove the key"
         )
-    return secret
+    if mode & 0o077:
+        log.warning("kvferry: other users may read secret_file %s; run `chmod 600 %s`", path, path)
+    return _long(f"secret_file {path}", secret)
+
+
+def _long(name: str, secret: Any) -> str:
+    """A secret that cannot be guessed from a handshake that somebody has recorded."""
+    try:
+        Key.of(str(secret))
+    except DescriptionError as error:
+        raise DescriptionError(f"{name}: {error}") from None
+    return str(secret)
 
 
 def _translated(

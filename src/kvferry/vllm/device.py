@@ -57,6 +57,8 @@ def cache_carriers(
         # as reachable as the engine's directory, and no more
         host = config.host or "127.0.0.1"
         options: dict[str, Any] = {"secret": config.secret, "host": host}
+        if config.peers:
+            options["admits"] = config.admits
         if chosen.name in ("local", "tcp", *ENGINES):
             # an engine reaches a GPU run by run; its desk gathers host memory only
             engine_on_gpu = gpu and chosen.name in ENGINES

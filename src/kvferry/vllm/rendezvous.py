@@ -30,7 +30,8 @@ from kvferry.p2p.ticket import MARK, is_host, is_text
 from kvferry.vllm.bootstrap import Whereabouts, host_port, query
 from kvferry.vllm.config import FerryConfig, Style
 from kvferry.wire.messages import VERSION, EngineInfo, Hello, Refused, Welcome
-from kvferry.wire.sockets import Sockets, is_loopback
+from kvferry.wire.names import is_loopback
+from kvferry.wire.sockets import Sockets
 
 log = logging.getLogger("kvferry")
 

@@ -32,8 +32,8 @@ from kvferry.vllm.rendezvous import Rendezvous
 from kvferry.vllm.spans import Spans
 from kvferry.vllm.stats import FerryStats
 from kvferry.wire.messages import EngineInfo, RankInfo
-from kvferry.wire.names import at_port
-from kvferry.wire.sockets import Sockets, is_loopback
+from kvferry.wire.names import at_port, is_loopback
+from kvferry.wire.sockets import Sockets
 
 log = logging.getLogger("kvferry")
 
@@ -61,7 +61,7 @@ class FerryScheduler:
         self._described: tuple[EngineInfo, list[RankInfo]] | None = None
         self._levels: dict[str, int] = {}
         self.stats, self.spans = FerryStats(), Spans(vllm_config)
-        self._sockets = Sockets(config.secret)
+        self._sockets = Sockets(config.secret, config.admits)
         self._directory = Directory(self._sockets, host=config.host, port=config.port)
         self._directory.start()
         self._renewer: Renewer | None = None

@@ -76,7 +76,7 @@ class FerryWorker:
             MemoryRegion(base, region.bytes)
             for base, region in zip(bases, layout.regions, strict=True)
         ]
-        self._sockets = Sockets(self.config.secret)
+        self._sockets = Sockets(self.config.secret, self.config.admits)
         number = gpu_of(kv_caches)
         gpu = number is not None
         self._ready = WhenReady(gpu)

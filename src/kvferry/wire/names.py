@@ -26,7 +26,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kvferry.errors import DeadlineExceeded, PeerLost
+from kvferry.errors import AuthenticationError, DeadlineExceeded, PeerLost
+from kvferry.wire.keys import HOW_TO_MAKE_ONE
 
 log = logging.getLogger("kvferry")
 
@@ -35,6 +36,47 @@ MOST_QUEUED = 4096  # names that wait for a thread; more are refused at once
 MOST_ADDRESSES = 8  # of one name, that are tried one after the other
 LOCALHOST = "127.0.0.1"
 BUSY = "too many others are being resolved"
+
+
+Admits = Callable[[str], bool]  # whether a host may be dialed, by what it is called
+
+
+def is_loopback(host: str) -> bool:
+    address = literal(host)
+    return address is not None and ipaddress.ip_address(address).is_loopback
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Where this engine may listen, and whom it may dial: by names and addresses that peers tell.
+
+    Without a configured secret both are loopback's alone. `admits` narrows what is dialed
+    (`peers` of an engine's configuration); nothing is resolved to find out.
+    """
+
+    configured: bool  # whether there is a secret
+    admits: Admits | None = None
+
+    def require(self, host: str) -> None:
+        """Refuse to dial a host."""
+        if not self.configured and not is_loopback(host):
+            raise AuthenticationError(
+                f"the peer {host!r:.80} is on another host, and no secret is configured; set the "
+                "same secret on both engines"
+            )
+        if self.admits is not None and not self.admits(host):
+            raise AuthenticationError(
+                f"the peer {host!r:.80} is not among the hosts that `peers` names"
+            )
+
+    def require_listening(self, host: str) -> None:
+        """Refuse to listen on a network without a secret."""
+        if not self.configured and not is_loopback(host):
+            raise AuthenticationError(
+                f"cannot listen on {host} without a secret: whoever reaches it could read and "
+                f"write KV caches. Configure `secret_file` on all engines ({HOW_TO_MAKE_ONE}), or "
+                "leave `host` out, for engines of one user on one host"
+            )
 
 
 def literal(host: str) -> str | None:

@@ -1,16 +1,13 @@
-"""ZMQ sockets that talk to those who know the secret, and to nobody else.
+"""ZMQ sockets that talk to those who have our key, and to nobody else.
 
-With a secret, both ends derive CURVE keys from it: a client reaches only a server with the right
-key, and the server admits only clients with the right key, so every message is authenticated,
-encrypted and cannot be replayed. Without a secret a server binds to loopback, unless a host was
-configured explicitly, which is said once in the log.
+Both ends derive CURVE keys from the secret, or from the key of this user where none is configured
+(keys.py): a client reaches only a server with the right key, and the server admits only clients
+with the right key, so every message is authenticated, encrypted and cannot be replayed. Without a
+secret, servers listen on loopback, and clients do not leave it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import ipaddress
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,12 +17,11 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from kvferry.errors import AuthenticationError, HandoverError
+from kvferry.errors import HandoverError
 from kvferry.units import require_port
+from kvferry.wire.keys import Key
 from kvferry.wire.messages import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
-from kvferry.wire.names import LOCALHOST, NAMES, Names
-
-log = logging.getLogger("kvferry")
+from kvferry.wire.names import LOCALHOST, NAMES, Admits, Names, Reach
 
 LINGER_MS = 0  # a closing socket drops what it could not send; deadlines handle the rest
 HANDSHAKE_MS = 20_000  # a host that is overloaded may take seconds
@@ -38,41 +34,44 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
     return context
 
 
-def _keypair(secret: str, who: str) -> tuple[bytes, bytes]:
-    """Public and secret CURVE key that everybody who knows the secret can derive."""
-    seed = hashlib.scrypt(secret.encode(), salt=f"kvferry {who}".encode(), n=1 << 14, r=8, p=1)
-    private = z85.encode(seed[:32])
+def _keypair(key: Key, who: str) -> tuple[bytes, bytes]:
+    """Public and secret CURVE key that everybody who has the key can derive."""
+    private = z85.encode(key.derive(f"curve {who}"))
     return zmq.curve_public(private), private
 
 
 @dataclass(slots=True)
 class Sockets:
-    """Makes sockets of one process, all with the same secret."""
+    """Makes sockets of one process, all with the same key: the secret's, or this user's.
 
-    secret: str | None = None
+    `admits` says which hosts may be called, of those that peers name.
+    """
+
+    secret: str | None = field(default=None, repr=False)
+    admits: Admits | None = None
     context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=_context)
     names: Names = NAMES  # of hosts
     _authenticator: ThreadAuthenticator | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _key: Key = field(init=False)
     _keys: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
+    _reach: Reach = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._key = Key.of(self.secret)
+        self._reach = Reach(self._key.configured, self.admits)
 
     def server(self, host: str | None, port: int = 0) -> tuple[zmq.Socket[bytes], int]:
         """A bound ROUTER socket and its port. `host` None: loopback."""
         require_port(port)  # libzmq takes others too, and listens somewhere else
+        bound = LOCALHOST if host in (None, "localhost") else host  # as `names` has it
+        assert bound is not None
+        self._reach.require_listening(bound)
         socket = self.context.socket(zmq.ROUTER)
         self._prepare(socket, MAX_REQUEST_BYTES)
-        if self.secret:
-            self._admit()
-            public, private = self._key("server")
-            socket.curve_publickey, socket.curve_secretkey = public, private
-            socket.curve_server = True
-        elif host is not None and not is_loopback(host):
-            log.warning(
-                "kvferry listens on %s without a secret: anyone who can reach it can read KV "
-                "caches; set a secret on all engines, or bind to loopback",
-                host,
-            )
-        bound = LOCALHOST if host in (None, "localhost") else host  # as `names` has it
+        self._admit()
+        socket.curve_publickey, socket.curve_secretkey = self._pair("server")
+        socket.curve_server = True
         address = f"tcp://{bound}"
         try:
             if port:
@@ -92,15 +91,12 @@ class Sockets:
         The host is an address: a name would be resolved by the thread that moves all messages.
         `prepare` sets options and monitors, which count only if set before connecting.
         """
-        self.require_trusted(address)
+        Reach(self._key.configured).require(address.rpartition(":")[0])
         socket = self.context.socket(zmq.DEALER)
         try:
             self._prepare(socket, MAX_REPLY_BYTES)
-            if self.secret:
-                server_public, _ = self._key("server")
-                public, private = self._key("client")
-                socket.curve_serverkey = server_public
-                socket.curve_publickey, socket.curve_secretkey = public, private
+            socket.curve_serverkey, _ = self._pair("server")
+            socket.curve_publickey, socket.curve_secretkey = self._pair("client")
             if prepare is not None:
                 prepare(socket)
             socket.connect(f"tcp://{address}")
@@ -110,12 +106,8 @@ class Sockets:
         return socket
 
     def require_trusted(self, address: str) -> None:
-        """Refuse other hosts where there is no secret; by what they are called, not resolved."""
-        if not self.secret and not is_loopback(address.rpartition(":")[0]):
-            raise AuthenticationError(
-                f"the peer {address} is on another host, and no secret is configured; set the same "
-                "secret on both engines"
-            )
+        """Refuse hosts that may not be called; by what they are called, not resolved."""
+        self._reach.require(address.rpartition(":")[0])
 
     def close(self) -> None:
         with self._lock:
@@ -131,16 +123,15 @@ class Sockets:
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.IPV6, 1)
 
-    def _key(self, who: str) -> tuple[bytes, bytes]:
-        assert self.secret is not None
+    def _pair(self, who: str) -> tuple[bytes, bytes]:
         with self._lock:
             if who not in self._keys:
-                self._keys[who] = _keypair(self.secret, who)
+                self._keys[who] = _keypair(self._key, who)
             return self._keys[who]
 
     def _admit(self) -> None:
         """Start the thread that admits clients with the derived key, once."""
-        public, _ = self._key("client")
+        public, _ = self._pair("client")
         with self._lock:
             if self._authenticator is None:
                 self._authenticator = ThreadAuthenticator(self.context)
@@ -156,12 +147,3 @@ class _OnlyThisKey:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key == self.key
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

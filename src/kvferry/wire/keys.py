@@ -1,0 +1,119 @@
+"""Keys: what proves that a peer is one of ours.
+
+Every channel is authenticated, always, by a key that is derived from one of two things:
+
+    a secret that was configured   peers on any host that have the same secret
+    the key of this user           peers of the same user on this host: 32 random bytes in a file
+                                   that no other user can read, made when it is first needed
+
+Without a secret, nothing listens outside of loopback, and nothing outside of loopback is dialed.
+Other users of the host are strangers: they do not have the file.
+
+All channels derive from the key in one way. scrypt stretches it once, so that whoever records a
+handshake cannot try millions of secrets a second; each purpose then has a key of its own, and none
+of them leads back to the secret or to another one. Short secrets are refused: no stretching makes
+them safe.
+
+A `Key` cannot be written into a message: no codec knows its type, and it refuses to be pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import DescriptionError, KvferryError
+from kvferry.private_files import private_directory, read_private, write_private
+
+LEAST_SECRET_BYTES = 16
+HOW_TO_MAKE_ONE = "make one with `openssl rand -hex 32`, and give all engines the same"
+USER_KEY_BYTES = 32
+# 16 MiB and some 50 ms: nothing for an engine's start, much for one who guesses.
+SCRYPT = {"n": 1 << 14, "r": 8, "p": 1, "dklen": 32}
+RUNTIME_DIRECTORY = "KVFERRY_RUNTIME_DIR"  # variable that names another one
+
+
+class Key:
+    """The root of all keys of one engine."""
+
+    def __init__(self, material: bytes, *, configured: bool) -> None:
+        self._material = material
+        self.configured = configured  # by an operator: peers may be on other hosts
+
+    @classmethod
+    def of(cls, secret: str | bytes | None) -> Key:
+        """The key of a secret; of this user where there is none."""
+        if secret is None:
+            return cls(_user_key(), configured=False)
+        material = secret.encode() if isinstance(secret, str) else secret
+        if len(material) < LEAST_SECRET_BYTES:
+            raise DescriptionError(
+                f"a secret must have at least {LEAST_SECRET_BYTES} bytes, found {len(material)}: "
+                f"shorter ones can be guessed; {HOW_TO_MAKE_ONE}"
+            )
+        return cls(material, configured=True)
+
+    def derive(self, purpose: str) -> bytes:
+        """32 bytes for one purpose; the same for all that have the same key."""
+        return hmac.digest(self._root, f"kvferry 2 {purpose}".encode(), hashlib.sha256)
+
+    @cached_property
+    def _root(self) -> bytes:
+        found = _stretched.get(self._material)
+        if found is None:
+            found = hashlib.scrypt(self._material, salt=b"kvferry 2", **SCRYPT)
+            _stretched[self._material] = found
+        return found
+
+    def __repr__(self) -> str:
+        return f"<a {'configured' if self.configured else 'user'} key>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a key does not leave its process")
+
+
+_stretched: dict[bytes, bytes] = {}  # an engine has one secret, and several channels
+
+
+def runtime_directory() -> Path:
+    """Where processes of this user on this host find each other; private, made when needed.
+
+    It lies in shared memory: containers that share their IPC namespace share it.
+    """
+    named = os.environ.get(RUNTIME_DIRECTORY)
+    base = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
+    path = Path(named) if named else base / f"kvferry-run-{os.geteuid()}"
+    try:
+        private_directory(path)
+    except OSError as error:
+        raise DescriptionError(
+            f"{path} cannot be made: {error.strerror}; name a directory of your own in "
+            f"{RUNTIME_DIRECTORY}"
+        ) from None
+    return path
+
+
+def _user_key() -> bytes:
+    path = runtime_directory() / "key"
+    try:
+        if not path.exists():
+            with contextlib.suppress(FileExistsError):  # another process of ours was quicker
+                write_private(path, secrets.token_bytes(USER_KEY_BYTES), replace=False)
+        key = read_private(path, USER_KEY_BYTES)
+    except (OSError, KvferryError) as error:
+        raise DescriptionError(
+            f"the key that engines of this user share cannot be used: {error}; remove {path}, or "
+            "configure a secret (`secret_file`)"
+        ) from None
+    if len(key) != USER_KEY_BYTES:
+        raise DescriptionError(
+            f"{path} has {len(key)} bytes, expected {USER_KEY_BYTES}; remove it, and start the "
+            "engines of this user again"
+        )
+    return key

@@ -1,0 +1,459 @@
+"""What an attacker tried, and must not get: each test does what the attacker did.
+
+Other users of the host are played by a process that gives up its privileges, so those tests need
+root. A peer that has the secret is trusted with what is registered, and with nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import pickle
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from carrier_peer import FIRST, KINDS, Peer, copies, owner, soon
+
+from kvferry.errors import DescriptionError, KvferryError, PeerLost, TransferError
+from kvferry.transport import MemoryRegion, vouch
+from kvferry.transport.local import LocalCarrier, LocalEndpoint, _start_ticks
+from kvferry.transport.pulse import MOST_UNGREETED, Pulse, PulseServer
+from kvferry.transport.tcp import TcpCarrier
+from kvferry.transport.tcp_client import TcpEndpoint
+from kvferry.transport.tcp_frames import (
+    AUTH_BYTES,
+    HEADER,
+    HELLO_BYTES,
+    INCARNATION_BYTES,
+    NONCE_BYTES,
+    Session,
+)
+from kvferry.transport.tcp_server import ServerLimits
+from kvferry.wire.keys import Key, runtime_directory
+from p2p_peers import Prompt, Spec, producer
+
+SECRET = "a secret for these tests"
+NOBODY = 65534
+TOKEN = b"HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz"
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can play another user")
+
+
+class Victim:
+    """A carrier that reads, its cache, and something in its memory that is nobody's business."""
+
+    def __init__(self) -> None:
+        self.private = np.frombuffer(TOKEN, dtype=np.uint8).copy()
+        self.cache = np.zeros(4096, dtype=np.uint8)
+        self.carrier = LocalCarrier()
+        self.carrier.register([MemoryRegion(self.cache.ctypes.data, self.cache.nbytes)])
+
+    def loads(self, endpoint: bytes, address: int) -> None:
+        """As a hand-over does: connect, then read what the peer's layout says into the cache."""
+        link = self.carrier.connect(endpoint, soon(10))
+        there = copies(address, self.cache.ctypes.data, len(TOKEN))
+        self.carrier.read(link, there).wait(soon(10))
+
+
+@pytest.fixture
+def victim() -> Iterator[Victim]:
+    made = Victim()
+    with contextlib.closing(made.carrier):
+        yield made
+
+
+def forged(endpoint: bytes, **changes: object) -> bytes:
+    found = LocalEndpoint.decode(endpoint)
+    return msgspec.msgpack.encode(msgspec.structs.replace(found, **changes))
+
+
+# --- memory that nobody registered ---------------------------------------------------------------
+
+
+def test_no_endpoint_has_a_process_read_itself(victim: Victim) -> None:
+    """Its directory tells its pid and token; the regions are the attacker's choice."""
+    address = victim.private.ctypes.data
+    lie = forged(victim.carrier.endpoint(), regions=[(address, len(TOKEN))])
+    with pytest.raises(KvferryError):
+        victim.loads(lie, address)
+    assert not victim.cache.any()
+
+
+PROCESS = f"""
+import ctypes
+kept = ctypes.create_string_buffer({TOKEN!r})
+token = ctypes.create_string_buffer(b"t" * 16)  # as a request's body would be, of a known content
+print(ctypes.addressof(kept), ctypes.addressof(token), flush=True)
+input()
+"""
+
+
+def test_no_endpoint_has_a_process_read_another_one_of_its_user(victim: Victim) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout
+        kept, token = map(int, other.stdout.readline().split())
+        lie = forged(
+            victim.carrier.endpoint(),
+            pid=other.pid,
+            start_ticks=_start_ticks(other.pid),
+            token_address=token,
+            token=b"t" * 16,
+            regions=[(kept, len(TOKEN))],
+        )
+        try:
+            with pytest.raises(KvferryError):
+                victim.loads(lie, kept)
+        finally:
+            other.kill()
+    assert not victim.cache.any()
+
+
+def test_a_true_owner_vouches_for_its_own_endpoint_alone(victim: Victim) -> None:
+    with owner(KINDS["local"]) as peer:
+        beyond = peer.address + FIRST[0] - 64  # mapped there, not registered
+        told = LocalEndpoint.decode(peer.endpoint)
+        (start, size), *more = told.regions
+        lie = forged(peer.endpoint, regions=[(start - 64, size + 64), *more])
+        with pytest.raises(PeerLost, match="no open carrier with this endpoint"):
+            victim.loads(lie, beyond)
+        with pytest.raises(KvferryError, match="not inside the memory that the peer registered"):
+            victim.loads(peer.endpoint, beyond)
+        victim.loads(peer.endpoint, peer.address + FIRST[0])
+
+
+@pytest.mark.parametrize("name", ["", "vouch-x", "../key", "vouch-" + "0" * 31 + "/", "/tmp/x"])
+def test_an_endpoint_names_no_path(victim: Victim, name: str) -> None:
+    with pytest.raises(KvferryError):
+        victim.carrier.connect(forged(victim.carrier.endpoint(), voucher=name), soon(5))
+
+
+LIAR = f"""
+import os, socket, sys
+with socket.socket(socket.AF_UNIX) as liar:
+    liar.bind(sys.argv[1])
+    os.setgid({NOBODY}); os.setuid({NOBODY})
+    liar.listen(8)  # now the kernel notes whose it is
+    print("listening", flush=True)
+    while True:
+        question, _ = liar.accept()
+        with question:
+            question.sendall(bytes([1]))
+"""
+
+
+@as_root
+def test_another_user_cannot_vouch() -> None:
+    """Even where its socket lies in our directory, the kernel says whose it is."""
+    name = "vouch-" + secrets.token_hex(16)
+    path = runtime_directory() / name
+    with subprocess.Popen([sys.executable, "-c", LIAR, str(path)], stdout=subprocess.PIPE) as liar:
+        try:
+            assert liar.stdout
+            assert liar.stdout.readline()
+            with pytest.raises(vouch.Unreachable, match=f"belongs to user {NOBODY}"):
+                vouch.ask(name, b"endpoint", soon(5))
+        finally:
+            liar.kill()
+            path.unlink()
+
+
+# --- other users of the host ---------------------------------------------------------------------
+
+STRANGER = """
+import json, os, sys, time
+import numpy as np
+from kvferry.p2p.caller import Caller
+from kvferry.transport.local import LocalCarrier, LocalEndpoint
+from kvferry.transport.base import MemoryRegion
+from kvferry.transport.regions import Arrays
+from kvferry.wire.messages import VERSION, Look, Request, encode
+from kvferry.wire.sockets import Sockets
+import zmq
+
+port, key, uid = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+os.setgroups([]); os.setgid(uid); os.setuid(uid)
+got = {"welcome": False, "read": 0, "written": 0, "key": False, "answer": False, "why": ""}
+try:
+    got["key"] = bool(open(key, "rb").read())
+except OSError:
+    pass
+plain = zmq.Context().socket(zmq.DEALER)  # without any key
+plain.connect(f"tcp://127.0.0.1:{port}")
+plain.send(encode(Request(1, Look(VERSION))))
+got["answer"] = bool(plain.poll(1500))
+sockets = Sockets()
+until = time.monotonic() + 20
+try:
+    seen = Caller(sockets).call(f"127.0.0.1:{port}", Look(VERSION), until).result(20)
+    got["welcome"] = True
+    mine = np.full(4096, 66, dtype=np.uint8)
+    carrier = LocalCarrier(force_fallback=True)
+    carrier.register([MemoryRegion(mine.ctypes.data, mine.nbytes)])
+    endpoint = seen.ranks[0].carriers["local"]
+    address = LocalEndpoint.decode(endpoint).regions[0][0]
+    def arrays(src, dst):
+        return Arrays(*(np.array([x], dtype=np.int64) for x in (src, dst, mine.nbytes)))
+    link = carrier.connect(endpoint, until)
+    carrier.write(link, arrays(mine.ctypes.data, address)).wait(until)
+    got["written"] = mine.nbytes
+    carrier.read(link, arrays(address, mine.ctypes.data)).wait(until)
+    got["read"] = mine.nbytes
+except Exception as error:
+    got["why"] = f"{type(error).__name__}: {error}"
+print(json.dumps(got))
+os._exit(0)
+"""
+
+
+def visit(port: int, uid: int) -> dict[str, object]:
+    ran = subprocess.run(
+        [sys.executable, "-c", STRANGER, str(port), str(runtime_directory() / "key"), str(uid)],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    found: dict[str, object] = json.loads(ran.stdout)
+    return found
+
+
+@as_root
+def test_another_user_gets_nothing_that_opens_anything() -> None:
+    """No secret is configured: the engine is for its own user alone."""
+    with producer(Spec("p", "tp=1,block=16")) as engine:
+        got = visit(engine.port, NOBODY)
+        assert "AuthenticationError" in str(got.pop("why"))
+        assert got == {"welcome": False, "read": 0, "written": 0, "key": False, "answer": False}
+        assert not any(c.get("messages") for c in engine.ask("counters"))
+
+
+def test_the_same_user_needs_no_secret_and_writes_nothing_ungranted() -> None:
+    with producer(Spec("p", "tp=1,block=16")) as engine:
+        engine.hold(Prompt(1, 100))
+        got = visit(engine.port, os.geteuid())
+        assert (got["welcome"], got["answer"], got["written"]) == (True, False, 0)
+        assert "nothing is written here without a grant" in str(got["why"])
+
+
+def test_a_key_is_in_no_endpoint_and_no_message() -> None:
+    key = Key.of(None)
+    with contextlib.closing(LocalCarrier()) as local, contextlib.closing(TcpCarrier()) as tcp:
+        for told in (local.endpoint(), tcp.endpoint()):
+            assert key.derive("tcp") not in told
+            assert (runtime_directory() / "key").read_bytes() not in told
+    for encode in (msgspec.msgpack.encode, msgspec.json.encode, pickle.dumps):
+        with pytest.raises(TypeError):
+            encode(key)
+    assert "user key" in repr(key)
+
+
+def test_the_users_key_is_made_once_and_for_the_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_RUNTIME_DIR", str(tmp_path / "run"))
+    found: list[bytes] = []
+    start = threading.Barrier(8)
+
+    def make() -> None:
+        start.wait(10)
+        found.append(Key.of(None).derive("x"))
+
+    threads = [threading.Thread(target=make) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    path = tmp_path / "run" / "key"
+    assert [p.name for p in path.parent.iterdir()] == ["key"]
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    path.chmod(0o644)
+    with pytest.raises(DescriptionError, match="chmod 600"):
+        Key.of(None)
+    path.chmod(0o600)
+    path.write_bytes(b"short")
+    with pytest.raises(DescriptionError, match="has 5 bytes, expected 32"):
+        Key.of(None)
+
+
+@as_root
+def test_a_directory_that_another_user_made_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In /dev/shm anybody may make one of our name, and put a key of his own there."""
+    squatted = tmp_path / "run"
+    squatted.mkdir(mode=0o700)
+    os.chown(squatted, NOBODY, NOBODY)
+    monkeypatch.setenv("KVFERRY_RUNTIME_DIR", str(squatted))
+    with pytest.raises(KvferryError, match=r"belongs to .*65534"):
+        Key.of(None)
+
+
+# --- writes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["local", "tcp"])
+def test_no_listener_takes_a_write_without_a_grant(name: str) -> None:
+    """Nor the one inside of `local`, from a peer that has the secret."""
+    kind = KINDS["tcp"] if name == "tcp" else KINDS["local"]
+    options = {key: value for key, value in kind.owner.items() if key != "writable"}
+    with owner(type(kind)(kind.name, {**options, "secret": SECRET})) as peer:
+        assert not peer.memory.bytes.any()
+        where = peer.endpoint if name == "tcp" else LocalEndpoint.decode(peer.endpoint).tcp
+        noise = np.full(4096, 66, dtype=np.uint8)
+        attacker = TcpCarrier(secret=SECRET, host="127.0.0.1")
+        attacker.register([MemoryRegion(noise.ctypes.data, noise.nbytes)])
+        with contextlib.closing(attacker):
+            link = attacker.connect(where, soon())
+            with pytest.raises(TransferError, match="without a grant"):
+                written = copies(noise.ctypes.data, peer.address + FIRST[0], noise.nbytes)
+                attacker.write(link, written).wait(soon())
+        assert not peer.memory.bytes.any()
+
+
+# --- guessing ------------------------------------------------------------------------------------
+
+
+class Tap:
+    """Stands between two peers, and keeps what it hears."""
+
+    def __init__(self, port: int) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.heard = {"server": b"", "client": b""}
+        self._to = port
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        client, _ = self.listener.accept()
+        server = socket.create_connection(("127.0.0.1", self._to))
+        for source, sink, who in ((server, client, "server"), (client, server, "client")):
+            threading.Thread(target=self._pass, args=(source, sink, who), daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket, who: str) -> None:
+        with source, contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self.heard[who] += data
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+
+def test_a_recorded_handshake_is_slow_to_guess() -> None:
+    """One who has heard it tries secrets by itself, as fast as a try is."""
+    secret = SECRET.encode()
+    server, client = (TcpCarrier(secret=SECRET, host="127.0.0.1") for _ in range(2))
+    with contextlib.closing(server), contextlib.closing(client):
+        endpoint = TcpEndpoint.decode(server.endpoint())
+        tap = Tap(endpoint.port)
+        with contextlib.closing(tap.listener):
+            client.connect(
+                msgspec.msgpack.encode(msgspec.structs.replace(endpoint, port=tap.port)), soon()
+            )
+    hello = tap.heard["server"][HEADER.size :][:HELLO_BYTES]
+    auth = tap.heard["client"][HEADER.size :][:AUTH_BYTES]
+    nonce, who, mac = (
+        auth[:NONCE_BYTES],
+        auth[NONCE_BYTES:][:INCARNATION_BYTES],
+        auth[NONCE_BYTES + INCARNATION_BYTES :],
+    )
+    session = Session(hello[:NONCE_BYTES], nonce, hello[NONCE_BYTES:], who)
+    assert session.client_mac(Key.of(secret).derive("tcp")) == mac  # the attacker has it all
+    said = hello[:NONCE_BYTES] + nonce + hello[NONCE_BYTES:] + who
+    for guess in (secret, hashlib.sha256(secret).digest()):
+        assert session.client_mac(guess) != mac
+        for role in (b"client", b"kvferry tcp 1 client", b"kvferry tcp 2 client"):
+            assert hmac.digest(guess, role + said, hashlib.sha256) != mac
+    begun = time.perf_counter()
+    for number in range(3):
+        Key.of(f"another guess, number {number}").derive("tcp")
+    assert time.perf_counter() - begun > 3 * 0.005  # the bound is what is promised
+
+
+# --- strangers at the door -----------------------------------------------------------------------
+
+
+def silent(port: int, count: int) -> list[socket.socket]:
+    return [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
+
+
+def test_silent_connections_keep_no_peer_out() -> None:
+    limits = ServerLimits(handshake_seconds=60.0)
+    server = TcpCarrier(secret=SECRET, host="127.0.0.1", limits=limits)
+    memory = np.arange(4096, dtype=np.uint8)
+    server.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
+    client = TcpCarrier(secret=SECRET, host="127.0.0.1")
+    into = np.zeros(4096, dtype=np.uint8)
+    client.register([MemoryRegion(into.ctypes.data, into.nbytes)])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(server))
+        stack.enter_context(contextlib.closing(client))
+        port = TcpEndpoint.decode(server.endpoint()).port
+        for one in silent(port, 3 * limits.max_pending):
+            stack.enter_context(one)
+        link = client.connect(server.endpoint(), soon(30))
+        wanted = copies(memory.ctypes.data, into.ctypes.data, 4096)
+        client.read(link, wanted).wait(soon(30))
+        assert np.array_equal(into, memory)
+        assert server.counters["busy"] == 0
+        assert server.counters["evicted"] > limits.max_pending
+
+
+def test_silent_visitors_keep_no_peer_from_a_pulse() -> None:
+    server = PulseServer("127.0.0.1")
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.close)
+        first, *more = silent(server.port, 2 * MOST_UNGREETED)
+        for one in (first, *more):
+            stack.enter_context(one)
+        where = "127.0.0.1", server.port
+        pulse = Pulse.connect(*where, server.token, server.incarnation, soon(30))
+        stack.callback(pulse.close)
+        first.settimeout(30)
+        assert first.recv(1) == b""  # the oldest was sent away
+        pulse.require_alive()
+
+
+# --- where a peer sends us -----------------------------------------------------------------------
+
+
+def test_endpoints_are_dialed_within_what_was_allowed() -> None:
+    """A peer that has the secret names a host of its choice."""
+    with contextlib.ExitStack() as stack:
+        there = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        where = msgspec.msgpack.encode(
+            TcpEndpoint("tcp", "localhost", there.getsockname()[1], bytes(INCARNATION_BYTES))
+        )
+        far = msgspec.msgpack.encode(TcpEndpoint("tcp", "192.0.2.1", 9, bytes(INCARNATION_BYTES)))
+        narrow = TcpCarrier(secret=SECRET, host="127.0.0.1", admits=lambda host: host == "p")
+        unconfigured = TcpCarrier()
+        for carrier, endpoint in ((narrow, where), (unconfigured, far)):
+            stack.enter_context(contextlib.closing(carrier))
+            with pytest.raises(KvferryError, match=r"`peers`|no secret is configured"):
+                carrier.connect(endpoint, soon(5))
+        there.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            there.accept()
+
+
+def test_a_peer_of_the_tests_is_what_it_says(victim: Victim) -> None:
+    """The way that the attacks above try works for a peer that does not lie."""
+    with owner(KINDS["local"]) as peer:
+        assert isinstance(peer, Peer)
+        peer.memory.bytes[FIRST[0] : FIRST[0] + len(TOKEN)] = np.frombuffer(TOKEN, dtype=np.uint8)
+        victim.loads(peer.endpoint, peer.address + FIRST[0])
+        assert victim.cache[: len(TOKEN)].tobytes() == TOKEN
