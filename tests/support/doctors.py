@@ -14,7 +14,7 @@ from kvferry.cli.main import app
 from kvferry.transport import make_carrier
 from p2p_peers import LOOPBACK, Producer, Spec, memory_regions
 
-SECRET = "right"
+SECRET = "the right secret"
 
 
 def report(*arguments: str) -> tuple[int, dict[str, Any]]:

@@ -185,6 +185,7 @@ from kvferry.wire.sockets import Sockets
 import zmq
 
 port, key, uid = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+LocalCarrier().close(), "x".encode("idna")  # loads what it needs while it may read the files
 os.setgroups([]); os.setgid(uid); os.setuid(uid)
 got = {"welcome": False, "read": 0, "written": 0, "key": False, "answer": False, "why": ""}
 try:

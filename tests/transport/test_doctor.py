@@ -256,7 +256,7 @@ def test_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found["tcp, rank (0, 1)"]["state"] == "ok"
         assert found["auto, rank (0, 0)"]["found"].startswith("tcp ")
         assert "local: the peer does not offer it" in found["auto, rank (0, 0)"]["found"]
-        monkeypatch.setenv("KVFERRY_SECRET", "wrong")
+        monkeypatch.setenv("KVFERRY_SECRET", "quite another secret")
         code, found = examine("--peer", address)
         assert code == 1
         assert "does not take our secret" in found[address]["found"]

@@ -36,6 +36,7 @@ from kvferry.wire.sockets import Sockets
 from vllm_pairs import mooncake_decode, reaches
 
 TOKENS = 40
+SECRET = "a secret for these tests"
 GOOD = {"host": "127.0.0.1", "port": 9, "incarnation": "i"}
 
 
@@ -361,8 +362,8 @@ class TestNames:
     ) -> None:
         looked_up: list[Any] = []
         monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **_: looked_up.append(a))
-        sockets = Sockets("s")
-        rendezvous = Rendezvous(FerryConfig(secret="s", peers=("p.example",)), sockets)
+        sockets = Sockets(SECRET)
+        rendezvous = Rendezvous(FerryConfig(secret=SECRET, peers=("p.example",)), sockets)
         place = Place("e", "q.example:8998", bootstrap)
         try:
             with pytest.raises(AuthenticationError, match="peers"):

@@ -302,7 +302,10 @@ def test_what_differs_or_opens_up_is_said(name: str, caplog: pytest.LogCaptureFi
         suite.make_carrier(name, host="0.0.0.0")
     caplog.clear()
     for host in ("127.0.0.1", outside_address()):
-        suite.make_carrier(name, host=host).close()
+        suite.make_carrier(name, host=host, secret=suite.SECRET).close()
+    with pytest.raises(suite.AuthenticationError, match="without a secret"):
+        suite.make_carrier(name, host=outside_address())
+    caplog.records.pop()
     warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warned) == (2 if name == "mooncake" else 1)  # it listens everywhere
     assert all("authenticates nobody" in words for words in warned)

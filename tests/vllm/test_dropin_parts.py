@@ -55,6 +55,7 @@ from kvferry.wire.sockets import Sockets
 from vllm_pairs import mooncake_decode, push_decode, reaches
 
 ROOT = Path(__file__).parents[2]
+SECRET = "a secret for these tests"
 
 
 class TestConfig:
@@ -404,7 +405,7 @@ class TestRendezvous:
         ("config", "address", "error"),
         [
             (FerryConfig(), "10.0.0.1:8998", AuthenticationError),  # no secret, another host
-            (FerryConfig(secret="s", peers=("10.0.0.2",)), "10.0.0.1:8998", AuthenticationError),
+            (FerryConfig(secret=SECRET, peers=("10.0.0.2",)), "10.0.0.1:8998", AuthenticationError),
             (FerryConfig(), "127.0.0.1:1", HandoverError),  # nobody listens
         ],
     )
@@ -421,12 +422,12 @@ class TestRendezvous:
 
 class TestBootstrap:
     def test_registrations_need_the_secret(self) -> None:
-        bootstrap = Bootstrap(None, 0, "s")
+        bootstrap = Bootstrap(None, 0, SECRET)
         server, entry = f"127.0.0.1:{bootstrap.port}", Whereabouts("e_dp1", "h", 1, "i").entry({})
         try:
-            register(server, 1, entry, "s", 5.0)
+            register(server, 1, entry, SECRET, 5.0)
             assert query(server, "e_dp1", 5.0).host == "h"
-            for secret in (None, "other"):
+            for secret in (None, "a secret of others"):
                 with pytest.raises(HandoverError, match="secret"):
                     register(server, 1, entry, secret, 5.0)
         finally:
@@ -503,7 +504,7 @@ class TestBootstrap:
             register(*told)
 
         monkeypatch.setattr(registration_module, "register", fails_first)
-        bootstrap = Bootstrap(None, 0, "s")
+        bootstrap = Bootstrap(None, 0, SECRET)
         registration = Registration(f"127.0.0.1:{bootstrap.port}", 1, "s", 5.0)
         try:
             registration.tell(Whereabouts("e_dp1", "h", 1, "i").entry({}))

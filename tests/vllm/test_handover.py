@@ -200,7 +200,9 @@ class TestTwoToOne:
         _, decode = pair
         other = make_model(model.parent / "other", llama_config(num_hidden_layers=3), seed=1)
         port = free_port()
-        stranger = Engine("stranger", model, logs / "s.log", connector={**FAST, "secret": "no"})
+        stranger = Engine(
+            "stranger", model, logs / "s.log", connector={**FAST, "secret": "a secret of others"}
+        )
         config = {**FAST, "secret": SECRET, "port": port}
         foreign = Engine("foreign", other, logs / "o.log", connector=config)
         started(stranger, foreign)

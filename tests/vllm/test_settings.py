@@ -34,10 +34,11 @@ NOT_PATH = (5, True, "", " ", ["a"], "a\0b")
 NOT_SIZE = ("80XB", "", True, -1, NAN, ["1GB"], "1e9")
 NOT_PEER = ("10.0.0.0/88", "h1:8998", "10.0.0", "http://h", "10.0.0.256", "a b")
 SECONDS = ((30, 30), (0.5, 0.5))
+LONG = "a secret for these tests"
 
 # By key: values that are taken, each with what becomes of it, and values that are refused.
 FERRY: dict[str, tuple[Any, Any]] = {
-    "secret": ((("s", "s"),), (*NOT_TEXT, "", " \n")),
+    "secret": (((LONG, LONG),), (*NOT_TEXT, "", " \n", "short")),
     "host": (
         (("10.0.0.1", "10.0.0.1"), ("[fd00::1]", "fd00::1"), ("Node-1.local", "Node-1.local")),
         (*NOT_TEXT, "", "0.0.0.0", "::", "[::]", "*", "1.2.3.4:99", "tcp://h", "10.0.0", "a b", Z),
@@ -141,19 +142,20 @@ def test_no_table_is_longer_than_its_class_and_rules_are_demanded() -> None:
 
 
 class TestSecret:
-    VARIABLE = {"KVFERRY_SECRET": "of the environment"}
+    VARIABLE = {"KVFERRY_SECRET": "a secret of the environment"}
 
     def test_where_it_comes_from(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         file = tmp_path / "secret"
-        file.write_text("of the file\n")
+        file.write_text("a secret of the file\n")
+        file.chmod(0o600)
         monkeypatch.setenv("HOME", str(tmp_path))
         for extra, expected in (
-            ({}, "of the environment"),
-            ({"secret": None, "secret_file": None}, "of the environment"),
-            ({"secret": "given"}, "given"),
-            ({"secret_file": str(file)}, "of the file"),
-            ({"secret_file": "~/secret"}, "of the file"),
-            ({"secret": None, "secret_file": str(file)}, "of the file"),
+            ({}, "a secret of the environment"),
+            ({"secret": None, "secret_file": None}, "a secret of the environment"),
+            ({"secret": "a secret that is given"}, "a secret that is given"),
+            ({"secret_file": str(file)}, "a secret of the file"),
+            ({"secret_file": "~/secret"}, "a secret of the file"),
+            ({"secret": None, "secret_file": str(file)}, "a secret of the file"),
         ):
             assert FerryConfig.read(extra, environment=self.VARIABLE).secret == expected
         for variables in ({}, {"KVFERRY_SECRET": ""}):
@@ -172,7 +174,9 @@ class TestSecret:
             ({"secret_file": str(tmp_path / "bytes")}, "secret_file .*bytes is no text"),
             ({"secret_file": str(tmp_path / "none")}, "secret_file .*none cannot be read: No such"),
             ({"secret_file": str(tmp_path)}, "secret_file .* cannot be read: Is a directory"),
-            ({"secret": "s", "secret_file": str(tmp_path / "good")}, "both given; remove one"),
+            ({"secret": LONG, "secret_file": str(tmp_path / "good")}, "both given; remove one"),
+            ({"secret_file": str(tmp_path / "good")}, "good: a secret must have at least 16 bytes"),
+            ({"secret": "short"}, "openssl rand -hex 32"),
         ):
             with pytest.raises(DescriptionError, match=message):
                 FerryConfig.read(extra, environment=self.VARIABLE)
@@ -180,10 +184,44 @@ class TestSecret:
             FerryConfig.read({}, environment={"KVFERRY_SECRET": " "})
 
     def test_it_is_shown_nowhere(self) -> None:
-        assert "hush" not in repr(FerryConfig.read({"secret": "hush"}, environment={}))
+        assert "hush" not in repr(FerryConfig.read({"secret": "hush " * 9}, environment={}))
+        with pytest.raises(DescriptionError) as short:
+            FerryConfig.read({"secret": "hush"}, environment={})
+        assert "hush" not in str(short.value)
         with pytest.raises(DescriptionError) as caught:
             FerryConfig.read({"secret": ["hush"]}, environment={})
         assert "hush" not in str(caught.value)
+
+    def test_where_it_can_be_seen_is_said(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        file = tmp_path / "secret"
+        file.write_text(LONG)
+        for mode, extra, words in (
+            (0o600, {"secret": LONG}, "list of processes"),
+            (0o644, {"secret_file": str(file)}, "chmod 600"),
+            (0o600, {"secret_file": str(file)}, ""),
+        ):
+            file.chmod(mode)
+            caplog.clear()
+            FerryConfig.read(extra, environment={})
+            assert LONG not in caplog.text
+            assert words in caplog.text if words else not caplog.records
+
+    def test_no_network_without_one(self) -> None:
+        """Nobody would be kept from reading and writing caches."""
+        variable = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.1"}
+        for extra, style, environment in (
+            ({"host": "10.0.0.1"}, "ferry", {}),
+            ({"host": "node-1"}, "mooncake", {}),
+            ({}, "nixl", variable),
+        ):
+            with pytest.raises(DescriptionError, match=r"there is no secret.*openssl rand"):
+                FerryConfig.read(extra, style, environment)
+            secret = {**environment, "KVFERRY_SECRET": LONG}
+            assert FerryConfig.read(extra, style, secret).host
+        for host in ("127.0.0.1", "::1", "localhost"):
+            assert FerryConfig.read({"host": host}, environment={}).host
 
 
 class TestOfOthers:
@@ -225,6 +263,7 @@ class TestOfOthers:
 
     def test_our_own_keys_win(self) -> None:
         variables = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "0.0.0.0", "VLLM_NIXL_SIDE_CHANNEL_PORT": "x"}
+        variables["KVFERRY_SECRET"] = LONG
         config = FerryConfig.read({"host": "10.0.0.1", "port": 7}, "nixl", variables, rank=2)
         assert (config.host, config.port) == ("10.0.0.1", 9)
         with pytest.raises(DescriptionError, match="data-parallel rank"):

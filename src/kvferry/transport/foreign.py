@@ -81,9 +81,9 @@ class ForeignCarrier(Library):
         admits: Admits | None,
     ) -> None:
         self.host = host or LOOPBACK
+        look_at_host(self.name, self.host, self.listens_everywhere)
         self._reach = Reach(secret is not None, admits)
         self._reach.require_listening(self.host)
-        look_at_host(self.name, self.host, self.listens_everywhere)
         self._flavour = flavour
         self.cost_name = costs_of
         choice = Choice(costs_of, packing, costs)
