@@ -8,7 +8,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # more, alone, and must pass then.
 ONCE_MORE := --last-failed --last-failed-no-failures none
 
-.PHONY: chaos matrix demo demo-vllm test check test-vllm mutants verify bench-plan fixtures clean
+.PHONY: chaos fuzz matrix demo demo-vllm test check test-vllm mutants verify bench-plan fixtures clean
 
 demo: $(VENV)/.done  ## move 1 GiB between engines of different shapes, on this machine
 	$(BIN)/kvferry demo
@@ -40,6 +40,9 @@ matrix: $(VLLM_VENV)/.done  ## real engines, every pair of what they may differ 
 
 chaos: $(VLLM_VENV)/.done  ## 500 random faults among peers, 25 among real engines; seeds replay
 	$(VLLM_BIN)/python scripts/chaos --faults 500 --engines 25
+
+fuzz: $(VENV)/.done  ## hostile frames, requests and files; FRAMES=1000000 for the long run, SEED= replays
+	$(BIN)/python scripts/fuzz --frames $(or $(FRAMES),100000) $(if $(SEED),--seed $(SEED))
 
 bench-plan: $(VLLM_VENV)/.done  ## planning speed beside vLLM's planner, in one run
 	$(VLLM_BIN)/kvferry bench plan --html out/bench-plan.html

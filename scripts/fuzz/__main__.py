@@ -1,0 +1,14 @@
+"""Makes ``python scripts/fuzz`` run the package, which imports itself as ``fuzz``."""
+
+import sys
+from pathlib import Path
+
+# The folder that holds the package, in place of the package's own; and what tests share.
+sys.path.pop(0)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+
+if __name__ == "__main__":  # processes that are spawned import it again
+    from fuzz.run import main
+
+    sys.exit(main())
