@@ -49,11 +49,15 @@ def test_this_host(tmp_path: Path) -> None:
     assert "is no report of" in refused("--between", "here", str(tmp_path / "no-report"))
 
 
-def test_what_was_configured_must_be_there() -> None:
+def test_what_was_configured_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     code, found = examine("--carriers", "tcp, pigeon", "--options", '{"tcp": {"prot": 1}}')
     assert code == 1
     assert found["pigeon"]["state"] == "broken"
     assert "has no option prot" in found["tcp"]["found"]
+    code, found = examine("--carriers", "tcp", "--host", "203.0.113.7")
+    assert (code, found["tcp"]["state"]) == (1, "broken")
+    assert "without a secret" in found["tcp"]["found"]
+    monkeypatch.setenv("KVFERRY_SECRET", SECRET)
     code, found = examine("--carriers", "tcp,auto", "--host", "203.0.113.7")  # nobody's
     assert (found["host"]["state"], "203.0.113.7" in found["host"]["found"]) == ("broken", True)
     assert (code, found["auto"]["state"], found["tcp"]["state"]) == (1, "broken", "ok")

@@ -38,7 +38,7 @@ def renewer(secret: str | None = None) -> Iterator[Renewer]:
 
 def test_a_watched_hold_outlives_its_lease_and_expires_after_it_is_dropped() -> None:
     prompts = [Prompt(1, 50), Prompt(2, 50, src_first=20)]
-    with producer(P) as p, renewer("s") as strange, renewer() as r:
+    with producer(P) as p, renewer("a secret of others") as strange, renewer() as r:
         tickets = [p.hold(prompt) for prompt in prompts]
         r.watch(tickets[0])
         r.watch(tickets[0])

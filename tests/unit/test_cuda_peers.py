@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -13,8 +14,8 @@ import msgspec
 import pytest
 
 import host_device
-from kvferry.errors import ProtocolError
-from kvferry.transport import cuda, cuda_driver, cuda_peer
+from kvferry.errors import PeerLost, PermissionDenied, ProtocolError
+from kvferry.transport import cuda, cuda_driver, cuda_peer, vouch
 from kvferry.transport.cuda import CudaCarrier
 from kvferry.transport.cuda_driver import IPC_HANDLE_BYTES, Place
 from kvferry.transport.cuda_peer import Allocation, CudaEndpoint, this_process
@@ -70,30 +71,75 @@ def endpoint() -> Iterator[CudaEndpoint]:
         incarnation=server.incarnation,
         allocations=[Allocation(BASE, SIZE, handle, b"u" * 16)],
         regions=[(BASE, SIZE)],
+        voucher="vouch-" + "0" * 32,
     )
     server.close()
+
+
+def owned_by(pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That process vouches for every endpoint."""
+    monkeypatch.setattr(cuda, "ask", lambda *_: vouch.Owner(pid))
 
 
 def raw(endpoint: CudaEndpoint, **changes: object) -> bytes:
     return msgspec.msgpack.encode(msgspec.structs.replace(endpoint, **changes))
 
 
-def test_memory_of_another_process_is_opened_whatever_its_pid(
-    gpu: Gpu, endpoint: CudaEndpoint
+def test_memory_of_another_process_is_opened(
+    gpu: Gpu, endpoint: CudaEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     carrier = CudaCarrier()
+    owned_by(1, monkeypatch)
     peer = carrier.connect(raw(endpoint), time.monotonic() + 5)
     assert peer.memory.shift_of(BASE, BASE + SIZE) == OPENED_AT - BASE
     carrier.disconnect(peer)
     assert (gpu.opened, gpu.open_now) == (1, [])
+    owned_by(os.getpid(), monkeypatch)
     same = carrier.connect(raw(endpoint, process=this_process()), time.monotonic() + 5)
     assert same.memory.shift_of(BASE, BASE + SIZE) == 0
     assert gpu.opened == 1
     carrier.close()
 
 
+def test_no_peer_names_memory_that_its_owner_does_not(gpu: Gpu, endpoint: CudaEndpoint) -> None:
+    """Handles and regions of others, and allocations of this very process."""
+    carrier = CudaCarrier()
+    told = vouch.vouch_for(lambda name: raw(endpoint, process=this_process(), voucher=name))
+    true = CudaEndpoint.decode(told)
+    other = msgspec.structs.replace(endpoint.allocations[0], base=BASE + 4096, size=SIZE - 4096)
+    try:
+        carrier.connect(told, time.monotonic() + 5)
+        for lie in (
+            raw(true, regions=[(BASE, SIZE - 1)]),
+            raw(true, allocations=[other], regions=[(BASE + 4096, 64)]),
+            raw(true, process=b"another process!"),
+        ):
+            with pytest.raises(PeerLost, match="no open carrier with this endpoint"):
+                carrier.connect(lie, time.monotonic() + 5)
+        with pytest.raises(PermissionDenied, match="no process of this user answers"):
+            carrier.connect(raw(endpoint), time.monotonic() + 5)
+        assert gpu.opened == 0
+    finally:
+        vouch.forget([told])
+        carrier.close()
+
+
+def test_a_process_vouches_for_its_own_memory_alone(
+    gpu: Gpu, endpoint: CudaEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carrier = CudaCarrier()
+    for pid, process in ((1, this_process()), (os.getpid(), b"another process!")):
+        owned_by(pid, monkeypatch)
+        with pytest.raises(ProtocolError, match="not its own"):
+            carrier.connect(raw(endpoint, process=process), time.monotonic() + 5)
+    carrier.close()
+
+
 @pytest.mark.parametrize("here", [False, True])
-def test_more_than_a_handle_opens_is_refused(gpu: Gpu, endpoint: CudaEndpoint, here: bool) -> None:
+def test_more_than_a_handle_opens_is_refused(
+    gpu: Gpu, endpoint: CudaEndpoint, here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owned_by(os.getpid() if here else 1, monkeypatch)
     (honest,) = endpoint.allocations
     more = msgspec.structs.replace(honest, size=SIZE + 1)
     process = this_process() if here else endpoint.process

@@ -78,7 +78,7 @@ class ForeignCarrier(Library):
         costs_of: str,
         packing: Packing,
         costs: Costs | None,
-        admits: Admits | None,
+        admits: Admits | None = None,
     ) -> None:
         self.host = host or LOOPBACK
         look_at_host(self.name, self.host, self.listens_everywhere)
