@@ -32,6 +32,7 @@ from kvferry.vllm.lora import Loras, adapted
 from kvferry.vllm.metadata import FerryMetadata
 from kvferry.vllm.offering import Offering, request_digest
 from kvferry.vllm.prefill import HandedOver
+from kvferry.vllm.prompts import Prompts
 from kvferry.vllm.rendezvous import derived_hold
 from kvferry.vllm.scheduler import FerryScheduler
 from kvferry.vllm.stats import FerryStats
@@ -277,7 +278,7 @@ def test_workers_that_see_other_files(tmp_path: Path, made: Any, hosts: set[str]
 def test_a_number_that_stood_for_another_adapter(tmp_path: Path, made: Any) -> None:
     """A request that nobody handed over was the first: workers have its files under the number."""
     engine = made()
-    scheduler: Any = Fake(_loras=engine.loras, produces=True, consumes=True)
+    scheduler: Any = Fake(_loras=engine.loras, _prompts=Prompts(), produces=True, consumes=True)
     FerryScheduler.on_new_request(scheduler, request(folder(tmp_path / "first", b"b" * 100)))
     path = folder(tmp_path / "v1")
     assert not engine.ended(engine.accepted(request(path, do_remote_decode=True)))[0]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import itertools
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,19 +23,36 @@ torch = pytest.importorskip("torch", reason="this tier runs in the environment w
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base")
 with warnings.catch_warnings():  # torch warns of itself
     warnings.simplefilter("ignore")
+    from PIL import Image
+    from vllm.config.ec_transfer import ECTransferConfig
     from vllm.config.multimodal import MultiModalConfig
     from vllm.config.quantization import resolve_quantization_config
     from vllm.model_executor.layers.rotary_embedding import phi3_long_rope_scaled_rope as rope
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-    from vllm.renderers.base import BaseRenderer
+    from vllm.multimodal.cache.lru import LruKeyReplicatedReceiverCache
+    from vllm.multimodal.cache.shm import ShmObjectStoreSenderCache
+    from vllm.multimodal.hasher import MultiModalHasher
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFeatureSpec,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+        MultiModalSharedField,
+        PlaceholderRange,
+    )
+    from vllm.multimodal.parse import ImageProcessorItems
+    from vllm.multimodal.processing.inputs import ProcessorInputs
     from vllm.sampling_params import SamplingParams
     from vllm.transformers_utils.config import patch_rope_parameters
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from kvferry.p2p.describe import engine_info, rank_info  # noqa: E402
 from kvferry.p2p.ticket import Ticket  # noqa: E402
+from kvferry.pool.orders import SaveOrder  # noqa: E402
 from kvferry.pool.requests import PoolLimits  # noqa: E402
+from kvferry.vllm import prompts  # noqa: E402
 from kvferry.vllm.asking import Asking  # noqa: E402
 from kvferry.vllm.config import FerryConfig  # noqa: E402
 from kvferry.vllm.meaning import meaning  # noqa: E402
@@ -41,8 +61,9 @@ from kvferry.vllm.offering import Offering, request_digest  # noqa: E402
 from kvferry.vllm.pool_config import PoolConfig  # noqa: E402
 from kvferry.vllm.pool_scheduler import VllmPoolScheduler  # noqa: E402
 from kvferry.vllm.prefill import HandedOver  # noqa: E402
-from kvferry.vllm.prompts import Prompts  # noqa: E402
+from kvferry.vllm.prompts import Prompts, content  # noqa: E402
 from kvferry.vllm.rendezvous import derived_hold  # noqa: E402
+from kvferry.vllm.scheduler import FerryScheduler  # noqa: E402
 from kvferry.vllm.stats import FerryStats  # noqa: E402
 from workers import Worker  # noqa: E402
 
@@ -201,39 +222,32 @@ def test_what_is_done_to_images() -> None:
     )
 
 
-def engine_config(cache_gb: float = 0, prefix_caching: bool = False) -> Any:
+def engine_config(encoders: Any = None, **media: Any) -> Any:
     return Fake(
         model_config=Fake(
-            model="m",
-            revision=None,
-            hf_config=None,
-            multimodal_config=MultiModalConfig(mm_processor_cache_gb=cache_gb),
+            model="m", revision=None, hf_config=None, multimodal_config=MultiModalConfig(**media)
         ),
-        cache_config=Fake(enable_prefix_caching=prefix_caching),
+        ec_transfer_config=encoders,
         parallel_config=Fake(prefill_context_parallel_size=1, decode_context_parallel_size=1),
     )
-
-
-@pytest.mark.parametrize("cache_gb", [0, 4])
-@pytest.mark.parametrize("prefix_caching", [False, True])
-def test_numbers_in_place_of_names(cache_gb: float, prefix_caching: bool) -> None:
-    """Media are unnamed exactly where vLLM's renderer numbers them."""
-    config = engine_config(cache_gb, prefix_caching)
-    renderer = Fake(
-        model_config=config.model_config, config=config, _validate_mm_uuids=lambda *_: None
-    )
-    items = Fake(get_all_counts=lambda: {"image": 1})
-    ids = BaseRenderer._process_mm_uuids(renderer, {}, items, {}, "renderer0-mm-1")
-    assert ids in ({}, {"image": ["renderer0-mm-1-image-0"]})
-    assert Prompts.of(config).media_named == (ids == {})
 
 
 COUNT = 300
 PARAMS: dict[str, Any] = {"do_remote_decode": True, "transfer_id": "t"}
 
 
-def image(identifier: str, offset: int = 4) -> MultiModalFeatureSpec:
-    return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset, 8))
+FIRST, SECOND = torch.zeros(3, 8, 8), torch.ones(3, 8, 8)  # what two images show
+
+
+def item(shows: Any, field: Any = None) -> MultiModalKwargsItem:
+    elem = MultiModalFieldElem(shows, field or MultiModalBatchedField())
+    return MultiModalKwargsItem({"pixel_values": elem})
+
+
+def image(identifier: str, shows: Any = None, offset: int = 4) -> MultiModalFeatureSpec:
+    data = item(shows) if isinstance(shows, torch.Tensor) else shows
+    where = PlaceholderRange(offset, 8)
+    return MultiModalFeatureSpec(data, "image", identifier, where, identifier)
 
 
 def request(**more: Any) -> Request:
@@ -244,7 +258,12 @@ def request(**more: Any) -> Request:
 
 # Prompts that tokens and names do not tell from others.
 UNFIT: dict[str, Callable[[], Request]] = {
-    "numbered image": lambda: request(mm_features=[image("renderer0-mm-1-image-0")]),
+    "image that is not here": lambda: request(mm_features=[image("abc")]),
+    "image in shared memory": lambda: request(
+        mm_features=[image("abc", ShmObjectStoreSenderCache.address_as_item(Fake(), 64, 1, [7, 8]))]
+    ),
+    "image on another device": lambda: request(mm_features=[image("abc", FIRST.to("meta"))]),
+    "one of two images": lambda: request(mm_features=[image("a", FIRST), image("b", offset=90)]),
     "session": lambda: request(resumable=True),
     "embeddings among tokens": lambda: request(
         prompt_embeds=torch.ones(COUNT, 4), prompt_is_token_ids=[True] * (COUNT - 1) + [False]
@@ -269,6 +288,10 @@ def pool(tmp_path: Path) -> Iterator[VllmPoolScheduler]:
 
 def saves(pool: VllmPoolScheduler, asked: Request) -> int:
     """Blocks that are ordered to be saved when all of a request is computed."""
+    return sum(len(b.block_ids) for order in ordered(pool, asked) for b in order.tables)
+
+
+def ordered(pool: VllmPoolScheduler, asked: Request) -> list[SaveOrder]:
     count = asked.num_tokens
     table = list(range(1, 2 + count // pool.pool.align_tokens))
     output = Fake(
@@ -278,8 +301,7 @@ def saves(pool: VllmPoolScheduler, asked: Request) -> int:
         num_scheduled_tokens={"r": count},
         total_num_scheduled_tokens=count,
     )
-    orders = pool.step(output).orders.saves
-    return sum(len(blocks.block_ids) for order in orders for blocks in order.tables)
+    return list(pool.step(output).orders.saves)
 
 
 class TestPool:
@@ -304,7 +326,7 @@ class TestPool:
 
 
 class Ends:
-    """Both ends of a hand-over, in an engine that numbers images."""
+    """Both ends of a hand-over."""
 
     def __init__(self) -> None:
         prompts = Prompts.of(engine_config())
@@ -345,15 +367,186 @@ class TestHandover:
         assert [released.hold_id for released in ends.orders.releases] == [hold]
 
     def test_others_are_handed_over(self) -> None:
-        """Also images, where both engines hash them."""
         ends, asked = Ends(), request()
         ends.offering.accept(asked)
         asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
         assert ends.offering.finished(asked, ([1, 2, 3],))[0]
-        ends.offering.prompts = replace(ends.offering.prompts, media_named=True)
-        for name in ("abc", "abd"):
-            ends.offering.accept(replace_id(request(mm_features=[image(name)]), name))
-        assert ends.offering._digests["abc"] != ends.offering._digests["abd"]
+
+
+def client_uuid(shown: Any, stolen: str) -> str:
+    """The id that a client sends with an image, as vLLM's front end takes it over."""
+    images = ImageProcessorItems([shown.numpy()])
+    inputs = ProcessorInputs([], {"image": images}, {"image": [stolen]})
+    return str(inputs.get_mm_hashes("m", "blake3")["image"][0])
+
+
+def exif_id(shown: Any, _: str) -> str:
+    """An id beside an image's pixels, which vLLM hashes in place of them."""
+    made = Image.new("RGB", (8, 8), "white" if shown.any() else "black")
+    made.getexif()[Image.ExifTags.Base.ImageID] = uuid.UUID(int=1)
+    return str(MultiModalHasher.hash_kwargs("blake3", model_id="m", image=made))
+
+
+def hashed(identifier: str, shows: Any, **more: Any) -> Request:
+    """A request as an engine's core makes it, with the names of its blocks."""
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(16, sha256)
+    return request(mm_features=[image(identifier, shows)], block_hasher=hasher, **more)
+
+
+def contents(pool: VllmPoolScheduler, asked: Request) -> list[str]:
+    """Keys under which the blocks of a request are saved, once it is computed."""
+    pool.on_new_request(asked)
+    made = [c for order in ordered(pool, asked) for blocks in order.tables for c in blocks.contents]
+    pool.finished(asked)
+    assert made
+    return made
+
+
+@pytest.mark.parametrize("forge", [client_uuid, exif_id])
+class TestImagesNamedByClients:
+    """A client gives its image the name by which vLLM knows somebody else's."""
+
+    @pytest.fixture
+    def names(self, forge: Callable[[Any, str], str]) -> tuple[str, str]:
+        hashed_by_vllm = MultiModalHasher.hash_kwargs("blake3", model_id="m", image=FIRST.numpy())
+        victims = exif_id(FIRST, "") if forge is exif_id else hashed_by_vllm
+        assert forge(SECOND, victims) == victims  # vLLM believes it
+        return victims, forge(SECOND, victims)
+
+    def test_nothing_is_saved_under_the_other_image(
+        self, pool: VllmPoolScheduler, names: tuple[str, str]
+    ) -> None:
+        victims, forged = names
+        good = contents(pool, hashed(victims, FIRST))
+        assert not set(good) & set(contents(pool, hashed(forged, SECOND)))
+        assert good == contents(pool, hashed(victims, FIRST.clone()))  # of another engine
+
+    def test_nor_handed_over(self, names: tuple[str, str]) -> None:
+        victims, forged = names
+        prefill, decode = Ends(), hashed(victims, FIRST.clone())
+        for name, shown in ((victims, FIRST), (forged, SECOND)):
+            prefill.offering.accept(replace_id(hashed(name, shown), str(shown is FIRST)))
+        digests = prefill.offering._digests
+        assert digests["True"] == request_digest(decode) != digests["False"]
+        for digest, tokens in ((digests["True"], COUNT), (digests["False"], 0)):
+            asking = Ends().asking
+            ticket = Ticket("e", "i", "a", digest, COUNT, "h", 1, "r")
+            decode.kv_transfer_params = ticket.to_params()
+            asking.arrived(decode)
+            assert asking.matched(decode, 0)[0] == tokens
+
+    @pytest.mark.parametrize("connector", ["pool", "handover"])
+    def test_nor_found_in_caches_of_the_engine(
+        self, connector: str, pool: VllmPoolScheduler, names: tuple[str, str]
+    ) -> None:
+        """What vLLM finds there is saved and handed over like what it computes.
+
+        Blocks and outputs of encoders are found by names. Requests that are for no connector come
+        to the same caches.
+        """
+        asked = [hashed(names[0], FIRST), hashed(names[1], SECOND), hashed("other", FIRST.clone())]
+        before = [list(each.block_hashes) for each in asked]
+        assert before[0] == before[1] != before[2]
+        arrived = pool.on_new_request
+        if connector == "handover":
+            idle: Any = Fake(_prompts=Prompts(), produces=False, consumes=False)
+            idle._loras = Fake(note=lambda _: None)
+            arrived = functools.partial(FerryScheduler.on_new_request, idle)
+        for each in asked:
+            each.kv_transfer_params = None
+            arrived(each)
+            arrived(each)  # of a second connector of ours
+            pool.finished(each)
+        victim, forger, same = ([f.identifier for f in each.mm_features] for each in asked)
+        assert victim == same != forger
+        assert asked[0].block_hashes == asked[2].block_hashes
+        assert not set(asked[0].block_hashes) & set(asked[1].block_hashes)
+        assert len(asked[0].block_hashes) == len(before[0])
+        assert [f.mm_hash for f in asked[1].mm_features] == [names[1]]  # of vLLM's own cache
+        # a session's next image comes unseen, under any name that a client can work out
+        assert content(asked[0].mm_features[0]) not in victim
+
+
+class TestContent:
+    """What an image is known by."""
+
+    def test_it_is_the_same_everywhere(self) -> None:
+        shows = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+        assert content(image("abc", shows)) == content(image("abd", shows.t().contiguous().t()))
+        known = "d55b8142f887e5323c53ca64c8cb59cea17f6c63b9bd3feb01a4c3e2a76ebeaa"
+        assert content(image("abc", shows)) == known
+
+    def test_all_of_it_counts(self) -> None:
+        shows = torch.arange(6, dtype=torch.int32)
+        parts: list[Any] = [
+            shows,
+            shows.reshape(2, 3),
+            shows.view(torch.float32),
+            shows.to(torch.int64),
+            [shows],
+            [shows[:3], shows[3:]],
+            [[shows[:3]], shows[3:]],
+            [shows, 1],
+            [shows, 1.0],
+            [shows, "1"],
+            shows.numpy().reshape(1, 6),
+            torch.tensor(1),
+            shows[:0],
+        ]
+        made = [content(image("a", item(part))) for part in parts]
+        field = MultiModalSharedField(batch_size=1)
+        made.append(content(image("a", item(shows, field))))
+        made.append(content(image("a", MultiModalKwargsItem({"p": item(shows)["pixel_values"]}))))
+        made.append(content(replace(image("a", item(shows)), modality="video")))
+        where = PlaceholderRange(4, 9)
+        made.append(content(replace(image("a", item(shows)), mm_position=where)))
+        masks = [torch.arange(8) < 4, torch.arange(8) < 5]
+        for mask in masks:
+            where = PlaceholderRange(4, 8, mask)
+            made.append(content(replace(image("a", item(shows)), mm_position=where)))
+        assert all(made) and len(set(made)) == len(made)
+
+    @pytest.mark.parametrize(
+        "data", [None, item(None), item(1), item([FIRST, object()]), item([FIRST, {"a": FIRST}])]
+    )
+    def test_what_cannot_be_read_has_no_name(self, data: Any) -> None:
+        assert content(image("abc", data)) == ""
+
+    def test_vllm_fills_in_what_came_as_a_name_alone(self) -> None:
+        """A client names an image that the engine has in its cache of processed media."""
+        media = Fake(get_multimodal_config=lambda: Fake(mm_processor_cache_gb=1))
+        cache = LruKeyReplicatedReceiverCache(media)
+        cache.get_and_update_features([image("abc", SECOND)])
+        (named,) = cache.get_and_update_features([image("abc")])
+        assert content(named) == content(image("other", SECOND)) != content(image("abc", FIRST))
+
+    def test_a_cached_image_is_hashed_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        data = item(FIRST.clone())
+        first = content(image("a", data))
+        monkeypatch.setattr(prompts, "_digest", lambda _: pytest.fail("hashed again"))
+        assert content(image("b", data)) == first
+        number = id(data)
+        assert number in prompts._hashed
+        del data
+        gc.collect()
+        assert number not in prompts._hashed
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            engine_config(encoders=ECTransferConfig()),
+            engine_config(mm_processor_cache_type="shm"),
+        ],
+    )
+    def test_engines_that_do_not_see_media(self, config: Any) -> None:
+        """Encoders elsewhere know them by names; in shared memory only workers see them."""
+        asked = hashed("abc", FIRST)
+        Prompts.of(config).name_media(asked)
+        assert asked.mm_features[0].identifier == "abc"
+        assert "media" in Prompts.of(config).unfit(asked)
+        assert Prompts.of(config).unfit(request()) == ""
+        assert Prompts.of(engine_config(mm_processor_cache_gb=0)).unfit(asked) == ""
 
 
 def replace_id(made: Request, request_id: str) -> Request:

@@ -25,7 +25,7 @@ from kvferry.vllm.config import FerryConfig, Style
 from kvferry.vllm.lora import PREFILL_SECONDS, Lora, Loras, adapted
 from kvferry.vllm.metadata import FerryMetadata, HoldOrder, worse
 from kvferry.vllm.prefill import CUT, HandedOver
-from kvferry.vllm.prompts import Prompts
+from kvferry.vllm.prompts import Prompts, content
 from kvferry.vllm.rendezvous import CHILD, derived_hold, transfer_name
 from kvferry.vllm.spans import Spans
 from kvferry.vllm.stats import FerryStats
@@ -229,7 +229,7 @@ def request_digest(request: Any) -> str:
     if getattr(request, "lora_request", None) is not None:
         extra.append("lora")
     for feature in getattr(request, "mm_features", None) or ():
-        extra.append(f"mm {feature.identifier} {feature.mm_position.offset}")
+        extra.append(f"mm {content(feature)} {feature.mm_position.offset}")
     if getattr(request, "cache_salt", None):
         extra.append(f"salt {request.cache_salt}")
     return prompt_digest(request.prompt_token_ids or (), extra)

@@ -27,7 +27,7 @@ from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig
 from kvferry.vllm.pool_events import PoolEvents
 from kvferry.vllm.pool_metadata import PoolMetadata, PoolReport
-from kvferry.vllm.prompts import Prompts
+from kvferry.vllm.prompts import Prompts, content
 from kvferry.wire.messages import EngineInfo, RankInfo
 
 log = logging.getLogger("kvferry")
@@ -48,10 +48,10 @@ class VllmPoolScheduler:
         self._blocks: Any = None  # vLLM's block pool
         self._requests: dict[str, Any] = {}
         self._handshakes: dict[tuple[int, int], FerryHandshake] = {}
-        if not self._prompts.media_named:
+        if self._prompts.media_unseen:
             log.warning(
-                "kvferry: requests with images or other media are not kept in the pool: with "
-                "mm_processor_cache_gb 0 and without prefix caching, vLLM does not hash them"
+                "kvferry: requests with images or other media are not kept in the pool: %s",
+                self._prompts.media_unseen,
             )
         self.pool = PoolScheduler(
             limits, config.opener(lookups_only=True), pin=self._pin, unpin=self._unpin, null_block=0
@@ -128,6 +128,7 @@ class VllmPoolScheduler:
     # Requests
 
     def on_new_request(self, request: Any) -> None:
+        self._prompts.name_media(request)
         if why := self._prompts.unfit(request):
             log.debug("request %s is not for the pool: %s", request.request_id, why)
             return
@@ -253,7 +254,7 @@ def _extras(request: Any, adapter: str | None) -> list[Extra]:
     if getattr(request, "cache_salt", None):
         extras.append(Extra(0, f"salt {request.cache_salt}"))
     for feature in getattr(request, "mm_features", None) or ():
-        extras.append(Extra(feature.mm_position.offset, f"mm {feature.identifier}"))
+        extras.append(Extra(feature.mm_position.offset, f"mm {content(feature)}"))
     return extras
 
 

@@ -66,7 +66,7 @@ class FerryScheduler:
         self._directory.start()
         self._renewer: Renewer | None = None
         self._rendezvous = Rendezvous(config, self._sockets)
-        prompts = Prompts.of(vllm_config)
+        self._prompts = prompts = Prompts.of(vllm_config)
         self._loras = Loras.of(vllm_config, final=config.lora_files_final)
         self.asking = Asking(
             config,
@@ -187,6 +187,7 @@ class FerryScheduler:
     # What vLLM tells
 
     def on_new_request(self, request: Any) -> None:
+        self._prompts.name_media(request)
         self._loras.note(request)
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode") and self.produces and self.family.takes(params):
