@@ -82,6 +82,8 @@ def ask(name: str, endpoint: bytes, deadline: float) -> Owner:
             answer = question.recv(1)
         except TimeoutError:
             raise DeadlineExceeded("the owner of the peer's memory does not answer") from None
+        except ConnectionRefusedError:
+            raise PeerLost("the process that owns the peer's memory is gone") from None
         except OSError as error:
             raise Unreachable(
                 f"no process of this user answers for the peer's memory ({error.strerror}): it "
