@@ -18,7 +18,8 @@
     │   ├── StaleTicket       the hold is closed, expired or of another incarnation
     │   ├── ChecksumError     bytes arrived differently than the source holds them
     │   └── ProtocolError     a message that this version does not understand
-    └── StoreError            a pool's store cannot be reached or used
+    ├── StoreError            a pool's store cannot be reached or used
+    └── NotPrivate            a file or directory of ours that other users could read or change
 
 Messages say what was expected, what was found on each side, and what to do about it.
 """
@@ -100,3 +101,7 @@ class ProtocolError(HandoverError):
 
 class StoreError(KvferryError):
     """A pool's store cannot be reached or used."""
+
+
+class NotPrivate(KvferryError):
+    """A file or directory of ours belongs to another user, or other users may read or change it."""

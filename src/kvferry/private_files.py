@@ -1,0 +1,119 @@
+"""Files and directories that kvferry makes by itself: this user's alone.
+
+Keys, the pool's tiers, locks and measured costs are private: a file has mode 0600, a directory
+0700, whatever the umask says. An existing one is used only if it belongs to this user and grants
+nothing to the group and to others. The last part of a path is never followed as a symbolic link.
+Reports that a user asks for by name (`--html out.html`) are that user's own files, and follow the
+umask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import secrets
+import stat
+from pathlib import Path
+
+from kvferry.errors import NotPrivate
+
+_OTHERS = 0o077  # permission bits of the group and of all others
+_SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: opening a FIFO returns at once
+
+
+def private_directory(path: Path) -> None:
+    """Make the directory and its missing parents, or check the one that is there."""
+    missing = [path]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+    if path.is_symlink():
+        raise NotPrivate(f"{path} is a symbolic link to {path.readlink()}; name its target instead")
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE)
+    try:
+        _require_private(os.fstat(fd), path)
+    finally:
+        os.close(fd)
+
+
+def create_private(path: Path) -> int:
+    """A new, empty file, open for both; `FileExistsError` where the name is taken."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, 0o600)
+
+
+def open_private(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+    """An existing file, checked, or with `O_CREAT` a new one."""
+    try:
+        fd = os.open(path, flags | _SAFE, 0o600)
+    except OSError:
+        if path.is_symlink():
+            raise NotPrivate(f"{path} is a symbolic link; expected a file; remove it") from None
+        raise
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise NotPrivate(f"{path} is {stat.filemode(found.st_mode)}; expected a regular file")
+        _require_private(found, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
+    """Write a file that appears under its name only when it is whole and on the disk.
+
+    Without `replace`, the first writer wins, and the others get a `FileExistsError`.
+    """
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    fd = create_private(part)
+    try:
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(fd, left) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        if replace:
+            part.replace(path)
+        else:
+            path.hardlink_to(part)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_private(path: Path, most: int) -> bytes:
+    """All bytes of a file; `NotPrivate` where others may read or write it, or beyond `most`."""
+    fd = open_private(path, os.O_RDONLY)
+    with os.fdopen(fd, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise NotPrivate(f"{path} has more than {most} bytes; expected at most that many")
+    return data
+
+
+def _require_private(found: os.stat_result, path: Path) -> None:
+    """Refuse what belongs to another user, or what other users may enter, read or write."""
+    mode, me = stat.S_IMODE(found.st_mode), os.geteuid()
+    if found.st_uid != me:
+        raise NotPrivate(
+            f"{path} belongs to {_name(found.st_uid)}, this process runs as {_name(me)}; name a "
+            "path of your own"
+        )
+    if mode & _OTHERS:
+        is_folder = stat.S_ISDIR(found.st_mode)
+        what = f"run `chmod {'700' if is_folder else '600'} {path}`"
+        if mode & stat.S_ISVTX:  # a directory for everybody, like /tmp
+            what = "name a directory inside it"
+        raise NotPrivate(f"{path} has mode {mode:04o}, which lets other users in; {what}")
+
+
+def _name(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:  # a container's number that no passwd file knows
+        return f"user {uid}"
