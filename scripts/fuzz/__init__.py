@@ -1,0 +1,1 @@
+"""Fuzzers that know the structure of what they break."""
