@@ -259,7 +259,7 @@ class Damage:
                 case 2:
                     path.unlink()
                 case 3:
-                    path.write_bytes(other.read_bytes())
+                    path.write_bytes(other.read_bytes() if _is_short(other) else b"")
                 case 4:
                     path.unlink()
                     path.mkdir()
@@ -280,6 +280,10 @@ class Damage:
         size = path.stat().st_size
         ends = [0, 1, 31, 32, size // 2, max(0, size - 1), size + 1, 2 * size]
         os.truncate(path, self.rng.choice(ends))
+
+
+def _is_short(path: Path) -> bool:
+    return path.stat().st_size <= 2 * LONGEST  # not one that was grown before
 
 
 # --- the child -----------------------------------------------------------------------------------
@@ -356,6 +360,8 @@ def child(template: Path, place: Path, seed: int, first: int, last: int) -> None
     """One line for each store: what came of it, or what must not have."""
     logging.disable()
     warnings.simplefilter("ignore")  # of arithmetic on what another process wrote
+    raised: list[str] = []  # in threads, the store's and this program's
+    threading.excepthook = lambda found: raised.append(f"in a thread: {found.exc_value!r}")
     for number in range(first, last):
         copy(template, place)
         before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
@@ -364,8 +370,8 @@ def child(template: Path, place: Path, seed: int, first: int, last: int) -> None
             said = dict(use(place, random.Random(f"{seed}/{number}")))
             gc.collect()
             left = len(os.listdir("/proc/self/fd")) - before  # noqa: PTH208
-            if left > 0:
-                said = {"bug": f"{left} files are left open"}
+            if left > 0 or raised:
+                said = {"bug": raised[0] if raised else f"{left} files are left open"}
         except Exception as error:
             if last - first == 1:
                 raise
