@@ -102,7 +102,7 @@ def _require_private(found: os.stat_result, path: Path) -> None:
     if found.st_uid != me:
         raise NotPrivate(
             f"{path} belongs to {_name(found.st_uid)}, this process runs as {_name(me)}; name a "
-            "path of your own"
+            "path of your own, or run it as that user"
         )
     if mode & _OTHERS:
         is_folder = stat.S_ISDIR(found.st_mode)

@@ -29,6 +29,7 @@ from test_embedded_troubles import (
 from kvferry.errors import StoreError
 from kvferry.pool import (
     embedded,
+    embedded_disk,
     embedded_files,
     embedded_image,
     embedded_open,
@@ -375,15 +376,15 @@ def test_a_slow_file_does_not_replace_a_good_one(
     one, two = Small(tmp_path, disk=64 << 20), Small(tmp_path, disk=64 << 20)
     keys = [f"a{i}" for i in range(10)]
     one.put(*keys)
-    go_on, waiting, opened = threading.Event(), threading.Event(), Path.open
+    go_on, waiting, create = threading.Event(), threading.Event(), embedded_disk.create_private
 
-    def slow(self: Path, *args: Any, **options: Any) -> Any:
-        if threading.current_thread().name == "slow" and self.name.startswith(".part-"):
+    def slow(path: Path) -> int:
+        if threading.current_thread().name == "slow":
             waiting.set()
             assert go_on.wait(20)
-        return opened(self, *args, **options)
+        return create(path)
 
-    monkeypatch.setattr(Path, "open", slow)
+    monkeypatch.setattr(embedded_disk, "create_private", slow)
     first = threading.Thread(target=one.put, args=("b",), name="slow")
     first.start()
     assert waiting.wait(20)
@@ -467,7 +468,7 @@ def test_a_disk_that_is_another_for_this_process(
     (tmp_path / "s" / "disk").unlink()
     (tmp_path / "s" / "disk").symlink_to(tmp_path / "d")
     mine = tmp_path / ("d" if how == "another volume" else "mine")
-    mine.mkdir()
+    mine.mkdir(mode=0o700)
     monkeypatch.setattr(embedded_owner, "GOING_SECONDS", 0.1)
     with pytest.raises(StoreError, match="have it open"):
         EmbeddedStore(tmp_path / "s", 1 << 20, mine, 64 << 20, slots=1 << 10)
@@ -500,11 +501,11 @@ def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody may make directories in /dev/shm, also under this user's name."""
     monkeypatch.setattr(embedded, "default_directory", lambda: tmp_path / "planted")
-    (tmp_path / "planted").mkdir()
+    (tmp_path / "planted").mkdir(mode=0o700)
     os.chown(tmp_path / "planted", os.getuid() + 1 if os.getuid() == 0 else os.getuid(), -1)
     if os.getuid() != 0:
         pytest.skip("only root can make directories of others")
-    with pytest.raises(StoreError, match="belongs to another user"):
+    with pytest.raises(StoreError, match="belongs to user"):
         EmbeddedStore(memory_bytes=1 << 20, slots=1 << 10)
     os.chown(tmp_path / "planted", 0, -1)
     EmbeddedStore(memory_bytes=1 << 20, slots=1 << 10).close()

@@ -54,6 +54,7 @@ def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:
         ".part-of-a-download": b"half",
         ".part-1-2.tmp": b"half",
     }
+    (tmp_path / "disk").mkdir(mode=0o700)
     for name, data in theirs.items():
         (tmp_path / "disk" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "disk" / name).write_bytes(data)

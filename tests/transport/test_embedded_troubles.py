@@ -347,7 +347,8 @@ def test_a_file_with_a_key_that_is_no_text(tmp_path: Path) -> None:
     rest = embedded_image._HEAD.pack(0, embedded_image._MAGIC, 2, 0, 1 << 18, 0)[8:] + b"\xff\xfe"
     rest += bytes(64 - 8 - len(rest))
     path = tmp_path / "d" / "ab" / ("ab" + "0" * 30)
-    path.parent.mkdir(parents=True)
+    path.parent.parent.mkdir(mode=0o700)
+    path.parent.mkdir()
     path.write_bytes(xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest)
     Small(tmp_path, disk=4 << 20).store.close()
     assert not path.exists()

@@ -12,6 +12,7 @@ import pytest
 from test_pool_faults import all_ended, cases, sequence, simple, written
 from test_pool_staged import FAR, FarMemory
 
+from kvferry.pool import checked
 from kvferry.pool.checked import HEADER_BYTES, CheckedStore
 from kvferry.pool.store import Bools, Outcome, Ranges, Slices, StoreStats
 from kvferry.transport.base import MemoryRegion
@@ -206,3 +207,18 @@ def test_batches(count: int) -> None:
     assert told == [Outcome.DONE] * (count - 1) + [Outcome.CORRUPT, Outcome.MISSING]
     good = (count - 1) * size
     assert np.array_equal(host.memory[:good], before[:good]) and not host.memory[good:].any()
+
+
+@pytest.mark.parametrize("length", [1 << 40, 1 << 62, (1 << 64) - 1])
+def test_a_forged_length(length: int) -> None:
+    """Whoever writes to the store can seal any header; none asks a reader for so much memory."""
+    key, objects = "k", {"k": bytearray(checked._seal("k", length, 0) + b"short")}
+    into = np.zeros(16, dtype=np.uint8)
+    region, plain = MemoryRegion(into.ctypes.data, into.nbytes), PlainStore(objects)
+    store = CheckedStore(plain, HostMemory([region]), stage_bytes=8192, buffers=1)
+    store.register([region])
+    one = np.array([into.ctypes.data], dtype=np.int64)
+    wanted = Slices(np.zeros(1, dtype=np.int64), one, np.full(1, 5, dtype=np.int64))
+    assert store.get([key], [wanted], soon()) == [Outcome.CORRUPT]
+    assert [buffer.bytes for buffer in plain.regions] == [8192]
+    store.close()

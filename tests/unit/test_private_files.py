@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.bench.calibrate import costs_file
+from kvferry.demo.engines import open_log
 from kvferry.errors import NotPrivate
 from kvferry.private_files import (
     create_private,
@@ -20,6 +22,7 @@ from kvferry.private_files import (
     read_private,
     write_private,
 )
+from kvferry.transport.cost import shipped_costs
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -136,3 +139,15 @@ def test_another_user_reads_nothing() -> None:
         command = [sys.executable, "-S", "-c", attack, *paths]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "for all\n"
+
+
+def test_costs_and_logs_are_private(tmp_path: Path) -> None:
+    with costs_file(tmp_path / "kvferry" / "costs.json") as keep:
+        keep(shipped_costs())
+    assert mode(tmp_path / "kvferry") == 0o700
+    assert mode(tmp_path / "kvferry" / "costs.json") == 0o600
+    for words in (b"first", b"second"):
+        with open_log(tmp_path / "logs" / "engine.log") as log:
+            log.write(words)
+    assert (tmp_path / "logs" / "engine.log").read_bytes() == b"second"
+    assert mode(tmp_path / "logs" / "engine.log") == 0o600

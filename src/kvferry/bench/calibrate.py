@@ -29,6 +29,7 @@ from kvferry.bench.packed_pair import (
 )
 from kvferry.bench.wanted import Wanted
 from kvferry.errors import DescriptionError, TransferError
+from kvferry.private_files import create_private
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.cost import (
     ENVIRONMENT,
@@ -138,12 +139,12 @@ def costs_file(path: Path) -> Iterator[Callable[[Costs], None]]:
         )
 
     try:
-        real.parent.mkdir(parents=True, exist_ok=True)
+        real.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if real.exists() and not real.is_file():  # a device, too, could be replaced
             raise refused("it is there, and no file")
         if real.exists() and not os.access(real, os.W_OK):
             raise refused("it may not be written")
-        file = beside.open("xb")
+        file = os.fdopen(create_private(beside), "wb")
     except OSError as error:
         raise refused(error.strerror) from None
 

@@ -23,9 +23,10 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvferry.errors import TransferError
+from kvferry.private_files import create_private
 
 START_SECONDS = 300.0
 STOP_SECONDS = 20.0
@@ -55,6 +56,13 @@ def free_port() -> int:
             if port not in _given:
                 _given.add(port)
                 return port
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """A new file for what a process says: private, because engines print their configuration."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    return os.fdopen(create_private(path), "wb")
 
 
 @dataclass(slots=True)
@@ -102,8 +110,7 @@ class Engine:
                 **self.transfer,
             }
             command += ["--kv-transfer-config", json.dumps(transfer)]
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as out:
+        with open_log(self.log) as out:
             self._process = subprocess.Popen(
                 [*command, *self.arguments],
                 env={**os.environ, **ENVIRONMENT, **self.environment},

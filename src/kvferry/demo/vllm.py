@@ -18,7 +18,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from kvferry.demo.engines import Engine, free_port
+from kvferry.demo.engines import Engine, free_port, open_log
 from kvferry.demo.tiny_model import make_model
 from kvferry.layout.shape import EngineShape
 
@@ -93,7 +93,7 @@ def main() -> int:
             port = free_port()
             command = [sys.executable, "-m", "kvferry", "router", "--port", str(port)]
             command += ["--prefill", prefill.url, "--decode", decode.url]
-            with (options.logs / "router.log").open("wb") as log:
+            with open_log(options.logs / "router.log") as log:
                 router = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
             try:
                 good = compare(f"http://127.0.0.1:{port}", prefill)

@@ -28,6 +28,9 @@ from kvferry.pool.store import Ints, Outcome, Ranges, Slices
 log = logging.getLogger("kvferry")
 
 HEADER_BYTES = 64
+# One rank's part of one block is a hundred times smaller. A reader takes memory for what a header
+# says, and any writer of the store can seal one.
+MOST_OBJECT_BYTES = 4 << 30
 MEANING = ("checksums", "KVFSUM01")  # of keys, beside what else bytes mean
 _HEADER = struct.Struct("<8sQQ")
 _MAGIC = b"KVFSUM01"
@@ -46,7 +49,8 @@ def _seal(key: str, length: int, checksum: int) -> bytes:
 def _open(key: str, header: bytes) -> tuple[int, int] | None:
     """Length and checksum of an object; None where its header is not right."""
     _, length, checksum = _HEADER.unpack_from(header)
-    return (length, checksum) if header == _seal(key, length, checksum) else None
+    right = length <= MOST_OBJECT_BYTES and header == _seal(key, length, checksum)
+    return (length, checksum) if right else None
 
 
 class CheckedStore(StagedStore):

@@ -28,6 +28,7 @@ import functools
 import getpass
 import logging
 import os
+import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from kvferry.errors import StoreError
+from kvferry.errors import NotPrivate, StoreError
 from kvferry.pool import embedded_index as ix
 from kvferry.pool.embedded_calls import Calls
 from kvferry.pool.embedded_image import Image, open_image
@@ -47,7 +48,15 @@ from kvferry.pool.embedded_room import Floats, Room
 from kvferry.pool.embedded_serve import analyse
 from kvferry.pool.embedded_write import Writer
 from kvferry.pool.policy import ConversationPolicy
-from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, StoreStats
+from kvferry.pool.store import (
+    MOST_RECORD_BYTES,
+    Bools,
+    Ints,
+    Outcome,
+    Ranges,
+    Slices,
+    StoreStats,
+)
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.regions import RegionTable
 
@@ -56,6 +65,10 @@ _log = logging.getLogger(__name__)
 DEFAULT_MEMORY_BYTES = 4 << 30
 OBJECT_BYTES_GUESS = 256 << 10  # for the number of records: four for each object of this size
 MIN_SLOTS, MAX_SLOTS = 1 << 18, 1 << 26
+# A process publishes a record without a lock, by plain stores: its fields first, then its state.
+# Other processors see stores of these machines in that order. ARM does not promise it without a
+# barrier, and Python has none.
+ORDERED_MACHINES = ("x86_64", "AMD64")
 CLOSE_SECONDS = 5.0  # for calls under way to end; then the last of them closes the store
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -93,16 +106,6 @@ def default_directory() -> Path:
     return base / f"kvferry-{user}"
 
 
-def _require_own(directory: Path) -> None:
-    """Everybody may make directories in /dev/shm, and serve what they like from them."""
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    owner = directory.lstat().st_uid
-    if owner != os.getuid():
-        raise StoreError(
-            f"{directory} belongs to another user (number {owner}); name a directory of your own"
-        )
-
-
 def _call(
     method: Callable[Concatenate[EmbeddedStore, P], T],
 ) -> Callable[Concatenate[EmbeddedStore, P], T]:
@@ -135,6 +138,12 @@ class EmbeddedStore:
     ) -> None:
         """Open or create. Whoever creates it decides the sizes and the place of the disk tier;
         others take them as they are."""
+        if platform.machine() not in ORDERED_MACHINES:
+            raise StoreError(
+                f"the embedded store needs a processor that keeps the order of stores; expected "
+                f"{' or '.join(ORDERED_MACHINES)}, found {platform.machine()}; configure "
+                '"store": "mooncake"'
+            )
         if (disk_directory is None) != (disk_bytes == 0):
             raise StoreError("a disk tier needs both a directory and a capacity in bytes")
         if memory_bytes < 1 << 16:
@@ -148,12 +157,10 @@ class EmbeddedStore:
         self._calls = Calls()
         wanted = Geometry(slots, memory_bytes, disk_bytes)
         try:
-            if directory is None:
-                _require_own(self.directory)
             self._room = Room(
                 self.directory, wanted, disk_directory, clock, make_policy, self._calls
             )
-        except OSError as error:
+        except (OSError, NotPrivate) as error:
             raise StoreError(f"cannot open the store at {self.directory}: {error}") from error
         found = self._room.index.geometry
         if (found.memory_bytes, found.disk_bytes) != (memory_bytes, disk_bytes):
@@ -212,6 +219,11 @@ class EmbeddedStore:
 
     @_call
     def put_bytes(self, key: str, value: bytes, deadline: float) -> Outcome:
+        if len(value) > MOST_RECORD_BYTES:
+            _log.warning(
+                "%s has %d bytes; a record has up to %d", key, len(value), MOST_RECORD_BYTES
+            )
+            return Outcome.FAILED
         source = np.frombuffer(value or b"\0", dtype=np.uint8)
         one = np.array([len(value)], dtype=np.int64)
         ranges = Ranges(np.array([source.ctypes.data], dtype=np.int64), one)

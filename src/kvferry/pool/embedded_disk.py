@@ -23,6 +23,7 @@ from pathlib import Path
 
 from kvferry.errors import StoreError
 from kvferry.pool.embedded_image import Image, begins_image, header_size, open_image
+from kvferry.private_files import create_private
 
 _log = logging.getLogger(__name__)
 DISK_LINK = "disk"  # in a store's directory: where its disk tier is
@@ -31,6 +32,7 @@ _PART = re.compile(re.escape(_TEMPORARY) + r"(\d+)-\d+")
 _NAME = re.compile(r"[0-9a-f]{32}")
 _HEAD_BYTES = 32
 _MOST_HEADERS_BYTES = 1024  # one read for objects up to 30 MiB
+_LONGEST_HEADER_BYTES = 16 << 20  # of an object of 500 GiB; a longer one is damaged
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 _DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)  # the medium, not the moment
 
@@ -41,7 +43,6 @@ class DiskTier:
     def __init__(self, directory: Path, member: int) -> None:
         self._directory = directory
         self._member = member
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._made: set[str] = set()
         self._numbers = itertools.count(1)  # one step of the interpreter: threads never share one
 
@@ -60,7 +61,7 @@ class DiskTier:
             if name[:2] not in self._made:
                 target.parent.mkdir(exist_ok=True, mode=0o700)
                 self._made.add(name[:2])
-            with part.open("wb", buffering=0) as file:
+            with os.fdopen(create_private(part), "wb", buffering=0) as file:
                 left = image
                 while left:
                     left = left[file.write(left) or 0 :]
@@ -76,34 +77,40 @@ class DiskTier:
             return False
         return True
 
-    def read(self, name: str, into: memoryview) -> bool:
-        """Fill `into` from the file; False where it is gone or has another size.
+    def _open(self, name: str) -> int:
+        return os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def read(self, name: str, size: int, into: memoryview | None = None) -> memoryview | None:
+        """All of a file, in `into` or in new memory; None where it is gone or has another size.
 
         A `StoreError` where it cannot be read for now: that says nothing about the object.
         """
         try:
-            fd = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
+            fd = self._open(name)
         except OSError as error:
             if error.errno in _GONE:
-                return False
+                return None
             raise StoreError(f"disk tier: {self.path(name)} cannot be opened: {error}") from error
         try:
-            if os.fstat(fd).st_size != len(into):
-                return False
+            if os.fstat(fd).st_size != size:  # before memory is taken: a record may say anything
+                return None
+            into = memoryview(bytearray(size)) if into is None else into
+            if len(into) != size:
+                return None
             at = 0
-            while at < len(into):
+            while at < size:
                 got = os.preadv(fd, [into[at:]], at)
                 if got == 0:
-                    return False
+                    return None
                 at += got
         except OSError as error:
             if error.errno not in _DAMAGED:
                 raise StoreError(f"disk tier: {self.path(name)} cannot be read: {error}") from error
             _log.warning("disk tier: %s could not be read: %s", self.path(name), error)
-            return False
+            return None
         finally:
             os.close(fd)
-        return True
+        return into
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(OSError):
@@ -128,13 +135,13 @@ class DiskTier:
     def header(self, name: str) -> Image | None:
         """The header of a file that is whole as far as its size tells."""
         try:
-            fd = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
+            fd = self._open(name)
         except OSError:
             return None
         try:
             size = os.fstat(fd).st_size
             head = os.pread(fd, _MOST_HEADERS_BYTES, 0)
-            whole = min(header_size(head), size)
+            whole = min(header_size(head), size, _LONGEST_HEADER_BYTES)
             if whole > len(head):
                 head += os.pread(fd, whole - len(head), len(head))
         except OSError:
@@ -170,7 +177,7 @@ class DiskTier:
     def is_ours(self, name: str) -> bool:
         """Whether a file with one of our names may be an image, or what a loss of power left."""
         try:
-            with self.path(name).open("rb") as file:
+            with os.fdopen(self._open(name), "rb") as file:
                 return begins_image(file.read(_HEAD_BYTES))
         except OSError:
             return False

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HEADER_WORDS = 512
+MAX_GAPS = 1 << 15
 COUNTERS = (
     "evicted",
     "demoted",
@@ -59,7 +60,7 @@ class Header:
 
     @property
     def gaps(self) -> int:
-        return self._word(9)
+        return min(max(self._word(9), 0), MAX_GAPS)  # whatever another process wrote
 
     @gaps.setter
     def gaps(self, value: int) -> None:
@@ -96,7 +97,7 @@ class Header:
     @property
     def files_due(self) -> int:
         """SWEEP: files may lie there that no record names, and go. ADOPT: they are taken in."""
-        return self._word(14)
+        return min(max(self._word(14), NOTHING), ADOPT)
 
     @files_due.setter
     def files_due(self, value: int) -> None:

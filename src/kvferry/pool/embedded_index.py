@@ -34,8 +34,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvferry.errors import StoreError
-from kvferry.pool.embedded_header import HEADER_WORDS, Header
+from kvferry.pool.embedded_header import HEADER_WORDS, MAX_GAPS, Header
 from kvferry.pool.policy import LEARNED_FLOATS, History
+from kvferry.private_files import open_private
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -43,13 +44,12 @@ Words = NDArray[np.uint64]
 
 FREE, GHOST, WRITING, MEMORY, DISK, BOTH, DEMOTING, PROMOTING = range(8)
 OWNED = (WRITING, DEMOTING, PROMOTING)
-_READABLE = np.array([False, False, False, True, True, True, True, True])
+_READABLE = np.isin(np.arange(256), (MEMORY, DISK, BOTH, DEMOTING, PROMOTING))  # of any byte
+_IN_MEMORY = np.isin(np.arange(256), (MEMORY, BOTH, DEMOTING))
 _NO_ROWS = np.empty(0, dtype=np.int64)
-_IN_MEMORY = np.array([False, False, False, True, False, True, True, False])
 
 WAYS = 8  # 8 words of one cache line
 MAGIC = 0x6B76_6665_7272_7901  # the last byte is the version of all that lies in the directory
-MAX_GAPS = 1 << 15
 _FIELDS: tuple[tuple[str, Any], ...] = (
     ("low", np.uint64),
     ("high", np.uint64),
@@ -82,7 +82,7 @@ class Geometry:
 def peek(path: Path) -> Geometry | None:
     """The sizes of a store that is there, without opening it."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_private(path, os.O_RDONLY)
     except OSError:
         return None
     try:
@@ -111,12 +111,20 @@ def words_of(names: Sequence[str]) -> tuple[Words, Words]:
 class SharedIndex(Header):
     """The records, and what belongs to all: geometry, counters, gaps, what was learned."""
 
-    def __init__(self, path: Path, wanted: Geometry) -> None:
-        """Open or create; the caller holds the store's lock."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def __init__(self, path: Path, wanted: Geometry, in_use: bool) -> None:
+        """Open or create; the caller holds the store's lock.
+
+        `in_use`: other processes have the store mapped, so that its files must not be cut.
+        """
+        fd = open_private(path)
         try:
             found = self.read_geometry(fd)
             self.created = found is None
+            if self.created and in_use:
+                raise StoreError(
+                    f"{path} is damaged (it does not begin like an index), and other processes use "
+                    "it; end them, and remove the store"
+                )
             self.geometry = found or wanted
             size = self._bytes(self.geometry.slots)
             if self.created:
@@ -180,10 +188,12 @@ class SharedIndex(Header):
         magic, slots, memory, disk = np.frombuffer(head, dtype=np.int64).tolist()
         if magic == 0:
             return None
-        if magic != MAGIC or slots < 2 * WAYS or os.fstat(fd).st_size != cls._bytes(slots):
+        right = magic == MAGIC and slots >= 2 * WAYS and slots & (slots - 1) == 0
+        right = right and memory > 0 and disk >= 0
+        if not right or os.fstat(fd).st_size != cls._bytes(slots):
             raise StoreError(
-                "this directory holds a store of another version, or something else; name another "
-                "directory, or remove it while no engine uses it"
+                "this directory holds a store of another version, a damaged one, or something "
+                "else; name another directory, or remove it while no engine uses it"
             )
         return Geometry(slots, memory, disk)
 

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvferry.errors import StoreError
+from kvferry.private_files import open_private
 
 MAX_MEMBERS = 4096  # processes that may have one store open at a time
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 1e-3
@@ -35,7 +36,7 @@ class Locked:
     """A file that this process, and no child of it, holds locks of until `close`."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = open_private(path)
         _held.add(self)
 
     def close(self) -> None:

@@ -36,6 +36,7 @@ from kvferry.pool.embedded_index import Geometry, SharedIndex
 from kvferry.pool.embedded_lock import Members, SharedLock
 from kvferry.pool.embedded_owner import DirectoryOwner
 from kvferry.pool.policy import ConversationPolicy, History
+from kvferry.private_files import private_directory
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class Opened:
         make_policy: MakePolicy = ConversationPolicy,
         calls: Calls | None = None,
     ) -> None:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_directory(directory)
         self.clock = clock
         self.calls = calls or Calls()
         self._reap_at = 0.0
@@ -87,14 +88,14 @@ class Opened:
         make_policy: MakePolicy,
         undo: contextlib.ExitStack,
     ) -> None:
-        self.index = index = SharedIndex(directory / "index", wanted)
+        self.members = Members(directory / "members")
+        undo.callback(self.members.close)
+        others = self.members.others
+        self.index = index = SharedIndex(directory / "index", wanted, others())
         undo.callback(index.close)
         self.policy = make_policy(index.history, index.learned)
         self.arena = Arena(directory / "arena", index)
         undo.callback(self.arena.close)
-        self.members = Members(directory / "members")
-        undo.callback(self.members.close)
-        others = self.members.others
         if not index.created:
             disk = own_directory(directory, index.geometry.disk_bytes > 0, disk, others())
         self.disk: DiskTier | None = None
@@ -150,6 +151,7 @@ class Opened:
             self.disk.clean(gone)
         index.leave_memory(rows[states == ix.PROMOTING], ix.DISK)
         index.leave_memory(rows[states == ix.WRITING], ix.GHOST)
+        index.leave_memory(np.flatnonzero(index.state > ix.PROMOTING), ix.GHOST)  # damaged
         self.arena.find_gaps()
         index.gaps_stale = False
 

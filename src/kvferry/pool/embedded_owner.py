@@ -24,6 +24,7 @@ from pathlib import Path
 
 from kvferry.errors import StoreError
 from kvferry.pool.embedded_lock import Locked
+from kvferry.private_files import private_directory
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class DirectoryOwner(Locked):
         self, disk: Path, store_id: str, store: Path, others: Callable[[], bool] = lambda: False
     ) -> None:
         """`others`: whether other processes have the store open, with its directory."""
-        disk.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_directory(disk)
         super().__init__(disk / OWNER_FILE)
         try:
             self._take(disk, store_id, store, others)

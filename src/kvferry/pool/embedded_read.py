@@ -29,7 +29,7 @@ from kvferry.pool.embedded_image import check_all, open_image
 from kvferry.pool.embedded_index import hash_keys, key_name
 from kvferry.pool.embedded_room import Room, Wish, aligned
 from kvferry.pool.embedded_serve import Wanted, serve
-from kvferry.pool.store import Outcome, Slices
+from kvferry.pool.store import MOST_RECORD_BYTES, Outcome, Slices
 
 _log = logging.getLogger(__name__)
 
@@ -92,6 +92,9 @@ class Reader:
             if row < 0 or not index.readable(np.array([row]))[0]:
                 return None
             length = int(index.length[row])
+            if not 0 <= length <= MOST_RECORD_BYTES:
+                self.one(key, row, None, deadline)  # a damaged record is removed
+                return None
             into = np.zeros(max(1, length), dtype=np.uint8)
             zero = np.zeros(1, dtype=np.int64)
             parts = Slices(zero, zero + into.ctypes.data, zero + length)
@@ -114,7 +117,8 @@ class Reader:
             in_memory, offset = index.in_memory(state), int(index.offset[row])
             if in_memory:
                 view = room.arena.view(offset, int(index.image_bytes[row]))
-                outcome = serve(key, view, room.arena.address + offset, need)
+                address, length = room.arena.address + offset, int(index.length[row])
+                outcome = serve(key, view, address, length, need)
             elif state in (ix.DISK, ix.PROMOTING):
                 # Once only: where memory is short, others may push it down again before it is read.
                 worth_it = attempt == 0 and state == ix.DISK and need is not None
@@ -147,12 +151,12 @@ class Reader:
     def _serve_file(self, key: str | None, row: int, need: Wanted | None) -> Outcome:
         """From the disk tier without a place in memory."""
         room, index = self._room, self._room.index
-        image = bytearray(int(index.image_bytes[row]))
-        name = key_name(int(index.low[row]), int(index.high[row]))
-        if room.disk is None or not room.disk.read(name, memoryview(image)):
+        name, length = key_name(int(index.low[row]), int(index.high[row])), int(index.length[row])
+        image = room.disk.read(name, int(index.image_bytes[row])) if room.disk is not None else None
+        if not image:
             return Outcome.CORRUPT
         address = int(np.frombuffer(image, dtype=np.uint8).ctypes.data)
-        return serve(key, memoryview(image), address, need)
+        return serve(key, image, address, length, need)
 
     def _promote(self, row: int, deadline: float) -> bool:
         """Bring an object from disk into memory; False where that was not possible."""
@@ -161,6 +165,8 @@ class Reader:
             return False
         low, high = index.low[row].copy(), index.high[row].copy()
         size = int(index.image_bytes[row])
+        if size <= 0:  # damaged: reading its file tells
+            return False
         wish = Wish(row, low, high, aligned(size), ix.PROMOTING)
         try:
             granted = room.reserve([wish], np.array([np.inf]), True, deadline, LOCK_SECONDS)
@@ -175,7 +181,7 @@ class Reader:
         filled = False
         try:
             name = key_name(int(low), int(high))
-            read = room.disk is not None and room.disk.read(name, view)
+            read = room.disk.read(name, size, view) if room.disk is not None else None
             image = open_image(view) if read else None
             if image is not None and check_all(image, view[image.header_bytes :]):
                 index.state[row] = ix.BOTH

@@ -244,7 +244,8 @@ class Room(Giving):
                 image = self.arena.view(int(index.offset[row]), int(index.image_bytes[row]))
                 # past the deadline the rest is dropped: memory must not stay half-freed
                 in_time = time.monotonic() <= deadline
-                ok[at] = in_time and disk.write(name, image, functools.partial(still, at))
+                whole = len(image) > 0  # a record whose extent is outside of the arena is dropped
+                ok[at] = whole and in_time and disk.write(name, image, functools.partial(still, at))
             ended = True
         finally:
             self._settle(settle, time.monotonic() + embedded_open.SETTLE_SECONDS)

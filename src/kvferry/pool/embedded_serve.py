@@ -69,10 +69,15 @@ def analyse(wanted: Sequence[Slices], regions: RegionTable) -> list[Wanted | Non
     return result
 
 
-def serve(key: str | None, view: memoryview, address: int, need: Wanted | None) -> Outcome:
-    """Copy the parts, and check what they touch, a cache's worth at a time."""
+def serve(
+    key: str | None, view: memoryview, address: int, length: int, need: Wanted | None
+) -> Outcome:
+    """Copy the parts, and check what they touch, a cache's worth at a time.
+
+    length  of the object, as its record says
+    """
     image = open_image(view)
-    if image is None or image.header_bytes + image.length != len(view):
+    if image is None or image.length != length or image.header_bytes + length != len(view):
         return Outcome.CORRUPT
     if key is not None and image.key != key:
         return Outcome.MISSING

@@ -91,7 +91,7 @@ class Writer:
                 elif time.monotonic() > deadline:
                     failed.append(row)
                 else:
-                    self._write(row, keys[at].encode(), objects[at])
+                    self._write(row, granted.offsets[row], keys[at].encode(), objects[at])
                     written.append(row)
                     outcomes[at] = Outcome.DONE
         finally:
@@ -161,12 +161,12 @@ class Writer:
         state = int(index.state[row])
         return Outcome.EXISTS if same and state not in (ix.FREE, ix.GHOST) else None
 
-    def _write(self, row: int, key: bytes, ranges: Ranges) -> None:
+    def _write(self, row: int, offset: int, key: bytes, ranges: Ranges) -> None:
+        """To the extent that was granted, whatever the record says by now."""
         room = self._room
         index = room.index
         length = int(ranges.length.sum())
         size = image_bytes(len(key), length)
-        offset = int(index.offset[row])
         start = room.arena.address + offset + header_bytes(len(key), length)
         ends = np.cumsum(ranges.length)
         move(ranges.address, start + ends - ranges.length, ranges.length)

@@ -21,11 +21,11 @@ from kvferry.layout.shape import EngineShape, Rank
 from kvferry.p2p.describe import engine_info, rank_info, read_layout, read_model, read_shape
 from kvferry.pool.keys import Fragment
 from kvferry.pool.objects import TableKind, compact, object_memory, table_kinds
+from kvferry.pool.store import MOST_RECORD_BYTES
 from kvferry.wire.messages import EngineInfo, RankInfo
 
 FORMAT = 1
 ID_BYTES = 12
-MOST_RECORD_BYTES = 64 << 20
 
 
 class LayoutRecord(msgspec.Struct, frozen=True):

@@ -26,6 +26,8 @@ from kvferry.transport.base import MemoryRegion
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+MOST_RECORD_BYTES = 64 << 20  # of `put_bytes`: a layout of thousands of ranks has a few MiB
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranges:
