@@ -33,6 +33,7 @@ from kvferry.wire.messages import (
     decode_reply,
     decode_request,
     encode,
+    pack_tables,
 )
 from p2p_peers import PATIENCE_SECONDS, Producer, Prompt, Spec
 
@@ -59,8 +60,36 @@ def frames(rng: random.Random, producer: Producer, count: int) -> Iterator[list[
         Renew(VERSION, incarnation, ["a", "b"]),
         Renew(VERSION, incarnation, []),
         Introduce(VERSION, incarnation, producer.engine, producer.infos[0]),
-        Offer(VERSION, incarnation, HOLD, "wrong", READER, 1, 1.0, "tcp", b"g", 1, 0, [[1]], False),
-        Offer(VERSION, incarnation, "unknown", "d", READER, 1, 9.0, "", b"g", 1, 0, [], True),
+        Offer(
+            VERSION,
+            incarnation,
+            HOLD,
+            "wrong",
+            READER,
+            1,
+            1.0,
+            "tcp",
+            b"g",
+            1,
+            0,
+            pack_tables([[1]]),
+            False,
+        ),
+        Offer(
+            VERSION,
+            incarnation,
+            "unknown",
+            "d",
+            READER,
+            1,
+            9.0,
+            "",
+            b"g",
+            1,
+            0,
+            pack_tables([]),
+            True,
+        ),
         Sum(VERSION, incarnation, HOLD, bytes(32)),
         Sum(VERSION, incarnation, "unknown", b"\x01" * 17),
     ]
@@ -178,7 +207,7 @@ def connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket
 
 def drain(dealer: zmq.Socket[bytes]) -> Iterator[Any]:
     while dealer.poll(0):
-        yield decode_reply(dealer.recv()).body
+        yield decode_reply(b"".join(dealer.recv_multipart())).body
 
 
 def reached(server: Any, count: int) -> None:
@@ -207,12 +236,12 @@ def check_alive(
         body = Hello(VERSION, producer.engine)
         expected = Welcome(producer.engine, producer.infos)
     dealer.send(encode(Request(77, body)))
-    assert decode_reply(dealer.recv()) == Reply(77, expected)
+    assert decode_reply(b"".join(dealer.recv_multipart())) == Reply(77, expected)
     dealer.close(linger=0)
 
 
 def test_claims_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.p2p.holds.MOST_PARKED", 50)
+    monkeypatch.setattr("kvferry.p2p.holds.PARKED_BYTES", 2 * 50 * 2048)
     producer = Producer(Spec("p", "tp=1,block=16"))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:

@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 )
 
 from kvferry.p2p import holds as module
+from kvferry.p2p.budget import ENTRY_BYTES
 from kvferry.p2p.holds import Closed, Hold, HoldTable
 from kvferry.wire.messages import Reader
 
@@ -76,7 +77,7 @@ def test_claims_lose_patience_one_by_one() -> None:
 
 
 def test_parked_claims_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_PARKED", 3)
+    monkeypatch.setattr(module, "PARKED_BYTES", 2 * 3 * ENTRY_BYTES)  # of one sender, half
     made = table()
     assert [made.park(f"h{i}", "claim", 5.0) for i in range(5)] == [True] * 3 + [False] * 2
     made.expire(5.0)
@@ -249,7 +250,7 @@ def test_early_words_of_one_engine_do_not_close_a_hold_that_another_waits_for() 
 
 
 def test_early_words_are_forgotten_in_time_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_EARLY", 2)
+    monkeypatch.setattr(module, "EARLY_BYTES", 3 * ENTRY_BYTES)
     made = table()
     for name in "abc":
         made.last_word(name, reader(), 1, "failed", 0.0)
