@@ -17,11 +17,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from kvferry.layout.presets import load_model
 from kvferry.layout.shape import EngineShape
 from kvferry.p2p.describe import engine_info
 from kvferry.p2p.directory import Directory
+from kvferry.p2p.door import Door
 from kvferry.wire.messages import VERSION, decode_reply
 from kvferry.wire.sockets import Sockets
 from p2p_peers import LOOPBACK, PATIENCE_SECONDS, Child, Prompt, Spec, producer
@@ -291,3 +293,31 @@ def test_strangers_do_not_use_up_the_descriptors() -> None:
                 assert type(old.ask(hello)).__name__ == "Welcome"  # it was let in before
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_message_that_never_ends_is_cut_off() -> None:
+    """libzmq keeps all frames of a message until its last one, and has no limit for that."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port(f"tcp://{LOOPBACK}")
+    good = context.socket(zmq.DEALER)
+    good.connect(f"tcp://{LOOPBACK}:{port}")
+    door = Door(router, port)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
+    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    frame = b"\x03" + MIB.to_bytes(8, "big") + bytes(MIB)  # long, and more to come
+    try:
+        with socket.create_connection((LOOPBACK, port), PATIENCE_SECONDS) as bad:
+            bad.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
+            sent = 0
+            with pytest.raises(OSError):
+                for sent in range(1000):  # noqa: B007
+                    bad.sendall(frame)
+                    good.send(b"a question")
+                    door.look()
+                    door.look_at_unread()
+                    assert door.receive()[1:] == [b"a question"]
+            assert 60 < sent < 900
+    finally:
+        door.close()
+        context.destroy(linger=0)

@@ -151,6 +151,7 @@ class Server:
                     self._drain_wakes()
                 if self._door.events in ready:
                     self._guarded(self._watch_door)
+                self._guarded(self._watch_unread)
                 self._guarded(self._do_work)
                 if self._socket in ready:
                     self._guarded(self._take_frames)
@@ -164,6 +165,13 @@ class Server:
         self._door.close()
         self._socket.close(linger=0)
         self._woken.close(linger=0)
+
+    def _watch_unread(self) -> None:
+        shut = self._door.look_at_unread()
+        if shut:
+            self.counters["flooding connections closed"] += shut
+            text = "%s closes connections whose requests never end; is a peer faulty?"
+            self.complain("flood", text, self._thread.name)
 
     def _watch_door(self) -> None:
         turned_away = self._door.look()
