@@ -60,6 +60,7 @@ CHECK_EVERY = 5000  # frames between two questions of a good peer
 ANSWER_SECONDS = 20.0  # for it; the machine may be busy
 MOST_GROWTH_BYTES = 400 << 20  # what may wait (256 MiB), and what an allocator keeps
 MOST_MORE_DESCRIPTORS = 600  # of two doors, 256 connections each
+CURVE_BYTES = 64  # that encryption adds to a frame, and more
 READER = Reader("d", "x", 0, 0)
 
 pack = msgspec.msgpack.encode
@@ -135,9 +136,12 @@ class Frames:
         yield Renew(VERSION, self.info.incarnation, [self.bait, "unknown"])
 
     def next(self, server: str) -> list[bytes]:
-        """For the directory or for the rank; sometimes what the other one would take."""
+        """For the directory or for the rank; longer frames would only end their connection."""
+        return [frame[: MAX_REQUEST_BYTES - CURVE_BYTES] for frame in self._next(server)]
+
+    def _next(self, server: str) -> list[bytes]:
         rng = self.rng
-        if rng.random() < 0.03:
+        if rng.random() < 0.03:  # what the other one would take
             server = "rank" if server == "directory" else "directory"
         body, known = rng.choice(self._bodies[server])
         kind = rng.random()
