@@ -119,7 +119,9 @@ def test_offers_that_wait_take_no_more_memory_than_their_frames(filling: list[in
         before = child.ask("resident_bytes")
         for number in range(FRAMES):
             bad.send({**offer, "hold_id": f"h{number}"})
-        until(lambda: child.ask("counters")[0]["messages"] >= FRAMES, "offers were not taken")
+        until(
+            lambda: child.ask("counters")[0].get("messages", 0) >= FRAMES, "offers were not taken"
+        )
         assert child.ask("resident_bytes") - before < MOST_GROWTH_BYTES
         child.ask("open", Prompt(1, 50), "good")
         claim = about(child, "claim", "good") | {"digest": child.ticket(Prompt(1, 50)).digest}
@@ -145,7 +147,7 @@ def test_introductions_take_no_more_memory_than_their_frames(where: str, frames:
                     "rank": info,
                 }
             )
-        until(lambda: child.ask("counters")[0]["messages"] >= frames, "they were not taken")
+        until(lambda: child.ask("counters")[0].get("messages", 0) >= frames, "they were not taken")
         assert child.ask("resident_bytes") - before < MOST_GROWTH_BYTES
 
 
@@ -157,7 +159,7 @@ def test_welcomes_that_nobody_reads_are_in_memory_once() -> None:
         before = child.ask("resident_bytes")
         for _ in range(200):
             bad.send({"type": "hello", "version": VERSION, "engine": engine})
-        until(lambda: child.ask("counters")[-1]["messages"] >= 200, "hellos were not taken")
+        until(lambda: child.ask("counters")[-1].get("messages", 0) >= 200, "hellos were not taken")
         assert child.ask("resident_bytes") - before < MOST_GROWTH_BYTES
 
 

@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 MOST_WAITING = 256  # connections; more than engines that start at the same moment
 SHARE_OF_DESCRIPTORS = 8  # one of so many parts, where that is less: engines need the others
-UNREAD_BYTES = 64 << 20  # of one connection: 16 requests of 1 MiB that are read ahead, and buffers
+UNREAD_BYTES = 64 << 20  # of one connection: 48 requests of 1 MiB that are read ahead, and buffers
 ALL_UNREAD_BYTES = 512 << 20  # of all connections
 LOOK_SECONDS = 1.0  # between two looks at what is unread
 FRAME_BYTES = 96  # of one frame on the wire, beside its content: more than ZMTP and CURVE add
@@ -61,15 +61,17 @@ class Door:
 
     def receive(self) -> list[bytes]:
         """A message that is there; its sender waits no more."""
-        got = self._socket.recv_multipart(copy=False)
-        frames = [frame.bytes for frame in got]
-        with suppress(zmq.ZMQError):
-            descriptor = got[0].get(zmq.SRCFD)
+        sender = self._socket.recv(copy=False)
+        frames = self._socket.recv_multipart()
+        try:
+            descriptor = sender.get(zmq.SRCFD)
+        except zmq.ZMQError:
+            descriptor = -1
+        guest = self._guests.get(descriptor)
+        if guest is not None:
             self._waiting.pop(descriptor, None)
-            guest = self._guests.get(descriptor)
-            if guest is not None:
-                guest.taken_bytes += sum(map(len, frames)) + FRAME_BYTES * len(frames)
-        return frames
+            guest.taken_bytes += sum(map(len, frames)) + FRAME_BYTES * len(frames)
+        return [sender.bytes, *frames]
 
     def look(self) -> int:
         """Take in who came and went; how many were shut down because too many wait."""

@@ -236,7 +236,7 @@ class ProducerRank(Server):
             if refused is not None:
                 return refused
         if not hold.announce(claim.reader, claim.readers):
-            return Refused("busy", "too many engines read this hold, or all of them, already")
+            return Refused("busy", "too many engines read this hold, or this rank's holds")
         self.counters["claims"] += 1
         if isinstance(claim, Offer):
             return self._push(sender, claim, hold)

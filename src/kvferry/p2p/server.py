@@ -42,6 +42,7 @@ log = logging.getLogger("kvferry")
 IDLE_SECONDS = 1.0  # at most between two looks at deadlines
 MOST_FRAMES = 256  # answered before deadlines are looked at again
 CLOSE_SECONDS = 5.0
+SHARED_BYTES = 16 << 10  # of a reply's body; a shorter one is copied quicker than sent apart
 COMPLAIN_SECONDS = 60.0  # between two lines of the log about one thing
 MOST_COMPLAINTS = 20  # lines in that time, about all things
 
@@ -111,10 +112,14 @@ class Server:
 
     def reply(self, sender: bytes, request_id: int, body: ReplyBody | Packed) -> None:
         """Send a reply; a peer that is gone is not worth waiting for."""
-        if isinstance(body, zmq.Frame):  # two frames that are one message of MessagePack
-            self._send([sender, b"\x92" + msgspec.msgpack.encode(request_id), body])
-        else:
+        if not isinstance(body, zmq.Frame):
             self._send([sender, encode(Reply(request_id, body))])
+            return
+        head = b"\x92" + msgspec.msgpack.encode(request_id)  # an array of two: id, body
+        if len(body) < SHARED_BYTES:
+            self._send([sender, head + body.bytes])
+        else:  # two frames that are one message of MessagePack
+            self._send([sender, head, body])
 
     def complain(self, what: str, message: str, *values: object) -> None:
         """Log a warning that a peer can cause; any thread.

@@ -29,7 +29,7 @@ log = logging.getLogger("kvferry")
 
 LINGER_MS = 0  # a closing socket drops what it could not send; deadlines handle the rest
 HANDSHAKE_MS = 20_000  # a host that is overloaded may take seconds
-READ_AHEAD = 16  # requests of one connection that wait for a server's thread, of up to 1 MiB each
+READ_AHEAD = 48  # requests of one connection that wait for a server's thread, of up to 1 MiB each
 MOST_SOCKETS = 65_000  # of a process; three for each peer. ZMQ's own limit is 1023 (and 65535)
 
 
