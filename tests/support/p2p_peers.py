@@ -11,6 +11,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import threading
 import time
@@ -359,6 +360,9 @@ class Gates:
     def resident_bytes(self) -> int:
         gc.collect()
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def limit_descriptors(self, most: int) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
     def wait_at_gate(self) -> None:
         for rack in self.racks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from typing import Any
 
@@ -15,8 +16,9 @@ from hypothesis.stateful import (
 )
 
 from kvferry.p2p import holds as module
+from kvferry.p2p.budget import ENTRY_BYTES, Budget, kept_bytes
 from kvferry.p2p.holds import Closed, Hold, HoldTable
-from kvferry.wire.messages import Reader
+from kvferry.wire.messages import VERSION, Claim, Reader
 
 LEASE = 10.0
 
@@ -76,7 +78,7 @@ def test_claims_lose_patience_one_by_one() -> None:
 
 
 def test_parked_claims_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_PARKED", 3)
+    monkeypatch.setattr(module, "PARKED_BYTES", 2 * 3 * ENTRY_BYTES)  # of one sender, half
     made = table()
     assert [made.park(f"h{i}", "claim", 5.0) for i in range(5)] == [True] * 3 + [False] * 2
     made.expire(5.0)
@@ -249,7 +251,7 @@ def test_early_words_of_one_engine_do_not_close_a_hold_that_another_waits_for() 
 
 
 def test_early_words_are_forgotten_in_time_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_EARLY", 2)
+    monkeypatch.setattr(module, "EARLY_BYTES", 3 * ENTRY_BYTES)
     made = table()
     for name in "abc":
         made.last_word(name, reader(), 1, "failed", 0.0)
@@ -389,3 +391,48 @@ def test_heaps_do_not_grow_with_what_is_gone() -> None:
     assert len(closed) == 500
     assert impatient == []
     assert table.next_deadline() is None
+
+
+def test_what_waits_takes_no_more_than_it_is_charged() -> None:
+    """Texts with one wide character take four bytes for each; of all that is kept around them."""
+    wide = "\U0001f6a2" + "x" * 500
+    made, charged = table(), 0
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(2000):
+            who = Reader(f"{wide}e{number}", f"{wide}i{number}", 0, 0)
+            claim = Claim(VERSION, f"{wide}p", f"{wide}{number}", f"{wide}d", who, 1, 60.0)
+            charged += kept_bytes(claim)
+            assert made.park(claim.hold_id, claim, 60.0, bytes_=kept_bytes(claim), sender=b"s")
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert charged / 2 < grown < charged
+    made.expire(60.0)
+    assert made._parked_budget.used_bytes == 0
+
+
+def test_readers_of_all_holds_are_charged_until_those_close(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "READERS_BYTES", 3 * (ENTRY_BYTES + 512))
+    made = table()
+    for name in ("one", "two"):
+        made.add(name, "r", "d", 1, [], 0.0)
+    told = [made.open[hold].announce(reader(0, e), 1) for hold in ("one", "two") for e in "abc"]
+    assert told.count(True) in (3, 4) and told[-1] is False
+    made.withdraw("one")
+    assert made.open["two"].announce(reader(0, "c"), 1)
+
+
+def test_one_sender_leaves_room_for_others() -> None:
+    budget = Budget(100, 60)
+    assert [budget.take(40, b"a"), budget.take(40, b"a"), budget.take(60, b"b")] == [
+        True,
+        False,
+        True,
+    ]
+    assert not budget.take(1, b"c")  # all is taken
+    budget.give_back(40, b"a")
+    assert budget.take(40, b"c") and budget.used_bytes == 100

@@ -41,7 +41,7 @@ class Line:
 
 
 def target() -> Target:
-    return Target(
+    return Target.of(
         EngineInfo("d", "life", "model", [], 0, {}, {}),
         RankInfo(0, 0, "", "life", {"line": b"there"}, [], [], 0),
     )

@@ -20,17 +20,14 @@ from kvferry.topology import TransferTopology
 from kvferry.verify.execute import build_model, build_shape
 from kvferry.verify.generate import generate
 from kvferry.wire.messages import (
-    VERSION,
     Claimed,
-    Offer,
     PartInfo,
     RankInfo,
-    Reader,
     Reply,
-    Request,
     decode_reply,
-    decode_request,
     encode,
+    pack_tables,
+    read_tables,
 )
 
 MODEL = load_model("llama-3.1-8b")
@@ -157,10 +154,8 @@ def test_impossible_numbers_do_not_pass_the_wire(name: str) -> None:
 
 @pytest.mark.parametrize("block", [1 << 63, (1 << 64) - 1, -(1 << 63)])
 def test_block_ids_that_are_no_numbers_of_blocks(block: int) -> None:
-    reader = Reader("d", "i", 0, 0)
-    offer = Offer(VERSION, "i", "h", "x", reader, 1, 1.0, "tcp", b"g", 9, 0, [[block]], False)
-    with pytest.raises(ProtocolError, match="tables"):
-        decode_request(encode(Request(1, offer)))
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        read_tables(pack_tables([[block]]))
     with pytest.raises(ProtocolError, match="tables"):
         decode_reply(encode(Reply(1, Claimed(9, [[1, block]]))))
     assert decode_reply(encode(Reply(1, Claimed(9, [[-1, 7]])))).body == Claimed(9, [[-1, 7]])

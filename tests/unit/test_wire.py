@@ -55,10 +55,12 @@ from kvferry.wire.messages import (
     decode_reply,
     decode_request,
     encode,
+    pack_tables,
     read_id,
 )
 
 READER = Reader("d", "x", 1, 2)
+TABLES = pack_tables([[1], []])
 
 
 def small() -> tuple[EngineInfo, RankInfo]:
@@ -74,7 +76,7 @@ def requests() -> list[Any]:
     return [
         Hello(VERSION, engine),
         Introduce(VERSION, "i", engine, rank),
-        Offer(VERSION, "i", "h", "d", READER, 3, 1.5, "tcp", b"g", 9, 4, [[1], []], False),
+        Offer(VERSION, "i", "h", "d", READER, 3, 1.5, "tcp", b"g", 9, 4, TABLES, False),
         Claim(VERSION, "i", "h", "d", READER, 3, 1.5),
         Complete(VERSION, "i", "h", READER, 3, "not needed"),
         Renew(VERSION, "i", ["h", "g"]),

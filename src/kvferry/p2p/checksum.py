@@ -29,6 +29,7 @@ import xxhash
 
 from kvferry.errors import ProtocolError
 from kvferry.layout.parts import Ints
+from kvferry.p2p.budget import Budget
 from kvferry.plan import Bound
 from kvferry.transport import mixing
 from kvferry.transport.memory import Memory, is_staged
@@ -51,7 +52,9 @@ _ALGORITHMS = {one.name: one for one in (XXH3, MIX128)}
 
 CHUNK_BYTES = 1 << 20  # gathered at a time
 CLOSE_SECONDS = 5.0
-MOST_WAITING = 1024  # slices that one source rank has before it
+# Of tables that wait for one source rank: 512 of the largest. A connection (one reader) has half.
+WAITING_BYTES = 256 << 20
+LEAST_WAITING_BYTES = WAITING_BYTES >> 10  # charged for each: 1,024 slices may wait, some ms each
 
 
 def offered(memory: Memory) -> tuple[str, ...]:
@@ -125,11 +128,13 @@ class Summing:
         self._queue: queue.SimpleQueue[Callable[[Memory], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._waiting = Budget(WAITING_BYTES, WAITING_BYTES // 2)
 
-    def submit(self, work: Callable[[Memory], None]) -> bool:
-        """By one thread; false where too much waits already, or no thread can be started."""
-        if self._queue.qsize() >= MOST_WAITING:
-            return False
+    def submit(self, work: Callable[[Memory], None], bytes_: int = 0, sender: bytes = b"") -> bool:
+        """By one thread; false where too much waits already, or no thread can be started.
+
+        `bytes_`: what the work keeps while it waits.
+        """
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="kvferry-sums", daemon=True)
             try:
@@ -138,7 +143,17 @@ class Summing:
                 log.warning("a checksum is not made: %s", error)
                 return False
             self._thread = thread
-        self._queue.put(work)
+        bytes_ = max(bytes_, LEAST_WAITING_BYTES)
+        if not self._waiting.take(bytes_, sender):
+            return False
+
+        def counted(memory: Memory) -> None:
+            try:
+                work(memory)
+            finally:
+                self._waiting.give_back(bytes_, sender)
+
+        self._queue.put(counted)
         return True
 
     def close(self) -> None:

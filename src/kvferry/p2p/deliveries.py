@@ -21,7 +21,7 @@ from kvferry.errors import KvferryError
 from kvferry.p2p.holds import Closed, Hold, HoldTable, Why
 from kvferry.p2p.push import Pushed, Pusher
 from kvferry.p2p.targets import Unreachable
-from kvferry.wire.messages import Delivered, Introduce, Offer, Reader, Reason, Refused
+from kvferry.wire.messages import Delivered, Introduce, Offer, Reader, Reason, Refused, refusal
 
 
 def refuse_closed(why: Why) -> Refused:
@@ -84,7 +84,7 @@ class Deliveries:
         body: Delivered | Refused
         if isinstance(outcome, KvferryError):
             reason: Reason = "unable" if isinstance(outcome, Unreachable) else "transfer"
-            body = Refused(reason, f"{type(outcome).__name__}: {outcome}")
+            body = refusal(reason, f"{type(outcome).__name__}: {outcome}")
         elif not self._still_open(offer):
             why = self._table.find(offer.hold_id, time.monotonic())
             body = refuse_closed(why if isinstance(why, str) else "withdrawn")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from math import lcm
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ from kvferry.layout.parts import Part, Placement, Region
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.wire.messages import (
+    MOST_RANKS,
     ComponentInfo,
     EngineInfo,
     GroupInfo,
@@ -28,11 +30,15 @@ from kvferry.wire.messages import (
 )
 
 # Planning takes time and memory in these, and a peer may say anything.
-MOST_RANKS = 1024
-MOST_NAMES = 4096  # of groups and roles that something is said about
+MOST_NAMES = 4096  # of groups that something is said about
+MOST_ROLES = 16
 MOST_DCP = 64
 MOST_INTERLEAVE = 1024
 MOST_BLOCK_TOKENS = 1 << 24  # a state's block may span the longest sequence of its engine
+# Steps of Python that sharing a cache out may take: less than a second. 8 to 64 ranks with ten
+# groups need a hundredth of that, 1,024 ranks with 60 groups of one layer half.
+MOST_PLAN_STEPS = 10_000_000
+SHARE_STEPS = 100  # for what one rank gets of one stage
 
 
 def engine_info(
@@ -105,7 +111,8 @@ def read_shape(info: EngineInfo) -> EngineShape:
         ("dcp", shape.dcp, MOST_DCP),
         ("interleave", shape.interleave, MOST_INTERLEAVE),
         ("blocks of tokens", max(shape.block_sizes), MOST_BLOCK_TOKENS),
-        ("names", len(shape.block_sizes) + len(shape.interior_of) + len(shape.role_tp), MOST_NAMES),
+        ("names", len(shape.block_sizes) + len(shape.interior_of), MOST_NAMES),
+        ("roles", len(shape.role_tp), MOST_ROLES),
     ):
         if value > most:
             raise ProtocolError(
@@ -113,6 +120,38 @@ def read_shape(info: EngineInfo) -> EngineShape:
                 "planned in the time that a handshake may take"
             )
     return shape
+
+
+def plan_steps(model: CacheModel, src: EngineShape, dst: EngineShape) -> int:
+    """About how many steps `plan.assign` takes: it walks ranks at every cut of units, and stages.
+
+    Where both sides share tokens out, it also looks at every token of their common period.
+    """
+    steps = 0
+    if src.dcp > 1 and dst.dcp > 1:
+        period = lcm(src.dcp * src.interleave, dst.dcp * dst.interleave)
+        steps += src.dcp * dst.dcp * period // 8  # NumPy's, which are quicker
+    for group in model.groups:
+        layers, src_dcp, dst_dcp = len(group.layers), src.dcp_for(group), dst.dcp_for(group)
+        meeting = min(src.pp + dst.pp, layers)  # pairs of stages that have layers in common
+        for units in {(c.units, c.sharding): c.units for c in group.components}.values():
+            cuts = min(units, src.tp + dst.tp)
+            steps += cuts * src_dcp * (src.tp + dst_dcp * dst.tp)
+            steps += SHARE_STEPS * meeting * max(cuts, dst.tp) * src_dcp
+        steps += (src.pp + dst.pp) * (src.pp + dst.pp + layers)
+        steps += dst.pp * (16 * src.pp + layers) + src.pp * layers
+    return steps
+
+
+def require_plannable(model: CacheModel, src: EngineShape, dst: EngineShape) -> None:
+    """Refuse a pair of shapes, one of them a peer's, before their plan takes seconds."""
+    steps = plan_steps(model, src, dst)
+    if steps > MOST_PLAN_STEPS:
+        raise ProtocolError(
+            f"planning {len(model.groups)} groups from tp={src.tp} pp={src.pp} dcp={src.dcp} to "
+            f"tp={dst.tp} pp={dst.pp} dcp={dst.dcp} takes {steps} steps; at most {MOST_PLAN_STEPS} "
+            "fit into the time that a handshake may take"
+        )
 
 
 def rank_info(

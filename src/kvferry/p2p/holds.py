@@ -18,7 +18,7 @@ A hold's life on one rank:
 Readers are counted by distinct (engine, incarnation, rank). Each sends exactly one last word; an
 engine is through when as many ranks as it announced have spoken; the hold closes when all engines
 that showed up are through. The lease is renewed by consumers' schedulers, and by every claim. No
-clock but this rank's own is read. What peers can make a rank remember is bounded.
+clock but this rank's own is read. What peers can make a rank remember is bounded, in bytes.
 
 This module is the state machine alone: no sockets, no threads, time is passed in. Deadlines lie in
 heaps, so that a look at the clock costs the same with ten holds and with ten thousand (4 µs; a walk
@@ -32,17 +32,23 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from sys import getsizeof
+from typing import Any, Generic, Literal, TypeVar
 
+from kvferry.p2p.budget import ENTRY_BYTES, Budget, reader_bytes
 from kvferry.wire.messages import MAX_READERS, Outcome, Reader
 
 Why = Literal["delivered", "failed", "expired", "withdrawn"]
 Parked = TypeVar("Parked")
 
 TOMBSTONES = 65_536  # closed holds remembered, so that late claims are refused at once
-MOST_PARKED = 16_384  # claims; a peer that has more of them waiting is refused
-MOST_EARLY = 16_384  # words about holds that have not arrived; the oldest are forgotten
+# Of claims and offers that wait: 10,000 offers of 128,000 tokens in blocks of 16. A connection (one
+# consumer rank) has half.
+PARKED_BYTES = 256 << 20
+EARLY_BYTES = 16 << 20  # of words about holds that have not arrived; the oldest are forgotten
+READERS_BYTES = 64 << 20  # of engines and ranks that open holds remember: 30,000 of them
 MOST_ENGINES = 64  # that may read one hold
+SPOKE_BYTES = 256  # of a rank that has spoken: a tuple, two numbers, its place in a set
 STALE_ENTRIES = 64  # of a heap that may lie around, beyond as many as are alive
 
 
@@ -54,6 +60,9 @@ class Hold:
     tokens: int
     tables: list[list[int]]
     expires: float
+    budget: Budget  # of readers, of all holds
+    charged_bytes: int = 0
+    packed: Any = None  # the answer to its claims, kept by the server
     expected: dict[tuple[str, str], int] = field(default_factory=dict)  # readers of an engine
     spoke: dict[tuple[str, str], set[tuple[int, int]]] = field(default_factory=dict)
     outcomes: dict[Outcome, int] = field(default_factory=dict)
@@ -61,8 +70,10 @@ class Hold:
     def announce(self, reader: Reader, readers: int) -> bool:
         """Count on a reader's engine; False where too many engines came."""
         engine = (reader.engine_id, reader.incarnation)
-        if engine not in self.expected and len(self.expected) >= MOST_ENGINES:
-            return False
+        if engine not in self.expected:
+            full = len(self.expected) >= MOST_ENGINES
+            if full or not self._charge(ENTRY_BYTES + reader_bytes(reader)):
+                return False
         self.expected[engine] = max(self.expected.get(engine, 0), readers)
         self.spoke.setdefault(engine, set())
         return True
@@ -72,9 +83,14 @@ class Hold:
         if self.announce(reader, readers):
             spoke = self.spoke[reader.engine_id, reader.incarnation]
             rank = (reader.pp_rank, reader.tp_rank)
-            if rank not in spoke and len(spoke) < MAX_READERS:
+            if rank not in spoke and len(spoke) < MAX_READERS and self._charge(SPOKE_BYTES):
                 spoke.add(rank)
                 self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+
+    def _charge(self, count: int) -> bool:
+        taken = self.budget.take(count)
+        self.charged_bytes += count if taken else 0
+        return taken
 
     @property
     def over(self) -> Why | None:
@@ -101,6 +117,8 @@ class _Waiting(Generic[Parked]):
     hold_id: str
     claim: Parked
     until: float
+    charged_bytes: int
+    sender: bytes
     waits: bool = True
 
 
@@ -114,6 +132,10 @@ class _Early:
     outcome: Outcome
     until: float
 
+    @property
+    def bytes(self) -> int:
+        return ENTRY_BYTES + getsizeof(self.hold_id) + reader_bytes(self.reader)
+
 
 @dataclass(slots=True)
 class HoldTable(Generic[Parked]):
@@ -122,10 +144,14 @@ class HoldTable(Generic[Parked]):
     lease_seconds: float
     open: dict[str, Hold] = field(default_factory=dict)
     parked: int = 0  # claims that wait
-    _tombstones: OrderedDict[str, Closed] = field(default_factory=OrderedDict)
+    # Why a hold was closed, and the hash of its request: clients may name requests at length.
+    _tombstones: OrderedDict[str, tuple[Why, int]] = field(default_factory=OrderedDict)
     _unborn: OrderedDict[str, None] = field(default_factory=OrderedDict)  # withdrawn, not arrived
-    _parked: dict[str, list[_Waiting[Parked]]] = field(default_factory=dict)
+    _parked: dict[str, dict[_Waiting[Parked], None]] = field(default_factory=dict)
     _early: deque[_Early] = field(default_factory=deque)  # oldest first
+    _early_bytes: int = 0
+    _parked_budget: Budget = field(default_factory=lambda: Budget(PARKED_BYTES, PARKED_BYTES // 2))
+    _readers_budget: Budget = field(default_factory=lambda: Budget(READERS_BYTES))
     # Heaps. A hold has one entry, at or before its expiry: renewing does not touch it. Entries of
     # what is gone stay until they come up, or until there are too many of them.
     _leases: list[tuple[float, str]] = field(default_factory=list)
@@ -149,12 +175,15 @@ class HoldTable(Generic[Parked]):
         if hold_id in self._unborn:
             del self._unborn[hold_id]
             return [], self._bury(Closed(hold_id, request_id, "withdrawn", {}))
-        known = self.open.get(hold_id) or self._tombstones.get(hold_id)
-        if known is not None:  # an id serves one request
-            other = known.request_id != request_id
+        known, buried = self.open.get(hold_id), self._tombstones.get(hold_id)
+        if known is not None or buried is not None:  # an id serves one request
+            used_by = hash(known.request_id) if known else buried[1] if buried else 0
+            other = used_by != hash(request_id)
             return [], Closed("", request_id, "withdrawn", {}) if other else None
         expires = now + self.lease_seconds
-        self.open[hold_id] = Hold(hold_id, request_id, digest, tokens, tables, expires)
+        self.open[hold_id] = Hold(
+            hold_id, request_id, digest, tokens, tables, expires, self._readers_budget
+        )
         heapq.heappush(self._leases, (expires, hold_id))
         return self._unpark(hold_id), None
 
@@ -166,6 +195,7 @@ class HoldTable(Generic[Parked]):
             return None
         self._early = deque(word for word in self._early if word.hold_id != hold_id)
         for word in early:
+            self._early_bytes -= word.bytes
             hold.hear(word.reader, word.readers, word.outcome)
         return self._close_if_over(hold)
 
@@ -174,16 +204,24 @@ class HoldTable(Generic[Parked]):
         hold = self.open.get(hold_id)
         if hold is None:
             buried = self._tombstones.get(hold_id)
-            return "withdrawn" if hold_id in self._unborn else buried.why if buried else None
+            return "withdrawn" if hold_id in self._unborn else buried[0] if buried else None
         hold.expires = now + self.lease_seconds
         return hold
 
-    def park(self, hold_id: str, claim: Parked, until: float) -> bool:
-        """Let a claim wait for its hold; False where too many wait."""
-        if self.parked >= MOST_PARKED:
+    def park(
+        self,
+        hold_id: str,
+        claim: Parked,
+        until: float,
+        *,
+        bytes_: int = ENTRY_BYTES,
+        sender: bytes = b"",
+    ) -> bool:
+        """Let a claim of so many bytes wait for its hold; False where too much waits."""
+        if not self._parked_budget.take(bytes_, sender):
             return False
-        waiting = _Waiting(hold_id, claim, until)
-        self._parked.setdefault(hold_id, []).append(waiting)
+        waiting = _Waiting(hold_id, claim, until, bytes_, sender)
+        self._parked.setdefault(hold_id, {})[waiting] = None
         self.parked += 1
         heapq.heappush(self._patience, (until, next(self._number), waiting))
         if len(self._patience) > 2 * self.parked + STALE_ENTRIES:
@@ -199,9 +237,11 @@ class HoldTable(Generic[Parked]):
         if hold is None:
             if outcome != "done" and self.find(hold_id, now) is None:
                 until = now + self.lease_seconds
-                self._early.append(_Early(hold_id, reader, readers, outcome, until))
-                if len(self._early) > MOST_EARLY:
-                    self._early.popleft()
+                word = _Early(hold_id, reader, readers, outcome, until)
+                self._early.append(word)
+                self._early_bytes += word.bytes
+                while self._early_bytes > EARLY_BYTES:
+                    self._forget_earliest()
             return False, None
         hold.hear(reader, readers, outcome)
         return True, self._close_if_over(hold)
@@ -228,12 +268,12 @@ class HoldTable(Generic[Parked]):
             closed.append(self._close(hold, "expired"))
         while (waiting := self._least_patient()) is not None and waiting.until <= now:
             impatient.append(waiting.claim)
-            self._parked[waiting.hold_id].remove(waiting)
+            del self._parked[waiting.hold_id][waiting]
             if not self._parked[waiting.hold_id]:
                 del self._parked[waiting.hold_id]
             self._leave(waiting)
         while self._early and self._early[0].until <= now:
-            self._early.popleft()
+            self._forget_earliest()
         return closed, impatient
 
     def next_deadline(self) -> float | None:
@@ -264,9 +304,13 @@ class HoldTable(Generic[Parked]):
     def _leave(self, waiting: _Waiting[Parked]) -> None:
         waiting.waits = False
         self.parked -= 1
+        self._parked_budget.give_back(waiting.charged_bytes, waiting.sender)
+
+    def _forget_earliest(self) -> None:
+        self._early_bytes -= self._early.popleft().bytes
 
     def _unpark(self, hold_id: str) -> list[Parked]:
-        waiting = self._parked.pop(hold_id, [])
+        waiting = self._parked.pop(hold_id, {})
         for one in waiting:
             self._leave(one)
         return [one.claim for one in waiting]
@@ -277,13 +321,14 @@ class HoldTable(Generic[Parked]):
 
     def _close(self, hold: Hold, why: Why) -> Closed:
         del self.open[hold.hold_id]
+        hold.budget.give_back(hold.charged_bytes)
         if len(self._leases) > 2 * len(self.open) + STALE_ENTRIES:
             self._leases = [entry for entry in self._leases if entry[1] in self.open]
             heapq.heapify(self._leases)
         return self._bury(Closed(hold.hold_id, hold.request_id, why, dict(hold.outcomes)))
 
     def _bury(self, closed: Closed) -> Closed:
-        self._tombstones[closed.hold_id] = closed
+        self._tombstones[closed.hold_id] = closed.why, hash(closed.request_id)
         while len(self._tombstones) > TOMBSTONES:
             self._tombstones.popitem(last=False)
         return closed

@@ -36,6 +36,7 @@ from kvferry.p2p.watch import Watch
 from kvferry.plan.landing import landing
 from kvferry.transport.base import is_granting
 from kvferry.wire.messages import (
+    MOST_OFFERED_IDS,
     VERSION,
     Delivered,
     EngineInfo,
@@ -45,11 +46,11 @@ from kvferry.wire.messages import (
     Reader,
     Refused,
     ReplyBody,
+    pack_tables,
 )
 
 log = logging.getLogger("kvferry")
 
-MOST_OFFERED_IDS = 1 << 17  # block ids in one offer; requests with more are read
 CLOSE_GRANT_SECONDS = 5.0  # for a writer to leave; its connection is shut down, so it is at once
 INTRODUCE_SECONDS = 10.0
 
@@ -136,7 +137,7 @@ class Offers:
     ) -> None:
         """Open and offer what each source that can be revoked is to write."""
         offering = self._offering
-        lists = [list(table) for table in tables]
+        packed = pack_tables(tables)
         for source in self._remote.sources:
             carrier = source.carrier
             if not offering.takes(source, tables) or not is_granting(carrier):
@@ -157,7 +158,7 @@ class Offers:
                 carrier.open_grant(land.address, land.length),
                 tokens,
                 skip,
-                lists,
+                packed,
                 keep_open,
             )
             one = _Offered(source, offer, land.bytes, Future())

@@ -26,14 +26,17 @@ import threading
 import time
 from dataclasses import dataclass
 
+import msgspec
+
 from kvferry.errors import KvferryError
 from kvferry.p2p.bell import Bell
+from kvferry.p2p.budget import ENTRY_BYTES, kept_bytes
 from kvferry.p2p.checksum import Summing, decode_runs, digest, named
 from kvferry.p2p.deliveries import Deliveries, refuse_closed
 from kvferry.p2p.directory import refuse_version
-from kvferry.p2p.holds import MOST_ENGINES, Closed, Hold, HoldTable
+from kvferry.p2p.holds import Closed, Hold, HoldTable
 from kvferry.p2p.push import Pushed, Pusher
-from kvferry.p2p.server import Server
+from kvferry.p2p.server import Packed, Server, pack
 from kvferry.p2p.stats import ProducerStats
 from kvferry.transport.memory import Memory
 from kvferry.wire.messages import (
@@ -53,6 +56,7 @@ from kvferry.wire.messages import (
     Request,
     Sum,
     Summed,
+    refusal,
 )
 from kvferry.wire.sockets import Sockets
 
@@ -179,7 +183,7 @@ class ProducerRank(Server):
 
     # Called by the server's thread
 
-    def answer(self, sender: bytes, request: Request) -> ReplyBody | None:
+    def answer(self, sender: bytes, request: Request) -> ReplyBody | Packed | None:
         body = request.body
         if isinstance(body, Hello | Look):
             return Refused("malformed", "this is a rank; the directory answers a hello")
@@ -192,6 +196,8 @@ class ProducerRank(Server):
             )
         match body:
             case Claim() | Offer():
+                if isinstance(body, Offer):  # without the frame, which may be longer
+                    body = msgspec.structs.replace(body, tables=body.tables.copy())
                 until = time.monotonic() + min(body.patience_seconds, MOST_PATIENCE_SECONDS)
                 return self._claim(_Sender(sender, request.id, body, until))
             case Introduce():
@@ -209,13 +215,13 @@ class ProducerRank(Server):
                     [h for h, hold in found.items() if isinstance(hold, str)],
                 )
 
-    def _claim(self, sender: _Sender) -> ReplyBody | None:
+    def _claim(self, sender: _Sender) -> ReplyBody | Packed | None:
         """Answer a claim or an offer now, or park it until its hold arrives."""
         if self._table.find(sender.claim.hold_id, time.monotonic()) is None:
             return self._park(sender)
         return self._take_up(sender)
 
-    def _take_up(self, sender: _Sender) -> ReplyBody | None:
+    def _take_up(self, sender: _Sender) -> ReplyBody | Packed | None:
         """The answer about a hold that is known; None where a push has begun."""
         claim = sender.claim
         hold = self._table.find(claim.hold_id, time.monotonic())
@@ -230,16 +236,25 @@ class ProducerRank(Server):
             if refused is not None:
                 return refused
         if not hold.announce(claim.reader, claim.readers):
-            return Refused("busy", f"{MOST_ENGINES} engines read this hold already")
+            return Refused("busy", "too many engines read this hold, or this rank's holds")
         self.counters["claims"] += 1
         if isinstance(claim, Offer):
             return self._push(sender, claim, hold)
-        return Claimed(hold.tokens, hold.tables)
+        if hold.packed is None:  # all replies that wait for readers share this one copy
+            hold.packed = pack(Claimed(hold.tokens, hold.tables))
+        packed: Packed = hold.packed
+        return packed
 
     def _park(self, sender: _Sender) -> ReplyBody | None:
         if not sender.claim.patience_seconds > 0:  # nor NaN
             return Refused("expired", "the hold has not arrived, and the claim does not wait")
-        if not self._table.park(sender.claim.hold_id, sender, sender.until):
+        if not self._table.park(
+            sender.claim.hold_id,
+            sender,
+            sender.until,
+            bytes_=kept_bytes(sender.claim),
+            sender=sender.identity,
+        ):
             return Refused("busy", "too many claims wait for holds that have not arrived")
         self.counters["parked"] += 1
         return None
@@ -277,18 +292,21 @@ class ProducerRank(Server):
         if not isinstance(hold, Hold):
             return refuse_closed(hold or "withdrawn")
 
+        hold_id = asked.hold_id  # so that the frame's runs are not kept a second time
+
         def work(memory: Memory) -> None:
             reply: ReplyBody
             try:
                 reply = Summed(digest(memory, address, length, algorithm))
             except KvferryError as error:  # a run outside of the registered memory
-                reply = Refused("malformed", str(error))
+                reply = refusal("malformed", error)
             except Exception as error:  # the reader waits: it is told, whatever it was
-                log.exception("a checksum could not be made")
-                reply = Refused("busy", f"the checksum could not be made: {error!r}")
-            self.submit(lambda: self._summed(sender, request_id, asked.hold_id, reply))
+                self.complain("sum", "a checksum could not be made: %.200r", error)
+                reply = refusal("busy", f"the checksum could not be made: {error!r}")
+            self.submit(lambda: self._summed(sender, request_id, hold_id, reply))
 
-        if not self._summing.submit(work):
+        kept = ENTRY_BYTES + address.nbytes + length.nbytes
+        if not self._summing.submit(work, kept, sender):
             return Refused("busy", "too many checksums wait to be made")
         return None
 

@@ -39,7 +39,7 @@ from kvferry.p2p.transfers import await_transfer, end_transfers
 from kvferry.p2p.watch import Watch
 from kvferry.plan import Copies, bind
 from kvferry.transport.base import Carrier, GrantingCarrier, Transfer, is_granting
-from kvferry.wire.messages import EngineInfo, Offer, RankInfo, Reader
+from kvferry.wire.messages import EngineInfo, Offer, RankInfo, Reader, read_tables
 
 log = logging.getLogger("kvferry")
 
@@ -47,7 +47,9 @@ PUSH_THREADS = 256  # started when needed
 THREADS_PER_TARGET = 4  # at a time; as many transfers as a peer of the tcp carrier has
 IDLE_SECONDS = 60.0  # without an offer, before connections are given back; plans are kept
 MOST_TARGETS = 1024  # consumer ranks that are remembered; others introduce themselves again
+TARGETS_BYTES = 256 << 20  # of what they told: 1,024 with 100 layers in 10 groups are 30 MB
 MOST_PUSHES = 4096  # offers that are queued or under way
+PUSHES_BYTES = 256 << 20  # of their tables, as for those that wait for holds
 SLICE_DESCRIPTORS = 65_536  # bound at a time, so that no NumPy call takes long
 
 
@@ -102,6 +104,7 @@ class Pusher:
         self._lock = threading.Lock()
         self._targets: OrderedDict[Key, _Lane] = OrderedDict()
         self._pushes: set[_Push] = set()
+        self._pushes_bytes = self._targets_bytes = 0
         self._unused: list[Unused] = []
         self._threads = Threads("kvferry-push", PUSH_THREADS)
         self._next_tidy = time.monotonic() + IDLE_SECONDS
@@ -114,15 +117,18 @@ class Pusher:
     def introduce(self, engine: EngineInfo, info: RankInfo) -> None:
         """Remember a consumer rank. A new incarnation of its engine voids the old one."""
         key = (engine.engine_id, engine.incarnation, info.pp_rank, info.tp_rank)
+        target = Target.of(engine, info)
         with self._lock:
             known = self._targets.get(key)
-            if self._closed or (known and known.target.is_of(engine, info)):
+            if self._closed or (known and known.target.is_like(target)):
                 return
             void = [k for k in self._targets if k == key or _supersedes(key, k)]
             old = [self._targets.pop(k) for k in void]
-            self._targets[key] = _Lane(Target(engine, info))
-            while len(self._targets) > MOST_TARGETS:
+            self._targets[key] = _Lane(target)
+            self._targets_bytes += target.bytes - sum(lane.target.bytes for lane in old)
+            while len(self._targets) > MOST_TARGETS or self._targets_bytes > TARGETS_BYTES:
                 old.append(self._targets.popitem(last=False)[1])
+                self._targets_bytes -= old[-1].target.bytes
         for lane in old:
             self._drop(lane)
         self._give_back_later()
@@ -145,11 +151,13 @@ class Pusher:
         watch = Watch(time.monotonic() + patience_seconds)
         with self._lock:
             lane = self._targets.get(key_of(offer.reader))
-            if self._closed or lane is None or len(self._pushes) >= MOST_PUSHES:
+            full = self._pushes_bytes + len(offer.tables) > PUSHES_BYTES
+            if self._closed or lane is None or len(self._pushes) >= MOST_PUSHES or full:
                 return False
             push = _Push(lane, offer, tables, watch, done)
             self._targets.move_to_end(key_of(offer.reader))
             self._pushes.add(push)
+            self._pushes_bytes += len(offer.tables)
             lane.queue.append(push)
             refused: KvferryError | None = None
             try:
@@ -157,10 +165,16 @@ class Pusher:
             except KvferryError as error:  # no thread at all: nothing runs, nothing else is queued
                 refused = error
                 lane.queue.clear()
-                self._pushes.discard(push)
+                self._leave(push)
         if refused is not None:
             done(Unreachable(f"nothing can be written from here: {refused}"))
         return True
+
+    def _leave(self, push: _Push) -> None:
+        """With the lock held: a push has ended."""
+        if push in self._pushes:
+            self._pushes.remove(push)
+            self._pushes_bytes -= len(push.offer.tables)
 
     def _start_next(self, lane: _Lane) -> None:
         """With the lock held: put a target's next push on a thread, if it may have one more."""
@@ -215,7 +229,7 @@ class Pusher:
             outcome = HandoverError(f"internal error: {error!r}")
         try:
             with self._lock:
-                self._pushes.discard(push)
+                self._leave(push)
                 push.lane.running -= 1
                 self._start_next(push.lane)  # this thread, at least, can do it
         finally:
@@ -234,7 +248,7 @@ class Pusher:
             tokens=offer.tokens,
             skip=offer.skip,
             src_tables=push.tables,
-            dst_tables=offer.tables,
+            dst_tables=read_tables(offer.tables),
             src_bases=self._bases,
             dst_bases=edge.bases,
         )
@@ -259,7 +273,8 @@ class Pusher:
         with self._lock:
             orphans = list(lane.queue)
             lane.queue.clear()
-            self._pushes.difference_update(orphans)
+            for push in orphans:
+                self._leave(push)
             for push in self._pushes:
                 if push.lane is lane:
                     push.watch.give_up()

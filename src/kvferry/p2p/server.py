@@ -2,6 +2,10 @@
 
 Subclasses answer a request with a reply, or with None and answer later. Work of other threads is
 handed in through `submit`, so that all state belongs to this one thread and needs no locks.
+
+A peer that sends and does not read has few of its requests read ahead, and long replies that wait
+for it share one copy (`pack`). A line of the log that a peer can cause is written once in a while.
+Connections on which nobody has proved the secret and asked are few: see `Door`.
 """
 
 from __future__ import annotations
@@ -15,9 +19,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import zmq
 
 from kvferry.errors import KvferryError, ProtocolError
+from kvferry.p2p.door import Door, most_waiting
 from kvferry.p2p.strangers import answer_stranger
 from kvferry.wire.messages import (
     Refused,
@@ -27,6 +33,7 @@ from kvferry.wire.messages import (
     decode_request,
     encode,
     read_id,
+    refusal,
 )
 from kvferry.wire.sockets import Sockets
 
@@ -35,6 +42,15 @@ log = logging.getLogger("kvferry")
 IDLE_SECONDS = 1.0  # at most between two looks at deadlines
 MOST_FRAMES = 256  # answered before deadlines are looked at again
 CLOSE_SECONDS = 5.0
+SHARED_BYTES = 16 << 10  # of a reply's body; a shorter one is copied quicker than sent apart
+COMPLAIN_SECONDS = 60.0  # between two lines of the log about one thing
+MOST_COMPLAINTS = 20  # lines in that time, about all things
+
+Packed = zmq.Frame  # a reply's body; sent to many, it is in memory once
+
+
+def pack(body: ReplyBody) -> Packed:
+    return zmq.Frame(msgspec.msgpack.encode(body), copy=True)
 
 
 class Server:
@@ -45,6 +61,8 @@ class Server:
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._socket, self.port = sockets.server(host, port)
         context = sockets.context
+        self._door = Door(self._socket, self.port)
+        self._complained: dict[str, float] = {}
         self._wake_address = f"inproc://{name}-{id(self)}"
         self._woken = context.socket(zmq.PULL)
         self._woken.bind(self._wake_address)
@@ -71,8 +89,7 @@ class Server:
             self._stop.set()
             self._wake()
         if self._thread.ident is None:  # it was never started
-            self._socket.close(linger=0)
-            self._woken.close(linger=0)
+            self._close_sockets()
         else:
             self._thread.join(CLOSE_SECONDS)
         self._waker.close(linger=0)
@@ -83,7 +100,7 @@ class Server:
 
     # What a server does
 
-    def answer(self, sender: bytes, request: Request) -> ReplyBody | None:
+    def answer(self, sender: bytes, request: Request) -> ReplyBody | Packed | None:
         """The reply, or None to reply later."""
         raise ProtocolError("this server answers nothing")
 
@@ -93,11 +110,32 @@ class Server:
     def next_deadline(self) -> float | None:
         return None
 
-    def reply(self, sender: bytes, request_id: int, body: ReplyBody) -> None:
+    def reply(self, sender: bytes, request_id: int, body: ReplyBody | Packed) -> None:
         """Send a reply; a peer that is gone is not worth waiting for."""
-        self._send([sender, encode(Reply(request_id, body))])
+        if not isinstance(body, zmq.Frame):
+            self._send([sender, encode(Reply(request_id, body))])
+            return
+        head = b"\x92" + msgspec.msgpack.encode(request_id)  # an array of two: id, body
+        if len(body) < SHARED_BYTES:
+            self._send([sender, head + body.bytes])
+        else:  # two frames that are one message of MessagePack
+            self._send([sender, head, body])
 
-    def _send(self, frames: list[bytes]) -> None:
+    def complain(self, what: str, message: str, *values: object) -> None:
+        """Log a warning that a peer can cause; any thread.
+
+        At most one a minute about `what`, and at most `MOST_COMPLAINTS` about all.
+        """
+        now = time.monotonic()
+        recent = {k: when for k, when in self._complained.items() if now < when + COMPLAIN_SECONDS}
+        if what in recent or len(recent) >= MOST_COMPLAINTS:
+            self.counters["complaints not logged"] += 1
+            return
+        self._complained = {**recent, what: now}
+        error = next((v for v in values if isinstance(v, Exception)), None)
+        log.warning(message, *values, exc_info=error)
+
+    def _send(self, frames: list[Any]) -> None:
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -110,11 +148,15 @@ class Server:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._woken, zmq.POLLIN)
+        poller.register(self._door.events, zmq.POLLIN)
         try:
             while not self._stop.is_set():
                 ready = dict(poller.poll(self._patience_ms()))
                 if self._woken in ready:
                     self._drain_wakes()
+                if self._door.events in ready:
+                    self._guarded(self._watch_door)
+                self._guarded(self._watch_unread)
                 self._guarded(self._do_work)
                 if self._socket in ready:
                     self._guarded(self._take_frames)
@@ -122,17 +164,41 @@ class Server:
         except zmq.ContextTerminated:
             pass
         finally:
-            self._socket.close(linger=0)
-            self._woken.close(linger=0)
+            self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._door.close()
+        self._socket.close(linger=0)
+        self._woken.close(linger=0)
+
+    def _watch_unread(self) -> None:
+        shut = self._door.look_at_unread()
+        if shut:
+            self.counters["flooding connections closed"] += shut
+            text = "%s closes connections whose requests never end; is a peer faulty?"
+            self.complain("flood", text, self._thread.name)
+
+    def _watch_door(self) -> None:
+        turned_away = self._door.look()
+        if turned_away:
+            self.counters["silent connections closed"] += turned_away
+            self.complain(
+                "door",
+                "%s closes connections on which nobody says anything, because there are more than "
+                "%d: does something scan its port, or use another secret?",
+                self._thread.name,
+                most_waiting(),
+            )
 
     def _guarded(self, action: Callable[[], Any]) -> None:
         try:
             action()
         except zmq.ContextTerminated:
             raise
-        except Exception:
+        except Exception as error:
             self.counters["internal errors"] += 1
-            log.exception("kvferry's %s goes on after an error", self._thread.name)
+            text = "kvferry's %s goes on after an error: %.200r"
+            self.complain("error", text, self._thread.name, error)
 
     def _patience_ms(self) -> int:
         due = self.next_deadline()
@@ -151,10 +217,10 @@ class Server:
         for _ in range(MOST_FRAMES):
             if not self._socket.poll(0):
                 return
-            frames = self._socket.recv_multipart()
+            frames = self._door.receive()
             self._guarded(lambda frames=frames: self._take(frames))  # type: ignore[misc]
 
-    def _turn_away(self, sender: bytes, refusal: list[bytes] | None) -> None:
+    def _turn_away(self, sender: bytes, told: list[bytes] | None) -> None:
         """A message that is not kvferry's."""
         if not self.counters["strangers"]:
             log.warning(
@@ -163,30 +229,31 @@ class Server:
                 self._thread.name,
             )
         self.counters["strangers"] += 1
-        if refusal is not None:
-            self._send([sender, *refusal])
+        if told is not None:
+            self._send([sender, *told])
 
     def _take(self, frames: list[bytes]) -> None:
         self.counters["messages"] += 1
-        refusal = answer_stranger(frames[1:])
-        if refusal is not None or len(frames) != 2:
-            self._turn_away(frames[0], refusal)
+        told = answer_stranger(frames[1:])
+        if told is not None or len(frames) != 2:
+            self._turn_away(frames[0], told)
             return
         sender, frame = frames
         try:
             request = decode_request(frame)
         except ProtocolError as error:
             self.counters["malformed"] += 1
-            self.reply(sender, read_id(frame) or 0, Refused("malformed", str(error)))
+            self.reply(sender, read_id(frame) or 0, refusal("malformed", error))
             return
         try:
             body = self.answer(sender, request)
         except KvferryError as error:
-            body = Refused("malformed", str(error))
+            body = refusal("malformed", error)
         except Exception as error:
             self.counters["internal errors"] += 1
-            log.exception("kvferry's %s could not answer", self._thread.name)
-            body = Refused("malformed", f"this message could not be answered: {error!r}")
+            text = "kvferry's %s could not answer: %.200r"
+            self.complain("answer", text, self._thread.name, error)
+            body = refusal("malformed", f"this message could not be answered: {error!r}")
         if body is not None:
             if isinstance(body, Refused):
                 self.counters[f"refused {body.reason}"] += 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -34,7 +34,7 @@ class _MooncakeQuestion(msgspec.Struct):
 
     remote_hostname: str
     remote_port: int
-    req_blocks: dict[str, msgspec.Raw]
+    req_blocks: Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=1 << 16)]
 
 
 _mooncake_question = msgspec.msgpack.Decoder(_MooncakeQuestion)

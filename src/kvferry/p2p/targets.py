@@ -17,11 +17,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from kvferry.errors import Cancelled, DeadlineExceeded, HandoverError, KvferryError
 from kvferry.layout.model import CacheModel
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import Rank
-from kvferry.p2p.describe import read_layout, read_model, read_shape, require_same_meaning
+from kvferry.p2p.budget import ENTRY_BYTES
+from kvferry.p2p.describe import (
+    read_layout,
+    read_model,
+    read_shape,
+    require_plannable,
+    require_same_meaning,
+)
 from kvferry.p2p.watch import Watch
 from kvferry.plan import EdgePlan, plan_pair
 from kvferry.transport.base import GrantingCarrier
@@ -65,10 +74,11 @@ class Unused:
 
 @dataclass(slots=True, eq=False)
 class Target:
-    """Any method, from any thread."""
+    """Any method, from any thread. What the rank told of itself stays packed until it is needed."""
 
-    engine: EngineInfo
-    info: RankInfo
+    engine_id: str
+    packed_engine: bytes
+    packed_info: bytes
     _edge: Edge | None = None
     _planning: threading.Lock = field(default_factory=threading.Lock)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # held for moments
@@ -76,24 +86,41 @@ class Target:
     _failed: dict[str, tuple[float, str]] = field(default_factory=dict)  # when, and why
     _dropped: bool = False
 
-    def is_of(self, engine: EngineInfo, info: RankInfo) -> bool:
-        return (self.engine, self.info) == (engine, info)
+    @classmethod
+    def of(cls, engine: EngineInfo, info: RankInfo) -> Target:
+        encode = msgspec.msgpack.encode
+        return cls(engine.engine_id, encode(engine), encode(info))
+
+    @property
+    def info(self) -> RankInfo:
+        return msgspec.msgpack.decode(self.packed_info, type=RankInfo)
+
+    @property
+    def bytes(self) -> int:
+        return ENTRY_BYTES + len(self.packed_engine) + len(self.packed_info)
+
+    def is_like(self, other: Target) -> bool:
+        mine, theirs = (self.packed_engine, self.packed_info), other.packed_engine
+        return mine == (theirs, other.packed_info)
 
     def edge(self, origin: Origin) -> Edge:
         """Planned once; both sides compute it alike."""
         with self._planning:
             if self._edge is None:
-                require_same_meaning(origin.engine, self.engine)
-                shape = read_shape(self.engine)
+                engine = msgspec.msgpack.decode(self.packed_engine, type=EngineInfo)
+                info = self.info
+                require_same_meaning(origin.engine, engine)
+                shape = read_shape(engine)
+                require_plannable(origin.model, origin.layout.shape, shape)
                 pair = plan_pair(
                     origin.model,
                     origin.layout.shape,
                     shape,
-                    dst_model=read_model(self.engine),
+                    dst_model=read_model(engine),
                     optional_roles=origin.optional_roles,
                 )
-                layout, bases = read_layout(self.info, shape)
-                rank = Rank(self.info.pp_rank, self.info.tp_rank)
+                layout, bases = read_layout(info, shape)
+                rank = Rank(info.pp_rank, info.tp_rank)
                 plan = pair.plan(pair.edge(origin.layout.rank, rank), origin.layout, layout)
                 self._edge = Edge(plan, tuple(bases))
             return self._edge
@@ -127,9 +154,7 @@ class Target:
         with self._lock:
             self._dropped |= drop
             made = [name for name, peer in self._peers.items() if peer.done()]
-            return [
-                Unused(self.engine.engine_id, name, self._peers.pop(name).result()) for name in made
-            ]
+            return [Unused(self.engine_id, name, self._peers.pop(name).result()) for name in made]
 
     def _require_wanted(self, carrier: str) -> None:
         if self._dropped:

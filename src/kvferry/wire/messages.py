@@ -2,8 +2,9 @@
 
 A request is one frame with a `Request`, answered by one frame with a `Reply` of the same `id`.
 Messages are msgspec structs in MessagePack, told apart by a tag. A message that cannot be decoded
-is answered with `Refused` where its id can be read, and counted; it never ends a server. Texts and
-counts have bounds, because servers keep some of what they are sent.
+is answered with `Refused` where its id can be read, and counted; it never ends a server. Texts,
+lists and counts have bounds, several times what real engines need: a frame may become thirty times
+its size in memory, and peers may be faulty. What a server keeps for long stays packed (`Raw`).
 
     Hello     -> Welcome           the directory: who this engine is, and all its ranks
     Claim     -> Claimed | Refused a consumer rank asks for a hold; answered when it is readable
@@ -19,16 +20,29 @@ Version 2 added the last ones, from Introduce on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.errors import ProtocolError
 
 VERSION = 2
 MAX_REQUEST_BYTES = 1 << 20  # an engine of 100 groups with 100 layers each is below 100 kB
 MAX_REPLY_BYTES = 64 << 20  # a directory of 64 ranks with 100 layers each is below 1 MB
-MAX_READERS = 1 << 16
+MAX_SMALL_REPLY_BYTES = 8 << 20  # all but a directory's: 2^20 block ids are 5 MiB
+MOST_RANKS = 1024  # of one engine
+MAX_READERS = MOST_RANKS
+MOST_GROUPS = 1024  # also roles, tables and parts: vLLM makes about ten, a layer a group at most
+MOST_LAYERS = 4096  # of one group
+MOST_REGIONS = 16_384  # of one rank: K and V apart in each layer, and room for more
+MOST_IDS = 1 << 20  # of one table: 2^24 tokens in blocks of 16
+MOST_OFFERED_IDS = 1 << 17  # in all tables of one offer; requests with more are read
+MOST_RENEWED = 4096  # holds of one Renew
+MAX_ENDPOINT_BYTES = 512 << 10  # NIXL's grow with the regions: some 100 bytes for each
+MAX_REFUSAL_CHARS = 2000  # of a Refused's text; what is longer is cut
 MOST_RUNS = 1 << 15  # of one Sum: half a MiB
 RUN_BYTES = 16  # address and length, little-endian
 
@@ -48,7 +62,8 @@ Reason = Literal[
 ]
 ResidencyName = Literal["full", "window", "chunk", "ring", "state"]
 ShardingName = Literal["split", "replicated"]
-Text = Annotated[str, msgspec.Meta(max_length=512)]  # an id, a digest, an address
+Text = Annotated[str, msgspec.Meta(max_length=512)]  # an id, a digest, an address, a name
+LongText = Annotated[str, msgspec.Meta(max_length=4096)]  # a path, what a setting means
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 Some = Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
 Stride = Annotated[int, msgspec.Meta(ge=0, le=1 << 56)]  # more bytes than processors address
@@ -57,18 +72,30 @@ DimStrides = Annotated[tuple[Stride, ...], msgspec.Meta(min_length=1, max_length
 # Any number that an array of 64-bit integers takes: -1 may mean "no block".
 BlockId = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=(1 << 62) - 1)]
 Grant = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
+Endpoints = Annotated[
+    dict[Text, Annotated[bytes, msgspec.Meta(max_length=MAX_ENDPOINT_BYTES)]],
+    msgspec.Meta(max_length=16),
+]
+Layers = Annotated[list[Count], msgspec.Meta(max_length=MOST_LAYERS)]
+Table = Annotated[list[BlockId], msgspec.Meta(max_length=MOST_IDS)]
+Tables = Annotated[list[Table], msgspec.Meta(max_length=MOST_GROUPS)]
+RankNumber = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
+# What fields of an `EngineShape` are; `read_shape` knows them one by one.
+_Pair = Annotated[list[int | Text], msgspec.Meta(max_length=2)]
+_Pairs = Annotated[list[int | _Pair], msgspec.Meta(max_length=MOST_LAYERS)]
+Shape = Annotated[dict[Text, bool | int | Text | _Pairs | None], msgspec.Meta(max_length=64)]
 Runs = Annotated[bytes, msgspec.Meta(max_length=MOST_RUNS * RUN_BYTES)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)]
 
 
 class RegionInfo(msgspec.Struct, frozen=True):
-    name: str
+    name: Text
     address: Count
     bytes: Count
 
 
 class PlacementInfo(msgspec.Struct, frozen=True):
-    component: str
+    component: Text
     units: tuple[Count, Count]
     block_stride: Stride
     tile_slots: Some
@@ -77,53 +104,54 @@ class PlacementInfo(msgspec.Struct, frozen=True):
     unit_stride: Stride
     dim_sizes: Dims
     dim_strides: DimStrides
-    regions: list[Count]
-    offsets: list[Count]
+    regions: Layers
+    offsets: Layers
 
 
 class PartInfo(msgspec.Struct, frozen=True):
-    group: str
-    layers: list[Count]
+    group: Text
+    layers: Layers
     table: Count
     pool: Count
     num_blocks: Some
     block_entries: Some
     page_bytes: Count
     page_slack: Count
-    interior: str
-    placements: list[PlacementInfo]
+    interior: Text
+    placements: Annotated[list[PlacementInfo], msgspec.Meta(max_length=64)]
 
 
 class RankInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """One worker of an engine: where to ask it, how to reach its memory, what lies there."""
 
-    pp_rank: int
-    tp_rank: int
+    pp_rank: RankNumber
+    tp_rank: RankNumber
     address: Text  # of its own server, host:port
     incarnation: Text
-    carriers: dict[str, bytes]  # endpoints by carrier name
-    regions: list[RegionInfo]
-    parts: list[PartInfo]
+    carriers: Endpoints  # by carrier name
+    regions: Annotated[list[RegionInfo], msgspec.Meta(max_length=MOST_REGIONS)]
+    parts: Annotated[list[PartInfo], msgspec.Meta(max_length=MOST_GROUPS)]
     tables: Count
-    sums: tuple[Text, ...] = ("xxh3",)  # checksums that it makes, the quickest first
+    # checksums that it makes, the quickest first
+    sums: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ("xxh3",)
 
 
 class ComponentInfo(msgspec.Struct, frozen=True):
-    name: str
-    units: int
-    dims: tuple[int, ...]
-    element_bytes: int
+    name: Text
+    units: Count
+    dims: Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)]
+    element_bytes: Count
     sharding: ShardingName
-    content: str
+    content: Text
 
 
 class GroupInfo(msgspec.Struct, frozen=True):
-    name: str
-    layers: list[int]
-    components: list[ComponentInfo]
-    residency: tuple[ResidencyName, int]
-    role: str
-    tokens_per_entry: int
+    name: Text
+    layers: Layers
+    components: Annotated[list[ComponentInfo], msgspec.Meta(max_length=64)]
+    residency: tuple[ResidencyName, Count]
+    role: Text
+    tokens_per_entry: Count
     partial_entries: bool
     context_parallel: bool
 
@@ -133,11 +161,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     engine_id: Text
     incarnation: Text
-    model: str
-    groups: list[GroupInfo]
-    total_layers: int
-    shape: dict[str, Any]
-    meaning: dict[str, str]  # what else must be equal for bytes to mean the same
+    model: LongText
+    groups: Annotated[list[GroupInfo], msgspec.Meta(max_length=MOST_GROUPS)]
+    total_layers: Count
+    shape: Shape
+    # what else must be equal for bytes to mean the same
+    meaning: Annotated[dict[Text, LongText], msgspec.Meta(max_length=256)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -147,7 +176,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     engine: EngineInfo
-    ranks: list[RankInfo]
+    ranks: Annotated[list[RankInfo], msgspec.Meta(max_length=MOST_RANKS)]
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
@@ -157,18 +186,18 @@ class Look(msgspec.Struct, frozen=True, tag="look"):
 
 
 class SeenRank(msgspec.Struct, frozen=True):
-    pp_rank: int
-    tp_rank: int
+    pp_rank: RankNumber
+    tp_rank: RankNumber
     address: Text
-    carriers: dict[str, bytes]
+    carriers: Endpoints
 
 
 class Seen(msgspec.Struct, frozen=True, tag="seen"):
     engine_id: Text
     incarnation: Text
-    model: str
-    shape: dict[str, Any]
-    ranks: list[SeenRank]
+    model: LongText
+    shape: Shape
+    ranks: Annotated[list[SeenRank], msgspec.Meta(max_length=MOST_RANKS)]
 
 
 class Reader(msgspec.Struct, frozen=True):
@@ -176,8 +205,8 @@ class Reader(msgspec.Struct, frozen=True):
 
     engine_id: Text
     incarnation: Text
-    pp_rank: Count
-    tp_rank: Count
+    pp_rank: RankNumber
+    tp_rank: RankNumber
 
 
 class Claim(msgspec.Struct, frozen=True, tag="claim"):
@@ -191,8 +220,8 @@ class Claim(msgspec.Struct, frozen=True, tag="claim"):
 
 
 class Claimed(msgspec.Struct, frozen=True, tag="claimed"):
-    tokens: int
-    tables: list[list[BlockId]]
+    tokens: Count
+    tables: Tables
 
 
 class Complete(msgspec.Struct, frozen=True, tag="complete"):
@@ -211,12 +240,14 @@ class Closing(msgspec.Struct, frozen=True, tag="closing"):
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
     version: int
     incarnation: Text
-    hold_ids: list[Text]
+    hold_ids: Annotated[list[Text], msgspec.Meta(max_length=MOST_RENEWED)]
 
 
 class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
-    open: list[str]  # those that are, and were renewed
-    closed: list[str]  # those that are not any more; what is in neither list is not known yet
+    # those that are, and were renewed
+    open: Annotated[list[Text], msgspec.Meta(max_length=MOST_RENEWED)]
+    # those that are not any more; what is in neither list is not known yet
+    closed: Annotated[list[Text], msgspec.Meta(max_length=MOST_RENEWED)]
 
 
 class Introduce(msgspec.Struct, frozen=True, tag="introduce"):
@@ -244,7 +275,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     grant: Grant
     tokens: Count
     skip: Count
-    tables: list[list[BlockId]]  # the consumer's
+    tables: msgspec.Raw  # the consumer's: `pack_tables`, read by `read_tables`
     keep_open: bool  # whether other requests share the ticket: delivering is no last word then
 
 
@@ -266,12 +297,20 @@ class Sum(msgspec.Struct, frozen=True, tag="sum"):
 
 
 class Summed(msgspec.Struct, frozen=True, tag="summed"):
-    digest: bytes  # 128 bits of the runs' bytes in their order
+    # 128 bits of the runs' bytes in their order
+    digest: Annotated[bytes, msgspec.Meta(max_length=64)]
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: Reason
-    message: str
+    message: LongText
+
+
+def refusal(reason: Reason, why: object) -> Refused:
+    """With a text that may hold what a peer said, so that its length is bounded."""
+    text = str(why)
+    cut = len(text) > MAX_REFUSAL_CHARS
+    return Refused(reason, text[:MAX_REFUSAL_CHARS] + " ..." if cut else text)
 
 
 RequestBody = Hello | Look | Claim | Complete | Renew | Introduce | Offer | Sum
@@ -288,6 +327,11 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     body: ReplyBody
 
 
+class _LargeReply(msgspec.Struct, frozen=True, array_like=True):
+    id: int
+    body: Welcome | Seen
+
+
 class _Envelope(msgspec.Struct, array_like=True):
     """A request whose body is not looked at."""
 
@@ -298,6 +342,8 @@ class _Envelope(msgspec.Struct, array_like=True):
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
+_large_replies = msgspec.msgpack.Decoder(_LargeReply)
+_tables = msgspec.msgpack.Decoder(Tables)
 _envelopes = msgspec.msgpack.Decoder(_Envelope)
 
 
@@ -311,8 +357,23 @@ def decode_request(frame: bytes) -> Request:
 
 
 def decode_reply(frame: bytes) -> Reply:
+    if len(frame) > MAX_SMALL_REPLY_BYTES:
+        large: _LargeReply = _decode(_large_replies, frame, MAX_REPLY_BYTES)
+        return Reply(large.id, large.body)
     reply: Reply = _decode(_replies, frame, MAX_REPLY_BYTES)
     return reply
+
+
+def pack_tables(tables: Sequence[Sequence[int]]) -> msgspec.Raw:
+    return msgspec.Raw(_encoder.encode(tables))
+
+
+def read_tables(packed: msgspec.Raw) -> list[NDArray[np.int64]]:
+    """An offer's tables. As arrays: lists of numbers take up to thirty times their frame."""
+    tables = _decode(_tables, packed, MAX_REQUEST_BYTES)
+    if sum(map(len, tables)) > MOST_OFFERED_IDS:
+        raise ProtocolError(f"an offer of more than {MOST_OFFERED_IDS} blocks")
+    return [np.asarray(table, dtype=np.int64) for table in tables]
 
 
 def read_id(frame: bytes) -> int | None:
@@ -324,7 +385,7 @@ def read_id(frame: bytes) -> int | None:
     return envelope.id
 
 
-def _decode(decoder: Any, frame: bytes, most: int) -> Any:
+def _decode(decoder: Any, frame: bytes | msgspec.Raw, most: int) -> Any:
     if len(frame) > most:
         raise ProtocolError(f"a message of {len(frame)} bytes; at most {most} are read")
     try:

@@ -25,6 +25,7 @@ from kvferry.wire.names import LOCALHOST, NAMES, Admits, Names, Reach
 
 LINGER_MS = 0  # a closing socket drops what it could not send; deadlines handle the rest
 HANDSHAKE_MS = 20_000  # a host that is overloaded may take seconds
+READ_AHEAD = 48  # requests of one connection that wait for a server's thread, of up to 1 MiB each
 MOST_SOCKETS = 65_000  # of a process; three for each peer. ZMQ's own limit is 1023 (and 65535)
 
 
@@ -69,6 +70,7 @@ class Sockets:
         self._reach.require_listening(bound)
         socket = self.context.socket(zmq.ROUTER)
         self._prepare(socket, MAX_REQUEST_BYTES)
+        socket.setsockopt(zmq.RCVHWM, READ_AHEAD)
         self._admit()
         socket.curve_publickey, socket.curve_secretkey = self._pair("server")
         socket.curve_server = True
