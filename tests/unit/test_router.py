@@ -544,7 +544,7 @@ def test_too_many_requests() -> None:
 
 
 def test_bodies_that_are_refused() -> None:
-    with cluster(limits=quick(max_body_bytes=1000, client_seconds=0.3)) as c:
+    with cluster(limits=quick(max_body_bytes=1000, body_seconds=0.3)) as c:
         assert c.complete(prompt="x" * 900).status_code == 200
         for content in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):
             got = c.client.post("/v1/completions", content=content)
