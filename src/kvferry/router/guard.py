@@ -276,7 +276,7 @@ class Guard:
     @property
     def backlog(self) -> int:
         """Connections that the event loop accepts at once, before any of them is admitted."""
-        return max(1, self.most // _FILES_EACH)
+        return max(1, self.most // 2)  # the loop accepts up to twice before it lets us admit
 
     def admit(self, new: Connection) -> None:
         """Lets a connection in, in place of the oldest that has no complete request yet."""
