@@ -27,9 +27,10 @@ def wait_for(what: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers by the prompt: `large`, `endless`, or anything else; streams never end."""
+    """Answers by the prompt: `large`, `endless`, or anything else."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # heads and bodies are written apart
     server: Engine
 
     def setup(self) -> None:
@@ -54,8 +55,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.asked += 1
         if "do_remote_decode" in (body.get("kv_transfer_params") or {}):
             self._whole(b'{"id":"p","kv_transfer_params":{"remote_port":1}}')
-        elif body.get("stream") is True and body.get("prompt") != "short":
-            self._endless("text/event-stream")
+        elif body.get("stream") is True:
+            self._endless("text/event-stream", chunks=self.server.chunks_of_stream)
         elif body.get("prompt") == "endless":
             self._endless("application/json")
         elif body.get("prompt") == "large":
@@ -70,15 +71,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def _endless(self, kind: str) -> None:
+    def _endless(self, kind: str, chunks: int | None = None) -> None:
         self.send_response(200)
         self.send_header("content-type", kind)
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
         chunk = b"data: x\n\n" * 4096
         with suppress(OSError):
-            while not self.server.stopped:
+            while not self.server.stopped and chunks != 0:
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
+                chunks = None if chunks is None else chunks - 1
+            self.wfile.write(b"0\r\n\r\n")
         self.close_connection = True
 
     def log_message(self, *args: object) -> None:
@@ -91,6 +94,7 @@ class Engine(ThreadingHTTPServer):
     request_queue_size = 256
     asked = 0
     endless_health = False
+    chunks_of_stream: int | None = None  # of 36 KiB; None: without end
     stopped = False
 
     def handle_error(self, *args: object) -> None:
@@ -133,8 +137,14 @@ class RouterProcess:
 
     def peak_bytes(self) -> int:
         """The most memory that the router's process ever had."""
+        return self._memory("VmHWM")
+
+    def memory_bytes(self) -> int:
+        return self._memory("VmRSS")
+
+    def _memory(self, name: str) -> int:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) << 10
+        return int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) << 10
 
     def files(self) -> int:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))

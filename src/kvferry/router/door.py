@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+import anyio
 from starlette.types import Message, Receive, Scope, Send
 
 from kvferry.router.api import ApiError, Headers, Incoming, end_to_end, request_id_of
@@ -207,18 +208,20 @@ def _by_status(status: int) -> str:
 
 
 async def _unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Does the work; cancels it and raises ClientGone when the client closes its connection."""
-    working = asyncio.create_task(work)
+    """Does the work; cancels it and raises ClientGone when the client closes its connection.
+
+    By anyio, because httpx is written for it: a connection to an engine on which asyncio's own
+    cancellation meets httpx at the wrong moment is never used again, and never closed.
+    """
     leaving = asyncio.create_task(_disconnect(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+    with anyio.CancelScope() as scope:
+        leaving.add_done_callback(lambda task: None if task.cancelled() else scope.cancel())
+        try:
+            await work
+        finally:
+            leaving.cancel()
+    if scope.cancelled_caught:
+        raise ClientGone
 
 
 async def _disconnect(receive: Callable[[], Awaitable[Message]]) -> None:

@@ -178,7 +178,9 @@ class _Trip:
         asked, wanted = self._asked, self._wanted
         streamed = wanted is None or wanted.streamed
         seconds = self._limits.first_byte_seconds if streamed else self._limits.answer_seconds
-        body = asked.body if wanted is None else wanted.for_decode(self._ticket)
+        # A GET has no body: an engine that does not expect one would take it for the next request
+        # on the connection, which may be another client's.
+        body = b"" if wanted is None else wanted.for_decode(self._ticket)
         async with self._router.upstream.ask(engine, asked, body, seconds) as got:
             asked.trail.append(f"decode {engine.url} {got.status}")
             headers = got.headers + self._path_header()

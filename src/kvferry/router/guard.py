@@ -243,6 +243,11 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The headers were well, the body is not: whoever serves the request learns that its
+            # client is gone, and does not answer as well.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         try:
             super().send_400_response(msg)
         except h11.LocalProtocolError:  # it comes in the middle of an answer, or after one
