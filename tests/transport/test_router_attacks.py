@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
@@ -179,3 +180,36 @@ def test_a_body_of_one_byte_chunks() -> None:
             assert attacker.recv(99).startswith(b"HTTP/1.1 400")
         assert router.decode.asked == 0
         assert ask(router).status_code == 200
+
+
+def test_clients_that_leave_keep_no_connection_to_an_engine() -> None:
+    """They leave at every moment, also while httpx takes or gives back a connection."""
+    with router_process() as router:
+        router.prefill.chunks_of_stream = router.decode.chunks_of_stream = 2
+        assert ask(router).status_code == 200
+        files = router.files()
+        request = post(b'{"prompt":"x","stream":true}') * 8
+
+        def leave(i: int) -> None:
+            end = time.monotonic() + i % 30 * 0.01
+            with router.connect() as attacker, suppress(OSError):
+                attacker.sendall(request)
+                while (left := end - time.monotonic()) > 0:
+                    attacker.settimeout(left)
+                    attacker.recv(1 << 16)
+
+        with ThreadPoolExecutor(32) as pool:
+            list(pool.map(leave, range(800)))
+        wait(lambda: router.files() <= files + 2)
+        assert ask(router).status_code == 200
+
+
+def test_a_get_with_a_body_is_not_another_request_at_the_engine() -> None:
+    """The engine here reads no body of a GET: it would take one for the next request."""
+    with router_process() as router, router.connect() as attacker:
+        smuggled = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+        for _ in range(3):
+            attacker.sendall(post(smuggled, path="/v1/models").replace(b"POST", b"GET", 1))
+            assert read_answer(attacker)[0] == 200
+        assert ask(router).content == b'{"choices":[{"text":"fine"}]}'
+        assert router.decode.asked == 1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import anyio
 import httpx
 
 from kvferry.errors import KvferryError
@@ -34,7 +34,7 @@ class Stream:
     async def next(self) -> bytes:
         """The next bytes as they come; b"" at the end. Raises EngineFailure."""
         try:
-            async with asyncio.timeout(self._chunk_seconds):
+            with anyio.fail_after(self._chunk_seconds):
                 return await anext(self._chunks, b"")
         except (httpx.HTTPError, TimeoutError) as error:
             raise _failure(self._engine, error, f"{self._chunk_seconds:g} s") from error
@@ -112,7 +112,7 @@ class Upstream:
         with engine.busy():
             try:
                 try:
-                    async with asyncio.timeout(seconds):
+                    with anyio.fail_after(seconds):
                         response = await self._client.send(request, stream=True)
                         chunks = response.aiter_raw()
                         streamed = _is_stream(response)
@@ -153,7 +153,7 @@ class Upstream:
     async def probe(self, engine: Engine) -> None:
         """Asks for the engine's health, and tells it the result."""
         try:
-            async with asyncio.timeout(self._limits.probe_seconds):
+            with anyio.fail_after(self._limits.probe_seconds):
                 async with self._client.stream("GET", f"{engine.url}/health") as response:
                     size = 0  # read to its end, the connection is kept
                     async for chunk in response.aiter_raw():
