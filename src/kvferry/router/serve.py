@@ -94,6 +94,7 @@ def serve(
         access_log=False,  # the door logs each request with what was done for it
         server_header=False,
         http=Guarded,
+        loop="asyncio",  # uvloop takes a whole answer before it says that the client does not read
         ws="none",
         backlog=Guarded.guard.backlog,
         proxy_headers=False,  # quotas are for the address that really connects
