@@ -23,7 +23,8 @@ from kvferry.router.upstream import EngineFailure
 log = logging.getLogger(__name__)
 Serve = Callable[[Incoming, Reply], Coroutine[Any, Any, None]]
 
-# Engines refuse longer headers by closing the connection, which looks as if they had failed.
+# A server may refuse long headers by closing the connection; then the engine seems to have failed.
+# The limits are a choice, not what some engine is known to take.
 _MAX_HEADER_BYTES = 32 << 10
 _MAX_HEADERS = 128
 # An answer is written in pieces of this size. The server takes the next one when the client has
