@@ -21,9 +21,10 @@ import pytest
 import uvicorn
 
 from kvferry.errors import DescriptionError
-from kvferry.router.api import Generation, ticket_of
+from kvferry.router.api import ApiError, Generation, ticket_of
 from kvferry.router.config import Limits, RouterConfig, base_url
 from kvferry.router.engines import Group
+from kvferry.router.guard import Held, Memory, address_of
 from kvferry.router.serve import make_app
 
 QUICK = Limits(
@@ -543,13 +544,90 @@ def test_too_many_requests() -> None:
         c.expect("requests_total", 'outcome="busy"', count=1)
 
 
+def test_a_place_in_flight_is_for_requests_that_have_come_and_by_address() -> None:
+    body = {"prompt": "x", "stream": True}
+    with cluster(limits=quick(max_in_flight=2, address_share=0.5, max_held_bytes=1 << 30)) as c:
+        c.decode[0].script = ["gate"]
+        c.decode[0].gate.release()
+        host, port = c.client.base_url.host, c.client.base_url.port or 0
+        other = httpx.HTTPTransport(local_address="127.0.0.2")
+        with (
+            socket.create_connection((host, port)) as unfinished,
+            httpx.Client(base_url=c.client.base_url, transport=other, trust_env=False) as client,
+            c.client.stream("POST", "/v1/completions", json=body) as got,
+        ):
+            unfinished.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+            )
+            chunks = got.iter_raw()
+            next(chunks)
+            c.expect("in_flight", count=1)
+            refused = c.complete()
+            assert refused.status_code == 429
+            assert "1 of your address" in refused.json()["error"]["message"]
+            assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+            c.decode[0].gate.release(10)
+            assert b"".join(chunks) == b"".join(CHUNKS[1:])
+
+
+def test_memory_is_shared_by_address_and_the_oldest_upload_gives_way() -> None:
+    free, mib = 64 << 10, 1 << 20
+    most = {"max_body_bytes": mib, "max_answer_bytes": mib, "max_held_bytes": 8 * mib}
+
+    async def run() -> None:
+        memory = Memory(quick(**most))
+        a, b, c = (Held(memory, address) for address in "abc")
+        a.add(free)
+        assert memory.quota.taken == 0  # usual prompts always get in
+        a.add(2 * mib)
+        assert memory.quota.taken == 4 * mib  # as it came, and as it goes
+        with pytest.raises(ApiError) as refused:
+            a.add(1)
+        assert (refused.value.status, refused.value.code) == (429, "too_many_bytes")
+        b.add(free + 2 * mib)
+        with memory.upload(b, lambda: None), pytest.raises(ApiError) as refused:
+            c.add(free + 1)  # b's upload has just begun
+        assert (refused.value.status, refused.value.code) == (503, "router_full")
+        for held in (a, b, c):
+            held.close()
+        assert memory.quota.taken == 0
+
+        memory = Memory(quick(**most, progress_seconds=1e-9))
+        a, b, c = (Held(memory, address) for address in "abc")
+        dropped: list[str] = []
+        with (
+            memory.upload(a, lambda: dropped.append("a")),
+            memory.upload(b, lambda: dropped.append("b")),
+        ):
+            await asyncio.sleep(0.001)
+            a.add(free + 2 * mib)
+            b.add(free + 2 * mib)
+            c.add(free + mib)
+            assert dropped == ["a"]
+            with pytest.raises(ApiError, match="try again soon"):
+                a.add(1)
+        assert memory.quota.taken == 4 * mib + 2 * mib
+
+    asyncio.run(run())
+    for client, key in (
+        (("10.0.0.1", 1), "10.0.0.1"),
+        (("::ffff:10.0.0.1", 1), "10.0.0.1"),
+        (("2001:db8:1:2:3::4", 1), "2001:db8:1:2::/64"),
+        (("fe80::1%eth0", 1), "fe80::/64"),
+        (None, ""),
+    ):
+        assert address_of(client) == key
+
+
 def test_bodies_that_are_refused() -> None:
-    with cluster(limits=quick(max_body_bytes=1000, client_seconds=0.3)) as c:
+    with cluster(limits=quick(max_body_bytes=1000, body_seconds=0.3)) as c:
         assert c.complete(prompt="x" * 900).status_code == 200
         for content in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):
             got = c.client.post("/v1/completions", content=content)
             assert got.status_code == 413
             assert got.json()["error"]["code"] == "body_too_large"
+        got = c.complete({f"x-{i}": "1" for i in range(200)})
+        assert (got.status_code, got.json()["error"]["code"]) == (431, "headers_too_large")
         for content in (b"", b"[1]", b'{"prompt": ', b"\xff", b'{"a":' + b"[" * 900):
             got = c.client.post("/v1/completions", content=content)
             assert (got.status_code, got.json()["error"]["code"]) == (400, "invalid_json")
@@ -568,6 +646,7 @@ def test_bodies_that_are_refused() -> None:
         ({"prompt": [[1, 2], [3]]}, "batch"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"echo": True, "logprobs": 1}, "prompt_logprobs"),
+        ({"prompt": []}, None),
         ({"prompt": [1, 2]}, None),
         ({"prompt": ["a"], "echo": True, "prompt_logprobs": None}, None),
         ({"prompt": [[1, 2]], "logprobs": 1}, None),
@@ -673,5 +752,15 @@ def test_configurations_that_are_refused() -> None:
     with pytest.raises(DescriptionError) as error:
         base_url("http://me:s3cret@h:1")
     assert "s3cret" not in str(error.value)
-    with pytest.raises(DescriptionError, match="tries must be more than 0"):
-        Limits(tries=0)
+    assert Limits.read(["tries=5", "body_seconds=2.5"]) == Limits(tries=5, body_seconds=2.5)
+    for text, message in (
+        ("tries=0", "tries must be more than 0"),
+        ("tries=1.5", "tries must be a whole number, not '1.5'"),
+        ("body_seconds", "body_seconds must be a number, not ''"),
+        ("body_seconds=nan", "body_seconds must be more than 0"),
+        ("patience=9", "'patience' is no limit of the router; there are: tries, "),
+        ("address_share=2", "address_share must be 1 at most"),
+        ("max_held_bytes=1000", "must be 134217728 at least"),
+    ):
+        with pytest.raises(DescriptionError, match=message):
+            Limits.read([text])

@@ -171,16 +171,21 @@ def router(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(help="A limit as name=value (docs/vllm.md); may be repeated."),
+    ] = None,
 ) -> None:
     """An OpenAI-compatible front door: prefill on one engine, decode on another."""
     with refusals():
         try:
+            from kvferry.router.config import Limits
             from kvferry.router.serve import serve
         except ImportError as error:
             raise DescriptionError(
                 f"the router needs more than the core ({error}); install kvferry[router]"
             ) from None
-        serve(prefill or [], decode, host, port)
+        serve(prefill or [], decode, host, port, limits=Limits.read(limit or []))
 
 
 @app.command()

@@ -11,6 +11,7 @@ import json
 import re
 import uuid
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
@@ -36,6 +37,11 @@ _HOP_BY_HOP = {
     *(b"proxy-connection", b"trailer", b"transfer-encoding", b"upgrade", b"expect"),
     *(b"host", b"content-length", b"date", b"server", b"x-request-id", b"x-kvferry-path"),
 }
+# A dict of short fields takes 18 times the memory of its JSON and 0.9 us for each field. Each field
+# has a colon, so counting colons bounds both before the dict is made: 90 MB, 0.5 s. Colons inside
+# of prompts count too; the limit is a choice, above what we expect of prompts.
+_MAX_FIELDS = 1024
+_MAX_COLONS = 500_000
 
 
 class ApiError(KvferryError):
@@ -60,6 +66,15 @@ class ApiError(KvferryError):
         return json.dumps({"error": error}).encode()
 
 
+class Held(Protocol):
+    """The account of the memory that one request holds."""
+
+    bytes: int
+
+    def add(self, count: int) -> None:
+        """Charges for bytes; a negative count gives them back. Raises ApiError."""
+
+
 @dataclass(slots=True)
 class Incoming:
     """One request of a client, and the trail that it leaves."""
@@ -68,7 +83,8 @@ class Incoming:
     method: str
     path: str
     headers: Headers  # what is passed on to engines, Authorization included: never log it
-    body: bytes
+    held: Held
+    body: bytes = b""
     trail: list[str] = field(default_factory=list)  # what was done, for the log
 
 
@@ -76,12 +92,17 @@ class Generation:
     """A completion or chat completion that was asked for."""
 
     def __init__(self, body: bytes) -> None:
+        too_many = ApiError(400, "too_many_fields", f"a request has {_MAX_FIELDS} fields at most")
+        if body.count(b":") > _MAX_COLONS:
+            raise too_many
         try:
             self._fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise ApiError(
                 400, "invalid_json", f"the body must be a JSON object: {error}"
             ) from None
+        if len(self._fields) > _MAX_FIELDS:
+            raise too_many
         self._body = body
 
     @property
@@ -164,9 +185,13 @@ def end_to_end(headers: Headers) -> Headers:
 
 def _many(value: bytes) -> bool:
     """Whether JSON is a list of more than one prompt. [1, 2] is one prompt, of token ids."""
-    if not value.startswith(b"[") or value[1:].lstrip()[:1].isdigit():
+    first = value[1:64].lstrip()[:1] if value.startswith(b"[") else b"]"
+    if first == b"]" or first.isdigit():
         return False
     try:
-        return len(msgspec.json.decode(value, type=list[msgspec.Raw])) > 1
+        msgspec.json.decode(value, type=tuple[msgspec.Raw])  # stops at the second
+    except msgspec.ValidationError:
+        return True
     except msgspec.DecodeError:
         return False  # the engine will say what is wrong with it
+    return False

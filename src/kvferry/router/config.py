@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from urllib.parse import urlsplit
 
@@ -13,15 +14,24 @@ class Limits:
     """Every deadline and bound of the router. None can be switched off."""
 
     tries: int = 3  # engines asked for one request, at most, per stage
-    max_in_flight: int = 1024  # requests at once; more are answered 429
-    max_body_bytes: int = 64 << 20  # images in chats come inside of the JSON
+    max_connections: int = 2048  # of clients; fewer where the limit of descriptors is low
+    max_in_flight: int = 1024  # requests whose body has come; more are answered 429
+    max_body_bytes: int = 64 << 20  # of one request; images in chats come inside of the JSON
+    max_answer_bytes: int = 64 << 20  # of one answer that is not streamed
+    max_held_bytes: int = 1 << 30  # of all these bodies and answers; each byte counts twice
+    address_share: float = 0.5  # of connections, places and bytes, for one address; 1: all
+
+    header_seconds: float = 10.0  # for a client to send headers, or to stay idle
+    body_seconds: float = 60.0  # for the whole body
+    progress_seconds: float = 5.0  # in which at least progress_bytes of a body must come
+    progress_bytes: int = 16 << 10
+    client_seconds: float = 60.0  # for a client to take 64 KiB of its answer
 
     connect_seconds: float = 3.0
     prefill_seconds: float = 300.0  # the whole prefill: queueing, computing, answering
     first_byte_seconds: float = 300.0  # streamed answers, until the first byte
     answer_seconds: float = 1800.0  # answers that are not streamed come when all is generated
     chunk_seconds: float = 120.0  # between two chunks of a stream
-    client_seconds: float = 60.0  # for a client to send its request, or to take one chunk
     drain_seconds: float = 30.0  # for requests in flight when the router is told to stop
 
     probe_every_seconds: float = 2.0
@@ -34,6 +44,32 @@ class Limits:
             if not getattr(self, field.name) > 0:
                 value = getattr(self, field.name)
                 raise DescriptionError(f"{field.name} must be more than 0, not {value!r}")
+        if self.address_share > 1:
+            raise DescriptionError(f"address_share must be 1 at most, not {self.address_share!r}")
+        largest = 2 * max(self.max_body_bytes, self.max_answer_bytes)
+        if largest > self.max_held_bytes * self.address_share:
+            raise DescriptionError(
+                f"max_held_bytes times address_share must be {largest} at least, twice the largest "
+                f"body or answer; it is {self.max_held_bytes * self.address_share:g}"
+            )
+
+    @classmethod
+    def read(cls, texts: Iterable[str]) -> Limits:
+        """Limits written as name=value; the others have their defaults."""
+        wanted = {field.name: field.default for field in fields(cls)}
+        given: dict[str, float] = {}
+        for text in texts:
+            name, _, value = text.partition("=")
+            if name not in wanted:
+                names = ", ".join(wanted)
+                raise DescriptionError(f"{name!r} is no limit of the router; there are: {names}")
+            whole = isinstance(wanted[name], int)
+            try:
+                given[name] = int(value) if whole else float(value)
+            except ValueError:
+                kind = "a whole number" if whole else "a number"
+                raise DescriptionError(f"{name} must be {kind}, not {value!r}") from None
+        return cls(**given)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)

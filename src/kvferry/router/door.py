@@ -12,17 +12,24 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+import anyio
 from starlette.types import Message, Receive, Scope, Send
 
 from kvferry.router.api import ApiError, Headers, Incoming, end_to_end, request_id_of
-from kvferry.router.config import Limits
 from kvferry.router.flow import Reply, Router
+from kvferry.router.guard import Held, address_of
 from kvferry.router.upstream import EngineFailure
 
 log = logging.getLogger(__name__)
 Serve = Callable[[Incoming, Reply], Coroutine[Any, Any, None]]
 
-_RETRY_SECONDS = 1.0  # after a 429; requests end all the time
+# A server may refuse long headers by closing the connection; then the engine seems to have failed.
+# The limits are a choice, not what some engine is known to take.
+_MAX_HEADER_BYTES = 32 << 10
+_MAX_HEADERS = 128
+# An answer is written in pieces of this size. The server takes the next one when the client has
+# read most of the last.
+_PIECE_BYTES = 64 << 10
 
 
 class ClientGone(Exception):
@@ -41,7 +48,9 @@ class ClientReply:
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
-        await self._send({"type": "http.response.body", "body": body})
+        for at in range(0, len(body), _PIECE_BYTES):
+            await self.chunk(body[at : at + _PIECE_BYTES])
+        await self.end()
 
     async def start(self, status: int, headers: Headers) -> None:
         self.started = True
@@ -71,25 +80,25 @@ class Door:
         self._serve = serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        metrics, limits = self._router.metrics, self._router.limits
+        router = self._router
+        held = Held(router.memory, address_of(scope.get("client")))
         headers: Headers = list(scope["headers"])
         asked = Incoming(
-            request_id_of(headers), scope["method"], scope["path"], end_to_end(headers), b""
+            request_id_of(headers), scope["method"], scope["path"], end_to_end(headers), held
         )
         if not any(name == b"accept-encoding" for name, _ in asked.headers):
             asked.headers.append((b"accept-encoding", b"identity"))
-        reply = ClientReply(send, asked.request_id, limits.client_seconds)
+        reply = ClientReply(send, asked.request_id, router.limits.client_seconds)
         begun = time.monotonic()
-        metrics.in_flight += 1
         outcome = "internal"
         try:
-            outcome = await self._outcome(asked, headers, receive, reply)
+            outcome = await self._outcome(asked, headers, receive, reply, held)
         except asyncio.CancelledError:  # the router stops, and this did not end in time
             outcome = "stopped"
             raise
         finally:
-            metrics.in_flight -= 1
-            metrics.requests[outcome] += 1
+            held.close()
+            router.metrics.requests[outcome] += 1
             log.info(
                 "%s %s %s: %s %d, %.3f s [%s]",
                 asked.request_id.decode(),
@@ -102,17 +111,19 @@ class Door:
             )
 
     async def _outcome(
-        self, asked: Incoming, headers: Headers, receive: Receive, reply: ClientReply
+        self,
+        asked: Incoming,
+        headers: Headers,
+        receive: Receive,
+        reply: ClientReply,
+        held: Held,
     ) -> str:
         """Serves, answers what goes wrong, and says how it ended."""
-        limits = self._router.limits
         try:
             try:
-                if self._router.metrics.in_flight > limits.max_in_flight:
-                    message = f"{limits.max_in_flight} requests are in flight; try again soon"
-                    raise ApiError(429, "too_many_requests", message, _RETRY_SECONDS)
-                asked.body = await _read_body(headers, receive, limits)
-                await _unless_gone(self._serve(asked, reply), receive)
+                asked.body = await self._read_body(headers, receive, held)
+                with self._router.places.request(held.address):
+                    await _unless_gone(self._serve(asked, reply), receive)
             except ApiError as error:
                 await reply.whole(error.status, error.headers, error.body)
             return _by_status(reply.status)
@@ -130,6 +141,64 @@ class Door:
                     await reply.whole(answer.status, answer.headers, answer.body)
             return "internal"
 
+    async def _read_body(self, headers: Headers, receive: Receive, held: Held) -> bytes:
+        """All of the body, if there is room for it and it comes in time. Raises ApiError.
+
+        The server goes on reading, and forgets, what comes of a body that is refused. So the
+        client gets to read why. The guard closes the connection after `header_seconds`.
+        """
+        limits, loop = self._router.limits, asyncio.get_running_loop()
+        if (
+            len(headers) > _MAX_HEADERS
+            or sum(len(k) + len(v) for k, v in headers) > _MAX_HEADER_BYTES
+        ):
+            most = f"at most {_MAX_HEADERS} headers, of {_MAX_HEADER_BYTES} bytes together"
+            raise ApiError(431, "headers_too_large", most)
+        too_large = ApiError(
+            413, "body_too_large", f"the body may have {limits.max_body_bytes} bytes at most"
+        )
+        for name, value in headers:
+            if name == b"content-length" and value.isdigit() and int(value) > limits.max_body_bytes:
+                raise too_large
+        parts: list[bytes] = []
+        size = fresh = 0  # fresh: of the current progress_seconds
+        end, more = loop.time() + limits.body_seconds, True
+        progress = limits.progress_seconds
+        try:
+            async with asyncio.timeout_at(min(end, loop.time() + progress)) as deadline:
+
+                def drop() -> None:
+                    if not deadline.expired():
+                        deadline.reschedule(loop.time())
+
+                with self._router.memory.upload(held, drop):
+                    while more:
+                        message = await receive()
+                        if message["type"] == "http.disconnect":
+                            raise ClientGone
+                        data: bytes = message.get("body", b"")
+                        size, fresh = size + len(data), fresh + len(data)
+                        if size > limits.max_body_bytes:
+                            raise too_large
+                        held.add(len(data))
+                        parts.append(data)
+                        more = message.get("more_body", False)
+                        if fresh >= limits.progress_bytes:
+                            deadline.reschedule(min(end, loop.time() + progress))
+                            fresh = 0
+        except TimeoutError:
+            if held.dropped:
+                raise held.refusal() from None
+            timeout = ApiError(
+                408,
+                "request_timeout",
+                f"the body must come within {limits.body_seconds:g} s, and {limits.progress_bytes} "
+                f"bytes of it every {progress:g} s; {size} bytes came",
+            )
+            timeout.headers.append((b"connection", b"close"))
+            raise timeout from None
+        return b"".join(parts)
+
 
 def _by_status(status: int) -> str:
     if status < 400:
@@ -139,51 +208,21 @@ def _by_status(status: int) -> str:
     return "client_error" if status < 500 else "engine_error"
 
 
-async def _read_body(headers: Headers, receive: Receive, limits: Limits) -> bytes:
-    """All of the body, if it is not too large and comes in time."""
-    # Closing tells a client that is still sending that nobody reads.
-    too_large = ApiError(
-        413, "body_too_large", f"the body may have {limits.max_body_bytes} bytes at most"
-    )
-    too_large.headers.append((b"connection", b"close"))
-    for name, value in headers:
-        if name == b"content-length" and value.isdigit() and int(value) > limits.max_body_bytes:
-            raise too_large
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(limits.client_seconds):
-            more = True
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                data: bytes = message.get("body", b"")
-                size += len(data)
-                if size > limits.max_body_bytes:
-                    raise too_large
-                parts.append(data)
-                more = message.get("more_body", False)
-    except TimeoutError:
-        timeout = ApiError(408, "request_timeout", "the body did not come in time")
-        timeout.headers.append((b"connection", b"close"))
-        raise timeout from None
-    return b"".join(parts)
-
-
 async def _unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Does the work; cancels it and raises ClientGone when the client closes its connection."""
-    working = asyncio.create_task(work)
+    """Does the work; cancels it and raises ClientGone when the client closes its connection.
+
+    By anyio, because httpx is written for it: a connection to an engine on which asyncio's own
+    cancellation meets httpx at the wrong moment is never used again, and never closed.
+    """
     leaving = asyncio.create_task(_disconnect(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+    with anyio.CancelScope() as scope:
+        leaving.add_done_callback(lambda task: None if task.cancelled() else scope.cancel())
+        try:
+            await work
+        finally:
+            leaving.cancel()
+    if scope.cancelled_caught:
+        raise ClientGone
 
 
 async def _disconnect(receive: Callable[[], Awaitable[Message]]) -> None:

@@ -17,6 +17,7 @@ Failures, all before the first byte to the client:
     all tries fail                  the engine's own 5xx if there was one; else 504 where it was
                                     silent, 502 where it broke off, 503 where none took part
     any engine answers 4xx          that is the answer
+    decode answers too much         502: another one would answer as much
 
 After the first byte nothing is tried again: tokens that the client has cannot be taken back. The
 client's connection is closed in the middle of the answer, which every HTTP client notices.
@@ -35,8 +36,9 @@ import msgspec
 from kvferry.router.api import ApiError, Generation, Headers, Incoming, ticket_of
 from kvferry.router.config import RouterConfig
 from kvferry.router.engines import Engine, Group
+from kvferry.router.guard import Memory, Quota
 from kvferry.router.metrics import Metrics
-from kvferry.router.upstream import Answer, EngineFailure, Upstream
+from kvferry.router.upstream import Answer, AnswerTooLong, EngineFailure, Upstream
 
 
 class Reply(Protocol):
@@ -59,6 +61,8 @@ class Router:
         self.decode = Group(config.decode, "decode", config.limits)
         self.upstream = Upstream(config.limits)
         self.metrics = Metrics()
+        self.places = Quota(self.limits.max_in_flight, self.limits.address_share)
+        self.memory = Memory(self.limits)
 
     @property
     def engines(self) -> list[Engine]:
@@ -112,6 +116,10 @@ class _Trip:
             try:
                 await self._decode(engine)
                 return
+            except AnswerTooLong as error:  # another engine would say as much
+                self._asked.trail.append(str(error))
+                message = f"the answer has more than {self._limits.max_answer_bytes} bytes"
+                raise ApiError(502, "answer_too_long", f"{message}; ask for a stream") from error
             except EngineFailure as error:
                 if self._reply.started:
                     raise
@@ -170,7 +178,9 @@ class _Trip:
         asked, wanted = self._asked, self._wanted
         streamed = wanted is None or wanted.streamed
         seconds = self._limits.first_byte_seconds if streamed else self._limits.answer_seconds
-        body = asked.body if wanted is None else wanted.for_decode(self._ticket)
+        # A GET has no body: an engine that does not expect one would take it for the next request
+        # on the connection, which may be another client's.
+        body = b"" if wanted is None else wanted.for_decode(self._ticket)
         async with self._router.upstream.ask(engine, asked, body, seconds) as got:
             asked.trail.append(f"decode {engine.url} {got.status}")
             headers = got.headers + self._path_header()

@@ -37,15 +37,14 @@ class Metrics:
     """What was counted since the start."""
 
     def __init__(self) -> None:
-        self.in_flight = 0
         self.requests = Counter(dict.fromkeys(OUTCOMES, 0))
         self.retries = Counter(dict.fromkeys(STAGES, 0))
         self.fallbacks = Counter(dict.fromkeys(FALLBACKS, 0))
 
-    def render(self, engines: Iterable[Engine]) -> str:
-        return "\n".join(self._lines(list(engines))) + "\n"
+    def render(self, engines: Iterable[Engine], in_flight: int, held_bytes: int) -> str:
+        return "\n".join(self._lines(list(engines), in_flight, held_bytes)) + "\n"
 
-    def _lines(self, engines: list[Engine]) -> Iterator[str]:
+    def _lines(self, engines: list[Engine], in_flight: int, held_bytes: int) -> Iterator[str]:
         for name, label, counts, what in (
             ("requests", "outcome", self.requests, "Requests by how they ended."),
             ("retries", "stage", self.retries, "Engines asked again, before the first byte."),
@@ -55,7 +54,9 @@ class Metrics:
             for value, count in counts.items():
                 yield f'kvferry_router_{name}_total{{{label}="{value}"}} {count}'
         yield from _head("in_flight", "gauge", "Requests that are being served.")
-        yield f"kvferry_router_in_flight {self.in_flight}"
+        yield f"kvferry_router_in_flight {in_flight}"
+        yield from _head("held_bytes", "gauge", "Charged for bodies and answers.")
+        yield f"kvferry_router_held_bytes {held_bytes}"
         for name, kind, what, of in (
             ("engine_up", "gauge", "Whether the engine gets requests.", lambda e: int(e.up)),
             ("engine_in_flight", "gauge", "Requests at the engine.", lambda e: e.in_flight),

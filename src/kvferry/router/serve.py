@@ -24,6 +24,7 @@ from kvferry.router.config import Limits, RouterConfig
 from kvferry.router.door import Door
 from kvferry.router.engines import keep_probing
 from kvferry.router.flow import Router
+from kvferry.router.guard import Connection, Guard
 from kvferry.router.status import Status
 from kvferry.units import require_port
 
@@ -50,7 +51,7 @@ def make_app(config: RouterConfig) -> Starlette:
             await asyncio.gather(*probing, return_exceptions=True)
             await router.upstream.close()
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/completions", generate, methods=["POST"]),
             Route("/v1/chat/completions", generate, methods=["POST"]),
@@ -62,6 +63,8 @@ def make_app(config: RouterConfig) -> Starlette:
         exception_handlers={HTTPException: _no_such_route},
         lifespan=lifespan,
     )
+    app.router.redirect_slashes = False  # a redirect would name whatever host the client names
+    return app
 
 
 def serve(
@@ -79,6 +82,10 @@ def serve(
     """
     require_port(port)
     config = RouterConfig(tuple(prefill), tuple(decode), limits or Limits())
+
+    class Guarded(Connection):
+        guard = Guard(config.limits)
+
     settings = uvicorn.Config(
         make_app(config),
         host=host,
@@ -86,7 +93,11 @@ def serve(
         log_config=_logging(log_level),
         access_log=False,  # the door logs each request with what was done for it
         server_header=False,
+        http=Guarded,
+        loop="asyncio",  # uvloop takes a whole answer before it says that the client does not read
         ws="none",
+        backlog=Guarded.guard.backlog,
+        proxy_headers=False,  # quotas are for the address that really connects
         timeout_graceful_shutdown=math.ceil(config.limits.drain_seconds),
     )
     if not _is_loopback(host):
@@ -101,7 +112,7 @@ def serve(
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    message = f"{request.method} {request.url.path} is not served by the router"
+    message = f"{request.method} {request.scope['path']} is not served by the router"
     answer = ApiError(status, "not_found" if status == 404 else "method_not_allowed", message)
     extra = error.headers if isinstance(error, HTTPException) else None
     return Response(answer.body, status, extra, "application/json")

@@ -36,18 +36,20 @@ class Status:
             }
             for engine in self._router.engines
         ]
-        body = {"status": state, "in_flight": self._router.metrics.in_flight, "engines": engines}
+        body = {"status": state, "in_flight": self._router.places.taken, "engines": engines}
         return JSONResponse(body, status_code=503 if state == "down" else 200)
 
     async def metrics(self, request: Request) -> Response:
-        text = self._router.metrics.render(self._router.engines)
+        router = self._router
+        held_bytes = router.memory.quota.taken
+        text = router.metrics.render(router.engines, router.places.taken, held_bytes)
         return PlainTextResponse(text, media_type=metrics.CONTENT_TYPE)
 
     async def page(self, request: Request) -> Response:
         counts = self._router.metrics
         html = _PAGE.substitute(
             state=self._state(),
-            in_flight=counts.in_flight,
+            in_flight=self._router.places.taken,
             engines="".join(_row(engine) for engine in self._router.engines),
             requests=_counted(counts.requests),
             retries=_counted(counts.retries),

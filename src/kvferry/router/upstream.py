@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import anyio
 import httpx
 
 from kvferry.errors import KvferryError
@@ -18,6 +18,7 @@ from kvferry.router.engines import Engine
 # while we send on it looks like an engine that failed.
 _KEEPALIVE_SECONDS = 2.0
 _IDLE_CONNECTIONS = 256
+_HEALTH_BYTES = 64 << 10  # of the answer to a probe; vLLM's is empty
 # Other 5xx are failures of the request, not of the engine.
 _ENGINE_IS_ILL = (502, 503, 504)
 
@@ -33,7 +34,7 @@ class Stream:
     async def next(self) -> bytes:
         """The next bytes as they come; b"" at the end. Raises EngineFailure."""
         try:
-            async with asyncio.timeout(self._chunk_seconds):
+            with anyio.fail_after(self._chunk_seconds):
                 return await anext(self._chunks, b"")
         except (httpx.HTTPError, TimeoutError) as error:
             raise _failure(self._engine, error, f"{self._chunk_seconds:g} s") from error
@@ -66,6 +67,10 @@ class EngineFailure(KvferryError):
         self.delivered = delivered  # False only where it surely saw nothing of the request
         self.timed_out = timed_out
         self.answer = answer  # a 5xx
+
+
+class AnswerTooLong(EngineFailure):
+    """An answer that is not streamed has more than max_answer_bytes."""
 
 
 class Upstream:
@@ -103,20 +108,23 @@ class Upstream:
             content=body,
         )
         response: httpx.Response | None = None
+        held_before = asked.held.bytes
         with engine.busy():
             try:
                 try:
-                    async with asyncio.timeout(seconds):
+                    with anyio.fail_after(seconds):
                         response = await self._client.send(request, stream=True)
                         chunks = response.aiter_raw()
                         streamed = _is_stream(response)
                         if streamed:
                             content = await anext(chunks, b"")
                         else:
-                            content = b"".join([chunk async for chunk in chunks])
+                            content = await self._whole(engine, chunks, asked)
                 except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
                     raise _failure(engine, error, f"{seconds:g} s") from error
                 status, headers = response.status_code, end_to_end(response.headers.raw)
+                if not 200 <= status < 600:
+                    raise EngineFailure(engine, f"HTTP {status}, which is no answer")
                 if status >= 500:
                     reason = f"HTTP {status}"
                     if status in _ENGINE_IS_ILL:
@@ -128,12 +136,30 @@ class Upstream:
             finally:
                 if response is not None:
                     await response.aclose()
+                asked.held.add(held_before - asked.held.bytes)
+
+    async def _whole(self, engine: Engine, chunks: AsyncIterator[bytes], asked: Incoming) -> bytes:
+        """All of an answer that is not streamed, within max_answer_bytes."""
+        parts: list[bytes] = []
+        size, most = 0, self._limits.max_answer_bytes
+        async for chunk in chunks:
+            size += len(chunk)
+            if size > most:
+                raise AnswerTooLong(engine, f"its answer has more than {most} bytes")
+            asked.held.add(len(chunk))
+            parts.append(chunk)
+        return b"".join(parts)
 
     async def probe(self, engine: Engine) -> None:
         """Asks for the engine's health, and tells it the result."""
         try:
-            async with asyncio.timeout(self._limits.probe_seconds):
-                response = await self._client.get(f"{engine.url}/health")
+            with anyio.fail_after(self._limits.probe_seconds):
+                async with self._client.stream("GET", f"{engine.url}/health") as response:
+                    size = 0  # read to its end, the connection is kept
+                    async for chunk in response.aiter_raw():
+                        size += len(chunk)
+                        if size > _HEALTH_BYTES:
+                            break
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             _failure(engine, error, f"{self._limits.probe_seconds:g} s")
             return

@@ -1,0 +1,347 @@
+"""Keeps clients that are slow, many or hostile from taking all of the router.
+
+Three things are limited, in total and for one address: connections, requests in flight, and the
+memory of bodies and answers. The address is that of the connection; headers such as
+X-Forwarded-For are not believed.
+
+A connection is at one of three stages, and each stage has its deadline:
+
+    HEAD     no complete request yet: new, idle, or sending headers      `header_seconds`
+    BODY     the headers are complete, the body is not                   the door's deadlines
+    SERVING  the request is complete, its answer is not                  `client_seconds` for a
+                                                                         client that does not read
+
+When an address or the router has no connection left, the oldest one that is at HEAD gives way,
+then the oldest one at BODY. So half a request never keeps a whole one out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import ipaddress
+import resource
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvferry.errors import DescriptionError
+from kvferry.router.api import ApiError
+from kvferry.router.config import Limits
+
+# A byte of a body is held twice: as it came, and as it is sent to an engine. A byte of an answer
+# is held twice while its parts are joined.
+_COPIES = 2
+# The first bytes of each request are not charged: a prompt of usual size must get in while large
+# uploads hold all that may be held. `max_connections` bounds how often this is given.
+_FREE_BYTES = 64 << 10
+# h11 takes 12 to 15 us for a chunk of one byte, so a body of such chunks would stop the router's
+# only thread for seconds. Both numbers are a choice: 1024 of them take about 15 ms.
+_SMALL_CHUNK_BYTES = 512
+_MAX_SMALL_CHUNKS = 1024
+# What a client may send ahead while its request is being served.
+_MAX_EARLY_BYTES = 64 << 10
+_SWEEP_SECONDS = 0.5
+_RETRY_SECONDS = 1.0  # after a refusal; requests end all the time
+_OWN_FILES = 64  # descriptors of the interpreter, the log, the event loop, the listening socket
+# Each connection may need one descriptor for the client, one for an engine in use, one for an idle
+# connection to an engine, and one while the event loop accepts ahead of us.
+_FILES_EACH = 4
+
+
+def address_of(client: tuple[str, int] | None) -> str:
+    """Whom a quota is for: an IPv4 address, or a network of IPv6, where /64 is one customer."""
+    try:
+        address = ipaddress.ip_address(client[0].partition("%")[0] if client else "")
+    except ValueError:
+        return ""  # a Unix socket
+    if address.version == 4:
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((int(address), 64), strict=False))
+
+
+class Quota:
+    """Something of which there is `most` in all, and `most_each` for one address."""
+
+    def __init__(self, most: int, share: float) -> None:
+        self.most = most
+        self.most_each = max(1, int(most * share))
+        self.taken = 0
+        self._by_address: Counter[str] = Counter()
+
+    def lacks(self, address: str, amount: int = 1) -> str | None:
+        """Why `amount` more cannot be given: "address", "all", or None where it can."""
+        if self._by_address[address] + amount > self.most_each:
+            return "address"
+        return "all" if self.taken + amount > self.most else None
+
+    def take(self, address: str, amount: int = 1) -> None:
+        """Takes without a question; a negative amount gives back."""
+        self.taken += amount
+        self._by_address[address] += amount
+        if not self._by_address[address]:
+            del self._by_address[address]
+
+    @contextmanager
+    def request(self, address: str) -> Iterator[None]:
+        """One place, while a request is in flight. Raises ApiError 429."""
+        if lack := self.lacks(address):
+            count = self.most if lack == "all" else f"{self.most_each} of your address"
+            message = f"requests in flight: {count}, and no more may be; try again soon"
+            raise ApiError(429, "too_many_requests", message, _RETRY_SECONDS)
+        self.take(address)
+        try:
+            yield
+        finally:
+            self.take(address, -1)
+
+
+class Memory:
+    """The bytes of bodies and answers that all requests hold."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.quota = Quota(limits.max_held_bytes, limits.address_share)
+        self._grace_seconds = limits.progress_seconds
+        self._uploads: dict[Held, None] = {}  # unfinished bodies, the oldest first
+
+    def make_room(self, wanted_by: Held, address: str | None) -> bool:
+        """Drops the oldest unfinished body, of `address` or of all; False where there is none.
+
+        A body is safe for `progress_seconds`: else uploads that come all the time would drop each
+        other, and none would ever be complete.
+        """
+        now = asyncio.get_running_loop().time()
+        for held in self._uploads:
+            if now - held.since < self._grace_seconds:
+                return False
+            if held.charged and held is not wanted_by and address in (None, held.address):
+                del self._uploads[held]
+                held.drop()
+                return True
+        return False
+
+    @contextmanager
+    def upload(self, held: Held, drop: Callable[[], None]) -> Iterator[None]:
+        """While a body comes; `drop` ends the wait for it."""
+        held.on_drop = drop
+        self._uploads[held] = None
+        try:
+            yield
+        finally:
+            self._uploads.pop(held, None)
+
+
+class Held:
+    """The memory of one request."""
+
+    def __init__(self, memory: Memory, address: str) -> None:
+        self.address = address
+        self.since = asyncio.get_running_loop().time()
+        self.charged = 0
+        self.dropped = False
+        self.on_drop: Callable[[], None] = lambda: None
+        self._memory = memory
+        self.bytes = 0
+
+    def add(self, count: int) -> None:
+        """Charges for `count` more bytes; a negative count gives back. Raises ApiError."""
+        if self.dropped:
+            raise self.refusal()
+        self.bytes += count
+        charge = _COPIES * max(0, self.bytes - _FREE_BYTES) - self.charged
+        quota = self._memory.quota
+        while charge > 0 and (lack := quota.lacks(self.address, charge)):
+            only = self.address if lack == "address" else None
+            if not self._memory.make_room(self, only):
+                raise self.refusal(lack)
+        quota.take(self.address, charge)
+        self.charged += charge
+
+    def drop(self) -> None:
+        self.dropped = True
+        self.close()
+        self.on_drop()
+
+    def close(self) -> None:
+        self._memory.quota.take(self.address, -self.charged)
+        self.charged = 0
+
+    def refusal(self, lack: str = "all") -> ApiError:
+        quota = self._memory.quota
+        if lack == "address":
+            message = f"requests of your address hold {quota.most_each} bytes in the router"
+            return ApiError(429, "too_many_bytes", f"{message}; try again soon", _RETRY_SECONDS)
+        message = f"bodies and answers fill the {quota.most} bytes that the router may hold"
+        return ApiError(503, "router_full", f"{message}; try again soon", _RETRY_SECONDS)
+
+
+class _Stage(enum.Enum):
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    SERVING = enum.auto()
+
+
+class _Parser(h11.Connection):
+    """h11's parser, with a bound on what a body of small chunks may cost."""
+
+    _small_chunks = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._small_chunks = 0
+        elif isinstance(event, h11.Data) and len(event.data) < _SMALL_CHUNK_BYTES:
+            self._small_chunks += 1
+            if self._small_chunks > _MAX_SMALL_CHUNKS:
+                raise h11.RemoteProtocolError(
+                    f"more than {_MAX_SMALL_CHUNKS} chunks below {_SMALL_CHUNK_BYTES} bytes"
+                )
+        return event
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection of a client, watched by a Guard. Subclasses name the guard."""
+
+    guard: Guard
+    address = ""
+    stage: _Stage | None = None  # None: not admitted, or lost
+    since = 0.0  # when the client last did what its stage asks for, in the loop's time
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = _Parser(h11.SERVER)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.address = address_of(self.client)
+        self.guard.admit(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.guard.forget(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.guard.moved(self)
+        early, _ = self.conn.trailing_data
+        if self.stage is _Stage.SERVING and len(early) > _MAX_EARLY_BYTES:
+            self.transport.abort()
+
+    def on_response_complete(self) -> None:
+        self.guard.moved(self, answered=True)
+        super().on_response_complete()
+        self.guard.moved(self)
+
+    def resume_writing(self) -> None:
+        self.since = self.loop.time()
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The headers were well, the body is not: whoever serves the request learns that its
+            # client is gone, and does not answer as well.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # it comes in the middle of an answer, or after one
+            self.transport.abort()
+
+    def stage_now(self) -> _Stage:
+        if self.cycle is None or self.cycle.response_complete:
+            return _Stage.HEAD
+        return _Stage.BODY if self.cycle.more_body else _Stage.SERVING
+
+    def overdue(self, now: float, limits: Limits) -> bool:
+        unread = self.transport.is_closing() or self.transport.get_write_buffer_size() > 0
+        if self.stage is _Stage.HEAD:
+            return now - self.since > (limits.client_seconds if unread else limits.header_seconds)
+        if not (self.flow.write_paused or self.transport.is_closing()):
+            self.since = now
+        return now - self.since > limits.client_seconds
+
+
+class Guard:
+    """All connections of one server."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.most = min(limits.max_connections, _connections_by_files(limits.max_connections))
+        self._quota = Quota(self.most, limits.address_share)
+        # By stage, those that came to it first in front.
+        self._stages: dict[_Stage, dict[Connection, None]] = {stage: {} for stage in _Stage}
+        self._sweeping: asyncio.TimerHandle | None = None
+
+    @property
+    def backlog(self) -> int:
+        """Connections that the event loop accepts at once, before any of them is admitted."""
+        return max(1, self.most // 2)  # the loop accepts up to twice before it lets us admit
+
+    def admit(self, new: Connection) -> None:
+        """Lets a connection in, in place of the oldest that has no complete request yet."""
+        while lack := self._quota.lacks(new.address):
+            oldest = self._oldest_pending(new.address if lack == "address" else None)
+            if oldest is None:
+                new.transport.abort()
+                return
+            self.forget(oldest)
+            oldest.transport.abort()
+        self._quota.take(new.address)
+        new.stage, new.since = _Stage.HEAD, new.loop.time()
+        self._stages[_Stage.HEAD][new] = None
+        if self._sweeping is None:
+            self._sweeping = new.loop.call_later(_SWEEP_SECONDS, self._sweep, new.loop)
+
+    def forget(self, connection: Connection) -> None:
+        if connection.stage is not None:
+            del self._stages[connection.stage][connection]
+            self._quota.take(connection.address, -1)
+            connection.stage = None
+
+    def moved(self, connection: Connection, *, answered: bool = False) -> None:
+        """Notices a new stage. An answer begins the wait for the next request's headers."""
+        stage = _Stage.HEAD if answered else connection.stage_now()
+        if connection.stage not in (None, stage):
+            del self._stages[connection.stage][connection]
+            self._stages[stage][connection] = None
+            connection.stage, connection.since = stage, connection.loop.time()
+
+    def _oldest_pending(self, address: str | None) -> Connection | None:
+        for stage in (_Stage.HEAD, _Stage.BODY):
+            for connection in self._stages[stage]:
+                if address in (None, connection.address):
+                    return connection
+        return None
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        for connections in self._stages.values():
+            for connection in [c for c in connections if c.overdue(now, self._limits)]:
+                connection.transport.abort()
+        self._sweeping = None
+        if any(self._stages.values()):
+            self._sweeping = loop.call_later(_SWEEP_SECONDS, self._sweep, loop)
+
+
+def _connections_by_files(wanted: int) -> int:
+    """How many connections the limit of descriptors allows, once it is raised as far as needed."""
+    needed = _OWN_FILES + _FILES_EACH * wanted
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        needed = min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        soft = needed
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    if soft < _OWN_FILES + _FILES_EACH:
+        raise DescriptionError(
+            f"the router may open {soft} files and needs {needed}; raise the limit (ulimit -n)"
+        )
+    return (soft - _OWN_FILES) // _FILES_EACH

@@ -1,0 +1,216 @@
+"""`kvferry router` in a process of its own, before small real engines on loopback."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+LARGE_ANSWER_BYTES = 8 << 20
+_START_SECONDS = 60.0
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.02)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers by the prompt: `large`, `endless`, or anything else."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # heads and bodies are written apart
+    server: Engine
+
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(60)
+
+    def do_GET(self) -> None:
+        if self.path == "/health" and self.server.endless_health:
+            self._endless("text/plain")
+        else:
+            self._whole(b'{"object":"list","data":[]}')
+
+    def do_HEAD(self) -> None:
+        self._whole(b"")
+
+    def do_POST(self) -> None:
+        raw = self.rfile.read(int(self.headers["content-length"]))
+        try:
+            body = json.loads(raw)
+        except (ValueError, RecursionError):
+            body = {}
+        self.server.asked += 1
+        if "do_remote_decode" in (body.get("kv_transfer_params") or {}):
+            self._whole(b'{"id":"p","kv_transfer_params":{"remote_port":1}}')
+        elif body.get("stream") is True:
+            self._endless("text/event-stream", chunks=self.server.chunks_of_stream)
+        elif body.get("prompt") == "endless":
+            self._endless("application/json")
+        elif body.get("prompt") == "large":
+            self._whole(b'"' + b"x" * (LARGE_ANSWER_BYTES - 2) + b'"')
+        else:
+            self._whole(b'{"choices":[{"text":"fine"}]}')
+
+    def _whole(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _endless(self, kind: str, chunks: int | None = None) -> None:
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        chunk = b"data: x\n\n" * 4096
+        with suppress(OSError):
+            while not self.server.stopped and chunks != 0:
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
+                chunks = None if chunks is None else chunks - 1
+            self.wfile.write(b"0\r\n\r\n")
+        self.close_connection = True
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+class Engine(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 256
+    asked = 0
+    endless_health = False
+    chunks_of_stream: int | None = None  # of 36 KiB; None: without end
+    stopped = False
+
+    def handle_error(self, *args: object) -> None:
+        """Routers close connections in the middle of an answer; that is no news."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class RouterProcess:
+    def __init__(self, engines: list[Engine], limits: dict[str, float], files: int | None) -> None:
+        prefill, decode = engines
+        command = [sys.executable, "-m", "kvferry", "router", "--port", "0"]
+        command += ["--prefill", prefill.url, "--decode", decode.url]
+        for name, value in limits.items():
+            command += ["--limit", f"{name}={value}"]
+
+        def few_files() -> None:
+            if files is not None:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+
+        self.prefill, self.decode = prefill, decode
+        self.log: list[str] = []
+        self.port = 0
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, preexec_fn=few_files
+        )
+        self._reader = threading.Thread(target=self._read_log, daemon=True)
+        self._reader.start()
+        wait_for(lambda: self.port > 0 or self.process.poll() is not None, _START_SECONDS)
+        assert self.port, "".join(self.log)
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if found := re.search(r"running on http://127.0.0.1:(\d+)", line):
+                self.port = int(found[1])
+
+    def peak_bytes(self) -> int:
+        """The most memory that the router's process ever had."""
+        return self._memory("VmHWM")
+
+    def memory_bytes(self) -> int:
+        return self._memory("VmRSS")
+
+    def _memory(self, name: str) -> int:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) << 10
+
+    def files(self) -> int:
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+    def connect(self, source: str = "127.0.0.1", receive_bytes: int = 0) -> socket.socket:
+        """A connection of an attacker; its kernel takes `receive_bytes` unread, where given."""
+        sock = socket.socket()
+        if receive_bytes:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        sock.settimeout(20)
+        sock.bind((source, 0))
+        sock.connect(("127.0.0.1", self.port))
+        return sock
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@contextmanager
+def router_process(
+    limits: dict[str, float] | None = None, files: int | None = None
+) -> Iterator[RouterProcess]:
+    engines = [Engine(("127.0.0.1", 0), _Handler) for _ in range(2)]
+    threads = [threading.Thread(target=e.serve_forever, args=(0.05,), daemon=True) for e in engines]
+    for thread in threads:
+        thread.start()
+    try:
+        router = RouterProcess(engines, limits or {}, files)
+        try:
+            yield router
+        finally:
+            router.stop()
+    finally:
+        for engine in engines:
+            engine.stopped = True
+            engine.shutdown()
+            engine.server_close()
+        for thread in threads:
+            thread.join(10)
+
+
+def post(body: bytes, length: int | None = None, path: str = "/v1/completions") -> bytes:
+    """A request's bytes; `length`: the Content-Length that it claims."""
+    length = len(body) if length is None else length
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
+    return head.encode() + body
+
+
+def read_answer(sock: socket.socket) -> tuple[int, bytes]:
+    """An answer's status and body. Raises OSError where the connection ends before."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += _more(sock)
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head.lower())
+    while length is not None and len(body) < int(length[1]):
+        body += _more(sock)
+    return int(head.split()[1]), body
+
+
+def _more(sock: socket.socket) -> bytes:
+    data = sock.recv(1 << 16)
+    if not data:
+        raise ConnectionError("the router closed the connection")
+    return data
