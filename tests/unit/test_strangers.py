@@ -1,47 +1,49 @@
-"""What is said to peers of other protocols; that they understand it is shown in tests/vllm."""
+"""What is said to engines with vLLM's own connectors; that they understand it: tests/vllm."""
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 import pytest
+import zmq
 
-from kvferry.p2p.strangers import answer_stranger
-from kvferry.wire.messages import VERSION, EngineInfo, Hello, Request
+from kvferry.p2p.strangers import StrangerServer, is_question
+from kvferry.wire.messages import VERSION, EngineInfo, Hello, Look, Request
 from kvferry.wire.messages import encode as encode_ours
+from kvferry.wire.sockets import Sockets
 
 encode = msgspec.msgpack.encode
 MOONCAKE = {"remote_hostname": "h", "remote_port": 1, "req_blocks": {"r": ["t", [[1]]]}, "x": 2}
+OTHERS = [
+    b"",
+    b"x",
+    encode((b"get_meta_msg", 0, 1)),
+    encode({**MOONCAKE, "req_blocks": 3}),
+    b"\x91" * 100_000,
+    encode_ours(Request(1, Hello(VERSION, EngineInfo("e", "i", "m", [], 0, {}, {})))),
+    encode_ours(Request(1, Look(VERSION))),
+]
 
 
-def test_nixl() -> None:
-    answer = answer_stranger([b"", encode((b"get_meta_msg", 0, 1))])
-    assert answer is not None and len(answer) == 3 and answer[0] == b""
-    assert (
-        "run kvferry's connector on both sides"
-        in msgspec.msgpack.decode(answer[1])["compatibility_hash"]
-    )
+@pytest.mark.parametrize("frame", OTHERS, ids=range(len(OTHERS)))
+def test_what_is_no_question(frame: bytes) -> None:
+    assert not is_question(frame)
 
 
-def test_mooncake() -> None:
-    answer = answer_stranger([encode(MOONCAKE)])
-    assert answer is not None and msgspec.msgpack.decode(answer[0])["status"] == 2
-
-
-@pytest.mark.parametrize(
-    "frames",
-    [
-        [],
-        [b""],
-        [b"", b""],
-        [b"", b"x"],
-        [b"a", encode((b"get_meta_msg", 0, 1))],
-        [encode((b"get_meta_msg", 0, 1))],
-        [encode({**MOONCAKE, "req_blocks": 3})],
-        [b"\x91" * 100_000],
-        [b"", b"\x91" * 100_000],
-        [encode_ours(Request(1, Hello(VERSION, EngineInfo("e", "i", "m", [], 0, {}, {}))))],
-    ],
-    ids=range(10),
-)
-def test_what_is_nobodys_or_ours_gets_none(frames: list[bytes]) -> None:
-    assert answer_stranger(frames) is None
+def test_a_question_is_refused_and_nothing_else_answered() -> None:
+    sockets = Sockets()
+    server = StrangerServer(sockets, None)
+    server.start()
+    with contextlib.closing(sockets), contextlib.closing(server):
+        asking = sockets.context.socket(zmq.DEALER)
+        asking.connect(f"tcp://127.0.0.1:{server.port}")
+        for frame in (*OTHERS, encode(MOONCAKE)):
+            asking.send(frame)
+        assert asking.poll(20_000)
+        answer = msgspec.msgpack.decode(asking.recv())
+        assert answer["status"] == 2
+        assert "run kvferry's connector on both sides" in answer["err_msg"]
+        assert not asking.poll(100)
+        assert server.counters["malformed"] == len(OTHERS)
+        asking.close(linger=0)

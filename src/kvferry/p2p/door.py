@@ -30,6 +30,11 @@ ALL_UNREAD_BYTES = 512 << 20  # of all connections
 LOOK_SECONDS = 1.0  # between two looks at what is unread
 FRAME_BYTES = 96  # of one frame on the wire, beside its content: more than ZMTP and CURVE add
 RECEIVED_AT = 128  # offset of tcpi_bytes_received in Linux's tcp_info
+FAILED = (  # handshakes
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 def most_waiting() -> int:
@@ -53,8 +58,9 @@ class Door:
         self._guests: dict[int, _Guest] = {}  # by descriptor
         self._waiting: OrderedDict[int, None] = OrderedDict()  # those of them, oldest first
         self._next_look = time.monotonic()
+        self.strangers = 0  # whose handshake failed
         address = f"inproc://door-{id(self)}"
-        socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | FAILED)
         self.events = socket.context.socket(zmq.PAIR)
         self.events.setsockopt(zmq.RCVHWM, 0)  # libzmq's thread must not wait for this one
         self.events.connect(address)
@@ -77,6 +83,9 @@ class Door:
         """Take in who came and went; how many were shut down because too many wait."""
         while self.events.poll(0):
             event = recv_monitor_message(self.events)
+            if event["event"] & FAILED:
+                self.strangers += 1
+                continue
             descriptor = event["value"]
             self._forget(descriptor)
             if event["event"] == zmq.EVENT_ACCEPTED:

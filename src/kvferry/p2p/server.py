@@ -24,7 +24,6 @@ import zmq
 
 from kvferry.errors import KvferryError, ProtocolError
 from kvferry.p2p.door import Door, most_waiting
-from kvferry.p2p.strangers import answer_stranger
 from kvferry.wire.messages import (
     Refused,
     Reply,
@@ -56,10 +55,18 @@ def pack(body: ReplyBody) -> Packed:
 class Server:
     """One ROUTER socket and the thread that owns it."""
 
-    def __init__(self, sockets: Sockets, host: str | None, port: int, name: str) -> None:
+    def __init__(
+        self,
+        sockets: Sockets,
+        host: str | None,
+        port: int,
+        name: str,
+        *,
+        open_to_all: bool = False,
+    ) -> None:
         self.counters: Counter[str] = Counter()
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._socket, self.port = sockets.server(host, port)
+        self._socket, self.port = sockets.server(host, port, open_to_all=open_to_all)
         context = sockets.context
         self._door = Door(self._socket, self.port)
         self._complained: dict[str, float] = {}
@@ -180,6 +187,15 @@ class Server:
 
     def _watch_door(self) -> None:
         turned_away = self._door.look()
+        if self._door.strangers > self.counters["strangers"]:
+            self.counters["strangers"] = self._door.strangers
+            self.complain(
+                "strangers",
+                "%s turned somebody away who does not have our key: an engine with another secret "
+                "or of another user, or one of vLLM's own connectors? Run kvferry's connector with "
+                "the same secret on both sides",
+                self._thread.name,
+            )
         if turned_away:
             self.counters["silent connections closed"] += turned_away
             self.complain(
@@ -220,23 +236,10 @@ class Server:
             frames = self._door.receive()
             self._guarded(lambda frames=frames: self._take(frames))  # type: ignore[misc]
 
-    def _turn_away(self, sender: bytes, told: list[bytes] | None) -> None:
-        """A message that is not kvferry's."""
-        if not self.counters["strangers"]:
-            log.warning(
-                "%s was asked by a peer that does not speak kvferry's protocol: is it one of "
-                "vLLM's own connectors? It is refused; run kvferry's connector on both sides",
-                self._thread.name,
-            )
-        self.counters["strangers"] += 1
-        if told is not None:
-            self._send([sender, *told])
-
     def _take(self, frames: list[bytes]) -> None:
         self.counters["messages"] += 1
-        told = answer_stranger(frames[1:])
-        if told is not None or len(frames) != 2:
-            self._turn_away(frames[0], told)
+        if len(frames) != 2:
+            self.counters["malformed"] += 1
             return
         sender, frame = frames
         try:

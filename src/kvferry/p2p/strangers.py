@@ -1,60 +1,60 @@
-"""What is said to peers that speak the protocols of vLLM's own connectors.
+"""A server for engines with vLLM's own MooncakeConnector: it says no in their words, and no more.
 
-An engine with an in-tree connector that was sent here by a proxy would wait, or die, if it got no
-answer. Each of their protocols has a way to say no, and it carries a text: their request fails at
-once, under their own failure policy, and the text is in their log. Only the questions' outer form
-is read; nothing that a stranger says changes anything here.
+Such an engine that a proxy sends here would wait for eight minutes if it got no answer. Its protocol
+has a way to say no, with a text: its request fails at once, under its own failure policy, and the
+text is in its log. (An in-tree NixlConnector gives up by itself after five seconds.)
 
-    NIXL       a REQ socket asks for agent metadata: a payload with another compatibility hash,
-               which their check prints, and our clock
-    Mooncake   a DEALER socket asks for blocks: a response of status ERROR with a message
+This server has no key and no state. Only the outer form of a question is read, and whatever it says,
+the answer is the same.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from typing import Annotated, Any
-
 import msgspec
+
+from kvferry.p2p.server import Server
+from kvferry.wire.sockets import Sockets
 
 WORDS = (
     "none: this engine runs kvferry's connector, which does not speak the protocol of vLLM's own; "
     "run kvferry's connector on both sides (kv_connector_module_path: kvferry.vllm)"
 )
-_MOONCAKE_ERROR = 2  # MooncakeXferResponseStatus.ERROR
-
-_encode = msgspec.msgpack.encode
-# of a NixlConnector's side channel: [name, pp rank, tp rank]
-_nixl_question = msgspec.msgpack.Decoder(tuple[bytes, int, int])
+REFUSAL = msgspec.msgpack.encode(
+    {"status": 2, "err_msg": WORDS}
+)  # MooncakeXferResponseStatus.ERROR
 
 
-class _MooncakeQuestion(msgspec.Struct):
+class _Question(msgspec.Struct):
     """The fields of a Mooncake worker's request that tell it from anything else."""
 
     remote_hostname: str
     remote_port: int
-    req_blocks: Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=1 << 16)]
+    req_blocks: dict[str, msgspec.Raw]
 
 
-_mooncake_question = msgspec.msgpack.Decoder(_MooncakeQuestion)
+_questions = msgspec.msgpack.Decoder(_Question)
 
 
-def answer_stranger(frames: Sequence[bytes]) -> list[bytes] | None:
-    """The answer's frames for a message (without the sender), or None where it is nobody's."""
-    if len(frames) == 2 and not frames[0]:
-        if not _reads(_nixl_question, frames[1]):
-            return None
-        payload = {"compatibility_hash": WORDS, "agent_metadata_bytes": b""}
-        return [b"", _encode(payload), _encode(time.perf_counter())]
-    if len(frames) == 1 and _reads(_mooncake_question, frames[0]):
-        return [_encode({"status": _MOONCAKE_ERROR, "err_msg": WORDS})]
-    return None
+class StrangerServer(Server):
+    def __init__(self, sockets: Sockets, host: str | None) -> None:
+        super().__init__(sockets, host, 0, "kvferry-strangers", open_to_all=True)
+
+    def _take(self, frames: list[bytes]) -> None:
+        if len(frames) != 2 or not is_question(frames[1]):
+            self.counters["malformed"] += 1
+            return
+        self.counters["refused"] += 1
+        self.complain(
+            "stranger",
+            "an engine with one of vLLM's own connectors asked for a cache, and was refused; run "
+            "kvferry's connector on both sides",
+        )
+        self._send([frames[0], REFUSAL])
 
 
-def _reads(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> bool:
+def is_question(frame: bytes) -> bool:
     try:
-        decoder.decode(frame)
-    except (msgspec.MsgspecError, RecursionError):
+        _questions.decode(frame)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return False
     return True

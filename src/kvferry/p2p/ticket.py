@@ -63,7 +63,7 @@ class Ticket:
             return {MARK: {**ours, **where}}
         flags = {"do_remote_prefill": True, "do_remote_decode": False}
         # an in-tree NixlConnector without block ids here would end its engine; with some, it asks
-        # our directory, which refuses it in its own words (see `strangers`)
+        # our directory, which does not answer it
         return {**flags, **where, "remote_block_ids": [[]], MARK: ours}
 
     @classmethod

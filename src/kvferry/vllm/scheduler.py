@@ -17,6 +17,7 @@ from kvferry.errors import DescriptionError
 from kvferry.p2p.directory import Directory
 from kvferry.p2p.incarnations import after_reset, child
 from kvferry.p2p.renewer import Renewer
+from kvferry.p2p.strangers import StrangerServer
 from kvferry.p2p.ticket import MARK
 from kvferry.vllm.asking import Asking
 from kvferry.vllm.bootstrap import Bootstrap, Whereabouts
@@ -97,6 +98,7 @@ class FerryScheduler:
         )
         self._bootstrap: Bootstrap | None = None
         self._registration: Registration | None = None
+        self._strangers: StrangerServer | None = None
         if (config.bootstrap_port or config.bootstrap_server) and self.produces:
             self._open_bootstrap(parallel)
         log.info(
@@ -107,6 +109,8 @@ class FerryScheduler:
         """Where Mooncake-style proxies ask. The first data-parallel rank's serves all, or the first
         of each host where every host has a front door of its own."""
         config, local = self.config, parallel.local_engines_only
+        self._strangers = StrangerServer(self._sockets, config.host)
+        self._strangers.start()
         first = not (parallel.data_parallel_rank_local if local else self._dp_rank)
         if first and not config.bootstrap_server:
             self._bootstrap = Bootstrap(config.host, config.bootstrap_port, config.secret)
@@ -122,13 +126,13 @@ class FerryScheduler:
         self._tell_bootstrap()
 
     def _tell_bootstrap(self) -> None:
+        if self._strangers is None:  # there is no bootstrap
+            return
         host = self.config.host or "127.0.0.1"
         where = (self.engine_id, host, self._directory.port, self.offering.incarnation)
         # An in-tree decode engine asks these addresses, and is refused there in words it logs.
-        ranks = {
-            tp: dict.fromkeys(range(self._shape[1]), f"tcp://{at_port(host, self._directory.port)}")
-            for tp in range(self._shape[0])
-        }
+        no = f"tcp://{at_port(host, self._strangers.port)}"
+        ranks = {tp: dict.fromkeys(range(self._shape[1]), no) for tp in range(self._shape[0])}
         entry = Whereabouts(*where).entry(ranks)
         if self._bootstrap is not None:
             self._bootstrap.put(self._dp_rank, entry)
@@ -247,7 +251,7 @@ class FerryScheduler:
         self._rendezvous.close()
         if self._renewer is not None:
             self._renewer.close()
-        for open_end in (self._registration, self._bootstrap):
+        for open_end in (self._registration, self._bootstrap, self._strangers):
             if open_end is not None:
                 open_end.close()
         self._directory.close()

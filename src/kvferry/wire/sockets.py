@@ -62,8 +62,13 @@ class Sockets:
         self._key = Key.of(self.secret)
         self._reach = Reach(self._key.configured, self.admits)
 
-    def server(self, host: str | None, port: int = 0) -> tuple[zmq.Socket[bytes], int]:
-        """A bound ROUTER socket and its port. `host` None: loopback."""
+    def server(
+        self, host: str | None, port: int = 0, *, open_to_all: bool = False
+    ) -> tuple[zmq.Socket[bytes], int]:
+        """A bound ROUTER socket and its port. `host` None: loopback.
+
+        `open_to_all` takes messages of whoever reaches it: for one who has nothing to tell.
+        """
         require_port(port)  # libzmq takes others too, and listens somewhere else
         bound = LOCALHOST if host in (None, "localhost") else host  # as `names` has it
         assert bound is not None
@@ -71,9 +76,10 @@ class Sockets:
         socket = self.context.socket(zmq.ROUTER)
         self._prepare(socket, MAX_REQUEST_BYTES)
         socket.setsockopt(zmq.RCVHWM, READ_AHEAD)
-        self._admit()
-        socket.curve_publickey, socket.curve_secretkey = self._pair("server")
-        socket.curve_server = True
+        if not open_to_all:
+            self._admit()
+            socket.curve_publickey, socket.curve_secretkey = self._pair("server")
+            socket.curve_server = True
         address = f"tcp://{bound}"
         try:
             if port:
