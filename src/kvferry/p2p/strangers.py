@@ -1,11 +1,11 @@
 """A server for engines with vLLM's own MooncakeConnector: it says no in their words, and no more.
 
-Such an engine that a proxy sends here would wait for eight minutes if it got no answer. Its protocol
-has a way to say no, with a text: its request fails at once, under its own failure policy, and the
-text is in its log. (An in-tree NixlConnector gives up by itself after five seconds.)
+Such an engine that a proxy sends here would wait for eight minutes if it got no answer. Its
+protocol has a way to say no, with a text: its request fails at once, under its own failure policy,
+and the text is in its log. (An in-tree NixlConnector gives up by itself after five seconds.)
 
-This server has no key and no state. Only the outer form of a question is read, and whatever it says,
-the answer is the same.
+This server has no key and no state. Only the outer form of a question is read, and whatever it
+says, the answer is the same.
 """
 
 from __future__ import annotations
