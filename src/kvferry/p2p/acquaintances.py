@@ -1,9 +1,11 @@
 """The engines that a consumer rank has met: one handshake per incarnation, made when first needed.
 
-Loads that need the same engine at the same time share one handshake. A handshake that failed is
-made again by the next load; an engine whose peers were lost is forgotten, and met again. So is one
-that nothing was loaded from for a while: it may be gone, and its successor has another name. Its
-connections are given back when the last load that uses them has left.
+A handshake has a short time of its own (`meetings`), far less than a load: its directory may be
+somebody who takes connections and says nothing. Loads that need the same engine at the same time
+share one handshake. A handshake that failed is made again by the next load; an engine whose peers
+were lost is forgotten, and met again. So is one that nothing was loaded from for a while: it may be
+gone, and its successor has another name. Its connections are given back when the last load that
+uses them has left.
 
 What a directory says counts for the tickets that name this directory: a ticket that tells another
 is met there, whatever is known of an engine of the same name. A new incarnation of an engine voids
@@ -24,6 +26,7 @@ from kvferry.errors import Cancelled, DeadlineExceeded
 from kvferry.layout.rank import RankLayout
 from kvferry.p2p.caller import Caller
 from kvferry.p2p.incarnations import are_siblings
+from kvferry.p2p.meetings import MEET_SECONDS
 from kvferry.p2p.remote import Remote, disconnect, knows_all_ranks, topology_name
 from kvferry.p2p.remote import meet as meet_remote
 from kvferry.p2p.ticket import Ticket
@@ -34,6 +37,7 @@ from kvferry.wire.messages import VERSION, EngineInfo, Hello, ReplyBody
 
 IDLE_SECONDS = 600.0  # an engine without a load is forgotten after this long
 ASK_AGAIN_SECONDS = 0.2  # where a directory does not know all its ranks yet
+STARTING = 4  # times as long as for a silent directory is waited for one that says it is starting
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +71,12 @@ class Known:
     used: float = field(default_factory=time.monotonic)  # when a load last left it
     forgotten: bool = False  # the last user gives its connections back
 
+    @property
+    def met(self) -> bool:
+        return self.remote.done() and self.remote.exception() is None
+
     def is_of(self, remote: Remote) -> bool:
-        met = self.remote.done() and self.remote.exception() is None
-        return met and self.remote.result() is remote
+        return self.met and self.remote.result() is remote
 
 
 @dataclass(slots=True)
@@ -85,8 +92,28 @@ class Acquaintances:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextlib.contextmanager
-    def meet(self, ticket: Ticket, watch: Watch) -> Iterator[Remote]:
-        """The remote engine of a ticket, while it is used; one handshake for all that need it."""
+    def using(self, ticket: Ticket) -> Iterator[Remote | None]:
+        """The remote engine of a ticket, while it is used; None where it is not met."""
+        with self._lock:
+            known = self._remotes.get(Key.of(ticket))
+            if known is not None and not known.met:
+                known = None
+            if known is not None:
+                known.users += 1
+        try:
+            yield known.remote.result() if known is not None else None
+        finally:
+            if known is not None:
+                self._leave(known)
+
+    def has_met(self, ticket: Ticket) -> bool:
+        with self._lock:
+            known = self._remotes.get(Key.of(ticket))
+            return known is not None and known.met
+
+    @contextlib.contextmanager
+    def meet(self, ticket: Ticket, watch: Watch, seconds: float = MEET_SECONDS) -> Iterator[Remote]:
+        """The same for an engine that may have to be met first, in these seconds."""
         key = Key.of(ticket)
         while True:
             with self._lock:
@@ -97,7 +124,7 @@ class Acquaintances:
                 known.users += 1
             try:
                 if mine:
-                    remote = self._make_known(known, key, ticket, watch)
+                    remote = self._make_known(known, key, ticket, watch, seconds)
                 else:
                     remote = watch.result(known.remote)
             except (Cancelled, DeadlineExceeded):
@@ -156,16 +183,19 @@ class Acquaintances:
         ]
         return [self._drop(key) for key in idle]
 
-    def _make_known(self, known: Known, key: Key, ticket: Ticket, watch: Watch) -> Remote:
+    def _make_known(
+        self, known: Known, key: Key, ticket: Ticket, watch: Watch, seconds: float
+    ) -> Remote:
         try:
+            welcome = self._ask_directory(ticket, watch, seconds)
             remote = meet_remote(
-                self._ask_directory(ticket, watch),
+                welcome,
                 ticket,
                 self.engine,
                 self.topology,
                 self.layout,
                 self.carriers,
-                watch.deadline,
+                min(watch.deadline, time.monotonic() + seconds),
                 known.name,
             )
         except BaseException as error:
@@ -182,13 +212,15 @@ class Acquaintances:
         known.remote.set_result(remote)
         return remote
 
-    def _ask_directory(self, ticket: Ticket, watch: Watch) -> ReplyBody:
+    def _ask_directory(self, ticket: Ticket, watch: Watch, seconds: float) -> ReplyBody:
         """Its welcome; asked again while its workers are still starting."""
         hello = Hello(VERSION, self.engine)
+        last = min(watch.deadline, time.monotonic() + STARTING * seconds)
         while True:
-            welcome = watch.result(self.caller.call(ticket.directory, hello, watch.deadline))
-            again = time.monotonic() + ASK_AGAIN_SECONDS
-            if knows_all_ranks(welcome) or again >= watch.deadline:
+            now = time.monotonic()
+            brief = Watch(min(watch.deadline, now + seconds), watch.given_up)
+            welcome = brief.result(self.caller.call(ticket.directory, hello, brief.deadline))
+            if knows_all_ranks(welcome) or time.monotonic() + ASK_AGAIN_SECONDS >= last:
                 return welcome
             watch.pause(ASK_AGAIN_SECONDS)
 
@@ -203,5 +235,5 @@ class Acquaintances:
 
 def _disconnect(known: Known) -> None:
     """Give back the connections to an engine that is no more, or was lost."""
-    if known.remote.done() and known.remote.exception() is None:
+    if known.met:
         disconnect(known.remote.result().sources)

@@ -3,6 +3,10 @@
 `load` says what a load does, step by step. Here is what its engine sees: loads begin without
 waiting, each is reported exactly once, failed with a reason or good, and never before its last byte
 can have arrived. `release` sends the last word about a ticket that nobody needs (any more).
+
+Whoever may send requests may name any directory, also one that never answers. So an engine is met
+on other threads (`meetings`), and only a load whose engine is met takes a load thread. The loads of
+one directory have half of these at most (`threads`), however long its claims are parked.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvferry.errors import Cancelled, KvferryError
+from kvferry.errors import Cancelled, KvferryError, PeerLost
 from kvferry.layout.model import CacheModel
 from kvferry.layout.parts import Ints
 from kvferry.layout.rank import RankLayout
@@ -25,6 +29,7 @@ from kvferry.p2p.bell import Bell
 from kvferry.p2p.caller import Caller
 from kvferry.p2p.describe import rank_info
 from kvferry.p2p.load import WORD_SECONDS, Load, Loaded, Loading
+from kvferry.p2p.meetings import Meetings
 from kvferry.p2p.offers import Offering
 from kvferry.p2p.stats import ConsumerStats, ConsumerTally
 from kvferry.p2p.threads import Threads
@@ -70,6 +75,7 @@ class ConsumerRank:
         self.engine, self.model, self.layout = engine, model, layout
         self._caller = Caller(sockets)
         self._threads = Threads("kvferry-load", LOAD_THREADS)
+        self._meetings = Meetings("kvferry-meet")
         rank = layout.rank
         reader = Reader(engine.engine_id, engine.incarnation, rank.pp, rank.tp)
         self._tally = ConsumerTally()
@@ -112,8 +118,16 @@ class ConsumerRank:
         watch = Watch(time.monotonic() + load.seconds)
         with self._lock:
             self._running[load.request_id] = watch
+        self._begin(load, watch, Clock())
+
+    def _begin(self, load: Load, watch: Watch, clock: Clock) -> None:
         try:
-            self._threads.submit(partial(self._run, load, watch))
+            self._once_met(
+                load.ticket,
+                watch,
+                partial(self._run, load, watch, clock),
+                lambda error: self._not_met(load, error),
+            )
         except KvferryError as error:
             self.fail(load, f"{type(error).__name__}: it did not begin: {error}")
 
@@ -133,9 +147,9 @@ class ConsumerRank:
         """Say our last word about a ticket without loading: not needed, or not needed any more."""
         watch = Watch(time.monotonic() + seconds)
         try:
-            self._threads.submit(partial(self._release, ticket, outcome, watch))
+            self._once_met(ticket, watch, partial(self._release, ticket, outcome, watch), _expires)
         except KvferryError as error:
-            log.info("the hold of a ticket was not released, and will expire: %s", error)
+            _expires(error)
 
     def take_done(self) -> list[Loaded]:
         """Loads that ended since the last call, each exactly once."""
@@ -159,18 +173,45 @@ class ConsumerRank:
         with self._lock:
             for watch in self._running.values():
                 watch.give_up()
+        self._meetings.close()
         self._threads.close()
         self._caller.close()
 
     # One load
 
-    def _run(self, load: Load, watch: Watch) -> None:
-        clock = Clock()
+    def _once_met(
+        self,
+        ticket: Ticket,
+        watch: Watch,
+        work: Callable[[], None],
+        fail: Callable[[KvferryError], None],
+    ) -> None:
+        """Have work done on a load thread when a ticket's engine is met; `fail`: it will not be."""
+        known, where = self._loading.known, ticket.directory
+
+        def meet(seconds: float) -> None:
+            watch.require_wanted()
+            with known.meet(ticket, watch, seconds):
+                self._threads.submit(work, where)
+
+        if known.has_met(ticket):
+            self._threads.submit(work, where)
+        else:
+            self._meetings.submit(where, meet, fail)
+
+    def _not_met(self, load: Load, error: KvferryError) -> None:
+        if isinstance(error, Cancelled) and not load.keep_open:
+            self.release(load.ticket, "failed")
+        self._end(Loaded(load.request_id, f"{type(error).__name__}: {error}"))
+
+    def _run(self, load: Load, watch: Watch, clock: Clock) -> None:
+        result: Loaded | None
         try:
             result = self._loading.run(load, watch, clock)
+            if result is None:  # its engine was lost just now
+                self._begin(load, watch, clock)
+                return
         except KvferryError as error:
-            if isinstance(error, Cancelled) and "meet" not in clock.spent and not load.keep_open:
-                self.release(load.ticket, "failed")
             result = Loaded(
                 load.request_id, f"{type(error).__name__}: {error}", seconds=clock.spent
             )
@@ -193,11 +234,17 @@ class ConsumerRank:
 
     def _release(self, ticket: Ticket, outcome: Outcome, watch: Watch) -> None:
         try:
-            with self._loading.known.meet(ticket, watch) as remote:
+            with self._loading.known.using(ticket) as remote:
+                if remote is None:
+                    raise PeerLost("the engine was lost just now")
                 calls = self._words.say(remote.sources, ticket, outcome, watch.deadline)
                 for call in calls.values():
                     self._words.answer(remote, call, watch)
         except KvferryError as error:
-            log.info("the hold of a ticket was not released, and will expire: %s", error)
+            _expires(error)
         except Exception:  # nobody looks at what becomes of it
             log.exception("the hold of a ticket was not released, and will expire")
+
+
+def _expires(error: KvferryError) -> None:
+    log.info("the hold of a ticket was not released, and will expire: %s", error)
