@@ -14,11 +14,10 @@ those before it, but for children of the same engine, which live side by side.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -91,29 +90,18 @@ class Acquaintances:
     _remotes: dict[Key, Known] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @contextlib.contextmanager
-    def using(self, ticket: Ticket) -> Iterator[Remote | None]:
-        """The remote engine of a ticket, while it is used; None where it is not met."""
+    def using(self, ticket: Ticket) -> Known | None:
+        """The engine of a ticket, if it is met; it is kept until the caller says `leave`."""
         with self._lock:
             known = self._remotes.get(Key.of(ticket))
-            if known is not None and not known.met:
-                known = None
-            if known is not None:
-                known.users += 1
-        try:
-            yield known.remote.result() if known is not None else None
-        finally:
-            if known is not None:
-                self._leave(known)
+            if known is None or not known.met:
+                return None
+            known.users += 1
+            return known
 
-    def has_met(self, ticket: Ticket) -> bool:
-        with self._lock:
-            known = self._remotes.get(Key.of(ticket))
-            return known is not None and known.met
-
-    @contextlib.contextmanager
-    def meet(self, ticket: Ticket, watch: Watch, seconds: float = MEET_SECONDS) -> Iterator[Remote]:
-        """The same for an engine that may have to be met first, in these seconds."""
+    def meet(self, ticket: Ticket, watch: Watch, seconds: float = MEET_SECONDS) -> Known:
+        """The same for one that may have to be met first, in these seconds; one handshake for all
+        that need it."""
         key = Key.of(ticket)
         while True:
             with self._lock:
@@ -124,22 +112,18 @@ class Acquaintances:
                 known.users += 1
             try:
                 if mine:
-                    remote = self._make_known(known, key, ticket, watch, seconds)
+                    self._make_known(known, key, ticket, watch, seconds)
                 else:
-                    remote = watch.result(known.remote)
+                    watch.result(known.remote)
+                return known
             except (Cancelled, DeadlineExceeded):
-                self._leave(known)
+                self.leave(known)
                 if mine or watch.over or not known.remote.done():
                     raise
-                continue  # it was the other load that ran out of time: try ourselves
+                # it was the other load that ran out of time: try ourselves
             except BaseException:
-                self._leave(known)
+                self.leave(known)
                 raise
-            try:
-                yield remote
-            finally:
-                self._leave(known)
-            return
 
     def _free_name(self, key: Key) -> str:
         """With the lock held: what our topology calls an engine and nobody who is met beside it.
@@ -165,7 +149,7 @@ class Acquaintances:
             self.topology.unregister_remote_engine(known.name)
         return known
 
-    def _leave(self, known: Known) -> None:
+    def leave(self, known: Known) -> None:
         now = time.monotonic()
         with self._lock:
             known.users -= 1
@@ -185,7 +169,7 @@ class Acquaintances:
 
     def _make_known(
         self, known: Known, key: Key, ticket: Ticket, watch: Watch, seconds: float
-    ) -> Remote:
+    ) -> None:
         try:
             welcome = self._ask_directory(ticket, watch, seconds)
             remote = meet_remote(
@@ -210,7 +194,6 @@ class Acquaintances:
         for old in idle:
             _disconnect(old)
         known.remote.set_result(remote)
-        return remote
 
     def _ask_directory(self, ticket: Ticket, watch: Watch, seconds: float) -> ReplyBody:
         """Its welcome; asked again while its workers are still starting."""

@@ -20,17 +20,18 @@ from typing import Literal
 
 import numpy as np
 
-from kvferry.errors import Cancelled, KvferryError, PeerLost
+from kvferry.errors import Cancelled, KvferryError
 from kvferry.layout.model import CacheModel
 from kvferry.layout.parts import Ints
 from kvferry.layout.rank import RankLayout
-from kvferry.p2p.acquaintances import Acquaintances
+from kvferry.p2p.acquaintances import Acquaintances, Known
 from kvferry.p2p.bell import Bell
 from kvferry.p2p.caller import Caller
 from kvferry.p2p.describe import rank_info
 from kvferry.p2p.load import WORD_SECONDS, Load, Loaded, Loading
 from kvferry.p2p.meetings import Meetings
 from kvferry.p2p.offers import Offering
+from kvferry.p2p.remote import Remote
 from kvferry.p2p.stats import ConsumerStats, ConsumerTally
 from kvferry.p2p.threads import Threads
 from kvferry.p2p.ticket import Ticket
@@ -118,16 +119,9 @@ class ConsumerRank:
         watch = Watch(time.monotonic() + load.seconds)
         with self._lock:
             self._running[load.request_id] = watch
-        self._begin(load, watch, Clock())
-
-    def _begin(self, load: Load, watch: Watch, clock: Clock) -> None:
+        work = partial(self._run, load, watch, Clock())
         try:
-            self._once_met(
-                load.ticket,
-                watch,
-                partial(self._run, load, watch, clock),
-                lambda error: self._not_met(load, error),
-            )
+            self._once_met(load.ticket, watch, work, partial(self._not_met, load))
         except KvferryError as error:
             self.fail(load, f"{type(error).__name__}: it did not begin: {error}")
 
@@ -150,6 +144,8 @@ class ConsumerRank:
             self._once_met(ticket, watch, partial(self._release, ticket, outcome, watch), _expires)
         except KvferryError as error:
             _expires(error)
+        except Exception:  # nobody looks at what becomes of it
+            log.exception("the hold of a ticket was not released, and will expire")
 
     def take_done(self) -> list[Loaded]:
         """Loads that ended since the last call, each exactly once."""
@@ -183,34 +179,44 @@ class ConsumerRank:
         self,
         ticket: Ticket,
         watch: Watch,
-        work: Callable[[], None],
+        work: Callable[[Remote], None],
         fail: Callable[[KvferryError], None],
     ) -> None:
         """Have work done on a load thread when a ticket's engine is met; `fail`: it will not be."""
-        known, where = self._loading.known, ticket.directory
+        everyone = self._loading.known
+
+        def run(known: Known) -> None:
+            try:
+                work(known.remote.result())
+            finally:
+                everyone.leave(known)
+
+        def go(known: Known) -> None:
+            try:
+                self._threads.submit(partial(run, known), ticket.directory)
+            except BaseException:
+                everyone.leave(known)
+                raise
 
         def meet(seconds: float) -> None:
             watch.require_wanted()
-            with known.meet(ticket, watch, seconds):
-                self._threads.submit(work, where)
+            go(everyone.meet(ticket, watch, seconds))
 
-        if known.has_met(ticket):
-            self._threads.submit(work, where)
+        known = everyone.using(ticket)
+        if known is not None:
+            go(known)
         else:
-            self._meetings.submit(where, meet, fail)
+            self._meetings.submit(ticket.directory, meet, fail)
 
     def _not_met(self, load: Load, error: KvferryError) -> None:
         if isinstance(error, Cancelled) and not load.keep_open:
             self.release(load.ticket, "failed")
         self._end(Loaded(load.request_id, f"{type(error).__name__}: {error}"))
 
-    def _run(self, load: Load, watch: Watch, clock: Clock) -> None:
-        result: Loaded | None
+    def _run(self, load: Load, watch: Watch, clock: Clock, remote: Remote) -> None:
+        clock.stop("meet")
         try:
-            result = self._loading.run(load, watch, clock)
-            if result is None:  # its engine was lost just now
-                self._begin(load, watch, clock)
-                return
+            result = self._loading.run(remote, load, watch, clock)
         except KvferryError as error:
             result = Loaded(
                 load.request_id, f"{type(error).__name__}: {error}", seconds=clock.spent
@@ -232,14 +238,11 @@ class ConsumerRank:
         if not result.ok:
             log.warning("request %s: not loaded: %s", result.request_id, result.error)
 
-    def _release(self, ticket: Ticket, outcome: Outcome, watch: Watch) -> None:
+    def _release(self, ticket: Ticket, outcome: Outcome, watch: Watch, remote: Remote) -> None:
         try:
-            with self._loading.known.using(ticket) as remote:
-                if remote is None:
-                    raise PeerLost("the engine was lost just now")
-                calls = self._words.say(remote.sources, ticket, outcome, watch.deadline)
-                for call in calls.values():
-                    self._words.answer(remote, call, watch)
+            calls = self._words.say(remote.sources, ticket, outcome, watch.deadline)
+            for call in calls.values():
+                self._words.answer(remote, call, watch)
         except KvferryError as error:
             _expires(error)
         except Exception:  # nobody looks at what becomes of it

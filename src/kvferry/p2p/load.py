@@ -102,16 +102,7 @@ class Loading:
         """Whether sources are let write. What is compared by digests is read."""
         return self.offering is not None and self.checked is None
 
-    def run(self, load: Load, watch: Watch, clock: Clock) -> Loaded | None:
-        """None where the engine is not met, or was lost meanwhile: meet it first."""
-        with self.known.using(load.ticket) as remote:
-            if remote is None:
-                return None
-            clock.stop("meet")
-            watch.require_wanted()
-            return self._fetch(remote, load, watch, clock)
-
-    def _fetch(self, remote: Remote, load: Load, watch: Watch, clock: Clock) -> Loaded:
+    def run(self, remote: Remote, load: Load, watch: Watch, clock: Clock) -> Loaded:
         try:
             self._require_distinct_blocks(remote, load)
             written = self._let_write(remote, load, watch, clock) if self._offers else NOTHING

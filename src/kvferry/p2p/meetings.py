@@ -26,8 +26,8 @@ from kvferry.p2p.threads import Threads
 log = logging.getLogger("kvferry")
 
 MEET_SECONDS = 5.0  # for a question, where few are asked; an overloaded engine takes seconds
-LEAST_SECONDS = 1.0  # where all threads ask; also what is long enough to be called silent
-SILENT_SECONDS = 10.0  # for these, whoever was silent is not asked again
+LEAST_SECONDS = 1.0  # where all threads ask
+SILENT_SECONDS = 5.0  # for these, whoever was silent is not asked again
 THREADS = 64
 MOST_WAITING = 1024  # one host may have half: a burst of requests right after its engine's start
 MOST_SILENT = 4096  # addresses remembered
@@ -78,14 +78,13 @@ class Meetings:
         ask: Callable[[float], None],
         fail: Callable[[KvferryError], None],
     ) -> None:
-        address, begun = keys[0], time.monotonic()
+        address, begun, most = keys[0], time.monotonic(), self._most_seconds
+        seconds = max(min(LEAST_SECONDS, most), most * self._threads.free / THREADS)
         try:
             self._require_answering(address)
-            share = self._threads.free / THREADS
-            ask(max(min(LEAST_SECONDS, self._most_seconds), self._most_seconds * share))
+            ask(seconds)
         except KvferryError as error:
-            waited = time.monotonic() - begun
-            if waited >= LEAST_SECONDS and not isinstance(error, Cancelled):
+            if time.monotonic() - begun >= seconds and not isinstance(error, Cancelled):
                 with self._lock:
                     while len(self._silent) >= MOST_SILENT:
                         self._silent.pop(next(iter(self._silent)))
