@@ -143,7 +143,7 @@ def test_preempted_after_loading(make: Pairs) -> None:
 
 def test_more_prefills_than_memory(make: Pairs) -> None:
     """Chunked prefills compete for blocks that holds keep: each comes through."""
-    p, d = make("p", blocks=24), make("d", blocks=256, block_size=8)
+    p, d = make("p", blocks=24, max_held_blocks=0), make("d", blocks=256, block_size=8)
     names = [f"r{i}" for i in range(8)]
     for i, name in enumerate(names):
         p.add(name, prompt(20 + i, 150), 1, **PREFILL)
