@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvferry.p2p.describe import engine_info
-from kvferry.p2p.renewer import MOST_FAILURES, Renewer
+from kvferry.p2p.renewer import MOST_FAILURES, MOST_HELLOS, Renewer
 from kvferry.wire.sockets import Sockets
 from p2p_peers import PATIENCE_SECONDS, Prompt, Spec, consumer, make_ticket, producer
 
@@ -83,6 +86,27 @@ def test_one_dead_producer_does_not_hold_up_another(caplog: pytest.LogCaptureFix
         assert caplog.text.count("does not answer") == 2  # once each
         assert r.watched == 3
         dead.kill()
+
+
+def test_directories_that_nobody_has_heard_of_are_asked_a_few_at_a_time() -> None:
+    """Each question has sockets of its own; a good directory has its turn among silent ones."""
+    with contextlib.ExitStack() as stack, producer(P) as p, renewer() as r:
+        opened = lambda: len(list(Path("/proc/self/fd").iterdir()))  # noqa: E731
+        before, most = opened(), 0
+        silent = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            for _ in range(200)
+        ]
+        for number in range(1000):  # several engines are said to be at each
+            stranger = replace(P, engine_id=f"e{number}")
+            r.watch(make_ticket(stranger, silent[number % 200], Prompt(number, 50), f"h{number}"))
+        r.watch(p.hold(Prompt(2000, 50)))
+        until = time.monotonic() + PATIENCE_SECONDS
+        while not p.ask("counters")[0].get("messages"):  # of its first rank: it was renewed
+            most = max(most, opened() - before - len(silent))
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert most < 10 * MOST_HELLOS
 
 
 def test_tickets_of_a_restarted_producer_are_forgotten() -> None:

@@ -52,12 +52,13 @@ def test_connections_are_given_back_by_the_last_that_uses_them() -> None:
     people._remotes[KEY] = known(lost)
     ticket: Any = SimpleNamespace(engine_id="p", incarnation="1", directory="h:1")
     watch = Watch(time.monotonic() + 60)
-    with people.meet(ticket, watch) as first:
-        with people.meet(ticket, watch) as second:
-            assert first is second is lost
-            people.forget(lost)
-            assert KEY not in people._remotes
-        assert gone == []
+    first, second = people.meet(ticket, watch), people.using(ticket)
+    assert first is second and first.remote.result() is lost
+    people.forget(lost)
+    assert KEY not in people._remotes and people.using(ticket) is None
+    people.leave(first)
+    assert gone == []
+    people.leave(first)
     assert gone == ["peer"]
     people.forget(lost)
     assert gone == ["peer"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -67,6 +68,50 @@ def test_each_has_a_thread_and_idle_ones_are_used_again() -> None:
         meeting.wait(SECONDS)
     assert names == {"some-0", "some-1", "some-2"}
     threads.close()
+
+
+def test_lanes_share_threads_out_and_leave_some_to_newcomers() -> None:
+    threads, gate, ran = Threads("lanes", 8), threading.Event(), []
+    lock = threading.Lock()
+
+    def wait(lane: str) -> None:
+        with lock:
+            ran.append(lane)
+        gate.wait(SECONDS)
+
+    def running(lane: str, count: int) -> bool:
+        until = time.monotonic() + SECONDS
+        while ran.count(lane) < count and time.monotonic() < until:
+            time.sleep(0.001)
+        return ran.count(lane) == count
+
+    for lane, most in (("a", 4), ("b", 2), ("c", 1)):  # while it has fewer than are free
+        for _ in range(20):
+            threads.submit(lambda lane=lane: wait(lane), lane)
+        assert running(lane, most) and threads.free
+    threads.submit(lambda: wait("none"))  # work without a lane takes what there is
+    assert running("none", 1) and not threads.free
+    gate.set()
+    assert all(running(lane, 20) for lane in "abc")  # each exactly once
+    threads.close()
+
+
+def test_lanes_of_one_thread_do_their_work_in_order() -> None:
+    threads, done, over = Threads("single", 8, per_lane=1), [], threading.Event()
+    for number in range(100):
+        threads.submit(lambda number=number: done.append(number), "lane")
+    threads.submit(over.set, "lane")
+    assert over.wait(SECONDS) and done == list(range(100))
+    threads.close()
+
+
+def test_what_waits_in_a_lane_is_done_after_the_end() -> None:
+    threads, gate, done = Threads("ending", 4), threading.Event(), threading.Semaphore(0)
+    for _ in range(20):
+        threads.submit(lambda: gate.wait(SECONDS) and done.release(), "lane")
+    threads.close()
+    gate.set()
+    assert all(done.acquire(timeout=SECONDS) for _ in range(20))
 
 
 def test_what_was_accepted_before_the_end_is_done() -> None:

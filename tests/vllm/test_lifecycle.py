@@ -143,7 +143,7 @@ def test_preempted_after_loading(make: Pairs) -> None:
 
 def test_more_prefills_than_memory(make: Pairs) -> None:
     """Chunked prefills compete for blocks that holds keep: each comes through."""
-    p, d = make("p", blocks=24), make("d", blocks=256, block_size=8)
+    p, d = make("p", blocks=24, max_held_blocks=0), make("d", blocks=256, block_size=8)
     names = [f"r{i}" for i in range(8)]
     for i, name in enumerate(names):
         p.add(name, prompt(20 + i, 150), 1, **PREFILL)
@@ -362,6 +362,27 @@ def test_a_limit_of_held_blocks(make: Pairs) -> None:
     assert loads(d) == 2
     run(p, d, until=lambda: p.used_blocks == 0)
     assert not p.connector.has_pending_block_frees()
+
+
+def test_prefills_that_nobody_fetches_leave_half_of_the_cache(make: Pairs) -> None:
+    """Without a configured limit; a prompt beside which nothing is held may be longer than that."""
+    p = make("p", blocks=33)  # one of them is vLLM's null block
+    whole = prefilled(p, "long", prompt(90, 16 * 20))
+    assert "not_held" in str(prefilled(p, "next", prompt(91, 60)))
+    d = make("d", blocks=128, block_size=8)
+    d.add("d", prompt(90, 16 * 20), 3, **whole)
+    run(p, d, until=lambda: "d" in d.ended and p.used_blocks == 0)
+    assert loads(d) == 1
+    told = [prefilled(p, f"p{i}", prompt(50 + i, 60)) for i in range(8)]  # four blocks each
+    held = ["not_held" not in str(params) for params in told]
+    assert held == [True] * 4 + [False] * 4 and p.used_blocks == 16
+    assert "share of the cache" in str(told[-1])
+    p.add("own", prompt(99, 200), 4)  # whoever computes here has room
+    run(p, until=lambda: "own" in p.ended)
+    assert p.tokens["own"] == expected(prompt(99, 200), 4)
+    for i, params in enumerate(told):
+        d.add(f"d{i}", prompt(50 + i, 60), 3, **params)
+    run(p, d, until=lambda: len(d.ended) == 9)
 
 
 def test_a_reset_voids_tickets(make: Pairs) -> None:

@@ -1,9 +1,11 @@
 """The engines that a consumer rank has met: one handshake per incarnation, made when first needed.
 
-Loads that need the same engine at the same time share one handshake. A handshake that failed is
-made again by the next load; an engine whose peers were lost is forgotten, and met again. So is one
-that nothing was loaded from for a while: it may be gone, and its successor has another name. Its
-connections are given back when the last load that uses them has left.
+A handshake has a short time of its own (`meetings`), far less than a load: its directory may be
+somebody who takes connections and says nothing. Loads that need the same engine at the same time
+share one handshake. A handshake that failed is made again by the next load; an engine whose peers
+were lost is forgotten, and met again. So is one that nothing was loaded from for a while: it may be
+gone, and its successor has another name. Its connections are given back when the last load that
+uses them has left.
 
 What a directory says counts for the tickets that name this directory: a ticket that tells another
 is met there, whatever is known of an engine of the same name. A new incarnation of an engine voids
@@ -12,11 +14,10 @@ those before it, but for children of the same engine, which live side by side.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ from kvferry.errors import Cancelled, DeadlineExceeded
 from kvferry.layout.rank import RankLayout
 from kvferry.p2p.caller import Caller
 from kvferry.p2p.incarnations import are_siblings
+from kvferry.p2p.meetings import MEET_SECONDS
 from kvferry.p2p.remote import Remote, disconnect, knows_all_ranks, topology_name
 from kvferry.p2p.remote import meet as meet_remote
 from kvferry.p2p.ticket import Ticket
@@ -34,6 +36,7 @@ from kvferry.wire.messages import VERSION, EngineInfo, Hello, ReplyBody
 
 IDLE_SECONDS = 600.0  # an engine without a load is forgotten after this long
 ASK_AGAIN_SECONDS = 0.2  # where a directory does not know all its ranks yet
+STARTING = 4  # times as long as for a silent directory is waited for one that says it is starting
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,12 @@ class Known:
     used: float = field(default_factory=time.monotonic)  # when a load last left it
     forgotten: bool = False  # the last user gives its connections back
 
+    @property
+    def met(self) -> bool:
+        return self.remote.done() and self.remote.exception() is None
+
     def is_of(self, remote: Remote) -> bool:
-        met = self.remote.done() and self.remote.exception() is None
-        return met and self.remote.result() is remote
+        return self.met and self.remote.result() is remote
 
 
 @dataclass(slots=True)
@@ -84,9 +90,18 @@ class Acquaintances:
     _remotes: dict[Key, Known] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @contextlib.contextmanager
-    def meet(self, ticket: Ticket, watch: Watch) -> Iterator[Remote]:
-        """The remote engine of a ticket, while it is used; one handshake for all that need it."""
+    def using(self, ticket: Ticket) -> Known | None:
+        """The engine of a ticket, if it is met; it is kept until the caller says `leave`."""
+        with self._lock:
+            known = self._remotes.get(Key.of(ticket))
+            if known is None or not known.met:
+                return None
+            known.users += 1
+            return known
+
+    def meet(self, ticket: Ticket, watch: Watch, seconds: float = MEET_SECONDS) -> Known:
+        """The same for one that may have to be met first, in these seconds; one handshake for all
+        that need it."""
         key = Key.of(ticket)
         while True:
             with self._lock:
@@ -97,22 +112,18 @@ class Acquaintances:
                 known.users += 1
             try:
                 if mine:
-                    remote = self._make_known(known, key, ticket, watch)
+                    self._make_known(known, key, ticket, watch, seconds)
                 else:
-                    remote = watch.result(known.remote)
+                    watch.result(known.remote)
+                return known
             except (Cancelled, DeadlineExceeded):
-                self._leave(known)
+                self.leave(known)
                 if mine or watch.over or not known.remote.done():
                     raise
-                continue  # it was the other load that ran out of time: try ourselves
+                # it was the other load that ran out of time: try ourselves
             except BaseException:
-                self._leave(known)
+                self.leave(known)
                 raise
-            try:
-                yield remote
-            finally:
-                self._leave(known)
-            return
 
     def _free_name(self, key: Key) -> str:
         """With the lock held: what our topology calls an engine and nobody who is met beside it.
@@ -138,7 +149,7 @@ class Acquaintances:
             self.topology.unregister_remote_engine(known.name)
         return known
 
-    def _leave(self, known: Known) -> None:
+    def leave(self, known: Known) -> None:
         now = time.monotonic()
         with self._lock:
             known.users -= 1
@@ -156,16 +167,19 @@ class Acquaintances:
         ]
         return [self._drop(key) for key in idle]
 
-    def _make_known(self, known: Known, key: Key, ticket: Ticket, watch: Watch) -> Remote:
+    def _make_known(
+        self, known: Known, key: Key, ticket: Ticket, watch: Watch, seconds: float
+    ) -> None:
         try:
+            welcome = self._ask_directory(ticket, watch, seconds)
             remote = meet_remote(
-                self._ask_directory(ticket, watch),
+                welcome,
                 ticket,
                 self.engine,
                 self.topology,
                 self.layout,
                 self.carriers,
-                watch.deadline,
+                min(watch.deadline, time.monotonic() + seconds),
                 known.name,
             )
         except BaseException as error:
@@ -180,15 +194,16 @@ class Acquaintances:
         for old in idle:
             _disconnect(old)
         known.remote.set_result(remote)
-        return remote
 
-    def _ask_directory(self, ticket: Ticket, watch: Watch) -> ReplyBody:
+    def _ask_directory(self, ticket: Ticket, watch: Watch, seconds: float) -> ReplyBody:
         """Its welcome; asked again while its workers are still starting."""
         hello = Hello(VERSION, self.engine)
+        last = min(watch.deadline, time.monotonic() + STARTING * seconds)
         while True:
-            welcome = watch.result(self.caller.call(ticket.directory, hello, watch.deadline))
-            again = time.monotonic() + ASK_AGAIN_SECONDS
-            if knows_all_ranks(welcome) or again >= watch.deadline:
+            now = time.monotonic()
+            brief = Watch(min(watch.deadline, now + seconds), watch.given_up)
+            welcome = brief.result(self.caller.call(ticket.directory, hello, brief.deadline))
+            if knows_all_ranks(welcome) or time.monotonic() + ASK_AGAIN_SECONDS >= last:
                 return welcome
             watch.pause(ASK_AGAIN_SECONDS)
 
@@ -203,5 +218,5 @@ class Acquaintances:
 
 def _disconnect(known: Known) -> None:
     """Give back the connections to an engine that is no more, or was lost."""
-    if known.remote.done() and known.remote.exception() is None:
+    if known.met:
         disconnect(known.remote.result().sources)

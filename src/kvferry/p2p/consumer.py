@@ -3,6 +3,10 @@
 `load` says what a load does, step by step. Here is what its engine sees: loads begin without
 waiting, each is reported exactly once, failed with a reason or good, and never before its last byte
 can have arrived. `release` sends the last word about a ticket that nobody needs (any more).
+
+Whoever may send requests may name any directory, also one that never answers. So an engine is met
+on other threads (`meetings`), and only a load whose engine is met takes a load thread. The loads of
+one directory have half of these at most (`threads`), however long its claims are parked.
 """
 
 from __future__ import annotations
@@ -20,12 +24,14 @@ from kvferry.errors import Cancelled, KvferryError
 from kvferry.layout.model import CacheModel
 from kvferry.layout.parts import Ints
 from kvferry.layout.rank import RankLayout
-from kvferry.p2p.acquaintances import Acquaintances
+from kvferry.p2p.acquaintances import Acquaintances, Known
 from kvferry.p2p.bell import Bell
 from kvferry.p2p.caller import Caller
 from kvferry.p2p.describe import rank_info
 from kvferry.p2p.load import WORD_SECONDS, Load, Loaded, Loading
+from kvferry.p2p.meetings import Meetings
 from kvferry.p2p.offers import Offering
+from kvferry.p2p.remote import Remote
 from kvferry.p2p.stats import ConsumerStats, ConsumerTally
 from kvferry.p2p.threads import Threads
 from kvferry.p2p.ticket import Ticket
@@ -70,6 +76,7 @@ class ConsumerRank:
         self.engine, self.model, self.layout = engine, model, layout
         self._caller = Caller(sockets)
         self._threads = Threads("kvferry-load", LOAD_THREADS)
+        self._meetings = Meetings("kvferry-meet")
         rank = layout.rank
         reader = Reader(engine.engine_id, engine.incarnation, rank.pp, rank.tp)
         self._tally = ConsumerTally()
@@ -109,8 +116,9 @@ class ConsumerRank:
         watch = Watch(time.monotonic() + load.seconds)
         with self._lock:
             self._running[load.request_id] = watch
+        work = partial(self._run, load, watch, Clock())
         try:
-            self._threads.submit(partial(self._run, load, watch))
+            self._once_met(load.ticket, watch, work, partial(self._not_met, load))
         except KvferryError as error:
             self.fail(load, f"{type(error).__name__}: it did not begin: {error}")
 
@@ -130,9 +138,11 @@ class ConsumerRank:
         """Say our last word about a ticket without loading: not needed, or not needed any more."""
         watch = Watch(time.monotonic() + seconds)
         try:
-            self._threads.submit(partial(self._release, ticket, outcome, watch))
+            self._once_met(ticket, watch, partial(self._release, ticket, outcome, watch), _expires)
         except KvferryError as error:
-            log.info("the hold of a ticket was not released, and will expire: %s", error)
+            _expires(error)
+        except Exception:  # nobody looks at what becomes of it
+            log.exception("the hold of a ticket was not released, and will expire")
 
     def take_done(self) -> list[Loaded]:
         """Loads that ended since the last call, each exactly once."""
@@ -156,18 +166,55 @@ class ConsumerRank:
         with self._lock:
             for watch in self._running.values():
                 watch.give_up()
+        self._meetings.close()
         self._threads.close()
         self._caller.close()
 
     # One load
 
-    def _run(self, load: Load, watch: Watch) -> None:
-        clock = Clock()
+    def _once_met(
+        self,
+        ticket: Ticket,
+        watch: Watch,
+        work: Callable[[Remote], None],
+        fail: Callable[[KvferryError], None],
+    ) -> None:
+        """Have work done on a load thread when a ticket's engine is met; `fail`: it will not be."""
+        everyone = self._loading.known
+
+        def run(known: Known) -> None:
+            try:
+                work(known.remote.result())
+            finally:
+                everyone.leave(known)
+
+        def go(known: Known) -> None:
+            try:
+                self._threads.submit(partial(run, known), ticket.directory)
+            except BaseException:
+                everyone.leave(known)
+                raise
+
+        def meet(seconds: float) -> None:
+            watch.require_wanted()
+            go(everyone.meet(ticket, watch, seconds))
+
+        known = everyone.using(ticket)
+        if known is not None:
+            go(known)
+        else:
+            self._meetings.submit(ticket.directory, meet, fail)
+
+    def _not_met(self, load: Load, error: KvferryError) -> None:
+        if isinstance(error, Cancelled) and not load.keep_open:
+            self.release(load.ticket, "failed")
+        self._end(Loaded(load.request_id, f"{type(error).__name__}: {error}"))
+
+    def _run(self, load: Load, watch: Watch, clock: Clock, remote: Remote) -> None:
+        clock.stop("meet")
         try:
-            result = self._loading.run(load, watch, clock)
+            result = self._loading.run(remote, load, watch, clock)
         except KvferryError as error:
-            if isinstance(error, Cancelled) and "meet" not in clock.spent and not load.keep_open:
-                self.release(load.ticket, "failed")
             result = Loaded(
                 load.request_id, f"{type(error).__name__}: {error}", seconds=clock.spent
             )
@@ -188,13 +235,16 @@ class ConsumerRank:
         if not result.ok:
             log.warning("request %s: not loaded: %s", result.request_id, result.error)
 
-    def _release(self, ticket: Ticket, outcome: Outcome, watch: Watch) -> None:
+    def _release(self, ticket: Ticket, outcome: Outcome, watch: Watch, remote: Remote) -> None:
         try:
-            with self._loading.known.meet(ticket, watch) as remote:
-                calls = self._words.say(remote.sources, ticket, outcome, watch.deadline)
-                for call in calls.values():
-                    self._words.answer(remote, call, watch)
+            calls = self._words.say(remote.sources, ticket, outcome, watch.deadline)
+            for call in calls.values():
+                self._words.answer(remote, call, watch)
         except KvferryError as error:
-            log.info("the hold of a ticket was not released, and will expire: %s", error)
+            _expires(error)
         except Exception:  # nobody looks at what becomes of it
             log.exception("the hold of a ticket was not released, and will expire")
+
+
+def _expires(error: KvferryError) -> None:
+    log.info("the hold of a ticket was not released, and will expire: %s", error)

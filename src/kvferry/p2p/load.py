@@ -1,6 +1,7 @@
 """One load: a request's cache out of producers' memory, step by step, on a thread of its own.
 
-1. **meet** the remote engine: the directory's welcome, plans, connections. Once per incarnation.
+1. **meet** the remote engine: the directory's welcome, plans, connections. Once per incarnation,
+   and on another thread (`meetings`), so that an engine that never answers holds up no load.
    In push mode, sources that can be stopped now **write** (`offers`); the rest is for the others.
 2. **claim** the hold at every source rank that concerns us, all at once. A claim may be parked.
 3. **read** by carrier, edge by edge, all at once, in slices.
@@ -101,12 +102,7 @@ class Loading:
         """Whether sources are let write. What is compared by digests is read."""
         return self.offering is not None and self.checked is None
 
-    def run(self, load: Load, watch: Watch, clock: Clock) -> Loaded:
-        with self.known.meet(load.ticket, watch) as remote:
-            clock.stop("meet")
-            return self._fetch(remote, load, watch, clock)
-
-    def _fetch(self, remote: Remote, load: Load, watch: Watch, clock: Clock) -> Loaded:
+    def run(self, remote: Remote, load: Load, watch: Watch, clock: Clock) -> Loaded:
         try:
             self._require_distinct_blocks(remote, load)
             written = self._let_write(remote, load, watch, clock) if self._offers else NOTHING

@@ -13,7 +13,7 @@ directory is asked for its ranks once per incarnation.
 
 Nothing here decides about a load: a hold that could not be renewed expires at the producer, and the
 load then fails there. A producer that does not answer delays the renewals of others by two calls'
-time at most.
+time at most. Of directories that have not answered yet, a few are asked at a time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_all
@@ -48,6 +49,7 @@ DEFAULT_INTERVAL_SECONDS = DEFAULT_LEASE_SECONDS / 4  # three may be lost before
 CALL_SECONDS = 5.0
 FIRST_RENEWAL = 1 / 8  # of the interval, after a ticket came
 MOST_FAILURES = 3  # in a row, before a producer is taken for dead
+MOST_HELLOS = 64  # directories asked in one round: each has sockets, and some may be silent
 MOST_HOLDS_PER_CALL = 4096  # ids of 32 characters: far below what a request may have
 CLOSE_SECONDS = 5.0
 
@@ -167,13 +169,14 @@ class Renewer:
     def _round(self, engines: dict[_Key, _Engine]) -> None:
         """Renew at all known ranks and ask directories for the others', all at once."""
         known = {key: engine for key, engine in engines.items() if engine.ranks}
-        fresh = {key: engine for key, engine in engines.items() if not engine.ranks}
+        unknown = {key: engine for key, engine in engines.items() if not engine.ranks}
         renewals = self._renew(known)
-        hellos = {key: self._call(key.directory, self._hello) for key in fresh}
+        hellos = {where: self._call(where, self._hello) for where in _some(unknown)}
+        fresh = {key: engine for key, engine in unknown.items() if key.directory in hellos}
         self._wait(hellos.values())
-        for key, call in hellos.items():
+        for key in fresh:
             try:
-                fresh[key].ranks = _ranks(key, call)
+                fresh[key].ranks = _ranks(key, hellos[key.directory])
             except StaleTicket as error:
                 self._forget(key, str(error))
             except KvferryError as error:
@@ -246,6 +249,18 @@ class Renewer:
                 key.directory,
                 error,
             )
+
+
+def _some(unknown: dict[_Key, _Engine]) -> list[str]:
+    """Directories to ask now: those that failed least, hosts in turn."""
+    failures = {key.directory: engine.failures for key, engine in unknown.items()}
+    turns: Counter[str] = Counter()
+    order: list[tuple[int, int, str]] = []
+    for directory, failed in sorted(failures.items(), key=lambda item: item[1]):
+        host = directory.rpartition(":")[0]
+        order.append((failed, turns[host], directory))
+        turns[host] += 1
+    return [directory for *_, directory in sorted(order)[:MOST_HELLOS]]
 
 
 def _ranks(key: _Key, call: Future[ReplyBody]) -> list[_Address]:

@@ -8,6 +8,9 @@ engine, which asks the same address where that engine's directory is. Ours is su
     POST /register  from data-parallel ranks that have no server of their own; with a secret, its
                     body is authenticated by an HMAC in the header X-Kvferry-Mac
 
+Strangers may connect too: `door` bounds what they can take of it. What is registered is bounded by
+what an asker reads, and never replaces the engine's own entry.
+
 What it answers is a hint and no secret: whoever listens at the named directory must prove to know
 the secret before anything else is said, and a wrong incarnation makes every claim stale.
 """
@@ -20,27 +23,24 @@ import hmac
 import http.client
 import io
 import json
-import logging
 import socket
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 from kvferry.errors import HandoverError, ProtocolError, TransferError
+from kvferry.p2p.http_server import Answer, Asked, HttpServer
 from kvferry.p2p.ticket import is_host, is_text
-from kvferry.transport.forks import ours_alone
 from kvferry.units import require_port
 from kvferry.wire.names import at_port, dial, literal
 
-log = logging.getLogger("kvferry")
-
 MOST_BYTES = 1 << 20  # of a message; an engine of a thousand ranks has less
 MAC = "X-Kvferry-Mac"
-SOCKET_SECONDS = 10.0
+MOST_ENTRIES = MOST_BYTES - (1 << 10)  # of all registrations; an answer has a head too
+MOST_RANKS = 4096  # data-parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,64 +74,21 @@ class Whereabouts:
         return cls(str(engine_id), str(host), port, str(inc))
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6
-
-
 class Bootstrap:
     """A server for one engine, and for those that register with it."""
 
     def __init__(self, host: str | None, port: int, secret: str | None) -> None:
         self._entries: dict[str, dict[str, Any]] = {}
+        self._own: set[str] = set()
+        self._answer = Answer.of(200, {})  # to a query
         self._lock = threading.Lock()
         self._secret = secret
-        bootstrap = self
-
-        class Handler(BaseHTTPRequestHandler):
-            timeout = SOCKET_SECONDS
-
-            def do_GET(self) -> None:
-                if urlsplit(self.path).path != "/query":
-                    self._answer(404, {"detail": "ask /query"})
-                    return
-                with bootstrap._lock:
-                    entries = dict(bootstrap._entries)
-                self._answer(200, entries)
-
-            def do_POST(self) -> None:
-                if urlsplit(self.path).path != "/register":
-                    self._answer(404, {"detail": "post to /register"})
-                    return
-                try:
-                    size = int(self.headers.get("Content-Length") or 0)
-                    if not 0 < size <= MOST_BYTES:
-                        raise ProtocolError(f"a body of {size} bytes; 1 to {MOST_BYTES} are read")
-                    body = self.rfile.read(size)
-                    bootstrap._register(body, self.headers.get(MAC) or "")
-                except (ProtocolError, ValueError, RecursionError) as error:
-                    self._answer(400, {"detail": str(error)})
-                else:
-                    self._answer(200, {"status": "ok"})
-
-            def _answer(self, status: int, body: Any) -> None:
-                data = json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                log.debug("kvferry's bootstrap: %s", format % args)
-
         where = "127.0.0.1" if host is None else literal(host) or host
-        kind = _Server6 if ":" in where else _Server
+        family = socket.AF_INET6 if ":" in where else socket.AF_INET
         try:
-            self._server = kind((where, require_port(port)), Handler)
+            listener = socket.create_server(
+                (where, require_port(port)), family=family, backlog=1024
+            )
         except OSError as error:
             taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
             raise HandoverError(
@@ -142,36 +99,58 @@ class Bootstrap:
                     else "set host to an address of this host"
                 )
             ) from None
-        ours_alone(self._server.socket)
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="kvferry-bootstrap", daemon=True
-        )
-        self._thread.start()
+        self.port = int(listener.getsockname()[1])
+        self._door = HttpServer(listener, self._asked, "kvferry-bootstrap")
 
     def put(self, dp_rank: int, entry: Mapping[str, Any]) -> None:
+        """The engine's own entry."""
         with self._lock:
-            self._entries[str(dp_rank)] = dict(entry)
+            self._own.add(str(dp_rank))
+            self._put(str(dp_rank), entry)
+
+    def _put(self, dp_rank: str, entry: Mapping[str, Any]) -> None:
+        """With the lock held."""
+        entries = {**self._entries, dp_rank: dict(entry)}
+        answer = Answer.of(200, entries)
+        if len(answer.json) > MOST_ENTRIES and dp_rank not in self._own:
+            raise ProtocolError(
+                f"with this registration there would be more than {MOST_ENTRIES} bytes of them"
+            )
+        self._entries, self._answer = entries, answer
+
+    def _asked(self, asked: Asked) -> Answer:
+        """On the door's thread."""
+        if asked.method == "GET" and asked.path == "/query":
+            return self._answer
+        if asked.method != "POST" or asked.path != "/register":
+            return Answer.of(404, {"detail": "ask GET /query, or POST /register"})
+        try:
+            self._register(asked.body, asked.headers.get(MAC.lower(), ""))
+        except (ProtocolError, ValueError, RecursionError) as error:
+            return Answer.of(400, {"detail": str(error)})
+        return Answer.of(200, {"status": "ok"})
 
     def _register(self, body: bytes, mac: str) -> None:
         told_mac = mac.encode(errors="replace")  # a header may hold what a digest never does
         if self._secret and not hmac.compare_digest(told_mac, _mac(self._secret, body).encode()):
             raise ProtocolError("this registration does not prove to know our secret")
         told = json.loads(body)
-        if not isinstance(told, dict) or type(told.get("dp_rank")) is not int:
-            raise ProtocolError("a registration names its dp_rank")
+        rank = told.get("dp_rank") if isinstance(told, dict) else None
+        if type(rank) is not int or not 0 <= rank < MOST_RANKS:
+            raise ProtocolError(f"a registration names its dp_rank, from 0 to {MOST_RANKS - 1}")
         if "kvferry" not in told:
             raise ProtocolError(
                 "this bootstrap belongs to kvferry's connector, and a worker of vLLM's own "
                 "MooncakeConnector wants to register; run one of the two on all engines"
             )
         Whereabouts.read(told, "a registration")
-        self.put(told["dp_rank"], {k: v for k, v in told.items() if k != "dp_rank"})
+        with self._lock:
+            if str(rank) in self._own:
+                raise ProtocolError(f"dp_rank {rank} is the bootstrap's own rank, not another's")
+            self._put(str(rank), {k: v for k, v in told.items() if k != "dp_rank"})
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5)
+        self._door.close()
 
 
 def _mac(secret: str, body: bytes) -> str:

@@ -84,7 +84,8 @@ class FerryConfig:
     model_id: Text = ""  # names the weights, where the model's path differs between engines
     draft_layers: Annotated[str, DRAFTS] = "refuse"  # that a prefill engine lacks; or "zero" them
     lora_files_final: Flag = False  # adapters' files never change: see `kvferry.pool.adapters`
-    max_held_blocks: Count = 0  # that finished requests may keep at once; 0: no limit
+    # that finished requests may keep at once; None: half of the cache (`offering`); 0: no limit
+    max_held_blocks: Count | None = None
     peers: Hosts = ()  # hosts and networks that tickets may name; empty: any
     bootstrap_port: Port = 0  # where proxies ask for engine ids (Mooncake style); 0: not at all
     bootstrap_server: Server = ""  # of another engine, to register with instead of an own one

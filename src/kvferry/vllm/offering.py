@@ -2,9 +2,10 @@
 
 A request that ends with its prompt computed (at its length, at a stop token, at a repetition: its
 cache is valid in each case) is held, and its ticket goes into the response. It is not held, and the
-response says so, when that would keep more than `max_held_blocks`, when its transfer id was used
-before, when nothing tells its prompt from others (see `prompts`), or when nobody knows which files
-its LoRA adapter was loaded from (see `lora`). Consumers that got the request at the same time know
+response says so, when that would keep more than `max_held_blocks` (by default half of the cache:
+prefills that are never fetched leave the rest to others), when its transfer id was used before,
+when nothing tells its prompt from others (see `prompts`), or when nobody knows which files its LoRA
+adapter was loaded from (see `lora`). Consumers that got the request at the same time know
 the hold by a name (see `rendezvous`) and may wait for it already; so a named request that is
 aborted, or not held, is withdrawn at all ranks, which refuse those claims at once.
 """
@@ -38,6 +39,9 @@ CUT_BEFORE = (
 log = logging.getLogger("kvferry")
 
 MOST_NAMES = 65_536  # transfer ids remembered, to refuse those that come again
+# Of the cache, that finished requests may keep where nothing is configured: whoever sends prefills
+# that are never fetched pins no more. Nothing in a request names its client, so all share it.
+HELD_SHARE = 0.5
 # Held blocks are worth waiting for, rather than preempting a request, while holds come and go.
 MOVING_SECONDS = 1.0
 
@@ -129,17 +133,24 @@ class Offering:
                 return self._unheld("lora", lora.unknown, hold_id if name is not None else None)
             digest = adapted(digest, revision)
         blocks = len({block for table in block_ids for block in table if block})
-        limit = self.config.max_held_blocks
-        if limit and self.held_blocks + blocks > limit:
-            return self._unheld(
-                "limit",
-                f"{self.held_blocks} blocks are held already, {blocks} more would be over "
-                f"max_held_blocks ({limit})",
-                hold_id if name is not None else None,
-            )
+        if over := self._over_limit(blocks):
+            return self._unheld("limit", over, hold_id if name is not None else None)
         if name is not None:
             self._names[name].held = True
         return True, self._hold(request, digest, hold_id, block_ids, blocks)
+
+    def _over_limit(self, blocks: int) -> str:
+        """Why so many more may not be held; empty where they may."""
+        limit, which = self.config.max_held_blocks, "max_held_blocks"
+        if limit is None:  # a lone prompt may be longer than that: it would never be handed over
+            limit = int(HELD_SHARE * self.handed_over.cache_blocks) if self.held_blocks else 0
+            which += f", by default a share of the cache of {HELD_SHARE:g}"
+        if not limit or self.held_blocks + blocks <= limit:
+            return ""
+        return (
+            f"{self.held_blocks} blocks are held already, {blocks} more would be over {limit} "
+            f"({which})"
+        )
 
     def _hold(
         self,

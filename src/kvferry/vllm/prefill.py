@@ -31,6 +31,7 @@ class HandedOver:
     held_back: int = 0  # tokens of a prompt that the decode engine computes
     # of each table: blocks for speculation behind a state; None where tokens are kept, not a state
     scratch: tuple[int | None, ...] = ()
+    cache_blocks: int = 0  # of this engine; 0: not known
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> HandedOver:
@@ -38,7 +39,7 @@ class HandedOver:
         scratch = tuple(int(s.num_speculative_blocks) if is_state(s) else None for s in specs)
         has_states = any(blocks is not None for blocks in scratch)
         ahead = int(vllm_config.num_prefill_lookahead_tokens) - 1
-        return cls(max(int(has_states), ahead, 0), scratch)
+        return cls(max(int(has_states), ahead, 0), scratch, int(kv_cache_config.num_blocks))
 
     def require_whole_prompts(self, family: Family) -> None:
         """Refuse siblings that would cut a prompt before us, or not as we do."""

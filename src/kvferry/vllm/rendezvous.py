@@ -5,6 +5,7 @@ style of NixlPushConnector's proxy, the engine's directory and nothing that tell
 thread asks; the scheduler looks for the answer whenever vLLM asks it about the request, and never
 waits. An answer serves the requests of the next second; then it is asked for anew, because the
 engine may have been reset or restarted, and one that was kept serves where no answer comes soon.
+Clients name these addresses, and some may be silent: `meetings` bounds what they can hold up.
 
 What is found becomes an ordinary ticket. The hold's id is derived, on both sides alike, from the
 producer's incarnation and the transfer id; the digest is of the consumer's own prompt. A claim that
@@ -15,17 +16,17 @@ prefill that was aborted, or not held, is refused there as soon as that is known
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry.errors import AuthenticationError, HandoverError, KvferryError, ProtocolError
 from kvferry.p2p.caller import Caller
+from kvferry.p2p.meetings import Meetings
 from kvferry.p2p.ticket import MARK, is_host, is_text
 from kvferry.vllm.bootstrap import Whereabouts, host_port, query
 from kvferry.vllm.config import FerryConfig, Style
@@ -33,14 +34,11 @@ from kvferry.wire.messages import VERSION, EngineInfo, Hello, Refused, Welcome
 from kvferry.wire.names import is_loopback
 from kvferry.wire.sockets import Sockets
 
-log = logging.getLogger("kvferry")
-
 AGAIN_SECONDS = 0.05  # between two, while the engine is starting
 FRESH_SECONDS = 1.0  # after these, an answer is asked for anew
 PATIENCE_SECONDS = 0.2  # for the new one, before the last one is used
 KEEP_SECONDS = 300.0  # and that is used no longer than this
 MOST_KEPT = 4096
-THREADS = 8
 CHILD = re.compile(r"^\d+_")  # vLLM's request ids of the samples of one `n > 1` request
 SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # that vLLM adds to each id
 
@@ -73,7 +71,7 @@ class _Asked:
     @property
     def known(self) -> tuple[float, Whereabouts] | None:
         """The latest answer, if any was good."""
-        if self.answer.done() and not self.answer.cancelled() and not self.answer.exception():
+        if self.answer.done() and not self.answer.exception():
             return self.answer.result()
         return self.before
 
@@ -144,7 +142,7 @@ class Rendezvous:
         self._engine: EngineInfo | None = None
         self._told = threading.Event()  # who we are
         self._closed = False
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvferry-rendezvous")
+        self._meetings = Meetings("kvferry-rendezvous", config.bootstrap_seconds)
         self._lock = threading.Lock()
         self._asked: dict[Place, _Asked] = {}
 
@@ -184,25 +182,23 @@ class Rendezvous:
             known = None
         if before is None and len(self._asked) >= MOST_KEPT:
             self._asked.pop(next(iter(self._asked)))
+        answer: Future[tuple[float, Whereabouts]] = Future()
+
+        def ask(seconds: float) -> None:
+            found = self._found_at(place, seconds)
+            answer.set_result((time.monotonic(), found))
+
         try:
-            answer = self._pool.submit(self._ask, place)
-        except RuntimeError as error:  # no more threads, or we are closed
-            raise HandoverError(f"{place.address} cannot be asked: {error}") from None
+            self._require_allowed(place)
+            self._meetings.submit(place.address, ask, answer.set_exception)
+        except AuthenticationError as error:
+            answer.set_exception(error)
+        except KvferryError as error:  # no more threads, too many questions, or we are closed
+            answer.set_exception(HandoverError(f"{place.address} cannot be asked: {error}"))
         asked = self._asked[place] = _Asked(now, answer, known)
         return asked
 
-    def _ask(self, place: Place) -> tuple[float, Whereabouts]:
-        """What is asked for, or a KvferryError: others are bugs, and must not end the scheduler."""
-        try:
-            found = self._found_at(place)
-            return time.monotonic(), found
-        except KvferryError:
-            raise
-        except Exception as error:
-            log.exception("asking %s for engine %r", place.address, place.engine_id)
-            raise HandoverError(f"{place.address} could not be asked: {error!r}") from error
-
-    def _found_at(self, place: Place) -> Whereabouts:
+    def _require_allowed(self, place: Place) -> None:
         host = place.address.rsplit(":", 1)[0]
         if not self._config.admits(host):
             raise AuthenticationError(
@@ -213,7 +209,8 @@ class Rendezvous:
                 f"the request names a producer at {host}, on another host, and no secret is "
                 "configured; set the same secret on both engines"
             )
-        seconds = self._config.bootstrap_seconds
+
+    def _found_at(self, place: Place, seconds: float) -> Whereabouts:
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -258,7 +255,7 @@ class Rendezvous:
     def close(self) -> None:
         self._closed = True
         self._told.set()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._meetings.close()
         if self._caller is not None:
             self._caller.close()
 
