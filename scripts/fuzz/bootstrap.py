@@ -28,10 +28,14 @@ import tempfile
 import types
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+from kvferry.wire.keys import Key
+
 SECRET = "a secret of the fuzzer, 0123456789abcdef"
+OTHER = "another secret of the fuzzer"
 ANSWER_SECONDS = 5.0  # for a good query, whatever else goes on
 QUERY_EVERY = 50
 LOOK_EVERY = 1000  # frames between two looks at the child's threads, memory and descriptors
@@ -156,18 +160,24 @@ def flipped(rng: random.Random, data: bytes) -> bytes:
     return bytes(spoiled)
 
 
+@cache
+def key(secret: str) -> bytes:
+    """Of a bootstrap with that secret; of this user's where it is empty."""
+    return Key.of(secret or None).derive("bootstrap")
+
+
 def mac(secret: str, body: bytes) -> str:
-    return hmac.new(b"kvferry bootstrap " + secret.encode(), body, hashlib.sha256).hexdigest()
+    return hmac.new(key(secret), body, hashlib.sha256).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
     data: bytes
-    signed: bool = False  # whether it may register somebody where there is a secret
+    signed: bool = False  # whether it may register somebody
     whole: bool = True  # whether an answer may be expected before we stop sending
 
 
-def frame(rng: random.Random) -> Frame:
+def frame(rng: random.Random, secret: str) -> Frame:
     """One request, or what is sent in its place."""
     kind = rng.random()
     if kind < 0.03:
@@ -178,11 +188,9 @@ def frame(rng: random.Random) -> Frame:
     signed = post and rng.random() < 0.5
     headers = [("Host", "h"), ("Content-Length", str(len(body)))]
     if signed:
-        headers.append((rng.choice(("X-Kvferry-Mac", "x-kvferry-mac")), mac(SECRET, body)))
+        headers.append((rng.choice(("X-Kvferry-Mac", "x-kvferry-mac")), mac(secret, body)))
     elif rng.random() < 0.3:
-        spoiled = rng.choice(
-            ("", "0" * 64, "\xe9" * 64, mac("other", body), mac(SECRET, body)[:-1])
-        )
+        spoiled = rng.choice(("", "0" * 64, "\xe9" * 64, mac(OTHER, body), mac(secret, body)[:-1]))
         headers.append(("X-Kvferry-Mac", spoiled))
     version = "HTTP/1.1"
     spoil = rng.random()
@@ -277,7 +285,7 @@ class Fuzzer:
         status, body = parsed(answer)
         if status not in (200, 400, 404):
             raise Broken(f"status {status} after {one.data[:300]!r}")
-        if self.secret and not one.signed and b'"ok"' in body:
+        if not one.signed and b'"ok"' in body:
             raise Broken(f"an unsigned registration was taken: {one.data[:600]!r}")
         self.counts["registered" if b'"ok"' in body else str(status)] += 1
 
@@ -296,7 +304,7 @@ class Fuzzer:
         self.query()
         self.child.before = self.child.size()
         for number in range(frames):
-            self.send(frame(self.rng))
+            self.send(frame(self.rng, self.secret))
             if number % QUERY_EVERY == 0:
                 self.query()
             if number % LOOK_EVERY == 0:

@@ -303,14 +303,14 @@ def test_room_for_other_tokens_than_a_ticket_holds(
 
 
 def test_a_mac_that_is_no_digest() -> None:
-    bootstrap = Bootstrap(None, 0, "s")
+    bootstrap = Bootstrap(None, 0, SECRET)
     try:
         connection = http.client.HTTPConnection("127.0.0.1", bootstrap.port, timeout=5)
         body = json.dumps({"dp_rank": 1, "engine_id": "e", "kvferry": GOOD})
         connection.request("POST", "/register", body, {MAC: "\xe9" * 64})
         answer = connection.getresponse()
         assert answer.status == 400 and b"secret" in answer.read()
-        register(f"127.0.0.1:{bootstrap.port}", 1, json.loads(body), "s", 5.0)
+        register(f"127.0.0.1:{bootstrap.port}", 1, json.loads(body), SECRET, 5.0)
     finally:
         bootstrap.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import re
 import socket
@@ -40,7 +41,15 @@ from kvferry.p2p.ticket import Ticket
 from kvferry.vllm import FerryConnector, MooncakeConnector, NixlConnector, NixlPushConnector
 from kvferry.vllm import registration as registration_module
 from kvferry.vllm import rendezvous as rendezvous_module
-from kvferry.vllm.bootstrap import Bootstrap, Whereabouts, host_port, query, register
+from kvferry.vllm.bootstrap import (
+    MAC,
+    PURPOSE,
+    Bootstrap,
+    Whereabouts,
+    host_port,
+    query,
+    register,
+)
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.family import Family
 from kvferry.vllm.metadata import FerryMetadata
@@ -50,6 +59,7 @@ from kvferry.vllm.prefill import HandedOver
 from kvferry.vllm.registration import Registration
 from kvferry.vllm.rendezvous import Place, Rendezvous, appointment, derived_hold, transfer_name
 from kvferry.vllm.stats import FerryStats, as_stats, levels
+from kvferry.wire.keys import Key
 from kvferry.wire.messages import EngineInfo
 from kvferry.wire.sockets import Sockets
 from vllm_pairs import mooncake_decode, push_decode, reaches
@@ -439,7 +449,10 @@ class TestBootstrap:
         url = f"http://127.0.0.1:{bootstrap.port}"
         try:
             with pytest.raises(urllib.error.HTTPError) as refused:
-                urllib.request.urlopen(f"{url}/register", body or b" ", timeout=5)
+                said = body or b" "
+                mac = {MAC: hmac.digest(Key.of(None).derive(PURPOSE), said, "sha256").hex()}
+                asked = urllib.request.Request(f"{url}/register", said, mac)
+                urllib.request.urlopen(asked, timeout=5)
             assert refused.value.code == 400
             refused.value.close()
             with urllib.request.urlopen(f"{url}/query", timeout=5) as answer:
@@ -479,10 +492,10 @@ class TestBootstrap:
 
     def test_a_rank_registers_as_soon_as_somebody_listens(self) -> None:
         port = free_port()
-        registration = Registration(f"127.0.0.1:{port}", 1, "s", 5.0)
+        registration = Registration(f"127.0.0.1:{port}", 1, SECRET, 5.0)
         registration.tell(Whereabouts("e_dp1", "h", 1, "i").entry({}))
         time.sleep(0.2)  # the first attempt finds nobody
-        bootstrap = Bootstrap(None, port, "s")
+        bootstrap = Bootstrap(None, port, SECRET)
         try:
             assert reaches(lambda: bool(bootstrap._entries), True)
             registration.tell(Whereabouts("e_dp1", "h", 1, "j").entry({}))
@@ -505,7 +518,7 @@ class TestBootstrap:
 
         monkeypatch.setattr(registration_module, "register", fails_first)
         bootstrap = Bootstrap(None, 0, SECRET)
-        registration = Registration(f"127.0.0.1:{bootstrap.port}", 1, "s", 5.0)
+        registration = Registration(f"127.0.0.1:{bootstrap.port}", 1, SECRET, 5.0)
         try:
             registration.tell(Whereabouts("e_dp1", "h", 1, "i").entry({}))
             assert reaches(lambda: bool(bootstrap._entries), True)

@@ -297,7 +297,7 @@ class TestBootstrap:
         with pytest.raises(DescriptionError, match="65535"):
             Bootstrap(None, 99999, None)
         with pytest.raises(HandoverError, match="set host to an address of this host"):
-            Bootstrap("192.0.2.1", 0, None)  # kept for documents: nobody's
+            Bootstrap("192.0.2.1", 0, LONG)  # kept for documents: nobody's
 
 
 class TestPool:

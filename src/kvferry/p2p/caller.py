@@ -241,7 +241,7 @@ class Caller:
             try:
                 reply = decode_reply(frame)
             except ProtocolError as error:
-                log.warning("a peer sent %s", error)
+                log.warning("a peer sent %.300r", str(error))
                 continue
             call = self._calls.get(reply.id)
             if call is None:

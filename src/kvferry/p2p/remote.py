@@ -16,7 +16,13 @@ from kvferry.errors import HandoverError, IncompatibleError, StaleTicket
 from kvferry.layout.model import CacheModel, require_same_cache
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
-from kvferry.p2p.describe import read_layout, read_model, read_shape, require_same_meaning
+from kvferry.p2p.describe import (
+    read_layout,
+    read_model,
+    read_shape,
+    require_plannable,
+    require_same_meaning,
+)
 from kvferry.p2p.ticket import Ticket
 from kvferry.plan.cover import everything_plan
 from kvferry.plan.edge import EdgePlan
@@ -106,6 +112,7 @@ def meet(
     shape, model = read_shape(welcome.engine), read_model(welcome.engine)
     assert topology.model is not None
     require_same_cache(model, topology.model, topology.optional_roles)
+    require_plannable(topology.model, shape, layout.shape)
     by_rank = {Rank(info.pp_rank, info.tp_rank): info for info in welcome.ranks}
     missing = sorted(set(shape.ranks) - set(by_rank))
     if missing:

@@ -92,7 +92,7 @@ class Asking:
         unfit = self.prompts.unfit(request)
         ticketed = isinstance(params.get(MARK), dict)
         if ticketed and "not_held" in params[MARK]:
-            why = f"it is not held: {str(params[MARK]['not_held'])[:300]}"
+            why = f"it is not held: {str(params[MARK]['not_held'])[:300]!r}"
             self._here(request, "not held", why, logging.INFO)
             return
         wanted.lora = self.loras.ask(request, DECODE_SECONDS)

@@ -5,10 +5,10 @@ and gets engine ids by data-parallel rank. It names one of them, and the address
 engine, which asks the same address where that engine's directory is. Ours is such a server:
 
     GET  /query     {"0": {"engine_id": …, "worker_addr": {}, "kvferry": {host, port, incarnation}}}
-    POST /register  from data-parallel ranks that have no server of their own; with a secret, its
-                    body is authenticated by an HMAC in the header X-Kvferry-Mac
+    POST /register  from data-parallel ranks that have no server of their own; its body is
+                    authenticated by an HMAC in the header X-Kvferry-Mac
 
-Strangers may connect too: `door` bounds what they can take of it. What is registered is bounded by
+Strangers may connect too: `http_server` bounds what they can take of it. What is registered is bounded by
 what an asker reads, and never replaces the engine's own entry.
 
 What it answers is a hint and no secret: whoever listens at the named directory must prove to know
@@ -35,10 +35,12 @@ from kvferry.errors import HandoverError, ProtocolError, TransferError
 from kvferry.p2p.http_server import Answer, Asked, HttpServer
 from kvferry.p2p.ticket import is_host, is_text
 from kvferry.units import require_port
-from kvferry.wire.names import at_port, dial, literal
+from kvferry.wire.keys import Key
+from kvferry.wire.names import Reach, at_port, dial, literal
 
 MOST_BYTES = 1 << 20  # of a message; an engine of a thousand ranks has less
 MAC = "X-Kvferry-Mac"
+PURPOSE = "bootstrap"  # of the key that registrations are authenticated by
 MOST_ENTRIES = MOST_BYTES - (1 << 10)  # of all registrations; an answer has a head too
 MOST_RANKS = 4096  # data-parallel
 
@@ -82,7 +84,10 @@ class Bootstrap:
         self._own: set[str] = set()
         self._answer = Answer.of(200, {})  # to a query
         self._lock = threading.Lock()
-        self._secret = secret
+        key = Key.of(secret)
+        self._key = key.derive(PURPOSE)
+        if host is not None:
+            Reach(key.configured).require_listening(host)
         where = "127.0.0.1" if host is None else literal(host) or host
         family = socket.AF_INET6 if ":" in where else socket.AF_INET
         try:
@@ -100,7 +105,7 @@ class Bootstrap:
                 )
             ) from None
         self.port = int(listener.getsockname()[1])
-        self._door = HttpServer(listener, self._asked, "kvferry-bootstrap")
+        self._server = HttpServer(listener, self._asked, "kvferry-bootstrap")
 
     def put(self, dp_rank: int, entry: Mapping[str, Any]) -> None:
         """The engine's own entry."""
@@ -119,7 +124,7 @@ class Bootstrap:
         self._entries, self._answer = entries, answer
 
     def _asked(self, asked: Asked) -> Answer:
-        """On the door's thread."""
+        """On the server's thread."""
         if asked.method == "GET" and asked.path == "/query":
             return self._answer
         if asked.method != "POST" or asked.path != "/register":
@@ -132,7 +137,7 @@ class Bootstrap:
 
     def _register(self, body: bytes, mac: str) -> None:
         told_mac = mac.encode(errors="replace")  # a header may hold what a digest never does
-        if self._secret and not hmac.compare_digest(told_mac, _mac(self._secret, body).encode()):
+        if not hmac.compare_digest(told_mac, _mac(self._key, body).encode()):
             raise ProtocolError("this registration does not prove to know our secret")
         told = json.loads(body)
         rank = told.get("dp_rank") if isinstance(told, dict) else None
@@ -150,11 +155,11 @@ class Bootstrap:
             self._put(str(rank), {k: v for k, v in told.items() if k != "dp_rank"})
 
     def close(self) -> None:
-        self._door.close()
+        self._server.close()
 
 
-def _mac(secret: str, body: bytes) -> str:
-    return hmac.new(b"kvferry bootstrap " + secret.encode(), body, hashlib.sha256).hexdigest()
+def _mac(key: bytes, body: bytes) -> str:
+    return hmac.new(key, body, hashlib.sha256).hexdigest()
 
 
 def register(
@@ -162,8 +167,8 @@ def register(
 ) -> None:
     """Tell another engine's bootstrap of this one."""
     body = json.dumps({"dp_rank": dp_rank, **entry}).encode()
-    mac = {MAC: _mac(secret, body)} if secret else {}
-    status, answer = _ask(server, "POST", "/register", seconds, body, mac)
+    mac = _mac(Key.of(secret).derive(PURPOSE), body)
+    status, answer = _ask(server, "POST", "/register", seconds, body, {MAC: mac})
     if status != 200:
         raise HandoverError(f"the bootstrap at {server} does not take us: {answer!r:.300}")
 
