@@ -25,7 +25,7 @@ from kvferry.p2p.threads import Threads
 
 log = logging.getLogger("kvferry")
 
-MEET_SECONDS = 5.0  # for a question, where few are asked; an overloaded engine takes seconds
+MEET_SECONDS = 8.0  # for a question, where few are asked; a busy host was seen to take over five
 LEAST_SECONDS = 1.0  # where all threads ask
 SILENT_SECONDS = 5.0  # for these, whoever was silent is not asked again
 THREADS = 64
