@@ -8,8 +8,8 @@ engine, which asks the same address where that engine's directory is. Ours is su
     POST /register  from data-parallel ranks that have no server of their own; its body is
                     authenticated by an HMAC in the header X-Kvferry-Mac
 
-Strangers may connect too: `http_server` bounds what they can take of it. What is registered is bounded by
-what an asker reads, and never replaces the engine's own entry.
+Strangers may connect too: `http_server` bounds what they can take of it. What is registered is
+bounded by what an asker reads, and never replaces the engine's own entry.
 
 What it answers is a hint and no secret: whoever listens at the named directory must prove to know
 the secret before anything else is said, and a wrong incarnation makes every claim stale.
