@@ -42,7 +42,7 @@ from kvferry.transport.tcp_frames import (
 )
 from kvferry.transport.tcp_server import ServerLimits
 from kvferry.wire.keys import Key, runtime_directory
-from p2p_peers import Prompt, Spec, producer
+from p2p_peers import Producer, Prompt, Spec, consumer, producer
 
 SECRET = "a secret for these tests"
 NOBODY = 65534
@@ -133,6 +133,31 @@ def test_a_true_owner_vouches_for_its_own_endpoint_alone(victim: Victim) -> None
         with pytest.raises(KvferryError, match="not inside the memory that the peer registered"):
             victim.loads(peer.endpoint, beyond)
         victim.loads(peer.endpoint, peer.address + FIRST[0])
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["with-its-secret", "without-a-secret"])
+def test_a_producer_that_lies_gets_nothing_of_its_readers_memory(known: bool) -> None:
+    """The whole attack: a hand-over from a fake producer, which names memory of the decode engine
+    as its own cache, and would read that out of the cache again."""
+    secret = SECRET if known else None
+    spec = Spec("p", "tp=1,block=16", secret=secret)
+    fake = Producer(spec)
+    private: list[np.ndarray] = []
+    with contextlib.closing(fake), consumer(Spec("d", "tp=1,block=16", secret=secret), spec) as d:
+        (told,), endpoint = fake.infos, d.racks[0].carrier.endpoint()  # as its directory tells it
+        for region in told.regions:
+            private.append(np.full(region.bytes, 0x5A, dtype=np.uint8))
+        regions = [
+            msgspec.structs.replace(region, address=held.ctypes.data)
+            for region, held in zip(told.regions, private, strict=True)
+        ]
+        lie = forged(endpoint, regions=[(held.ctypes.data, held.nbytes) for held in private])
+        fake.tell([msgspec.structs.replace(told, regions=regions, carriers={"local": lie})])
+        prompt = Prompt(1, 100)
+        fake.open(prompt)
+        (loaded,) = d.load(fake.ticket(prompt), prompt, seconds=20)
+        assert not loaded.ok
+        assert d.wrong_bytes() == 0  # every block is as it was
 
 
 @pytest.mark.parametrize("name", ["", "vouch-x", "../key", "vouch-" + "0" * 31 + "/", "/tmp/x"])

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import test_conformance as suite
-from carrier_peer import BIG, FIRST, KINDS, SECOND, Kind, Peer, copies, owner, soon
+from carrier_peer import BIG, FIRST, KINDS, SECOND, SECRET, Kind, Peer, copies, owner, soon
 from test_conformance import (  # noqa: F401, the tests and their fixtures
     Pair,
     make_pair,
@@ -43,6 +44,7 @@ from test_packed_p2p import test_short_runs_arrive_in_both_modes as packed_p2p
 
 from kvferry.demo.run import run_demo
 from kvferry.transport import MemoryRegion, mooncake, mooncake_engine
+from kvferry.transport.foreign_peer import ForeignEndpoint
 from kvferry.transport.regions import RegionTable
 
 LIBRARIES = {"mooncake": "mooncake.engine", "nixl": "nixl._api"}
@@ -289,6 +291,38 @@ def outside_address() -> str:
 
 
 @pytest.mark.parametrize("name", list(LIBRARIES))
+def test_no_endpoint_has_a_library_reach_its_own_process_or_any_host(name: str) -> None:
+    """An attacker gives an engine its own endpoint back, with regions of its choice, or sends it
+    elsewhere."""
+    kind_of(name)
+    private = np.full(4096, 7, dtype=np.uint8)
+    victim = suite.make_carrier(name, secret=SECRET, admits=lambda host: host != "127.0.0.2")
+    try:
+        cache = np.zeros(4096, dtype=np.uint8)
+        victim.register([MemoryRegion(cache.ctypes.data, cache.nbytes)])
+        own = ForeignEndpoint.decode(victim.endpoint(), name)
+        for lie, words in (
+            ({"regions": [(private.ctypes.data, private.nbytes)]}, "this very process"),
+            ({"host": "127.0.0.2", "address": b"127.0.0.2:9"}, "`peers`"),
+        ):
+            with pytest.raises(suite.KvferryError, match=words):
+                victim.connect(msgspec.msgpack.encode(msgspec.structs.replace(own, **lie)), soon(5))
+        with owner(kind_of(name)) as peer:
+            found = ForeignEndpoint.decode(peer.endpoint, name)
+            if name == "mooncake":
+                lie = msgspec.msgpack.encode(msgspec.structs.replace(found, address=b"127.0.0.3:9"))
+                with pytest.raises(suite.KvferryError, match=r"names '127.0.0.3:9'"):
+                    victim.connect(lie, soon(20))
+            link = victim.connect(peer.endpoint, soon(20))
+            there = copies(peer.address, cache.ctypes.data, 64)  # mapped there, not registered
+            with pytest.raises(suite.KvferryError, match="not inside the memory"):
+                victim.read(link, there).wait(soon(20))
+        assert not cache.any()
+    finally:
+        victim.close()
+
+
+@pytest.mark.parametrize("name", list(LIBRARIES))
 def test_what_differs_or_opens_up_is_said(name: str, caplog: pytest.LogCaptureFixture) -> None:
     kind = kind_of(name)
     with owner(kind) as peer:
@@ -302,7 +336,7 @@ def test_what_differs_or_opens_up_is_said(name: str, caplog: pytest.LogCaptureFi
         suite.make_carrier(name, host="0.0.0.0")
     caplog.clear()
     for host in ("127.0.0.1", outside_address()):
-        suite.make_carrier(name, host=host, secret=suite.SECRET).close()
+        suite.make_carrier(name, host=host, secret=SECRET).close()
     with pytest.raises(suite.AuthenticationError, match="without a secret"):
         suite.make_carrier(name, host=outside_address())
     caplog.records.pop()
