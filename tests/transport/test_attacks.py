@@ -160,10 +160,28 @@ def test_a_producer_that_lies_gets_nothing_of_its_readers_memory(known: bool) ->
         assert d.wrong_bytes() == 0  # every block is as it was
 
 
-@pytest.mark.parametrize("name", ["", "vouch-x", "../key", "vouch-" + "0" * 31 + "/", "/tmp/x"])
+@pytest.mark.parametrize("name", ["vouch-x", "../key", "vouch-" + "0" * 31 + "/", "/tmp/x"])
 def test_an_endpoint_names_no_path(victim: Victim, name: str) -> None:
     with pytest.raises(KvferryError):
         victim.carrier.connect(forged(victim.carrier.endpoint(), voucher=name), soon(5))
+
+
+def test_without_a_directory_for_its_socket_a_peer_is_reached_by_tcp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another user has taken its name. With a secret, engines start all the same."""
+    (tmp_path / "run").write_text("no directory")
+    memory = np.frombuffer(TOKEN, dtype=np.uint8).copy()
+    peer, reader = (LocalCarrier(secret=SECRET) for _ in range(2))
+    cache = np.zeros_like(memory)
+    peer.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
+    reader.register([MemoryRegion(cache.ctypes.data, cache.nbytes)])
+    with contextlib.closing(peer), contextlib.closing(reader):
+        monkeypatch.setenv("KVFERRY_RUNTIME_DIR", str(tmp_path / "run"))
+        link = reader.connect(peer.endpoint(), soon())
+        assert "no socket to vouch for" in link.detour
+        reader.read(link, copies(memory.ctypes.data, cache.ctypes.data, len(TOKEN))).wait(soon())
+        assert np.array_equal(cache, memory)
 
 
 LIAR = f"""

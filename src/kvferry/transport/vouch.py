@@ -31,7 +31,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvferry.errors import DeadlineExceeded, PeerLost, PermissionDenied, ProtocolError
+from kvferry.errors import (
+    DeadlineExceeded,
+    KvferryError,
+    PeerLost,
+    PermissionDenied,
+    ProtocolError,
+)
 from kvferry.transport.forks import hang_up, ours_alone
 from kvferry.wire.keys import runtime_directory
 
@@ -66,6 +72,8 @@ def ask(name: str, endpoint: bytes, deadline: float) -> Owner:
 
     `Unreachable` where none of this user's answers, `PeerLost` where it does not know the endpoint.
     """
+    if not name:
+        raise Unreachable("the peer has no socket to vouch for its memory at; its log says why")
     if not _NAME.fullmatch(name):
         raise ProtocolError(f"an endpoint names {name!r:.80} as the file of its owner's socket")
     seconds = min(ASK_SECONDS, deadline - time.monotonic())
@@ -98,12 +106,19 @@ def ask(name: str, endpoint: bytes, deadline: float) -> Owner:
 
 
 def vouch_for(make: Callable[[str], bytes]) -> bytes:
-    """An endpoint that this process vouches for from now on; `make` is told the socket's file."""
+    """An endpoint that this process vouches for from now on; `make` is told the socket's file.
+
+    Where there can be none, it is told so by an empty name: peers then go another way.
+    """
     global _voucher
     with _lock:
         if _voucher is None:
-            _sweep()
-            _voucher = _Voucher()
+            try:
+                _sweep()
+                _voucher = _Voucher()
+            except (KvferryError, OSError) as error:
+                log.warning("peers reach this process's memory by tcp, and not directly: %s", error)
+                return make("")
         endpoint = make(_voucher.name)
         _voucher.digests.add(hashlib.sha256(endpoint).digest())
         return endpoint
