@@ -51,10 +51,11 @@ class Worker:
     def __init__(self, engine: Golden, rank: Rank) -> None:
         captured, told = engine.rank(rank), engine.engine
         self.kv_cache_config = Fake(
+            num_blocks=captured["num_blocks"],
             kv_cache_groups=[
                 Fake(layer_names=list(g["layers"]), kv_cache_spec=make_spec(g["spec"]))
                 for g in captured["groups"]
-            ]
+            ],
         )
         storages = [torch.zeros(s["bytes"], dtype=torch.uint8) for s in captured["storages"]]
         self.kv_caches = {}

@@ -70,7 +70,7 @@ SECRET = "a secret for these tests"
 
 class TestConfig:
     def test_nixl_keys_and_variables(self) -> None:
-        environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.1.2.3"}
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.1.2.3", "KVFERRY_SECRET": SECRET}
         environment |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}
         config = FerryConfig.read(
             {"kv_lease_duration": 17, "backends": ["UCX"], "num_threads": 4},
