@@ -27,6 +27,7 @@ import pytest
 from carrier_peer import FIRST, KINDS, Peer, copies, owner, soon
 
 from kvferry.errors import DescriptionError, KvferryError, PeerLost, TransferError
+from kvferry.p2p.caller import Caller
 from kvferry.transport import MemoryRegion, vouch
 from kvferry.transport.local import LocalCarrier, LocalEndpoint, _start_ticks
 from kvferry.transport.pulse import MOST_UNGREETED, Pulse, PulseServer
@@ -42,6 +43,8 @@ from kvferry.transport.tcp_frames import (
 )
 from kvferry.transport.tcp_server import ServerLimits
 from kvferry.wire.keys import Key, runtime_directory
+from kvferry.wire.messages import VERSION, Look
+from kvferry.wire.sockets import Sockets
 from p2p_peers import Producer, Prompt, Spec, consumer, producer
 
 SECRET = "a secret for these tests"
@@ -176,10 +179,16 @@ def test_without_a_directory_for_its_socket_a_peer_is_reached_by_tcp(
     cache = np.zeros_like(memory)
     peer.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
     reader.register([MemoryRegion(cache.ctypes.data, cache.nbytes)])
-    with contextlib.closing(peer), contextlib.closing(reader):
+    with (
+        owner(KINDS["local"]) as other,
+        contextlib.closing(peer),
+        contextlib.closing(reader),
+    ):
         monkeypatch.setenv("KVFERRY_RUNTIME_DIR", str(tmp_path / "run"))
         link = reader.connect(peer.endpoint(), soon())
         assert "no socket to vouch for" in link.detour
+        seen = forged(other.endpoint, tcp=LocalEndpoint.decode(peer.endpoint()).tcp)
+        assert "no owner can be asked" in reader.connect(seen, soon()).detour  # from here
         reader.read(link, copies(memory.ctypes.data, cache.ctypes.data, len(TOKEN))).wait(soon())
         assert np.array_equal(cache, memory)
 
@@ -457,6 +466,35 @@ def test_silent_connections_keep_no_peer_out() -> None:
         assert server.counters["evicted"] > limits.max_pending
 
 
+def test_strangers_of_many_addresses_do_not_have_peers_evicted() -> None:
+    """One connection an address, so that a peer with two is the address that has most."""
+    limits = ServerLimits(handshake_seconds=60.0)
+    server = TcpCarrier(secret=SECRET, host="127.0.0.1", limits=limits)
+    client = TcpCarrier(secret=SECRET, host="127.0.0.1")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(server))
+        stack.enter_context(contextlib.closing(client))
+        endpoint = server.endpoint()
+        port = TcpEndpoint.decode(endpoint).port
+        peers = [stack.enter_context(socket.create_connection(("127.0.0.1", port)))]
+        for number in range(limits.max_pending - 2):
+            source = (f"127.0.1.{number + 1}", 0)
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 10, source))
+        peers += [stack.enter_context(socket.create_connection(("127.0.0.1", port)))]
+        until = soon(20)
+        while server.counters["connections"] < limits.max_pending and time.monotonic() < until:
+            time.sleep(0.01)
+        client.connect(endpoint, soon(20))
+        peers[0].settimeout(20)
+        while peers[0].recv(4096):  # the oldest makes room, whoever that is
+            pass
+        peers[1].settimeout(0.2)
+        assert peers[1].recv(4096)  # it was greeted
+        with pytest.raises(TimeoutError):
+            peers[1].recv(1)  # and is not sent away
+        assert server.counters["evicted"] == 1
+
+
 def test_silent_visitors_keep_no_peer_from_a_pulse() -> None:
     server = PulseServer("127.0.0.1")
     with contextlib.ExitStack() as stack:
@@ -489,6 +527,14 @@ def test_endpoints_are_dialed_within_what_was_allowed() -> None:
             stack.enter_context(contextlib.closing(carrier))
             with pytest.raises(KvferryError, match=r"`peers`|no secret is configured"):
                 carrier.connect(endpoint, soon(5))
+        sockets = Sockets(SECRET, lambda host: host == "p")
+        caller = Caller(sockets)
+        stack.callback(sockets.close)
+        stack.callback(caller.close)
+        for host in ("127.0.0.1", "localhost"):  # a rank, as a directory names it
+            call = caller.call(f"{host}:{there.getsockname()[1]}", Look(VERSION), soon(5))
+            with pytest.raises(KvferryError, match="`peers`"):
+                call.result(10)
         there.setblocking(False)
         with pytest.raises(BlockingIOError):
             there.accept()

@@ -214,7 +214,7 @@ def doctor(
             raise DescriptionError(f"{secret_file}: {error.strerror}") from None
         except UnicodeDecodeError:
             raise DescriptionError(f"{secret_file}: a secret is text in UTF-8") from None
-        secret = secret or os.environ.get("KVFERRY_SECRET") or None
+        secret = secret or os.environ.get("KVFERRY_SECRET", "").strip() or None
         asked = Asked.read(carriers, options, host, secret)
         status = examine(asked, peer, between, as_json)
     raise typer.Exit(status)

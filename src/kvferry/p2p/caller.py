@@ -170,6 +170,7 @@ class Caller:
     def _send(self, number: int, frame: bytes, call: _Call, poller: zmq.Poller) -> None:
         line = self._lines.get(call.address)
         if line is None:
+            self._sockets.require_trusted(call.address)
             host, _, port = call.address.rpartition(":")
             address = literal(host)
             if address is None:
@@ -180,7 +181,6 @@ class Caller:
 
     def _resolve(self, host: str, call: _Call) -> _Unresolved:
         """Have a host's name looked up, or let one more call wait for that."""
-        self._sockets.require_trusted(call.address)
         waiting = self._unresolved.get(call.address)
         if waiting is None or not waiting.answer.done():
             answer = self._sockets.names.ask(host, call.deadline)  # asked already: wanted longer

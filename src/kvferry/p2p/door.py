@@ -7,7 +7,7 @@ milliseconds and then asks at once; from its first request on it does not wait a
 
 A message of many frames is kept by libzmq until its last one, however many there are, and only
 finished messages count for its limits. So what a connection has received is compared with what the
-server's thread got of it, once a second, and where too much lies between, it is shut down, too.
+server's thread got of it, now and then, and where too much lies between, it is shut down, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ MOST_WAITING = 256  # connections; more than engines that start at the same mome
 SHARE_OF_DESCRIPTORS = 8  # one of so many parts, where that is less: engines need the others
 UNREAD_BYTES = 64 << 20  # of one connection: 48 requests of 1 MiB that are read ahead, and buffers
 ALL_UNREAD_BYTES = 512 << 20  # of all connections
-LOOK_SECONDS = 1.0  # between two looks at what is unread
+MOST_FRAMES = 8  # kept of a message; ours have two
+MOST_EVENTS = 256  # taken in before requests are looked at again
+LOOK_SECONDS = 0.25  # between two looks at what is unread
 FRAME_BYTES = 96  # of one frame on the wire, beside its content: more than ZMTP and CURVE add
 RECEIVED_AT = 128  # offset of tcpi_bytes_received in Linux's tcp_info
 FAILED = (  # handshakes
@@ -68,20 +70,28 @@ class Door:
     def receive(self) -> list[bytes]:
         """A message that is there; its sender waits no more."""
         sender = self._socket.recv(copy=False)
-        frames = self._socket.recv_multipart()
         try:
             descriptor = sender.get(zmq.SRCFD)
         except zmq.ZMQError:
             descriptor = -1
         guest = self._guests.get(descriptor)
+        frames = [sender.bytes]
+        while self._socket.getsockopt(zmq.RCVMORE):
+            frame = self._socket.recv()
+            if len(frames) < MOST_FRAMES:
+                frames.append(frame)
+            elif guest is not None and descriptor in self._guests:
+                self._shut(descriptor)  # no message of ours has as many
         if guest is not None:
             self._waiting.pop(descriptor, None)
-            guest.taken_bytes += sum(map(len, frames)) + FRAME_BYTES * len(frames)
-        return [sender.bytes, *frames]
+            guest.taken_bytes += sum(map(len, frames[1:])) + FRAME_BYTES * len(frames)
+        return frames
 
     def look(self) -> int:
         """Take in who came and went; how many were shut down because too many wait."""
-        while self.events.poll(0):
+        for _ in range(MOST_EVENTS):
+            if not self.events.poll(0):
+                break
             event = recv_monitor_message(self.events)
             if event["event"] & FAILED:
                 self.strangers += 1

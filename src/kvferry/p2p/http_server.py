@@ -212,9 +212,9 @@ class HttpServer:
             answer = self._heard(guest)
         except BadRequest as error:
             guest.refused, answer = True, Answer.of(400, {"detail": str(error)})
-        except Exception as error:  # ours
+        except Exception:  # ours
             log.exception("%s could not answer", self._thread.name)
-            answer = Answer.of(500, {"detail": repr(error)})
+            answer = Answer.of(500, {"detail": "an error of this server; its log has it"})
         if answer is not None:
             self._received -= len(guest.received)
             guest.received.clear()

@@ -8,7 +8,7 @@ of their own, which nobody who was met before needs, and
 - an address that was silent for a whole question is not asked again for a few seconds: what comes
   for it meanwhile, and what waited, fails at once;
 - an address, or a host, gets another place to wait while it has fewer than are free, so that one
-  has half of them at most; what comes beyond that is refused at once.
+  has half of them at most; what comes beyond that is refused at once. Loopback is one host.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from functools import partial
 
 from kvferry.errors import Cancelled, HandoverError, KvferryError
 from kvferry.p2p.threads import Threads
+from kvferry.wire.names import is_loopback
 
 log = logging.getLogger("kvferry")
 
@@ -31,6 +32,7 @@ SILENT_SECONDS = 5.0  # for these, whoever was silent is not asked again
 THREADS = 64
 MOST_WAITING = 1024  # one host may have half: a burst of requests right after its engine's start
 MOST_SILENT = 4096  # addresses remembered
+ASKED_AT_ONCE = 128  # addresses of one host, whatever else waits there
 
 
 class Meetings:
@@ -42,6 +44,7 @@ class Meetings:
         self._most_seconds = MEET_SECONDS if most_seconds is None else most_seconds
         self._lock = threading.Lock()
         self._waiting: Counter[str] = Counter()  # by address, by host, and all
+        self._addresses: Counter[str] = Counter()  # that somebody waits for, by host
         self._silent: dict[str, tuple[float, str]] = {}  # until when, and why; by address
 
     def submit(
@@ -52,16 +55,19 @@ class Meetings:
         Raises what `fail` would get, and calls neither, where that is known at once.
         """
         self._require_answering(address)
-        keys = (address, f"host {address.rpartition(':')[0]}", "")
+        host = address.rpartition(":")[0]
+        keys = (address, "this host" if is_loopback(host) else f"host {host}", "")
         with self._lock:
             free = MOST_WAITING - self._waiting[""]
-            first = not self._waiting[address]  # others at its host do not keep it from being asked
+            # a few silent ones at its host do not keep an address from being asked
+            first = not self._waiting[address] and self._addresses[keys[1]] < ASKED_AT_ONCE
             if not free or (not first and max(map(self._waiting.__getitem__, keys[:2])) >= free):
                 raise HandoverError(
                     f"{self._waiting['']} requests wait already to meet somebody, "
                     f"{self._waiting[keys[1]]} of them at the host of {address}, which may be "
                     "silent; no more are taken now"
                 )
+            self._addresses[keys[1]] += not self._waiting[address]
             self._waiting.update(keys)
         try:
             self._threads.submit(partial(self._run, keys, ask, fail), address)
@@ -111,3 +117,6 @@ class Meetings:
                 self._waiting[key] -= 1
                 if not self._waiting[key]:
                     del self._waiting[key]
+            self._addresses[keys[1]] -= keys[0] not in self._waiting
+            if not self._addresses[keys[1]]:
+                del self._addresses[keys[1]]

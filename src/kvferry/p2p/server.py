@@ -55,18 +55,10 @@ def pack(body: ReplyBody) -> Packed:
 class Server:
     """One ROUTER socket and the thread that owns it."""
 
-    def __init__(
-        self,
-        sockets: Sockets,
-        host: str | None,
-        port: int,
-        name: str,
-        *,
-        open_to_all: bool = False,
-    ) -> None:
+    def __init__(self, sockets: Sockets, host: str | None, port: int, name: str) -> None:
         self.counters: Counter[str] = Counter()
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._socket, self.port = sockets.server(host, port, open_to_all=open_to_all)
+        self._socket, self.port = sockets.server(host, port)
         context = sockets.context
         self._door = Door(self._socket, self.port)
         self._complained: dict[str, float] = {}

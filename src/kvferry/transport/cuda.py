@@ -62,6 +62,7 @@ from kvferry.transport.jobs import Job, Workers
 from kvferry.transport.local import _boot as boot_id
 from kvferry.transport.pulse import Pulse, PulseServer
 from kvferry.transport.vouch import ask, forget, vouch_for
+from kvferry.wire.keys import Key
 from kvferry.wire.names import Admits, Reach
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class CudaCarrier:
         admits: Admits | None = None,
     ) -> None:
         self._host = host or LOOPBACK
-        self._reach = Reach(secret is not None, admits)
+        self._reach = Reach(secret is not None and Key.of(secret).configured, admits)
         self._reach.require_listening(self._host)
         self._told: set[bytes] = set()  # endpoints that were given out
         self._triton = triton

@@ -52,6 +52,7 @@ from kvferry.transport.jobs import CANCEL_SECONDS, Job
 from kvferry.transport.pulse import Pulse, PulseServer
 from kvferry.transport.regions import Arrays, RegionTable, require_all
 from kvferry.transport.slots import SLOTS, Slots
+from kvferry.wire.keys import Key
 from kvferry.wire.names import Admits, Reach
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class ForeignCarrier(Library):
     ) -> None:
         self.host = host or LOOPBACK
         look_at_host(self.name, self.host, self.listens_everywhere)
-        self._reach = Reach(secret is not None, admits)
+        self._reach = Reach(secret is not None and Key.of(secret).configured, admits)
         self._reach.require_listening(self.host)
         self._flavour = flavour
         self.cost_name = costs_of

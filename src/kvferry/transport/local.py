@@ -90,10 +90,9 @@ class LocalPeer:
     `detour` then says why.
     """
 
-    def __init__(
-        self, endpoint: LocalEndpoint, tcp: TcpPeer | None = None, detour: str = ""
-    ) -> None:
-        self.tcp, self.detour = tcp, detour
+    def __init__(self, endpoint: LocalEndpoint) -> None:
+        self.tcp: TcpPeer | None = None
+        self.detour = ""
         self.connected = True
         self.pid = endpoint.pid
         self.regions = RegionTable.of([MemoryRegion(a, n) for a, n in endpoint.regions])
@@ -211,14 +210,15 @@ class LocalCarrier:
 
     def connect(self, endpoint: bytes, deadline: float) -> LocalPeer:
         found = LocalEndpoint.decode(endpoint)
-        why = self._why_not_directly(found, endpoint, deadline)
+        peer = LocalPeer(found)
+        peer.detour = why = self._why_not_directly(found, peer, endpoint, deadline)
         if not why:
-            return LocalPeer(found)
+            return peer
         if not self._said_fallback:
             self._said_fallback = True
             log.warning("the local carrier falls back to tcp, which is slower: %s", why)
-        tcp = self._tcp.connect(found.tcp, deadline)
-        return LocalPeer(found, tcp, why)
+        peer.tcp = self._tcp.connect(found.tcp, deadline)
+        return peer
 
     def read(self, peer: LocalPeer, copies: CopyArrays) -> Transfer:
         if peer.tcp is not None:
@@ -243,7 +243,9 @@ class LocalCarrier:
         self._helpers.close()
         self._tcp.close()
 
-    def _why_not_directly(self, endpoint: LocalEndpoint, raw: bytes, deadline: float) -> str:
+    def _why_not_directly(
+        self, endpoint: LocalEndpoint, peer: LocalPeer, raw: bytes, deadline: float
+    ) -> str:
         """What stands between this process and the peer's memory; raises if the peer is gone."""
         if self._force_fallback:
             return "it was told to"
@@ -264,7 +266,6 @@ class LocalCarrier:
                 raise ProtocolError(
                     f"an endpoint of process {owner.pid} names the memory of {endpoint.pid}"
                 )
-            peer = LocalPeer(endpoint)
             peer.require_alive()
             peer.require_reachable()
         except PermissionDenied as error:

@@ -33,6 +33,11 @@ def require_options(carriers: Sequence[str], options: Any) -> None:
             f"carrier_options are for {unknown}, and there are no such carriers; there are "
             f"{', '.join(CARRIERS)}"
         )
+    ours = sorted({key for of_one in options.values() for key in of_one} & {"secret", "admits"})
+    if ours:
+        raise DescriptionError(
+            f"carrier_options has {ours}, which all carriers share; configure secret_file and peers"
+        )
     unused = sorted(set(options) - set(carriers))
     if unused and list(carriers) != [AUTO]:  # which opens what has options
         raise DescriptionError(

@@ -144,7 +144,7 @@ class TcpCarrier:
                 family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
                 try:
                     listener = socket.create_server(
-                        (self._host, self._port), family=family, backlog=128
+                        (self._host, self._port), family=family, backlog=1024
                     )
                 except OSError as error:
                     raise TransferError(

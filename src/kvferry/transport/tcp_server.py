@@ -2,8 +2,9 @@
 
 One thread accepts, one serves each connection. What a connection may cost is bounded from its first
 byte: a deadline for the handshake, no more than `max_pending` connections that have not finished
-it, no allocation above one frame's table. Strangers do not keep peers out: where too many have not
-finished, a new one takes the place of the oldest of the address that has most of them.
+it, no allocation above one frame's table. Where too many have not finished, a new one takes the
+place of the oldest; of the oldest of one address, where that has more than half of them. A peer is
+through within milliseconds, so strangers do not keep it out.
 
 Nothing is written before every descriptor of a frame was checked, and nothing without a grant,
 unless the owner has made all of its memory writable. Whatever a peer sends, the answer is a frame
@@ -138,8 +139,9 @@ class Server:
         """With the lock held: send one away that has not authenticated, where there are many."""
         if len(self._pending) < self._limits.max_pending:
             return
-        crowd = Counter(self._pending.values()).most_common(1)[0][0]
-        oldest = next(stream for stream, address in self._pending.items() if address == crowd)
+        crowd, count = Counter(self._pending.values()).most_common(1)[0]
+        crowded = 2 * count > len(self._pending)
+        oldest = next(s for s, where in self._pending.items() if where == crowd or not crowded)
         del self._pending[oldest]
         oldest.abort()  # its thread closes it
         self.counters["evicted"] += 1

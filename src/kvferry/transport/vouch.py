@@ -79,10 +79,14 @@ def ask(name: str, endpoint: bytes, deadline: float) -> Owner:
     seconds = min(ASK_SECONDS, deadline - time.monotonic())
     if seconds <= 0:
         raise DeadlineExceeded("no time left to ask who owns the peer's memory")
+    try:
+        path = runtime_directory() / name
+    except KvferryError as error:
+        raise Unreachable(f"no owner can be asked: {error}") from None
     with socket.socket(socket.AF_UNIX) as question:
         question.settimeout(seconds)
         try:
-            question.connect(str(runtime_directory() / name))
+            question.connect(str(path))
             owner, uid = _other_end(question)
             if uid != os.geteuid():
                 raise Unreachable(f"the peer's memory belongs to user {uid}, not to this one")
@@ -116,7 +120,7 @@ def vouch_for(make: Callable[[str], bytes]) -> bytes:
             try:
                 _sweep()
                 _voucher = _Voucher()
-            except (KvferryError, OSError) as error:
+            except (KvferryError, OSError, RuntimeError) as error:
                 log.warning("peers reach this process's memory by tcp, and not directly: %s", error)
                 return make("")
         endpoint = make(_voucher.name)
@@ -145,10 +149,15 @@ class _Voucher:
         self._path = runtime_directory() / self.name
         self._listener = ours_alone(socket.socket(socket.AF_UNIX))
         unheard = self._path.with_name(f".{self.name}")
-        self._listener.bind(str(unheard))
-        self._listener.listen(128)
-        unheard.rename(self._path)  # whoever sees it finds somebody who listens
-        threading.Thread(target=self._answer_all, name="kvferry-vouch", daemon=True).start()
+        try:
+            self._listener.bind(str(unheard))
+            self._listener.listen(128)
+            threading.Thread(target=self._answer_all, name="kvferry-vouch", daemon=True).start()
+            unheard.rename(self._path)  # whoever sees it finds somebody who listens
+        except BaseException:
+            hang_up(self._listener)
+            unheard.unlink(missing_ok=True)
+            raise
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)

@@ -172,11 +172,12 @@ def _secret(given: Mapping[str, Any], environment: Mapping[str, str]) -> str | N
 
 def _long(name: str, secret: Any) -> str:
     """A secret that cannot be guessed from a handshake that somebody has recorded."""
+    found = str(secret).strip()  # an editor or a shell may have added a line's end
     try:
-        Key.of(str(secret))
+        Key.of(found)
     except DescriptionError as error:
         raise DescriptionError(f"{name}: {error}") from None
-    return str(secret)
+    return found
 
 
 def _translated(

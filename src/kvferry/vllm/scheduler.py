@@ -17,7 +17,6 @@ from kvferry.errors import DescriptionError
 from kvferry.p2p.directory import Directory
 from kvferry.p2p.incarnations import after_reset, child
 from kvferry.p2p.renewer import Renewer
-from kvferry.p2p.strangers import StrangerServer
 from kvferry.p2p.ticket import MARK
 from kvferry.vllm.asking import Asking
 from kvferry.vllm.bootstrap import Bootstrap, Whereabouts
@@ -37,6 +36,10 @@ from kvferry.wire.names import at_port, is_loopback
 from kvferry.wire.sockets import Sockets
 
 log = logging.getLogger("kvferry")
+
+# Where workers of in-tree decode engines would connect. It is no address: they fail at once, and
+# log it, where they would wait eight minutes for a server that does not answer them.
+NOT_FOR_OTHERS = "kvferry://run kvferry's connector on both sides"
 
 RENEWALS = 4  # of a lease; three may be lost before it runs out
 
@@ -98,7 +101,6 @@ class FerryScheduler:
         )
         self._bootstrap: Bootstrap | None = None
         self._registration: Registration | None = None
-        self._strangers: StrangerServer | None = None
         if (config.bootstrap_port or config.bootstrap_server) and self.produces:
             self._open_bootstrap(parallel)
         log.info(
@@ -109,8 +111,6 @@ class FerryScheduler:
         """Where Mooncake-style proxies ask. The first data-parallel rank's serves all, or the first
         of each host where every host has a front door of its own."""
         config, local = self.config, parallel.local_engines_only
-        self._strangers = StrangerServer(self._sockets, config.host)
-        self._strangers.start()
         first = not (parallel.data_parallel_rank_local if local else self._dp_rank)
         if first and not config.bootstrap_server:
             self._bootstrap = Bootstrap(config.host, config.bootstrap_port, config.secret)
@@ -126,13 +126,11 @@ class FerryScheduler:
         self._tell_bootstrap()
 
     def _tell_bootstrap(self) -> None:
-        if self._strangers is None:  # there is no bootstrap
-            return
         host = self.config.host or "127.0.0.1"
         where = (self.engine_id, host, self._directory.port, self.offering.incarnation)
-        # An in-tree decode engine asks these addresses, and is refused there in words it logs.
-        no = f"tcp://{at_port(host, self._strangers.port)}"
-        ranks = {tp: dict.fromkeys(range(self._shape[1]), no) for tp in range(self._shape[0])}
+        ranks = {
+            tp: dict.fromkeys(range(self._shape[1]), NOT_FOR_OTHERS) for tp in range(self._shape[0])
+        }
         entry = Whereabouts(*where).entry(ranks)
         if self._bootstrap is not None:
             self._bootstrap.put(self._dp_rank, entry)
@@ -251,7 +249,7 @@ class FerryScheduler:
         self._rendezvous.close()
         if self._renewer is not None:
             self._renewer.close()
-        for open_end in (self._registration, self._bootstrap, self._strangers):
+        for open_end in (self._registration, self._bootstrap):
             if open_end is not None:
                 open_end.close()
         self._directory.close()

@@ -28,7 +28,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvferry.errors import DescriptionError, KvferryError
+from kvferry.errors import DescriptionError, KvferryError, NotPrivate
 from kvferry.private_files import private_directory, read_private, write_private
 
 LEAST_SECRET_BYTES = 16
@@ -91,10 +91,11 @@ def runtime_directory() -> Path:
     path = Path(named) if named else base / f"kvferry-run-{os.geteuid()}"
     try:
         private_directory(path)
-    except OSError as error:
+    except (OSError, NotPrivate) as error:
         raise DescriptionError(
-            f"{path} cannot be made: {error.strerror}; name a directory of your own in "
-            f"{RUNTIME_DIRECTORY}"
+            f"{path} cannot be used, where processes of this user find each other: {error}; name "
+            f"another directory in the variable {RUNTIME_DIRECTORY}, the same for all engines, or "
+            "configure a secret (`secret_file`)"
         ) from None
     return path
 

@@ -55,20 +55,15 @@ class Sockets:
     _authenticator: ThreadAuthenticator | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _key: Key = field(init=False)
-    _keys: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
+    _keys: dict[str, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
     _reach: Reach = field(init=False)
 
     def __post_init__(self) -> None:
         self._key = Key.of(self.secret)
         self._reach = Reach(self._key.configured, self.admits)
 
-    def server(
-        self, host: str | None, port: int = 0, *, open_to_all: bool = False
-    ) -> tuple[zmq.Socket[bytes], int]:
-        """A bound ROUTER socket and its port. `host` None: loopback.
-
-        `open_to_all` takes messages of whoever reaches it: for one who has nothing to tell.
-        """
+    def server(self, host: str | None, port: int = 0) -> tuple[zmq.Socket[bytes], int]:
+        """A bound ROUTER socket and its port. `host` None: loopback."""
         require_port(port)  # libzmq takes others too, and listens somewhere else
         bound = LOCALHOST if host in (None, "localhost") else host  # as `names` has it
         assert bound is not None
@@ -76,10 +71,9 @@ class Sockets:
         socket = self.context.socket(zmq.ROUTER)
         self._prepare(socket, MAX_REQUEST_BYTES)
         socket.setsockopt(zmq.RCVHWM, READ_AHEAD)
-        if not open_to_all:
-            self._admit()
-            socket.curve_publickey, socket.curve_secretkey = self._pair("server")
-            socket.curve_server = True
+        self._admit()
+        socket.curve_publickey, socket.curve_secretkey = self._pair("server")
+        socket.curve_server = True
         address = f"tcp://{bound}"
         try:
             if port:
