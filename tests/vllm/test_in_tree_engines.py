@@ -53,9 +53,10 @@ def test_is_told_no_and_computes(style: str, tmp_path: Path) -> None:
         else:
             answer = hand_over(prefill, decode, asked, max_tokens=6)
         assert time.monotonic() - began < 60
-        if by_id:  # the other one runs into its own timeout, of five seconds
+        if by_id:  # it is told an address that is none
             assert WORDS in decode.log.read_text()
-        assert "one of vLLM's own connectors" in prefill.log.read_text()
+        else:  # it asks, and runs into its own timeout, of five seconds
+            assert "one of vLLM's own connectors" in prefill.log.read_text()
         assert ids(answer) == ids(prefill.complete(asked, max_tokens=6))
         assert ids(decode.complete(prompt(8, 100), max_tokens=3))  # it goes on
     finally:
