@@ -53,7 +53,7 @@ from kvferry.p2p.producer import ProducerRank
 from kvferry.p2p.push import Pusher
 from kvferry.transport import MemoryRegion, make_carrier
 from kvferry.transport.host import HostMemory
-from kvferry.vllm.connector import FerryConnector
+from kvferry.vllm.connector import HandoverConnector
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.worker import FerryWorker
 from kvferry.wire.sockets import Sockets
@@ -83,7 +83,7 @@ class Modelless:
         name: str,
         folder: Path,
         *,
-        connector: str = "FerryConnector",
+        connector: str = "HandoverConnector",
         blocks: int = 64,
         block_size: int = 16,
         role: str = "kv_both",
@@ -155,7 +155,7 @@ class Modelless:
             )
             ours = getattr(self.worker_side, "sub_connectors", [self.worker_side])
             for child in ours:
-                if isinstance(child, FerryConnector):
+                if isinstance(child, HandoverConnector):
                     self._fill(child.worker, blocks)
             told = self.worker_side.get_handshake_metadata()
             if told is not None:
@@ -214,12 +214,12 @@ class Modelless:
     @property
     def ferry(self) -> Any:
         """Our connector's scheduler side; of several, the first."""
-        return next(c for c in self.children if isinstance(c, FerryConnector)).scheduler
+        return next(c for c in self.children if isinstance(c, HandoverConnector)).scheduler
 
     @property
     def _workers(self) -> list[Any]:
         sides = getattr(self.worker_side, "sub_connectors", [self.worker_side])
-        return [c.worker for c in sides if isinstance(c, FerryConnector)]
+        return [c.worker for c in sides if isinstance(c, HandoverConnector)]
 
     @property
     def parked_claims(self) -> int:

@@ -41,12 +41,12 @@ from kvferry.p2p.ticket import Ticket
 from kvferry.vllm import FerryConnector, MooncakeConnector, NixlConnector, NixlPushConnector
 from kvferry.vllm import registration as registration_module
 from kvferry.vllm import rendezvous as rendezvous_module
+from kvferry.vllm.addresses import host_port
 from kvferry.vllm.bootstrap import (
     MAC,
     PURPOSE,
     Bootstrap,
     Whereabouts,
-    host_port,
     query,
     register,
 )

@@ -29,8 +29,8 @@ from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, Rank
 from kvferry.p2p.describe import engine_info, rank_info
 from kvferry.pool.orders import Loaded, LoadOrder, Saved
 from kvferry.pool.requests import PoolLimits, PoolOrders
-from kvferry.vllm import connector
 from kvferry.vllm.config import FerryConfig
+from kvferry.vllm.connector import HandoverConnector
 from kvferry.vllm.context_parallel import cache_rank, replicas
 from kvferry.vllm.describe import _interior
 from kvferry.vllm.metadata import FerryHandshake
@@ -146,9 +146,7 @@ def test_unknown_backends_are_told_apart() -> None:
 
 def test_a_pool_section_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(
-        connector.FerryConnector, "__init__", lambda _, config, *__: told.append(config)
-    )
+    monkeypatch.setattr(HandoverConnector, "__init__", lambda _, config, *__: told.append(config))
 
     def made(section: Any) -> Any:
         extra = {"pool": section, "lease_seconds": 7}

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from kvferry.errors import ProtocolError
 from kvferry.p2p.ticket import is_host
-from kvferry.vllm.bootstrap import host_port
 from kvferry.vllm.settings import Rule, take_name, take_text
 
 _NUMBERS = re.compile(r"[0-9.]+")  # what is no address then is a damaged one
@@ -103,3 +103,18 @@ SERVER = Rule("an address such as http://10.0.0.1:8998", _take_server)
 Host = Annotated[str, HOST]
 Hosts = Annotated[tuple[str, ...], PEERS]
 Server = Annotated[str, SERVER]
+
+
+def host_port(server: str) -> tuple[str, int]:
+    """Of `http://host:port` or `host:port`."""
+    if not isinstance(server, str) or len(server) > 512:
+        raise ProtocolError("a bootstrap address is a text such as http://10.0.0.1:8998")
+    try:
+        parts = urlsplit(server if "//" in server else f"//{server}")
+        host, port = parts.hostname, parts.port
+        plain = parts.scheme in ("", "http") and not parts.username
+        if plain and host and port and host.encode("idna"):
+            return host, port
+    except ValueError:  # UnicodeError is one
+        pass
+    raise ProtocolError(f"{server!r:.100} is no bootstrap address such as http://10.0.0.1:8998")

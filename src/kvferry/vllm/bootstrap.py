@@ -29,12 +29,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from kvferry.errors import HandoverError, ProtocolError, TransferError
 from kvferry.p2p.http_server import Answer, Asked, HttpServer
 from kvferry.p2p.ticket import is_host, is_text
 from kvferry.units import require_port
+from kvferry.vllm.addresses import host_port
 from kvferry.wire.keys import Key
 from kvferry.wire.names import Reach, at_port, dial, literal
 
@@ -245,18 +245,3 @@ class _Received:
 
     def makefile(self, *args: Any, **kwargs: Any) -> Any:
         return self._data
-
-
-def host_port(server: str) -> tuple[str, int]:
-    """Of `http://host:port` or `host:port`."""
-    if not isinstance(server, str) or len(server) > 512:
-        raise ProtocolError("a bootstrap address is a text such as http://10.0.0.1:8998")
-    try:
-        parts = urlsplit(server if "//" in server else f"//{server}")
-        host, port = parts.hostname, parts.port
-        plain = parts.scheme in ("", "http") and not parts.username
-        if plain and host and port and host.encode("idna"):
-            return host, port
-    except ValueError:  # UnicodeError is one
-        pass
-    raise ProtocolError(f"{server!r:.100} is no bootstrap address such as http://10.0.0.1:8998")

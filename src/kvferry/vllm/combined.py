@@ -22,8 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvferry.errors import DescriptionError
-from kvferry.vllm import connector
 from kvferry.vllm.both import BothMetadata, BothPromMetrics, BothReport, BothStats
+from kvferry.vllm.connector import HandoverConnector
 from kvferry.vllm.family import parent_of
 from kvferry.vllm.pool_connector import FerryPoolConnector
 from kvferry.vllm.pool_metadata import PoolMetadata
@@ -32,7 +32,7 @@ from kvferry.vllm.prometheus import FerryPromMetrics
 log = logging.getLogger("kvferry")
 
 
-class FerryConnector(connector.FerryConnector):
+class FerryConnector(HandoverConnector):
     """Hands KV caches over between engines of any shape, and keeps them in a pool if asked to."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

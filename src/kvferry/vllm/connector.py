@@ -1,4 +1,4 @@
-"""`FerryConnector`: vLLM's connector interface, passed on to a scheduler or a worker of ours."""
+"""`HandoverConnector`: vLLM's connector interface, passed on to a scheduler or a worker of ours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvferry.vllm.stats import as_stats
 from kvferry.vllm.worker import FerryWorker
 
 
-class FerryConnector(WholeRequests):
+class HandoverConnector(WholeRequests):
     """Hands KV caches over between engines of any shape."""
 
     STYLE: ClassVar[Style] = "ferry"
@@ -33,7 +33,7 @@ class FerryConnector(WholeRequests):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        family = family_of(self, FerryConnector)
+        family = family_of(self, HandoverConnector)
         config = FerryConfig.read(
             vllm_config.kv_transfer_config.kv_connector_extra_config or {},
             self.STYLE,

@@ -11,22 +11,22 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvferry.vllm.config import Style
-from kvferry.vllm.connector import FerryConnector
+from kvferry.vllm.connector import HandoverConnector
 
 
-class FerryNixlConnector(FerryConnector):
+class FerryNixlConnector(HandoverConnector):
     """For NixlConnector: prefill first, and its answer is passed on to the decode engine."""
 
     STYLE: ClassVar[Style] = "nixl"
 
 
-class FerryNixlPushConnector(FerryConnector):
+class FerryNixlPushConnector(HandoverConnector):
     """For NixlPushConnector: as above, or both engines know each other by the request's id."""
 
     STYLE: ClassVar[Style] = "push"
 
 
-class FerryMooncakeConnector(FerryConnector):
+class FerryMooncakeConnector(HandoverConnector):
     """For MooncakeConnector: both engines get the request at once, with one transfer id."""
 
     STYLE: ClassVar[Style] = "mooncake"

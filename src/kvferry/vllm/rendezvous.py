@@ -28,7 +28,8 @@ from kvferry.errors import AuthenticationError, HandoverError, KvferryError, Pro
 from kvferry.p2p.caller import Caller
 from kvferry.p2p.meetings import Meetings
 from kvferry.p2p.ticket import MARK, is_host, is_text
-from kvferry.vllm.bootstrap import Whereabouts, host_port, query
+from kvferry.vllm.addresses import host_port
+from kvferry.vllm.bootstrap import Whereabouts, query
 from kvferry.vllm.config import FerryConfig, Style
 from kvferry.wire.messages import VERSION, EngineInfo, Hello, Refused, Welcome
 from kvferry.wire.names import is_loopback
