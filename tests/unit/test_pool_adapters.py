@@ -1,4 +1,4 @@
-"""Names of LoRA adapters: other files, another name; files that may be others, none."""
+"""Digests of LoRA adapters: other files, another digest; files that may be others, none."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import os
 import shutil
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace as Fake
+from typing import Any
 
 import pytest
 
-from kvferry.pool import adapter_files
 from kvferry.pool import adapters as module
-from kvferry.pool.adapters import NOBODYS, Adapter, Adapters, Asked
+from kvferry.pool.adapters import NOT_SHARED, Adapters, Asked
 from no_threads import no_threads
 
-LATER = 1e12  # an engine that starts long after all files were written
 COMMIT = "1234567890" * 4
 
 
@@ -30,256 +29,151 @@ def folder(path: Path, data: bytes = b"a" * 100, config: str = '{"r": 8}') -> Pa
     return path
 
 
-def answered(adapter: Adapter, adapters: Adapters | None = None) -> Asked:
-    some = adapters or Adapters(started_at=LATER)
-    asked = some.ask(adapter, seconds=10)
-    while asked.name is None:
+def request(number: int, path: Path | str, **options: bool) -> Any:
+    lora = Fake(lora_int_id=number, lora_path=str(path), lora_name="sql", **options)
+    return Fake(lora_request=lora)
+
+
+def ask(adapters: Adapters, asked: Any, seconds: float = 10) -> Asked:
+    made = adapters.ask(asked, seconds)
+    assert made is not None
+    return made
+
+
+def digest(asked: Any, adapters: Adapters | None = None) -> str:
+    some = adapters or Adapters()
+    question = ask(some, asked)
+    while (told := question.digest) is None:
         time.sleep(0.001)
     if adapters is None:
         some.close()
-    return asked
-
-
-def name(adapter: Adapter, adapters: Adapters | None = None) -> str:
-    told = answered(adapter, adapters).name
-    assert told is not None
     return told
 
 
-def snapshot_of_the_hub(path: Path) -> Path:
-    blobs = folder(path / "models--org--adapter" / "blobs")
-    snapshot = path / "models--org--adapter" / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    for blob in blobs.iterdir():
-        (snapshot / blob.name).symlink_to(blob)
-    return snapshot
-
-
-def test_what_an_adapter_computes_is_its_name(tmp_path: Path) -> None:
+def test_what_an_adapter_computes_is_its_digest(tmp_path: Path) -> None:
     """Not where it lies, nor its number: copies share. All that changes its values counts."""
     first = folder(tmp_path / "a")
     shutil.copytree(first, tmp_path / "copy")
-    same = [name(Adapter(1, str(first))), name(Adapter(7, str(tmp_path / "copy")))]
-    assert same[0] == same[1] != NOBODYS
+    same = [digest(request(1, first)), digest(request(7, tmp_path / "copy"))]
+    assert same[0] == same[1] != NOT_SHARED
     others = [
-        name(Adapter(1, str(folder(tmp_path / "b", b"b" * 100)))),
-        name(Adapter(1, str(folder(tmp_path / "c", config='{"r": 16}')))),
-        name(Adapter(1, str(first), options="3d")),
-        name(Adapter(1, str(first)), Adapters("bfloat16", started_at=LATER)),
+        digest(request(1, folder(tmp_path / "b", b"b" * 100))),
+        digest(request(1, folder(tmp_path / "c", config='{"r": 16}'))),
+        digest(request(1, first, is_3d_lora_weight=True)),
+        digest(request(1, first), Adapters("bfloat16")),
     ]
-    assert len({*same, *others}) == 5 and NOBODYS not in others
+    assert len({*same, *others}) == 5 and NOT_SHARED not in others
 
 
-def test_files_that_changed_after_the_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The engine may have loaded what was there before; only the operator knows."""
-    adapter = Adapter(1, str(folder(tmp_path / "a")))
-    running = Adapters()
-    assert name(adapter, running) == name(adapter, running) == NOBODYS
-    assert caplog.text.count("lora_files_final") == 1
-    assert name(adapter, Adapters(final=True)) == name(adapter)
+def test_a_snapshot_of_the_hub(tmp_path: Path) -> None:
+    """Wherever its cache lies, and whatever other files say of it."""
+    digests = set()
+    for cache in ("one", "other"):
+        repository = tmp_path / cache / "models--org--adapter"
+        blobs, snapshot = folder(repository / "blobs"), repository / "snapshots" / COMMIT
+        snapshot.mkdir(parents=True)
+        for blob in blobs.iterdir():
+            (snapshot / blob.name).symlink_to(blob)
+        digests.add(digest(request(1, snapshot)))
+    assert len(digests) == 1 and NOT_SHARED not in digests
 
 
-def test_a_snapshot_of_the_hub_never_changes(tmp_path: Path) -> None:
-    snapshot = snapshot_of_the_hub(tmp_path)
-    assert name(Adapter(1, str(snapshot)), Adapters()) != NOBODYS
+def test_without_an_adapter() -> None:
+    adapters = Adapters()
+    assert adapters.ask(Fake(lora_request=None)) is adapters.ask(Fake()) is None
+    assert adapters._thread is None
 
 
-@pytest.mark.parametrize("change", ["weights", "configuration", "folder", "link", "number"])
-def test_files_that_are_not_the_first_ones(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str
-) -> None:
-    """Whatever the engine has loaded for this number: it may be either."""
-    path = folder(tmp_path / "a")
-    link = tmp_path / "link"
-    link.symlink_to(path)
-    adapters, adapter = Adapters(started_at=LATER), Adapter(1, str(link))
-    assert name(adapter, adapters) != NOBODYS
-    if change == "weights":
-        shutil.copyfile(
-            folder(tmp_path / "b", b"b" * 100) / "adapter_model.safetensors",
-            path / "adapter_model.safetensors",
-        )
-    elif change == "configuration":
-        (path / "adapter_config.json").write_text('{"r": 4}')
-    elif change == "folder":
-        path.rename(tmp_path / "before")
-        folder(path)
-    elif change == "link":
-        link.unlink()
-        link.symlink_to(folder(tmp_path / "b"))
-    else:
-        adapter = Adapter(1, str(folder(tmp_path / "b")))
-    assert name(adapter, adapters) == NOBODYS
-    assert "under a new name" in caplog.text
-
-
-@pytest.mark.parametrize("change", ["link", "folder"])
-def test_files_that_took_the_place_of_others_after_the_start(tmp_path: Path, change: str) -> None:
-    """Older than the engine, but not where it found its own."""
-    first, second = folder(tmp_path / "v1"), folder(tmp_path / "v2", b"b" * 100)
-    current = tmp_path / "current"
-    current.symlink_to(first)
-    time.sleep(0.05)
-    started_at = time.time() + module.CLOCK_SECONDS
-    assert name(Adapter(1, str(current)), Adapters(started_at=started_at)) != NOBODYS
-    time.sleep(0.05)
-    current.unlink()
-    if change == "link":
-        current.symlink_to(second)
-    else:
-        second.rename(current)
-    assert name(Adapter(1, str(current)), Adapters(started_at=started_at)) == NOBODYS
-
-
-def test_no_thread_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine goes on, and the next request finds a name."""
-    adapters, adapter = Adapters(started_at=LATER), Adapter(1, str(folder(tmp_path / "a")))
-    with no_threads(monkeypatch, "kvferry-lora"):
-        assert name(adapter, adapters) == NOBODYS
-    assert name(adapter, adapters) != NOBODYS
-
-
-def test_no_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Loaded anew in every step; not here; without what says how it is to be used."""
-    assert name(Adapter(1, str(folder(tmp_path / "a")), in_place=True)) == NOBODYS
-    assert name(Adapter(2, "org/adapter")) == NOBODYS
-    bare = folder(tmp_path / "bare")
-    (bare / "adapter_config.json").unlink()
-    assert name(Adapter(3, str(bare))) == NOBODYS
-    assert "in place" in caplog.text and "download it" in caplog.text
-    assert "adapter_config.json" in caplog.text
-
-
-def test_files_that_change_while_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = folder(tmp_path / "a")
+def test_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the engine first serves the adapter. Loaded anew, it has a number of its own."""
+    read = []
     real = module.weight_revision
+    monkeypatch.setattr(module, "weight_revision", lambda path: read.append(path) or real(path))
+    adapters, path = Adapters(), folder(tmp_path / "a")
+    assert len({digest(request(1, path), adapters) for _ in range(3)}) == 1
+    assert read == [str(path)]
+    anew = folder(tmp_path / "b", b"b" * 100)
+    assert digest(request(2, anew), adapters) != digest(request(1, path), adapters)
+    assert read == [str(path), str(anew)]
 
-    def revision(model: str) -> str:
-        told = real(model)
-        (path / "adapter_model.safetensors").write_bytes(b"other")
-        return told
 
-    monkeypatch.setattr(module, "weight_revision", revision)
-    assert name(Adapter(1, str(path))) == NOBODYS
+def test_a_number_with_two_paths(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever vLLM has loaded for this number: it may be either, also for who asked before."""
+    adapters, first = Adapters(), request(1, folder(tmp_path / "a"))
+    assert digest(first, adapters) != NOT_SHARED
+    before = ask(adapters, first)
+    other = request(1, folder(tmp_path / "b"))
+    assert digest(other, adapters) == digest(other, adapters) == NOT_SHARED
+    assert digest(first, adapters) == before.digest == NOT_SHARED
+    assert caplog.text.count("under a new name") == 1
+    assert digest(request(2, tmp_path / "b"), adapters) != NOT_SHARED
+
+
+def test_loaded_in_place(tmp_path: Path) -> None:
+    """Also if it was not, at first, or is not any more."""
+    path = folder(tmp_path / "a")
+    plain, in_place = request(1, path), request(1, path, load_inplace=True)
+    for order in ((plain, in_place, plain), (in_place, plain, in_place)):
+        adapters = Adapters()
+        told = [digest(asked, adapters) for asked in order]
+        assert told[1:] == [NOT_SHARED, NOT_SHARED]
+        assert (told[0] == NOT_SHARED) == (order[0] is in_place)
+
+
+def test_no_digest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Loaded anew in every step; not here; without weights, or what says how to use them."""
+    adapters = Adapters()
+    bare, empty = folder(tmp_path / "bare"), folder(tmp_path / "empty")
+    (bare / "adapter_config.json").unlink()
+    (empty / "adapter_model.safetensors").unlink()
+    file = folder(tmp_path / "a") / "adapter_model.safetensors"
+    asked = [
+        request(1, tmp_path / "a", load_inplace=True),
+        *(request(2 + i, path) for i, path in enumerate(("org/adapter", bare, empty, file))),
+    ]
+    for _ in range(2):
+        assert {digest(each, adapters) for each in asked} == {NOT_SHARED}
+    assert "in place" in caplog.text and "adapter_config.json" in caplog.text
+    assert caplog.text.count("download it") == 3
+    assert len(caplog.records) == len(asked)
+    told = ask(adapters, asked[1]).unknown  # for clients
+    assert "'sql'" in told and "org" not in told
+
+
+def test_files_that_can_be_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There was no thread, or no folder: the engine goes on, and the next request finds it."""
+    adapters, asked = Adapters(), request(1, tmp_path / "a")
+    with no_threads(monkeypatch, "kvferry-lora"):
+        assert digest(asked, adapters) == NOT_SHARED
+    assert digest(asked, adapters) == NOT_SHARED
+    folder(tmp_path / "a")
+    assert digest(asked, adapters) != NOT_SHARED
 
 
 def test_who_asks_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file server that hangs: until the deadline there is no answer, then there is no name."""
+    """A file server that hangs: until the deadline there is no answer, then there is no digest."""
     hang = threading.Event()
 
-    def hangs(path: str) -> None:
+    def hangs(path: Path) -> None:
         hang.wait(20)
         raise ValueError("whatever a file system says")
 
-    monkeypatch.setattr(module, "stamp_of", hangs)
-    adapters = Adapters(started_at=LATER)
+    folder(tmp_path / "a")
+    monkeypatch.setattr(module, "weight_files", hangs)
+    adapters = Adapters()
     begin = time.monotonic()
-    asked = [adapters.ask(Adapter(n, str(tmp_path)), seconds=0.2) for n in (1, 2)]
-    assert [a.name for a in asked] == [None, None]
+    asked = [ask(adapters, request(n, tmp_path / "a"), seconds=0.2) for n in (1, 2)]
+    assert [a.digest for a in asked] == [None, None]
     assert time.monotonic() - begin < 0.2
-    time.sleep(0.25)
-    assert [a.name for a in asked] == [NOBODYS, NOBODYS]
+    while time.monotonic() < begin + 0.25:
+        time.sleep(0.01)
+    assert [a.digest for a in asked] == [NOT_SHARED, NOT_SHARED]
     monkeypatch.undo()
     hang.set()
-    assert name(Adapter(3, str(folder(tmp_path / "a"))), adapters) != NOBODYS
+    assert digest(request(3, tmp_path / "a"), adapters) != NOT_SHARED
+    assert asked[1].digest == digest(request(3, tmp_path / "a"), adapters)  # it was only late
     adapters.close()
     thread = adapters._thread
     assert thread is not None
     thread.join(5)
     assert not thread.is_alive()
-
-
-# What saves must find unchanged
-
-
-def test_what_a_save_must_find_unchanged(tmp_path: Path) -> None:
-    """Nothing where files cannot change, or the operator says so; nor where there is no name."""
-    adapter = Adapter(1, str(folder(tmp_path / "a")))
-    files = answered(adapter).files
-    assert files is not None and files.path == adapter.path and files.why_not() == ""
-    assert answered(adapter, Adapters(final=True)).files is None
-    assert answered(Adapter(1, str(snapshot_of_the_hub(tmp_path)))).files is None
-    unnamed = answered(adapter, Adapters())
-    assert (unnamed.name, unnamed.files) == (NOBODYS, None)
-
-
-@pytest.mark.parametrize("relative", [False, True])
-def test_a_folder_further_up_is_exchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: bool
-) -> None:
-    """The adapter and its own folder are the same, down to their times; what they lie in is not."""
-    path = folder(tmp_path / "up" / "team" / "a")
-    monkeypatch.chdir(path.parent)
-    adapters, adapter = Adapters(started_at=LATER), Adapter(1, "a" if relative else str(path))
-    files = answered(adapter, adapters).files
-    assert files is not None
-    (tmp_path / "up" / "beside").mkdir()
-    (tmp_path / "up" / "team" / "beside").mkdir()
-    assert files.why_not() == "" and name(adapter, adapters) != NOBODYS
-    (tmp_path / "up").rename(tmp_path / "before")
-    (tmp_path / "up").mkdir()
-    (tmp_path / "before" / "team").rename(tmp_path / "up" / "team")
-    assert files.why_not() == adapter_files.CHANGED
-    assert name(adapter, adapters) == NOBODYS
-
-
-def moved_away_and_back(path: Path) -> None:
-    time.sleep(0.02)  # file systems' clocks tick
-    path.rename(path.with_name("elsewhere"))
-    path.with_name("elsewhere").rename(path)
-
-
-@pytest.mark.parametrize("through", ["itself", "a link"])
-def test_a_folder_further_up_is_exchanged_and_put_back(tmp_path: Path, through: str) -> None:
-    """Meanwhile the engine may have loaded what stood in its place."""
-    path = folder(tmp_path / "up" / "team" / "a")
-    link = tmp_path / "links" / "current"
-    link.parent.mkdir()
-    link.symlink_to(path.parent)
-    adapters = Adapters(started_at=LATER)
-    adapter = Adapter(1, str(path if through == "itself" else link / "a"))
-    for beside in ("one", "two"):
-        time.sleep(0.02)
-        (tmp_path / "up" / beside).mkdir()
-        files = answered(adapter, adapters).files
-        assert files is not None and files.why_not() == "", "something was put beside it"
-    moved_away_and_back(tmp_path / "up")
-    assert files.why_not() == adapter_files.CHANGED
-    assert name(adapter, adapters) == NOBODYS
-
-
-def test_a_folder_further_up_was_moved_after_the_start(tmp_path: Path) -> None:
-    """And everything in it is older than the engine."""
-    path = folder(tmp_path / "up" / "team" / "a")
-    time.sleep(0.05)
-    started_at = time.time() + module.CLOCK_SECONDS
-    adapter = Adapter(1, str(path))
-    time.sleep(0.05)
-    (tmp_path / "beside").mkdir()
-    assert name(adapter, Adapters(started_at=started_at)) != NOBODYS
-    moved_away_and_back(tmp_path / "up")
-    assert name(adapter, Adapters(started_at=started_at)) == NOBODYS
-    assert name(adapter, Adapters(started_at=started_at, final=True)) != NOBODYS
-
-
-def test_files_of_somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another host, another working folder, or gone: nobody can say that they are the same."""
-    folder(tmp_path / "a")
-    folder(tmp_path / "other" / "a")
-    monkeypatch.chdir(tmp_path)
-    files = answered(Adapter(1, "a")).files
-    assert files is not None and files.why_not() == ""
-    for host in ("", "another host"):
-        assert replace(files, host=host).why_not() == adapter_files.ELSEWHERE
-    with monkeypatch.context() as patch:
-        patch.setattr(adapter_files, "this_host", lambda: "")
-        assert replace(files, host="").why_not() == adapter_files.ELSEWHERE
-    monkeypatch.chdir(tmp_path / "other")
-    assert files.why_not() == adapter_files.CHANGED
-    monkeypatch.chdir(tmp_path)
-    shutil.rmtree(tmp_path / "a")
-    assert "no folder with weights" in files.why_not()

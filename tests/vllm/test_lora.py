@@ -23,14 +23,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.p2p.ticket import Ticket, prompt_digest
-from kvferry.pool import adapter_files
+from kvferry.pool import adapters
 from kvferry.pool.adapters import Adapters
-from kvferry.vllm import lora as module
 from kvferry.vllm.asking import Asking
 from kvferry.vllm.config import FerryConfig
-from kvferry.vllm.lora import Loras, adapted
 from kvferry.vllm.metadata import FerryMetadata
-from kvferry.vllm.offering import Offering, request_digest
+from kvferry.vllm.offering import Offering, adapted, request_digest
 from kvferry.vllm.prefill import HandedOver
 from kvferry.vllm.prompts import Prompts
 from kvferry.vllm.rendezvous import derived_hold
@@ -38,8 +36,6 @@ from kvferry.vllm.scheduler import FerryScheduler
 from kvferry.vllm.stats import FerryStats
 
 TOKENS = list(range(7, 47))
-LATER = 1e12  # an engine that starts long after all files were written
-HERE = adapter_files.this_host()
 NAMED = {"transfer_id": "t", "remote_engine_id": "p", "remote_bootstrap_addr": "http://h:1"}
 
 
@@ -61,27 +57,26 @@ def request(path: Path | str | None, number: int = 1, name: str = "sql", **param
 
 
 class Engine:
-    """What of a scheduler hands over, of an engine whose workers are on this host."""
+    """What of a scheduler hands over."""
 
-    def __init__(self, settings: str = "", *, final: bool = False, started: float = LATER) -> None:
-        self.loras = Loras(Adapters(settings, final=final, started_at=started))
-        self.loras.workers_at({HERE})
+    def __init__(self, settings: str = "") -> None:
+        self.adapters = Adapters(settings, "are not handed over")
         self.orders = FerryMetadata()
         spans: Any = Fake(begin=lambda *_, **__: None, end=lambda *_: None)
         told_of = (HandedOver(), lambda: self.orders, FerryStats(), spans)
         self.offering = Offering(
-            FerryConfig(), "p", "i", "mooncake", True, (1, 1), 9, *told_of, loras=self.loras
+            FerryConfig(), "p", "i", "mooncake", True, (1, 1), 9, *told_of, adapters=self.adapters
         )
         found: Any = Fake(
             find=lambda _: Fake(engine_id="p", incarnation="i", host="127.0.0.1", port=9)
         )
-        self.asking = Asking(FerryConfig(), "mooncake", found, *told_of, loras=self.loras)
+        self.asking = Asking(FerryConfig(), "mooncake", found, *told_of, adapters=self.adapters)
 
     def accepted(self, asked: Request) -> Request:
         """A prefill that has arrived, and its adapter's files were read."""
         self.offering.accept(asked)
-        adapter = self.offering._adapters.get(asked.request_id)
-        while adapter is not None and adapter.asked is not None and adapter.asked.name is None:
+        adapter = self.adapters.ask(asked)
+        while adapter is not None and adapter.digest is None:
             time.sleep(0.001)
         return asked
 
@@ -94,16 +89,12 @@ class Engine:
         assert held and params is not None
         return params
 
-    def matched(self, asked: Request, then: Callable[[], object] = lambda: None) -> int:
-        """Tokens that vLLM is told of, in the end; `then` happens while the request queues."""
+    def matched(self, asked: Request) -> int:
+        """Tokens that vLLM is told of, in the end, and again while the request queues."""
         self.asking.arrived(asked)
         while (count := self.asking.matched(asked, 0)[0]) is None:
             time.sleep(0.001)
-        if count:
-            then()
-            time.sleep(module.AGAIN_SECONDS * 1.1)
-            count = self.asking.matched(asked, 0)[0]
-        assert count is not None
+        assert self.asking.matched(asked, 0)[0] == count
         return count
 
     @property
@@ -116,13 +107,13 @@ class Engine:
 def made() -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
-    def make(*args: Any, **options: Any) -> Engine:
-        engines.append(Engine(*args, **options))
+    def make(settings: str = "") -> Engine:
+        engines.append(Engine(settings))
         return engines[-1]
 
     yield make
     for engine in engines:
-        engine.loras.close()
+        engine.adapters.close()
 
 
 def test_without_an_adapter_nothing_changes(made: Any) -> None:
@@ -131,7 +122,7 @@ def test_without_an_adapter_nothing_changes(made: Any) -> None:
     params = prefill.ticket(None)
     assert Ticket.from_params(params).digest == prompt_digest(TOKENS)
     assert decode.matched(request(None, **params)) == len(TOKENS)
-    assert prefill.loras.adapters._thread is None and decode.loras.adapters._thread is None
+    assert prefill.adapters._thread is None and decode.adapters._thread is None
 
 
 def test_the_same_files_elsewhere(tmp_path: Path, made: Any) -> None:
@@ -170,7 +161,7 @@ def test_other_files_under_the_same_name(
 def test_no_two_digests_are_alike() -> None:
     plain, base = request_digest(request(None)), request_digest(request("/a"))
     assert len({plain, base, adapted(base, "1"), adapted(base, "2"), adapted(plain, "1")}) == 5
-    with pytest.raises(ValueError, match="revision"):
+    with pytest.raises(ValueError, match="not shared"):
         adapted(base, "")
 
 
@@ -197,53 +188,6 @@ def test_files_that_cannot_be_read(tmp_path: Path, made: Any, where: str) -> Non
         assert decode.released == [Ticket.from_params(params).hold_id]
 
 
-@pytest.mark.parametrize("change", ["files", "away and back", "gone"])
-def test_files_that_change_while_a_prefill_runs(tmp_path: Path, made: Any, change: str) -> None:
-    """The engine may have loaded either: it is held neither as the old files' nor as the new."""
-    path, prefill = folder(tmp_path / "v1"), made()
-    asked = prefill.accepted(request(path, do_remote_decode=True))
-    time.sleep(0.02)  # file systems' clocks tick
-    if change == "files":
-        folder(path, b"b" * 100)
-    elif change == "gone":
-        shutil.rmtree(path)
-    else:
-        path.rename(tmp_path / "v0")
-        folder(path, b"b" * 100)
-        shutil.rmtree(path)
-        (tmp_path / "v0").rename(path)
-    held, answer = prefill.ended(asked)
-    assert not held and answer is not None and "not_held" in answer["kvferry"]
-    assert prefill.offering.stats.data["unheld"] == {"lora": 1} and not prefill.orders.holds
-    # nor is what comes later: nobody knows which files the engine has
-    if change != "gone":
-        held, _ = prefill.ended(prefill.accepted(request(path, do_remote_decode=True)))
-        assert not held
-
-
-def test_files_younger_than_an_engine(tmp_path: Path, made: Any) -> None:
-    """Which it may have loaded before, unless the operator says that files never change."""
-    path = folder(tmp_path / "v1")
-    prefill, final = made(started=time.time()), made(started=time.time(), final=True)
-    assert not prefill.ended(prefill.accepted(request(path, do_remote_decode=True)))[0]
-    assert made(final=True).matched(request(path, **final.ticket(path))) == len(TOKENS)
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_files_that_change_while_a_request_waits_to_be_decoded(
-    tmp_path: Path, made: Any, named: bool
-) -> None:
-    first = folder(tmp_path / "v1")
-    mine = Path(shutil.copytree(first, tmp_path / "mine"))
-    params = made().ticket(first)
-    decode = made()
-    asked = request(mine, **({**NAMED, "do_remote_prefill": True} if named else params))
-    assert decode.matched(asked, then=lambda: folder(mine, b"b" * 100)) == 0
-    hold = derived_hold("i", "transfer t") if named else Ticket.from_params(params).hold_id
-    assert decode.released == [hold] and not decode.orders.loads
-    assert decode.asking.matched(asked, 0) == (0, False)
-
-
 @pytest.mark.parametrize("same", [True, False])
 def test_engines_that_get_a_request_at_once(tmp_path: Path, made: Any, same: bool) -> None:
     """There is no ticket: the decode engine says its own digest, and the producer's rank compares
@@ -263,60 +207,25 @@ def test_engines_that_get_a_request_at_once(tmp_path: Path, made: Any, same: boo
     assert (load.ticket.digest == hold.digest) == same
 
 
-@pytest.mark.parametrize("hosts", [{"another host"}, {HERE, "another host"}, {""}, set()])
-def test_workers_that_see_other_files(tmp_path: Path, made: Any, hosts: set[str]) -> None:
-    path = folder(tmp_path / "v1")
-    params = made().ticket(path)
-    elsewhere, final = made(), made(final=True)
-    for engine in (elsewhere, final):
-        engine.loras.workers_at(hosts)
-    assert not elsewhere.ended(elsewhere.accepted(request(path, do_remote_decode=True)))[0]
-    assert elsewhere.matched(request(path, **params)) == 0
-    assert final.matched(request(path, **params)) == len(TOKENS)
-
-
 def test_a_number_that_stood_for_another_adapter(tmp_path: Path, made: Any) -> None:
     """A request that nobody handed over was the first: workers have its files under the number."""
     engine = made()
-    scheduler: Any = Fake(_loras=engine.loras, _prompts=Prompts(), produces=True, consumes=True)
+    scheduler: Any = Fake(_prompts=Prompts(), produces=True, consumes=True)
+    scheduler._adapters = engine.adapters
     FerryScheduler.on_new_request(scheduler, request(folder(tmp_path / "first", b"b" * 100)))
     path = folder(tmp_path / "v1")
     assert not engine.ended(engine.accepted(request(path, do_remote_decode=True)))[0]
     assert engine.matched(request(path, **made().ticket(path))) == 0
 
 
-@pytest.mark.parametrize("hangs", [True, False])
-def test_files_that_are_not_looked_at_in_time(
-    tmp_path: Path, made: Any, monkeypatch: pytest.MonkeyPatch, hangs: bool
-) -> None:
-    """A file system hangs, or is slow, when requests end: one step waits, others do not."""
-    path, prefill, hang = folder(tmp_path / "v1"), made(), threading.Event()
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(
-        adapter_files, "stamp_of", lambda _: hang.wait(20) if hangs else time.sleep(0.15)
-    )
-    seconds = []
-    for _ in range(3):
-        asked = prefill.accepted(request(path, do_remote_decode=True))
-        begin = time.monotonic()
-        assert not prefill.ended(asked)[0]
-        seconds.append(time.monotonic() - begin)
-        time.sleep(0.1)  # until a slow look is over
-    hang.set()
-    assert 0.1 <= seconds[0] < 1.0 and max(seconds[1:]) < 0.1
-    assert prefill.offering.stats.data["unheld"] == {"lora": 3}
-
-
-def test_a_decode_engine_waits_for_a_name_no_longer_than_it_may(
+def test_a_decode_engine_waits_for_a_digest_no_longer_than_it_may(
     tmp_path: Path, made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the lease of its ticket is renewed meanwhile."""
-    from kvferry.pool import adapters
-
     path, hang = folder(tmp_path / "v1"), threading.Event()
     params, decode = made().ticket(path), made()
-    monkeypatch.setattr("kvferry.vllm.asking.DECODE_SECONDS", 0.2)
-    monkeypatch.setattr(adapters, "stamp_of", lambda _: hang.wait(20))
+    monkeypatch.setattr("kvferry.vllm.asking.ADAPTER_SECONDS", 0.2)
+    monkeypatch.setattr(adapters, "weight_files", lambda _: hang.wait(20))
     begin, asked = time.monotonic(), request(path, **params)
     decode.asking.arrived(asked)
     assert decode.asking.matched(asked, 0) == (None, False)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 
 from safetensors.numpy import save_file
-from test_pool import COMPUTED, HITS, TOKENS, event, folder, ids, pool_engine, prompt, settle
+from test_pool import COMPUTED, HITS, TOKENS, folder, ids, pool_engine, prompt, settle
 
 from kvferry.demo.engines import Engine
 from kvferry.demo.tiny_model import llama_config, make_model
@@ -92,47 +88,3 @@ def test_an_adapter_trained_anew(folder: Path) -> None:
         four.wait_ready()
         out, hits, computed = ask(four, "again", tokens)
         assert out == truth[0] and (hits, computed) == (256, 44)
-
-
-@pytest.mark.matrix
-def test_files_that_change_while_a_request_waits(folder: Path) -> None:
-    """The engine has pushed the adapter out, and reads other files than the request arrived with.
-
-    A copy of the first files has the same name: it finds what they computed, and nothing else.
-    """
-    model = make_model(folder / "tiny")
-    x = make_adapter(folder / "x", seed=1)
-    first = Path(shutil.copytree(x, folder / "first"))  # with its times
-    other = make_adapter(folder / "other", seed=3)
-    engine = pool_engine("waits", model, folder, extra={"path": str(folder / "waits")})
-    engine.arguments += ["--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "1"]
-    engine.arguments += ["--max-cpu-loras", "1", "--max-num-seqs", "1", "--lora-modules"]
-    engine.arguments += [f"{path.name}={path}" for path in (x, first, other)]
-    with engine.start(), ThreadPoolExecutor(1) as thread:
-        engine.wait_ready()
-        before, after = prompt(1, 300), prompt(2, 300)
-        truth = ask(engine, "x", before)
-        settle(engine)
-        ask(engine, "other", before)  # x is pushed out
-        running = thread.submit(engine.complete, prompt(3, 20), max_tokens=1500)
-        until(lambda: engine.metric("vllm:num_requests_running") > 0)
-        with ThreadPoolExecutor(1) as waiting:
-            asked = waiting.submit(engine.complete, after, model="x", max_tokens=TOKENS)
-            until(lambda: engine.metric("vllm:num_requests_waiting") > 0)
-            time.sleep(0.3)  # until it has its name
-            make_adapter(x, seed=2)
-            assert not running.done() and not asked.done()
-            changed = ids(asked.result())
-        running.result()
-        settle(engine)
-        assert event(engine, "save_lora_refused") > 0
-        assert ask(engine, "first", before) == (truth[0], 256, 44)
-        out, hits, computed = ask(engine, "first", after)
-        assert (hits, computed) == (0, 300) and out != changed
-
-
-def until(done: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -59,7 +59,6 @@ FERRY: dict[str, tuple[Any, Any]] = {
     "load_seconds": (SECONDS, NOT_SECONDS),
     "model_id": ((("m", "m"), ("", "")), NOT_TEXT),
     "draft_layers": ((("zero", "zero"),), ("Zero", "", 0, False)),
-    "lora_files_final": (((True, True), (False, False)), NOT_FLAG),
     "max_held_blocks": (((0, 0), (100, 100)), NOT_COUNT),
     "peers": (
         (
@@ -86,7 +85,6 @@ POOL: dict[str, tuple[Any, Any]] = {
     "cache_prefix": ((("team", "team"), ("", "")), NOT_TEXT),
     "model_id": ((("m", "m"), ("", "")), NOT_TEXT),
     "weight_revision": ((("r", "r"), ("", "")), NOT_TEXT),
-    "lora_files_final": (((True, True),), NOT_FLAG),
     "load_async": (((False, False),), NOT_FLAG),
     "discard_partial_chunks": (((False, False),), NOT_FLAG),
     "lookup_rpc_port": (((0, 0), ("0", "0")), (True, 1.5, [], {})),

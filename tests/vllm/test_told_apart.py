@@ -50,6 +50,7 @@ with warnings.catch_warnings():  # torch warns of itself
 
 from kvferry.p2p.describe import engine_info, rank_info  # noqa: E402
 from kvferry.p2p.ticket import Ticket  # noqa: E402
+from kvferry.pool.adapters import Adapters  # noqa: E402
 from kvferry.pool.orders import SaveOrder  # noqa: E402
 from kvferry.pool.requests import PoolLimits  # noqa: E402
 from kvferry.vllm import prompts  # noqa: E402
@@ -451,7 +452,7 @@ class TestImagesNamedByClients:
         arrived = pool.on_new_request
         if connector == "handover":
             idle: Any = Fake(_prompts=Prompts(), produces=False, consumes=False)
-            idle._loras = Fake(note=lambda _: None)
+            idle._adapters = Adapters()
             arrived = functools.partial(FerryScheduler.on_new_request, idle)
         for each in asked:
             each.kv_transfer_params = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvferry.pool.adapter_files import AdapterFiles
 from kvferry.pool.hits import Segment
 from kvferry.pool.keys import KeyMetadata
 
@@ -26,7 +25,6 @@ class SaveOrder:
     job_id: int
     tables: tuple[TableBlocks, ...]
     seconds: float
-    adapter: AdapterFiles | None = None  # save only if these did not change
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvferry.pool.adapter_files import AdapterFiles
 from kvferry.pool.chain import ContentChain
 from kvferry.pool.hits import Hit
 from kvferry.pool.orders import LoadOrder, SaveOrder, Scope
@@ -42,7 +41,6 @@ class RequestTracker:
     """What the pool knows of one request."""
 
     chain: ContentChain
-    adapter: AdapterFiles | None = None  # that saves must find unchanged
     saved_tokens: int = 0  # at the front: in the pool, or ordered
     load: LoadSpec | None = None  # promised, not yet ordered
     loading: LoadOrder | None = None

@@ -8,9 +8,6 @@ whole or not there; a block of which one fragment failed is never found: a looku
 
 A store that is full, slow or broken is left alone for a while (twice as long each time): jobs that
 come meanwhile are reported at once, with nothing saved, and counted.
-
-What an adapter computed is saved only if its files are, after that, still those that it is named
-for (`adapter_files`). Otherwise the job ends with nothing saved; the store is asked nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from queue import SimpleQueue
 import numpy as np
 
 from kvferry.errors import StoreError
-from kvferry.pool.adapter_files import AdapterCheck
 from kvferry.pool.database import ChunkedTokenDatabase
 from kvferry.pool.orders import Saved, SaveOrder, TableBlocks
 from kvferry.pool.stats import PoolCounters
@@ -47,7 +43,6 @@ class Saver:
 
     def __init__(self, store: Store, counters: PoolCounters) -> None:
         self._store, self._counters = store, counters
-        self._adapters = AdapterCheck()
         self._queue: SimpleQueue[tuple[SaveOrder, ChunkedTokenDatabase, Fence | None] | None]
         self._queue = SimpleQueue()
         self._done: deque[Saved] = deque()
@@ -97,7 +92,6 @@ class Saver:
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(seconds)
-        self._adapters.close()
 
     def _run(self) -> None:
         while True:
@@ -134,9 +128,6 @@ class Saver:
         if fence is not None:
             fence()
         deadline = time.monotonic() + order.seconds
-        if order.adapter is not None and not self._adapters.unchanged(order.adapter, deadline):
-            self._counters.add("save_lora_refused")
-            return _all_blocks(order)
         failed: set[tuple[int, int]] = set()
         for blocks in order.tables:
             if blocks.table in database.memory:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.pool.adapter_files import AdapterFiles
 from kvferry.pool.chain import ContentChain
 from kvferry.pool.objects import TableKind
 from kvferry.pool.orders import Saved, SaveOrder, TableBlocks
@@ -129,12 +128,7 @@ class SaveJobs:
         return len(self._jobs) >= MOST_JOBS or self.pinned_blocks >= self._most
 
     def order(
-        self,
-        tables: tuple[TableBlocks, ...],
-        ranks: int,
-        seconds: float,
-        tag: Any,
-        adapter: AdapterFiles | None = None,
+        self, tables: tuple[TableBlocks, ...], ranks: int, seconds: float, tag: Any
     ) -> SaveOrder | None:
         """A job for these blocks; None where there are none."""
         ids = [i for blocks in tables for i in blocks.block_ids]
@@ -144,7 +138,7 @@ class SaveJobs:
         self._pin(ids)
         self.pinned_blocks += len(ids)
         self._jobs[job_id] = _Job(ids, tables, tag, ranks)
-        return SaveOrder(job_id, tables, seconds, adapter)
+        return SaveOrder(job_id, tables, seconds)
 
     def reported(self, reports: Iterable[Saved]) -> list[SavedBlocks]:
         """Ranks' last words about jobs. Jobs that all have reported are over, and unpinned."""

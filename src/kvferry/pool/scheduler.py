@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Sequence
 from math import lcm
 from typing import Any
 
-from kvferry.pool.adapter_files import AdapterFiles
 from kvferry.pool.chain import ContentChain, Extra
 from kvferry.pool.hits import Need
 from kvferry.pool.keys import KeyMetadata, object_keys
@@ -165,16 +164,10 @@ class PoolScheduler:
 
     # Requests
 
-    def track(
-        self,
-        request_id: str,
-        extras: Callable[[], Sequence[Extra]],
-        adapter: AdapterFiles | None = None,
-    ) -> RequestTracker:
+    def track(self, request_id: str, extras: Callable[[], Sequence[Extra]]) -> RequestTracker:
         tracker = self._trackers.get(request_id)
         if tracker is None:
-            tracker = RequestTracker(ContentChain(extras()), adapter)
-            self._trackers[request_id] = tracker
+            tracker = self._trackers[request_id] = RequestTracker(ContentChain(extras()))
         return tracker
 
     def matched(
@@ -264,9 +257,7 @@ class PoolScheduler:
         if start < stop:
             blocks += blocks_to_save(kinds, chain, start, stop, tables(), self._null)
             tracker.saved_tokens = stop
-        order = self._jobs.order(
-            tuple(blocks), self._ranks, self.limits.save_seconds, tag, tracker.adapter
-        )
+        order = self._jobs.order(tuple(blocks), self._ranks, self.limits.save_seconds, tag)
         if order is not None:
             self._orders.saves.append(order)
             self.counters.add("save_jobs")

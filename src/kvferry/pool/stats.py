@@ -13,7 +13,7 @@ lookup_servers_replaced hit_tokens
 loads loaded_bytes load_failures load_errors load_hung load_bad_objects
 load_done load_missing load_corrupt load_failed
 save_jobs saved_bytes save_known save_done save_exists save_full save_declined save_failed
-save_errors save_dropped save_postponed save_lora_refused
+save_errors save_dropped save_postponed
 layouts_published layouts_unpublished layouts_missing layouts_refused
 """
 EVENTS = tuple(NAMES.split())

@@ -78,9 +78,7 @@ def weight_revision(
     if configured:
         return f"named {configured}"
     path = Path(model)
-    files = [path] if path.is_file() else []
-    if path.is_dir():
-        files = sorted(file for pattern in PATTERNS for file in path.glob(pattern))
+    files = weight_files(path)
     if elsewhere:
         files, commit = [], ""
     if files:
@@ -96,6 +94,13 @@ def weight_revision(
         model,
     )
     return f"unknown {secrets.token_hex(16)}"
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files of weights in a folder, or the one file that a path names."""
+    if path.is_file():
+        return [path]
+    return sorted(file for pattern in PATTERNS for file in path.glob(pattern))
 
 
 def hub_snapshot(path: Path) -> tuple[str, str] | None:

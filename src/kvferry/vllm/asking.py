@@ -21,10 +21,10 @@ from kvferry.errors import AuthenticationError, KvferryError
 from kvferry.p2p.load import Load
 from kvferry.p2p.renewer import Renewer
 from kvferry.p2p.ticket import MARK, Ticket
+from kvferry.pool.adapters import Adapters, Asked
 from kvferry.vllm.config import FerryConfig, Style
-from kvferry.vllm.lora import AGAIN_SECONDS, DECODE_SECONDS, Lora, Loras, adapted
 from kvferry.vllm.metadata import FerryMetadata
-from kvferry.vllm.offering import request_digest
+from kvferry.vllm.offering import adapted, request_digest
 from kvferry.vllm.prefill import HandedOver
 from kvferry.vllm.prompts import Prompts
 from kvferry.vllm.rendezvous import CHILD, Appointment, Rendezvous, appointment, derived_hold
@@ -35,6 +35,7 @@ from kvferry.vllm.stats import FerryStats, Here
 log = logging.getLogger("kvferry")
 
 QUESTIONS = 3  # that may go before a request's own, each as long as one may take
+ADAPTER_SECONDS = 2.0  # a request waits for the first reading of its adapter; then it is computed
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class _Wanted:
     shared: bool  # other requests may come with the same ticket
     ticket: Ticket | None = None  # None: its producer is not found yet
     appointment: Appointment | None = None
-    lora: Lora | None = None  # its adapter
+    lora: Asked | None = None  # its adapter
     digest: str = ""  # of its prompt and its adapter, once that is known
     matched: int = 0  # tokens that we said we would load, when vLLM last asked
     loading: bool = False  # a load was ordered: its last word is the load's
@@ -62,7 +63,7 @@ class Asking:
     stats: FerryStats
     spans: Spans
     prompts: Prompts = field(default_factory=Prompts)
-    loras: Loras = field(default_factory=Loras)
+    adapters: Adapters = field(default_factory=Adapters)
     _wanted: dict[str, _Wanted] = field(default_factory=dict)
     _siblings: Siblings = field(default_factory=Siblings)
     _unfound: list[Appointment] = field(default_factory=list)  # of requests that are over
@@ -95,7 +96,7 @@ class Asking:
             why = f"it is not held: {str(params[MARK]['not_held'])[:300]!r}"
             self._here(request, "not held", why, logging.INFO)
             return
-        wanted.lora = self.loras.ask(request, DECODE_SECONDS)
+        wanted.lora = self.adapters.ask(request, ADAPTER_SECONDS)
         try:
             if not ticketed:
                 wanted.appointment = appointment(params, request_id, self.style)
@@ -196,21 +197,21 @@ class Asking:
         wanted.matched = max(0, wanted.ticket.tokens - computed)
         return wanted.matched, wanted.matched > 0
 
-    def _adapted(self, request: Any, wanted: _Wanted, lora: Lora) -> bool | None:
+    def _adapted(self, request: Any, wanted: _Wanted, lora: Asked) -> bool | None:
         """Whether a ticket is of the adapter that this engine has; None: not known yet."""
         assert wanted.ticket is not None
-        revision, why = lora.revision(AGAIN_SECONDS), ""
-        if revision is None:
+        adapter, why = lora.digest, ""
+        if adapter is None:
             return None
-        if not revision:
+        if not adapter:
             why = lora.unknown
         elif not wanted.digest:
-            wanted.digest = adapted(request_digest(request), revision)
+            wanted.digest = adapted(request_digest(request), adapter)
             # without a ticket that came with it, the producer's ranks compare
             if wanted.appointment is None and wanted.ticket.digest != wanted.digest:
                 why = (
-                    f"its ticket is for another prompt, or its LoRA adapter {lora.name!r:.100} has "
-                    "other files or settings here"
+                    "its ticket is for another prompt, or its LoRA adapter "
+                    f"{lora.adapter.name!r:.100} has other files or settings here"
                 )
         if why:
             self._here(request, "lora", why)

@@ -83,7 +83,6 @@ class FerryConfig:
     load_seconds: Seconds = 120.0  # a load has failed after this long
     model_id: Text = ""  # names the weights, where the model's path differs between engines
     draft_layers: Annotated[str, DRAFTS] = "refuse"  # that a prefill engine lacks; or "zero" them
-    lora_files_final: Flag = False  # adapters' files never change: see `kvferry.pool.adapters`
     # that finished requests may keep at once; None: half of the cache (`offering`); 0: no limit
     max_held_blocks: Count | None = None
     peers: Hosts = ()  # hosts and networks that tickets may name; empty: any

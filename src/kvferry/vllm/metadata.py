@@ -12,7 +12,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvferry.p2p.load import Load
 from kvferry.p2p.ticket import Ticket
-from kvferry.pool.adapter_files import this_host
 
 ENDS = ("delivered", "withdrawn", "expired", "failed")  # of holds, from good to bad
 
@@ -59,7 +58,6 @@ class FerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
     engine: bytes  # msgpack of EngineInfo
     rank: bytes  # msgpack of RankInfo
-    host: str = field(default_factory=this_host)  # of whoever makes it: whose files it sees
 
 
 @dataclass

@@ -4,10 +4,10 @@ A request that ends with its prompt computed (at its length, at a stop token, at
 cache is valid in each case) is held, and its ticket goes into the response. It is not held, and the
 response says so, when that would keep more than `max_held_blocks` (by default half of the cache:
 prefills that are never fetched leave the rest to others), when its transfer id was used before,
-when nothing tells its prompt from others (see `prompts`), or when nobody knows which files its LoRA
-adapter was loaded from (see `lora`). Consumers that got the request at the same time know
-the hold by a name (see `rendezvous`) and may wait for it already; so a named request that is
-aborted, or not held, is withdrawn at all ranks, which refuse those claims at once.
+when nothing tells its prompt from others (see `prompts`), or when its LoRA adapter has no digest
+(see `pool.adapters`). Consumers that got the request at the same time know the hold by a name (see
+`rendezvous`) and may wait for it already; so a named request that is aborted, or not held, is
+withdrawn at all ranks, which refuse those claims at once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 
 from kvferry.errors import ProtocolError
 from kvferry.p2p.ticket import FORMAT, MARK, Ticket, prompt_digest
+from kvferry.pool.adapters import Adapters, Asked
 from kvferry.vllm.config import FerryConfig, Style
-from kvferry.vllm.lora import PREFILL_SECONDS, Lora, Loras, adapted
 from kvferry.vllm.metadata import FerryMetadata, HoldOrder, worse
 from kvferry.vllm.prefill import CUT, HandedOver
 from kvferry.vllm.prompts import Prompts, content
@@ -69,13 +69,13 @@ class Offering:
     spans: Spans
     second: bool = False  # whether a sibling sees requests before us
     prompts: Prompts = field(default_factory=Prompts)
-    loras: Loras = field(default_factory=Loras)
+    adapters: Adapters = field(default_factory=Adapters)
     held: dict[str, int] = field(default_factory=dict)  # blocks, by request
     held_blocks: int = 0
     _names: OrderedDict[str, _Named] = field(default_factory=OrderedDict)
     _moved: float = 0.0  # when a hold last came or went
     _digests: dict[str, str] = field(default_factory=dict)  # of whole prompts, by request
-    _adapters: dict[str, Lora] = field(default_factory=dict)  # by request, where it has one
+    _adapters: dict[str, Asked] = field(default_factory=dict)  # by request, where it has one
     _ends: dict[str, str] = field(default_factory=dict)  # of holds that some workers have closed
     _refusals: dict[str, tuple[str, str]] = field(default_factory=dict)  # by request
 
@@ -87,7 +87,7 @@ class Offering:
             self._refusals[request.request_id] = ("unfit", why)
         elif request.prompt_token_ids and request.request_id not in self._digests:
             self._digests[request.request_id] = request_digest(request)
-            if (lora := self.loras.ask(request, PREFILL_SECONDS)) is not None:
+            if (lora := self.adapters.ask(request)) is not None:
                 self._adapters[request.request_id] = lora
             self.handed_over.stop_short(request)
 
@@ -128,10 +128,10 @@ class Offering:
                 self.orders().withdrawals.append(hold_id)
             return False, None
         if lora is not None:
-            revision = lora.revision()  # all is computed by now: a change after this is none
-            if not revision:
+            adapter = lora.digest
+            if not adapter:
                 return self._unheld("lora", lora.unknown, hold_id if name is not None else None)
-            digest = adapted(digest, revision)
+            digest = adapted(digest, adapter)
         blocks = len({block for table in block_ids for block in table if block})
         if over := self._over_limit(blocks):
             return self._unheld("limit", over, hold_id if name is not None else None)
@@ -235,7 +235,7 @@ def completed(request: Any) -> bool:
 
 def request_digest(request: Any) -> str:
     """What the prompt's cache depends on: tokens, images, salt. With LoRA it is not the whole
-    truth, nor that of any prompt: the adapter's files are missing (`lora.adapted`)."""
+    truth, nor that of any prompt: the adapter's files are missing (`adapted`)."""
     extra = []
     if getattr(request, "lora_request", None) is not None:
         extra.append("lora")
@@ -244,3 +244,10 @@ def request_digest(request: Any) -> str:
     if getattr(request, "cache_salt", None):
         extra.append(f"salt {request.cache_salt}")
     return prompt_digest(request.prompt_token_ids or (), extra)
+
+
+def adapted(digest: str, adapter: str) -> str:
+    """The digest of a prompt, with that of the adapter that computes it."""
+    if not adapter:
+        raise ValueError("an adapter that is not shared has no digest")
+    return prompt_digest((), (digest, f"lora {adapter}"))

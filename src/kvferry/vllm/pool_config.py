@@ -85,7 +85,6 @@ class PoolConfig:
     cache_prefix: Text = ""  # the tenant: engines with different ones share nothing
     model_id: Text = ""  # names the model, where its path differs between engines
     weight_revision: Text = ""  # names the weights; default: see `kvferry.pool.weights`
-    lora_files_final: Flag = False  # adapters' files never change: see `kvferry.pool.adapters`
     load_async: Flag = True
     discard_partial_chunks: Flag = True
     lookup_rpc_port: SpelledPort = 0  # no port is needed: accepted, and not used

@@ -11,8 +11,7 @@ import msgspec
 
 from kvferry.errors import DescriptionError
 from kvferry.p2p.describe import read_layout, read_model, read_shape
-from kvferry.pool.adapter_files import AdapterFiles, this_host
-from kvferry.pool.adapters import NOBODYS, Adapter, Adapters, Asked
+from kvferry.pool.adapters import NOT_SHARED, Adapters, Asked, adapter_settings
 from kvferry.pool.chain import Extra
 from kvferry.pool.checked import MEANING
 from kvferry.pool.keys import KeyMetadata
@@ -22,7 +21,6 @@ from kvferry.pool.save_jobs import WholeState
 from kvferry.pool.scheduler import PoolScheduler
 from kvferry.pool.weights import engine_weights
 from kvferry.vllm.context_parallel import cache_rank, replicas
-from kvferry.vllm.lora import lora_settings
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig
 from kvferry.vllm.pool_events import PoolEvents
@@ -40,9 +38,8 @@ class VllmPoolScheduler:
     ) -> None:
         self.config, self._vllm = config, vllm_config
         self._prompts = Prompts.of(vllm_config)
-        self._adapters = Adapters(lora_settings(vllm_config), final=config.lora_files_final)
+        self._adapters = Adapters(adapter_settings(vllm_config))
         self._adapters_of: dict[str, Asked] = {}  # by request
-        self._all_here = False  # all workers see the files that this process sees
         self._number = str(next(_numbers))
         self._quarantined = 0  # blocks, as last told
         self._blocks: Any = None  # vLLM's block pool
@@ -60,7 +57,7 @@ class VllmPoolScheduler:
 
     def set_handshakes(self, handshakes: Mapping[tuple[int, int], Any]) -> None:
         """All workers' descriptions: the engine's layout, to be published."""
-        engines, ranks, hosts = [], [], set()
+        engines, ranks = [], []
         for key, handshake in sorted(handshakes.items()):
             if not isinstance(handshake, FerryHandshake):
                 raise DescriptionError(
@@ -69,7 +66,6 @@ class VllmPoolScheduler:
                 )
             engines.append(msgspec.msgpack.decode(handshake.engine, type=EngineInfo))
             ranks.append(msgspec.msgpack.decode(handshake.rank, type=RankInfo))
-            hosts.add(handshake.host)
         first = engines[0]
         if any(
             (e.groups, e.shape, e.meaning) != (first.groups, first.shape, first.meaning)
@@ -82,8 +78,6 @@ class VllmPoolScheduler:
         meaning = dict([*first.meaning.items(), *([MEANING] if self.config.checked else [])])
         metadata = KeyMetadata.of(self.config.cache_prefix, model.fingerprint(), meaning, weights)
         workers = len(ranks) * replicas(self._vllm.parallel_config)
-        # one of several replicas has described itself: where the others are, nobody told
-        self._all_here = hosts == {this_host()} and workers == len(ranks)
         self.pool.start(metadata, layout, workers, full_residency=shape.full_residency)
         log.info(
             "kvferry: the pool's namespace is %s, our layout %s (%s)",
@@ -129,13 +123,12 @@ class VllmPoolScheduler:
 
     def on_new_request(self, request: Any) -> None:
         self._prompts.name_media(request)
+        asked = self._adapters.ask(request, self.config.lookup_seconds)
         if why := self._prompts.unfit(request):
             log.debug("request %s is not for the pool: %s", request.request_id, why)
             return
         self._requests[request.request_id] = request
-        lora = getattr(request, "lora_request", None)
-        if lora is not None:
-            asked = self._adapters.ask(Adapter.of(lora), self.config.lookup_seconds)
+        if asked is not None:
             self._adapters_of[request.request_id] = asked
         # the lookup is under way before the scheduler comes to this request
         self.matched(request, 0)
@@ -156,22 +149,17 @@ class VllmPoolScheduler:
             tracker.saved_tokens = max(tracker.saved_tokens, tokens)
 
     def _tracker(self, request: Any) -> RequestTracker | None:
-        """None: the request is not for the pool, or its adapter's name is not known yet."""
+        """None: the request is not for the pool, or its adapter's digest is not known yet."""
         request_id = request.request_id
         if request_id not in self._requests or not self.pool.started:
             return None
         asked = self._adapters_of.get(request_id)
-        adapter = asked.name if asked is not None else None
+        adapter = asked.digest if asked is not None else None
         if asked is not None and not adapter:
-            if adapter == NOBODYS:
+            if adapter == NOT_SHARED:
                 self._forget(request_id)
             return None
-        files = self._comparable(asked.files) if asked is not None else None
-        return self.pool.track(request_id, lambda: _extras(request, adapter), files)
-
-    def _comparable(self, files: AdapterFiles | None) -> AdapterFiles | None:
-        """For none of the workers, if not for all: each has a share in what the others compute."""
-        return files if files is None or self._all_here else files.elsewhere()
+        return self.pool.track(request_id, lambda: _extras(request, adapter))
 
     def _forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)

@@ -18,11 +18,11 @@ from kvferry.p2p.directory import Directory
 from kvferry.p2p.incarnations import after_reset, child
 from kvferry.p2p.renewer import Renewer
 from kvferry.p2p.ticket import MARK
+from kvferry.pool.adapters import Adapters, adapter_settings
 from kvferry.vllm.asking import Asking
 from kvferry.vllm.bootstrap import Bootstrap, Whereabouts
 from kvferry.vllm.config import FerryConfig, Style, incarnation
 from kvferry.vllm.family import Family
-from kvferry.vllm.lora import Loras
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
 from kvferry.vllm.offering import Offering
 from kvferry.vllm.prefill import HandedOver
@@ -71,7 +71,7 @@ class FerryScheduler:
         self._renewer: Renewer | None = None
         self._rendezvous = Rendezvous(config, self._sockets)
         self._prompts = prompts = Prompts.of(vllm_config)
-        self._loras = Loras.of(vllm_config, final=config.lora_files_final)
+        self._adapters = Adapters(adapter_settings(vllm_config), "are not handed over")
         self.asking = Asking(
             config,
             style,
@@ -81,7 +81,7 @@ class FerryScheduler:
             self.stats,
             self.spans,
             prompts,
-            self._loras,
+            self._adapters,
         )
         self.offering = Offering(
             config,
@@ -97,7 +97,7 @@ class FerryScheduler:
             self.spans,
             bool(family.ahead),
             prompts,
-            self._loras,
+            self._adapters,
         )
         self._bootstrap: Bootstrap | None = None
         self._registration: Registration | None = None
@@ -174,7 +174,6 @@ class FerryScheduler:
                     f"worker (pp {rank.pp_rank}, tp {rank.tp_rank}) describes the engine as "
                     f"{engine}, worker 0 as {first}"
                 )
-        self._loras.workers_at({handshake.host for handshake in self._handshakes.values()})
         now = self.offering.incarnation  # a reset may have come first
         first = msgspec.structs.replace(first, incarnation=now)
         ranks = [msgspec.structs.replace(rank, incarnation=now) for rank in ranks]
@@ -190,7 +189,7 @@ class FerryScheduler:
 
     def on_new_request(self, request: Any) -> None:
         self._prompts.name_media(request)
-        self._loras.note(request)
+        self._adapters.ask(request)
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode") and self.produces and self.family.takes(params):
             self.offering.accept(request)
@@ -245,7 +244,7 @@ class FerryScheduler:
 
     def close(self) -> None:
         self.spans.close()
-        self._loras.close()
+        self._adapters.close()
         self._rendezvous.close()
         if self._renewer is not None:
             self._renewer.close()
