@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from doctors import SECRET, examine, offering, refused, report
@@ -17,19 +16,8 @@ from kvferry.cli.asked import Asked
 from kvferry.cli.between import Host, pick_between
 from kvferry.cli.checks import Finding
 from kvferry.cli.peers import Connected, Tried, _picked, own_address
-from kvferry.errors import DescriptionError
-from kvferry.transport.cost import Costs, shipped_costs
 from kvferry.wire.messages import SeenRank
 from p2p_peers import LOOPBACK, Producer, Spec
-
-
-def costs(**seconds: float) -> dict[str, Any]:
-    """Costs of a batch, whatever it has."""
-    table = {
-        name: {"direct": {"batch_seconds": one, "descriptor_seconds": 0, "byte_seconds": 0}}
-        for name, one in seconds.items()
-    }
-    return {"name": "test", "date": "", "command": "", "carriers": table}
 
 
 def test_this_host(tmp_path: Path) -> None:
@@ -68,16 +56,6 @@ def test_what_was_configured_must_be_there(monkeypatch: pytest.MonkeyPatch) -> N
     said = " ".join(refused("--carriers", "tcp", "--options", '{"nixl": {}}').split())
     assert "carrier_options are for ['nixl'], but carriers are ['tcp']" in said
     assert "HOST:PORT" in refused("--peer", "somewhere")
-
-
-def test_a_bad_cost_file_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "costs.json").write_text("{}")
-    monkeypatch.setenv("KVFERRY_COSTS", str(tmp_path / "costs.json"))
-    code, found = examine()
-    assert code == 1
-    said = found["two processes"]["found"]
-    assert said.startswith(f"{tmp_path / 'costs.json'} is no file of costs")
-    assert found["cost model"]["state"] == found["host memory"]["state"] == "broken"
 
 
 def test_a_process_that_dies_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -136,7 +114,7 @@ class Reports:
     def library(self, name: str, flavour: str, configured: bool = True) -> Reports:
         self.set(f"loopback {name}", "ok")
         if configured:
-            self.host["libraries"][name] = {"flavour": flavour, "cost_name": name}
+            self.host["libraries"][name] = {"flavour": flavour}
         return self
 
 
@@ -149,7 +127,7 @@ def picks(here: Reports, there: Reports) -> dict[str, Finding]:
 def test_between_looks_at_what_is_reachable(healthy: dict[str, Any], tmp_path: Path) -> None:
     here, there = Reports(healthy, "a"), Reports(healthy, "b")
     there.set("loopback tcp", "broken", "no route")
-    assert picks(here, there)["host memory"].found.startswith("local ")
+    assert picks(here, there)["host memory"].found.startswith("local")
     there.set("process_vm_readv", "missing", "EPERM").set("loopback nixl", "missing", "no UCX")
     here.library("nixl", "UCX")
     there.library("nixl", "UCX").set("loopback nixl", "missing", "no UCX")
@@ -169,25 +147,25 @@ def test_between_two_hosts_with_gpus(healthy: dict[str, Any]) -> None:
     for one in (here, there):
         one.set("CUDA", "ok", "1 GPUs").set("process_vm_readv", "missing", "EPERM")
     found = picks(here, there)
-    assert found["caches on GPUs"].found.startswith("cuda; else tcp ")
-    assert found["host memory"].found.startswith("tcp ")
+    assert found["caches on GPUs"].found.startswith("cuda; else tcp")
+    assert found["host memory"].found.startswith("tcp")
     assert "local: on a: EPERM" in found["host memory"].found
     # containers of one host: cuda looks at the boot only, local at the pid namespace too
     for one in (here, there):
         one.set("process_vm_readv", "ok")
     there.host["pid_namespace"] = "pid:[7]"
     found = picks(here, there)
-    assert found["caches on GPUs"].found.startswith("cuda; else tcp ")
+    assert found["caches on GPUs"].found.startswith("cuda; else tcp")
     assert "--ipc=host" in found["caches on GPUs"].advice
-    assert found["host memory"].found.startswith("tcp ")
+    assert found["host memory"].found.startswith("tcp")
     assert "another pid namespace" in found["host memory"].found
     there.set("CUDA IPC", "missing", "no peer access")
     found = picks(here, there)
-    assert found["caches on GPUs"].found.startswith("tcp ")
+    assert found["caches on GPUs"].found.startswith("tcp")
     assert "cuda: on b: no peer access" in found["caches on GPUs"].found
     there.set("CUDA IPC", "ok").host["boot"] = "another"
     found = picks(here, there)
-    assert found["caches on GPUs"].found.startswith("tcp ")
+    assert found["caches on GPUs"].found.startswith("tcp")
     assert "cuda: the peer runs on another host" in found["caches on GPUs"].found
     assert "same secret" in found["host memory"].advice
     assert picks(here, Reports(healthy, "c"))["caches on GPUs"].found == "no GPU on c"
@@ -202,26 +180,11 @@ def test_between_versions(healthy: dict[str, Any]) -> None:
     there.host["protocol"] += 1
     found = picks(here, there)["versions"]
     assert (found.state, "they refuse each other" in found.found) == ("broken", True)
-    for name in ("protocol", "carriers", "libraries", "costs"):  # as an older one had it
+    for name in ("protocol", "carriers", "libraries"):  # as an older one had it
         del there.host[name]
     found_older = picks(here, there)
     assert found_older["host memory"].state == "ok"
     assert found_older["versions"].state == "missing"
-
-
-def test_between_goes_by_costs(healthy: dict[str, Any]) -> None:
-    here, there = Reports(healthy, "a"), Reports(healthy, "b")
-    assert picks(here, there)["host memory"].found.startswith("local ")
-    here.host["costs"] = costs(tcp=0.001, local=0.002)
-    found = picks(here, there)["host memory"].found
-    assert found.startswith("tcp (1 ms for a usual batch); else local (2 ms for a usual batch)")
-    assert picks(there, here)["host memory"].found.startswith("local ")  # the first one chooses
-    here.host["costs"] = {"carriers": 3}
-    with pytest.raises(DescriptionError, match="is no file of costs"):
-        picks(here, there)
-    there.set("cost model", "broken", "the file is gone")
-    here.host["costs"] = costs(tcp=1)
-    assert picks(here, there)["host memory"].state == "broken"
 
 
 def test_between_by_what_is_configured(healthy: dict[str, Any]) -> None:
@@ -230,13 +193,13 @@ def test_between_by_what_is_configured(healthy: dict[str, Any]) -> None:
     here.library("nixl", "UCX", configured=False)
     there.library("nixl", "UCX", configured=False)
     found = picks(here, there)["host memory"].found
-    assert found.startswith("tcp ") and "nixl: it has no carrier_options" in found
+    assert found.startswith("tcp") and "nixl: it has no carrier_options" in found
     here.library("nixl", "UCX")
     found = picks(here, there)["host memory"].found
-    assert found.startswith("tcp ")
+    assert found.startswith("tcp")
     assert "nixl: b does not offer it: it has no carrier_options" in found
     there.library("nixl", "UCX")
-    assert picks(here, there)["host memory"].found.startswith("nixl ")
+    assert picks(here, there)["host memory"].found.startswith("nixl")
     there.library("nixl", "GDS")
     assert "nixl: the peer's uses GDS, this one UCX" in picks(here, there)["host memory"].found
     there.host["carriers"] = ["nixl"]
@@ -244,7 +207,7 @@ def test_between_by_what_is_configured(healthy: dict[str, Any]) -> None:
     here.host["carriers"] = ["tcp", "local"]
     there.host["carriers"] = ["local", "tcp"]
     there.host["boot"] = here.host["boot"]
-    assert picks(here, there)["host memory"].found.startswith("tcp ")
+    assert picks(here, there)["host memory"].found.startswith("tcp")
     here.host["carriers"] = there.host["carriers"] = ["cuda"]
     assert picks(here, there)["host memory"].state == "info"  # it moves no host memory
 
@@ -258,7 +221,7 @@ def test_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
         assert code == 0
         assert "our secret is accepted" in found[address]["found"]
         assert found["tcp, rank (0, 1)"]["state"] == "ok"
-        assert found["auto, rank (0, 0)"]["found"].startswith("tcp ")
+        assert found["auto, rank (0, 0)"]["found"].startswith("tcp")
         assert "local: the peer does not offer it" in found["auto, rank (0, 0)"]["found"]
         monkeypatch.setenv("KVFERRY_SECRET", "quite another secret")
         code, found = examine("--peer", address)
@@ -270,7 +233,7 @@ def test_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (code, found[address]["state"]) == (1, "broken")
 
 
-def test_every_carrier_that_a_peer_offers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_carrier_that_a_peer_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_SECRET", SECRET)
     strange = {"pigeon": b"?", "cuda": b"?", "nixl": b"?"}
     with offering("tcp", "local", endpoints=strange) as address:
@@ -291,32 +254,25 @@ def test_every_carrier_that_a_peer_offers(monkeypatch: pytest.MonkeyPatch, tmp_p
         told = '{"local": {"force_fallback": true}}'
         code, found = examine("--peer", address, "--options", told)
         assert found["local, rank (0, 0)"]["found"] == "by tcp only: it was told to"
-        assert found["auto, rank (0, 0)"]["found"].startswith("tcp ")
+        assert found["auto, rank (0, 0)"]["found"].startswith("tcp")
         assert "local: it was told to" in found["auto, rank (0, 0)"]["found"]
-        # by costs, as auto
-        (tmp_path / "costs.json").write_text(json.dumps(costs(tcp=1, local=2)))
-        monkeypatch.setenv("KVFERRY_COSTS", str(tmp_path / "costs.json"))
-        code, found = examine("--peer", address, "--carriers", "auto")
-        assert found["auto, rank (0, 0)"]["found"].startswith("tcp (1000 ms")
-        assert found["host memory"]["found"].startswith("tcp (1000 ms")
 
 
 def test_a_peer_with_a_gpu() -> None:
     """Chosen by what was found: no GPU here to find it with."""
-    table = msgspec.convert(costs(tcp=1, local=2), Costs)
     rank = SeenRank(0, 0, "", {"cuda": b"", "tcp": b""})
     tried = {"tcp": Tried({0: Connected()}, "tcp"), "cuda": Tried({0: Connected()}, "cuda")}
-    found = _picked("r", rank, 0, tried, Asked(), table)
-    assert found.found.startswith("cuda; else tcp ") and "for caches on GPUs" in found.found
+    found = _picked("r", rank, 0, tried, Asked())
+    assert found.found.startswith("cuda; else tcp") and "for caches on GPUs" in found.found
     tried["cuda"] = Tried({0: Connected("the peer runs on another host")}, "cuda")
-    found = _picked("r", rank, 0, tried, Asked(), table)
-    assert found.found.startswith("tcp ") and "cuda: the peer runs on another" in found.found
+    found = _picked("r", rank, 0, tried, Asked())
+    assert found.found.startswith("tcp") and "cuda: the peer runs on another" in found.found
     tried["cuda"] = Tried({}, "cuda", "no GPU")
-    found = _picked("r", rank, 0, tried, Asked(), table)
-    assert found.found.startswith("tcp ") and "for host memory" in found.found
+    found = _picked("r", rank, 0, tried, Asked())
+    assert found.found.startswith("tcp") and "for host memory" in found.found
     tried["cuda"] = Tried({0: Connected()}, "cuda")
-    found = _picked("r", rank, 0, tried, Asked(("local", "tcp")), shipped_costs())
-    assert found.found.startswith("cuda; else tcp ")  # what engines make of it on a GPU
+    found = _picked("r", rank, 0, tried, Asked(("local", "tcp")))
+    assert found.found.startswith("cuda; else tcp")  # what engines make of it on a GPU
 
 
 def test_the_way_to_a_peer_begins_at() -> None:

@@ -2,8 +2,8 @@
 
 A report is what `kvferry doctor --json` prints. Its findings say what works there, and why what
 does not; its `host` what they leave out: `boot` and `pid_namespace` tell one host from another,
-`carriers` and `libraries` what was configured (`--carriers`, `--options`), `costs` what it costs,
-`protocol` which messages are spoken. The first of the two is the consumer, who chooses.
+`carriers` and `libraries` what was configured (`--carriers`, `--options`), `protocol` which
+messages are spoken. The first of the two is the consumer, who chooses.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from typing import Any
 from kvferry.cli import tries_gpu
 from kvferry.cli.asked import Asked
 from kvferry.cli.checks import Finding
-from kvferry.cli.picks import Way, as_configured, measured_as, pick, usual_options
+from kvferry.cli.picks import Way, as_configured, pick, usual_options
 from kvferry.errors import DescriptionError
 from kvferry.transport.auto import AUTO, ENGINES, Selected, select
-from kvferry.transport.cost import Costs, current_costs, read_costs
 
 HERE = "here"
 CUDA_IPC = tries_gpu.WHAT
@@ -39,8 +38,7 @@ class Host:
     pid_namespace: str
     findings: dict[str, dict[str, str]]  # by name
     asked: Asked
-    libraries: dict[str, dict[str, str]]  # configured ones: flavour, cost_name
-    costs: Costs | None  # of this process, where the report has none
+    libraries: dict[str, dict[str, str]]  # configured ones: flavour
     protocol: int | None
 
     @classmethod
@@ -52,7 +50,6 @@ class Host:
             for finding in findings.values():
                 finding["state"], finding["found"]  # must be there
             libraries = dict(host.get("libraries", {}))
-            costs = host.get("costs")
             return cls(
                 str(host["name"]),
                 str(host["boot"]),
@@ -60,7 +57,6 @@ class Host:
                 findings,
                 Asked(tuple(host.get("carriers", (AUTO,))), {name: {} for name in libraries}),
                 {name: dict(facts) for name, facts in libraries.items()},
-                None if costs is None else read_costs(json.dumps(costs).encode(), whose),
                 host.get("protocol"),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -137,12 +133,6 @@ def _versions(names: str, here: Host, there: Host) -> Iterator[Finding]:
 
 
 def _picked(section: str, names: str, here: Host, there: Host) -> Iterator[Finding]:
-    for host in (here, there):
-        model = host.findings.get("cost model")
-        if model is not None and model["state"] == "broken":
-            said = f"engines on {host.name} do not start: {model['found']}"
-            yield Finding(section, names + MEMORY, "broken", said, model.get("advice", ""))
-            return
     for gpu, what in ((False, MEMORY), (True, GPU)):
         without = [h.name for h in (here, there) if gpu and not h.has_gpu]
         if without:
@@ -154,8 +144,7 @@ def _picked(section: str, names: str, here: Host, there: Host) -> Iterator[Findi
             yield Finding(section, names + what, "info", said)
             continue
         ways, left_out = ways_between(here, there, gpu)
-        costs = here.costs or current_costs()
-        found = pick(ways, left_out, costs, in_order=not here.asked.is_auto)
+        found = pick(ways, left_out, in_order=not here.asked.is_auto)
         if not found.name:
             advice = "make one of these work on both, or name another one in `carriers`"
             yield Finding(section, names + what, "broken", found.said, advice)
@@ -177,8 +166,8 @@ def ways_between(here: Host, there: Host, gpu: bool) -> tuple[list[Way], list[Se
         detour = ""
         if not why:
             why, detour = _way(name, here, there)
-        on_host = here.libraries.get(name, {}).get("cost_name", name)
-        ways.append(Way(name, measured_as(name, on_host, gpu), not reason, why, detour))
+        flavour = here.libraries.get(name, {}).get("flavour", "")
+        ways.append(Way(name, flavour, not reason, why, detour))
     return ways, left_out
 
 

@@ -24,7 +24,6 @@ from kvferry.errors import KvferryError
 from kvferry.support import SUPPORTED_VLLM
 from kvferry.transport import make_carrier
 from kvferry.transport.auto import AUTO, ENGINES
-from kvferry.transport.cost import ENVIRONMENT, Costs, load_costs
 from kvferry.transport.registry import CARRIERS
 
 State = Literal["ok", "missing", "broken", "info"]
@@ -220,15 +219,6 @@ def why_not_open(asked: Asked, name: str) -> str:
     except Exception as error:  # also what a value of a wrong type leads to
         return str(error) if isinstance(error, KvferryError) else f"{type(error).__name__}: {error}"
     return ""
-
-
-def costs() -> tuple[Costs | None, Finding]:
-    try:
-        found = load_costs()
-    except KvferryError as error:
-        advice = f"engines do not start with it: unset {ENVIRONMENT}, or name another file"
-        return None, Finding("costs", "cost model", "broken", str(error), advice)
-    return found, Finding("costs", "cost model", "info", f"{found.name}, {found.date}", "")
 
 
 def host_facts() -> dict[str, Any]:

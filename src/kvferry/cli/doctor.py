@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -39,7 +38,6 @@ def doctor(
     as_json: bool = False,
 ) -> int:
     """Look at everything, print it, and say whether what must work does."""
-    costs, cost_finding = checks.costs()
     libraries: dict[str, dict[str, str]] = {}
     findings = [
         *checks.installed(),
@@ -48,7 +46,6 @@ def doctor(
         *tries.tried_libraries(asked, libraries),
         *tries_gpu.tried(asked),
         *checks.configured(asked),
-        cost_finding,
     ]
     report: dict[str, Any] = {
         "host": {
@@ -56,13 +53,12 @@ def doctor(
             "protocol": VERSION,
             "carriers": list(asked.carriers),
             "libraries": {name: libraries.get(name, {}) for name in asked.named},
-            "costs": msgspec.to_builtins(costs),
         },
         "findings": [asdict(f) for f in findings],
     }
     findings += picked_here(Host.of(report, "here"), checks.rdma_devices())
     if peer is not None:
-        findings += look_at_peer(peer, asked, costs)
+        findings += look_at_peer(peer, asked)
     if between is not None:
         findings += pick_between(*(load_host(path, report) for path in between))
     report["findings"] = [asdict(f) for f in findings]

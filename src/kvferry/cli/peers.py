@@ -21,11 +21,10 @@ import msgspec
 from kvferry.cli import children
 from kvferry.cli.asked import LOOPBACK, Asked
 from kvferry.cli.checks import ADVICE, PACKAGES, Finding, State, version_of
-from kvferry.cli.picks import Way, as_configured, measured_as, options_of, pick
+from kvferry.cli.picks import Way, as_configured, options_of, pick
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.transport import make_carrier
-from kvferry.transport.auto import AUTO, ENGINES, cost_name, select
-from kvferry.transport.cost import Costs
+from kvferry.transport.auto import AUTO, ENGINES, select
 from kvferry.transport.registry import CARRIERS
 from kvferry.wire.messages import SeenRank
 from kvferry.wire.names import is_loopback
@@ -47,7 +46,7 @@ class Connected(msgspec.Struct, frozen=True):
 class Opened(msgspec.Struct, frozen=True):
     """A carrier that was opened, and the ranks that it was tried with, in their order."""
 
-    cost_name: str
+    flavour: str
     ranks: list[Connected]
 
 
@@ -56,11 +55,11 @@ class Tried:
     """A carrier, by rank; `why_not` where it does not even open."""
 
     ranks: Mapping[int, Connected]
-    cost_name: str
+    flavour: str
     why_not: str = ""
 
 
-def look_at_peer(address: str, asked: Asked, costs: Costs | None) -> Iterator[Finding]:
+def look_at_peer(address: str, asked: Asked) -> Iterator[Finding]:
     """Its directory, our secret, and each of its ranks by each carrier that it offers."""
     from kvferry.wire.messages import Seen
 
@@ -90,7 +89,7 @@ def look_at_peer(address: str, asked: Asked, costs: Costs | None) -> Iterator[Fi
         for name, one in tried.items():
             if number in one.ranks:
                 yield _connects(name, who, one.ranks[number], rank, name in asked.named)
-        yield _picked(who, rank, number, tried, asked, costs)
+        yield _picked(who, rank, number, tried, asked)
 
 
 def _ask_directory(address: str, secret: str | None) -> Any:
@@ -163,7 +162,7 @@ def _try_one(name: str, ranks: Sequence[SeenRank], asked: Asked, host: str) -> T
         )
     except KvferryError as error:
         return Tried({}, name, str(error))
-    return Tried(dict(zip(numbers, found.ranks, strict=True)), found.cost_name)
+    return Tried(dict(zip(numbers, found.ranks, strict=True)), found.flavour)
 
 
 def answer(question: dict[str, Any]) -> Any:
@@ -175,7 +174,7 @@ def answer(question: dict[str, Any]) -> Any:
     carrier = make_carrier(name, **options)
     until = time.monotonic() + CARRIER_SECONDS
     ranks = [_connect(carrier, endpoint, until) for endpoint in endpoints]
-    return msgspec.to_builtins(Opened(cost_name(carrier), ranks))
+    return msgspec.to_builtins(Opened(str(getattr(carrier, "flavour", "")), ranks))
 
 
 def _connect(carrier: Any, endpoint: bytes, until: float) -> Connected:
@@ -246,13 +245,10 @@ def _picked(
     number: int,
     tried: Mapping[str, Tried],
     asked: Asked,
-    costs: Costs | None,
 ) -> Finding:
     """What an engine here would use for that rank, where it has the same kind of memory."""
     what = f"{AUTO if asked.is_auto else 'picked'}, {who}"
     offers = ", ".join(rank.carriers) or "nothing"
-    if costs is None:
-        return Finding("peer", what, "broken", "engines here do not start: see costs")
     gpu = "cuda" in rank.carriers and not tried["cuda"].why_not
     ways, left_out = [], []
     for chosen in select(asked.wanted(gpu), device=gpu, configured=tuple(asked.options)):
@@ -260,13 +256,12 @@ def _picked(
         if chosen.why_not:
             left_out.append(chosen)
         elif name not in rank.carriers:
-            ways.append(Way(name, name, offered=False))
+            ways.append(Way(name, offered=False))
         else:
             one = tried[name]
             link = one.ranks.get(number, Connected(one.why_not))
-            measured = measured_as(name, one.cost_name, gpu)
-            ways.append(Way(name, measured, True, link.why_not, link.detour))
-    found = pick(ways, left_out, costs, in_order=not asked.is_auto)
+            ways.append(Way(name, one.flavour, True, link.why_not, link.detour))
+    found = pick(ways, left_out, in_order=not asked.is_auto)
     unused = [
         name
         for name in (one.name for one in left_out)

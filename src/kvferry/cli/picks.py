@@ -1,8 +1,8 @@
 """Which carrier an engine would use for another, from what is known of each carrier.
 
-The choice is made by `transport.auto` itself: its `select` says what is opened, its `by_cost` the
-order, its `connect` which is taken. A `Way` is as much of a carrier as those need: it stands for
-one that was tried (`peers`), or for what two reports say of it (`between`).
+The choice is made by `transport.auto` itself: its `select` says what is opened, its
+`fastest_first` the order, its `connect` which is taken. A `Way` is as much of a carrier as those
+need: it stands for one that was tried (`peers`), or for what two reports say of it (`between`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.errors import HandoverError, KvferryError
-from kvferry.transport.auto import UNKNOWN, Selected, by_cost, connect, usual_seconds
-from kvferry.transport.cost import Costs
+from kvferry.transport.auto import Selected, connect, fastest_first
 from kvferry.transport.foreign_peer import ForeignEndpoint
 
 FOREVER = float("inf")
@@ -30,7 +29,7 @@ class Way:
     """A carrier, and how it reaches the peer: it does, by a detour, or why not."""
 
     name: str
-    cost_name: str
+    flavour: str = ""  # of a library's carrier
     offered: bool = True  # whether the peer has it
     why_not: str = ""
     detour: str = ""
@@ -56,15 +55,13 @@ class Picked:
     said: str
 
 
-def pick(
-    ways: Sequence[Way], left_out: Sequence[Selected], costs: Costs, *, in_order: bool = False
-) -> Picked:
-    """What is used, and why: what it costs, what comes after it, what was ruled out.
+def pick(ways: Sequence[Way], left_out: Sequence[Selected], *, in_order: bool = False) -> Picked:
+    """What is used, and why: what comes after it, what was ruled out.
 
-    `in_order`: as a user named them, whatever they cost.
+    `in_order`: as a user named them, however fast they are.
     """
     carriers: list[Any] = list(ways)
-    ordered: list[Any] = carriers if in_order else [*by_cost(carriers, costs)]
+    ordered: list[Any] = carriers if in_order else [*fastest_first(carriers)]
     offered = {way.name: b"" for way in ways if way.offered}
     out = [f"{way.name}: {way.trouble}" for way in ordered if way.trouble]
     out += [f"{one.name}: {one.why_not}" for one in left_out]
@@ -72,26 +69,16 @@ def pick(
         found: Any = connect(offered, ordered, FOREVER)[0]
     except KvferryError:
         return Picked("", f"no carrier reaches it ({'; '.join(out) or 'there is none'})")
-    parts = [f"{found.name}{_cost(found, costs)}"]
+    parts = [found.name]
     if found.detour:
         parts[0] += f", by tcp: {found.detour}"
     later = [w for w in ordered if w is not found and w.offered and not w.trouble]
     if later:
-        parts.append("else " + ", then ".join(f"{w.name}{_cost(w, costs)}" for w in later))
+        parts.append("else " + ", then ".join(w.name for w in later))
     out = [reason for reason in out if not reason.startswith(f"{found.name}: ")]
     if out:
         parts.append(f"ruled out: {'; '.join(out)}")
     return Picked(found.name, "; ".join(parts))
-
-
-def _cost(way: Way, costs: Costs) -> str:
-    seconds = usual_seconds(way.cost_name, costs)
-    return "" if seconds == UNKNOWN else f" ({seconds * 1e3:.0f} ms for a usual batch)"
-
-
-def measured_as(name: str, on_host: str, gpu: bool) -> str:
-    """The carrier's `cost_name`, for a cache of that kind."""
-    return f"{name}-gpu" if gpu and name == "nixl" else on_host
 
 
 def options_of(name: str, endpoint: bytes) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from kvferry.cli.asked import LOOPBACK, Asked
 from kvferry.cli.checks import Finding, State, version_of
 from kvferry.errors import KvferryError
 from kvferry.transport import MemoryRegion, make_carrier
-from kvferry.transport.auto import ENGINES, cost_name
+from kvferry.transport.auto import ENGINES
 from kvferry.transport.base import Carrier
 from kvferry.transport.foreign_peer import ForeignEndpoint
 from kvferry.transport.regions import Arrays
@@ -94,8 +94,8 @@ def _try_library(name: str, asked: Asked) -> dict[str, str] | str:
 
 
 def answer(question: dict[str, Any]) -> dict[str, str]:
-    """The program of the process that tries a library. How it goes: both hosts must have the same
-    `flavour`; `cost_name` is what it is measured as."""
+    """The program of the process that tries a library. Both hosts must have the same
+    `flavour`."""
     name, options, memory = question["name"], question["options"], pattern()
     owner = make_carrier(name, **options)
     owner.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
@@ -104,7 +104,7 @@ def answer(question: dict[str, Any]) -> dict[str, str]:
     if why:
         raise KvferryError(why)
     flavour = ForeignEndpoint.decode(endpoint, name).flavour
-    return {"flavour": flavour, "cost_name": cost_name(owner)}
+    return {"flavour": flavour}
 
 
 def try_read(carrier: Carrier, endpoint: bytes, address: int) -> str:
