@@ -9,7 +9,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # More than two failures fail the target, and so does a test that fails again.
 ONCE_MORE := --last-failed --last-failed-no-failures none --retry-at-most 2
 
-.PHONY: chaos fuzz matrix demo demo-vllm test check test-vllm mutants verify bench-plan fixtures clean
+.PHONY: chaos fuzz matrix demo demo-vllm test check test-vllm mutants verify bench-plan fixtures golden-plans clean
 
 demo: $(VENV)/.done  ## move 1 GiB between engines of different shapes, on this machine
 	$(BIN)/kvferry demo
@@ -50,6 +50,9 @@ bench-plan: $(VLLM_VENV)/.done  ## planning speed beside vLLM's planner, in one 
 
 fixtures: $(VLLM_VENV)/.done  ## capture cache geometry from real vLLM engines again
 	$(VLLM_BIN)/python scripts/fixtures --out tests/fixtures/vllm-0.32
+
+golden-plans: $(VENV)/.done  ## keep what `kvferry plan --json` says now; read the difference
+	$(BIN)/python tests/support/golden_plans.py
 
 $(VENV)/.done: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
