@@ -56,10 +56,10 @@ from kvferry.transport.host import HostMemory
 from kvferry.transport.mixing import Mixed, mix_on_host
 from kvferry.wire.messages import RankInfo, Welcome
 from kvferry.wire.sockets import Sockets
+from waiting import PATIENCE_SECONDS
 
 LOOPBACK = "127.0.0.1"
 QUIET = "KVFERRY_PEERS_QUIET"  # set: peers in processes of their own do not log
-PATIENCE_SECONDS = 30.0  # generous: the machine may be busy
 
 _kv = tuple(Component(name, 12, (16,), 2, content="bf16") for name in ("k", "v"))
 

@@ -23,7 +23,6 @@ from test_embedded_troubles import (
     files_of,
     left_behind,
     soon,
-    until,
 )
 
 from kvferry.errors import StoreError
@@ -41,6 +40,7 @@ from kvferry.pool.embedded import EmbeddedStore, default_directory
 from kvferry.pool.embedded_disk import DiskTier
 from kvferry.pool.embedded_room import Room
 from kvferry.pool.store import Outcome, Slices
+from waiting import require_for, wait_until
 
 TESTS = str(Path(__file__).parent)
 
@@ -80,7 +80,7 @@ def test_what_is_corrupt_is_removed_when_that_can_be(tmp_path: Path) -> None:
         assert one.store.verify(soon())[:3] == (1, 2, 0)
         assert time.monotonic() - begun < 2
         assert one.store.exists(["a", "layout"], 0.0).all()
-    until(lambda: not one.store.exists(["a", "layout"], 0.0).any())
+    wait_until(lambda: not one.store.exists(["a", "layout"], 0.0).any())
     assert stopped.store.counters()["corrupt"] == 2 and one.get("b") is Outcome.DONE
     assert one.put("a") == [Outcome.DONE] and one.get("a") is Outcome.DONE
     stopped.store.close()
@@ -107,8 +107,8 @@ def test_what_is_owed_is_paid_without_being_asked(
         assert set(one.put("b0", "b1", "b2", "b3", size=60_000, seconds=0.1)) == {Outcome.FAILED}
     assert other.count(ix.WRITING) == 3
     held.__exit__(None, None, None)
-    until(lambda: other.count(ix.WRITING) == 0)
-    until(no_threads)
+    wait_until(lambda: other.count(ix.WRITING) == 0)
+    wait_until(no_threads)
     other.store.close()
     one.store.close()
 
@@ -133,7 +133,7 @@ def test_stopped_while_room_is_made_for_a_read(
         assert time.monotonic() - begun < 3
     assert one.index.state[row_of(one, key)] == ix.DISK
     held.__exit__(None, None, None)
-    until(lambda: one.count(*ix.OWNED) == 0)
+    wait_until(lambda: one.count(*ix.OWNED) == 0)
     assert {one.get(f"a{i}") for i in range(14)} == {Outcome.DONE}
     assert bytes_on_disk(tmp_path) == one.store.counters()["disk_bytes"]
     two.store.close()
@@ -220,7 +220,7 @@ def test_closed_while_a_walk_hangs(
         return names(self, tell=tell)
 
     watcher = Small(tmp_path, disk=64 << 20)
-    until(lambda: watcher.index.files_by == 0 == watcher.index.files_due)
+    wait_until(lambda: watcher.index.files_by == 0 == watcher.index.files_due)
     monkeypatch.setattr(DiskTier, "names", hang)
     one = Small(tmp_path, disk=64 << 20)  # whoever opens it looks for files of the dead
     room, me = one.store._room, one.store._room.members.me
@@ -231,12 +231,12 @@ def test_closed_while_a_walk_hangs(
     assert watcher.store._room.members.alive(me) and room.arena._fd >= 0
     with caplog.at_level(logging.WARNING):
         go_on.set()
-        until(lambda: room.arena._fd < 0)
+        wait_until(lambda: room.arena._fd < 0)
     assert not watcher.store._room.members.alive(me)
     assert "failed" not in caplog.text and watcher.index.files_by == 0
     assert watcher.put("a") == [Outcome.DONE]
     watcher.store.close()
-    until(no_threads)
+    wait_until(no_threads)
 
 
 def test_a_walk_goes_on_when_the_lock_is_back(
@@ -256,11 +256,11 @@ def test_a_walk_goes_on_when_the_lock_is_back(
 
     monkeypatch.setattr(DiskTier, "header", slow)
     one, stopped = Small(tmp_path, disk=64 << 20), Small(tmp_path, disk=64 << 20)
-    until(lambda: one.store.stats().objects == 4)
+    wait_until(lambda: one.store.stats().objects == 4)
     with stopped.store._room.lock.held(soon()):
         go_on.release(10 * len(keys))
         time.sleep(0.4)
-    until(lambda: one.index.files_due == 0)
+    wait_until(lambda: one.index.files_due == 0)
     assert {stopped.get(key) for key in keys} == {Outcome.DONE}
     stopped.store.close()
     one.store.close()
@@ -279,7 +279,7 @@ def test_no_thread_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             assert one.put(f"a{i}") == [Outcome.DONE]
         assert one.index.files_due != 0
     one.put("b")
-    until(lambda: one.index.files_due == 0)
+    wait_until(lambda: one.index.files_due == 0)
     one.store.close()
 
 
@@ -315,8 +315,7 @@ def test_a_part_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert store.get(keys, slices, soon()) == [Outcome.DONE] * 6
         assert (one.memory[500:6000:1000] == np.arange(1, 7)).all()
         one.memory[:] = 0  # somebody else's now
-        time.sleep(0.5)
-    assert not one.memory.any()
+        require_for(0.5, lambda: not one.memory.any())
     store.close()
 
 
@@ -425,7 +424,7 @@ def test_who_swept_is_gone(tmp_path: Path) -> None:
     next who needs room."""
     one, two, key = demoted(tmp_path)
     two.store.close()
-    until(lambda: one.index.files_by == 0 == one.index.files_due)
+    wait_until(lambda: one.index.files_by == 0 == one.index.files_due)
     one.index.state[row_of(one, key)] = ix.GHOST  # a file without a record
     assert bytes_on_disk(tmp_path) > one.store.counters()["disk_bytes"]
     code = SWEEPING.format(support=str(SUPPORT), tests=TESTS, place=str(tmp_path))
@@ -433,7 +432,7 @@ def test_who_swept_is_gone(tmp_path: Path) -> None:
     assert child.returncode == -signal.SIGKILL
     for i in range(4):
         assert one.put(f"b{i}") == [Outcome.DONE]
-    until(lambda: bytes_on_disk(tmp_path) == one.store.counters()["disk_bytes"])
+    wait_until(lambda: bytes_on_disk(tmp_path) == one.store.counters()["disk_bytes"])
     assert one.index.files_by == 0
     one.store.close()
 
@@ -442,15 +441,15 @@ def test_parts_of_the_dead_whose_objects_were_removed(tmp_path: Path) -> None:
     """No record says that they died at it; the next walk finds what they left, and the living's
     stays."""
     one, two, _ = demoted(tmp_path)
-    until(lambda: one.index.files_by == 0 == one.index.files_due)
+    wait_until(lambda: one.index.files_by == 0 == one.index.files_due)
     theirs = tmp_path / "d" / ".part-999-3"
     mine = tmp_path / "d" / f".part-{one.store._room.members.me}-999"
     for part in (theirs, mine):
         part.write_bytes(b"half")
     two.store.close()
     two = Small(tmp_path, disk=64 << 20)
-    until(lambda: not theirs.exists())
-    until(lambda: one.index.files_by == 0 == one.index.files_due)
+    wait_until(lambda: not theirs.exists())
+    wait_until(lambda: one.index.files_by == 0 == one.index.files_due)
     assert mine.exists()
     two.store.close()
     one.store.close()

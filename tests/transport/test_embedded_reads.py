@@ -19,6 +19,7 @@ from kvferry.pool import embedded_index as ix
 from kvferry.pool import embedded_read, embedded_serve
 from kvferry.pool.store import Outcome, Ranges, Slices
 from pool_peers import ROOM, Peer
+from waiting import wait_until
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
 PART, PARTS = 100_000, 5  # so that chunks of 256 KiB end inside parts
@@ -361,9 +362,7 @@ def test_what_is_not_begun_when_it_is_closed(peer: Peer, monkeypatch: pytest.Mon
     def close() -> None:
         closing.append(threading.Thread(target=peer.close))
         closing[0].start()
-        deadline = soon(5)
-        while not peer.store._reader.closing and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: peer.store._reader.closing)
 
     interrupted(monkeypatch, 1, close)
     got = peer.store.get(["a"] * 3, [wanted(peer)] * 3, soon())

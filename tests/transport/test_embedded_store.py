@@ -22,6 +22,7 @@ from kvferry.pool.embedded import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
 from kvferry.transport.base import MemoryRegion
 from pool_peers import DISK, MEMORY, OBJECTS, ROOM, Peer, content, in_pieces
+from waiting import wait_until
 
 PEER = Path(__file__).parents[1] / "support" / "pool_peers.py"
 KILLS = 60
@@ -77,6 +78,14 @@ def test_processes_share_it(place: Path) -> None:
     last.close()
 
 
+def has_ended(pid: int) -> bool:
+    """Whoever its parent is, and whether that one has been told or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
 def test_killed_at_any_point(place: Path) -> None:
     """Two workers at a time, one of them killed after a random while, and replaced."""
     rng = random.Random(SEED)
@@ -105,7 +114,7 @@ def test_killed_at_any_point(place: Path) -> None:
             os.kill(worker, signal.SIGKILL)
         nursery.kill()
         nursery.communicate(timeout=30)
-    time.sleep(0.2)  # until the last ones' locks are gone
+    wait_until(lambda: all(map(has_ended, workers)))  # their locks are gone then
     good, bad, *_ = watcher.store.verify(soon())
     assert good > 0 and bad == 0, f"seed {SEED}"
     invariants(watcher.store)

@@ -14,12 +14,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_push import D, P, error_of, hold, peers, until
+from test_push import D, P, error_of, hold, peers
 
 from kvferry.p2p import push, targets
 from kvferry.transport.tcp_client import TcpEndpoint
 from no_threads import no_threads
 from p2p_peers import Producer, Prompt
+from waiting import require_for, wait_until
 
 PULL = replace(D, mode="pull")
 PROMPTS = [Prompt(1, 100, 1, 1), Prompt(2, 100, 20, 20)]
@@ -33,8 +34,7 @@ def test_a_load_that_was_refused_never_runs(monkeypatch: pytest.MonkeyPatch) -> 
             d.release(ticket)  # nor does this end the engine
         other = hold(p, PROMPTS[1])
         assert error_of(d.load(other, PROMPTS[1])) == ""
-        time.sleep(0.1)
-        assert d.finished() == {}
+        require_for(0.1, lambda: d.finished() == {})
         assert d.wrong_bytes(PROMPTS[1]) == 0  # of the first prompt's blocks, none was touched
 
 
@@ -66,7 +66,7 @@ def test_a_write_is_answered_though_the_next_one_finds_no_thread(
         first = d.start(hold(p, PROMPTS[0]), PROMPTS[0])
         p.wait_at_gate()
         second = d.start(hold(p, PROMPTS[1]), PROMPTS[1])
-        until(lambda: all(one.pushes_now == 2 for one in p.stats()))
+        wait_until(lambda: all(one.pushes_now == 2 for one in p.stats()))
         with no_threads(monkeypatch, "kvferry-push"):
             p.open_gate()
             for (loaded,) in d.wait(first, second):
@@ -107,7 +107,7 @@ def test_a_source_whose_packets_are_dropped_is_read_in_time(
 def test_a_source_that_is_connecting_is_given_up_and_ends_at_once() -> None:
     with peers() as (p, d), dropped(p) as asked:
         load = d.start(hold(p, PROMPTS[0]), PROMPTS[0])
-        until(lambda: len(asked) == len(p.ranks))
+        wait_until(lambda: len(asked) == len(p.ranks))
         begun = time.monotonic()
         for server in p.ranks:
             server.close()

@@ -34,6 +34,7 @@ from kvferry.verify.oracle import Oracle
 from no_threads import no_threads
 from pool_cases import pool_case
 from pool_engine import SmallEngine
+from waiting import wait_until
 
 SEED = 611
 FAST = PoolLimits(lookup_seconds=0.4, load_seconds=0.5, save_seconds=2.0)
@@ -619,10 +620,10 @@ def lookup_raises(pair: Pair) -> None:
     tracker = reader.scheduler.track("r", tuple)
     client = reader.scheduler._client
     assert client is not None
-    deadline = time.monotonic() + 1.5
-    while reader.scheduler.matched("r", tracker, tokens, 0) is None:
-        assert time.monotonic() < deadline, "the scheduler waits for a lookup that raised"
-        time.sleep(0.01)
+    wait_until(  # long before a lookup's 60 s are over
+        lambda: reader.scheduler.matched("r", tracker, tokens, 0) is not None,
+        what="the scheduler waits for a lookup that raised; no answer",
+    )
     assert client._server is not None and client._server.alive
     assert reader.scheduler.counters["lookup_servers_replaced"] == 0
 

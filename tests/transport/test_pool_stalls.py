@@ -113,12 +113,12 @@ def test_loads_that_have_not_begun_are_not_hung(pair: Pair, monkeypatch: Any) ->
     names = [f"r{n}" for n in range(count + 1)]
     found = {name: reader.matched(name, tokens) for name in names}
     release = threading.Event()
-    pair.faults["get"] = lambda *_: release.wait(30) and None
+    entered: list[int] = []
+    pair.faults["get"] = lambda *_: entered.append(1) or (release.wait(30) and None)
     for name in names[:count]:
         reader.scheduler.allocated(name, reader.tables, found[name])
     reader.step()
-    reader.until(lambda: all(len(r._loader._running) == count for r in reader.ranks.values()))
-    time.sleep(0.1)
+    reader.until(lambda: len(entered) == count * len(reader.ranks))
     late = reader.load(names[-1], found[names[-1]])
     assert all(not end.ok and not end.hung for end in late), late
     reader.until(lambda: all(len(reader.ends.get(n, ())) == len(reader.ranks) for n in names))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,8 @@ from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.transfers import end_transfers
 from kvferry.plan import Copies
 from kvferry.transport.base import TransferState
-from p2p_peers import PATIENCE_SECONDS, Consumer, Producer, Prompt, Spec
+from p2p_peers import Consumer, Producer, Prompt, Spec
+from waiting import wait_until
 
 P = Spec("p", "tp=2,block=16", carrier="tcp")
 D = Spec("d", "tp=1,block=24", carrier="tcp", mode="push")
@@ -47,13 +48,6 @@ def hold(p: Producer, prompt: Prompt = PROMPT) -> Ticket:
     p.fill(prompt)
     p.open(prompt)
     return p.ticket(prompt)
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def error_of(loaded: list[Loaded]) -> str:
@@ -137,7 +131,7 @@ def test_an_offer_that_waited_for_the_prefill_leaves_time_to_read() -> None:
                 carrier.connect = drop
         begun = time.monotonic()
         load = d.start(p.ticket(PROMPT), PROMPT, seconds=3.0)
-        until(lambda: p.parked() == len(p.ranks))
+        wait_until(lambda: p.parked() == len(p.ranks))
         time.sleep(max(0.0, begun + 1.6 - time.monotonic()))
         hold(p)
         (loaded,) = d.wait(load)[0]
@@ -182,7 +176,7 @@ def test_waiting_for_the_prefill_is_not_transferring() -> None:
     """The time until the hold arrives is told apart from that of the bytes, as it is for reads."""
     with peers() as (p, d):
         load = d.start(p.ticket(PROMPT), PROMPT)
-        until(lambda: p.parked() == len(p.ranks))
+        wait_until(lambda: p.parked() == len(p.ranks))
         time.sleep(WAITED_SECONDS)
         hold(p)
         (loaded,) = d.wait(load)[0]
@@ -199,7 +193,7 @@ def test_queueing_at_the_source_is_not_transferring(monkeypatch: pytest.MonkeyPa
         first = d.start(hold(p, prompts[0]), prompts[0])
         p.wait_at_gate()
         second = d.start(hold(p, prompts[1]), prompts[1])
-        until(lambda: all(server.stats().pushes_now == 2 for server in p.ranks))
+        wait_until(lambda: all(server.stats().pushes_now == 2 for server in p.ranks))
         time.sleep(WAITED_SECONDS)
         p.open_gate()
         (one,), (other,) = d.wait(first, second)
