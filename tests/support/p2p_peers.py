@@ -15,7 +15,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,6 +40,7 @@ from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.p2p import push as push_module
+from kvferry.p2p.acquaintances import Acquaintances
 from kvferry.p2p.checksum import offered
 from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
@@ -393,6 +394,7 @@ class Producer(Gates):
         self.racks: list[Rack] = []
         self.ranks: list[ProducerRank] = []
         self.infos: list[RankInfo] = []
+        self.pushers: list[Pusher] = []
         for rank in spec.only or spec.engine_shape.ranks:
             rack = Rack.make(spec, rank, POISON)
             server = ProducerRank(
@@ -422,7 +424,15 @@ class Producer(Gates):
 
     def _pusher(self, rack: Rack) -> Pusher:
         bases = rack.memory.bases.tolist()
-        return Pusher(self.engine, self.spec.cache_model, rack.layout, bases, [rack.carrier])
+        made = Pusher(self.engine, self.spec.cache_model, rack.layout, bases, [rack.carrier])
+        self.pushers.append(made)
+        return made
+
+    def wrap_carriers(self, wrap: Callable[[Any], Any]) -> list[Any]:
+        """Put something between each rank and the carriers that it writes with."""
+        for pusher in self.pushers:
+            pusher._carriers = {name: wrap(c) for name, c in pusher._carriers.items()}
+        return [c for pusher in self.pushers for c in pusher._carriers.values()]
 
     def tell(self, infos: list[RankInfo] | None = None) -> None:
         self.directory.set_ranks(self.infos if infos is None else infos)
@@ -532,6 +542,10 @@ class Consumer(Gates):
             for rack in self.racks
         ]
         self._done: dict[str, dict[int, Loaded]] = {}
+
+    def known(self, rank: int = 0) -> Acquaintances:
+        """The engines that a rank has met."""
+        return self.ranks[rank]._loading.known
 
     def start(
         self,

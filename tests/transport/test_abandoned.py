@@ -56,7 +56,7 @@ def test_an_abandoned_load_is_counted_and_reported_when_it_has_ended() -> None:
         with consumer(sink, source, alone=False) as user:
             (rank,) = user.ranks
             stuck = StuckCarrier(user.racks[0].carrier)
-            rank._loading.known.carriers = [stuck]
+            user.known().carriers = [stuck]
             producer.fill(PROMPT)
             producer.open(PROMPT)
             request = user.start(producer.ticket(PROMPT), PROMPT)

@@ -31,7 +31,7 @@ def require_loaded(d: Consumer, p: Producer, prompt: Prompt) -> None:
 
 def met(d: Consumer) -> dict[Any, Any]:
     """All that is known, with the connections that were made."""
-    known = d.ranks[0]._loading.known._remotes
+    known = d.known().engines
     return {key: one.remote.result() for key, one in known.items()}
 
 

@@ -40,6 +40,7 @@ from kvferry.pool.embedded import EmbeddedStore, default_directory
 from kvferry.pool.embedded_disk import DiskTier
 from kvferry.pool.embedded_room import Room
 from kvferry.pool.store import Outcome, Slices
+from kvferry.transport.base import MemoryRegion
 from waiting import require_for, wait_until
 
 TESTS = str(Path(__file__).parent)
@@ -52,7 +53,7 @@ def row_of(one: Small, key: str) -> int:
 def flip(one: Small, key: str) -> None:
     row = row_of(one, key)
     last = int(one.index.offset[row]) + int(one.index.image_bytes[row]) - 1
-    view = one.store._room.arena.view(last, 1)
+    view = one.room.arena.view(last, 1)
     view[0] ^= 1
 
 
@@ -73,7 +74,7 @@ def test_what_is_corrupt_is_removed_when_that_can_be(tmp_path: Path) -> None:
     assert one.store.put_bytes("layout", b"x" * 1000, soon()) is Outcome.DONE
     for key in ("a", "layout"):
         flip(one, key)
-    with stopped.store._room.lock.held(soon()):
+    with stopped.room.lock.held(soon()):
         begun = time.monotonic()
         assert [one.get("a") for _ in range(5)] == [Outcome.CORRUPT] * 5
         assert one.store.get_bytes("layout", soon()) is None
@@ -95,10 +96,10 @@ def test_what_is_owed_is_paid_without_being_asked(
     monkeypatch.setattr(embedded_open, "SETTLE_SECONDS", 0.05)
     one, other = Small(tmp_path), Small(tmp_path)
     one.put(*(f"a{i}" for i in range(7)), size=120_000)
-    held, reap = other.store._room.lock.held(soon()), Room._reap
+    held, reap = other.room.lock.held(soon()), Room._reap
 
     def too_late(self: Room, deadline: float, *, now: bool = False) -> bool:
-        if self is one.store._room and not now:
+        if self is one.room and not now:
             held.__enter__()
         return reap(self, deadline, now=now)
 
@@ -120,7 +121,7 @@ def test_stopped_while_room_is_made_for_a_read(
     with the lock: the read goes on without it, and nothing stays half-way."""
     monkeypatch.setattr(embedded_open, "SETTLE_SECONDS", 0.05)
     one, two, key = demoted(tmp_path)
-    held, write = two.store._room.lock.held(soon()), DiskTier.write
+    held, write = two.room.lock.held(soon()), DiskTier.write
 
     def stopped(self: DiskTier, *args: Any) -> bool:
         held.__enter__()
@@ -147,10 +148,10 @@ from pathlib import Path
 from test_embedded_troubles import Small, soon
 one = Small(Path({place!r}), disk=64 << 20)
 one.put("mine")
-with one.store._room.locked(soon()):
+with one.room.locked(soon()):
     child = os.fork()
     if child == 0:  # a data loader's worker, say: it has never heard of the store
-        os.write(1, b"%d " % one.store._room.members.me)
+        os.write(1, b"%d " % one.room.members.me)
         os.close(1); os.close(2)
         time.sleep(30)
         os._exit(0)
@@ -172,7 +173,7 @@ def test_a_forked_child_keeps_nothing_of_its_parents(tmp_path: Path) -> None:
     try:
         os.kill(child, 0)
         assert watcher.put("a", seconds=2.0) == [Outcome.DONE]
-        assert not watcher.store._room.members.alive(member)
+        assert not watcher.room.members.alive(member)
         watcher.store.close()
         other = Small(tmp_path, disk=64 << 20, name="other")  # nobody has the disk any more
         other.store.close()
@@ -198,7 +199,7 @@ def test_a_store_that_was_forked_is_refused(tmp_path: Path) -> None:
     os.waitpid(child, 0)
     assert one.put("b") == [Outcome.DONE] and one.get("a") is Outcome.DONE
     again = Small(tmp_path, disk=64 << 20)
-    assert again.store._room.members.alive(one.store._room.members.me)
+    assert again.room.members.alive(one.room.members.me)
     again.store.close()
     one.store.close()
 
@@ -223,16 +224,16 @@ def test_closed_while_a_walk_hangs(
     wait_until(lambda: watcher.index.files_by == 0 == watcher.index.files_due)
     monkeypatch.setattr(DiskTier, "names", hang)
     one = Small(tmp_path, disk=64 << 20)  # whoever opens it looks for files of the dead
-    room, me = one.store._room, one.store._room.members.me
+    room, me = one.room, one.room.members.me
     assert inside.wait(5)
     begun = time.monotonic()
     one.store.close()
     assert time.monotonic() - begun < 3
-    assert watcher.store._room.members.alive(me) and room.arena._fd >= 0
+    assert watcher.room.members.alive(me) and room.arena._fd >= 0
     with caplog.at_level(logging.WARNING):
         go_on.set()
         wait_until(lambda: room.arena._fd < 0)
-    assert not watcher.store._room.members.alive(me)
+    assert not watcher.room.members.alive(me)
     assert "failed" not in caplog.text and watcher.index.files_by == 0
     assert watcher.put("a") == [Outcome.DONE]
     watcher.store.close()
@@ -257,7 +258,7 @@ def test_a_walk_goes_on_when_the_lock_is_back(
     monkeypatch.setattr(DiskTier, "header", slow)
     one, stopped = Small(tmp_path, disk=64 << 20), Small(tmp_path, disk=64 << 20)
     wait_until(lambda: one.store.stats().objects == 4)
-    with stopped.store._room.lock.held(soon()):
+    with stopped.room.lock.held(soon()):
         go_on.release(10 * len(keys))
         time.sleep(0.4)
     wait_until(lambda: one.index.files_due == 0)
@@ -290,7 +291,7 @@ def test_a_part_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     one = Small(tmp_path)
     one.store.close()
     store = EmbeddedStore(tmp_path / "s", 1 << 20, slots=1 << 10, threads=3)
-    store.register(one.store._registered)
+    store.register([MemoryRegion(one.base, one.memory.nbytes)])
     keys = [f"k{n}" for n in range(6)]
     for number, key in enumerate(keys):
         assert store.put_bytes(key, bytes([number + 1]) * 1000, soon()) is Outcome.DONE
@@ -350,7 +351,7 @@ def test_another_brings_it_up_right_after_me(
     def meanwhile(name: str, by: int = 1) -> None:
         count(name, by)
         if name == "promoted":
-            room = two.store._room
+            room = two.room
             with room.locked(soon()):
                 room.index.leave_memory(np.array([row]), ix.DISK)
                 room.index.generation[row] += np.uint32(1)
@@ -360,9 +361,7 @@ def test_another_brings_it_up_right_after_me(
     with monkeypatch.context() as patch:
         patch.setattr(one.index, "count", meanwhile)
         assert one.store._reader._promote(row, soon())
-    assert (
-        one.index.state[row] == ix.PROMOTING and one.index.owner[row] == two.store._room.members.me
-    )
+    assert one.index.state[row] == ix.PROMOTING and one.index.owner[row] == two.room.members.me
     two.store.close()
     one.store.close()
 
@@ -443,7 +442,7 @@ def test_parts_of_the_dead_whose_objects_were_removed(tmp_path: Path) -> None:
     one, two, _ = demoted(tmp_path)
     wait_until(lambda: one.index.files_by == 0 == one.index.files_due)
     theirs = tmp_path / "d" / ".part-999-3"
-    mine = tmp_path / "d" / f".part-{one.store._room.members.me}-999"
+    mine = tmp_path / "d" / f".part-{one.room.members.me}-999"
     for part in (theirs, mine):
         part.write_bytes(b"half")
     two.store.close()

@@ -21,7 +21,7 @@ from kvferry.pool import embedded_index as ix
 from kvferry.pool.embedded import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
 from kvferry.transport.base import MemoryRegion
-from pool_peers import DISK, MEMORY, OBJECTS, ROOM, Peer, content, in_pieces
+from pool_peers import DISK, MEMORY, OBJECTS, ROOM, Peer, content, in_pieces, room_of
 from waiting import wait_until
 
 PEER = Path(__file__).parents[1] / "support" / "pool_peers.py"
@@ -48,9 +48,10 @@ def start(directory: Path, seed: int, seconds: float) -> subprocess.Popen[str]:
 
 def invariants(store: EmbeddedStore) -> None:
     """What must hold in a store at rest: extents apart, nothing half-done, bounds kept."""
-    index, arena = store._room.index, store._room.arena
-    with store._room.locked(soon()):
-        store._room.mend()
+    room = room_of(store)
+    index, arena = room.index, room.arena
+    with room.locked(soon()):
+        room.mend()
         rows = index.with_extent()
         order = np.argsort(index.offset[rows])
         begin, size = index.offset[rows][order], index.extent[rows][order]
@@ -118,7 +119,7 @@ def test_killed_at_any_point(place: Path) -> None:
     good, bad, *_ = watcher.store.verify(soon())
     assert good > 0 and bad == 0, f"seed {SEED}"
     invariants(watcher.store)
-    files = watcher.store._room.files
+    files = watcher.room.files
     assert files is not None
     files.begin()  # as the next one who needs room does
     files.wait(30)
@@ -187,7 +188,7 @@ def test_a_flipped_byte(place: Path, tier: str, where: str) -> None:
     if tier == "disk":
         for other in range(100, 180):  # pushes it down
             peer.put(other)
-    index, room = peer.store._room.index, peer.store._room
+    index, room = peer.room.index, peer.room
     row = int(index.find(*ix.hash_keys([f"object/{number}"]))[0])
     size = int(index.image_bytes[row])
     at = {"header": 40, "data": size - length // 2, "last": size - 1}[where]
@@ -216,9 +217,9 @@ def test_a_slice_is_checked_by_itself(place: Path, monkeypatch: pytest.MonkeyPat
     number = next(n for n in range(1000) if len(content(n)) > 200_000)
     data = content(number)
     peer.put(number)
-    index = peer.store._room.index
+    index = peer.room.index
     row = int(index.find(*ix.hash_keys([f"object/{number}"]))[0])
-    view = peer.store._room.arena.view(int(index.offset[row]), int(index.image_bytes[row]))
+    view = peer.room.arena.view(int(index.offset[row]), int(index.image_bytes[row]))
     view[-1] ^= 1
     ints = [np.array([x], dtype=np.int64) for x in (70_000, peer.base + ROOM, 1000)]
     assert peer.store.get([f"object/{number}"], [Slices(*ints)], soon()) == [Outcome.DONE]
@@ -232,7 +233,7 @@ def test_a_truncated_file(place: Path) -> None:
     peer = Peer(place)
     for number in range(60):
         peer.put(number)
-    index, disk = peer.store._room.index, peer.store._room.disk
+    index, disk = peer.room.index, peer.room.disk
     row = int(index.in_state(ix.DISK)[0])
     path = disk.path(ix.key_name(int(index.low[row]), int(index.high[row])))
     path.write_bytes(path.read_bytes()[:-10])
@@ -263,7 +264,7 @@ def test_files_outlive_the_index(place: Path) -> None:
 
 def test_two_writers_of_one_key(place: Path) -> None:
     one, two = Peer(place), Peer(place)
-    room = one.store._room
+    room = one.room
     keys, low_high = ["object/5"], ix.hash_keys(["object/5"])
     with room.locked(soon()):
         row = int(room.index.claim(*low_high, 0.0)[0])
@@ -350,7 +351,7 @@ sys.path.insert(0, {str(PEER.parent)!r})
 from pathlib import Path
 from pool_peers import Peer
 peer = Peer(Path({str(place)!r}))
-with peer.store._room.locked(time.monotonic() + 5):
+with peer.room.locked(time.monotonic() + 5):
     print("held", flush=True)
     time.sleep(60)
 """

@@ -25,7 +25,7 @@ from kvferry.pool.embedded_disk import DiskTier
 from kvferry.pool.embedded_room import Room
 from kvferry.pool.store import Outcome, Ranges, Slices
 from kvferry.transport.base import MemoryRegion
-from pool_peers import Peer, in_pieces
+from pool_peers import Peer, in_pieces, room_of
 from waiting import wait_until
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -51,7 +51,8 @@ class Small:
         self.memory = np.zeros(1 << 20, dtype=np.uint8)
         self.base = int(self.memory.ctypes.data)
         self.store.register([MemoryRegion(self.base, self.memory.nbytes)])
-        self.index = self.store._room.index
+        self.room = room_of(self.store)
+        self.index = self.room.index
 
     def put(self, *keys: str, size: int = OBJECT, seconds: float = 20.0) -> list[Outcome]:
         ranges: list[Ranges] = []
@@ -133,11 +134,11 @@ def test_extents_granted_before_a_failure(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(embedded_open, "SETTLE_SECONDS", 0.1)
     one, other = Small(tmp_path), Small(tmp_path)
     one.put(*(f"a{i}" for i in range(7)), size=120_000)
-    held = other.store._room.lock.held(soon())
+    held = other.room.lock.held(soon())
     reap = Room._reap
 
     def too_late(self: Room, deadline: float, *, now: bool = False) -> bool:
-        if self is one.store._room and not now:
+        if self is one.room and not now:
             held.__enter__()
         return reap(self, deadline, now=now)
 
@@ -209,7 +210,7 @@ def test_files_on_their_way_are_counted(tmp_path: Path, monkeypatch: pytest.Monk
     write, go_on, waiting = DiskTier.write, threading.Event(), threading.Event()
 
     def slow(self: DiskTier, *args: Any) -> bool:
-        if self is one.store._room.disk:
+        if self is one.room.disk:
             waiting.set()
             assert go_on.wait(20)
         return write(self, *args)

@@ -447,9 +447,9 @@ def test_a_damaged_payload_is_noticed_with_checksums(way: Way, checksums: bool) 
         warm_up(p, d)
         before = census(d)
         carrier = d.racks[0].carrier
-        d.ranks[0]._loading.known.carriers = [Damaging(carrier)]
-        for known in list(d.ranks[0]._loading.known._remotes.values()):
-            d.ranks[0]._loading.known.forget(known.remote.result())
+        d.known().carriers = [Damaging(carrier)]
+        for known in list(d.known().engines.values()):
+            d.known().forget(known.remote.result())
         loaded = d.load(p.hold(prompt), prompt)
         if checksums:
             assert "ChecksumError" in error_of(loaded)
@@ -458,9 +458,9 @@ def test_a_damaged_payload_is_noticed_with_checksums(way: Way, checksums: bool) 
         else:
             require_ok(loaded)
         assert d.wrong_bytes(prompt, WARM) > 0
-        d.ranks[0]._loading.known.carriers = [carrier]
-        for known in list(d.ranks[0]._loading.known._remotes.values()):
-            d.ranks[0]._loading.known.forget(known.remote.result())
+        d.known().carriers = [carrier]
+        for known in list(d.known().engines.values()):
+            d.known().forget(known.remote.result())
         again = replace(prompt, number=2)
         require_ok(d.load(p.hold(again), again))
         assert d.wrong_bytes(again, WARM) == 0

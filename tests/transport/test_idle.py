@@ -38,7 +38,7 @@ def served(peer: Producer | Consumer) -> int:
 
 
 def known_to(d: Consumer) -> set[str]:
-    return {key.engine_id for rank in d.ranks for key in rank._loading.known._remotes}
+    return {key.engine_id for n in range(len(d.ranks)) for key in d.known(n).engines}
 
 
 # --- a consumer's acquaintances ------------------------------------------------------------------
@@ -95,12 +95,7 @@ class Leaving:
 
 
 def leaving(p: Producer) -> list[Leaving]:
-    made = []
-    for server in p.ranks:
-        pusher: Any = server._deliveries.pusher
-        pusher._carriers = {name: Leaving(c) for name, c in pusher._carriers.items()}
-        made += pusher._carriers.values()
-    return made
+    return p.wrap_carriers(Leaving)
 
 
 def test_connections_to_an_idle_consumer_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,15 +80,13 @@ def dropped(p: Producer) -> Iterator[list[bytes]]:
     asked: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
         nowhere = TcpEndpoint("tcp", "127.0.0.1", silent.getsockname()[1], bytes(16))
-        for server in p.ranks:
-            pusher: Any = server._deliveries.pusher
-            for carrier in pusher._carriers.values():
+        for rack in p.racks:
 
-                def connect(endpoint: bytes, deadline: float, real: Any = carrier.connect) -> Any:
-                    asked.append(endpoint)
-                    return real(msgspec.msgpack.encode(nowhere), deadline)
+            def connect(endpoint: bytes, deadline: float, real: Any = rack.carrier.connect) -> Any:
+                asked.append(endpoint)
+                return real(msgspec.msgpack.encode(nowhere), deadline)
 
-                carrier.connect = connect
+            rack.carrier.connect = connect
         yield asked
 
 
@@ -120,14 +118,14 @@ def test_a_source_that_is_connecting_is_given_up_and_ends_at_once() -> None:
 def test_an_engine_is_known_still_after_a_void_ticket(target: Any) -> None:
     with peers(P, target) as (p, d):
         assert error_of(d.load(hold(p, PROMPTS[0]), PROMPTS[0])) == ""
-        (known,) = d.ranks[0]._loading.known._remotes.values()
+        (known,) = d.known().engines.values()
         void = hold(p, PROMPTS[1])
         p.withdraw(void.hold_id)
         p.flush()
         assert "StaleTicket" in error_of(d.load(void, PROMPTS[1]))
-        assert list(d.ranks[0]._loading.known._remotes.values()) == [known]
+        assert list(d.known().engines.values()) == [known]
         for server in p.ranks:  # another life
             server.reset("another")
         p.flush()
         assert "StaleTicket" in error_of(d.load(void, PROMPTS[1]))
-        assert known not in d.ranks[0]._loading.known._remotes.values()
+        assert known not in d.known().engines.values()

@@ -44,7 +44,6 @@ def test_a_store_that_opens_slowly(pair: Pair, monkeypatch: Any) -> None:
     monkeypatch.setattr(lookup_client, "STUCK_SECONDS", 0.05)
     tokens = sequence(pair.case)
     pair.engine("src").save("w", tokens)
-    reader = pair.engine("dst")
     opened = []
 
     def slowly() -> Any:
@@ -52,8 +51,7 @@ def test_a_store_that_opens_slowly(pair: Pair, monkeypatch: Any) -> None:
         time.sleep(2.0)  # five times as long as a lookup may take
         return pair.open_store()
 
-    reader.scheduler._open_store = slowly
-    reader.scheduler.start(reader.scheduler._metadata, reader.layout, len(reader.ranks))
+    reader = pair.engine("dst", open_lookups=slowly)
     until, number, waited = time.monotonic() + 8, 0, []
     while True:
         began = time.monotonic()
@@ -71,15 +69,13 @@ def test_a_store_that_opens_slowly(pair: Pair, monkeypatch: Any) -> None:
 
 def test_a_store_that_cannot_be_opened_is_not_tried_by_each_lookup(pair: Pair) -> None:
     tokens = sequence(pair.case)
-    reader = pair.engine("dst")
     tried = []
 
     def fails() -> Any:
         tried.append(1)
         raise OSError("nobody listens")
 
-    reader.scheduler._open_store = fails
-    reader.scheduler.start(reader.scheduler._metadata, reader.layout, len(reader.ranks))
+    reader = pair.engine("dst", open_lookups=fails)
     for number in range(20):
         assert reader.matched(f"r{number}", [*tokens, number]) == 0
     assert len(tried) == 1

@@ -68,9 +68,7 @@ class Crooked:
 
 
 def bend(p: Producer, how: Any) -> None:
-    for server in p.ranks:
-        pusher: Any = server._deliveries.pusher
-        pusher._carriers = {n: Crooked(c, how) for n, c in pusher._carriers.items()}
+    p.wrap_carriers(lambda carrier: Crooked(carrier, how))
 
 
 @pytest.mark.parametrize(
@@ -106,10 +104,8 @@ def test_a_source_that_cannot_write_is_read() -> None:
 def test_a_source_that_does_not_reach_us_is_read() -> None:
     """Its way to our carrier is blocked, ours to it is not: we read."""
     with peers() as (p, d):
-        for server in p.ranks:
-            pusher: Any = server._deliveries.pusher
-            for carrier in pusher._carriers.values():
-                carrier.connect = _refuse
+        for rack in p.racks:
+            rack.carrier.connect = _refuse
         loaded = d.load(hold(p), PROMPT)
         assert error_of(loaded) == ""
         assert not loaded[0].pushed
@@ -125,10 +121,8 @@ def test_an_offer_that_waited_for_the_prefill_leaves_time_to_read() -> None:
         raise DeadlineExceeded("a firewall, say")
 
     with peers() as (p, d):
-        for server in p.ranks:
-            pusher: Any = server._deliveries.pusher
-            for carrier in pusher._carriers.values():
-                carrier.connect = drop
+        for rack in p.racks:
+            rack.carrier.connect = drop
         begun = time.monotonic()
         load = d.start(p.ticket(PROMPT), PROMPT, seconds=3.0)
         wait_until(lambda: p.parked() == len(p.ranks))
@@ -150,8 +144,7 @@ def test_a_source_that_forgot_us_is_told_again() -> None:
             loaded = d.load(hold(p, prompt), prompt)
             assert error_of(loaded) == ""
             assert loaded[0].pushed
-            for server in p.ranks:
-                pusher: Any = server._deliveries.pusher
+            for pusher in p.pushers:
                 pusher._targets.clear()
         assert d.wrong_bytes(*prompts) == 0
         assert [server.counters["refused unmet"] for server in p.ranks] == [1, 1]
@@ -165,8 +158,7 @@ def test_a_restarted_consumer_voids_what_was_known_of_it() -> None:
             prompt = Prompt(2, 100)
             assert error_of(again.load(hold(p, prompt), prompt)) == ""
             assert again.wrong_bytes(prompt) == 0
-            for server in p.ranks:
-                pusher: Any = server._deliveries.pusher
+            for pusher in p.pushers:
                 assert [key[1] for key in pusher._targets] == ["second"]
         finally:
             again.close()

@@ -67,10 +67,9 @@ def database() -> Any:
     )
 
 
-def rank(store: Any) -> PoolRank:
+def rank(store: Any, saver: Saver, loader: Loader) -> PoolRank:
     made = PoolRank.__new__(PoolRank)  # no memory, no layouts: all of it that `close` is about
-    made._store = store
-    made._saver, made._loader = Saver(store, PoolCounters()), Loader(store, PoolCounters())
+    made._store, made._saver, made._loader = store, saver, loader
     return made
 
 
@@ -100,10 +99,11 @@ def test_the_store_is_closed_after_what_it_has(monkeypatch: Any) -> None:
     """Both at once, not one after the other, and nothing of them comes after its end."""
     store: Any = Slow()
     store.gets_last = True
-    made = rank(store)
-    monkeypatch.setattr(made._loader, "_load", reading(store))
-    made._saver.start(ORDER, database())
-    made._loader.start(LoadOrder("r", (), {}, (), 30.0), None)  # type: ignore[arg-type]
+    saver, loader = Saver(store, PoolCounters()), Loader(store, PoolCounters())
+    made = rank(store, saver, loader)
+    monkeypatch.setattr(loader, "_load", reading(store))
+    saver.start(ORDER, database())
+    loader.start(LoadOrder("r", (), {}, (), 30.0), None)  # type: ignore[arg-type]
     assert store.begun.wait(5)
     threading.Timer(0.2, store.go_on.set).start()
     made.close()

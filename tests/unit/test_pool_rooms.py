@@ -39,9 +39,9 @@ def test_a_call_that_hangs_keeps_nobody_waiting() -> None:
     with pytest.raises(StoreError, match="deadline"):
         calls("look", lambda: release.wait(5), soon(0.05))
     assert calls("look", lambda: 7, soon()) == 7
-    assert (calls.abandoned, calls._hanging) == (1, 1)
+    assert (calls.abandoned, calls.hanging) == (1, 1)
     release.set()
-    wait_until(lambda: calls._hanging == 0)
+    wait_until(lambda: calls.hanging == 0)
 
 
 def test_too_many_that_hang() -> None:
@@ -52,7 +52,7 @@ def test_too_many_that_hang() -> None:
     with pytest.raises(StoreError, match="hang; look refused"):
         calls("look", lambda: 7, soon())
     release.set()
-    wait_until(lambda: calls._hanging == 0)
+    wait_until(lambda: calls.hanging == 0)
     assert calls("look", lambda: 7, soon()) == 7
 
 

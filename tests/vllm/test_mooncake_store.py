@@ -212,7 +212,7 @@ def test_a_call_that_hangs(store: MooncakeStore, monkeypatch: pytest.MonkeyPatch
         store.get(["a"], [Slices(ints(0), ints(0), ints(1))], soon(0.1))
     assert time.monotonic() - begun > 1.0 and store.calls.late_writes == 0
     monkeypatch.setattr(store, "_client", client)
-    wait_until(lambda: store.calls._hanging == 0)
+    wait_until(lambda: store.calls.hanging == 0)
     assert store.exists(["a"], soon()).shape == (1,)
 
 
