@@ -66,7 +66,7 @@ def question_of(engine: SchedulerEngine, tokens: list[int]) -> Any:
 
 def ended(engine: SchedulerEngine) -> None:
     assert engine.pinned == 0 and engine.in_use == 0
-    assert not engine.pool._trackers and not engine.pool._jobs
+    assert not engine.pool._trackers and not engine.pool.has_work
 
 
 @pytest.mark.parametrize(
@@ -415,10 +415,11 @@ def test_reset(make: Make) -> None:
 
 def test_reset_before_the_start(make: Make) -> None:
     """Under a MultiConnector, workers describe themselves late: the reset is not forgotten."""
-    known = make().pool
-    late = PoolScheduler(known.limits, known._open_store, pin=print, unpin=print, null_block=0)
+    engine = make()
+    known = engine.pool
+    late = PoolScheduler(known.limits, engine.open_store, pin=print, unpin=print, null_block=0)
     late.reset()
-    late.start(known._metadata, known._ours, known._ranks)
+    late.start(known._metadata, known._ours, len(engine.pool_ranks))
     try:
         assert late._metadata.namespace != known._metadata.namespace
     finally:
