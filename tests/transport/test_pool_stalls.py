@@ -101,7 +101,8 @@ def test_steps_that_are_slower_than_any_answer(pair: Pair, monkeypatch: Any) -> 
 
 def test_loads_that_have_not_begun_are_not_hung(pair: Pair, monkeypatch: Any) -> None:
     """One load more than there are threads, all of which hang: it fails, and holds no blocks."""
-    monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.3)
+    # threads that hang are replaced after this: long after the last load's deadline
+    monkeypatch.setattr(load_module, "HUNG_SECONDS", 3.0)
     tokens = sequence(pair.case)
     pair.engine("src").save("w", tokens)
     reader = pair.engine("dst", limits=PoolLimits(lookup_seconds=5, load_seconds=1.0))
