@@ -50,7 +50,7 @@ GROWTH_BYTES = 48 << 20
 def run(frames: int, seed: int) -> dict[str, int]:
     """Send that many; what became of them, by the server's own counters."""
     rng = Random(seed)
-    answered = Target()
+    answered = Target(goodbye_seconds=60)  # for us to read an answer; the machine can be busy
     expected = _answered(answered, rng, frames * 9 // 10)
     ended = Target()
     sent = _ended(ended, rng, frames - frames * 9 // 10)
@@ -67,11 +67,13 @@ def run(frames: int, seed: int) -> dict[str, int]:
 class Target:
     """A server over memory that is watched."""
 
-    def __init__(self) -> None:
+    def __init__(self, goodbye_seconds: float = 1.0) -> None:
         self.memory = np.random.default_rng(0).integers(0, 256, 3 * CANARY, dtype=np.uint8)
         self.before = self.memory.copy()
         self.address = self.memory.ctypes.data + CANARY  # the third in the middle is registered
-        patient = ServerLimits(handshake_seconds=60, frame_seconds=60)  # machines can be busy
+        patient = ServerLimits(
+            handshake_seconds=60, frame_seconds=60, goodbye_seconds=goodbye_seconds
+        )
         self.server = Server(SECRET, INCARNATION, patient, writable=True)
         self.server.regions = RegionTable.of([MemoryRegion(self.address, CANARY)])
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from kvferry.demo.engines import free_port
 from kvferry.pool.mooncake_config import MooncakeStoreConfig
+from waiting import wait_until
 
 _HOLD = """
 import sys, time
@@ -46,7 +48,12 @@ class Master:
                 stdout=log,
                 stderr=log,
             )
-        time.sleep(1.5)
+        wait_until(self._listens)
+
+    def _listens(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+            return True
+        return False
 
     def hold(self, size: int) -> None:
         """A process that gives memory to the pool, and outlives the engines that write to it."""

@@ -15,7 +15,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,6 +40,7 @@ from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.p2p import push as push_module
+from kvferry.p2p.acquaintances import Acquaintances
 from kvferry.p2p.checksum import offered
 from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
@@ -56,10 +57,10 @@ from kvferry.transport.host import HostMemory
 from kvferry.transport.mixing import Mixed, mix_on_host
 from kvferry.wire.messages import RankInfo, Welcome
 from kvferry.wire.sockets import Sockets
+from waiting import PATIENCE_SECONDS
 
 LOOPBACK = "127.0.0.1"
 QUIET = "KVFERRY_PEERS_QUIET"  # set: peers in processes of their own do not log
-PATIENCE_SECONDS = 30.0  # generous: the machine may be busy
 
 _kv = tuple(Component(name, 12, (16,), 2, content="bf16") for name in ("k", "v"))
 
@@ -392,6 +393,7 @@ class Producer(Gates):
         self.racks: list[Rack] = []
         self.ranks: list[ProducerRank] = []
         self.infos: list[RankInfo] = []
+        self.pushers: list[Pusher] = []
         for rank in spec.only or spec.engine_shape.ranks:
             rack = Rack.make(spec, rank, POISON)
             server = ProducerRank(
@@ -421,7 +423,15 @@ class Producer(Gates):
 
     def _pusher(self, rack: Rack) -> Pusher:
         bases = rack.memory.bases.tolist()
-        return Pusher(self.engine, self.spec.cache_model, rack.layout, bases, [rack.carrier])
+        made = Pusher(self.engine, self.spec.cache_model, rack.layout, bases, [rack.carrier])
+        self.pushers.append(made)
+        return made
+
+    def wrap_carriers(self, wrap: Callable[[Any], Any]) -> list[Any]:
+        """Put something between each rank and the carriers that it writes with."""
+        for pusher in self.pushers:
+            pusher._carriers = {name: wrap(c) for name, c in pusher._carriers.items()}
+        return [c for pusher in self.pushers for c in pusher._carriers.values()]
 
     def tell(self, infos: list[RankInfo] | None = None) -> None:
         self.directory.set_ranks(self.infos if infos is None else infos)
@@ -531,6 +541,10 @@ class Consumer(Gates):
             for rack in self.racks
         ]
         self._done: dict[str, dict[int, Loaded]] = {}
+
+    def known(self, rank: int = 0) -> Acquaintances:
+        """The engines that a rank has met."""
+        return self.ranks[rank]._loading.known
 
     def start(
         self,

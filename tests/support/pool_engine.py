@@ -52,6 +52,7 @@ class SmallEngine:
         shift: int = 0,
         tenant: str = "",
         weights: str = "",
+        open_lookups: Callable[[], Store] | None = None,
     ) -> None:
         self.case, self.side = case, side
         own = case["src"] if side == "src" else case["dst"]
@@ -72,15 +73,15 @@ class SmallEngine:
         self.null = own["shape"]["null_block"]
         self.scheduler = PoolScheduler(
             limits or PoolLimits(lookup_seconds=5, load_seconds=10, save_seconds=10),
-            open_store,
+            open_lookups or open_store,
             pin=self.pins.update,
             unpin=self.pins.subtract,
             null_block=self.null,
         )
         self.layout = make_layout(self.model, MEANING, list(self.layouts.values()))
-        metadata = KeyMetadata.of(tenant, self.model.fingerprint(), MEANING, weights)
+        self.metadata = KeyMetadata.of(tenant, self.model.fingerprint(), MEANING, weights)
         self.scheduler.start(
-            metadata,
+            self.metadata,
             self.layout,
             len(self.ranks),
             full_residency=own["shape"]["full_residency"],

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.pool.embedded import EmbeddedStore
+from kvferry.pool.embedded_room import Room
 from kvferry.pool.store import Outcome, Ranges, Slices
 from kvferry.transport.base import MemoryRegion
 
@@ -36,6 +37,11 @@ def in_pieces(base: int, length: int, pieces: int) -> Ranges:
     return Ranges(base + cuts[:-1], np.diff(cuts))
 
 
+def room_of(store: EmbeddedStore) -> Room:
+    """What processes share of a store: tests damage it, and hold its lock."""
+    return store._room
+
+
 class Peer:
     """A store with one buffer to put from and one to get into."""
 
@@ -53,6 +59,10 @@ class Peer:
         )
         self.base = int(self.memory.ctypes.data)
         self.store.register([MemoryRegion(self.base, self.memory.nbytes)])
+
+    @property
+    def room(self) -> Room:
+        return room_of(self.store)
 
     def put(self, number: int) -> Outcome:
         data = content(number)

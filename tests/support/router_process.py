@@ -9,21 +9,15 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from waiting import wait_until
+
 LARGE_ANSWER_BYTES = 8 << 20
 _START_SECONDS = 60.0
-
-
-def wait_for(what: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.02)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -125,7 +119,7 @@ class RouterProcess:
         )
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
-        wait_for(lambda: self.port > 0 or self.process.poll() is not None, _START_SECONDS)
+        wait_until(lambda: self.port > 0 or self.process.poll() is not None, _START_SECONDS)
         assert self.port, "".join(self.log)
 
     def _read_log(self) -> None:

@@ -216,7 +216,7 @@ class SchedulerEngine:
         elif connector == "MultiConnector":
             half = half._connectors[1]
         pool = half.scheduler.pool
-        pool._open_store = open_store
+        pool._open_store = self.open_store = open_store
         self.pool, self.block_size = pool, block_size
         places = [(tp_rank, pcp_rank) for pcp_rank in range(pcp) for tp_rank in range(tp)]
         ranks = [cache_rank(config.parallel_config, 0, *place) for place in places]
@@ -229,19 +229,23 @@ class SchedulerEngine:
             for layout in self.layouts
         ]
         self.workers, handshakes = [], {}
+        self.pool_ranks: list[PoolRank] = []
         for rank, layout in enumerate(self.layouts):
             alone = connector != "MultiConnector"
             worker = PoolWorker(PoolConfig(), config, cache, alone=alone)
             bases = [array.ctypes.data for array in self.memory[rank]]
             me = ranks[rank]
-            worker._rank = PoolRank(
-                open_store(),
-                self.model,
-                layout,
-                bases,
-                replica=me.replica,
-                replicas=me.replicas,
+            self.pool_ranks.append(
+                PoolRank(
+                    open_store(),
+                    self.model,
+                    layout,
+                    bases,
+                    replica=me.replica,
+                    replicas=me.replicas,
+                )
             )
+            worker._rank = self.pool_ranks[-1]
             worker._partial = hybrid in ("", "latent")
             worker._block_tokens = block_size * dcp
             self.workers.append(worker)

@@ -9,6 +9,7 @@ from typing import Any
 from kvferry.errors import Cancelled, DeadlineExceeded
 from kvferry.transport import TransferState
 from p2p_peers import PATIENCE_SECONDS, Producer, Prompt, Spec, consumer
+from waiting import require_for, wait_until
 
 PROMPT = Prompt(1, 100)
 
@@ -55,18 +56,14 @@ def test_an_abandoned_load_is_counted_and_reported_when_it_has_ended() -> None:
         with consumer(sink, source, alone=False) as user:
             (rank,) = user.ranks
             stuck = StuckCarrier(user.racks[0].carrier)
-            rank._loading.known.carriers = [stuck]
+            user.known().carriers = [stuck]
             producer.fill(PROMPT)
             producer.open(PROMPT)
             request = user.start(producer.ticket(PROMPT), PROMPT)
             assert stuck.asked.wait(PATIENCE_SECONDS)
             user.cancel(request)
-            until = time.monotonic() + PATIENCE_SECONDS
-            while rank.stats().abandoned_now == 0:
-                assert time.monotonic() < until
-                time.sleep(0.01)
-            time.sleep(0.2)
-            assert user.pending(request)  # its blocks are still the carrier's
+            wait_until(lambda: rank.stats().abandoned_now)
+            require_for(0.2, lambda: user.pending(request))  # its blocks are still the carrier's
             assert (rank.stats().abandoned_now, rank.stats().running) == (1, 1)
             assert rank.stats().loads_failed == {}
             stuck.released.set()

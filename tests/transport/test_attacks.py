@@ -46,6 +46,7 @@ from kvferry.wire.keys import Key, runtime_directory
 from kvferry.wire.messages import VERSION, Look
 from kvferry.wire.sockets import Sockets
 from p2p_peers import Producer, Prompt, Spec, consumer, producer
+from waiting import wait_until
 
 SECRET = "a secret for these tests"
 NOBODY = 65534
@@ -481,9 +482,7 @@ def test_strangers_of_many_addresses_do_not_have_peers_evicted() -> None:
             source = (f"127.0.1.{number + 1}", 0)
             stack.enter_context(socket.create_connection(("127.0.0.1", port), 10, source))
         peers += [stack.enter_context(socket.create_connection(("127.0.0.1", port)))]
-        until = soon(20)
-        while server.counters["connections"] < limits.max_pending and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_until(lambda: server.counters["connections"] >= limits.max_pending)
         client.connect(endpoint, soon(20))
         peers[0].settimeout(20)
         while peers[0].recv(4096):  # the oldest makes room, whoever that is

@@ -23,6 +23,7 @@ from kvferry.transport.null import Faults
 from kvferry.transport.tcp_client import TcpEndpoint
 from kvferry.wire.messages import VERSION, Refused, Sum, Summed, Text
 from p2p_peers import LOOPBACK, Consumer, Producer, Prompt, Spec, consumer, producer
+from waiting import wait_until
 
 PROMPT = Prompt(1, 200)
 SOURCE = Spec("p", "tp=2,block=16", carrier="null")
@@ -58,9 +59,7 @@ def test_a_bit_that_flips_fails_the_load(copy: int | None) -> None:
             assert "arrived differently" in loaded.error
             assert (stats.loads_done, stats.bytes) == (0, 0)
             assert stats.loads_failed == {"ChecksumError": 1}
-            until = time.monotonic() + 20
-            while source.open_holds() and time.monotonic() < until:
-                time.sleep(0.01)
+            wait_until(lambda: not source.open_holds())
             words = [closed.outcomes for one in source.closed() for closed in one]
             assert words == [{"failed": 1}, {"failed": 1}]
 

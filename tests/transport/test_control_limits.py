@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from kvferry.p2p.door import Door
 from kvferry.wire.messages import VERSION, decode_reply
 from kvferry.wire.sockets import Sockets
 from p2p_peers import LOOPBACK, PATIENCE_SECONDS, Child, Prompt, Spec, producer
+from waiting import wait_until
 
 SECRET = "0123456789abcdef0123456789abcdef"
 MIB = 1 << 20
@@ -102,13 +103,6 @@ def plain(value: Any) -> Any:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(value))
 
 
-def until(done: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not done():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("filling", [[], [70_000]], ids=["no blocks", "blocks"])
 def test_offers_that_wait_take_no_more_memory_than_their_frames(filling: list[int]) -> None:
     with producer(Spec("p", secret=SECRET)) as child, peers(*[rank_port(child)] * 2) as (bad, good):
@@ -119,8 +113,9 @@ def test_offers_that_wait_take_no_more_memory_than_their_frames(filling: list[in
         before = child.ask("resident_bytes")
         for number in range(FRAMES):
             bad.send({**offer, "hold_id": f"h{number}"})
-        until(
-            lambda: child.ask("counters")[0].get("messages", 0) >= FRAMES, "offers were not taken"
+        wait_until(
+            lambda: child.ask("counters")[0].get("messages", 0) >= FRAMES,
+            what="offers were not taken",
         )
         assert child.ask("resident_bytes") - before < MOST_GROWTH_BYTES
         child.ask("open", Prompt(1, 50), "good")
@@ -147,7 +142,10 @@ def test_introductions_take_no_more_memory_than_their_frames(where: str, frames:
                     "rank": info,
                 }
             )
-        until(lambda: child.ask("counters")[0].get("messages", 0) >= frames, "they were not taken")
+        wait_until(
+            lambda: child.ask("counters")[0].get("messages", 0) >= frames,
+            what="they were not taken",
+        )
         assert child.ask("resident_bytes") - before < MOST_GROWTH_BYTES
 
 
@@ -159,7 +157,10 @@ def test_welcomes_that_nobody_reads_are_in_memory_once() -> None:
         before = child.ask("resident_bytes")
         for _ in range(200):
             bad.send({"type": "hello", "version": VERSION, "engine": engine})
-        until(lambda: child.ask("counters")[-1].get("messages", 0) >= 200, "hellos were not taken")
+        wait_until(
+            lambda: child.ask("counters")[-1].get("messages", 0) >= 200,
+            what="hellos were not taken",
+        )
         assert child.ask("resident_bytes") - before < MOST_GROWTH_BYTES
 
 
@@ -197,10 +198,13 @@ def test_hellos_that_would_take_seconds_are_refused_before() -> None:
         for number, shape in enumerate(SLOW):
             slow = engine | {"engine_id": f"slow{number}", "shape": engine["shape"] | shape}
             bad.send({"type": "hello", "version": VERSION, "engine": slow})
-        until(lambda: made.counters["messages"] > 0, "no hello was taken")
+        wait_until(lambda: made.counters["messages"] > 0, what="no hello was taken")
         hello = {"type": "hello", "version": VERSION, "engine": engine}
         assert type(good.ask(hello, ANSWER_SECONDS)).__name__ == "Welcome"
-        until(lambda: bad.drain() or bad.replies.total() == len(SLOW), "the others are not judged")
+        wait_until(
+            lambda: bad.drain() or bad.replies.total() == len(SLOW),
+            what="the others are not judged",
+        )
 
 
 def test_one_that_describes_itself_anew_all_the_time_holds_up_nobody() -> None:
@@ -211,7 +215,7 @@ def test_one_that_describes_itself_anew_all_the_time_holds_up_nobody() -> None:
             bad.send({"type": "hello", "version": VERSION, "engine": other})
         hello = {"type": "hello", "version": VERSION, "engine": engine}
         assert type(good.ask(hello, ANSWER_SECONDS)).__name__ == "Welcome"
-        until(lambda: bad.drain() or bad.replies["busy"] > 0, "it was never told to wait")
+        wait_until(lambda: bad.drain() or bad.replies["busy"] > 0, what="it was never told to wait")
 
 
 @pytest.mark.parametrize("chars", [4000, MIB - 20_000])
@@ -224,7 +228,7 @@ def test_refused_engines_do_not_fill_the_log(chars: int, caplog: pytest.LogCaptu
                 other = engine | {"engine_id": f"e{number}", "meaning": {"weights": "x" * chars}}
                 bad.send({"type": "hello", "version": VERSION, "engine": other})
                 bad.drain()
-            until(lambda: made.counters["messages"] >= count, "hellos were not taken")
+            wait_until(lambda: made.counters["messages"] >= count, what="hellos were not taken")
         assert sum(len(record.getMessage()) for record in caplog.records) < 100_000
 
 

@@ -6,7 +6,6 @@ All peers share this process: a test sees what the consumer knows.
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +14,8 @@ import pytest
 
 from kvferry.p2p.incarnations import child
 from kvferry.p2p.load import Load
-from p2p_peers import PATIENCE_SECONDS, Consumer, Producer, Prompt, Spec, hold, side_by_side
+from p2p_peers import Consumer, Producer, Prompt, Spec, hold, side_by_side
+from waiting import wait_until
 
 P = Spec("p", "tp=2,block=16", carrier="tcp")
 D = Spec("d", "tp=1,block=24", carrier="tcp")
@@ -31,7 +31,7 @@ def require_loaded(d: Consumer, p: Producer, prompt: Prompt) -> None:
 
 def met(d: Consumer) -> dict[Any, Any]:
     """All that is known, with the connections that were made."""
-    known = d.ranks[0]._loading.known._remotes
+    known = d.known().engines
     return {key: one.remote.result() for key, one in known.items()}
 
 
@@ -82,9 +82,6 @@ def test_a_load_without_room_fails_and_tells_its_source(mode: Any) -> None:
         rank.start(Load("no room", ticket, ((),), 0, 10.0))
         ((loaded,),) = d.wait("no room")
         assert not loaded.ok and "too short" in loaded.error
-        until = time.monotonic() + PATIENCE_SECONDS
-        while sum(stats.holds_open for stats in p.stats()):  # its last word is on its way
-            assert time.monotonic() < until
-            time.sleep(0.005)
+        wait_until(lambda: not sum(stats.holds_open for stats in p.stats()))
         assert sum(stats.holds_failed for stats in p.stats()) == len(p.ranks)
         require_loaded(d, p, PROMPTS[1])

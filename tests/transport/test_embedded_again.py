@@ -23,7 +23,6 @@ from test_embedded_troubles import (
     files_of,
     left_behind,
     soon,
-    until,
 )
 
 from kvferry.errors import StoreError
@@ -41,6 +40,8 @@ from kvferry.pool.embedded import EmbeddedStore, default_directory
 from kvferry.pool.embedded_disk import DiskTier
 from kvferry.pool.embedded_room import Room
 from kvferry.pool.store import Outcome, Slices
+from kvferry.transport.base import MemoryRegion
+from waiting import require_for, wait_until
 
 TESTS = str(Path(__file__).parent)
 
@@ -52,7 +53,7 @@ def row_of(one: Small, key: str) -> int:
 def flip(one: Small, key: str) -> None:
     row = row_of(one, key)
     last = int(one.index.offset[row]) + int(one.index.image_bytes[row]) - 1
-    view = one.store._room.arena.view(last, 1)
+    view = one.room.arena.view(last, 1)
     view[0] ^= 1
 
 
@@ -73,14 +74,14 @@ def test_what_is_corrupt_is_removed_when_that_can_be(tmp_path: Path) -> None:
     assert one.store.put_bytes("layout", b"x" * 1000, soon()) is Outcome.DONE
     for key in ("a", "layout"):
         flip(one, key)
-    with stopped.store._room.lock.held(soon()):
+    with stopped.room.lock.held(soon()):
         begun = time.monotonic()
         assert [one.get("a") for _ in range(5)] == [Outcome.CORRUPT] * 5
         assert one.store.get_bytes("layout", soon()) is None
         assert one.store.verify(soon())[:3] == (1, 2, 0)
         assert time.monotonic() - begun < 2
         assert one.store.exists(["a", "layout"], 0.0).all()
-    until(lambda: not one.store.exists(["a", "layout"], 0.0).any())
+    wait_until(lambda: not one.store.exists(["a", "layout"], 0.0).any())
     assert stopped.store.counters()["corrupt"] == 2 and one.get("b") is Outcome.DONE
     assert one.put("a") == [Outcome.DONE] and one.get("a") is Outcome.DONE
     stopped.store.close()
@@ -95,10 +96,10 @@ def test_what_is_owed_is_paid_without_being_asked(
     monkeypatch.setattr(embedded_open, "SETTLE_SECONDS", 0.05)
     one, other = Small(tmp_path), Small(tmp_path)
     one.put(*(f"a{i}" for i in range(7)), size=120_000)
-    held, reap = other.store._room.lock.held(soon()), Room._reap
+    held, reap = other.room.lock.held(soon()), Room._reap
 
     def too_late(self: Room, deadline: float, *, now: bool = False) -> bool:
-        if self is one.store._room and not now:
+        if self is one.room and not now:
             held.__enter__()
         return reap(self, deadline, now=now)
 
@@ -107,8 +108,8 @@ def test_what_is_owed_is_paid_without_being_asked(
         assert set(one.put("b0", "b1", "b2", "b3", size=60_000, seconds=0.1)) == {Outcome.FAILED}
     assert other.count(ix.WRITING) == 3
     held.__exit__(None, None, None)
-    until(lambda: other.count(ix.WRITING) == 0)
-    until(no_threads)
+    wait_until(lambda: other.count(ix.WRITING) == 0)
+    wait_until(no_threads)
     other.store.close()
     one.store.close()
 
@@ -120,7 +121,7 @@ def test_stopped_while_room_is_made_for_a_read(
     with the lock: the read goes on without it, and nothing stays half-way."""
     monkeypatch.setattr(embedded_open, "SETTLE_SECONDS", 0.05)
     one, two, key = demoted(tmp_path)
-    held, write = two.store._room.lock.held(soon()), DiskTier.write
+    held, write = two.room.lock.held(soon()), DiskTier.write
 
     def stopped(self: DiskTier, *args: Any) -> bool:
         held.__enter__()
@@ -133,7 +134,7 @@ def test_stopped_while_room_is_made_for_a_read(
         assert time.monotonic() - begun < 3
     assert one.index.state[row_of(one, key)] == ix.DISK
     held.__exit__(None, None, None)
-    until(lambda: one.count(*ix.OWNED) == 0)
+    wait_until(lambda: one.count(*ix.OWNED) == 0)
     assert {one.get(f"a{i}") for i in range(14)} == {Outcome.DONE}
     assert bytes_on_disk(tmp_path) == one.store.counters()["disk_bytes"]
     two.store.close()
@@ -147,10 +148,10 @@ from pathlib import Path
 from test_embedded_troubles import Small, soon
 one = Small(Path({place!r}), disk=64 << 20)
 one.put("mine")
-with one.store._room.locked(soon()):
+with one.room.locked(soon()):
     child = os.fork()
     if child == 0:  # a data loader's worker, say: it has never heard of the store
-        os.write(1, b"%d " % one.store._room.members.me)
+        os.write(1, b"%d " % one.room.members.me)
         os.close(1); os.close(2)
         time.sleep(30)
         os._exit(0)
@@ -172,7 +173,7 @@ def test_a_forked_child_keeps_nothing_of_its_parents(tmp_path: Path) -> None:
     try:
         os.kill(child, 0)
         assert watcher.put("a", seconds=2.0) == [Outcome.DONE]
-        assert not watcher.store._room.members.alive(member)
+        assert not watcher.room.members.alive(member)
         watcher.store.close()
         other = Small(tmp_path, disk=64 << 20, name="other")  # nobody has the disk any more
         other.store.close()
@@ -198,7 +199,7 @@ def test_a_store_that_was_forked_is_refused(tmp_path: Path) -> None:
     os.waitpid(child, 0)
     assert one.put("b") == [Outcome.DONE] and one.get("a") is Outcome.DONE
     again = Small(tmp_path, disk=64 << 20)
-    assert again.store._room.members.alive(one.store._room.members.me)
+    assert again.room.members.alive(one.room.members.me)
     again.store.close()
     one.store.close()
 
@@ -220,23 +221,23 @@ def test_closed_while_a_walk_hangs(
         return names(self, tell=tell)
 
     watcher = Small(tmp_path, disk=64 << 20)
-    until(lambda: watcher.index.files_by == 0 == watcher.index.files_due)
+    wait_until(lambda: watcher.index.files_by == 0 == watcher.index.files_due)
     monkeypatch.setattr(DiskTier, "names", hang)
     one = Small(tmp_path, disk=64 << 20)  # whoever opens it looks for files of the dead
-    room, me = one.store._room, one.store._room.members.me
+    room, me = one.room, one.room.members.me
     assert inside.wait(5)
     begun = time.monotonic()
     one.store.close()
     assert time.monotonic() - begun < 3
-    assert watcher.store._room.members.alive(me) and room.arena._fd >= 0
+    assert watcher.room.members.alive(me) and room.arena._fd >= 0
     with caplog.at_level(logging.WARNING):
         go_on.set()
-        until(lambda: room.arena._fd < 0)
-    assert not watcher.store._room.members.alive(me)
+        wait_until(lambda: room.arena._fd < 0)
+    assert not watcher.room.members.alive(me)
     assert "failed" not in caplog.text and watcher.index.files_by == 0
     assert watcher.put("a") == [Outcome.DONE]
     watcher.store.close()
-    until(no_threads)
+    wait_until(no_threads)
 
 
 def test_a_walk_goes_on_when_the_lock_is_back(
@@ -256,11 +257,11 @@ def test_a_walk_goes_on_when_the_lock_is_back(
 
     monkeypatch.setattr(DiskTier, "header", slow)
     one, stopped = Small(tmp_path, disk=64 << 20), Small(tmp_path, disk=64 << 20)
-    until(lambda: one.store.stats().objects == 4)
-    with stopped.store._room.lock.held(soon()):
+    wait_until(lambda: one.store.stats().objects == 4)
+    with stopped.room.lock.held(soon()):
         go_on.release(10 * len(keys))
         time.sleep(0.4)
-    until(lambda: one.index.files_due == 0)
+    wait_until(lambda: one.index.files_due == 0)
     assert {stopped.get(key) for key in keys} == {Outcome.DONE}
     stopped.store.close()
     one.store.close()
@@ -279,7 +280,7 @@ def test_no_thread_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             assert one.put(f"a{i}") == [Outcome.DONE]
         assert one.index.files_due != 0
     one.put("b")
-    until(lambda: one.index.files_due == 0)
+    wait_until(lambda: one.index.files_due == 0)
     one.store.close()
 
 
@@ -290,7 +291,7 @@ def test_a_part_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     one = Small(tmp_path)
     one.store.close()
     store = EmbeddedStore(tmp_path / "s", 1 << 20, slots=1 << 10, threads=3)
-    store.register(one.store._registered)
+    store.register([MemoryRegion(one.base, one.memory.nbytes)])
     keys = [f"k{n}" for n in range(6)]
     for number, key in enumerate(keys):
         assert store.put_bytes(key, bytes([number + 1]) * 1000, soon()) is Outcome.DONE
@@ -315,8 +316,7 @@ def test_a_part_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert store.get(keys, slices, soon()) == [Outcome.DONE] * 6
         assert (one.memory[500:6000:1000] == np.arange(1, 7)).all()
         one.memory[:] = 0  # somebody else's now
-        time.sleep(0.5)
-    assert not one.memory.any()
+        require_for(0.5, lambda: not one.memory.any())
     store.close()
 
 
@@ -351,7 +351,7 @@ def test_another_brings_it_up_right_after_me(
     def meanwhile(name: str, by: int = 1) -> None:
         count(name, by)
         if name == "promoted":
-            room = two.store._room
+            room = two.room
             with room.locked(soon()):
                 room.index.leave_memory(np.array([row]), ix.DISK)
                 room.index.generation[row] += np.uint32(1)
@@ -361,9 +361,7 @@ def test_another_brings_it_up_right_after_me(
     with monkeypatch.context() as patch:
         patch.setattr(one.index, "count", meanwhile)
         assert one.store._reader._promote(row, soon())
-    assert (
-        one.index.state[row] == ix.PROMOTING and one.index.owner[row] == two.store._room.members.me
-    )
+    assert one.index.state[row] == ix.PROMOTING and one.index.owner[row] == two.room.members.me
     two.store.close()
     one.store.close()
 
@@ -425,7 +423,7 @@ def test_who_swept_is_gone(tmp_path: Path) -> None:
     next who needs room."""
     one, two, key = demoted(tmp_path)
     two.store.close()
-    until(lambda: one.index.files_by == 0 == one.index.files_due)
+    wait_until(lambda: one.index.files_by == 0 == one.index.files_due)
     one.index.state[row_of(one, key)] = ix.GHOST  # a file without a record
     assert bytes_on_disk(tmp_path) > one.store.counters()["disk_bytes"]
     code = SWEEPING.format(support=str(SUPPORT), tests=TESTS, place=str(tmp_path))
@@ -433,7 +431,7 @@ def test_who_swept_is_gone(tmp_path: Path) -> None:
     assert child.returncode == -signal.SIGKILL
     for i in range(4):
         assert one.put(f"b{i}") == [Outcome.DONE]
-    until(lambda: bytes_on_disk(tmp_path) == one.store.counters()["disk_bytes"])
+    wait_until(lambda: bytes_on_disk(tmp_path) == one.store.counters()["disk_bytes"])
     assert one.index.files_by == 0
     one.store.close()
 
@@ -442,15 +440,15 @@ def test_parts_of_the_dead_whose_objects_were_removed(tmp_path: Path) -> None:
     """No record says that they died at it; the next walk finds what they left, and the living's
     stays."""
     one, two, _ = demoted(tmp_path)
-    until(lambda: one.index.files_by == 0 == one.index.files_due)
+    wait_until(lambda: one.index.files_by == 0 == one.index.files_due)
     theirs = tmp_path / "d" / ".part-999-3"
-    mine = tmp_path / "d" / f".part-{one.store._room.members.me}-999"
+    mine = tmp_path / "d" / f".part-{one.room.members.me}-999"
     for part in (theirs, mine):
         part.write_bytes(b"half")
     two.store.close()
     two = Small(tmp_path, disk=64 << 20)
-    until(lambda: not theirs.exists())
-    until(lambda: one.index.files_by == 0 == one.index.files_due)
+    wait_until(lambda: not theirs.exists())
+    wait_until(lambda: one.index.files_by == 0 == one.index.files_due)
     assert mine.exists()
     two.store.close()
     one.store.close()

@@ -69,8 +69,8 @@ def test_another_user_reads_no_file_of_the_disk_tier(place: Path) -> None:
         return True
 
     image = memoryview(np.full(100_000, 7, dtype=np.uint8))
-    assert peer.store._room.disk is not None
-    assert peer.store._room.disk.write("ab" * 16, image, attack)
+    assert peer.room.disk is not None
+    assert peer.room.disk.write("ab" * 16, image, attack)
     (place / "disk" / "ab").chmod(0o755)
     attack()
     assert read == ["", ""]
@@ -133,7 +133,7 @@ from kvferry.pool import embedded_index as ix
 from kvferry.pool.store import Outcome
 soon = lambda: time.monotonic() + 30
 peer = Peer(Path(sys.argv[1]))
-room, index = peer.store._room, peer.store._room.index
+room, index = peer.room, peer.room.index
 def row(key): return int(index.find(*ix.hash_keys([key]))[0])
 """
 

@@ -18,6 +18,7 @@ from kvferry.pool import embedded_index as ix
 from kvferry.pool.embedded import EmbeddedStore
 from kvferry.pool.embedded_read import Reader
 from kvferry.pool.store import Outcome
+from kvferry.transport.base import MemoryRegion
 from pool_peers import DISK, MEMORY, ROOM, Peer, content
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -101,7 +102,7 @@ def test_an_engine_with_another_disk_configuration(tmp_path: Path, other: str) -
     )
     peer = Peer.__new__(Peer)
     peer.memory, peer.store, peer.base = first.memory, second, first.base
-    second.register(first.store._registered)
+    second.register([MemoryRegion(first.base, first.memory.nbytes)])
     assert {peer.get(n) for n in numbers} == {Outcome.DONE}
     for number in range(100, 130):  # evictions go down to the same disk
         peer.put(number)
@@ -171,7 +172,7 @@ peer.store.put(["a/%d" % i for i in range(5)], [in_pieces(peer.base, 280_000, 2)
     watcher = Peer(tmp_path, disk=False)
     child = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
     assert child.returncode == -signal.SIGKILL
-    index = watcher.store._room.index
+    index = watcher.room.index
     assert len(index.in_state(ix.WRITING)) == 5
     room = index.geometry.memory_bytes
     data = content(7)
@@ -185,14 +186,14 @@ peer.store.put(["a/%d" % i for i in range(5)], [in_pieces(peer.base, 280_000, 2)
 def test_one_object_larger_than_what_the_living_hold(tmp_path: Path) -> None:
     """Also where nothing can be evicted, because the dead hold all of it."""
     watcher = Peer(tmp_path, disk=False, memory=2 << 20)
-    index = watcher.store._room.index
+    index = watcher.room.index
     assert watcher.put(3) is Outcome.DONE
     row = index.in_state(ix.MEMORY)
-    with watcher.store._room.locked(soon()):
-        index.extent[row], index.offset[row] = watcher.store._room.arena.capacity, 0
+    with watcher.room.locked(soon()):
+        index.extent[row], index.offset[row] = watcher.room.arena.capacity, 0
         index.owner[row] = 999  # a number that nobody has
         index.state[row] = ix.WRITING
-        watcher.store._room.arena.find_gaps()
+        watcher.room.arena.find_gaps()
     assert watcher.put(9) is Outcome.DONE
     watcher.close()
 
@@ -201,7 +202,7 @@ def test_a_slot_that_went_to_another_key(tmp_path: Path) -> None:
     """A writer that was not served is not told that its key exists, when the slot is another's."""
     peer = Peer(tmp_path, disk=False)
     assert peer.put(3) is Outcome.DONE
-    row = int(peer.store._room.index.in_state(ix.MEMORY)[0])
+    row = int(peer.room.index.in_state(ix.MEMORY)[0])
     assert peer.store._writer._lost_race("object/3", row) is Outcome.EXISTS
     assert peer.store._writer._lost_race("object/4", row) is None
     peer.close()
@@ -211,7 +212,7 @@ def test_a_file_that_goes_while_its_object_comes_to_memory(tmp_path: Path) -> No
     """BOTH becomes MEMORY and the file goes, between a reader's look and its read."""
     peer = filled(tmp_path)
     number = on_disk(peer)[0]
-    index = peer.store._room.index
+    index = peer.room.index
     serve_file = Reader._serve_file
 
     def late(self: Reader, key: str | None, row: int, need: object) -> Outcome:
@@ -220,8 +221,8 @@ def test_a_file_that_goes_while_its_object_comes_to_memory(tmp_path: Path) -> No
             assert self._promote(row, soon())  # another thread brings it up
         index.state[row] = ix.MEMORY  # and the disk needed room
         name = ix.key_name(int(index.low[row]), int(index.high[row]))
-        assert peer.store._room.disk is not None
-        peer.store._room.disk.remove(name)
+        assert peer.room.disk is not None
+        peer.room.disk.remove(name)
         return serve_file(self, key, row, need)  # type: ignore[arg-type]
 
     promote = Reader._promote

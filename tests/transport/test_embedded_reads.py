@@ -19,6 +19,7 @@ from kvferry.pool import embedded_index as ix
 from kvferry.pool import embedded_read, embedded_serve
 from kvferry.pool.store import Outcome, Ranges, Slices
 from pool_peers import ROOM, Peer
+from waiting import wait_until
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
 PART, PARTS = 100_000, 5  # so that chunks of 256 KiB end inside parts
@@ -55,12 +56,12 @@ def landed(peer: Peer) -> bool:
 
 
 def row_of(peer: Peer, key: str = "a") -> int:
-    return int(peer.store._room.index.find(*ix.hash_keys([key]))[0])
+    return int(peer.room.index.find(*ix.hash_keys([key]))[0])
 
 
 def on_both_tiers(peer: Peer) -> int:
     """The object's row, with a file as if it had been promoted."""
-    room, row = peer.store._room, row_of(peer)
+    room, row = peer.room, row_of(peer)
     image = room.arena.view(int(room.index.offset[row]), int(room.index.image_bytes[row]))
     name = ix.key_name(int(room.index.low[row]), int(room.index.high[row]))
     assert room.disk is not None and room.disk.write(name, image)
@@ -90,7 +91,7 @@ def interrupted(
 
 
 def scribble(peer: Peer, begin: int, end: int) -> None:
-    room, row = peer.store._room, row_of(peer)
+    room, row = peer.room, row_of(peer)
     head = int(room.index.image_bytes[row]) - WHOLE
     at = int(room.index.offset[row]) + head
     room.arena.view(at + begin, end - begin)[:] = bytes(end - begin)
@@ -132,7 +133,7 @@ def test_who_evicted_it_died_before_the_generation(
 ) -> None:
     """Its extent is somebody else's, and nothing of the record changed but its state: the reader
     takes the file, and does not throw out what is there."""
-    row, room = on_both_tiers(peer), peer.store._room
+    row, room = on_both_tiers(peer), peer.room
 
     def evicted() -> None:
         with room.locked(soon()):
@@ -149,7 +150,7 @@ def test_who_evicted_it_died_before_the_generation(
 def test_it_came_back_to_where_it_was(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, and another reader has brought it to memory again, to the same place: at the end
     all is as it was, but what was copied in between is not the object."""
-    row, room = on_both_tiers(peer), peer.store._room
+    row, room = on_both_tiers(peer), peer.room
     offset = int(room.index.offset[row])
 
     def evicted() -> None:
@@ -184,13 +185,13 @@ def test_a_promotion_ends_while_gaps_are_looked_for(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Owners change states without the lock; their extents are taken before and after."""
-    index, row = peer.store._room.index, row_of(peer)
+    index, row = peer.room.index, row_of(peer)
     index.state[row] = ix.PROMOTING
     monkeypatch.setattr(Flips, "live", index.state)
     monkeypatch.setattr(Flips, "row", row)
     monkeypatch.setattr(index, "state", index.state.view(Flips))
-    with peer.store._room.locked(soon()):
-        peer.store._room.arena.find_gaps()
+    with peer.room.locked(soon()):
+        peer.room.arena.find_gaps()
     assert index.state[row] == ix.BOTH, "it did not change meanwhile"
     gaps = slice(0, index.gaps)
     begin, end = index.gap_offset[gaps], index.gap_offset[gaps] + index.gap_bytes[gaps]
@@ -199,7 +200,7 @@ def test_a_promotion_ends_while_gaps_are_looked_for(
 
 def test_another_keys_bytes(peer: Peer) -> None:
     """A record that names this key over an image of another is damage, and not a miss for ever."""
-    index, row = peer.store._room.index, row_of(peer)
+    index, row = peer.room.index, row_of(peer)
     assert peer.store.put_bytes("b", b"b" * 1000, soon()) is Outcome.DONE
     other = row_of(peer, "b")
     for field in (index.offset, index.extent, index.length, index.image_bytes):
@@ -249,12 +250,12 @@ def test_one_object_fails_among_others(
 
 def test_the_lock_is_not_waited_for(peer: Peer, tmp_path: Path) -> None:
     """Somebody is stopped with it: what lies on disk is read from there, many of them, at once."""
-    room, row = peer.store._room, on_both_tiers(peer)
+    room, row = peer.room, on_both_tiers(peer)
     stopped = Peer(tmp_path)
     with room.locked(soon()):
         room.index.leave_memory(np.array([row]), ix.DISK)
         room.index.gaps_stale = True
-    with stopped.store._room.lock.held(soon()):
+    with stopped.room.lock.held(soon()):
         begun = time.monotonic()
         for _ in range(20):
             peer.memory[ROOM:] = 0
@@ -272,7 +273,7 @@ def test_the_lock_is_not_waited_for(peer: Peer, tmp_path: Path) -> None:
 def test_no_place_in_memory_is_no_failure(
     peer: Peer, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    room, row = peer.store._room, on_both_tiers(peer)
+    room, row = peer.room, on_both_tiers(peer)
 
     def reserve(*_: Any) -> Any:
         raise error
@@ -316,18 +317,18 @@ def get():
 threads = [threading.Thread(target=f) for f in (put, get)]
 for t in threads: t.start()
 begun.wait(10)
-me, room = peer.store._room.members.me, peer.store._room
+me, room = peer.room.members.me, peer.room
 if {late}:
     peer.store.close()
-    assert other.store._room.members.alive(me), "what it writes would be a dead process's"
+    assert other.room.members.alive(me), "what it writes would be a dead process's"
     go_on.set()
 else:
     threading.Timer(0.3, go_on.set).start()
     peer.store.close()
-    assert not other.store._room.members.alive(me)
+    assert not other.room.members.alive(me)
 for t in threads: t.join()
 assert [o.value for o in told] == ["done", "done"], told
-assert not other.store._room.members.alive(me), "nobody has closed it"
+assert not other.room.members.alive(me), "nobody has closed it"
 assert room.arena._fd == -1
 try:
     peer.store.exists(["old"], 0.0)
@@ -361,9 +362,7 @@ def test_what_is_not_begun_when_it_is_closed(peer: Peer, monkeypatch: pytest.Mon
     def close() -> None:
         closing.append(threading.Thread(target=peer.close))
         closing[0].start()
-        deadline = soon(5)
-        while not peer.store._reader.closing and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: peer.store._reader.closing)
 
     interrupted(monkeypatch, 1, close)
     got = peer.store.get(["a"] * 3, [wanted(peer)] * 3, soon())

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,8 @@ from kvferry.pool.embedded_disk import DiskTier
 from kvferry.pool.embedded_room import Room
 from kvferry.pool.store import Outcome, Ranges, Slices
 from kvferry.transport.base import MemoryRegion
-from pool_peers import Peer, in_pieces
+from pool_peers import Peer, in_pieces, room_of
+from waiting import wait_until
 
 SUPPORT = Path(__file__).parents[1] / "support"
 OBJECT = 100_000
@@ -34,13 +34,6 @@ OBJECT = 100_000
 
 def soon(seconds: float = 20.0) -> float:
     return time.monotonic() + seconds
-
-
-def until(done: Callable[[], bool]) -> None:
-    deadline = soon()
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def content(key: str, size: int) -> np.ndarray:
@@ -58,7 +51,8 @@ class Small:
         self.memory = np.zeros(1 << 20, dtype=np.uint8)
         self.base = int(self.memory.ctypes.data)
         self.store.register([MemoryRegion(self.base, self.memory.nbytes)])
-        self.index = self.store._room.index
+        self.room = room_of(self.store)
+        self.index = self.room.index
 
     def put(self, *keys: str, size: int = OBJECT, seconds: float = 20.0) -> list[Outcome]:
         ranges: list[Ranges] = []
@@ -140,11 +134,11 @@ def test_extents_granted_before_a_failure(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(embedded_open, "SETTLE_SECONDS", 0.1)
     one, other = Small(tmp_path), Small(tmp_path)
     one.put(*(f"a{i}" for i in range(7)), size=120_000)
-    held = other.store._room.lock.held(soon())
+    held = other.room.lock.held(soon())
     reap = Room._reap
 
     def too_late(self: Room, deadline: float, *, now: bool = False) -> bool:
-        if self is one.store._room and not now:
+        if self is one.room and not now:
             held.__enter__()
         return reap(self, deadline, now=now)
 
@@ -216,7 +210,7 @@ def test_files_on_their_way_are_counted(tmp_path: Path, monkeypatch: pytest.Monk
     write, go_on, waiting = DiskTier.write, threading.Event(), threading.Event()
 
     def slow(self: DiskTier, *args: Any) -> bool:
-        if self is one.store._room.disk:
+        if self is one.room.disk:
             waiting.set()
             assert go_on.wait(20)
         return write(self, *args)
@@ -274,7 +268,7 @@ def test_files_of_the_dead(tmp_path: Path, method: str, after: bool, puts: int) 
     def right() -> bool:
         return bytes_on_disk(tmp_path) == watcher.store.counters()["disk_bytes"] <= disk
 
-    until(right)
+    wait_until(right)
     assert watcher.store.verify(soon())[1:3] == (0, 0)
     watcher.store.clear(soon())
     assert files_of(tmp_path) == []
@@ -388,13 +382,13 @@ def test_taking_in_files_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.Mon
     first = Small(tmp_path, disk=64 << 20)
     second = Small(tmp_path, disk=64 << 20)
     assert reading.is_set() and time.monotonic() - begun < 5
-    until(lambda: second.store.stats().objects == 4)  # one batch of four, and half of the next
+    wait_until(lambda: second.store.stats().objects == 4)  # one batch of four, and half of the next
     assert second.put(keys[-1], "new") == [Outcome.DONE] * 2  # a file that is not taken in yet
     assert second.get("new") is Outcome.DONE and first.get(keys[0]) is Outcome.DONE
     assert second.store.put_bytes("layout", b"x", soon()) is Outcome.DONE
     for _ in range(2 * len(keys)):
         go_on.release()
-    until(lambda: first.index.files_due == 0)
+    wait_until(lambda: first.index.files_due == 0)
     assert {second.get(key) for key in [*keys, "new"]} == {Outcome.DONE}
     assert bytes_on_disk(tmp_path) == first.store.counters()["disk_bytes"]
     second.store.close()
@@ -433,13 +427,13 @@ Small(Path({str(tmp_path)!r}), disk={64 << 20})
                 DiskTier, "header", lambda self, n: go_on.acquire(timeout=20) and header(self, n)
             )
             first = Small(tmp_path, disk=64 << 20)
-            until(lambda: first.store.stats().objects == 8)
+            wait_until(lambda: first.store.stats().objects == 8)
             if how == "cleared":
                 assert first.store.clear(soon()) == 8
             threading.Timer(0.2, go_on.release, [1000]).start()
             first.store.close()
     one = Small(tmp_path, disk=64 << 20)
-    until(lambda: one.index.files_due == 0)
+    wait_until(lambda: one.index.files_due == 0)
     found = {one.get(key) for key in keys}
     assert found == {Outcome.MISSING if how == "cleared" else Outcome.DONE}
     assert (files_of(tmp_path) == []) == (how == "cleared")

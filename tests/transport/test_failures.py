@@ -47,6 +47,7 @@ from p2p_peers import (
     make_ticket,
     producer,
 )
+from waiting import wait_until
 
 SHORT_SECONDS = 1.5  # a load's deadline, where it is to run out
 SLACK_SECONDS = 15.0  # the machine may be busy; without it, all ends within milliseconds
@@ -79,13 +80,6 @@ def way(request: pytest.FixtureRequest) -> Way:
         Spec("p", "tp=2,block=16", carrier=carrier),
         Spec("d", "tp=1,block=24", carrier=carrier, mode=mode),
     )
-
-
-def until(true: Callable[[], object], what: str = "") -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def error_of(loaded: list[Loaded]) -> str:
@@ -121,10 +115,7 @@ def require_no_more(peer: Any, before: dict[str, int]) -> None:
             found["memory"] -= MOST_GROWTH_BYTES
         return all(found[what] <= count for what, count in before.items())
 
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not settled():
-        assert time.monotonic() < deadline, f"{before} grew to {found}"
-        time.sleep(0.05)
+    wait_until(settled, what=lambda: f"{before} grew to {found}, and did not shrink")
 
 
 def warm_up(p: Child, d: Consumer) -> None:
@@ -243,7 +234,7 @@ def test_a_late_write_does_not_land_in_reused_blocks(revoked: bool) -> None:
         assert d.wrong_bytes(fresh) == 0
         p.signal(signal.SIGCONT)
         p.open_gate()
-        until(lambda: all(one.pushes_failed + one.pushes_done for one in p.ask("stats")))
+        wait_until(lambda: all(one.pushes_failed + one.pushes_done for one in p.ask("stats")))
         stats = p.ask("stats")
         if revoked:
             assert [one.pushes_failed for one in stats] == [1, 1]
@@ -456,9 +447,9 @@ def test_a_damaged_payload_is_noticed_with_checksums(way: Way, checksums: bool) 
         warm_up(p, d)
         before = census(d)
         carrier = d.racks[0].carrier
-        d.ranks[0]._loading.known.carriers = [Damaging(carrier)]
-        for known in list(d.ranks[0]._loading.known._remotes.values()):
-            d.ranks[0]._loading.known.forget(known.remote.result())
+        d.known().carriers = [Damaging(carrier)]
+        for known in list(d.known().engines.values()):
+            d.known().forget(known.remote.result())
         loaded = d.load(p.hold(prompt), prompt)
         if checksums:
             assert "ChecksumError" in error_of(loaded)
@@ -467,9 +458,9 @@ def test_a_damaged_payload_is_noticed_with_checksums(way: Way, checksums: bool) 
         else:
             require_ok(loaded)
         assert d.wrong_bytes(prompt, WARM) > 0
-        d.ranks[0]._loading.known.carriers = [carrier]
-        for known in list(d.ranks[0]._loading.known._remotes.values()):
-            d.ranks[0]._loading.known.forget(known.remote.result())
+        d.known().carriers = [carrier]
+        for known in list(d.known().engines.values()):
+            d.known().forget(known.remote.result())
         again = replace(prompt, number=2)
         require_ok(d.load(p.hold(again), again))
         assert d.wrong_bytes(again, WARM) == 0

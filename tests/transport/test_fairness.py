@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,8 @@ import pytest
 from kvferry.p2p import consumer as consumer_module
 from kvferry.p2p import meetings as meetings_module
 from kvferry.p2p.ticket import Ticket
-from p2p_peers import LOOPBACK, PATIENCE_SECONDS, Consumer, Prompt, Spec, hold, side_by_side
+from p2p_peers import LOOPBACK, Consumer, Prompt, Spec, hold, side_by_side
+from waiting import wait_until
 
 P = Spec("p", "tp=1,block=16", carrier="tcp")
 OTHER = replace(P, engine_id="other")
@@ -72,10 +72,8 @@ def test_silent_directories_hold_up_no_load(ports: int) -> None:
         names = [thread.name for thread in threading.enumerate()]
         assert sum("kvferry-load" in name for name in names) < 10
         assert sum("kvferry-" in name for name in names) < 100
-        until = time.monotonic() + PATIENCE_SECONDS
-        while d.ranks[0].busy:  # all of it ends long before the loads' own deadline
-            assert time.monotonic() < until, "the attack goes on"
-            time.sleep(0.01)
+        # all of it ends long before the loads' own deadline
+        wait_until(lambda: not d.ranks[0].busy, what="the attack did not end")
 
 
 def test_a_directory_that_was_silent_is_not_asked_again_for_a_while(
@@ -90,10 +88,8 @@ def test_a_directory_that_was_silent_is_not_asked_again_for_a_while(
             ticket = Ticket(f"e{number}", "i", "h", "d", 60, LOOPBACK, ports[0], "r")
             (again,) = d.load(ticket, NEVER, request_id=f"again-{number}")
             assert "did not answer" in again.error and "meet" not in again.seconds
-        until = time.monotonic() + PATIENCE_SECONDS
-        while "is not asked" in d.load(ticket, NEVER)[0].error:  # it is asked again, in the end
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        # it is asked again, in the end
+        wait_until(lambda: "is not asked" not in d.load(ticket, NEVER)[0].error)
         require_not_held_up(d, hold(p, GOOD), GOOD)
 
 
@@ -119,10 +115,7 @@ def test_prefills_that_are_never_done_leave_threads_to_others(
             d.start(p.ticket(NEVER, f"never-{i}"), NEVER, seconds=SECONDS, request_id=f"n{i}")
             for i in range(40)
         ]
-        until = time.monotonic() + PATIENCE_SECONDS
-        while p.parked() < 8:
-            assert time.monotonic() < until
-            time.sleep(0.005)
+        wait_until(lambda: p.parked() >= 8)
         for number in (3, 4, 5):
             prompt = replace(MORE, number=number)
             require_not_held_up(d, hold(other, prompt), prompt)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 
 from kvferry.p2p import acquaintances, push
 from p2p_peers import PATIENCE_SECONDS, Consumer, Producer, Prompt, Spec, hold, side_by_side
+from waiting import wait_until
 
 P = Spec("p", "tp=2,block=16", carrier="tcp")
 D = Spec("d", "tp=1,block=24", carrier="tcp")
@@ -23,13 +23,6 @@ WRITTEN = replace(D, mode="push")
 IDLE_SECONDS = 0.1
 peers = partial(side_by_side, target=D)
 PROMPTS = [Prompt(1, 100, 1, 1), Prompt(2, 100, 20, 20), Prompt(3, 100, 40, 40)]
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def require_loaded(d: Consumer, p: Producer, prompt: Prompt) -> None:
@@ -45,7 +38,7 @@ def served(peer: Producer | Consumer) -> int:
 
 
 def known_to(d: Consumer) -> set[str]:
-    return {key.engine_id for rank in d.ranks for key in rank._loading.known._remotes}
+    return {key.engine_id for n in range(len(d.ranks)) for key in d.known(n).engines}
 
 
 # --- a consumer's acquaintances ------------------------------------------------------------------
@@ -62,7 +55,7 @@ def test_an_engine_that_nothing_is_loaded_from_is_forgotten(
         time.sleep(IDLE_SECONDS)
         require_loaded(d, q, PROMPTS[2])
         assert known_to(d) == {"q"}
-        until(lambda: not served(p))  # their connections are given back
+        wait_until(lambda: not served(p))  # their connections are given back
         assert served(q)
         again = replace(PROMPTS[0], number=4)
         require_loaded(d, p, again)  # met again
@@ -75,8 +68,8 @@ def test_an_engine_that_is_being_loaded_from_is_kept(monkeypatch: pytest.MonkeyP
         slow = d.start(hold(p, PROMPTS[0]), PROMPTS[0])
         d.wait_at_gate()
         d.release(hold(q, PROMPTS[1]))  # meets it, and leaves: whoever is idle is forgotten then
-        until(lambda: all(server.counters["last words: not needed"] for server in q.ranks))
-        until(lambda: known_to(d) == {"p"})
+        wait_until(lambda: all(server.counters["last words: not needed"] for server in q.ranks))
+        wait_until(lambda: known_to(d) == {"p"})
         d.open_gate()
         assert d.wait(slow)[0][0].error == "" and d.wrong_bytes_of(PROMPTS[0]) == 0
 
@@ -102,12 +95,7 @@ class Leaving:
 
 
 def leaving(p: Producer) -> list[Leaving]:
-    made = []
-    for server in p.ranks:
-        pusher: Any = server._deliveries.pusher
-        pusher._carriers = {name: Leaving(c) for name, c in pusher._carriers.items()}
-        made += pusher._carriers.values()
-    return made
+    return p.wrap_carriers(Leaving)
 
 
 def test_connections_to_an_idle_consumer_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,13 +105,13 @@ def test_connections_to_an_idle_consumer_are_given_back(monkeypatch: pytest.Monk
         carriers = leaving(p)
         require_loaded(d, p, PROMPTS[0])
         assert served(d) == len(p.ranks)
-        until(lambda: all(carrier.threads for carrier in carriers))
+        wait_until(lambda: all(carrier.threads for carrier in carriers))
         p.flush()  # servers answer though no connection has ended yet
         require_loaded(d, p, PROMPTS[1])  # over a new one
         for carrier in carriers:
             carrier.may_leave.set()
             assert all(name.startswith("kvferry-push") for name in carrier.threads)
-        until(lambda: not served(d))  # the new ones too, after a while
+        wait_until(lambda: not served(d))  # the new ones too, after a while
         require_loaded(d, p, PROMPTS[2])
         assert [server.counters["refused unmet"] for server in p.ranks] == [0, 0]
 
@@ -135,13 +123,13 @@ def test_connections_to_a_former_life_are_given_back() -> None:
         again = Consumer(replace(WRITTEN, incarnation="second"), P)
         try:
             require_loaded(again, p, PROMPTS[1])
-            until(lambda: all(carrier.threads for carrier in carriers))
+            wait_until(lambda: all(carrier.threads for carrier in carriers))
             p.flush()
             assert served(d) == len(p.ranks)
             for carrier in carriers:
                 carrier.may_leave.set()
                 assert [name.startswith("kvferry-push") for name in carrier.threads] == [True]
-            until(lambda: not served(d))
+            wait_until(lambda: not served(d))
             assert served(again) == len(p.ranks)
         finally:
             for carrier in carriers:
@@ -175,10 +163,10 @@ def test_errors_that_nobody_waits_for_are_logged(
             carrier.may_leave = nothing = threading.Event()
             nothing.wait = lambda _: False  # type: ignore[method-assign, assignment]
         require_loaded(d, p, PROMPTS[0])
-        until(lambda: "connections to d were not given back" in caplog.text)
+        wait_until(lambda: "connections to d were not given back" in caplog.text)
         not_a_ticket: Any = None
         d.release(not_a_ticket)
-        until(lambda: "the hold of a ticket was not released" in caplog.text)
+        wait_until(lambda: "the hold of a ticket was not released" in caplog.text)
         require_loaded(d, p, PROMPTS[1])
         for carrier in carriers:
             carrier.may_leave = threading.Event()

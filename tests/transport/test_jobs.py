@@ -27,6 +27,7 @@ from kvferry.transport.nixl import NixlCarrier
 from kvferry.transport.regions import Arrays
 from kvferry.transport.tcp import TcpCarrier
 from no_threads import no_threads
+from waiting import wait_until
 
 MIB = 1 << 20
 
@@ -249,10 +250,7 @@ def test_a_peer_that_is_met_at_the_last_moment_is_let_go(monkeypatch: pytest.Mon
             user.connect(owner.endpoint(), soon(0.3))
         assert lock.at_its_end.is_set() and len(user._peers) == 1
         lock.may.set()
-        until = soon(5)
-        while user._peers and time.monotonic() < until:
-            time.sleep(0.01)
-        assert user._peers == []
+        wait_until(lambda: user._peers == [])
     finally:
         lock.may.set()
         user.close()
@@ -340,10 +338,8 @@ def test_what_is_given_up_goes_on() -> None:
             job.cancel(seconds=0.01)
     finally:
         go_on.set()
-    until = time.monotonic() + 5
-    while not job.settled() and time.monotonic() < until:
-        time.sleep(0.001)
-    assert job.settled() and not workers.busy
+    wait_until(job.settled)
+    assert not workers.busy
     job.cancel()
     with pytest.raises(PeerLost, match="gone"):
         job.wait(time.monotonic())

@@ -14,12 +14,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_push import D, P, error_of, hold, peers, until
+from test_push import D, P, error_of, hold, peers
 
 from kvferry.p2p import push, targets
 from kvferry.transport.tcp_client import TcpEndpoint
 from no_threads import no_threads
 from p2p_peers import Producer, Prompt
+from waiting import require_for, wait_until
 
 PULL = replace(D, mode="pull")
 PROMPTS = [Prompt(1, 100, 1, 1), Prompt(2, 100, 20, 20)]
@@ -33,8 +34,7 @@ def test_a_load_that_was_refused_never_runs(monkeypatch: pytest.MonkeyPatch) -> 
             d.release(ticket)  # nor does this end the engine
         other = hold(p, PROMPTS[1])
         assert error_of(d.load(other, PROMPTS[1])) == ""
-        time.sleep(0.1)
-        assert d.finished() == {}
+        require_for(0.1, lambda: d.finished() == {})
         assert d.wrong_bytes(PROMPTS[1]) == 0  # of the first prompt's blocks, none was touched
 
 
@@ -66,7 +66,7 @@ def test_a_write_is_answered_though_the_next_one_finds_no_thread(
         first = d.start(hold(p, PROMPTS[0]), PROMPTS[0])
         p.wait_at_gate()
         second = d.start(hold(p, PROMPTS[1]), PROMPTS[1])
-        until(lambda: all(one.pushes_now == 2 for one in p.stats()))
+        wait_until(lambda: all(one.pushes_now == 2 for one in p.stats()))
         with no_threads(monkeypatch, "kvferry-push"):
             p.open_gate()
             for (loaded,) in d.wait(first, second):
@@ -80,15 +80,13 @@ def dropped(p: Producer) -> Iterator[list[bytes]]:
     asked: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
         nowhere = TcpEndpoint("tcp", "127.0.0.1", silent.getsockname()[1], bytes(16))
-        for server in p.ranks:
-            pusher: Any = server._deliveries.pusher
-            for carrier in pusher._carriers.values():
+        for rack in p.racks:
 
-                def connect(endpoint: bytes, deadline: float, real: Any = carrier.connect) -> Any:
-                    asked.append(endpoint)
-                    return real(msgspec.msgpack.encode(nowhere), deadline)
+            def connect(endpoint: bytes, deadline: float, real: Any = rack.carrier.connect) -> Any:
+                asked.append(endpoint)
+                return real(msgspec.msgpack.encode(nowhere), deadline)
 
-                carrier.connect = connect
+            rack.carrier.connect = connect
         yield asked
 
 
@@ -107,7 +105,7 @@ def test_a_source_whose_packets_are_dropped_is_read_in_time(
 def test_a_source_that_is_connecting_is_given_up_and_ends_at_once() -> None:
     with peers() as (p, d), dropped(p) as asked:
         load = d.start(hold(p, PROMPTS[0]), PROMPTS[0])
-        until(lambda: len(asked) == len(p.ranks))
+        wait_until(lambda: len(asked) == len(p.ranks))
         begun = time.monotonic()
         for server in p.ranks:
             server.close()
@@ -120,14 +118,14 @@ def test_a_source_that_is_connecting_is_given_up_and_ends_at_once() -> None:
 def test_an_engine_is_known_still_after_a_void_ticket(target: Any) -> None:
     with peers(P, target) as (p, d):
         assert error_of(d.load(hold(p, PROMPTS[0]), PROMPTS[0])) == ""
-        (known,) = d.ranks[0]._loading.known._remotes.values()
+        (known,) = d.known().engines.values()
         void = hold(p, PROMPTS[1])
         p.withdraw(void.hold_id)
         p.flush()
         assert "StaleTicket" in error_of(d.load(void, PROMPTS[1]))
-        assert list(d.ranks[0]._loading.known._remotes.values()) == [known]
+        assert list(d.known().engines.values()) == [known]
         for server in p.ranks:  # another life
             server.reset("another")
         p.flush()
         assert "StaleTicket" in error_of(d.load(void, PROMPTS[1]))
-        assert known not in d.ranks[0]._loading.known._remotes.values()
+        assert known not in d.known().engines.values()

@@ -6,7 +6,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -32,6 +31,7 @@ from p2p_peers import (
     make_ticket,
     producer,
 )
+from waiting import require_for, wait_until
 
 Mode = Literal["pull", "push"]
 SHORT_SECONDS = 1.5  # a load's deadline, where it is to run out
@@ -56,13 +56,6 @@ def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def mover(p: Child, d: Consumer) -> Child | Consumer:
     """Whose carrier moves the bytes: that one has the gate."""
     return p if d.spec.is_written else d
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def require_ok(loaded: list[Loaded]) -> None:
@@ -216,7 +209,7 @@ def test_a_claim_before_the_hold_is_parked_and_then_answered() -> None:
     with producer(P) as p, consumer(D, P) as d:
         p.ask("fill", prompt)
         load = d.start(p.ticket(prompt), prompt)
-        until(lambda: p.ask("parked") == 2)
+        wait_until(lambda: p.ask("parked") == 2)
         assert d.pending(load)
         p.ask("open", prompt)
         require_ok(d.wait(load)[0])
@@ -231,7 +224,7 @@ def test_a_hold_that_never_comes_ends_the_load_by_its_deadline() -> None:
         loaded = d.load(p.ticket(prompt), prompt, seconds=SHORT_SECONDS)
         require_failed(loaded, "StaleTicket", "DeadlineExceeded")
         assert time.monotonic() - begun < SHORT_SECONDS + SLACK_SECONDS
-        until(lambda: p.ask("parked") == 0)
+        wait_until(lambda: p.ask("parked") == 0)
         p.ask("open", prompt)  # it comes after all: nobody wants it any more, and it knows
         require_all_closed(p, 1, "failed", "failed")
 
@@ -240,12 +233,12 @@ def test_a_cancelled_load_ends_at_once_and_its_hold_closes_when_it_comes() -> No
     prompt = Prompt(1, 100)
     with producer(P) as p, consumer(D, P) as d:
         load = d.start(p.ticket(prompt), prompt, seconds=600.0)
-        until(lambda: p.ask("parked") == 2)
+        wait_until(lambda: p.ask("parked") == 2)
         begun = time.monotonic()
         d.cancel(load)
         require_failed(d.wait(load)[0], "Cancelled")
         assert time.monotonic() - begun < SLACK_SECONDS
-        until(lambda: p.ask("counters")[0].get("last words: failed"))
+        wait_until(lambda: p.ask("counters")[0].get("last words: failed"))
         p.ask("open", prompt)
         require_all_closed(p, 1, "failed", "failed")
 
@@ -269,7 +262,7 @@ def test_a_release_before_the_hold_closes_it_when_it_comes() -> None:
     prompt = Prompt(1, 100)
     with producer(P) as p, consumer(D, P) as d:
         d.release(p.ticket(prompt))
-        until(lambda: all(c.get("last words: not needed") for c in p.ask("counters")[:-1]))
+        wait_until(lambda: all(c.get("last words: not needed") for c in p.ask("counters")[:-1]))
         p.ask("open", prompt)
         require_all_closed(p, 1, "delivered", "not needed")
 
@@ -278,7 +271,7 @@ def test_a_hold_withdrawn_before_it_comes_refuses_the_claims_that_wait() -> None
     prompt = Prompt(1, 100)
     with producer(P) as p, consumer(D, P) as d:
         load = d.start(p.ticket(prompt), prompt, seconds=600.0)
-        until(lambda: p.ask("parked") == 2)
+        wait_until(lambda: p.ask("parked") == 2)
         p.ask("withdraw", "hold-1")
         require_failed(d.wait(load)[0], "the hold is closed (withdrawn)")
         p.ask("open", prompt)
@@ -324,7 +317,7 @@ def test_a_load_cancelled_during_the_read_fails_and_tells_the_sources() -> None:
         mover(p, d).wait_at_gate()
         d.cancel(load)
         if d.spec.is_written:  # needs no word from the writer, which stands at its gate
-            until(lambda: not d.pending(load))
+            wait_until(lambda: not d.pending(load))
         mover(p, d).open_gate()
         require_failed(d.wait(load)[0], "Cancelled")
         require_all_closed(p, 1, "failed", "failed")
@@ -351,7 +344,7 @@ def test_a_producer_that_is_killed_while_a_claim_waits() -> None:
     prompt = Prompt(1, 100)
     with producer(P) as p, consumer(D, P) as d:
         load = d.start(p.ticket(prompt), prompt, seconds=600.0)
-        until(lambda: p.ask("parked") == 2)
+        wait_until(lambda: p.ask("parked") == 2)
         begun = time.monotonic()
         p.kill()
         require_failed(d.wait(load)[0], "PeerLost")
@@ -366,7 +359,7 @@ def test_a_producer_that_falls_silent_is_lost_before_the_deadline(
     prompt = Prompt(1, 100)
     with producer(P) as p, consumer(D, P) as d:
         load = d.start(p.ticket(prompt), prompt, seconds=600.0)
-        until(lambda: p.ask("parked") == 2)
+        wait_until(lambda: p.ask("parked") == 2)
         p.signal(signal.SIGSTOP)
         begun = time.monotonic()
         require_failed(d.wait(load)[0], "PeerLost")
@@ -478,7 +471,7 @@ def test_peers_without_the_same_secret_are_refused_at_once(
         assert time.monotonic() - begun < SLACK_SECONDS
         counters = p.ask("counters")
         assert not any(c.get("messages") for c in counters)  # nothing of it came through
-        assert p.ask("open_holds") == 2
+        wait_until(lambda: p.ask("open_holds") == 2)
 
 
 def test_without_a_secret_no_other_host_is_asked() -> None:
@@ -554,9 +547,10 @@ def test_a_ticket_with_a_wrong_address_fails_alone() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             bad = replace(tickets[0], port=silent.getsockname()[1])
             load = d.start(bad, prompts[0], seconds=SHORT_SECONDS)
-            time.sleep(0.1)
-            require_ok(d.load(tickets[1], prompts[1]))
-            require_failed(d.wait(load)[0], "DeadlineExceeded", "PeerLost")
+            silent.settimeout(PATIENCE_SECONDS)
+            with silent.accept()[0]:  # it waits for an answer now
+                require_ok(d.load(tickets[1], prompts[1]))
+                require_failed(d.wait(load)[0], "DeadlineExceeded", "PeerLost")
         assert d.wrong_bytes(prompts[1]) == 0
 
 
@@ -603,8 +597,7 @@ def test_a_directory_that_does_not_know_its_ranks_yet() -> None:
         )
         assert time.monotonic() - begun < 1.0 + SLACK_SECONDS
         load = d.start(ticket, prompt)
-        time.sleep(0.3)
-        assert d.pending(load)
+        require_for(0.3, lambda: d.pending(load))
         p.ask("tell")
         require_ok(d.wait(load)[0])
         assert d.wrong_bytes(prompt) == 0
@@ -616,7 +609,7 @@ def test_closing_ends_all_loads_soon() -> None:
         for number in range(12):
             prompt = Prompt(number, 10)
             d.start(p.ticket(prompt), prompt, seconds=600.0)
-        until(lambda: p.ask("parked") == 24)
+        wait_until(lambda: p.ask("parked") == 24)
         begun = time.monotonic()
         d.close()
         assert time.monotonic() - begun < SLACK_SECONDS

@@ -34,6 +34,7 @@ from kvferry.verify.oracle import Oracle
 from no_threads import no_threads
 from pool_cases import pool_case
 from pool_engine import SmallEngine
+from waiting import wait_until
 
 SEED = 611
 FAST = PoolLimits(lookup_seconds=0.4, load_seconds=0.5, save_seconds=2.0)
@@ -130,7 +131,7 @@ def written(engine: SmallEngine, tokens: list[int], at: int, fragment: int = 0) 
     """Key of block `at` of one of an engine's fragments."""
     chain = engine.scheduler.track("key", tuple).chain
     chain.cover(tokens, len(tokens))
-    database = ChunkedTokenDatabase(engine.scheduler._metadata, engine.layout)
+    database = ChunkedTokenDatabase(engine.metadata, engine.layout)
     question = database.question(chain, [engine.layout])
     per = len(question.keys) // len(engine.layout.fragments)
     return question.keys[fragment * per + at]
@@ -243,7 +244,7 @@ def test_an_evicted_record_is_republished(pair: Pair) -> None:
     tokens = sequence(pair.case)
     writer = pair.engine("src")
     writer.save("w", tokens)
-    metadata = writer.scheduler._metadata
+    metadata = writer.metadata
     store = DirStore(str(pair.path / "store"))
     record = metadata.record_key(writer.layout.id)
     assert store.remove([record, *metadata.index_keys()], 0) == 2
@@ -258,7 +259,7 @@ def test_a_damaged_record_is_refused(pair: Pair) -> None:
     writer = pair.engine("src")
     writer.save("w", tokens)
     store = DirStore(str(pair.path / "store"))
-    file = store.file(writer.scheduler._metadata.record_key(writer.layout.id))
+    file = store.file(writer.metadata.record_key(writer.layout.id))
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
@@ -579,7 +580,7 @@ def test_a_load_that_hangs_and_whose_request_is_gone(
     assert reader.pinned == len({i for table in reader.tables for i in table} - {reader.null})
     release.set()
     all_ended(reader)
-    assert not reader.scheduler._loads
+    assert reader.scheduler.pinned_blocks == 0
     pair.close()
 
 
@@ -617,13 +618,10 @@ def lookup_raises(pair: Pair) -> None:
     reader.until(lambda: reader.scheduler.counters["layouts_published"] > 0)
     pair.faults["exists"] = raising(RuntimeError("no answer"))
     tracker = reader.scheduler.track("r", tuple)
-    client = reader.scheduler._client
-    assert client is not None
-    deadline = time.monotonic() + 1.5
-    while reader.scheduler.matched("r", tracker, tokens, 0) is None:
-        assert time.monotonic() < deadline, "the scheduler waits for a lookup that raised"
-        time.sleep(0.01)
-    assert client._server is not None and client._server.alive
+    wait_until(  # long before a lookup's 60 s are over
+        lambda: reader.scheduler.matched("r", tracker, tokens, 0) is not None,
+        what="the scheduler waits for a lookup that raised; no answer",
+    )
     assert reader.scheduler.counters["lookup_servers_replaced"] == 0
 
 
@@ -679,7 +677,7 @@ def transfer_raises(pair: Pair) -> None:
     writer.scheduler.computed("w", tokens, len(tokens), lambda: writer.tables)
     writer.until(lambda: writer.pinned == 0, seconds=2.0)
     assert not writer.scheduler.has_work
-    assert all(rank._saver.unfinished == 0 for rank in writer.ranks.values())
+    assert all(not rank.busy for rank in writer.ranks.values())
 
 
 def test_a_transfer_thread_that_raises(pair: Pair) -> None:

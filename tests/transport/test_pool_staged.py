@@ -173,7 +173,7 @@ def test_a_store_that_keeps_all_buffers(far: Far) -> None:
 
     def hang(*_: Any) -> None:
         inside.set()
-        release.wait(10)
+        release.wait(30)
 
     far.faults["get"] = hang
     stuck = threading.Thread(target=far.store.get, args=(["a"], [far.slices(0, 10)], soon()))
@@ -181,7 +181,7 @@ def test_a_store_that_keeps_all_buffers(far: Far) -> None:
     assert inside.wait(5)
     began = time.monotonic()
     late = far.store.get(["a"], [far.slices(100, 10)], time.monotonic() + 0.1)
-    assert late == [Outcome.FAILED] and time.monotonic() - began < 1
+    assert late == [Outcome.FAILED] and time.monotonic() - began < 15
     far.faults.clear()
     release.set()
     stuck.join(5)

@@ -44,7 +44,6 @@ def test_a_store_that_opens_slowly(pair: Pair, monkeypatch: Any) -> None:
     monkeypatch.setattr(lookup_client, "STUCK_SECONDS", 0.05)
     tokens = sequence(pair.case)
     pair.engine("src").save("w", tokens)
-    reader = pair.engine("dst")
     opened = []
 
     def slowly() -> Any:
@@ -52,8 +51,7 @@ def test_a_store_that_opens_slowly(pair: Pair, monkeypatch: Any) -> None:
         time.sleep(2.0)  # five times as long as a lookup may take
         return pair.open_store()
 
-    reader.scheduler._open_store = slowly
-    reader.scheduler.start(reader.scheduler._metadata, reader.layout, len(reader.ranks))
+    reader = pair.engine("dst", open_lookups=slowly)
     until, number, waited = time.monotonic() + 8, 0, []
     while True:
         began = time.monotonic()
@@ -71,15 +69,13 @@ def test_a_store_that_opens_slowly(pair: Pair, monkeypatch: Any) -> None:
 
 def test_a_store_that_cannot_be_opened_is_not_tried_by_each_lookup(pair: Pair) -> None:
     tokens = sequence(pair.case)
-    reader = pair.engine("dst")
     tried = []
 
     def fails() -> Any:
         tried.append(1)
         raise OSError("nobody listens")
 
-    reader.scheduler._open_store = fails
-    reader.scheduler.start(reader.scheduler._metadata, reader.layout, len(reader.ranks))
+    reader = pair.engine("dst", open_lookups=fails)
     for number in range(20):
         assert reader.matched(f"r{number}", [*tokens, number]) == 0
     assert len(tried) == 1
@@ -105,7 +101,8 @@ def test_steps_that_are_slower_than_any_answer(pair: Pair, monkeypatch: Any) -> 
 
 def test_loads_that_have_not_begun_are_not_hung(pair: Pair, monkeypatch: Any) -> None:
     """One load more than there are threads, all of which hang: it fails, and holds no blocks."""
-    monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.3)
+    # threads that hang are replaced after this: long after the last load's deadline
+    monkeypatch.setattr(load_module, "HUNG_SECONDS", 3.0)
     tokens = sequence(pair.case)
     pair.engine("src").save("w", tokens)
     reader = pair.engine("dst", limits=PoolLimits(lookup_seconds=5, load_seconds=1.0))
@@ -113,12 +110,12 @@ def test_loads_that_have_not_begun_are_not_hung(pair: Pair, monkeypatch: Any) ->
     names = [f"r{n}" for n in range(count + 1)]
     found = {name: reader.matched(name, tokens) for name in names}
     release = threading.Event()
-    pair.faults["get"] = lambda *_: release.wait(30) and None
+    entered: list[int] = []
+    pair.faults["get"] = lambda *_: entered.append(1) or (release.wait(30) and None)
     for name in names[:count]:
         reader.scheduler.allocated(name, reader.tables, found[name])
     reader.step()
-    reader.until(lambda: all(len(r._loader._running) == count for r in reader.ranks.values()))
-    time.sleep(0.1)
+    reader.until(lambda: len(entered) == count * len(reader.ranks))
     late = reader.load(names[-1], found[names[-1]])
     assert all(not end.ok and not end.hung for end in late), late
     reader.until(lambda: all(len(reader.ends.get(n, ())) == len(reader.ranks) for n in names))

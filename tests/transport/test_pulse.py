@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
 from carrier_peer import soon, threads_left
@@ -17,6 +16,7 @@ from carrier_peer import soon, threads_left
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
 from kvferry.transport import make_carrier
 from kvferry.transport.pulse import MAGIC, Pulse, PulseServer
+from waiting import wait_until
 
 HOST = "127.0.0.1"
 OWNER = """
@@ -46,7 +46,8 @@ def test_a_killed_process_is_noticed_at_once() -> None:
         assert pulse.alive(0.05)  # slow is not dead
         assert not pulse.gone()
         process.kill()
-        assert not pulse.alive(5) and reaches(pulse.gone)
+        assert not pulse.alive(5)
+        wait_until(pulse.gone)
     with pytest.raises(PeerLost, match="gone"):
         pulse.require_alive()
     pulse.close()
@@ -86,17 +87,10 @@ def test_a_carrier_that_is_being_closed_is_lost_and_not_gone() -> None:
     second.close()
     assert not second.gone()  # who has left knows nothing
     server.close()
-    assert reaches(first.gone)
+    wait_until(first.gone)
     assert threads_left("kvferry-pulse") == []
     first.close()
     assert first.gone()
-
-
-def reaches(what: Callable[[], bool]) -> bool:
-    until = soon(5)
-    while not what() and time.monotonic() < until:
-        time.sleep(0.001)
-    return what()
 
 
 def test_somebody_else_is_not_taken_for_the_peer() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,8 @@ from kvferry.p2p.ticket import Ticket
 from kvferry.p2p.transfers import end_transfers
 from kvferry.plan import Copies
 from kvferry.transport.base import TransferState
-from p2p_peers import PATIENCE_SECONDS, Consumer, Producer, Prompt, Spec
+from p2p_peers import Consumer, Producer, Prompt, Spec
+from waiting import wait_until
 
 P = Spec("p", "tp=2,block=16", carrier="tcp")
 D = Spec("d", "tp=1,block=24", carrier="tcp", mode="push")
@@ -49,13 +50,6 @@ def hold(p: Producer, prompt: Prompt = PROMPT) -> Ticket:
     return p.ticket(prompt)
 
 
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def error_of(loaded: list[Loaded]) -> str:
     return " / ".join(one.error for one in loaded)
 
@@ -74,9 +68,7 @@ class Crooked:
 
 
 def bend(p: Producer, how: Any) -> None:
-    for server in p.ranks:
-        pusher: Any = server._deliveries.pusher
-        pusher._carriers = {n: Crooked(c, how) for n, c in pusher._carriers.items()}
+    p.wrap_carriers(lambda carrier: Crooked(carrier, how))
 
 
 @pytest.mark.parametrize(
@@ -112,10 +104,8 @@ def test_a_source_that_cannot_write_is_read() -> None:
 def test_a_source_that_does_not_reach_us_is_read() -> None:
     """Its way to our carrier is blocked, ours to it is not: we read."""
     with peers() as (p, d):
-        for server in p.ranks:
-            pusher: Any = server._deliveries.pusher
-            for carrier in pusher._carriers.values():
-                carrier.connect = _refuse
+        for rack in p.racks:
+            rack.carrier.connect = _refuse
         loaded = d.load(hold(p), PROMPT)
         assert error_of(loaded) == ""
         assert not loaded[0].pushed
@@ -131,13 +121,11 @@ def test_an_offer_that_waited_for_the_prefill_leaves_time_to_read() -> None:
         raise DeadlineExceeded("a firewall, say")
 
     with peers() as (p, d):
-        for server in p.ranks:
-            pusher: Any = server._deliveries.pusher
-            for carrier in pusher._carriers.values():
-                carrier.connect = drop
+        for rack in p.racks:
+            rack.carrier.connect = drop
         begun = time.monotonic()
         load = d.start(p.ticket(PROMPT), PROMPT, seconds=3.0)
-        until(lambda: p.parked() == len(p.ranks))
+        wait_until(lambda: p.parked() == len(p.ranks))
         time.sleep(max(0.0, begun + 1.6 - time.monotonic()))
         hold(p)
         (loaded,) = d.wait(load)[0]
@@ -156,8 +144,7 @@ def test_a_source_that_forgot_us_is_told_again() -> None:
             loaded = d.load(hold(p, prompt), prompt)
             assert error_of(loaded) == ""
             assert loaded[0].pushed
-            for server in p.ranks:
-                pusher: Any = server._deliveries.pusher
+            for pusher in p.pushers:
                 pusher._targets.clear()
         assert d.wrong_bytes(*prompts) == 0
         assert [server.counters["refused unmet"] for server in p.ranks] == [1, 1]
@@ -171,8 +158,7 @@ def test_a_restarted_consumer_voids_what_was_known_of_it() -> None:
             prompt = Prompt(2, 100)
             assert error_of(again.load(hold(p, prompt), prompt)) == ""
             assert again.wrong_bytes(prompt) == 0
-            for server in p.ranks:
-                pusher: Any = server._deliveries.pusher
+            for pusher in p.pushers:
                 assert [key[1] for key in pusher._targets] == ["second"]
         finally:
             again.close()
@@ -182,7 +168,7 @@ def test_waiting_for_the_prefill_is_not_transferring() -> None:
     """The time until the hold arrives is told apart from that of the bytes, as it is for reads."""
     with peers() as (p, d):
         load = d.start(p.ticket(PROMPT), PROMPT)
-        until(lambda: p.parked() == len(p.ranks))
+        wait_until(lambda: p.parked() == len(p.ranks))
         time.sleep(WAITED_SECONDS)
         hold(p)
         (loaded,) = d.wait(load)[0]
@@ -199,7 +185,7 @@ def test_queueing_at_the_source_is_not_transferring(monkeypatch: pytest.MonkeyPa
         first = d.start(hold(p, prompts[0]), prompts[0])
         p.wait_at_gate()
         second = d.start(hold(p, prompts[1]), prompts[1])
-        until(lambda: all(server.stats().pushes_now == 2 for server in p.ranks))
+        wait_until(lambda: all(server.stats().pushes_now == 2 for server in p.ranks))
         time.sleep(WAITED_SECONDS)
         p.open_gate()
         (one,), (other,) = d.wait(first, second)

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,8 @@ import pytest
 from kvferry.p2p.describe import engine_info
 from kvferry.p2p.renewer import MOST_FAILURES, MOST_HELLOS, Renewer
 from kvferry.wire.sockets import Sockets
-from p2p_peers import PATIENCE_SECONDS, Prompt, Spec, consumer, make_ticket, producer
+from p2p_peers import Child, Prompt, Spec, consumer, make_ticket, producer
+from waiting import wait_until
 
 LEASE_SECONDS = 1.5
 P = Spec("p", "tp=2,block=16", lease_seconds=LEASE_SECONDS)
@@ -39,6 +40,14 @@ def renewer(secret: str | None = None) -> Iterator[Renewer]:
     assert not [t for t in threading.enumerate() if t not in before and "kvferry" in t.name]
 
 
+def a_lease_passes(p: Child) -> None:
+    """A hold that nobody watches is the clock: all that were opened before it outlived a lease."""
+    clock = p.hold(Prompt(9, 20, src_first=40)).hold_id
+    assert [[(one.hold_id, one.why) for one in rank] for rank in p.closed(1)] == [
+        [(clock, "expired")]
+    ] * 2
+
+
 def test_a_watched_hold_outlives_its_lease_and_expires_after_it_is_dropped() -> None:
     prompts = [Prompt(1, 50), Prompt(2, 50, src_first=20)]
     with producer(P) as p, renewer("a secret of others") as strange, renewer() as r:
@@ -46,8 +55,8 @@ def test_a_watched_hold_outlives_its_lease_and_expires_after_it_is_dropped() -> 
         r.watch(tickets[0])
         r.watch(tickets[0])
         strange.watch(tickets[1])  # without the secret, it renews nothing
-        time.sleep(2.5 * LEASE_SECONDS)
-        assert [[one.hold_id for one in rank] for rank in p.ask("closed")] == [["hold-2"]] * 2
+        # the first was opened before the second, and would expire before it
+        assert [[one.hold_id for one in rank] for rank in p.closed(1)] == [["hold-2"]] * 2
         assert p.ask("open_holds") == 2
         assert p.ask("counters")[-1]["messages"] == 1  # the directory was asked once
         r.drop("hold-1")
@@ -60,9 +69,9 @@ def test_a_hold_that_comes_late_is_renewed_too_and_can_be_loaded() -> None:
     prompt = Prompt(1, 50)
     with producer(P) as p, renewer() as r, consumer(D, P, alone=False) as d:
         r.watch(p.ticket(prompt))
-        time.sleep(LEASE_SECONDS / 2)
+        wait_until(lambda: p.ask("counters")[0].get("messages"))
         ticket = p.hold(prompt)
-        time.sleep(1.5 * LEASE_SECONDS)
+        a_lease_passes(p)
         assert d.load(ticket, prompt)[0].error == ""
         assert d.wrong_bytes(prompt) == 0
         assert [[one.why for one in rank] for rank in p.closed(1)] == [["delivered"]] * 2
@@ -81,7 +90,7 @@ def test_one_dead_producer_does_not_hold_up_another(caplog: pytest.LogCaptureFix
         r.watch(p.hold(Prompt(2, 50)))
         r.watch(make_ticket(replace(P, engine_id="nobody"), 9, Prompt(7, 50)))
         wait_until(lambda: caplog.text.count("does not answer") >= 2)
-        time.sleep(3.0)
+        a_lease_passes(p)
         assert p.ask("open_holds") == 2
         assert caplog.text.count("does not answer") == 2  # once each
         assert r.watched == 3
@@ -101,11 +110,13 @@ def test_directories_that_nobody_has_heard_of_are_asked_a_few_at_a_time() -> Non
             stranger = replace(P, engine_id=f"e{number}")
             r.watch(make_ticket(stranger, silent[number % 200], Prompt(number, 50), f"h{number}"))
         r.watch(p.hold(Prompt(2000, 50)))
-        until = time.monotonic() + PATIENCE_SECONDS
-        while not p.ask("counters")[0].get("messages"):  # of its first rank: it was renewed
+
+        def renewed() -> bool:
+            nonlocal most
             most = max(most, opened() - before - len(silent))
-            assert time.monotonic() < until
-            time.sleep(0.01)
+            return bool(p.ask("counters")[0].get("messages"))  # of its first rank
+
+        wait_until(renewed)
         assert most < 10 * MOST_HELLOS
 
 
@@ -127,7 +138,7 @@ def test_a_new_ticket_shows_that_a_producer_is_alive_again() -> None:
         time.sleep((MOST_FAILURES + 1) * LEASE_SECONDS / 6 + 1.0)
         with producer(replace(P, port=port)) as p:
             r.watch(p.hold(prompts[1]))
-            time.sleep(1.5 * LEASE_SECONDS)
+            a_lease_passes(p)
             assert p.ask("open_holds") == 2
 
 
@@ -141,10 +152,3 @@ def test_closing_is_quick_and_twice_is_no_error() -> None:
         r.watch(p.ticket(Prompt(2, 50)))
         assert time.monotonic() - begun < 10.0
         p.kill()
-
-
-def wait_until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from router_process import LARGE_ANSWER_BYTES, RouterProcess, post, read_answer, router_process
-from router_process import wait_for as wait
+from waiting import wait_until
 
 MIB = 1 << 20
 # Small, so that what is not bounded by them shows. One address may hold 32 MiB, of 16 MiB bodies.
@@ -66,7 +66,7 @@ def test_40_unfinished_uploads() -> None:
             thread.join(60)
         assert {(429, "too_many_bytes"), (503, "router_full")} & set(answers)
         assert (408, "request_timeout") in answers  # those that had room, and did not go on
-        wait(lambda: gauge(router, "held_bytes") == 0)
+        wait_until(lambda: gauge(router, "held_bytes") == 0)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_clients_that_read_nothing(asked: str) -> None:
                 source = f"127.0.0.{2 + i % 4}"
                 attacker = stack.enter_context(router.connect(source, receive_bytes=4096))
                 attacker.sendall(request)
-            wait(lambda: router.files() >= files + 4)
+            wait_until(lambda: router.files() >= files + 4)
             # The attackers have not closed their ends: the router closes its own.
-            wait(lambda: router.files() <= files + 4)
+            wait_until(lambda: router.files() <= files + 4)
             assert ask(router).status_code == 200
             assert router.peak_bytes() - before < MOST_GROWTH
         assert (gauge(router, "in_flight"), gauge(router, "held_bytes")) == (0, 0)
@@ -154,7 +154,7 @@ def test_engines_that_answer_without_end() -> None:
             assert (got.status_code, got.json()["error"]["code"]) == (502, "answer_too_long")
         assert ask(router).status_code == 200
         assert router.peak_bytes() - before < MOST_GROWTH
-        wait(lambda: gauge(router, "held_bytes") == 0)
+        wait_until(lambda: gauge(router, "held_bytes") == 0)
 
 
 def test_a_body_of_a_million_fields() -> None:
@@ -200,7 +200,7 @@ def test_clients_that_leave_keep_no_connection_to_an_engine() -> None:
 
         with ThreadPoolExecutor(32) as pool:
             list(pool.map(leave, range(800)))
-        wait(lambda: router.files() <= files + 2)
+        wait_until(lambda: router.files() <= files + 2)
         assert ask(router).status_code == 200
 
 

@@ -32,6 +32,7 @@ from kvferry.transport.tcp_frames import HEADER, Header, Kind, table_bytes
 from kvferry.transport.tcp_peer import TRANSFERS_PER_PEER
 from kvferry.transport.tcp_server import ServerLimits
 from kvferry.transport.tcp_stream import Stream
+from waiting import require_for, wait_until
 
 SIZE = 8 << 20
 RIGHT, WRONG = "the right secret", "another secret of the same kind"
@@ -116,10 +117,7 @@ def test_revoke_stops_a_writer_for_good(ends: tuple[End, End]) -> None:
         user.carrier.write(peer, copies(*long_write(user, owner)))
         for _ in range(TRANSFERS_PER_PEER + 2)
     ]
-    until = soon(20)
-    while not owner.memory.any():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(owner.memory.any)
     owner.carrier.revoke(user.carrier.endpoint())
     owner.memory[:] = 0
     for transfer in transfers:
@@ -127,8 +125,7 @@ def test_revoke_stops_a_writer_for_good(ends: tuple[End, End]) -> None:
             transfer.wait(soon(5))
     with pytest.raises(PeerLost, match="revoked"):
         user.carrier.connect(owner.carrier.endpoint(), soon())
-    time.sleep(0.05)
-    assert not owner.memory.any()
+    require_for(0.05, lambda: not owner.memory.any())
     owner.carrier.readmit(user.carrier.endpoint())
     user.carrier.write(peer, copies(user.address, owner.address, 10)).wait(soon())
     assert owner.memory[:10].all()
@@ -139,7 +136,7 @@ def test_the_owner_closes_while_it_is_written_to(ends: tuple[End, End]) -> None:
     user.memory[:] = 9
     peer = user.carrier.connect(owner.carrier.endpoint(), soon())
     transfer = user.carrier.write(peer, copies(*long_write(user, owner)))
-    time.sleep(0.05)
+    wait_until(owner.memory.any)
     owner.carrier.close()
     owner.memory[:] = 0  # it may be freed now
     with pytest.raises(PeerLost):
@@ -163,9 +160,7 @@ def test_a_connection_that_the_owner_dropped_is_replaced() -> None:
     owner = End(limits=ServerLimits(idle_seconds=0.1))
     user = End()
     peer = user.carrier.connect(owner.carrier.endpoint(), soon())
-    until = soon(20)
-    while not owner.carrier.counters["idle"] and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_until(lambda: owner.carrier.counters["idle"])
     user.carrier.read(peer, copies(owner.address, user.address, 100)).wait(soon())
     assert owner.carrier.counters["connections"] == 2
     owner.carrier.close()
@@ -179,14 +174,14 @@ def test_no_room_is_an_error_and_passes() -> None:
     with pytest.raises(TransferError, match="no room"):
         second.carrier.connect(owner.carrier.endpoint(), soon())
     first.carrier.close()
-    until = soon(20)
-    while True:
-        try:
+
+    def connected() -> bool:
+        with contextlib.suppress(KvferryError):
             second.carrier.connect(owner.carrier.endpoint(), soon())
-            break
-        except KvferryError:
-            assert time.monotonic() < until
-            time.sleep(0.02)
+            return True
+        return False
+
+    wait_until(connected)
     for end in (owner, second):
         end.carrier.close()
 
@@ -356,10 +351,7 @@ def test_closing_a_grant_stops_its_writers_and_no_others(ends: tuple[End, End]) 
 
     first = user.carrier.write_granted(peer, copies(*long(0, 2000)), grants[0])
     second = user.carrier.write_granted(peer, copies(*long(half, 300)), grants[1])
-    until = soon(20)
-    while not (owner.memory[0] and owner.memory[half]):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: owner.memory[0] and owner.memory[half])
     begun = time.monotonic()
     written = owner.carrier.close_grant(grants[0], 10.0)
     assert time.monotonic() - begun < 5.0

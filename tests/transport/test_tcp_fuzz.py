@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import socket
-import time
 
 import pytest
-from carrier_peer import soon, threads_left
+from carrier_peer import threads_left
 
 from fuzz.tcp_frames import CANARY, INCARNATION, SECRET, Target, exactly, frame, run
 from kvferry.transport.base import MemoryRegion
@@ -14,6 +13,7 @@ from kvferry.transport.regions import RegionTable
 from kvferry.transport.tcp_frames import HEADER, Header, Kind
 from kvferry.transport.tcp_server import Server, ServerLimits
 from no_threads import no_threads
+from waiting import wait_until
 
 
 @pytest.fixture
@@ -32,15 +32,11 @@ def test_slow_and_silent_peers_are_let_go() -> None:
     target.server = Server(SECRET, INCARNATION, limits)
     target.server.regions = RegionTable.of([MemoryRegion(target.address, CANARY)])
     silent = [target.open() for _ in range(4)]  # the last takes the place of the first
-    until = soon(20)
-    while target.server.counters["late"] < 3 and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_until(lambda: target.server.counters["late"] >= 3)
     friend = target.friend()
     friend.sendall(frame(Kind.READ, 1, b"x" * 16, 16)[:20])  # half a header
     idle = target.friend()
-    until = soon(20)
-    while target.server.counters.total() < 7 and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_until(lambda: target.server.counters.total() >= 7)
     assert target.server.counters == {"evicted": 1, "truncated": 1, "late": 4, "idle": 1}
     for sock in (*silent, friend, idle):
         sock.close()

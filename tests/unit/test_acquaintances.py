@@ -12,10 +12,10 @@ from kvferry.p2p.watch import Watch
 KEY = Key("p", "1", "h:1")
 
 
-def acquaintances() -> Acquaintances:
+def acquaintances(met: dict[Key, Known]) -> Acquaintances:
     nothing: Any = None
     topology: Any = SimpleNamespace(engine_id="d", unregister_remote_engine=lambda name: None)
-    return Acquaintances(nothing, nothing, topology, nothing, [])
+    return Acquaintances(nothing, nothing, topology, nothing, [], met)
 
 
 def remote() -> Any:
@@ -29,33 +29,35 @@ def known(value: Any) -> Known:
 
 
 def test_two_loads_that_lost_a_peer_forget_it_once() -> None:
-    people = acquaintances()
+    met: dict[Key, Known] = {}
+    people = acquaintances(met)
     old, new = remote(), remote()
-    people._remotes[KEY] = known(old)
+    met[KEY] = known(old)
     people.forget(old)
-    assert KEY not in people._remotes
+    assert KEY not in met
     pending = Known("p")
-    people._remotes[KEY] = pending  # a third load is meeting it again
+    met[KEY] = pending  # a third load is meeting it again
     people.forget(old)
-    assert people._remotes[KEY] is pending
-    people._remotes[KEY] = known(new)
+    assert met[KEY] is pending
+    met[KEY] = known(new)
     people.forget(old)
-    assert people._remotes[KEY].remote.result() is new
+    assert met[KEY].remote.result() is new
 
 
 def test_connections_are_given_back_by_the_last_that_uses_them() -> None:
-    people = acquaintances()
+    met: dict[Key, Known] = {}
+    people = acquaintances(met)
     gone: list[str] = []
     source = SimpleNamespace(carrier=SimpleNamespace(disconnect=gone.append), peer="peer")
     lost = remote()
     lost.sources = (source,)
-    people._remotes[KEY] = known(lost)
+    met[KEY] = known(lost)
     ticket: Any = SimpleNamespace(engine_id="p", incarnation="1", directory="h:1")
     watch = Watch(time.monotonic() + 60)
     first, second = people.meet(ticket, watch), people.using(ticket)
     assert first is second and first.remote.result() is lost
     people.forget(lost)
-    assert KEY not in people._remotes and people.using(ticket) is None
+    assert KEY not in met and people.using(ticket) is None
     people.leave(first)
     assert gone == []
     people.leave(first)

@@ -21,6 +21,7 @@ from kvferry.wire.messages import (
     encode,
 )
 from kvferry.wire.sockets import Sockets
+from waiting import wait_until
 
 NOT_AN_ENGINE: Any = object()
 
@@ -61,9 +62,7 @@ def test_a_peer_answers_its_own_calls_alone() -> None:
             liar.send_multipart([sender, encode(Reply(number, Renewed(["h"], [])))])
         assert asked.result(10) == Renewed(["h"], [])
         assert not awaited.done()
-        until = time.monotonic() + 10
-        while not caller.counters["late replies"] and time.monotonic() < until:
-            time.sleep(0.005)
+        wait_until(lambda: caller.counters["late replies"])
         assert caller.counters == {"misdirected replies": 1, "late replies": 1}
         assert not awaited.done()
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ from kvferry.pool.rank import PoolRank
 from kvferry.pool.save import Saver
 from kvferry.pool.stats import PoolCounters
 from kvferry.pool.store import Outcome
+from waiting import wait_until
 
 BLOCKS = 3 * save.BATCH_OBJECTS
 ORDER = SaveOrder(
@@ -35,11 +35,13 @@ class Slow:
     def __init__(self) -> None:
         self.seen: list[str] = []
         self.begun, self.go_on = threading.Event(), threading.Event()
+        self.gets_last = False  # a get ends after the put has
 
     def _slowly(self, what: str, keys: list[str]) -> list[Outcome]:
         self.begun.set()
         assert self.go_on.wait(20)
-        time.sleep(0.3 if what == "get" else 0.0)  # after the saver has ended
+        if what == "get" and self.gets_last:
+            wait_until(lambda: "put" in self.seen)
         self.seen.append(what)
         return [Outcome.DONE] * len(keys)
 
@@ -65,17 +67,9 @@ def database() -> Any:
     )
 
 
-def until(done: Callable[[], bool], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def rank(store: Any) -> PoolRank:
+def rank(store: Any, saver: Saver, loader: Loader) -> PoolRank:
     made = PoolRank.__new__(PoolRank)  # no memory, no layouts: all of it that `close` is about
-    made._store = store
-    made._saver, made._loader = Saver(store, PoolCounters()), Loader(store, PoolCounters())
+    made._store, made._saver, made._loader = store, saver, loader
     return made
 
 
@@ -96,7 +90,7 @@ def test_a_save_ends_after_the_batch_at_hand() -> None:
     assert store.begun.wait(5)
     saver.close(0.0)
     store.go_on.set()
-    until(lambda: not saver.unfinished)
+    wait_until(lambda: not saver.unfinished)
     failed = tuple((0, n) for n in range(save.BATCH_OBJECTS, BLOCKS))
     assert saver.take_done() == [Saved(1, failed)] and store.seen == ["put"]
 
@@ -104,10 +98,12 @@ def test_a_save_ends_after_the_batch_at_hand() -> None:
 def test_the_store_is_closed_after_what_it_has(monkeypatch: Any) -> None:
     """Both at once, not one after the other, and nothing of them comes after its end."""
     store: Any = Slow()
-    made = rank(store)
-    monkeypatch.setattr(made._loader, "_load", reading(store))
-    made._saver.start(ORDER, database())
-    made._loader.start(LoadOrder("r", (), {}, (), 30.0), None)  # type: ignore[arg-type]
+    store.gets_last = True
+    saver, loader = Saver(store, PoolCounters()), Loader(store, PoolCounters())
+    made = rank(store, saver, loader)
+    monkeypatch.setattr(loader, "_load", reading(store))
+    saver.start(ORDER, database())
+    loader.start(LoadOrder("r", (), {}, (), 30.0), None)  # type: ignore[arg-type]
     assert store.begun.wait(5)
     threading.Timer(0.2, store.go_on.set).start()
     made.close()
@@ -120,7 +116,7 @@ def test_a_load_after_the_end() -> None:
     loader = Loader(store, PoolCounters())
     loader.close(1.0)
     loader.start(LoadOrder("r", (), {}, (), 30.0), None)  # type: ignore[arg-type]
-    until(lambda: not loader.running)
+    wait_until(lambda: not loader.running)
     (ended,) = loader.take_done()
     assert not ended.ok and "shutting down" in ended.error
 
@@ -135,4 +131,4 @@ def test_a_load_that_hangs_is_not_waited_for(monkeypatch: Any) -> None:
     loader.close(10.0)
     assert time.monotonic() - began < 5
     store.go_on.set()
-    until(lambda: not loader.running)
+    wait_until(lambda: not loader.running)

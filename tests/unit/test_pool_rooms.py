@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,27 +17,21 @@ from kvferry.pool.late_calls import LateCalls, Memory
 from kvferry.pool.objects import TableKind
 from kvferry.pool.save_jobs import WholeState, states_to_save
 from kvferry.pool.watch import Watch
+from waiting import wait_until
 
 
 def soon(seconds: float = 5.0) -> float:
     return time.monotonic() + seconds
 
 
-def until(done: Callable[[], bool]) -> None:
-    deadline = soon()
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_a_call_gets_an_idle_thread() -> None:
     calls, seen = LateCalls("x"), set()
     for _ in range(20):
         seen.add(calls("look", threading.get_ident, soon()))
-        until(lambda: bool(calls._idle))
+        wait_until(lambda: bool(calls._idle))
     assert len(seen) == 1 and threading.get_ident() not in seen
     calls.close()
-    until(lambda: not any(t.ident in seen for t in threading.enumerate()))
+    wait_until(lambda: not any(t.ident in seen for t in threading.enumerate()))
 
 
 def test_a_call_that_hangs_keeps_nobody_waiting() -> None:
@@ -46,9 +39,9 @@ def test_a_call_that_hangs_keeps_nobody_waiting() -> None:
     with pytest.raises(StoreError, match="deadline"):
         calls("look", lambda: release.wait(5), soon(0.05))
     assert calls("look", lambda: 7, soon()) == 7
-    assert (calls.abandoned, calls._hanging) == (1, 1)
+    assert (calls.abandoned, calls.hanging) == (1, 1)
     release.set()
-    until(lambda: calls._hanging == 0)
+    wait_until(lambda: calls.hanging == 0)
 
 
 def test_too_many_that_hang() -> None:
@@ -59,17 +52,22 @@ def test_too_many_that_hang() -> None:
     with pytest.raises(StoreError, match="hang; look refused"):
         calls("look", lambda: 7, soon())
     release.set()
-    until(lambda: calls._hanging == 0)
+    wait_until(lambda: calls.hanging == 0)
     assert calls("look", lambda: 7, soon()) == 7
 
 
 def test_memory_is_held() -> None:
     """With blocks in its hands, a call is waited for, past any deadline; lookups are not."""
     calls = LateCalls("x", hold_memory=True)
+    release = threading.Event()
     for memory in (Memory.READS, Memory.WRITES):
-        assert calls("move", lambda: time.sleep(0.1) or 3, soon(0.0), memory) == 3
+        release.clear()
+        threading.Timer(0.05, release.set).start()
+        assert calls("move", lambda: release.wait(20) and 3, soon(0.0), memory) == 3
+    release.clear()
     with pytest.raises(StoreError, match="deadline"):
-        calls("look", lambda: time.sleep(0.1), soon(0.0))
+        calls("look", lambda: release.wait(20), soon(0.0))
+    release.set()
 
 
 def test_errors_of_calls() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import numpy as np
 import pytest
-from test_pool_closing import database, until
+from test_pool_closing import database
 
 from kvferry.pool import load as load_module
 from kvferry.pool.crew import Crew
@@ -19,6 +18,7 @@ from kvferry.pool.save import Saver
 from kvferry.pool.stats import PoolCounters
 from kvferry.pool.store import Outcome
 from no_threads import no_threads
+from waiting import require_for, wait_until
 
 
 class Store:
@@ -65,7 +65,7 @@ def order(name: str, seconds: float = 30.0) -> LoadOrder:
 
 def ended(loader: Loader, count: int) -> list[Any]:
     found: list[Any] = []
-    until(lambda: bool(found.extend(loader.take_done())) or len(found) >= count)
+    wait_until(lambda: bool(found.extend(loader.take_done())) or len(found) >= count)
     return found
 
 
@@ -106,9 +106,9 @@ def test_loads_that_queue_are_not_hung(loader: Loader, store: Any, monkeypatch: 
     assert not any(end.ok for end in found.values()) and store.seen == ["get", "get"]
     store.may_go.set()
     recovered: list[str] = []
-    until(lambda: bool(recovered.extend(loader.take_recovered())) or len(recovered) == 2)
-    time.sleep(0.05)
-    assert sorted(recovered) == ["a", "b"] and loader.take_done() == []
+    wait_until(lambda: bool(recovered.extend(loader.take_recovered())) or len(recovered) == 2)
+    require_for(0.05, lambda: loader.take_done() == [])
+    assert sorted(recovered) == ["a", "b"]
     assert store.seen == ["get", "get"], "one that was given up began"
 
 
@@ -121,8 +121,7 @@ def test_a_load_begins_after_its_fence(loader: Loader, store: Any, monkeypatch: 
         store.seen.append("fence")
 
     loader.start(order("r"), SOURCES, fence)
-    time.sleep(0.05)
-    assert store.seen == []
+    require_for(0.05, lambda: store.seen == [])
     written.set()
     assert ended(loader, 1)[0].ok and store.seen == ["fence", "get"]
     monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.05)
@@ -131,9 +130,9 @@ def test_a_load_begins_after_its_fence(loader: Loader, store: Any, monkeypatch: 
     (end,) = ended(loader, 1)
     assert not end.ok and not end.hung, "it has written nothing"
     written.set()
-    until(lambda: store.seen == ["fence", "get", "fence"])
-    time.sleep(0.05)
-    assert store.seen == ["fence", "get", "fence"] and loader.take_done() == []
+    wait_until(lambda: store.seen == ["fence", "get", "fence"])
+    require_for(0.05, lambda: store.seen == ["fence", "get", "fence"])
+    assert loader.take_done() == []
     loader.start(order("broken"), SOURCES, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     (end,) = ended(loader, 1)
     assert "ZeroDivisionError" in end.error and store.seen == ["fence", "get", "fence"]
@@ -142,7 +141,7 @@ def test_a_load_begins_after_its_fence(loader: Loader, store: Any, monkeypatch: 
 def test_nobody_takes_the_place_of_a_stuck_thread(monkeypatch: Any) -> None:
     crew, go_on = Crew(1, "kvferry-load", 4), threading.Event()
     stuck = crew.submit(lambda: go_on.wait(20))
-    until(stuck.running)
+    wait_until(stuck.running)
     with no_threads(monkeypatch, "kvferry-load"):
         crew.replace([stuck])
     behind = crew.submit(lambda: 7)
@@ -157,6 +156,6 @@ def test_a_save_without_a_thread_has_its_last_word(store: Any, monkeypatch: Any)
         saver.start(SAVE, database())
         assert saver.take_done() == [Saved(1, ((0, 0), (0, 1)))] and saver.unfinished == 0
     saver.start(SAVE, database())
-    until(lambda: not saver.unfinished)
+    wait_until(lambda: not saver.unfinished)
     assert saver.take_done() == [Saved(1)] and store.seen == ["put"]
     saver.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,6 +15,7 @@ from kvferry.transport.cuda_driver import CudaError
 from kvferry.transport.cuda_lane import LEAST_SLOT_NUMBERS, Lane, _Slot
 from kvferry.transport.staging import DeviceMemory
 from kvferry.transport.staging_lane import CHUNK_BYTES, PIECE_BYTES, RING_CHUNKS, StagingLane
+from waiting import require_for, wait_until
 
 WIDE_BYTES = 2 * PIECE_BYTES + RING_CHUNKS * CHUNK_BYTES
 SIZE = 3 << 20
@@ -104,9 +104,9 @@ def test_lanes_are_bounded_and_nobody_waits_for_ever(
     for chunks in held:
         chunks.close()
     assert sum(m.nbytes for m in on.live.values()) < 3 * WIDE_BYTES  # narrow ones are gone
-    begin = time.monotonic()
+    monkeypatch.setattr(staging_lanes, "NARROW_AFTER_SECONDS", 0.0)
     wide = memory.outgoing(address, length)
-    assert len(next(wide)) == SIZE and time.monotonic() - begin < 0.05  # one that waited idle
+    assert len(next(wide)) == SIZE  # an idle one: else it would be narrow
     wide.close()
     memory.close()
 
@@ -123,8 +123,7 @@ def test_one_that_comes_back_in_time_is_taken(
     got: list[int] = []
     waiter = threading.Thread(target=lambda: got.extend(len(c) for c in memory.outgoing(*runs)))
     waiter.start()
-    time.sleep(0.05)
-    assert not got
+    require_for(0.05, lambda: not got)
     held.close()
     waiter.join(10)
     assert got == [SIZE]  # one wide chunk
@@ -159,8 +158,6 @@ def test_idle_lanes_beyond_a_few_are_freed(on: HostDevice, monkeypatch: pytest.M
     for chunks in held:
         chunks.close()
     assert sum(m.nbytes for m in on.live.values()) >= 4 * WIDE_BYTES  # not between two requests
-    until = time.monotonic() + 10
-    while sum(m.nbytes for m in on.live.values()) >= 2 * WIDE_BYTES and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_until(lambda: sum(m.nbytes for m in on.live.values()) < 2 * WIDE_BYTES)
     assert WIDE_BYTES <= sum(m.nbytes for m in on.live.values()) < 2 * WIDE_BYTES
     memory.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -14,6 +13,7 @@ from kvferry.p2p.checksum import Summing
 from kvferry.p2p.threads import Threads
 from kvferry.transport.host import HostMemory
 from no_threads import no_threads
+from waiting import wait_until
 
 SECONDS = 10.0
 
@@ -80,9 +80,7 @@ def test_lanes_share_threads_out_and_leave_some_to_newcomers() -> None:
         gate.wait(SECONDS)
 
     def running(lane: str, count: int) -> bool:
-        until = time.monotonic() + SECONDS
-        while ran.count(lane) < count and time.monotonic() < until:
-            time.sleep(0.001)
+        wait_until(lambda: ran.count(lane) >= count)
         return ran.count(lane) == count
 
     for lane, most in (("a", 4), ("b", 2), ("c", 1)):  # while it has fewer than are free

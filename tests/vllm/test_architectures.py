@@ -26,6 +26,7 @@ from kvferry.demo.tiny_model import llama_config, make_model
 from real_pairs import Digests, call, probed, require_same_cache, seen
 from tiny_models import TINY, WINDOW
 from vllm_pairs import ids, prompt, settled, started
+from waiting import wait_until
 
 CONFIG: dict[str, Any] = {"lease_seconds": 60.0, "load_seconds": 60.0}
 HITS = "vllm:prefix_cache_hits_total"
@@ -142,9 +143,9 @@ class TestWindows:
                 max_tokens=6,
                 kv_transfer_params=first["kv_transfer_params"],
             )
-            _wait_for(lambda: "a read begins" in decode.tail(200))
+            wait_until(lambda: "a read begins" in decode.tail(200))
             os.killpg(prefill.pid, signal.SIGSTOP)
-            _wait_for(lambda: "a read is under way" in decode.tail(200))
+            wait_until(lambda: "a read is under way" in decode.tail(200))
             time.sleep(0.5)
             assert not answer.done()
             began = time.monotonic()
@@ -154,13 +155,6 @@ class TestWindows:
         assert "not loaded" in decode.tail(200)
         assert recomputed == ids(decode.complete(asked, max_tokens=6))
         assert settled(decode)
-
-
-def _wait_for(true: Callable[[], bool], seconds: float = 30.0) -> None:
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 class TestLatents:

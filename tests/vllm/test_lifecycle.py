@@ -35,6 +35,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
+def wanted_by(ferry: Any) -> dict[str, Any]:
+    """Of each request that has a ticket, what is to be loaded."""
+    return ferry.asking._wanted
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny")
@@ -65,7 +70,7 @@ def make(folder: Path, request: pytest.FixtureRequest) -> Iterator[Pairs]:
             assert not engine.scheduler.requests
             for ferry in [c.scheduler for c in engine.children if hasattr(c, "STYLE")]:
                 assert ferry.offering.held_blocks == 0 and not ferry.offering.held
-                assert not ferry.asking._wanted
+                assert not wanted_by(ferry)
                 run(engine, until=lambda: not ferry.asking._siblings._families)  # noqa: B023
     finally:
         for engine in pairs.engines:
@@ -434,7 +439,7 @@ def test_a_hold_that_was_not_loaded_is_not_counted_as_delivered(make: Pairs) -> 
     tokens = prompt(64, 60)
     for name, why in (("good", "delivered"), ("bad", "failed")):
         d.add(name, tokens, 3, **prefilled(p, f"p {name}", tokens))
-        wanted = d.ferry.asking._wanted[name]
+        wanted = wanted_by(d.ferry)[name]
         if why == "failed":
             wanted.ticket = replace(wanted.ticket, digest="another prompt's")
         run(p, d, until=lambda: name in d.ended and not p.used_blocks)  # noqa: B023
@@ -616,7 +621,7 @@ class TestMulti:
             assert told["remote_block_ids"] and told["kvferry"]["remote_engine_id"] == "p"
             assert told["remote_port"] != told["kvferry"]["remote_port"]
             d.add("d", tokens, 2, **told)
-            assert d.ferry.asking._wanted["d"].ticket.tokens == 30
+            assert wanted_by(d.ferry)["d"].ticket.tokens == 30
             d.abort("d")
         finally:
             p.connector.shutdown()
@@ -649,7 +654,7 @@ class TestStatesBesideVllmsOwn:
             told = p.params["p"]
             assert told["remote_num_tokens"] == told["kvferry"]["tokens"] == 39
             d.add("d", tokens, 2, **told)
-            assert d.ferry.asking._wanted["d"].ticket.tokens == 39
+            assert wanted_by(d.ferry)["d"].ticket.tokens == 39
             d.abort("d")
         finally:
             p.connector.shutdown()

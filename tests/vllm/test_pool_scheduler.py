@@ -21,6 +21,7 @@ pytest.importorskip("kvferry.vllm")
 
 from dir_store import DirStore, FaultyStore
 from kvferry.errors import StoreError
+from kvferry.pool.database import ChunkedTokenDatabase
 from kvferry.pool.reader import ReadPlan
 from kvferry.pool.scheduler import PoolScheduler
 from vllm_scheduler import SchedulerEngine
@@ -54,9 +55,18 @@ def make(tmp_path: Path, faults: dict[str, Callable[..., Any]]) -> Iterator[Make
         engine.close()
 
 
+def question_of(engine: SchedulerEngine, tokens: list[int]) -> Any:
+    """The keys of all objects that the engine saves of these tokens."""
+    chain = engine.pool.track("question", tuple).chain
+    chain.cover(tokens, len(tokens))
+    engine.pool.finished("question")
+    ours = engine.pool._ours
+    return ChunkedTokenDatabase(engine.pool._metadata, ours).question(chain, [ours])
+
+
 def ended(engine: SchedulerEngine) -> None:
     assert engine.pinned == 0 and engine.in_use == 0
-    assert not engine.pool._trackers and not engine.pool._jobs
+    assert not engine.pool._trackers and not engine.pool.has_work
 
 
 @pytest.mark.parametrize(
@@ -110,12 +120,8 @@ def test_context_parallelism(make: Make, writer: Any, reader: Any, hits: int) ->
     first.add("a", prompt(1, 100))
     first.run()
     ended(first)
-    saved = sum(worker._rank.counters["save_done"] for worker in first.workers)
-    keys = first.pool._client._server._database
-    chain = first.pool.track("x", tuple).chain
-    chain.cover(prompt(1, 100), 100)
-    assert saved == len(keys.question(chain, [first.pool._ours]).keys), "each object, once"
-    first.pool.finished("x")
+    saved = sum(rank.counters["save_done"] for rank in first.pool_ranks)
+    assert saved == len(question_of(first, prompt(1, 100)).keys), "each object, once"
     second = make(**reader)
     second.add("b", prompt(1, 100))
     second.add("other", prompt(2, 100))
@@ -153,11 +159,8 @@ def test_exactly_the_right_blocks_are_computed_again(make: Make, tp: int, faults
     first.add("a", prompt(1, 100))
     first.run()
     second = make(tp=tp)  # a layout that is published later is noticed later
-    store = DirStore(str(first.pool._open_store().path))
-    chain = first.pool.track("x", tuple).chain
-    chain.cover(prompt(1, 100), 100)
-    key = first.pool._client._server._database.question(chain, [first.pool._ours]).keys[3]
-    first.pool.finished("x")
+    store = DirStore(str(first.open_store().path))
+    key = question_of(first, prompt(1, 100)).keys[3]
 
     def lose(*_: Any) -> None:
         store.remove([key], 0)
@@ -248,7 +251,7 @@ def test_abort_while_loading_saves_nothing(make: Make, faults: Any) -> None:
     faults["get"] = lambda *_: release.wait(20) and None
     second = make(tp=2)
     second.add("b", prompt(1, 200))
-    while not any(worker._rank.busy for worker in second.workers):
+    while not any(rank.busy for rank in second.pool_ranks):
         second.step()
     second.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
     second.step()
@@ -284,7 +287,7 @@ def test_abort_while_a_load_hangs(make: Make, faults: Any, monkeypatch: Any) -> 
 
     monkeypatch.setattr(second.connector, "get_kv_connector_stats", stats)
     second.add("b", prompt(1, 200))
-    while not any(worker._rank.busy for worker in second.workers):
+    while not any(rank.busy for rank in second.pool_ranks):
         second.step()
     second.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
     deadline = time.monotonic() + 10
@@ -368,14 +371,11 @@ def test_a_state_that_is_not_at_the_hit(make: Make, faults: Any) -> None:
     first = make(hybrid="state", blocks=256)
     first.add("a", prompt(1, 100))
     first.run()
-    store = DirStore(str(first.pool._open_store().path))
-    chain = first.pool.track("x", tuple).chain
-    chain.cover(prompt(1, 100), 100)
-    question = first.pool._client._server._database.question(chain, [first.pool._ours])
-    states = dict(question.by_fragment())[first.pool._ours.fragments_of("state")[0]]
+    store = DirStore(str(first.open_store().path))
+    by_fragment = dict(question_of(first, prompt(1, 100)).by_fragment())
+    states = by_fragment[first.pool._ours.fragments_of("state")[0]]
     there = store.exists(states, 0)
     assert there[5], "the state after 96 tokens"
-    first.pool.finished("x")
     store.remove([states[5]], 0)
     second = make(hybrid="state", blocks=256)
     second.add("b", prompt(1, 100))
@@ -415,10 +415,11 @@ def test_reset(make: Make) -> None:
 
 def test_reset_before_the_start(make: Make) -> None:
     """Under a MultiConnector, workers describe themselves late: the reset is not forgotten."""
-    known = make().pool
-    late = PoolScheduler(known.limits, known._open_store, pin=print, unpin=print, null_block=0)
+    engine = make()
+    known = engine.pool
+    late = PoolScheduler(known.limits, engine.open_store, pin=print, unpin=print, null_block=0)
     late.reset()
-    late.start(known._metadata, known._ours, known._ranks)
+    late.start(known._metadata, known._ours, len(engine.pool_ranks))
     try:
         assert late._metadata.namespace != known._metadata.namespace
     finally:

@@ -90,6 +90,12 @@ class Acquaintances:
     _remotes: dict[Key, Known] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def engines(self) -> dict[Key, Known]:
+        """Those that were met, or are being met; a copy."""
+        with self._lock:
+            return dict(self._remotes)
+
     def using(self, ticket: Ticket) -> Known | None:
         """The engine of a ticket, if it is met; it is kept until the caller says `leave`."""
         with self._lock:

@@ -93,6 +93,11 @@ class LateCalls:
             raise call.error
         raise StoreError(f"{self._client}'s {what} failed: {call.error!r}") from call.error
 
+    @property
+    def hanging(self) -> int:
+        """Calls that were given up and have not come back yet."""
+        return self._hanging
+
     def close(self) -> None:
         """Let idle threads end, and others when their calls do."""
         with self._lock:
