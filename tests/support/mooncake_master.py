@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from kvferry.demo.engines import free_port
 from kvferry.pool.mooncake_config import MooncakeStoreConfig
+from vllm_engines import free_port
 
 _HOLD = """
 import sys, time

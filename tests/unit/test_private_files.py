@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from kvferry.bench.calibrate import costs_file
-from kvferry.demo.engines import open_log
 from kvferry.errors import NotPrivate
 from kvferry.private_files import (
     create_private,
@@ -23,6 +22,7 @@ from kvferry.private_files import (
     write_private,
 )
 from kvferry.transport.cost import shipped_costs
+from vllm_engines import open_log
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
