@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from kvferry.bench.movers import quiet_libraries
 from kvferry.cli.picture import plan_page, write_page
-from kvferry.demo.run import DemoResult, Silent, Watch, run_demo
+from kvferry.demo.run import DemoResult, Watch, run_demo
 from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, find_model
 from kvferry.layout.shape import EngineShape
 from kvferry.plan.report import report
@@ -23,7 +23,7 @@ PICTURE = Path("out/demo-plan.html")
 PICTURE_TOKENS = 4096  # of the one request that the picture shows
 
 
-class Lines(Silent):
+class Lines(Watch):
     """Plain lines, for logs and pipes."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
@@ -36,7 +36,7 @@ class Lines(Silent):
         self.say(f"{name} {show_bytes(total_bytes)}")
 
 
-class Bars:
+class Bars(Watch):
     """A progress bar for each phase."""
 
     def __init__(self, progress: Progress) -> None:

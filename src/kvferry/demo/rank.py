@@ -22,7 +22,7 @@ import signal
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -54,6 +54,7 @@ from kvferry.layout.shape import Rank, Span
 from kvferry.p2p.bell import Bell
 from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
+from kvferry.p2p.holds import Closed
 from kvferry.p2p.load import Load
 from kvferry.p2p.producer import ProducerRank
 from kvferry.p2p.stats import ConsumerStats
@@ -167,7 +168,7 @@ class DemoRank:
         self.layout = RankLayout.build(work.model, shape, rank, blocks)
         self.memory = RankMemory(self.layout, on_gpu=transport == ON_GPU)
         self.views = make_views(work.model, shape, rank, blocks, self.memory.regions)
-        self.all_blocks = np.arange(blocks)
+        self.pools = pools
         self.sockets = Sockets()
         self.carriers = open_carriers(transport, self.memory)
 
@@ -179,6 +180,11 @@ class DemoRank:
 
     def group_of(self, view: View) -> int:
         return self.work.model.groups.index(view.group)
+
+    def blocks_but(self, view: View, used: Sequence[Ints]) -> Ints:
+        """Ids of all blocks that a view's group may use, and of the null block, without these."""
+        pool = self.pools[self.group_of(view)]
+        return np.setdiff1d(np.arange(pool[-1] + 1), np.concatenate([np.zeros(0, np.int64), *used]))
 
     def key_of(self, request: DemoRequest, view: View) -> tuple[int, ...]:
         """What distinguishes one component of one request from all others."""
@@ -215,8 +221,8 @@ class PrefillRank(DemoRank):
     def fill(self) -> None:
         work = self.work
         for view in self.views:
-            used = np.concatenate([r.src_tables[self.group_of(view)] for r in work.requests])
-            write_byte(view, np.setdiff1d(self.all_blocks, used), POISON)
+            used = [request.src_tables[self.group_of(view)] for request in work.requests]
+            write_byte(view, self.blocks_but(view, used), POISON)
         for request in work.requests:
             self.report(sum(self._fill(view, request) for view in self.views))
         self.memory.publish()
@@ -236,7 +242,8 @@ class PrefillRank(DemoRank):
             )
 
     def delivered(self) -> int:
-        closed, until = [], time.monotonic() + LOAD_SECONDS
+        until = time.monotonic() + LOAD_SECONDS
+        closed: list[Closed] = []
         while len(closed) < len(self.work.requests) and time.monotonic() < until:
             self.bell.wait(1.0)
             closed += self.producer.take_closed()
@@ -269,7 +276,7 @@ class DecodeRank(DemoRank):
 
     def fill(self) -> None:
         for view in self.views:
-            write_byte(view, self.all_blocks, CANARY)
+            write_byte(view, self.blocks_but(view, []), CANARY)
         self.memory.publish()
 
     def load(self, tickets: list[dict[str, Any]]) -> Moved:
@@ -319,8 +326,7 @@ class DecodeRank(DemoRank):
             self.report(arrived - before)
         for view in self.views:
             sharing = loaded if work.dst.overlay else [loaded[self.group_of(view)]]
-            written = np.concatenate([ids for group in sharing for ids in group])
-            free = np.setdiff1d(self.all_blocks, written)
+            free = self.blocks_but(view, [ids for group in sharing for ids in group])
             wrong += wrong_byte(view, free, CANARY)
             guarded += view.block_bytes * len(free)
         return Checked(arrived, guarded, wrong)
@@ -334,8 +340,7 @@ class DecodeRank(DemoRank):
         if self.fault == "flip":
             block = int(tables[0][-1])
         else:
-            pool = self.work.dst_pools[self.group_of(view)]
-            block = int(np.setdiff1d(pool, np.concatenate(tables))[0])
+            block = int(self.blocks_but(view, tables)[-1])
         view.array[-1, block, 0, 0, -1].view(np.uint8)[..., :3] ^= 0xFF
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvferry.demo.rank import LOOPBACK, Checked, Done, Moved, describe_engine, rank_main
 from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, Work, find_model, make_work
@@ -88,23 +88,12 @@ class DemoResult:
         return {**asdict(self), "ok": self.ok}
 
 
-class Watch(Protocol):
-    """Who wants to see a demo run."""
+class Watch:
+    """Is told how a demo goes on; this one shows nothing."""
 
     def say(self, text: str) -> None: ...
     def phase(self, name: str, total_bytes: int) -> None: ...
     def advance(self, done_bytes: int) -> None: ...
-
-
-class Silent:
-    def say(self, text: str) -> None:
-        pass
-
-    def phase(self, name: str, total_bytes: int) -> None:
-        pass
-
-    def advance(self, done_bytes: int) -> None:
-        pass
 
 
 def run_demo(
@@ -132,7 +121,7 @@ def run_demo(
             f"transport must be one of {', '.join(TRANSPORTS)}, without a method; found "
             f"{transport!r} and method {method!r}"
         )
-    watch = progress or Silent()
+    watch = progress or Watch()
     started = time.monotonic()
     _require_memory(2 * min_bytes)  # before block tables are made for it
     src, dst = EngineShape.parse(from_shape), EngineShape.parse(to_shape)
