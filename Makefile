@@ -15,7 +15,7 @@ demo: $(VENV)/.done  ## move 1 GiB between engines of different shapes, on this 
 	$(BIN)/kvferry demo
 
 demo-vllm: $(VLLM_VENV)/.done  ## two real vLLM engines of different shapes, and a router
-	$(VLLM_BIN)/python -m kvferry.demo.vllm
+	$(VLLM_BIN)/python scripts/demo_vllm.py
 
 test: $(VENV)/.done  ## lint, types, and all tests that need nothing but this machine
 	$(MAKE) --no-print-directory check

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from chaos.outcome import Broken, Outcomes
-from kvferry.demo.engines import Engine
-from kvferry.demo.tiny_model import make_model
+from tiny_models import make_model
+from vllm_engines import Engine
 
 TOKENS = 6  # of an answer
 PROMPTS = 16  # different ones, again and again

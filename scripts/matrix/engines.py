@@ -11,11 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvferry.demo.engines import Engine, free_port, hand_over
-from kvferry.demo.tiny_model import make_model
 from matrix.cases import SHAPES, Case
 from real_pairs import call, probed, require_same_cache, seen
-from tiny_models import TINY, WINDOW
+from tiny_models import TINY, WINDOW, make_model
+from vllm_engines import Engine, free_port, hand_over
 from vllm_pairs import ids, mooncake_decode, mooncake_prefill, prompt, reaches, started
 
 LENGTHS = (40, 700)  # tokens: less than one block, and several

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvferry.demo.engines import free_port
 from kvferry.pool.mooncake_config import MooncakeStoreConfig
+from vllm_engines import free_port
 from waiting import wait_until
 
 _HOLD = """

@@ -27,15 +27,16 @@ from kvferry.demo.cache import (
     CANARY,
     POISON,
     View,
+    destination_extent,
     make_views,
     slot_entries,
+    source_extent,
     write_byte,
     write_entries,
     wrong_byte,
     wrong_entries,
 )
-from kvferry.demo.memory import Memory
-from kvferry.demo.work import destination_extent, source_extent
+from kvferry.demo.rank import RankMemory
 from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
@@ -259,7 +260,7 @@ class Rack:
     spec: Spec
     rank: Rank
     layout: RankLayout
-    memory: Memory
+    memory: RankMemory
     views: list[View]
     carrier: Any
 
@@ -267,8 +268,8 @@ class Rack:
     def make(cls, spec: Spec, rank: Rank, fill: int) -> Rack:
         model, shape = spec.cache_model, spec.engine_shape
         layout = RankLayout.build(model, shape, rank, spec.blocks)
-        memory = Memory.map(layout, None)
-        views = make_views(model, shape, rank, spec.blocks, memory.regions())
+        memory = RankMemory(layout)
+        views = make_views(model, shape, rank, spec.blocks, memory.regions)
         for view in views:
             write_byte(view, np.arange(spec.blocks), fill)
         options: dict[str, Any] = {}
@@ -328,7 +329,7 @@ class Rack:
         return wrong
 
 
-def memory_regions(layout: RankLayout, memory: Memory) -> list[MemoryRegion]:
+def memory_regions(layout: RankLayout, memory: RankMemory) -> list[MemoryRegion]:
     bases = memory.bases.tolist()
     return [MemoryRegion(b, r.bytes) for b, r in zip(bases, layout.regions, strict=True)]
 

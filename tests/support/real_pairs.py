@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from kvferry.demo.engines import Engine
+from vllm_engines import Engine
 
 SUPPORT = str(Path(__file__).parent)
 Digests = dict[str, list[str | None]]

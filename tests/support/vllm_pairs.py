@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from kvferry.demo.engines import Engine
+from vllm_engines import Engine
 
 USAGE = "vllm:kv_cache_usage_perc"
 OURS = {"kv_connector_module_path": "kvferry.vllm"}

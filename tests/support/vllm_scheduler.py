@@ -47,7 +47,6 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvferry.demo.tiny_model import llama_config
 from kvferry.layout import (
     CacheModel,
     Component,
@@ -64,6 +63,7 @@ from kvferry.vllm.context_parallel import cache_rank
 from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool_config import PoolConfig
 from kvferry.vllm.pool_worker import PoolWorker
+from tiny_models import llama_config
 
 HEADS, DIM, LAYERS = 4, 8, 2
 WINDOW = 24

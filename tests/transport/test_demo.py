@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes.util
 import json
 import multiprocessing
-import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +17,30 @@ import pytest
 
 import host_device
 from kvferry.cli.demo import Lines, demo, describe
-from kvferry.demo import consumer as consumer_module
-from kvferry.demo import on_gpu
-from kvferry.demo import producer as producer_module
-from kvferry.demo import run as demo_module
+from kvferry.demo import rank as rank_module
 from kvferry.demo.cache import make_views, write_entries, wrong_entries
-from kvferry.demo.consumer import Consumer
-from kvferry.demo.ends import carriers_for
-from kvferry.demo.producer import Producer
-from kvferry.demo.run import run_demo
-from kvferry.demo.work import DEMO_FROM, DEMO_TO, demo_model, find_model, make_work
-from kvferry.errors import DescriptionError, PermissionDenied, TransferError
+from kvferry.demo.rank import DecodeRank, PrefillRank, open_carriers
+from kvferry.demo.run import Prefill, run_demo
+from kvferry.demo.work import DEMO_FROM, DEMO_TO, Work, demo_model, find_model, make_work
+from kvferry.errors import BindError, DescriptionError, TransferError
 from kvferry.layout.shape import EngineShape, Rank, Span
+from kvferry.transport import cuda_driver
 
 WITHOUT_VM = Path(__file__).parent.parent / "support" / "without_vm.py"
 SMALL = {"min_bytes": 24 << 20, "requests": 20, "seed": 3}
-TWO_RANKS = ("demo", "tp=1,block=16,order=LBNHC", "tp=1,block=24,order=LBHNC")
+TWO_RANKS = ("demo", "tp=1,block=16,order=LBNHC,full=1", "tp=1,block=24,order=LBHNC")
 
 
 def children() -> int:
     return len(multiprocessing.active_children())
 
 
-@pytest.mark.parametrize("method", ["vm", "shared", "tcp"])
-def test_every_byte_arrives(method: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "method"),
+    [({"method": "auto"}, "local"), ({"method": "vm"}, "local"), ({"transport": "tcp"}, "tcp")],
+)
+def test_every_byte_arrives(how: dict[str, str], method: str) -> None:
     lines: list[str] = []
-    how = {"transport" if method == "tcp" else "method": method}
     result = run_demo(progress=Lines(lines.append), **how, **SMALL)
     assert result.ok
     assert result.mismatched_bytes == 0
@@ -58,49 +57,31 @@ def test_every_byte_arrives(method: str) -> None:
     assert keys <= result.to_dict().keys()
 
 
-@pytest.mark.parametrize(("fault", "method"), [("flip", "vm"), ("stray", "shared")])
-def test_damaged_bytes_are_counted(fault: str, method: str) -> None:
-    result = run_demo(*TWO_RANKS, method=method, fault=fault, **SMALL)
+@pytest.mark.parametrize("fault", ["flip", "stray"])
+def test_damaged_bytes_are_counted(fault: str) -> None:
+    result = run_demo(*TWO_RANKS, fault=fault, **SMALL)
     assert result.mismatched_bytes == 3
     assert not result.ok
     assert "WRONG" in "\n".join(describe(result))
 
 
 def test_a_rank_that_dies_ends_the_demo() -> None:
-    with pytest.raises(TransferError, match=r"consumer pp0 tp0 ended with status 3 during 'pull'"):
+    with pytest.raises(
+        TransferError, match="decode rank pp0 tp0 ended with status 3 during 'load'"
+    ):
         run_demo(*TWO_RANKS, fault="die", **SMALL)
     assert children() == 0
 
 
-def test_memory_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """auto falls back and says why; vm gives the reason as an error."""
-
-    class Crew(demo_module.Crew):
-        def ask(self, members, order, advance):  # type: ignore[no-untyped-def]
-            if order.name == "probe":
-                return ["the system does not let us"]
-            return super().ask(members, order, advance)
-
-    monkeypatch.setattr(demo_module, "Crew", Crew)
-    result = run_demo(*TWO_RANKS, method="auto", **SMALL)
-    assert result.ok
-    assert result.method == "shared"
-    assert "does not let us" in result.why
-    with pytest.raises(PermissionDenied, match="does not let us"):
-        run_demo(*TWO_RANKS, method="vm", **SMALL)
-    assert children() == 0
-
-
-def asks_for(transport: str) -> list[str]:
+def forbidden(folder: Path, *how: str) -> subprocess.CompletedProcess[str]:
+    """The command where the system forbids to read another process's memory."""
     _, src, dst = TWO_RANKS
-    sizes = ["--gib", "0.01", "--requests", "5", "--json"]
-    return ["demo", "--from", src, "--to", dst, *sizes, "--transport", transport]
+    command = [sys.executable, str(WITHOUT_VM), "demo", "--from", src, "--to", dst, *how]
+    command += ["--gib", "0.01", "--requests", "5", "--json", "--html", str(folder / "plan.html")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def forbidden(arguments: list[str], folder: Path) -> dict[str, Any]:
-    """What the command prints where the system forbids to read another process's memory."""
-    command = [sys.executable, str(WITHOUT_VM), *arguments, "--html", str(folder / "plan.html")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     assert result["ok"]
@@ -109,13 +90,13 @@ def forbidden(arguments: list[str], folder: Path) -> dict[str, Any]:
 
 
 def test_a_carrier_that_goes_another_way_says_so(tmp_path: Path) -> None:
-    result = forbidden(asks_for("local"), tmp_path)
+    result = result_of(forbidden(tmp_path, "--transport", "local"))
     assert result["method"] == "local, by tcp"
     assert "the system does not let" in result["why"]
 
 
 def test_auto_leaves_out_what_the_system_forbids(tmp_path: Path) -> None:
-    result = forbidden(asks_for("auto"), tmp_path)
+    result = result_of(forbidden(tmp_path))
     assert result["method"] == "tcp"
     assert "ruled out: local: the system does not let" in result["why"]
     assert "not opened: " in result["why"] and "nixl: it " in result["why"]
@@ -129,11 +110,17 @@ def test_auto_takes_the_fastest() -> None:
     assert f"method   local: {result.why}" in describe(result)
 
 
+def test_a_method_that_the_system_forbids_is_refused(tmp_path: Path) -> None:
+    done = forbidden(tmp_path, "--method", "vm")
+    assert done.returncode == 2
+    assert "PermissionDenied" in done.stderr and "the system does not let" in done.stderr
+
+
 @pytest.mark.skipif(ctypes.util.find_library("cuda") is not None, reason="there is a driver")
-def test_cuda_without_a_driver_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_module, "make_work", None)
+def test_cuda_without_a_driver_says_so() -> None:
     with pytest.raises(TransferError, match="no NVIDIA driver"):
-        run_demo(transport="cuda")
+        run_demo(*TWO_RANKS, transport="cuda", **SMALL)
+    assert children() == 0
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,17 +141,19 @@ def test_refusals() -> None:
         run_demo(min_bytes=1 << 50, requests=1 << 10)
     with pytest.raises(DescriptionError, match="opaque"):
         run_demo("demo", "tp=1,interior=opaque", "tp=1,interior=opaque", **SMALL)
+    with pytest.raises(BindError, match="the source keeps those from"):
+        run_demo("demo", "tp=1,block=16", "tp=1,block=24", **SMALL)
     assert children() == 0
 
 
 @pytest.mark.parametrize(
     ("model", "src", "dst"),
     [
-        ("demo", "tp=3,pp=3,block=8,order=BHLNC", "tp=4,block=48,order=LBHNC,interior=cpu"),
+        ("demo", "tp=3,pp=3,block=8,order=BHLNC,full=1", "tp=4,block=48,order=LBHNC,interior=cpu"),
         ("demo", "tp=4,dcp=1,block=16,order=LHBNC,interior=split", "tp=1,block=16,align=512"),
-        ("demo", "tp=2,block=24,overlay=1", "tp=5,block=16,order=BLNHC,interior=planes"),
+        ("demo", "tp=2,block=24,overlay=1,full=1", "tp=5,block=16,order=BLNHC,interior=planes"),
         ("deepseek-v3", "tp=4,dcp=4,interleave=2,block=16", "tp=2,pp=2,block=32,order=LBNHC"),
-        ("gpt-oss-20b", "tp=8,block=32,kernel=16", "tp=16,pp=5,block=16,full=1"),
+        ("gpt-oss-20b", "tp=4,block=32,kernel=16,full=1", "tp=8,pp=2,block=16,full=1"),
         ("granite-4.0-h-small", "tp=2,block=16,conv=SD", "tp=4,block=32"),
     ],
 )
@@ -172,63 +161,66 @@ def test_any_shape(model: str, src: str, dst: str) -> None:
     """The same ranks in one process, over shapes with one oddity each."""
     shapes = EngineShape.parse(src), EngineShape.parse(dst)
     work = make_work(find_model(model), *shapes, min_bytes=2 << 20, requests=6, seed=1)
-    files = [os.memfd_create("test") for _ in work.src.ranks]
+    with all_ranks(work, "tcp") as (sources, targets, prefill):
+        for source in sources:
+            source.fill()
+            source.hold(prefill.tickets)
+        for target in targets:
+            target.fill()
+            moved = target.load(prefill.passed_on())
+            assert all(": carrier tcp: " in link for link in moved.links)
+            checked = target.check()
+            assert checked.wrong_bytes == 0
+            assert 0 < checked.arrived_bytes <= moved.stats.bytes
+        assert [source.delivered() for source in sources] == [len(work.requests)] * len(sources)
+
+
+@contextmanager
+def all_ranks(
+    work: Work, transport: str
+) -> Iterator[tuple[list[PrefillRank], list[DecodeRank], Prefill]]:
+    """All ranks of both engines in this process, met."""
 
     def nobody(_: int) -> None:
         pass
 
-    try:
-        producers = [
-            Producer(work, rank, "", [file], nobody)
-            for rank, file in zip(work.src.ranks, files, strict=True)
-        ]
-        peers = [producer.set_up("shared") for producer in producers]
-        for producer in producers:
-            producer.fill()
-        for rank in work.dst.ranks:
-            consumer = Consumer(work, rank, "", files, nobody)
-            consumer.set_up("shared")
-            assert {link.method for link in consumer.link(peers)} <= {"shared"}
-            consumer.fill()
-            pulled = consumer.pull()
-            checked = consumer.check()
-            assert checked.wrong_bytes == 0
-            assert 0 < checked.arrived_bytes <= pulled.bytes
-    finally:
-        for file in files:
-            os.close(file)
+    ranks: list[Any] = []
+    with Prefill(work) as prefill:
+        try:
+            for rank in work.src.ranks:
+                ranks.append(PrefillRank(work, rank, transport, nobody))
+            sources = list(ranks)
+            prefill.introduce([source.start() for source in sources])
+            for rank in work.dst.ranks:
+                ranks.append(DecodeRank(work, rank, transport, nobody))
+            yield sources, ranks[len(sources) :], prefill
+        finally:
+            for rank in ranks:
+                rank.close()
 
 
 def test_caches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is filled goes there, what is compared comes from there. The device is none, and tcp,
     which reaches its memory, stands in for the carrier."""
     on = host_device.use(monkeypatch)
-    monkeypatch.setattr(on_gpu, "device", lambda _: on)
-    for module in (producer_module, consumer_module):
-        monkeypatch.setattr(module, "carriers_for", lambda _, memory: carriers_for("tcp", memory))
+    monkeypatch.setattr(cuda_driver, "device", lambda _: on)
+    monkeypatch.setattr(
+        rank_module, "open_carriers", lambda _, memory: open_carriers("tcp", memory)
+    )
     shapes = [EngineShape.parse(text) for text in TWO_RANKS[1:]]
     work = make_work(find_model("demo"), *shapes, min_bytes=2 << 20, requests=6, seed=1)
-    producer, consumer = (
-        kind(work, Rank(0, 0), "", [], lambda _: None) for kind in (Producer, Consumer)
-    )
-    peer = producer.set_up("cuda")
-    consumer.set_up("cuda")
-    try:
-        assert peer.address in on.live and consumer.memory.address in on.live
-        consumer.link([peer])
-        for rank in (producer, consumer):
+    with all_ranks(work, "cuda") as ([source], [target], prefill):
+        assert source.memory.address in on.live and target.memory.address in on.live
+        for rank in (source, target):
             rank.fill()
-        producer.memory.bytes[:] = 0  # from here on, nobody looks at the copies
-        consumer.memory.bytes[:] = 0
-        pulled = consumer.pull()
-        checked = consumer.check()
+            rank.memory.bytes[:] = 0  # from here on, nobody looks at the copies
+        source.hold(prefill.tickets)
+        moved = target.load(prefill.passed_on())
+        checked = target.check()
         assert checked.wrong_bytes == 0
-        assert 0 < checked.arrived_bytes <= pulled.bytes and checked.guarded_bytes > 0
-        on.live[consumer.memory.address][: consumer.memory.bytes.nbytes] ^= 1
-        assert consumer.check().wrong_bytes >= checked.arrived_bytes
-    finally:
-        for rank in (producer, consumer):
-            rank.carriers[0].close()
+        assert 0 < checked.arrived_bytes <= moved.stats.bytes and checked.guarded_bytes > 0
+        on.live[target.memory.address][: target.memory.bytes.nbytes] ^= 1
+        assert target.check().wrong_bytes >= checked.arrived_bytes
 
 
 def test_work_covers_what_was_asked_for() -> None:

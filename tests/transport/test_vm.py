@@ -201,10 +201,9 @@ def test_process_that_is_gone() -> None:
     out = np.zeros(1, dtype=np.uint8)
     with pytest.raises(TransferError, match="peer is gone"):
         vm.read(process.pid, [out.ctypes.data], [out.ctypes.data], [1])
-    assert not vm.can_reach(process.pid, out.ctypes.data)
 
 
-@pytest.mark.parametrize(("code", "says"), [("EPERM", "same user"), ("ENOSYS", "shared memory")])
+@pytest.mark.parametrize(("code", "says"), [("EPERM", "same user"), ("ENOSYS", "another carrier")])
 def test_forbidden(code: str, says: str) -> None:
     import errno
 
@@ -226,12 +225,6 @@ def test_refuses_arrays_that_do_not_pair_up() -> None:
         vm.read(os.getpid(), [1, 2], [1], [1])
     with pytest.raises(TransferError, match="length of -5"):
         vm.read(os.getpid(), [1], [1], [-5])
-
-
-def test_can_reach(child: Child) -> None:
-    assert vm.can_reach(child.process.pid, child.address)
-    assert not vm.can_reach(child.process.pid, 64)
-    assert "not mapped" in vm.why_unreachable(child.process.pid, 64)
 
 
 def test_scattered_copies_inside_one_process(content: np.ndarray) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.demo.engines import open_log
 from kvferry.errors import NotPrivate
 from kvferry.private_files import (
     create_private,
@@ -21,6 +20,7 @@ from kvferry.private_files import (
     read_private,
     write_private,
 )
+from vllm_engines import open_log
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")

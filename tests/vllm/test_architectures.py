@@ -21,10 +21,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 
-from kvferry.demo.engines import Engine, free_port, hand_over
-from kvferry.demo.tiny_model import llama_config, make_model
 from real_pairs import Digests, call, probed, require_same_cache, seen
-from tiny_models import TINY, WINDOW
+from tiny_models import TINY, WINDOW, llama_config, make_model
+from vllm_engines import Engine, free_port, hand_over
 from vllm_pairs import ids, prompt, settled, started
 from waiting import wait_until
 

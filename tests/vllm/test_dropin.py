@@ -25,8 +25,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 
-from kvferry.demo.engines import Engine, free_port, hand_over
-from kvferry.demo.tiny_model import make_model
+from tiny_models import make_model
+from vllm_engines import Engine, free_port, hand_over
 from vllm_pairs import (
     OURS,
     ids,

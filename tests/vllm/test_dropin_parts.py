@@ -27,7 +27,6 @@ with warnings.catch_warnings():  # torch warns of itself
     warnings.simplefilter("ignore")
     import kvferry.vllm  # noqa: F401
 
-from kvferry.demo.engines import free_port
 from kvferry.errors import (
     AuthenticationError,
     DescriptionError,
@@ -62,6 +61,7 @@ from kvferry.vllm.stats import FerryStats, as_stats, levels
 from kvferry.wire.keys import Key
 from kvferry.wire.messages import EngineInfo
 from kvferry.wire.sockets import Sockets
+from vllm_engines import free_port
 from vllm_pairs import mooncake_decode, push_decode, reaches
 
 ROOT = Path(__file__).parents[2]

@@ -18,9 +18,9 @@ pytest.importorskip("nixl", reason="needs NIXL")
 
 from test_handover import FAST, HIT, ids, loads, prompt, settled, started, ticket_of
 
-from kvferry.demo.engines import Engine, hand_over
-from kvferry.demo.tiny_model import make_model
 from kvferry.errors import DescriptionError
+from tiny_models import make_model
+from vllm_engines import Engine, hand_over
 
 OPTIONS: dict[str, Any] = {"mooncake": {"protocol": "tcp"}, "nixl": {"backends": ["UCX"]}}
 

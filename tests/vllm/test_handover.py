@@ -21,8 +21,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 
-from kvferry.demo.engines import Engine, free_port, hand_over
-from kvferry.demo.tiny_model import llama_config, make_model
+from tiny_models import llama_config, make_model
+from vllm_engines import Engine, free_port, hand_over
 from vllm_pairs import ids, prompt, settled, started
 
 # Loads take milliseconds; deadlines are long, because two cores are shared by all engines' workers,

@@ -23,12 +23,12 @@ with warnings.catch_warnings():  # torch and vLLM warn of themselves
     from modelless import Modelless, expected, run
 
 from ipv6 import has_ipv6
-from kvferry.demo.engines import free_port
-from kvferry.demo.tiny_model import make_model
 from kvferry.errors import DescriptionError
 from kvferry.vllm.bootstrap import Bootstrap
 from kvferry.vllm.metadata import FerryHandshake, FerryWorkerMetadata
 from kvferry.vllm.scheduler import NOT_FOR_OTHERS
+from tiny_models import make_model
+from vllm_engines import free_port
 from vllm_pairs import mooncake_decode, post, reaches
 
 pytestmark = pytest.mark.filterwarnings("ignore")

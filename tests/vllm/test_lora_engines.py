@@ -11,8 +11,8 @@ pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM"
 
 from test_pool_lora_engines import RANK, make_adapter
 
-from kvferry.demo.engines import Engine, hand_over
-from kvferry.demo.tiny_model import make_model
+from tiny_models import make_model
+from vllm_engines import Engine, hand_over
 from vllm_pairs import ids, prompt, started
 
 HIT = "vllm:external_prefix_cache_hits_total"

@@ -23,9 +23,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 
-from kvferry.demo.engines import Engine
-from kvferry.demo.tiny_model import make_model
 from kvferry.pool.keys import PoolKey
+from tiny_models import make_model
+from vllm_engines import Engine
 
 HITS = "vllm:external_prefix_cache_hits_total"
 COMPUTED = "vllm:request_prefill_kv_computed_tokens_sum"

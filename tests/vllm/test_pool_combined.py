@@ -11,8 +11,8 @@ pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM"
 
 from test_pool import HITS, ask, event, folder, ids, prompt, settle  # noqa: F401
 
-from kvferry.demo.engines import Engine, hand_over
-from kvferry.demo.tiny_model import make_model
+from tiny_models import make_model
+from vllm_engines import Engine, hand_over
 
 
 @pytest.fixture

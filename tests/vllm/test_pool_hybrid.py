@@ -10,8 +10,7 @@ pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM"
 
 from test_pool import ask, event, folder, pool_engine, prompt, settle  # noqa: F401
 
-from kvferry.demo.tiny_model import make_model
-from tiny_models import TINY
+from tiny_models import TINY, make_model
 
 
 @pytest.mark.matrix

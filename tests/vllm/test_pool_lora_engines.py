@@ -13,8 +13,8 @@ pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM"
 from safetensors.numpy import save_file
 from test_pool import COMPUTED, HITS, TOKENS, folder, ids, pool_engine, prompt, settle
 
-from kvferry.demo.engines import Engine
-from kvferry.demo.tiny_model import llama_config, make_model
+from tiny_models import llama_config, make_model
+from vllm_engines import Engine
 
 __all__ = ["folder"]
 

@@ -21,9 +21,9 @@ pytest.importorskip("mooncake")
 import zmq
 from test_pool import ask, event, folder, pool_engine, prompt, settle  # noqa: F401
 
-from kvferry.demo.engines import Engine, free_port
-from kvferry.demo.tiny_model import make_model
 from mooncake_master import Master
+from tiny_models import make_model
+from vllm_engines import Engine, free_port
 
 MEMORY = 256 << 20
 LENGTHS = (300, 1000)

@@ -26,8 +26,8 @@ from test_pool import (
     settle,
 )
 
-from kvferry.demo.engines import Engine, hand_over
-from kvferry.demo.tiny_model import make_model
+from tiny_models import make_model
+from vllm_engines import Engine, hand_over
 from vllm_pairs import OURS
 
 LOADS, OPEN = "vllm:kvferry_loads_total", "vllm:kvferry_holds_open"

@@ -29,8 +29,8 @@ with warnings.catch_warnings():  # torch and vLLM warn of themselves
     warnings.simplefilter("ignore")
     from modelless import Modelless, expected
 
-from kvferry.demo.engines import free_port
-from kvferry.demo.tiny_model import make_model
+from tiny_models import make_model
+from vllm_engines import free_port
 from vllm_pairs import post
 
 CHECKOUT = os.environ.get("KVFERRY_VLLM_CHECKOUT", "")

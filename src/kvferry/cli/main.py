@@ -112,16 +112,16 @@ def demo(
     requests: Annotated[int, typer.Option(help="Requests to move.")] = 300,
     gib: Annotated[float, typer.Option(help="GiB to move at least.")] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
-    method: Annotated[str, typer.Option(help="auto, vm or shared.")] = "auto",
+    method: Annotated[str, typer.Option(help="auto, or vm: `local`, and no other.")] = "auto",
     transport: Annotated[
-        str, typer.Option(help="A carrier instead: auto, local, tcp, mooncake, nixl, cuda.")
+        str, typer.Option(help="A carrier: auto, local, tcp, mooncake, nixl, cuda.")
     ] = "",
     as_json: Json = False,
     html: Annotated[Path, typer.Option(help="Where to draw the plan.")] = Path(
         "out/demo-plan.html"
     ),
 ) -> None:
-    """Move real memory between ranks of two engines on this machine, and check every byte."""
+    """Hand requests over between the ranks of two engines on this machine; check every byte."""
     from kvferry.cli.demo import demo as run
     from kvferry.demo.work import DEMO_FROM, DEMO_TO
 

@@ -151,6 +151,68 @@ def slot_entries(group: Group, shape: EngineShape, tp_rank: int, blocks: Span, h
     return entries.reshape(-1, block // kernel, kernel)
 
 
+# --- which entries a request has, on both sides ------------------------------------------------
+
+
+def block_span(group: Group, shape: EngineShape) -> int:
+    """Entries that one block stands for, over the ranks that share them."""
+    return shape.entries(group)[0] * shape.dcp_for(group)
+
+
+def is_single(group: Group) -> bool:
+    """One block a request, whatever its length; never part of a held prefix."""
+    return group.residency.kind in ("state", "ring")
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Entries of one group of a request, in blocks of one side."""
+
+    blocks: int  # that the request's table has
+    first_held: int  # block number; those before it were dropped
+    entries: Span  # that lie in the blocks
+    first_loaded: int = 0  # block number; those before it are not to be touched
+
+
+def source_extent(group: Group, src: EngineShape, tokens: int) -> Extent:
+    """What the source holds of a request."""
+    stop, needed = _stop_and_needed(group, tokens)
+    if is_single(group):
+        return Extent(1, 0, Span(needed, stop))
+    span = block_span(group, src)
+    first = 0 if src.full_residency else needed // span
+    blocks = max(-(-stop // span), first)
+    return Extent(blocks, first, Span(min(first * span, stop), stop))
+
+
+def destination_extent(
+    group: Group, src: EngineShape, dst: EngineShape, tokens: int, skip: int
+) -> Extent:
+    """What the destination should hold after loading a request: what it lacks, as whole blocks,
+    as far as the source still has it."""
+    given = source_extent(group, src, tokens)
+    if is_single(group):
+        return given
+    stop, needed = _stop_and_needed(group, tokens)
+    span = block_span(group, dst)
+    first = 0 if dst.full_residency else needed // span
+    loaded = max(first, skip // group.tokens_per_entry // span)
+    start = max(loaded * span, given.entries.start)
+    blocks = max(-(-stop // span), first)
+    if start >= stop:
+        return Extent(blocks, first, Span(stop, stop), blocks)
+    return Extent(blocks, first, Span(start, stop), loaded)
+
+
+def _stop_and_needed(group: Group, tokens: int) -> tuple[int, int]:
+    """End of the entries that exist, and the first one that the next token reads."""
+    if group.is_state:
+        return 1, 0
+    per = group.tokens_per_entry
+    stop = -(-tokens // per) if group.partial_entries else tokens // per
+    return stop, group.residency.needed_from(tokens) // per
+
+
 # --- views of memory -----------------------------------------------------------------------------
 
 

@@ -1,48 +1,401 @@
-"""One rank of the demo, in a process of its own, which does what `kvferry.demo.orders` says."""
+"""One rank of the demo, in a process of its own: a producer or a consumer of the hand-over.
+
+The demo tells its ranks over a pipe which of these methods to call, one at a time:
+
+    (start)          -> RankInfo    a rank describes itself, as an engine's worker does
+    fill()                          write what is to be moved, or what must not change
+    hold(tickets)                   producer: the requests are prefilled, let them be claimed
+    load(tickets)    -> Moved       consumer: load every request by its ticket
+    delivered()      -> int         producer: holds that all readers have closed
+    check()          -> Checked     consumer: compare every byte with what it should be
+
+While a rank works it reports bytes done. It ends when the pipe closes. Producers do nothing while
+consumers load: reading is one-sided.
+"""
 
 from __future__ import annotations
 
+import logging
+import mmap
+import os
 import signal
+import time
 import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import current_process
 from multiprocessing.connection import Connection
+from typing import Any
 
-from kvferry.demo.consumer import Consumer
-from kvferry.demo.memory import SharedFile
-from kvferry.demo.orders import Done, Failed, Order, Progress
-from kvferry.demo.producer import Producer
-from kvferry.demo.work import Work
-from kvferry.errors import KvferryError
-from kvferry.layout.shape import Rank
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.demo.cache import (
+    ABSENT,
+    CANARY,
+    POISON,
+    View,
+    destination_extent,
+    make_views,
+    slot_entries,
+    source_extent,
+    write_byte,
+    write_entries,
+    wrong_byte,
+    wrong_entries,
+)
+from kvferry.demo.work import DemoRequest, Work
+from kvferry.errors import KvferryError, TransferError
+from kvferry.layout.rank import RankLayout
+from kvferry.layout.shape import Rank, Span
+from kvferry.p2p.bell import Bell
+from kvferry.p2p.consumer import ConsumerRank
+from kvferry.p2p.describe import engine_info, rank_info
+from kvferry.p2p.holds import Closed
+from kvferry.p2p.load import Load
+from kvferry.p2p.producer import ProducerRank
+from kvferry.p2p.stats import ConsumerStats
+from kvferry.p2p.ticket import Ticket
+from kvferry.transport import Carrier, MemoryRegion, auto, make_carrier
+from kvferry.transport.host import HostMemory
+from kvferry.transport.memory import Memory
+from kvferry.wire.messages import EngineInfo, RankInfo
+from kvferry.wire.sockets import Sockets
+
+LOOPBACK = "127.0.0.1"
+ON_GPU = "cuda"  # the carrier that moves nothing but a GPU's memory
+PAGE_BYTES = 4096
+MAP_NORESERVE = 0x4000  # blocks that no request uses are never touched
+LOADS_AT_ONCE = 4  # of a consumer rank: while one waits for an answer, others copy
+LOAD_SECONDS = 50.0  # for one load; below the silence that ends the demo
+LEASE_SECONDS = 3600.0  # requests wait for their turn as long as the whole demo takes
+
+Bytes = NDArray[np.uint8]
+Ints = NDArray[np.int64]
+Report = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A rank's answer."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a consumer rank loaded, and what its log says of how it reaches each source."""
+
+    stats: ConsumerStats
+    links: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    arrived_bytes: int  # compared with their own values
+    guarded_bytes: int  # had to be zero, or unchanged
+    wrong_bytes: int
+
+
+def describe_engine(work: Work, *, producer: bool) -> EngineInfo:
+    """An engine as the two sides introduce themselves."""
+    name, shape = ("prefill", work.src) if producer else ("decode", work.dst)
+    return engine_info(name, "demo", work.model, shape, {"model": work.model.name})
+
+
+class RankMemory:
+    """One mapping that holds all regions of a rank; or a GPU's memory, with a copy on the host.
+
+    `bytes` is what the demo writes and compares. Carriers reach `address`.
+    """
+
+    def __init__(self, layout: RankLayout, *, on_gpu: bool = False) -> None:
+        sizes = [-(-region.bytes // PAGE_BYTES) * PAGE_BYTES for region in layout.regions]
+        starts = np.cumsum([0, *sizes], dtype=np.int64)
+        total = max(int(starts[-1]), PAGE_BYTES)  # a stage may cache nothing
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        self.bytes: Bytes = np.frombuffer(mmap.mmap(-1, total, flags=flags), dtype=np.uint8)
+        self.regions = {
+            region.name: self.bytes[start : start + region.bytes]
+            for region, start in zip(layout.regions, starts[:-1].tolist(), strict=True)
+        }
+        self._on_gpu = on_gpu
+        self.reach: Memory
+        if on_gpu:
+            from kvferry.transport.cuda_driver import device
+            from kvferry.transport.staging import DeviceMemory
+
+            on = device(0)
+            with on.current():
+                self.address = on.allocate(total)
+            self.reach = DeviceMemory([self.region])
+        else:
+            self.address = self.bytes.ctypes.data
+            self.reach = HostMemory([self.region])
+        self.bases: Ints = starts[:-1] + self.address
+
+    @property
+    def region(self) -> MemoryRegion:
+        return MemoryRegion(self.address, self.bytes.nbytes)
+
+    def publish(self) -> None:
+        """Carriers find what was written to `bytes`."""
+        if self._on_gpu:
+            self.reach.scatter(self.bytes, *self._whole())
+
+    def fetch(self) -> None:
+        """`bytes` has what carriers wrote."""
+        if self._on_gpu:
+            self.reach.gather(*self._whole(), self.bytes)
+
+    def _whole(self) -> tuple[Ints, Ints]:
+        return np.array([self.address]), np.array([self.bytes.nbytes])
+
+
+class DemoRank:
+    """What producers and consumers do alike: memory, views of it, and carriers."""
+
+    def __init__(
+        self, work: Work, rank: Rank, transport: str, report: Report, *, producer: bool
+    ) -> None:
+        self.work, self.rank, self.report = work, rank, report
+        shape, pools = (work.src, work.src_pools) if producer else (work.dst, work.dst_pools)
+        blocks = 1 + max(int(pool[-1]) for pool in pools)
+        self.engine = describe_engine(work, producer=producer)
+        self.layout = RankLayout.build(work.model, shape, rank, blocks)
+        self.memory = RankMemory(self.layout, on_gpu=transport == ON_GPU)
+        self.views = make_views(work.model, shape, rank, blocks, self.memory.regions)
+        self.pools = pools
+        self.sockets = Sockets()
+        self.carriers = open_carriers(transport, self.memory)
+
+    def describe(self, address: str = "") -> RankInfo:
+        endpoints = {carrier.name: carrier.endpoint() for carrier in self.carriers}
+        return rank_info(
+            self.layout, self.memory.bases.tolist(), address, self.engine.incarnation, endpoints
+        )
+
+    def group_of(self, view: View) -> int:
+        return self.work.model.groups.index(view.group)
+
+    def blocks_but(self, view: View, used: Sequence[Ints]) -> Ints:
+        """Ids of all blocks that a view's group may use, and of the null block, without these."""
+        pool = self.pools[self.group_of(view)]
+        return np.setdiff1d(np.arange(pool[-1] + 1), np.concatenate([np.zeros(0, np.int64), *used]))
+
+    def key_of(self, request: DemoRequest, view: View) -> tuple[int, ...]:
+        """What distinguishes one component of one request from all others."""
+        component = view.group.components.index(view.component)
+        return (self.work.seed, request.number, self.group_of(view), component)
+
+    def close(self) -> None:
+        for carrier in self.carriers:
+            carrier.close()
+        self.sockets.close()
+
+
+def open_carriers(transport: str, memory: RankMemory) -> list[Carrier]:
+    """The carrier that is named, or all that an engine with such memory opens for "auto"."""
+    names = [chosen.name for chosen in auto.select([transport]) if not chosen.why_not]
+    carriers = [make_carrier(name, host=LOOPBACK) for name in names]
+    for carrier in carriers:
+        carrier.register([memory.region])
+    return carriers
+
+
+class PrefillRank(DemoRank):
+    def __init__(self, work: Work, rank: Rank, transport: str, report: Report) -> None:
+        super().__init__(work, rank, transport, report, producer=True)
+        self.bell = Bell()
+        self.producer = ProducerRank(
+            self.sockets, self.engine.incarnation, lease_seconds=LEASE_SECONDS, bell=self.bell
+        )
+        self.producer.start()
+
+    def start(self) -> RankInfo:
+        return self.describe(f"{LOOPBACK}:{self.producer.port}")
+
+    def fill(self) -> None:
+        work = self.work
+        for view in self.views:
+            used = [request.src_tables[self.group_of(view)] for request in work.requests]
+            write_byte(view, self.blocks_but(view, used), POISON)
+        for request in work.requests:
+            self.report(sum(self._fill(view, request) for view in self.views))
+        self.memory.publish()
+
+    def _fill(self, view: View, request: DemoRequest) -> int:
+        extent = source_extent(view.group, self.work.src, request.tokens)
+        blocks = Span(extent.first_held, extent.blocks)
+        ids = request.src_tables[self.group_of(view)][blocks.start :]
+        entries = slot_entries(view.group, self.work.src, self.rank.tp, blocks, extent.entries)
+        return write_entries(view, self.key_of(request, view), ids, entries)
+
+    def hold(self, tickets: list[Ticket]) -> None:
+        for ticket, request in zip(tickets, self.work.requests, strict=True):
+            tables = [table.tolist() for table in request.src_tables]
+            self.producer.open_hold(
+                ticket.hold_id, ticket.request_id, ticket.digest, ticket.tokens, tables
+            )
+
+    def delivered(self) -> int:
+        until = time.monotonic() + LOAD_SECONDS
+        closed: list[Closed] = []
+        while len(closed) < len(self.work.requests) and time.monotonic() < until:
+            self.bell.wait(1.0)
+            closed += self.producer.take_closed()
+        return sum(one.why == "delivered" for one in closed)
+
+    def close(self) -> None:
+        self.producer.close()
+        super().close()
+
+
+class DecodeRank(DemoRank):
+    def __init__(
+        self, work: Work, rank: Rank, transport: str, report: Report, fault: str = ""
+    ) -> None:
+        super().__init__(work, rank, transport, report, producer=False)
+        self.fault, self.bell = fault, Bell()
+        self.consumer = ConsumerRank(
+            self.sockets,
+            self.engine,
+            work.model,
+            self.layout,
+            self.memory.bases.tolist(),
+            self.carriers,
+            zero=self.memory.reach.zero,
+            bell=self.bell,
+        )
+
+    def start(self) -> RankInfo:
+        return self.describe()
+
+    def fill(self) -> None:
+        for view in self.views:
+            write_byte(view, self.blocks_but(view, []), CANARY)
+        self.memory.publish()
+
+    def load(self, tickets: list[dict[str, Any]]) -> Moved:
+        """Load every request, a few at once. Tickets come as a router passes them on."""
+        waiting = deque(zip(self.work.requests, map(Ticket.from_params, tickets), strict=True))
+        running = 0
+        with _words_of_auto() as said:
+            while waiting or running:
+                while waiting and running < LOADS_AT_ONCE:
+                    request, ticket = waiting.popleft()
+                    tables = tuple(tuple(table.tolist()) for table in request.dst_tables)
+                    self.consumer.start(
+                        Load(ticket.request_id, ticket, tables, request.skip, LOAD_SECONDS)
+                    )
+                    running += 1
+                self.bell.wait(1.0)
+                for loaded in self.consumer.take_done():
+                    if not loaded.ok:
+                        raise TransferError(f"{loaded.request_id} was not loaded: {loaded.error}")
+                    running -= 1
+                    self.report(loaded.bytes)
+                    if self.fault == "die":
+                        os._exit(3)
+        return Moved(self.consumer.stats(), tuple(said))
+
+    def check(self) -> Checked:
+        work = self.work
+        self.memory.fetch()
+        self._corrupt()
+        arrived, guarded, wrong = 0, 0, 0
+        loaded: list[list[Ints]] = [[] for _ in work.model.groups]
+        for request in work.requests:
+            before = arrived
+            for view in self.views:
+                extent = destination_extent(
+                    view.group, work.src, work.dst, request.tokens, request.skip
+                )
+                blocks = Span(extent.first_loaded, extent.blocks)
+                ids = request.dst_tables[self.group_of(view)][blocks.start :]
+                entries = slot_entries(view.group, work.dst, self.rank.tp, blocks, extent.entries)
+                wrong += wrong_entries(view, self.key_of(request, view), ids, entries)
+                loaded[self.group_of(view)].append(ids)
+                slot_bytes = len(view.layers) * view.units.size * view.component.unit_bytes
+                present = int(np.count_nonzero(entries != ABSENT))
+                arrived += present * slot_bytes
+                guarded += (entries.size - present) * slot_bytes
+            self.report(arrived - before)
+        for view in self.views:
+            sharing = loaded if work.dst.overlay else [loaded[self.group_of(view)]]
+            free = self.blocks_but(view, [ids for group in sharing for ids in group])
+            wrong += wrong_byte(view, free, CANARY)
+            guarded += view.block_bytes * len(free)
+        return Checked(arrived, guarded, wrong)
+
+    def _corrupt(self) -> None:
+        """Do what a broken copy would, where a test asks for it."""
+        if self.fault not in ("flip", "stray"):
+            return
+        view = self.views[0]
+        tables = [request.dst_tables[self.group_of(view)] for request in self.work.requests]
+        if self.fault == "flip":
+            block = int(tables[0][-1])
+        else:
+            block = int(self.blocks_but(view, tables)[-1])
+        view.array[-1, block, 0, 0, -1].view(np.uint8)[..., :3] ^= 0xFF
+
+    def close(self) -> None:
+        self.consumer.close()
+        super().close()
+
+
+@contextmanager
+def _words_of_auto() -> Iterator[list[str]]:
+    """What the hand-over logs of the carrier that it chooses for a source."""
+    said: list[str] = []
+
+    class Hear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.module == "auto" and record.levelno == logging.INFO:
+                said.append(record.getMessage())
+
+    handler, level = Hear(), auto.log.level
+    auto.log.addHandler(handler)
+    auto.log.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        auto.log.removeHandler(handler)
+        auto.log.setLevel(level)
 
 
 def rank_main(
-    work: Work,
-    is_producer: bool,
-    rank: Rank,
-    fault: str,
-    files: list[SharedFile],
-    pipe: Connection,
+    work: Work, producer: bool, rank: Rank, transport: str, fault: str, pipe: Connection
 ) -> None:
-    """Body of a rank's process. `files`: its own of a producer, of a consumer all producers'."""
+    """Body of a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the demo itself decides, and closes the pipe
-    descriptors = [file.descriptor for file in files]
-    kind = Producer if is_producer else Consumer
-    worker = kind(work, rank, fault, descriptors, lambda done: pipe.send(Progress(done)))
-    while True:
-        try:
-            order: Order = pipe.recv()
-        except (EOFError, ConnectionError):
-            for carrier in worker.carriers:
-                carrier.close()
+    with ExitStack() as stack, suppress(EOFError, ConnectionError):
+
+        def make() -> PrefillRank | DecodeRank:
+            if producer:
+                return PrefillRank(work, rank, transport, pipe.send)
+            return DecodeRank(work, rank, transport, pipe.send, fault)
+
+        made = _answer(make)
+        if not isinstance(made, Done):
+            pipe.send(made)
             return
-        answer: Done | Failed
-        try:
-            answer = Done(getattr(worker, order.name)(*order.arguments))
-        except KvferryError as error:
-            answer = Failed(error, str(error))
-        except Exception:  # whoever gave the order raises it, with this text
-            answer = Failed(None, traceback.format_exc())
-        try:
-            pipe.send(answer)
-        except ConnectionError:
-            return
+        stack.callback(made.value.close)
+        pipe.send(_answer(made.value.start))
+        while True:
+            name, arguments = pipe.recv()
+            pipe.send(_answer(partial(getattr(made.value, name), *arguments)))
+
+
+def _answer(call: Callable[[], Any]) -> Done | KvferryError:
+    """What a call returns, or the error that the demo is to raise."""
+    try:
+        return Done(call())
+    except KvferryError as error:
+        return error
+    except Exception:
+        return TransferError(f"{current_process().name} failed:\n{traceback.format_exc()}")

@@ -1,54 +1,62 @@
-"""The demo itself: two engines of unlike shape, every rank a process, every byte checked.
+"""The demo itself: a hand-over between two engines of unlike shape, every byte checked.
 
-Producer ranks fill the blocks of a few hundred requests; consumer ranks plan for themselves and
-pull each request out of the producers' memory; then every byte that arrived is compared with what
-it logically is, and every byte that nothing should have written with what it was.
+Every rank is a process. This one is what stands around them: the schedulers, which decide who has
+which blocks; the prefill engine's directory; and the router, which passes tickets on.
 
-How bytes move is the *method*:
+1. The prefill ranks describe themselves to the directory, and fill the blocks of some hundred
+   requests with bytes that tell where they belong (cache.py). Each request gets a hold at every
+   rank, and a ticket.
+2. The decode ranks get the tickets, and nothing else. They ask the directory who the ranks are,
+   plan for themselves, claim the holds, read each request out of the prefill ranks' memory by a
+   carrier, and say their last word. That is `kvferry.p2p`, as engines use it.
+3. Every byte that arrived is compared with what it logically is, and every byte that nothing should
+   have written with what it was.
 
-    vm      process_vm_readv on the producers' private memory
-    shared  producers keep their cache in shared memory, which consumers map, and copy themselves
-    auto    vm where the system permits it, else shared
-    NAME    a carrier (`transport`): consumers read through it. "auto" there is what engines with
-            their caches in host memory do: the carriers of transport/auto.py, by what they cost on
-            this machine. `cuda` moves between caches on a GPU
-
-However the demo ends, its processes end with it. Shared memory has no name, so none can be left.
+However the demo ends, its processes end with it.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import secrets
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from kvferry.demo.crew import Crew
-from kvferry.demo.memory import SharedFile
-from kvferry.demo.orders import Checked, Greeting, Link, Order, Pulled
+from kvferry.demo.rank import LOOPBACK, Checked, Done, Moved, describe_engine, rank_main
 from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, Work, find_model, make_work
-from kvferry.errors import DescriptionError, PermissionDenied, TransferError
+from kvferry.errors import DescriptionError, KvferryError, PermissionDenied, TransferError
 from kvferry.layout.shape import EngineShape, Rank
+from kvferry.p2p.directory import Directory
+from kvferry.p2p.ticket import Ticket, prompt_digest
 from kvferry.transport.auto import AUTO, select
 from kvferry.transport.registry import CARRIERS
 from kvferry.units import show_bytes
+from kvferry.wire.messages import RankInfo
+from kvferry.wire.sockets import Sockets
 
-METHODS = ("auto", "vm", "shared")
+METHODS = {"auto": AUTO, "vm": "local"}  # and the carriers that they stand for
 # The null carrier stays in one process.
 TRANSPORTS = (AUTO, *(name for name in CARRIERS if name != "null"))
 MEMORY_PART = 0.8  # of the memory that is free may be used
+SILENCE_SECONDS = 60.0  # a rank that works reports many times a second
+FAREWELL_SECONDS = 2.0  # for a rank to end by itself, before it is made to
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
     """What a run moved and found.
 
-    `gb_per_s` is `bytes` over `transfer_seconds`: the wall time from the order to pull until the
-    last consumer rank had all its requests, binding each request included. `copy_gb_per_s` is
-    over the time that the busiest consumer rank spent copying. `method` is how bytes moved: "local,
-    by tcp" where a carrier did not go its own way.
+    `gb_per_s` is `bytes` over `transfer_seconds`: the wall time from the tickets' arrival until the
+    last decode rank had all its requests, with handshakes, claims, planning and last words.
+    `copy_gb_per_s` is over the part of it that loads spent reading. `method` is how bytes moved:
+    "local, by tcp" where a carrier did not go its own way.
     """
 
     requests: int
@@ -80,23 +88,12 @@ class DemoResult:
         return {**asdict(self), "ok": self.ok}
 
 
-class Watch(Protocol):
-    """Who wants to see a demo run."""
+class Watch:
+    """Is told how a demo goes on; this one shows nothing."""
 
     def say(self, text: str) -> None: ...
     def phase(self, name: str, total_bytes: int) -> None: ...
     def advance(self, done_bytes: int) -> None: ...
-
-
-class Silent:
-    def say(self, text: str) -> None:
-        pass
-
-    def phase(self, name: str, total_bytes: int) -> None:
-        pass
-
-    def advance(self, done_bytes: int) -> None:
-        pass
 
 
 def run_demo(
@@ -114,8 +111,8 @@ def run_demo(
 ) -> DemoResult:
     """Run the whole demo, and say what it found.
 
-    `fault` breaks the first consumer rank, for tests: "flip" damages three bytes that arrived,
-    "stray" three that nothing may write, "die" ends it while it pulls.
+    `fault` breaks the first decode rank, for tests: "flip" damages three bytes that arrived,
+    "stray" three that nothing may write, "die" ends it while it loads.
     """
     if method not in METHODS:
         raise DescriptionError(f"method must be one of {', '.join(METHODS)}, found {method!r}")
@@ -124,54 +121,53 @@ def run_demo(
             f"transport must be one of {', '.join(TRANSPORTS)}, without a method; found "
             f"{transport!r} and method {method!r}"
         )
-    _require_library(transport)
-    watch = progress or Silent()
+    watch = progress or Watch()
     started = time.monotonic()
     _require_memory(2 * min_bytes)  # before block tables are made for it
     src, dst = EngineShape.parse(from_shape), EngineShape.parse(to_shape)
     work = make_work(
         find_model(model_name), src, dst, min_bytes=min_bytes, requests=requests, seed=seed
     )
-    _require_memory(_needed_memory(work))
-    held_bytes = _held_bytes(work)
+    _require_memory(work.pool_bytes)
     watch.say(
-        f"{len(src.ranks)} producer ranks ({src.describe()}) and {len(dst.ranks)} consumer ranks "
+        f"{len(src.ranks)} prefill ranks ({src.describe()}) and {len(dst.ranks)} decode ranks "
         f"({dst.describe()}), each a process; {len(work.requests)} requests"
     )
-    with ExitStack() as stack, Crew() as crew:
-        files = [_shared_file(stack) for _ in src.ranks] if method != "vm" and not transport else []
-        crew.start(work, fault, files)
-        peers = crew.ask(crew.producers, Order("greet"), watch.advance)
-        crew.ask(crew.consumers, Order("greet"), watch.advance)
-        way, why = (transport, "") if transport else _choose(crew, method, peers)
-        everyone = [*crew.producers, *crew.consumers]
-        greetings: list[Greeting] = crew.ask(everyone, Order("set_up", (way,)), watch.advance)
-        order = Order("link", (greetings[: len(peers)],))
-        links: list[list[Link]] = crew.ask(crew.consumers, order, watch.advance)
-        if transport:
-            way, why = _reached(transport, [link for some in links for link in some])
-        watch.say(f"method {way}: {why}")
-        watch.phase("fill", held_bytes)
-        crew.ask(everyone, Order("fill"), watch.advance)
+    carrier = transport or METHODS[method]
+    with Prefill(work) as prefill, Crew(watch.advance) as crew:
+        infos = crew.start(work, carrier, fault)
+        prefill.introduce(infos[: len(src.ranks)])
+        watch.phase("fill", work.held_bytes)
+        crew.ask(crew.everyone, "fill")
+        crew.ask(crew.prefill, "hold", prefill.tickets)
         watch.phase("move", work.bytes)
         begun = time.monotonic()
-        pulled: list[Pulled] = crew.ask(crew.consumers, Order("pull"), watch.advance)
+        moved: list[Moved] = crew.ask(crew.decode, "load", prefill.passed_on())
         transfer_seconds = time.monotonic() - begun
+        way, why = _reached(carrier, [link for one in moved for link in one.links])
+        if method == "vm" and way != METHODS["vm"]:
+            raise PermissionDenied(why)
+        watch.say(f"method {way}: {why}")
+        delivered: list[int] = crew.ask(crew.prefill, "delivered")
+        if min(delivered) < len(work.requests):
+            raise TransferError(f"of {len(work.requests)} holds, ranks closed {delivered}")
         watch.phase("check", work.bytes)
-        checked: list[Checked] = crew.ask(crew.consumers, Order("check"), watch.advance)
-    moved = sum(p.bytes for p in pulled)
+        checked: list[Checked] = crew.ask(crew.decode, "check")
+    stats = [one.stats for one in moved]
+    total = sum(one.bytes for one in stats)
+    reading = max(one.seconds["read"] / sum(one.seconds.values()) for one in stats)
     return DemoResult(
         requests=len(work.requests),
-        bytes=moved,
+        bytes=total,
         mismatched_bytes=sum(c.wrong_bytes for c in checked),
-        gb_per_s=moved / transfer_seconds / 1e9,
+        gb_per_s=total / transfer_seconds / 1e9,
         method=way,
         why=why,
         asked=transport or method,
         seconds=time.monotonic() - started,
         transfer_seconds=transfer_seconds,
-        copy_gb_per_s=moved / max(p.copy_seconds for p in pulled) / 1e9,
-        descriptors=sum(p.descriptors for p in pulled),
+        copy_gb_per_s=total / (transfer_seconds * reading) / 1e9,
+        descriptors=sum(one.descriptors for one in stats),
         checked_bytes=sum(c.arrived_bytes for c in checked),
         guarded_bytes=sum(c.guarded_bytes for c in checked),
         tokens=sum(r.tokens for r in work.requests),
@@ -184,86 +180,18 @@ def run_demo(
     )
 
 
-def _choose(crew: Crew, method: str, peers: list[Greeting]) -> tuple[str, str]:
-    """The method to use, and why."""
-    if method == "shared":
-        return "shared", "asked for; consumers map the producers' memory and copy themselves"
-    reasons = crew.ask(crew.consumers, Order("probe", (peers,)), lambda _: None)
-    reason = next(filter(None, reasons), "")
-    if not reason:
-        asked = "asked for" if method == "vm" else "chosen"
-        return "vm", f"{asked}; consumers may read the producers' memory (process_vm_readv)"
-    if method == "vm":
-        raise PermissionDenied(reason)
-    return "shared", f"chosen, because {reason}"
-
-
-def _reached(transport: str, links: list[Link]) -> tuple[str, str]:
-    """How carriers move bytes, in truth, and why so: of each way, by the first that goes it."""
-    ways: dict[str, list[str]] = {}
+def _reached(transport: str, links: Sequence[str]) -> tuple[str, str]:
+    """How carriers move bytes, and why so: of each way, in the words of the first that goes it."""
+    ways: dict[str, str] = {}
     for link in links:
-        way = f"{link.method}, by tcp" if link.detour else link.method
-        ways.setdefault(way, [reason for reason in (link.why, link.detour) if reason])
-    reasons = [reason for some in ways.values() for reason in some]
+        words = link.partition(": carrier ")[2]
+        name, _, why = words.partition(": ")
+        ways.setdefault(f"{name}, by tcp" if "(by tcp: " in why else name, why)
+    reasons = list(ways.values())
     if transport == AUTO:
         out = [f"{c.name}: {c.why_not}" for c in select([AUTO]) if c.why_not]
         reasons.append(f"not opened: {'; '.join(out)}")
-    if not reasons:
-        reasons = [f"asked for; consumers read through the carrier {transport}"]
-    return " and ".join(ways) or transport, ". ".join(reasons)
-
-
-def _require_library(transport: str) -> None:
-    """Say that it is missing before anything is filled."""
-    if transport == "mooncake":
-        from kvferry.transport.mooncake_engine import engine_class
-
-        engine_class()
-    elif transport == "nixl":
-        from kvferry.transport.nixl_agent import api
-
-        api()
-    elif transport == "cuda":
-        from kvferry.transport.cuda_driver import device_count
-
-        if device_count() == 0:
-            raise TransferError("this process sees no GPU (CUDA_VISIBLE_DEVICES?)")
-
-
-def _shared_file(stack: ExitStack) -> SharedFile:
-    descriptor = os.memfd_create("kvferry-demo")
-    stack.callback(os.close, descriptor)
-    return SharedFile(descriptor)
-
-
-def _held_bytes(work: Work) -> int:
-    """Bytes of all blocks that producers fill."""
-    null = work.src.null_block or 0
-    total = 0
-    for rank in work.src.ranks:
-        for index, block in enumerate(_block_bytes(work, work.src, rank)):
-            total += block * sum(int((r.src_tables[index] != null).sum()) for r in work.requests)
-    return total
-
-
-def _block_bytes(work: Work, shape: EngineShape, rank: Rank) -> list[int]:
-    """Bytes of one block of each group on one rank, over its layers."""
-    return [
-        len(shape.layers(work.model, group, rank.pp))
-        * shape.entries(group)[0]
-        * sum(shape.units(group, c, rank.tp).size * c.unit_bytes for c in group.components)
-        for group in work.model.groups
-    ]
-
-
-def _needed_memory(work: Work) -> int:
-    """Bytes of all blocks in the pools of both engines."""
-    needed = 0
-    for shape, pools in ((work.src, work.src_pools), (work.dst, work.dst_pools)):
-        for rank in shape.ranks:
-            blocks = zip(_block_bytes(work, shape, rank), pools, strict=True)
-            needed += sum(block * len(pool) for block, pool in blocks)
-    return needed
+    return " and ".join(ways), ". ".join(reasons)
 
 
 def _require_memory(needed: int) -> None:
@@ -276,3 +204,162 @@ def _require_memory(needed: int) -> None:
             f"the two engines would need {show_bytes(needed)} of memory, and {show_bytes(free)} "
             "are free; move fewer bytes, or choose shapes with fewer ranks"
         )
+
+
+class Prefill:
+    """The prefill engine beside its ranks: its directory, and the tickets that it issues."""
+
+    def __init__(self, work: Work) -> None:
+        self._stack = ExitStack()
+        sockets = Sockets()
+        self._stack.callback(sockets.close)
+        engine = describe_engine(work, producer=True)
+        self._directory = Directory(sockets, engine)
+        self._stack.callback(self._directory.close)
+        self._directory.start()
+        self.tickets = [
+            Ticket(
+                engine_id=engine.engine_id,
+                incarnation=engine.incarnation,
+                hold_id=secrets.token_hex(16),
+                digest=prompt_digest(range(request.number, request.number + request.tokens)),
+                tokens=request.tokens,
+                host=LOOPBACK,
+                port=self._directory.port,
+                request_id=f"request {request.number}",
+                tp_size=work.src.tp,
+                pp_size=work.src.pp,
+            )
+            for request in work.requests
+        ]
+
+    def introduce(self, ranks: list[RankInfo]) -> None:
+        self._directory.set_ranks(ranks)
+
+    def passed_on(self) -> list[dict[str, Any]]:
+        """The tickets as a router passes them on: plain parameters of a request."""
+        return [ticket.to_params() for ticket in self.tickets]
+
+    def __enter__(self) -> Prefill:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A rank's process."""
+
+    name: str
+    process: BaseProcess
+    pipe: Connection
+
+
+@dataclass(slots=True, eq=False)
+class Crew:
+    """All ranks. Leaving the context ends every process, in whatever state it is.
+
+    Every wait has a deadline: a rank that has died, hangs or fails ends the demo with an error that
+    names it, and all others with it.
+    """
+
+    advance: Callable[[int], None]  # told of bytes that a rank reports
+    prefill: list[Member] = field(default_factory=list)
+    decode: list[Member] = field(default_factory=list)
+
+    @property
+    def everyone(self) -> list[Member]:
+        return [*self.prefill, *self.decode]
+
+    def start(self, work: Work, transport: str, fault: str) -> list[RankInfo]:
+        """Start all ranks; what they say of themselves."""
+        context = multiprocessing.get_context("forkserver")
+        # What ranks import is imported once; a rank is then a fork that has begun nothing yet.
+        context.set_forkserver_preload(["kvferry.demo.rank", "kvferry.cli.main"])
+
+        def member(producer: bool, rank: Rank, fault: str) -> Member:
+            name = f"{'prefill' if producer else 'decode'} rank pp{rank.pp} tp{rank.tp}"
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=rank_main,
+                args=(work, producer, rank, transport, fault, theirs),
+                name=name,
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            return Member(name, process, ours)
+
+        for rank in work.src.ranks:
+            self.prefill.append(member(True, rank, ""))
+        for rank in work.dst.ranks:
+            self.decode.append(member(False, rank, fault if rank == work.dst.ranks[0] else ""))
+        infos: list[RankInfo] = self._answers(self.everyone, "start")
+        return infos
+
+    def ask(self, members: Sequence[Member], name: str, *arguments: Any) -> Any:
+        """Have all of them call this method; what they return, in their order."""
+        for member in members:
+            try:
+                member.pipe.send((name, arguments))
+            except ConnectionError:
+                raise _gone(member, name) from None
+        return self._answers(members, name)
+
+    def _answers(self, members: Sequence[Member], name: str) -> Any:
+        answers: dict[str, Any] = {}
+        while len(answers) < len(members):
+            pipes = {m.pipe: m for m in members if m.name not in answers}
+            ended = {m.process.sentinel: m for m in self.everyone}
+            ready = wait([*pipes, *ended], SILENCE_SECONDS)
+            if not ready:
+                silent = ", ".join(m.name for m in pipes.values())
+                raise TransferError(
+                    f"no word from {silent} for {SILENCE_SECONDS:.0f} s while waiting for "
+                    f"{name!r}; the machine is overloaded, or a rank hangs"
+                )
+            for item in ready:
+                if item in ended and not ended[item].pipe.poll():
+                    raise _gone(ended[item], name)
+                if item not in pipes:
+                    continue
+                member = pipes[item]
+                try:
+                    told = member.pipe.recv()
+                except (EOFError, ConnectionError):
+                    raise _gone(member, name) from None
+                match told:
+                    case Done(value):
+                        answers[member.name] = value
+                    case KvferryError():
+                        raise told
+                    case done_bytes:
+                        self.advance(done_bytes)
+        return [answers[member.name] for member in members]
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for member in self.everyone:
+            member.pipe.close()  # a rank that is idle ends now
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        for end in (BaseProcess.terminate, BaseProcess.kill):
+            for member in self.everyone:
+                if kind is None:  # all is well: no hurry
+                    member.process.join(max(0.0, deadline - time.monotonic()))
+                if member.process.is_alive():
+                    end(member.process)
+            for member in self.everyone:
+                member.process.join(FAREWELL_SECONDS)
+        for member in self.everyone:
+            member.process.close()
+
+
+def _gone(member: Member, name: str) -> TransferError:
+    member.process.join(FAREWELL_SECONDS)
+    return TransferError(
+        f"{member.name} ended with status {member.process.exitcode} during {name!r}; "
+        "a negative status is a signal (-9: often out of memory). All other ranks were ended too"
+    )

@@ -9,19 +9,23 @@ from math import lcm
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.demo.cache import Extent, block_span, destination_extent, is_single, source_extent
 from kvferry.errors import DescriptionError
 from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.presets import load_model
-from kvferry.layout.shape import EngineShape, Span
+from kvferry.layout.shape import EngineShape
 from kvferry.plan.pair import plan_pair
 from kvferry.plan.report import needed_bytes
+from kvferry.plan.tokens import moved
 
 Ints = NDArray[np.int64]
 Cost = Callable[[int, int], int]  # tokens, skip -> bytes that all destination ranks need
 
 DEMO_MODEL = "demo"
 # Nothing divides: 12 heads over tp 2 and 3, blocks of 16 and 24 tokens, 7 layers over 2 stages.
-DEMO_FROM = "tp=2,pp=2,block=16,order=LBNHC"
+# The source keeps all blocks of the window: without full=1, it would drop the heads of blocks that
+# the destination wants whole, and the hand-over would refuse the pair.
+DEMO_FROM = "tp=2,pp=2,block=16,order=LBNHC,full=1"
 DEMO_TO = "tp=3,block=24,order=LBHNC"
 SKIP_PART = 0.25  # of the requests find a prefix at the destination
 SPARE_PART = 0.05  # of the blocks belong to no request, and must not change
@@ -43,7 +47,7 @@ def find_model(name: str) -> CacheModel:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Request:
+class DemoRequest:
     number: int
     tokens: int
     skip: int  # tokens at the front that the destination already holds
@@ -53,83 +57,43 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """All that both engines know of before anything moves."""
+    """What the two engines' schedulers have decided: who has which blocks."""
 
     model: CacheModel
     src: EngineShape
     dst: EngineShape
     seed: int
-    requests: tuple[Request, ...]
+    requests: tuple[DemoRequest, ...]
     src_pools: tuple[Ints, ...]  # of each group: ids that may be in use
     dst_pools: tuple[Ints, ...]
-    bytes: int
+    bytes: int  # that the destination ranks need
 
     @property
-    def src_blocks(self) -> int:
-        return 1 + max(int(pool[-1]) for pool in self.src_pools)
+    def held_bytes(self) -> int:
+        """Bytes of all blocks that the source fills."""
+        null = self.src.null_block or 0
+        counts = [
+            sum(int(np.count_nonzero(request.src_tables[i] != null)) for request in self.requests)
+            for i in range(len(self.model.groups))
+        ]
+        return self._bytes(self.src, counts)
 
     @property
-    def dst_blocks(self) -> int:
-        return 1 + max(int(pool[-1]) for pool in self.dst_pools)
+    def pool_bytes(self) -> int:
+        """Bytes of all blocks of both engines."""
+        sides = (self.src, self.src_pools), (self.dst, self.dst_pools)
+        return sum(self._bytes(shape, [len(pool) for pool in pools]) for shape, pools in sides)
 
-
-def block_span(group: Group, shape: EngineShape) -> int:
-    """Entries that one block stands for, over the ranks that share them."""
-    return shape.entries(group)[0] * shape.dcp_for(group)
-
-
-def is_single(group: Group) -> bool:
-    """One block a request, whatever its length; never part of a held prefix."""
-    return group.residency.kind in ("state", "ring")
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Entries of one group of a request, in blocks of one side."""
-
-    blocks: int  # that the request's table has
-    first_held: int  # block number; those before it were dropped
-    entries: Span  # that lie in the blocks
-    first_loaded: int = 0  # block number; those before it are not to be touched
-
-
-def source_extent(group: Group, src: EngineShape, tokens: int) -> Extent:
-    """What the source holds of a request."""
-    stop, needed = _stop_and_needed(group, tokens)
-    if is_single(group):
-        return Extent(1, 0, Span(needed, stop))
-    span = block_span(group, src)
-    first = 0 if src.full_residency else needed // span
-    blocks = max(-(-stop // span), first)
-    return Extent(blocks, first, Span(min(first * span, stop), stop))
-
-
-def destination_extent(
-    group: Group, src: EngineShape, dst: EngineShape, tokens: int, skip: int
-) -> Extent:
-    """What the destination should hold after loading a request: what it lacks, as whole blocks,
-    as far as the source still has it."""
-    given = source_extent(group, src, tokens)
-    if is_single(group):
-        return given
-    stop, needed = _stop_and_needed(group, tokens)
-    span = block_span(group, dst)
-    first = 0 if dst.full_residency else needed // span
-    loaded = max(first, skip // group.tokens_per_entry // span)
-    start = max(loaded * span, given.entries.start)
-    blocks = max(-(-stop // span), first)
-    if start >= stop:
-        return Extent(blocks, first, Span(stop, stop), blocks)
-    return Extent(blocks, first, Span(start, stop), loaded)
-
-
-def _stop_and_needed(group: Group, tokens: int) -> tuple[int, int]:
-    """End of the entries that exist, and the first one that the next token reads."""
-    if group.is_state:
-        return 1, 0
-    per = group.tokens_per_entry
-    stop = -(-tokens // per) if group.partial_entries else tokens // per
-    return stop, group.residency.needed_from(tokens) // per
+    def _bytes(self, shape: EngineShape, blocks: list[int]) -> int:
+        """Bytes of that many blocks of each group, on all ranks."""
+        return sum(
+            count
+            * len(shape.layers(self.model, group, rank.pp))
+            * shape.entries(group)[0]
+            * sum(shape.units(group, c, rank.tp).size * c.unit_bytes for c in group.components)
+            for rank in shape.ranks
+            for group, count in zip(self.model.groups, blocks, strict=True)
+        )
 
 
 def make_work(
@@ -144,7 +108,8 @@ def make_work(
     """Requests of varied lengths that together move at least `min_bytes`.
 
     Their number differs from `requests` only where the model leaves no choice: states that are
-    large by themselves allow fewer, caches that do not grow with the tokens need more.
+    large by themselves allow fewer, caches that do not grow with the tokens need more. Pairs of
+    shapes that the hand-over refuses are refused here, before anything is filled.
     """
     if requests < 1 or min_bytes < 1:
         raise DescriptionError(f"expected requests and bytes, found {requests=}, {min_bytes=}")
@@ -154,29 +119,31 @@ def make_work(
     def cost(tokens: int, skip: int) -> int:
         return sum(needed_bytes(pair, rank, tokens, skip) for rank in dst.ranks)
 
-    least = cost(1, 0)
-    requests = max(1, min(requests, min_bytes // max(least, 1) + 1))
+    requests = max(1, min(requests, min_bytes // max(cost(1, 0), 1) + 1))
     align = lcm(
         *[block_span(g, dst) * g.tokens_per_entry for g in model.groups if not is_single(g)]
     )
-    lengths, skips, total = _draw(rng, requests, align, min_bytes, cost)
+    drawn, total = _draw(rng, requests, align, min_bytes, cost)
     while total < min_bytes:
         requests = requests * min_bytes // max(total, 1) + 1
-        lengths, skips, total = _draw(rng, requests, align, min_bytes, cost)
-    drawn = list(zip(lengths, skips, strict=True))
+        drawn, total = _draw(rng, requests, align, min_bytes, cost)
+    for tokens, skip in drawn:
+        for group in model.groups:
+            moved(group, src, dst, tokens, skip)  # raises where the source has dropped too much
     held = [[source_extent(g, src, t) for g in model.groups] for t, _ in drawn]
     due = [[destination_extent(g, src, dst, t, s) for g in model.groups] for t, s in drawn]
     src_tables, src_pools = _tables(src, held, rng)
     dst_tables, dst_pools = _tables(dst, due, rng)
-    made = [
-        Request(i, lengths[i], skips[i], src_tables[i], dst_tables[i]) for i in range(len(lengths))
-    ]
-    return Work(model, src, dst, seed, tuple(made), src_pools, dst_pools, total)
+    made = tuple(
+        DemoRequest(number, tokens, skip, src_tables[number], dst_tables[number])
+        for number, (tokens, skip) in enumerate(drawn)
+    )
+    return Work(model, src, dst, seed, made, src_pools, dst_pools, total)
 
 
 def _draw(
     rng: np.random.Generator, requests: int, align: int, min_bytes: int, cost: Cost
-) -> tuple[list[int], list[int], int]:
+) -> tuple[list[tuple[int, int]], int]:
     """Lengths and held prefixes, scaled until they move enough (or more would not help)."""
     weights = rng.lognormal(0.0, TOKENS_SPREAD, requests)
     prefixes = np.where(rng.random(requests) < SKIP_PART, rng.random(requests), 0.0)
@@ -185,13 +152,13 @@ def _draw(
         lengths = np.maximum(1, np.ceil(weights * scale)).astype(np.int64)
         skips = (prefixes * lengths).astype(np.int64) // align * align
         skips = np.minimum(skips, (lengths - 1) // align * align)
-        pairs = list(zip(lengths.tolist(), skips.tolist(), strict=True))
-        total = sum(cost(*pair) for pair in pairs)
+        drawn = list(zip(lengths.tolist(), skips.tolist(), strict=True))
+        total = sum(cost(*one) for one in drawn)
         if total >= min_bytes or total == before:
             break
         before = total
         scale *= 1.01 * min_bytes / max(total, 1)
-    return [t for t, _ in pairs], [s for _, s in pairs], total
+    return drawn, total
 
 
 def _tables(
@@ -199,28 +166,23 @@ def _tables(
 ) -> tuple[list[tuple[Ints, ...]], tuple[Ints, ...]]:
     """Scattered block ids for all requests, and the ids of each group's pool."""
     null = shape.null_block or 0
-    groups = range(len(extents[0]))
     counts = np.asarray([[e.blocks - e.first_held for e in row] for row in extents])
-    if shape.overlay:  # one pool for all groups
-        pools = [_pool(int(counts.sum()), null)] * len(groups)
-        taken = np.split(rng.permutation(pools[0])[: counts.sum()], np.cumsum(counts)[:-1])
-        ids = [[taken[r * len(groups) + g] for g in groups] for r in range(len(extents))]
-    else:
-        pools = [_pool(int(counts[:, g].sum()), null) for g in groups]
-        columns = []
-        for g in groups:
-            shuffled = rng.permutation(pools[g])[: counts[:, g].sum()]
-            columns.append(np.split(shuffled, np.cumsum(counts[:, g])[:-1]))
-        ids = [[columns[g][r] for g in groups] for r in range(len(extents))]
+    # With an overlay, all groups share one pool: it is one column of ids, request by request.
+    columns = counts.reshape(-1, 1) if shape.overlay else counts
+    pools, ids = [], []
+    for column in columns.T:
+        needed = int(column.sum())
+        pool = np.arange(null + 1, null + 2 + needed + int(needed * SPARE_PART), dtype=np.int64)
+        pools.append(pool)
+        ids.append(np.split(rng.permutation(pool)[:needed], np.cumsum(column)[:-1]))
+    groups = counts.shape[1]
+    if shape.overlay:
+        pools, ids = pools * groups, [ids[0][group::groups] for group in range(groups)]
     tables = [
         tuple(
-            np.concatenate((np.full(extent.first_held, null, dtype=np.int64), mine))
-            for extent, mine in zip(row, row_ids, strict=True)
+            np.concatenate((np.full(extent.first_held, null, dtype=np.int64), ids[group][number]))
+            for group, extent in enumerate(row)
         )
-        for row, row_ids in zip(extents, ids, strict=True)
+        for number, row in enumerate(extents)
     ]
     return tables, tuple(pools)
-
-
-def _pool(needed: int, null: int) -> Ints:
-    return np.arange(null + 1, null + 2 + needed + int(needed * SPARE_PART), dtype=np.int64)

@@ -44,21 +44,6 @@ def write(pid: int, src: ArrayLike, dst: ArrayLike, length: ArrayLike) -> int:
     return move(system_call("process_vm_writev"), pid, local=src, remote=dst, length=length)
 
 
-def can_reach(pid: int, address: int) -> bool:
-    """Whether this process may read the other one's memory, tried on one byte."""
-    return not why_unreachable(pid, address)
-
-
-def why_unreachable(pid: int, address: int) -> str:
-    """What keeps this process from reading that byte; empty where nothing does."""
-    landing = np.zeros(1, dtype=np.uint8)
-    try:
-        read(pid, [address], [landing.ctypes.data], [1])
-    except TransferError as error:
-        return str(error)
-    return ""
-
-
 def allow_any_reader() -> bool:
     """Let any process of the same user reach this one's memory, where Yama would forbid it.
 
@@ -125,12 +110,12 @@ def _error(code: int, pid: int, done: int, total: int) -> TransferError:
                 f"the system does not let process {os.getpid()} reach the memory of process {pid} "
                 f"({after}). Run both as the same user; with Yama, set kernel.yama.ptrace_scope=0 "
                 "or let the other process call prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY); in a "
-                "container, allow process_vm_readv (--cap-add SYS_PTRACE). Or use shared memory"
+                "container, allow process_vm_readv (--cap-add SYS_PTRACE). Or use another carrier"
             )
         case errno.ENOSYS:
             return PermissionDenied(
                 f"this kernel or sandbox has no process_vm_readv and process_vm_writev ({after}); "
-                "use shared memory or another carrier"
+                "use another carrier"
             )
         case errno.ESRCH:
             return PeerLost(f"the peer is gone: there is no process {pid} ({after})")

@@ -1,6 +1,6 @@
 """`make demo-vllm`: two real vLLM engines of different shapes, a router, and equal tokens.
 
-    python -m kvferry.demo.vllm [--prefill tp=1] [--decode tp=2,block=32]
+    python scripts/demo_vllm.py [--prefill tp=1] [--decode tp=2,block=32]
 
 Makes a tiny model, starts a prefill engine, a decode engine and the router, sends prompts through
 the router, and compares the tokens with those of the prefill engine alone.
@@ -18,9 +18,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from kvferry.demo.engines import Engine, free_port, open_log
-from kvferry.demo.tiny_model import make_model
 from kvferry.layout.shape import EngineShape
+from tiny_models import make_model
+from vllm_engines import Engine, free_port, open_log
 
 PROMPTS = 6
 TOKENS = 12

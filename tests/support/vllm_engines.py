@@ -1,4 +1,4 @@
-"""Real vLLM engines (CPU build) as processes, for the demo and for tests.
+"""Real vLLM engines (CPU build) as processes, for tests, measurements and `make demo-vllm`.
 
 `Engine` starts vLLM's OpenAI server with our connector, waits until it answers, and ends it: by
 asking, then by killing. Its log goes to a file. One thread an engine, loopback only.
