@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.bench.calibrate import fit
 from kvferry.errors import DescriptionError, OutOfBounds, TransferError
 from kvferry.transport.base import MemoryRegion
 from kvferry.transport.cost import (
@@ -197,29 +196,3 @@ def test_costs_are_found_and_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     negative += b'"descriptor_seconds":0,"byte_seconds":0}}}}'
     with pytest.raises(DescriptionError, match="negative"):
         read_costs(negative, "it")
-
-
-def test_a_line_is_found_again() -> None:
-    truth = Cost(2e-4, 3e-7, 2e-10)
-    points = [
-        (runs, runs * size, truth.seconds(runs, runs * size))
-        for runs in (64, 1024, 16384)
-        for size in (64, 1024, 16384)
-    ]
-    found = fit(points)
-    for name in ("batch_seconds", "descriptor_seconds", "byte_seconds"):
-        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-3)
-    falling = fit([(n, b, s - 1.9e-4) for n, b, s in points])  # no cost is ever negative
-    assert min(falling.batch_seconds, falling.descriptor_seconds, falling.byte_seconds) >= 0
-
-
-def test_what_is_known_of_a_line_is_not_found_again() -> None:
-    """Covers are counted at the direct rate: the rest is what packed reads cost by themselves."""
-    covers, truth = Cost(3e-4, 1e-8, 1e-10), Cost(0.0, 7e-8, 6e-10)
-    sizes = [(runs, runs * size) for runs in (64, 1024, 16384) for size in (64, 512, 2048)]
-    known = [covers.seconds(*one) for one in sizes]
-    points = [(*one, k + truth.seconds(*one)) for one, k in zip(sizes, known, strict=True)]
-    found = fit(points, known)
-    assert found.batch_seconds == 0
-    assert found.descriptor_seconds == pytest.approx(truth.descriptor_seconds, rel=1e-3)
-    assert found.byte_seconds == pytest.approx(truth.byte_seconds, rel=1e-3)
