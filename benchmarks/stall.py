@@ -5,8 +5,9 @@ loop, a millisecond apart, while one long scattered request is handed over in th
 layers x 8,192 blocks, P tp 4 to D tp 8, 655,360 descriptors. The longest round beyond that
 millisecond is the stall: a slow answer, or other threads that do not let the loop run.
 
-    kvferry   a real producer and consumer with the `local` carrier, bytes moved; the median of
-              several hand-overs, because on a busy machine the system alone may stop a loop longer
+    kvferry   a real producer and consumer, bytes moved by `local`, which goes by tcp within one
+              process; the median of several hand-overs, because on a busy machine the system alone
+              may stop a loop longer
     vllm      `MooncakeConnectorWorker.get_finished` while its sender loop plans the same request;
               planning alone, nothing is moved
 """

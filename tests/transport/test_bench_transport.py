@@ -83,6 +83,8 @@ def test_targets_are_judged_by_their_worst_cell() -> None:
     assert (first.found, first.where, first.met) == (1.9, "write 4.0 KiB", False)
     assert {t.met for t in (*others, nixl)} == {None}
     assert (mooncake.found, mooncake.where, mooncake.met) == (0.94, "write 256 B", False)
+    *_, missed, _ = target_lines((mooncake, nixl))
+    assert missed.startswith("MISSED") and "0.94 at worst (write 256 B)" in missed
 
 
 def test_a_verdict_says_which_sizes_it_is_about() -> None:
