@@ -9,7 +9,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # More than two failures fail the target, and so does a test that fails again.
 ONCE_MORE := --last-failed --last-failed-no-failures none --retry-at-most 2
 
-.PHONY: chaos fuzz matrix demo demo-vllm test check test-vllm mutants verify bench-plan fixtures golden-plans clean
+.PHONY: chaos fuzz matrix demo demo-vllm test check test-vllm mutants verify bench-plan bench-pool bench-handover bench-stall fixtures golden-plans clean
 
 demo: $(VENV)/.done  ## move 1 GiB between engines of different shapes, on this machine
 	$(BIN)/kvferry demo
@@ -22,8 +22,8 @@ test: $(VENV)/.done  ## lint, types, and all tests that need nothing but this ma
 	$(BIN)/python -m pytest -n 2 || { test $$? -eq 1 && $(BIN)/python -m pytest $(ONCE_MORE); }
 
 check: $(VENV)/.done
-	$(BIN)/ruff check src tests scripts
-	$(BIN)/ruff format --check src tests scripts
+	$(BIN)/ruff check src tests scripts benchmarks
+	$(BIN)/ruff format --check src tests scripts benchmarks
 	$(BIN)/mypy
 
 test-vllm: $(VLLM_VENV)/.done  ## beside the real vLLM: its planner, its cache layouts, its speed
@@ -47,6 +47,15 @@ fuzz: $(VENV)/.done  ## hostile frames, requests and files; FRAMES=1000000 for t
 
 bench-plan: $(VLLM_VENV)/.done  ## planning speed beside vLLM's planner, in one run
 	$(VLLM_BIN)/kvferry bench plan --html out/bench-plan.html
+
+bench-pool: $(VLLM_VENV)/.done  ## the pool's hit rates, lookups and bandwidth; ARGS='--trace FILE'
+	$(VLLM_BIN)/python -m benchmarks.pool $(ARGS)
+
+bench-handover: $(VLLM_VENV)/.done  ## real engines beside vLLM's own connectors; ARGS='--requests 7'
+	$(VLLM_BIN)/python -m benchmarks.handover $(ARGS)
+
+bench-stall: $(VLLM_VENV)/.done  ## how long a hand-over holds up a step, beside vLLM's
+	$(VLLM_BIN)/python -m benchmarks.stall $(ARGS)
 
 fixtures: $(VLLM_VENV)/.done  ## capture cache geometry from real vLLM engines again
 	$(VLLM_BIN)/python scripts/fixtures --out tests/fixtures/vllm-0.32

@@ -7,29 +7,30 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from kvferry.bench import pool, pool_bandwidth, pool_lookups, pool_tune
-from kvferry.bench.pool_beside_vllm import SchedulerShare
-from kvferry.bench.pool_policies import BY_BLOCK, VARIANTS
-from kvferry.bench.pool_rules import replay_rules
-from kvferry.bench.pool_trace import (
+from benchmarks import eviction, pool, stores
+from benchmarks.eviction import (
+    BY_BLOCK,
+    VARIANTS,
     replay,
     replay_lru,
     replay_optimum,
+    replay_rules,
     replay_store,
     synthetic_trace,
 )
-from kvferry.cli.bench_pool import pool_bench_page
+from benchmarks.scheduler_lookup import SchedulerShare
 
 
 def test_a_short_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_bandwidth, "BATCH_OBJECTS", 16)
-    monkeypatch.setattr(pool_lookups, "LOOKUPS", 50)
-    monkeypatch.setattr(pool_bandwidth, "_mooncake", lambda *_: {})  # tests/vllm has it
-    lookup, beside = pool_lookups.lookups(20_000)
+    monkeypatch.setattr(stores, "BATCH_OBJECTS", 16)
+    monkeypatch.setattr(stores, "LOOKUPS", 50)
+    monkeypatch.setattr(stores, "_mooncake", lambda *_: {})  # tests/vllm has it
+    lookup, beside = stores.lookups(20_000)
     assert lookup.per_second > 0 and lookup.p50_us <= lookup.p99_us
     assert all(one.per_second > 0 for one in beside)
-    bandwidth, ratios = pool_bandwidth.bandwidths(1, [])
+    bandwidth, ratios = stores.bandwidths(1, [])
     rows = {(b.store, b.op): b for b in bandwidth}
     assert set(rows) >= {
         ("memcpy", "load"),
@@ -57,7 +58,7 @@ def test_a_short_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"store", "op", "gb_s"} <= set(told["bandwidth"][0])
     verdicts = {one["name"]: one["met"] for one in told["targets"]}
     assert verdicts["scheduler's share of a lookup, of the in-tree connector's"] is False
-    page = pool_bench_page(result)
+    page = pool.pool_bench_page(result)
     assert "<svg" in page and "a &lt; b" in page and "http" not in page and "MISSED" in page
 
 
@@ -102,13 +103,21 @@ def test_tuning_sees_the_first_half_only(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / name).write_text("\n".join(lines))
         return tmp_path / name
 
-    monkeypatch.setattr(pool_tune, "GRID", {"turn_classes": (1, 8), "fade_s": (15, 240)})
-    monkeypatch.setattr(pool_tune, "CAPACITIES", (100, 2000))
+    monkeypatch.setattr(eviction, "GRID", {"turn_classes": (1, 8), "fade_s": (15, 240)})
+    monkeypatch.setattr(eviction, "CAPACITIES", (100, 2000))
     same = write("same", trace.blocks)
     other = write("other", [*trace.blocks[:half], *([[1, 2, 3]] * (len(trace.blocks) - half))])
     assert end > 0
-    first, second = (pool_tune.tune(path, lambda _: None) for path in (same, other))
+    first, second = (eviction.tune(path, lambda _: None) for path in (same, other))
     assert (first.chosen, first.candidates) == (second.chosen, second.candidates)
     assert first.policies != second.policies
     assert {one.constant for one in first.candidates} == {"turn_classes", "fade_s"}
     assert sum(one.taken for one in first.candidates) >= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [(["--quick"], "--tune takes no --quick"), ([], "--tune needs a trace")]
+)
+def test_tuning_refuses_what_it_would_ignore(options: list[str], words: str) -> None:
+    result = CliRunner().invoke(pool.app, ["--tune", *options])
+    assert result.exit_code == 2 and words in result.output

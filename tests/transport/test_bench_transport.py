@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from kvferry.bench.paired import PairedRow
-from kvferry.bench.targets import Target, judge
-from kvferry.bench.targets import lines as target_lines
-from kvferry.bench.transport import lines, run
+from kvferry.bench.transport import PairedRow, Target, judge, lines, run, target_lines
 from kvferry.cli.bench import transport_bench_page
 from kvferry.errors import TransferError
 from kvferry.transport.local import LocalCarrier
@@ -45,8 +40,7 @@ def test_what_is_named_must_go_its_own_way(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(LocalCarrier, "_why_not_directly", lambda *_: "the system forbids it")
     with pytest.raises(TransferError, match=r"local .* goes by tcp .* the system forbids it"):
         run(sizes=(4096,), seconds=0.0, carriers=("tcp", "local"))
-    for name in ("nixl", "mooncake", "mooncake.engine"):
-        monkeypatch.setitem(sys.modules, name, None)  # as if not installed
+    without_libraries(monkeypatch)
     result = run(sizes=(1 << 20,), seconds=0.0)
     assert {row.carrier for row in result.results} == {"memcpy", "tcp"}
     assert set(result.missing) == {"local", "mooncake", "raw-mooncake", "nixl", "raw-nixl"}

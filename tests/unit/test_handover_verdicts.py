@@ -1,4 +1,4 @@
-"""What `kvferry bench handover` calls slower."""
+"""What `python -m benchmarks.handover` calls slower."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.bench.handover import HandoverResult, so_far, verdicts
-from kvferry.bench.timed import Times, timed
-from kvferry.cli.bench_handover import print_handover
-from kvferry.cli.main import app
+from benchmarks.handover import HandoverResult, app, print_handover, so_far, verdicts
+from benchmarks.timed import Times, timed
 
 OURS = HandoverResult("kvferry", True, 5, 50.0, 400.0, 200.0, 0.4, 0.6, 30.0)
 THEIRS = HandoverResult("theirs", False, 5, 60.0, 410.0, 210.0, 0.1, 12.0, 29.0)
@@ -43,8 +41,8 @@ def test_progress_is_for_people_and_results_are_for_programs(
             tell(so_far(one))
         return [OURS, broken]
 
-    monkeypatch.setattr("kvferry.bench.handover.run", run)
-    said = CliRunner().invoke(app, ["bench", "handover", "--json"])
+    monkeypatch.setattr("benchmarks.handover.run", run)
+    said = CliRunner().invoke(app, ["--json"])
     assert said.exit_code == 0
     assert [one["name"] for one in json.loads(said.stdout)] == ["kvferry", "broken"]
     told = said.stderr.replace("\n", " ")
@@ -56,7 +54,7 @@ def test_progress_is_for_people_and_results_are_for_programs(
 def test_calls_add_up_to_steps(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
-    from kvferry.bench import timed as module
+    import benchmarks.timed as module
 
     class Connector:
         def start_load_kv(self) -> None:

@@ -47,13 +47,12 @@ MISTAKES = [
     (["bench", "transport", "--sizes", "a,b"], "cannot read the sizes 'a,b'"),
     (["bench", "transport", "--sizes", "0"], "cannot read the sizes '0'"),
     (["bench", "transport", "--sizes", "4096,"], "cannot read the sizes '4096,'"),
-    (
-        ["bench", "transport", "--carriers", "nope"],
-        "'nope' is not measured here; choose among",
-    ),
+    (["bench", "transport", "--carriers", "nope"], "'nope' is not measured here; choose among loc"),
     (["bench", "transport", "--carriers", "tcp,"], "cannot read the carriers 'tcp,'"),
     (["bench", "transport", "--seconds", "-1"], "Invalid value for '--seconds'"),
-    (["bench", "pool", "--tune", "--quick"], "--tune takes no --quick; leave it out"),
+    (["bench", "pool", "--trace", "x", "--json"], "is now `python -m benchmarks.pool`, in a check"),
+    (["bench", "handover", "--help"], "is now `python -m benchmarks.handover`, in a checkout"),
+    (["bench", "stall"], "`kvferry bench stall` is now `python -m benchmarks.stall`"),
 ]
 
 

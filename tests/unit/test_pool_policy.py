@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.bench.pool_trace import (
+from benchmarks.eviction import (
     Trace,
     read_trace,
     replay_lru,

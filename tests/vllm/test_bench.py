@@ -26,7 +26,7 @@ def test_faster_than_vllm_and_the_same_bytes(name: str) -> None:
 
 def test_a_step_is_not_held_up() -> None:
     """The best of three, because other processes hold this loop up too."""
-    from kvferry.bench.stall import run
+    from benchmarks.stall import run
 
     results = [run(blocks=4096) for _ in range(3)]
     assert max(r.ratio or 0 for r in results) > 100, results

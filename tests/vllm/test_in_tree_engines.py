@@ -10,12 +10,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 
+from benchmarks import python_path
 from tiny_models import make_model
 from vllm_engines import Engine, free_port, hand_over
 from vllm_pairs import ids, mooncake_decode, mooncake_prefill, prompt, started
 
 pytestmark = pytest.mark.matrix
-THEIRS = "kvferry.bench.timed_vllm"  # MooncakeConnector as it is, told that there is a device 0
+THEIRS = "benchmarks.timed.vllm"  # MooncakeConnector as it is, told that there is a device 0
 WORDS = "run kvferry's connector on both sides"
 
 
@@ -24,6 +25,7 @@ def engine(name: str, folder: Path, module: str, transfer: dict[str, Any], port:
     made.connector = {"mooncake_protocol": "tcp"} if "Moon" in transfer["kv_connector"] else {}
     made.transfer = {"kv_connector_module_path": module, **transfer}
     made.environment = {
+        "PYTHONPATH": python_path(),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port),

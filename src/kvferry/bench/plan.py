@@ -7,17 +7,19 @@ Medians of several runs. Ratios are vLLM's time over ours.
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import os
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from kvferry.bench import vllm_planner
 from kvferry.layout.model import CacheModel
 from kvferry.layout.parts import Ints
 from kvferry.layout.presets import load_model
@@ -147,7 +149,7 @@ def prepare(case: Case, model: CacheModel) -> Setup:
 
 def run(progress: Callable[[str], None] = lambda _: None, *, quick: bool = False) -> BenchResult:
     model = load_model("llama-3.1-70b")
-    beside = vllm_planner.installed()
+    beside = vllm_installed()
     if not beside:
         progress("vLLM is not installed here: its columns stay empty (make bench-plan installs it)")
     results = []
@@ -217,7 +219,7 @@ def _vllm(setup: Setup, repeats: int) -> tuple[float, Copies]:
         (part,) = layout.parts
         first = part.placements[0]
         sides.append(
-            vllm_planner.VllmSide(
+            VllmSide(
                 layout.rank.tp,
                 layout.shape.tp,
                 first.block_stride,
@@ -225,9 +227,7 @@ def _vllm(setup: Setup, repeats: int) -> tuple[float, Copies]:
             )
         )
     heads = setup.plan.groups["attention"].components[0].units
-    plan = vllm_planner.prepare(
-        sides[0], sides[1], heads, setup.src_ids.tolist(), setup.dst_ids.tolist()
-    )
+    plan = prepare_vllm(sides[0], sides[1], heads, setup.src_ids.tolist(), setup.dst_ids.tolist())
     taken = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -324,3 +324,85 @@ def _curve(model: CacheModel, blocks: tuple[int, ...]) -> Iterator[tuple[int, fl
             setup.bind().copies(buffer)
 
         yield count, timed(arrays, REPEATS), timed(setup.bind, REPEATS)
+
+
+# --- vLLM's planner, driven outside an engine -----------------------------------------------------
+
+
+def vllm_installed() -> bool:
+    found = importlib.util.find_spec("vllm")
+    return found is not None and found.origin is not None  # not just a folder of that name
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSide:
+    """One rank as vLLM's Mooncake connector sees it: a region a layer."""
+
+    tp_rank: int
+    tp_size: int
+    block_bytes: int
+    layer_bases: tuple[int, ...]
+
+
+def prepare_vllm_worker(
+    src: VllmSide,
+    dst: VllmSide,
+    total_kv_heads: int,
+    src_ids: list[int],
+    dst_ids: list[int],
+) -> tuple[Any, Callable[[], Any]]:
+    """A worker of vLLM's, and the coroutine with which it plans one request.
+
+    `MooncakeConnectorWorker._build_transfer_params` turns block ids into three lists of integers,
+    one entry a copy. It needs little of its worker; that little is set by hand here.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as module
+
+    class Worker(module.MooncakeConnectorWorker):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.kv_cache_config = SimpleNamespace(
+                transfer_groups=[SimpleNamespace(kv_cache_spec=None)], has_mamba_layers=False
+            )
+            self._physical_blocks_per_logical_kv_block = 1
+            self.tp_rank, self.tp_size, self.use_mla = src.tp_rank, src.tp_size, False
+            self.transfer_topo = SimpleNamespace(
+                local_replicates_kv_cache=src.tp_size > total_kv_heads,
+                total_num_kv_heads=total_kv_heads,
+            )
+
+        def __del__(self) -> None:  # nothing was started, so nothing is shut down
+            pass
+
+    def regions(side: VllmSide) -> list[Any]:
+        return [
+            module.TransferRegion(f"layer.{i}", i, base, side.block_bytes, side.block_bytes)
+            for i, base in enumerate(side.layer_bases)
+        ]
+
+    worker = Worker()
+    metadata = SimpleNamespace(
+        req_blocks={"r": ("t", [dst_ids])},
+        remote_hostname="",
+        remote_port=0,
+        remote_tp_rank=dst.tp_rank,
+        remote_tp_size=dst.tp_size,
+    )
+    request = [("r", SimpleNamespace(local_block_ids=[src_ids]))]
+    ours, theirs = regions(src), regions(dst)
+
+    return worker, lambda: worker._build_transfer_params(request, metadata, ours, theirs)
+
+
+def prepare_vllm(
+    src: VllmSide, dst: VllmSide, total_kv_heads: int, src_ids: list[int], dst_ids: list[int]
+) -> Callable[[], tuple[list[int], list[int], list[int]]]:
+    """vLLM's planner for one request: sources, destinations and lengths when called."""
+    _, coroutine = prepare_vllm_worker(src, dst, total_kv_heads, src_ids, dst_ids)
+
+    def plan() -> tuple[list[int], list[int], list[int]]:
+        made = asyncio.run(coroutine())
+        if made[4] is not None:
+            raise RuntimeError(f"vLLM's planner refused the request: {made[4]}")
+        return made[0], made[1], made[2]
+
+    return plan

@@ -1,50 +1,44 @@
-"""Benchmarks as a table and as a page with plots."""
+"""`kvferry bench plan` and `kvferry bench transport`: commands, tables, and pages with plots."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.bench.plan import BenchResult, CaseResult
-from kvferry.bench.targets import lines as target_lines
-from kvferry.bench.transport import TransportResult
-from kvferry.units import show_bytes
+from kvferry.cli.console import (
+    Html,
+    Json,
+    err,
+    keep_page,
+    libraries_to_stderr,
+    print_json,
+    refusals,
+)
+from kvferry.errors import DescriptionError
+from kvferry.units import parse_sizes, show_bytes
+
+if TYPE_CHECKING:
+    from kvferry.bench.plan import BenchResult, CaseResult
+    from kvferry.bench.transport import TransportResult
 
 WIDTH, HEIGHT, MARGIN = 640, 360, 56  # pixels of a plot
 KEY = 120  # pixels beside it, for the names of its lines
-
-
-def _number(value: float | None, unit: str = "") -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}{unit}" if value >= 100 else f"{value:.3g}{unit}"
-
-
-def _rows(result: BenchResult) -> list[list[str]]:
-    def row(c: CaseResult) -> list[str]:
-        return [
-            c.name,
-            _number(c.kvferry_ms),
-            _number(c.strided_ms),
-            _number(c.vllm_ms),
-            _number(c.ratio, "x"),
-            _number(c.strided_ratio, "x"),
-            _number(c.nixl_handover_ratio, "x"),
-            f"{c.descriptors:,}",
-            f"{c.vllm_descriptors:,}" if c.vllm_descriptors is not None else "-",
-            f"{c.strided_entries:,}",
-            _number(c.ns_per_descriptor),
-            {True: "yes", False: "NO", None: "-"}[c.same_bytes_as_vllm],
-        ]
-
-    return [row(c) for c in result.cases]
-
-
+COLOURS = {
+    "local": "#0072b2",
+    "tcp": "#009e73",
+    "mooncake": "#d55e00",
+    "nixl": "#cc79a7",
+    "raw-mooncake": "#e69f00",
+    "raw-nixl": "#8a63d2",
+}
+GREY = "#808080"
 TITLES = [
     "case",
     "arrays ms",
@@ -59,27 +53,75 @@ TITLES = [
     "ns each",
     "same bytes",
 ]
+MOVED = ("gpu", "handover", "pool", "stall")  # benchmarks of the repository, not of the package
+bench = typer.Typer(
+    help="Measure planning and carriers, beside what else is installed.", no_args_is_help=True
+)
 
 
-def _notes(result: BenchResult) -> list[str]:
-    notes = [f"{c.name}: {c.note}" for c in result.cases if c.note]
-    for c in result.cases[:1]:
-        notes.append(
-            f"{c.name}: memory while binding {c.peak_bytes_per_descriptor:.1f} bytes a descriptor "
-            "(three integers are 24)"
-        )
-        if c.mooncake_list_ms is not None and c.mooncake_binding_ms is not None:
-            notes.append(
-                f"{c.name}, handed to Mooncake: bind {c.kvferry_ms:.3g} ms, lists "
-                f"{c.mooncake_list_ms:.3g} ms, its binding {c.mooncake_binding_ms:.3g} ms"
+@bench.command("plan")
+def bench_plan(
+    as_json: Json = False,
+    html: Html = None,
+    quick: Annotated[bool, typer.Option(help="Fewer cases and repeats.")] = False,
+) -> None:
+    """Planning speed, beside vLLM's planner where it is installed."""
+    from kvferry.bench.plan import run
+
+    with libraries_to_stderr():
+        result = run(lambda line: err.print(line, style="dim", highlight=False), quick=quick)
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        print_plan_bench(Console(), result)
+    if html is not None:
+        keep_page(html, plan_bench_page(result), "plot")
+
+
+@bench.command("transport")
+def bench_transport(
+    sizes: Annotated[str, typer.Option(help="Descriptor sizes in bytes, with commas.")] = "",
+    seconds: Annotated[float, typer.Option(help="Seconds for each size.", min=0)] = 1.0,
+    carriers: Annotated[
+        str, typer.Option(help="Which ones, with commas; else all that there are.")
+    ] = "",
+    as_json: Json = False,
+    html: Html = None,
+) -> None:
+    """What the carriers move, beside their libraries, memcpy and a plain socket in one run."""
+    from kvferry.bench.transport import SIZES, lines, run
+
+    with refusals():
+        chosen = parse_sizes(sizes) if sizes else SIZES
+        names = [name.strip() for name in carriers.split(",")] if carriers else []
+        if not all(names):
+            raise DescriptionError(f"cannot read the carriers {carriers!r}; write local,tcp")
+        with libraries_to_stderr():
+            result = run(chosen, seconds, names)
+    if as_json:
+        print_json(asdict(result))
+    else:
+        for line in lines(result):
+            print(line)
+    if html is not None:
+        keep_page(html, transport_bench_page(result), "plot")
+
+
+def _moved(name: str) -> None:
+    """A hidden command that names the one which replaced it, whatever its arguments are."""
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+    @bench.command(name, hidden=True, add_help_option=False, context_settings=anything)
+    def answer() -> None:
+        with refusals():
+            raise DescriptionError(
+                f"`kvferry bench {name}` is now `python -m benchmarks.{name}`, "
+                "in a checkout of the repository"
             )
-        if c.nixl_ms is not None:
-            notes.append(f"{c.name}, handed to NIXL as arrays: {c.nixl_ms:.3g} ms for both ends")
-    notes.append(
-        f"all {result.all_plans_edges} plans of tp=8,pp=8 -> tp=64, 80 layers: "
-        f"{result.all_plans_ms:.1f} ms"
-    )
-    return notes
+
+
+for _name in MOVED:
+    _moved(_name)
 
 
 def print_plan_bench(console: Console, result: BenchResult) -> None:
@@ -116,19 +158,57 @@ def plan_bench_page(result: BenchResult) -> str:
     )
 
 
-COLOURS = {
-    "local": "#0072b2",
-    "tcp": "#009e73",
-    "mooncake": "#d55e00",
-    "nixl": "#cc79a7",
-    "raw-mooncake": "#e69f00",
-    "raw-nixl": "#8a63d2",
-}
-GREY = "#808080"
+def _rows(result: BenchResult) -> list[list[str]]:
+    def row(c: CaseResult) -> list[str]:
+        return [
+            c.name,
+            _number(c.kvferry_ms),
+            _number(c.strided_ms),
+            _number(c.vllm_ms),
+            _number(c.ratio, "x"),
+            _number(c.strided_ratio, "x"),
+            _number(c.nixl_handover_ratio, "x"),
+            f"{c.descriptors:,}",
+            f"{c.vllm_descriptors:,}" if c.vllm_descriptors is not None else "-",
+            f"{c.strided_entries:,}",
+            _number(c.ns_per_descriptor),
+            {True: "yes", False: "NO", None: "-"}[c.same_bytes_as_vllm],
+        ]
+
+    return [row(c) for c in result.cases]
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}{unit}" if value >= 100 else f"{value:.3g}{unit}"
+
+
+def _notes(result: BenchResult) -> list[str]:
+    notes = [f"{c.name}: {c.note}" for c in result.cases if c.note]
+    for c in result.cases[:1]:
+        notes.append(
+            f"{c.name}: memory while binding {c.peak_bytes_per_descriptor:.1f} bytes a descriptor "
+            "(three integers are 24)"
+        )
+        if c.mooncake_list_ms is not None and c.mooncake_binding_ms is not None:
+            notes.append(
+                f"{c.name}, handed to Mooncake: bind {c.kvferry_ms:.3g} ms, lists "
+                f"{c.mooncake_list_ms:.3g} ms, its binding {c.mooncake_binding_ms:.3g} ms"
+            )
+        if c.nixl_ms is not None:
+            notes.append(f"{c.name}, handed to NIXL as arrays: {c.nixl_ms:.3g} ms for both ends")
+    notes.append(
+        f"all {result.all_plans_edges} plans of tp=8,pp=8 -> tp=64, 80 layers: "
+        f"{result.all_plans_ms:.1f} ms"
+    )
+    return notes
 
 
 def transport_bench_page(result: TransportResult) -> str:
     """One self-contained page: what each carrier moves by descriptor size, for each direction."""
+    from kvferry.bench.transport import target_lines
+
     sizes = sorted({row.descriptor_bytes for row in result.results})
     limits = [
         Line("memcpy", GREY, [(float(s), result.memcpy_gb_s) for s in sizes], "6 3"),

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvferry import __version__
 from kvferry.cli import pool
-from kvferry.cli.benches import bench
+from kvferry.cli.bench import bench
 from kvferry.cli.console import (
     Html,
     Json,

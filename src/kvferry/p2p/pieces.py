@@ -17,7 +17,7 @@ from kvferry.transport.base import Transfer
 
 SLICE_DESCRIPTORS = 65_536
 # Slices under way at once, if there are not more sources. Each keeps a carrier's threads busy, and
-# an engine's step waits for the interpreter behind all of them (`kvferry bench stall`).
+# an engine's step waits for the interpreter behind all of them (benchmarks/stall.py).
 LEAST_FLYING = 2
 
 

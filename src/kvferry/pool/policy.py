@@ -50,7 +50,7 @@ PINNED_SCORE = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The policy's constants: what the first half hour of the trace says (`bench pool --tune`)."""
+    """The policy's constants, chosen on the first half hour of a trace (benchmarks/eviction.py)."""
 
     turn_classes: int = 4  # conversations are told apart by turns up to here; at most MOST_CLASSES
     unseen_tail: int = 2  # blocks at a request's end that its next turn may replace

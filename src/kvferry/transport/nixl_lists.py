@@ -3,7 +3,7 @@
 Batches mostly have one length, which divides the pages that they lie in. So each side's registered
 memory is cut into slots of that length, from the first byte of each region: one strided range for
 each region, which NIXL takes as it is. A batch is then two arrays of slots' numbers, and NIXL need
-not look up the registration of every descriptor (bench/prepared.py says what that saves). Whatever
+not look up the registration of every descriptor (benchmarks/prepared.py measures it). Whatever
 does not lie in such slots goes to NIXL as descriptors.
 """
 

@@ -1,4 +1,4 @@
-"""The result of `kvferry.bench.gpu` as a section of a document."""
+"""The result of `python -m benchmarks.gpu` as a section of a document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's own connectors with their calls timed, for `kvferry bench handover`.
+"""vLLM's own connectors with their calls timed, for `python -m benchmarks.handover`.
 
 MooncakeConnector asks for the current accelerator's index and dies where there is none; here it is
 told 0. Nothing else is changed.
@@ -12,7 +12,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector as nixl_connector
 
-from kvferry.bench.timed import timed
+from benchmarks.timed import timed
 
 
 class OnCpu(mooncake_connector.MooncakeConnector):  # type: ignore[misc]

@@ -12,18 +12,15 @@ import socket
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from kvferry.bench.gpu_clock import GB, soon, wall
-from kvferry.bench.gpu_owner import Remote
+from benchmarks.gpu.bench import GB, Bench, soon, wall
+from benchmarks.gpu.owner import Remote
 from kvferry.transport.regions import Arrays
 from kvferry.transport.staging_lane import CHUNK_BYTES, RING_CHUNKS
 from kvferry.transport.tcp import STAGED_STREAMS_PER_TRANSFER
-
-if TYPE_CHECKING:
-    from kvferry.bench.gpu import Bench
 
 RUNS = (512, 8 << 10, 64 << 10)
 TRANSFERS = (1, 2, 4)

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.bench.gpu_clock import soon
-from kvferry.bench.gpu_owner import Remote
+from benchmarks.gpu.bench import soon
+from benchmarks.gpu.owner import Remote
 from kvferry.layout.parts import Ints
 from kvferry.layout.presets import load_model
 from kvferry.layout.rank import RankLayout

@@ -4,7 +4,7 @@
 whoever started the engine reads and clears. A step ends with `build_connector_meta` in the
 scheduler's process, and with `clear_connector_metadata` in a worker's; the longest of either is
 kept. Time in which the step waits for the interpreter's lock within such a call
-counts; that is the point. Used by `kvferry bench handover`, alike for every connector.
+counts; that is the point. Used by `python -m benchmarks.handover`, alike for every connector.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""`kvferry bench stall`: how long a hand-over can hold up an engine's step.
+"""`python -m benchmarks.stall`: how long a hand-over can hold up an engine's step.
 
 An engine asks its connector on every step what has finished. That question is asked here in a
 loop, a millisecond apart, while one long scattered request is handed over in the same process: 80
 layers x 8,192 blocks, P tp 4 to D tp 8, 655,360 descriptors. The longest round beyond that
 millisecond is the stall: a slow answer, or other threads that do not let the loop run.
 
-    kvferry   a real producer and consumer with the `local` carrier, bytes moved; the median of
-              several hand-overs, because on a busy machine the system alone may stop a loop longer
+    kvferry   a real producer and consumer, bytes moved by `local`, which goes by tcp within one
+              process; the median of several hand-overs, because on a busy machine the system alone
+              may stop a loop longer
     vllm      `MooncakeConnectorWorker.get_finished` while its sender loop plans the same request;
               planning alone, nothing is moved
 """
@@ -17,13 +18,15 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
-from kvferry.bench import vllm_planner
+from kvferry.bench.plan import VllmSide, prepare_vllm_worker, vllm_installed
+from kvferry.cli.console import Json, libraries_to_stderr, print_json, refusals
 from kvferry.errors import TransferError
 from kvferry.layout.model import CacheModel, Component, Group
 from kvferry.layout.rank import RankLayout
@@ -43,6 +46,7 @@ STEP_SECONDS = 0.001  # between two questions
 LOAD_SECONDS = 120.0
 TARGET_RATIO = 100  # vLLM's stall to ours
 ROUNDS = 5  # hand-overs, of which the median counts
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,24 @@ class StallResult:
         return self.ratio is not None and self.ratio >= TARGET_RATIO
 
 
+@app.command()
+def main(
+    blocks: Annotated[int, typer.Option(help="Blocks of the request.", min=1)] = 8192,
+    as_json: Json = False,
+) -> None:
+    """The longest that a hand-over holds up an engine's step, beside vLLM's MooncakeConnector."""
+    with refusals(), libraries_to_stderr():
+        result = run(blocks)
+    if as_json:
+        print_json(asdict(result))
+        return
+    print(f"{result.descriptors:,} descriptors, handed over in {result.kvferry_seconds:.2f} s")
+    print(f"longest stall of a step: {result.kvferry_ms:.2f} ms")
+    if result.vllm_ms is not None and result.ratio is not None:
+        print(f"vLLM's MooncakeConnector: {result.vllm_ms:.0f} ms, {result.ratio:.0f} x as long")
+        print(f"  {'yes' if result.met else 'NO'}  at least {TARGET_RATIO} times shorter")
+
+
 def run(blocks: int = 8192) -> StallResult:
     src, dst = EngineShape(tp=4, block_size=BLOCK), EngineShape(tp=8, block_size=BLOCK)
     components = tuple(Component(name, HEADS, (2,), 1) for name in "kv")  # small, so that it fits
@@ -67,7 +89,7 @@ def run(blocks: int = 8192) -> StallResult:
     ids = [1 + rng.permutation(2 * blocks - 1)[:blocks] for _ in range(2)]
     runs = sorted(_ours(model, src, dst, ids, blocks) for _ in range(ROUNDS))
     kvferry_ms, seconds, descriptors = runs[ROUNDS // 2]
-    vllm_ms = _theirs(ids, blocks) if vllm_planner.installed() else None
+    vllm_ms = _theirs(ids, blocks) if vllm_installed() else None
     ratio = vllm_ms / kvferry_ms if vllm_ms is not None else None
     return StallResult(blocks, descriptors, kvferry_ms, seconds, vllm_ms, ratio)
 
@@ -148,9 +170,9 @@ def _theirs(ids: list[Any], blocks: int) -> float:
     """The in-tree worker's own `get_finished`, beside its own planner on its own event loop."""
     page = BLOCK * 4 * 2  # two heads
     bases = [tuple(range(1 << 40, (1 << 40) + LAYERS * page * 2 * blocks, page * 2 * blocks))] * 2
-    src = vllm_planner.VllmSide(0, 4, page, bases[0])
-    dst = vllm_planner.VllmSide(0, 8, page // 2, bases[1])
-    worker, plan = vllm_planner.prepare_worker(src, dst, HEADS, ids[0].tolist(), ids[1].tolist())
+    src = VllmSide(0, 4, page, bases[0])
+    dst = VllmSide(0, 8, page // 2, bases[1])
+    worker, plan = prepare_vllm_worker(src, dst, HEADS, ids[0].tolist(), ids[1].tolist())
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -169,3 +191,7 @@ def _theirs(ids: list[Any], blocks: int) -> float:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()
+
+
+if __name__ == "__main__":
+    app()

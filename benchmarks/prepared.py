@@ -1,4 +1,4 @@
-"""`python -m kvferry.bench.prepared`: what NIXL's prepared lists save the carrier.
+"""`python -m benchmarks.prepared`: what NIXL's prepared lists save the carrier.
 
 Transfers of 16,384 copies of 4 KiB, anywhere in 256 MiB that are registered as so many regions (as
 an engine's layers are), between two carriers of one process, in turns:
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.bench.movers import WAIT_SECONDS, quiet_libraries
+from kvferry.bench.transport import WAIT_SECONDS, quiet_libraries
 from kvferry.transport.base import Ints, MemoryRegion, Transfer
 from kvferry.transport.foreign_peer import ForeignPeer
 from kvferry.transport.nixl import NixlCarrier

@@ -1,8 +1,10 @@
-"""Save and load bandwidth of the pool's stores, beside what is there anyway.
+"""Lookups, saves and loads of the pool's stores, beside what is there anyway.
 
-Objects are `OBJECT_BYTES` long and made of ranges that lie scattered in a buffer larger than the
-caches; saving gathers them, loading scatters them. All contenders take turns in rounds. A figure is
-the best round of each; a ratio is the median over many turns of the two (turns.py), because on a
+Lookups: how fast the embedded store answers questions with a million objects indexed, beside LMDB.
+
+Bandwidth: objects are `OBJECT_BYTES` long and made of ranges that lie scattered in a buffer larger
+than the caches; saving gathers them, loading scatters them. All contenders take turns in rounds. A
+figure is the best round of each; a ratio is the median over many turns of the two, because on a
 shared machine what happens in one turn happens to both.
 
     memcpy          one memmove per range, over the same scatter, from one buffer to the other
@@ -20,8 +22,13 @@ import contextlib
 import ctypes
 import importlib
 import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,21 +36,42 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.bench.pool_scratch import scratch
-from kvferry.bench.turns import in_turns
+from kvferry.bench.transport import in_turns
+from kvferry.errors import StoreError
+from kvferry.pool import embedded_index as ix
 from kvferry.pool.embedded import EmbeddedStore
 from kvferry.pool.embedded_copy import move
+from kvferry.pool.mooncake import MooncakeStore
+from kvferry.pool.mooncake_config import MooncakeStoreConfig
 from kvferry.pool.store import Outcome, Ranges, Slices, Store
 from kvferry.transport.base import MemoryRegion
 
+LOOKUP_KEYS = 256  # keys of one question: a prompt of a few thousand tokens on a few ranks
+LOOKUPS = 2000
 OBJECT_BYTES = 1 << 20
 RANGE_BYTES = 64 << 10
 BATCH_OBJECTS = 64
 BUFFER_BYTES = 128 << 20
 TURNS = 10  # of each pair, for every round
 GB = 1e9
-
+START_SECONDS = 30.0
 Contender = tuple[str, str]  # store, and save or load
+# Contenders whose ratio is a target, and what each is measured against.
+PAIRS: tuple[tuple[Contender, Contender], ...] = (
+    (("embedded", "load"), ("memcpy", "load")),
+    (("mooncake", "save"), ("mooncake direct", "save")),
+    (("mooncake", "load"), ("mooncake direct", "load")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    store: str
+    indexed: int
+    keys_per_lookup: int
+    per_second: float  # keys
+    p50_us: float  # of one lookup
+    p99_us: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +80,108 @@ class Bandwidth:
     op: str  # save or load
     gb_s: float
     of_memcpy: float
+
+
+def lookups(indexed: int) -> tuple[Lookup, list[Lookup]]:
+    """Questions of which half the keys exist, in random order."""
+    keys = [f"tenant/model/full/{n:032x}/layout/0" for n in range(indexed)]
+    rng = np.random.default_rng(1)
+    asked = []
+    for _ in range(LOOKUPS):
+        old = rng.integers(0, indexed, LOOKUP_KEYS // 2).tolist()
+        asked.append([keys[n] for n in old] + [f"{keys[n]}x" for n in old])
+    with scratch() as directory:
+        slots = 1 << (2 * indexed - 1).bit_length()
+        store = EmbeddedStore(directory, 1 << 20, slots=slots, threads=1)
+        index = store._room.index
+        for first in range(0, indexed, 50_000):  # records alone: a lookup touches nothing else
+            low, high = ix.hash_keys(keys[first : first + 50_000])
+            rows = index.claim(low, high, 0.0)
+            index.state[rows[rows >= 0]] = ix.MEMORY
+        deadline = time.monotonic() + 600
+
+        def ask(batch: list[str]) -> int:
+            return int(store.exists(batch, deadline).sum())
+
+        ours = _time_lookups("embedded", indexed, asked, ask)
+        index.state[:] = ix.FREE
+        store.close()
+    return ours, [found for found in [_lmdb_lookups(keys, asked)] if found]
+
+
+def bandwidths(
+    rounds: int, notes: list[str], say: Callable[[str], None] = lambda _: None
+) -> tuple[list[Bandwidth], dict[Contender, float]]:
+    """Rates, and the median ratio of each of `PAIRS` that was measured."""
+    scatter = _Scatter()
+    took: dict[Contender, list[float]] = {}
+    ratios: dict[Contender, float] = {}
+    with contextlib.ExitStack() as stack:
+        memory = stack.enter_context(scratch())
+        disk = stack.enter_context(scratch(in_memory=False))
+        contenders: dict[Contender, Callable[[], float]] = {
+            ("memcpy", "load"): lambda: _seconds(scatter.memcpy),
+            **_embedded(stack, memory / "embedded", scatter),
+            **_embedded_disk(stack, memory / "tiers", disk / "tiers", scatter),
+            **_files(disk / "files", scatter),
+            **_lmdb(stack, memory / "lmdb", scatter),
+            **_mooncake(stack, scatter, notes),
+        }
+        for attempt in range(rounds):
+            say(f"bandwidth, round {attempt + 1} of {rounds}")
+            for name, task in contenders.items():
+                scatter.landing[:: 1 << 12] = 0
+                took.setdefault(name, []).append(task())
+                if attempt == 0 and name[1] == "load" and not scatter.right():
+                    raise AssertionError(f"{name} loaded other bytes than were saved")
+        for mine, other in PAIRS:
+            if mine in contenders and other in contenders:
+                say(f"{' '.join(mine)} beside {other[0]}, in turns")
+                _, of_turns = in_turns(contenders[mine], contenders[other], TURNS * rounds)
+                ratios[mine] = float(np.median(of_turns))
+    memcpy = min(took["memcpy", "load"])
+    rates = [
+        Bandwidth(store, op, scatter.bytes / min(times) / GB, memcpy / min(times))
+        for (store, op), times in took.items()
+    ]
+    return rates, ratios
+
+
+def _time_lookups(
+    name: str, indexed: int, asked: list[list[str]], ask: Callable[[list[str]], int]
+) -> Lookup:
+    for batch in asked[:50]:
+        ask(batch)
+    took = []
+    for batch in asked:
+        begin = time.perf_counter()
+        found = ask(batch)
+        took.append(time.perf_counter() - begin)
+        assert found >= len(batch) // 2 * 0.999
+    p50, p99 = np.percentile(np.array(took) * 1e6, [50, 99]).tolist()
+    total = len(asked) * LOOKUP_KEYS
+    return Lookup(name, indexed, LOOKUP_KEYS, total / sum(took), p50, p99)
+
+
+def _lmdb_lookups(keys: list[str], asked: list[list[str]]) -> Lookup | None:
+    try:
+        lmdb: Any = importlib.import_module("lmdb")
+    except ImportError:
+        return None
+    with scratch() as directory:
+        env = lmdb.open(str(directory), map_size=4 << 30, sync=False, writemap=True, map_async=True)
+        with env.begin(write=True) as writing:
+            for key in keys:
+                writing.put(key.encode(), b"12345678", append=True)
+
+        def ask(batch: list[str]) -> int:
+            with env.begin(buffers=True) as reading:
+                return sum(reading.get(key.encode()) is not None for key in batch)
+
+        try:
+            return _time_lookups("lmdb", len(keys), asked, ask)
+        finally:
+            env.close()
 
 
 class _Scatter:
@@ -93,52 +223,6 @@ class _Scatter:
             np.array_equal(self.source[a : a + RANGE_BYTES], self.landing[b : b + RANGE_BYTES])
             for a, b in zip(src.ravel().tolist(), dst.ravel().tolist(), strict=True)
         )
-
-
-# Contenders whose ratio is a target, and what each is measured against.
-PAIRS: tuple[tuple[Contender, Contender], ...] = (
-    (("embedded", "load"), ("memcpy", "load")),
-    (("mooncake", "save"), ("mooncake direct", "save")),
-    (("mooncake", "load"), ("mooncake direct", "load")),
-)
-
-
-def bandwidths(
-    rounds: int, notes: list[str], say: Callable[[str], None] = lambda _: None
-) -> tuple[list[Bandwidth], dict[Contender, float]]:
-    """Rates, and the median ratio of each of `PAIRS` that was measured."""
-    scatter = _Scatter()
-    took: dict[Contender, list[float]] = {}
-    ratios: dict[Contender, float] = {}
-    with contextlib.ExitStack() as stack:
-        memory = stack.enter_context(scratch())
-        disk = stack.enter_context(scratch(in_memory=False))
-        contenders: dict[Contender, Callable[[], float]] = {
-            ("memcpy", "load"): lambda: _seconds(scatter.memcpy),
-            **_embedded(stack, memory / "embedded", scatter),
-            **_embedded_disk(stack, memory / "tiers", disk / "tiers", scatter),
-            **_files(disk / "files", scatter),
-            **_lmdb(stack, memory / "lmdb", scatter),
-            **_mooncake(stack, scatter, notes),
-        }
-        for attempt in range(rounds):
-            say(f"bandwidth, round {attempt + 1} of {rounds}")
-            for name, task in contenders.items():
-                scatter.landing[:: 1 << 12] = 0
-                took.setdefault(name, []).append(task())
-                if attempt == 0 and name[1] == "load" and not scatter.right():
-                    raise AssertionError(f"{name} loaded other bytes than were saved")
-        for mine, other in PAIRS:
-            if mine in contenders and other in contenders:
-                say(f"{' '.join(mine)} beside {other[0]}, in turns")
-                _, of_turns = in_turns(contenders[mine], contenders[other], TURNS * rounds)
-                ratios[mine] = float(np.median(of_turns))
-    memcpy = min(took["memcpy", "load"])
-    rates = [
-        Bandwidth(store, op, scatter.bytes / min(times) / GB, memcpy / min(times))
-        for (store, op), times in took.items()
-    ]
-    return rates, ratios
 
 
 def _seconds(task: Callable[[], object]) -> float:
@@ -243,8 +327,6 @@ def _mooncake(
     stack: contextlib.ExitStack, scatter: _Scatter, notes: list[str]
 ) -> dict[Contender, Callable[[], float]]:
     """With a master of our own on loopback, where Mooncake is installed."""
-    from kvferry.bench.pool_mooncake import master, store_of
-
     try:
         address = stack.enter_context(master())
         store = store_of(address, 4 * scatter.bytes)
@@ -273,3 +355,57 @@ def _mooncake(
         return took
 
     return {**ours, ("mooncake direct", "save"): save, ("mooncake direct", "load"): load}
+
+
+@contextlib.contextmanager
+def master() -> Iterator[str]:
+    """The address of a Mooncake master on loopback, which ends with the context."""
+    beside = Path(sys.executable).with_name("mooncake_master")
+    program = str(beside) if beside.exists() else shutil.which("mooncake_master")
+    if program is None:
+        raise StoreError("mooncake_master is not installed")
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(2)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        port, metrics = (one.getsockname()[1] for one in sockets)
+    process = subprocess.Popen(
+        [program, f"-rpc_port={port}", "-rpc_address=127.0.0.1", f"-metrics_port={metrics}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        until = time.monotonic() + START_SECONDS
+        while True:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            if time.monotonic() > until or process.poll() is not None:
+                raise StoreError("mooncake_master did not start")
+            time.sleep(0.1)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def store_of(address: str, segment_bytes: int) -> MooncakeStore:
+    return MooncakeStore(
+        MooncakeStoreConfig(
+            master_server_address=address,
+            global_segment_size=segment_bytes,
+            local_buffer_size=64 << 20,
+        ),
+        hold_memory=True,  # as engines use it
+    )
+
+
+@contextlib.contextmanager
+def scratch(in_memory: bool = True) -> Iterator[Path]:
+    """A directory for one measurement."""
+    base = "/dev/shm" if in_memory and Path("/dev/shm").is_dir() else None
+    path = Path(tempfile.mkdtemp(prefix="kvferry-bench-", dir=base))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

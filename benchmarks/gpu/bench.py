@@ -1,6 +1,6 @@
-"""`python -m kvferry.bench.gpu`: what moves between two processes with a GPU, beside its limits.
+"""What moves between two processes with a GPU, by size of the copies, beside its limits.
 
-The owner (gpu_owner.py) holds device memory, this process reads it. In one run, on the same memory:
+The owner (owner.py) holds device memory, this process reads it. In one run, on the same memory:
 
     copy peak     one long copy on the device, bytes read plus bytes written
     kernel        device time of the copy kernel on memory of the other process, its numbers already
@@ -9,37 +9,36 @@ The owner (gpu_owner.py) holds device memory, this process reads it. In one run,
     copies        the same without Triton, a `cuMemcpyAsync` for each copy
     NIXL          the same descriptors as a prepared transfer, where it is installed
     packed        gather, one long copy, scatter, by the same kernel; against direct
-    staging       over tcp on loopback, beside plain sockets and pinned copies across the bus
     checksums     of device memory, through the host and by a kernel
 
-Copies go from random slots to random slots. Whole plans are in gpu_plan.py.
+Copies go from random slots to random slots.
+
+`kernels` and `around` say where the time of short copies goes. *In the kernel*: the same 256-byte
+copies, between slots that lie side by side or four times as far apart, in their order or at random;
+beside long ones. *Around the kernel*: a transfer's clock, less the kernel's, and when its first
+launch was queued.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
-from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import c_size_t, c_uint64, c_void_p
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from kvferry.bench import gpu_parts, gpu_plan, gpu_report
-from kvferry.bench.gpu_clock import GB, REPEATS, TB, soon, wall
-from kvferry.bench.gpu_nixl import Nixl
-from kvferry.bench.gpu_owner import Remote, start_owner
-from kvferry.bench.gpu_staging import staging
+from benchmarks.gpu.owner import Remote
+from kvferry.p2p.checksum import MIX128, XXH3, Algorithm, digest
 from kvferry.transport import Carrier, MemoryRegion, make_carrier
 from kvferry.transport.base import Ints
 from kvferry.transport.cuda_driver import Device, device, driver
-from kvferry.transport.cuda_kernels import SCRATCH_ARGUMENTS, Form, function, warm
+from kvferry.transport.cuda_kernels import SCRATCH_ARGUMENTS, Form, function
 from kvferry.transport.cuda_lane import launches
-from kvferry.transport.cuda_stream import Event, Stream
+from kvferry.transport.cuda_stream import Event, Function, Stream
 from kvferry.transport.cuda_work import Runs, Work, gathering
 from kvferry.transport.regions import Arrays
 from kvferry.transport.staging import DeviceMemory
@@ -50,6 +49,11 @@ PACKED_SIZES = (16, 32, 64, 128, 256, 512, 1 << 10, 4 << 10)
 AREA_BYTES = 8 << 30
 MOST_COPIES = 8 << 20
 ROWS = 64
+TOTAL_BYTES = 2 << 30
+SUM_BYTES = 1 << 30
+REPEATS = 7
+WAIT_SECONDS = 120.0
+GB, TB = 1e9, 1e12
 
 
 class Bench:
@@ -189,19 +193,6 @@ def by_size(bench: Bench, sizes: tuple[int, ...] = SIZES) -> Iterator[dict[str, 
         yield row
 
 
-def beside_nixl(bench: Bench, rows: list[dict[str, Any]]) -> str:
-    """Add NIXL's rates to these rows, or say why not. Last: its threads never sleep."""
-    nixl = Nixl(bench)
-    nixl.start()
-    for row in rows if nixl.agent is not None else ():
-        if row["bytes"] in NIXL_SIZES:
-            few = _few(bench.arrays(row["bytes"]))
-            moved = len(few) * row["bytes"]
-            row["nixl_gb_s"] = moved / nixl.seconds(few) / GB
-            row["same_gb_s"] = moved / wall(partial(bench.read, bench.cuda, few)) / GB
-    return nixl.why_not or "yes"
-
-
 def _few(arrays: Arrays) -> Arrays:
     return Arrays(*(a[:20_000] for a in (arrays.src, arrays.dst, arrays.length)))
 
@@ -270,54 +261,147 @@ def packed(bench: Bench) -> Iterator[dict[str, Any]]:
         bench.on.free(landing)
 
 
-def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
-    result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d")}
-    warm(device(0))  # compiling beside what is measured would slow it down
-    with start_owner() as owner:
-        result["plans"] = []
-        for plan in gpu_plan.run(owner, quick=quick):
-            result["plans"].append(plan)
-            progress(str(plan))
-        bench = Bench(owner)
-        result["device"], result["peak_tb_s"] = bench.on.name, bench.peak / TB
-        version = c_int()
-        driver().call("cuDriverGetVersion", byref(version))
-        result["cuda"] = f"{version.value // 1000}.{version.value % 1000 // 10}"
-        progress(f"{bench.on.name}, copy peak {bench.peak / TB:.2f} TB/s")
-        result["sizes"] = []
-        for row in by_size(bench, SIZES[:3] if quick else SIZES):
-            result["sizes"].append(row)
-            progress(str(row))
-        result["latency_us"] = latency(bench)
-        progress(str(result["latency_us"]))
-        result["kernels"] = gpu_parts.kernels(bench)
-        result["around"] = [gpu_parts.around(bench, size) for size in (256, 1 << 10, 16 << 10)]
-        result["checksums"] = gpu_parts.checksums(bench)
-        progress(str([result[name] for name in ("kernels", "around", "checksums")]))
-        result["packed"] = list(packed(bench))
-        progress(str(result["packed"]))
-        result["staging"] = staging(bench)
-        progress(str(result["staging"]))
-        result["nixl"] = beside_nixl(bench, result["sizes"])
-        for carrier, _ in (bench.cuda, bench.copies, bench.tcp):
-            carrier.close()
-    return result
+def kernels(bench: Bench) -> list[dict[str, Any]]:
+    """Shares of the copy peak, by how slots lie."""
+    found = []
+    for size in (256, 4096):
+        row: dict[str, Any] = {"bytes": size}
+        for area in (TOTAL_BYTES, 4 * TOTAL_BYTES):
+            for order in ("ordered", "random"):
+                runs = _runs(bench, size, area, order)
+                share = 2 * runs.bytes / bench.kernel_of(runs) / bench.peak
+                row[f"{'dense' if area == TOTAL_BYTES else 'apart'}, {order}"] = share
+        found.append(row)
+    return found
 
 
-def main() -> None:
-    out = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("out")
-    out.mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
-
-    def progress(text: str) -> None:
-        print(f"[{time.monotonic() - begin:6.1f} s] {text}", file=sys.stderr, flush=True)
-
-    result = run(progress, quick="--quick" in sys.argv)
-    (out / "gpu.json").write_text(json.dumps(result, indent=1))
-    text = gpu_report.markdown(result)
-    (out / "gpu.md").write_text(text)
-    print(text)
+def _runs(bench: Bench, size: int, area: int, order: str) -> Runs:
+    count, apart = TOTAL_BYTES // size // ROWS, area // TOTAL_BYTES * size
+    rows = np.arange(ROWS, dtype=np.int64) * (count * apart)
+    rng, one = np.random.default_rng(size), np.zeros(1, dtype=np.int64)
+    sides: list[Ints] = []
+    for _ in range(2):
+        at = np.arange(count, dtype=np.int64)
+        sides.append((rng.permutation(at) if order == "random" else at) * apart)
+    lengths = np.broadcast_to(np.asarray([size]), count)
+    return Runs(rows + bench.there, rows + bench.here, sides[0], sides[1], lengths, one, one)
 
 
-if __name__ == "__main__":
-    main()
+def around(bench: Bench, size: int) -> dict[str, float]:
+    """Microseconds of one transfer: to its first launch, until `read` returns, all, the kernel."""
+    runs = bench.strided(size)
+    kernel = bench.kernel_of(runs)
+    carrier: Any
+    carrier, peer = bench.cuda
+    launched: list[float] = []
+    launch: Callable[..., None] = Function.launch
+
+    def noted(self: Function, *arguments: Any) -> None:
+        launch(self, *arguments)
+        launched.append(time.perf_counter())
+
+    rows = []
+    Function.launch = noted  # type: ignore[method-assign, assignment]
+    try:
+        for _ in range(31):
+            launched.clear()
+            begin = time.perf_counter()
+            transfer = carrier.read(peer, runs)
+            returned = time.perf_counter()
+            transfer.wait(soon())
+            rows.append((launched[0] - begin, returned - begin, time.perf_counter() - begin))
+    finally:
+        Function.launch = launch  # type: ignore[method-assign]
+    names = ("first launch", "read returns", "done")
+    found = {n: 1e6 * median(row[i] for row in rows) for i, n in enumerate(names)}
+    return {"bytes": size, **found, "kernel": 1e6 * kernel}
+
+
+def checksums(bench: Bench) -> list[dict[str, Any]]:
+    """GB/s of a checksum over device memory, as a message asks for it, and as one long list."""
+    found = []
+    for size in (512, 8 << 10, 64 << 10):
+        arrays = bench.arrays(size)
+        row: dict[str, Any] = {"bytes": size}
+
+        def rate(algorithm: Algorithm, most: int) -> float:
+            count = min(len(arrays), most // size)  # noqa: B023, called at once
+            at, length = arrays.dst[:count], arrays.length[:count]  # noqa: B023
+            return count * size / wall(lambda: digest(bench.memory, at, length, algorithm)) / GB  # noqa: B023
+
+        row["xxh3"], row["mix128"] = rate(XXH3, XXH3.slice_bytes), rate(MIX128, SUM_BYTES)
+        row["mix128 a message"] = rate(MIX128, min(MIX128.slice_bytes, (1 << 15) * size))
+        found.append(row)
+    return found
+
+
+def beside_nixl(bench: Bench, rows: list[dict[str, Any]]) -> str:
+    """Add NIXL's rates to these rows, or say why not. Last: its threads never sleep."""
+    nixl = Nixl(bench)
+    nixl.start()
+    for row in rows if nixl.agent is not None else ():
+        if row["bytes"] in NIXL_SIZES:
+            few = _few(bench.arrays(row["bytes"]))
+            moved = len(few) * row["bytes"]
+            row["nixl_gb_s"] = moved / nixl.seconds(few) / GB
+            row["same_gb_s"] = moved / wall(partial(bench.read, bench.cuda, few)) / GB
+    return nixl.why_not or "yes"
+
+
+@dataclass(slots=True)
+class Nixl:
+    """NIXL's prepared transfers over the same memory."""
+
+    bench: Bench
+    agent: Any = None
+    peer: Any = None
+    why_not: str = ""
+
+    def start(self) -> None:
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+
+            region = self.bench.region
+            metadata = self.bench.owner.ask("nixl")["metadata"]
+            self.agent = nixl_agent("reader", nixl_agent_config(backends=["UCX"]))
+            self.agent.register_memory([(region.address, region.bytes, 0, "")], mem_type="VRAM")
+            self.peer = self.agent.add_remote_agent(bytes.fromhex(metadata))
+        except Exception as error:
+            self.agent, self.why_not = None, f"{type(error).__name__}: {error}"
+
+    def seconds(self, copies: Arrays) -> float:
+        agent = self.agent
+        rows = np.zeros((len(copies), 3), dtype=np.uint64)
+        rows[:, 1] = copies.length
+        lists = []
+        for who, addresses in (("NIXL_INIT_AGENT", copies.dst), (self.peer, copies.src)):
+            rows[:, 0] = addresses
+            descriptors = agent.get_xfer_descs(rows, mem_type="VRAM")
+            lists.append(agent.prep_xfer_dlist(who, descriptors))
+        which = np.arange(len(copies), dtype=np.int32)
+
+        def transfer() -> None:
+            handle = agent.make_prepped_xfer("READ", lists[0], which, lists[1], which)
+            state = agent.transfer(handle)
+            while state == "PROC":
+                state = agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise RuntimeError(f"NIXL ended with {state}")
+            agent.release_xfer_handle(handle)
+
+        return wall(transfer, 3)
+
+
+def soon() -> float:
+    return time.monotonic() + WAIT_SECONDS
+
+
+def wall(task: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """Median seconds after one run that warms up."""
+    task()
+    taken = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        task()
+        taken.append(time.perf_counter() - begin)
+    return median(taken)

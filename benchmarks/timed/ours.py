@@ -1,7 +1,7 @@
-"""kvferry's connectors with their calls timed, for `kvferry bench handover`."""
+"""kvferry's connectors with their calls timed, for `python -m benchmarks.handover`."""
 
+from benchmarks.timed import timed
 from kvferry import vllm as ours
-from kvferry.bench.timed import timed
 
 FerryConnector = timed(ours.FerryConnector)
 NixlConnector = timed(ours.NixlConnector)

@@ -1,31 +1,191 @@
-"""`kvferry bench pool` and its `--tune` as tables, and as a page with the hit rate by capacity."""
+"""`python -m benchmarks.pool`: hit rates on a trace, lookups, and bandwidth, beside other ways.
+
+One run, on one machine. `targets` judges what the project promises of the pool. `--tune` chooses
+the eviction policy's constants instead (eviction.py).
+"""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.bench.pool import PoolBench
-from kvferry.bench.pool_tune import TuneResult, tune
+from benchmarks import eviction
+from benchmarks.eviction import (
+    CapacityResult,
+    Trace,
+    TuneResult,
+    read_trace,
+    replay,
+    synthetic_trace,
+)
+from benchmarks.scheduler_lookup import SchedulerShare, scheduler_share
+from benchmarks.stores import Bandwidth, Contender, Lookup, bandwidths, lookups
 from kvferry.cli.bench import page
+from kvferry.cli.console import (
+    Html,
+    Json,
+    err,
+    keep_page,
+    libraries_to_stderr,
+    print_json,
+    refusals,
+)
 from kvferry.errors import DescriptionError
 
+CAPACITIES = (500, 1000, 3000, 10_000, 30_000, 100_000)
+QUICK_CAPACITIES = (1000, 3000)
+INDEXED = 1_000_000
+ROUNDS, QUICK_ROUNDS = 15, 3
+# What must hold; see docs/pool.md.
+SHORT_OF_ROOM = (1000, 3000)
+OVER_LRU = 1.6  # where room is short
+OF_MEMCPY = 0.70  # a load from memory, checksums verified
+OF_DIRECT = 0.95  # Mooncake Store through our interface
+SHARE_OF_SYNCHRONOUS = 1 / 20  # the scheduler's time for a lookup, of the in-tree connector's
 WIDTH, HEIGHT, MARGIN = 680, 400, 56
 CURVES = (
     ("optimum_leaf_first", "offline optimum", "#999999"),
     ("kvferry", "kvferry", "#0072b2"),
     ("lru", "LRU", "#d55e00"),
 )
+Tables = list[tuple[str, list[str], list[list[str]]]]  # title, head, rows
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def _tables(result: PoolBench) -> list[tuple[str, list[str], list[list[str]]]]:
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Something promised, and what was measured."""
+
+    name: str
+    wanted: str
+    found: float
+    met: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolBench:
+    trace: str
+    requests: int
+    hit_rates: tuple[CapacityResult, ...]
+    lookup: Lookup
+    lookup_beside: tuple[Lookup, ...]
+    scheduler: SchedulerShare | None
+    bandwidth: tuple[Bandwidth, ...]
+    targets: tuple[Verdict, ...]
+    notes: tuple[str, ...]
+
+
+@app.command()
+def main(
+    trace: Annotated[
+        Path | None, typer.Option(help="JSON lines with timestamp and hash_ids (prefix blocks).")
+    ] = None,
+    as_json: Json = False,
+    html: Html = None,
+    quick: Annotated[bool, typer.Option(help="Fewer capacities and repeats.")] = False,
+    tune: Annotated[
+        bool, typer.Option(help="Choose the eviction policy's constants on the first half instead.")
+    ] = False,
+) -> None:
+    """Hit rates, lookups and bandwidth of the pool's stores, beside LRU, memcpy, LMDB, Mooncake."""
+    if tune:
+        with refusals():
+            if quick or html is not None:
+                raise DescriptionError("--tune takes no --quick and no --html; leave them out")
+            if trace is None:
+                raise DescriptionError("--tune needs a trace; name one with --trace")
+            tuned = eviction.tune(trace, _say)
+        if as_json:
+            print_json(asdict(tuned))
+        else:
+            _print_tables(_tune_tables(tuned))
+        return
+    with refusals(), libraries_to_stderr():
+        result = run(trace, _say, quick=quick)
+    if as_json:
+        print_json(asdict(result))
+    else:
+        _print_tables(_tables(result))
+        for note in result.notes:
+            print(note)
+    if html is not None:
+        keep_page(html, pool_bench_page(result), "plot")
+
+
+def _say(line: str) -> None:
+    err.print(line, style="dim", highlight=False)
+
+
+def run(trace_path: Path | None, say: Callable[[str], None], *, quick: bool = False) -> PoolBench:
+    notes: list[str] = []
+    if trace_path is None:
+        trace: Trace = synthetic_trace(800 if quick else 3000)
+        notes.append("no trace was given: hit rates are of synthetic conversations")
+    else:
+        trace = read_trace(trace_path)
+    rates = []
+    for capacity in QUICK_CAPACITIES if quick else CAPACITIES:
+        say(f"replaying {len(trace.blocks):,} requests with room for {capacity:,} blocks")
+        rates.append(replay(trace, capacity))
+    indexed = INDEXED // 10 if quick else INDEXED
+    say(f"lookups among {indexed:,} objects")
+    lookup, beside = lookups(indexed)
+    say("a lookup in the scheduler, beside vLLM's MooncakeStoreConnector")
+    share = scheduler_share(notes)
+    bandwidth, ratios = bandwidths(QUICK_ROUNDS if quick else ROUNDS, notes, say)
+    return PoolBench(
+        trace=trace_path.name if trace_path else "synthetic",
+        requests=len(trace.blocks),
+        hit_rates=tuple(rates),
+        lookup=lookup,
+        lookup_beside=tuple(beside),
+        scheduler=share,
+        bandwidth=tuple(bandwidth),
+        targets=tuple(judge(rates, ratios, share)),
+        notes=tuple(notes),
+    )
+
+
+def judge(
+    rates: list[CapacityResult], ratios: dict[Contender, float], share: SchedulerShare | None
+) -> list[Verdict]:
+    over = {r.blocks: r.kvferry / r.lru for r in rates if r.lru}
+    verdicts = [
+        _at_least(f"hit rate over LRU's at {blocks:,} blocks", OVER_LRU, over[blocks])
+        for blocks in SHORT_OF_ROOM
+        if blocks in over
+    ]
+    if over:
+        verdicts.append(_at_least("hit rate over LRU's, worst capacity", 1.0, min(over.values())))
+    limits = {
+        ("embedded", "load"): ("embedded load, of memcpy over the same scatter", OF_MEMCPY),
+        ("mooncake", "save"): ("Mooncake save, of the direct client", OF_DIRECT),
+        ("mooncake", "load"): ("Mooncake load, of the direct client", OF_DIRECT),
+    }
+    verdicts += [_at_least(*limits[pair], ratio) for pair, ratio in ratios.items()]
+    if share is not None:
+        name = "scheduler's share of a lookup, of the in-tree connector's"
+        wanted, found = SHARE_OF_SYNCHRONOUS, share.ratio
+        verdicts.append(Verdict(name, f"<= {wanted:g}", round(found, 4), found <= wanted))
+    return verdicts
+
+
+def _at_least(name: str, wanted: float, found: float) -> Verdict:
+    return Verdict(name, f">= {wanted:g}", round(found, 4), found >= wanted)
+
+
+# --- tables, and a page with the hit rate by capacity ---------------------------------------------
+
+
+def _tables(result: PoolBench) -> Tables:
     def pair(values: tuple[float, float]) -> str:
         return " / ".join(f"{value:.3f}" for value in values)
 
@@ -86,7 +246,7 @@ def _tables(result: PoolBench) -> list[tuple[str, list[str], list[list[str]]]]:
     ]
 
 
-def _scheduler(result: PoolBench) -> list[tuple[str, list[str], list[list[str]]]]:
+def _scheduler(result: PoolBench) -> Tables:
     share = result.scheduler
     if share is None:
         return []
@@ -103,7 +263,8 @@ def _scheduler(result: PoolBench) -> list[tuple[str, list[str], list[list[str]]]
     ]
 
 
-def _print_tables(console: Console, tables: list[tuple[str, list[str], list[list[str]]]]) -> None:
+def _print_tables(tables: Tables) -> None:
+    console = Console()
     for title, head, rows in tables:
         console.print(f"[bold]{title}[/]", highlight=False)
         table = Table(box=None, header_style="bold", pad_edge=False)
@@ -115,25 +276,7 @@ def _print_tables(console: Console, tables: list[tuple[str, list[str], list[list
         console.print()
 
 
-def print_pool_bench(console: Console, result: PoolBench) -> None:
-    _print_tables(console, _tables(result))
-    for note in result.notes:
-        console.print(note, highlight=False)
-
-
-def tune_pool(trace: Path | None, as_json: bool) -> None:
-    """Choose the policy's constants on a trace's first half, and print the whole search."""
-    if trace is None:
-        raise DescriptionError("--tune needs a trace; name one with --trace")
-    err = Console(stderr=True)
-    result = tune(trace, lambda line: err.print(line, style="dim", highlight=False))
-    if as_json:
-        sys.stdout.write(json.dumps(asdict(result)) + "\n")
-    else:
-        _print_tables(Console(), _tune_tables(result))
-
-
-def _tune_tables(result: TuneResult) -> list[tuple[str, list[str], list[list[str]]]]:
+def _tune_tables(result: TuneResult) -> Tables:
     def shown(rates: tuple[float, ...]) -> str:
         return " / ".join(f"{rate:.3f}" for rate in rates)
 
@@ -182,7 +325,7 @@ def pool_bench_page(result: PoolBench) -> str:
             parts.append(_curve(result))
         parts.append(f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>")
     notes = "".join(f"<li>{escape(note)}</li>" for note in result.notes)
-    return page("kvferry bench pool", f"{''.join(parts)}\n<ul>{notes}</ul>")
+    return page("benchmarks.pool", f"{''.join(parts)}\n<ul>{notes}</ul>")
 
 
 def _curve(result: PoolBench) -> str:
@@ -227,3 +370,7 @@ def _curve(result: PoolBench) -> str:
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
         f'aria-label="prefix hit rate over capacity">{"".join(parts)}</svg>'
     )
+
+
+if __name__ == "__main__":
+    app()

@@ -23,8 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvferry.bench.pool_mooncake import master
-from kvferry.bench.pool_scratch import scratch
+from benchmarks import ROOT
+from benchmarks.stores import master, scratch
 from kvferry.errors import StoreError
 
 TOKENS, BLOCK = 8192, 16
@@ -78,7 +78,8 @@ def scheduler_share(notes: list[str]) -> SchedulerShare | None:
                 "VLLM_RPC_BASE_PATH": str(folder),
             }
             ran = subprocess.run(
-                [sys.executable, "-m", "kvferry.bench.pool_beside_vllm", str(folder)],
+                [sys.executable, "-m", "benchmarks.scheduler_lookup", str(folder)],
+                cwd=ROOT,
                 env=environment,
                 capture_output=True,
                 text=True,
@@ -94,15 +95,12 @@ def scheduler_share(notes: list[str]) -> SchedulerShare | None:
         return None
 
 
-# --- in the process of its own -----------------------------------------------------------------
-
-
 def _vllm(folder: Path) -> tuple[Any, Any]:
     """A configuration of vLLM with its own connector, and a cache of one group."""
     from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-    from kvferry.demo.tiny_model import llama_config
+    from tiny_models import llama_config
 
     (folder / "model").mkdir()
     description = {**llama_config(), "max_position_embeddings": 2 * TOKENS}

@@ -1,4 +1,4 @@
-"""The process that owns device memory while `kvferry bench gpu` reads it.
+"""The process that owns device memory while `python -m benchmarks.gpu` reads it.
 
 One order a line, one answer a line, both JSON. It takes no part in transfers over `cuda`.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import ROOT
 from kvferry.errors import TransferError
 from kvferry.transport import Carrier, MemoryRegion, make_carrier
 from kvferry.transport.cuda_driver import device
@@ -137,7 +138,8 @@ class Remote:
 @contextmanager
 def start_owner() -> Iterator[Remote]:
     with subprocess.Popen(
-        [sys.executable, "-m", "kvferry.bench.gpu_owner"],
+        [sys.executable, "-m", "benchmarks.gpu.owner"],
+        cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
