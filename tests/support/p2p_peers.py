@@ -162,7 +162,6 @@ class Spec:
     absent: tuple[str, ...] = ()  # roles whose layers this engine does not have
     checksums: bool = False
     mixes: bool = False  # whether its memory has the checksum of a GPU's
-    packing: str = "auto"
     optional: tuple[str, ...] = ()  # roles whose layers a peer may lack
 
     @property
@@ -273,7 +272,7 @@ class Rack:
             write_byte(view, np.arange(spec.blocks), fill)
         options: dict[str, Any] = {}
         if spec.carrier != "null":
-            options = {"secret": spec.secret, "host": LOOPBACK, "packing": spec.packing}
+            options = {"secret": spec.secret, "host": LOOPBACK}
         carrier: Any = make_carrier(spec.carrier, **options)
         if spec.gate_after is not None:
             carrier = GatedCarrier(carrier, spec.gate_after)

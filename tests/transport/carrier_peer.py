@@ -122,24 +122,16 @@ class Kind:
 
 KINDS = {
     "null": Kind("null"),
-    "local": Kind("local", {"packing": "direct", "writable": True}, {"packing": "direct"}),
+    "local": Kind("local", {"writable": True}),
     "local-fallback": Kind("local", {"writable": True}, {"force_fallback": True}),
     "tcp": Kind(
         "tcp",
-        {"secret": SECRET, "host": "127.0.0.1", "packing": "direct", "writable": True},
-        {"secret": SECRET, "host": "127.0.0.1", "packing": "direct"},
+        {"secret": SECRET, "host": "127.0.0.1", "writable": True},
+        {"secret": SECRET, "host": "127.0.0.1"},
     ),
     "tcp-open": Kind("tcp", {"writable": True}),
-    "mooncake": Kind("mooncake", {"packing": "direct"}, {"packing": "direct"}, second=40_000),
-    "mooncake-packed": Kind("mooncake", {"packing": "packed"}, {"packing": "packed"}),
-    "nixl": Kind("nixl", {"packing": "direct"}, {"packing": "direct"}),
-    "nixl-packed": Kind("nixl", {"packing": "packed"}, {"packing": "packed"}),
-    "local-packed": Kind("local", {"packing": "packed", "writable": True}, {"packing": "packed"}),
-    "tcp-packed": Kind(
-        "tcp",
-        {"secret": SECRET, "host": "127.0.0.1", "packing": "packed", "writable": True},
-        {"secret": SECRET, "host": "127.0.0.1", "packing": "packed"},
-    ),
+    "mooncake": Kind("mooncake", second=40_000),
+    "nixl": Kind("nixl"),
 }
 
 

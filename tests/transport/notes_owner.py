@@ -17,7 +17,7 @@ BYTES = 2 << 20
 
 def main() -> None:
     memory = np.zeros(BYTES, dtype=np.uint8)
-    carrier: Any = make_carrier("nixl", packing="packed")
+    carrier: Any = make_carrier("nixl")
     carrier.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
     print(memory.ctypes.data, carrier.endpoint().hex(), flush=True)
     for line in sys.stdin:

@@ -9,41 +9,26 @@ from typing import Any
 import pytest
 from carrier_peer import KINDS, owner, soon
 
-from kvferry.errors import HandoverError
+from kvferry.errors import HandoverError, TransferError
 from kvferry.transport import make_carrier
-from kvferry.transport.auto import by_cost, connect, select
-from kvferry.transport.cost import Cost, Costs
+from kvferry.transport.auto import connect, fastest_first, select
 from p2p_peers import LOOPBACK
 
 SECRET = "a secret for these tests"
 
 
-def table(**seconds: float) -> Costs:
-    carriers = {name: {"direct": Cost(value, 0, 0)} for name, value in seconds.items()}
-    return Costs("test", "", "", carriers)  # type: ignore[arg-type]
-
-
-def test_the_cheapest_that_connects_is_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_fastest_that_connects_is_used(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvferry")
     with owner(KINDS["local"]) as near, owner(KINDS["tcp"]) as far:
         offered = {"local": near.endpoint, "tcp": far.endpoint}
         ours = [make_carrier(n, secret=SECRET, host=LOOPBACK) for n in ("tcp", "local")]
         try:
-            for costs, expected in (
-                (table(local=1, tcp=2), "local"),
-                (table(local=2, tcp=1), "tcp"),
-                (table(tcp=1), "tcp"),  # of local, nothing is known
-            ):
-                carrier, peer = connect(offered, by_cost(ours, costs), soon(), "rank 7")
+            for some, expected in ((offered, "local"), ({"tcp": far.endpoint}, "tcp")):
+                carrier, peer = connect(some, fastest_first(ours), soon(), "rank 7")
                 assert carrier.name == expected
                 carrier.disconnect(peer)
-            carrier, peer = connect(
-                {"tcp": far.endpoint}, by_cost(ours, table(local=1, tcp=2)), soon()
-            )
-            assert carrier.name == "tcp"
-            carrier.disconnect(peer)
             near.kill()
-            carrier, _ = connect(offered, by_cost(ours, table(local=1, tcp=2)), soon(), "rank 8")
+            carrier, _ = connect(offered, fastest_first(ours), soon(), "rank 8")
             assert carrier.name == "tcp"
             far.kill()
             with pytest.raises(HandoverError, match=r"tcp: .*local: "):
@@ -53,9 +38,9 @@ def test_the_cheapest_that_connects_is_used(caplog: pytest.LogCaptureFixture) ->
                 one.close()
     said = [r.getMessage() for r in caplog.records if ": carrier " in r.getMessage()]
     assert said[0].startswith("rank 7: carrier local")
-    assert "ruled out: local: the peer does not offer it" in said[3]
-    assert "rank 8: carrier tcp" in said[4]
-    assert "is gone" in said[4]
+    assert "ruled out: local: the peer does not offer it" in said[1]
+    assert "rank 8: carrier tcp" in said[2]
+    assert "is gone" in said[2]
 
 
 def test_local_by_a_detour_gives_way_to_tcp() -> None:
@@ -113,24 +98,21 @@ def test_one_carriers_fault_does_not_keep_the_next_from_being_tried(
     assert (first.peers, second.peers) == ([], [])
 
 
-def test_the_order_without_measurements() -> None:
-    class Named:
-        def __init__(self, name: str) -> None:
-            self.name = name
+def test_the_order() -> None:
+    by_tcp, by_rdma = (SimpleNamespace(name="mooncake", flavour=f) for f in ("tcp", "rdma"))
+    others = {name: SimpleNamespace(name=name) for name in ("tcp", "nixl", "local", "cuda")}
+    given: list[Any] = [by_tcp, *others.values(), by_rdma]
+    expected = [others["cuda"], others["local"], others["nixl"], by_rdma, others["tcp"], by_tcp]
+    assert fastest_first(given) == expected
 
-    names = ["tcp", "pigeon", "mooncake", "local", "cuda"]
-    ordered = by_cost([Named(n) for n in names], table(local=1, tcp=2))  # type: ignore[misc]
-    assert [c.name for c in ordered] == ["cuda", "local", "mooncake", "tcp", "pigeon"]
-    # what was measured counts, also of those that somebody configured; each way by itself
-    costs = table(mooncake=3, nixl=1, tcp=2)
-    assert [c.name for c in by_cost([Named(n) for n in ("tcp", "mooncake", "nixl")], costs)] == [  # type: ignore[misc]
-        "nixl",
-        "tcp",
-        "mooncake",
-    ]
-    by_rdma = Named("mooncake")
-    by_rdma.cost_name = "mooncake-rdma"  # type: ignore[attr-defined]
-    assert by_cost([Named("tcp"), by_rdma], costs)[0] is by_rdma  # type: ignore[comparison-overlap, list-item]
+
+@pytest.mark.parametrize("name", ["local", "tcp"])
+def test_packing_is_accepted_and_has_no_effect(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make_carrier(name, packing="packed").close()
+    (said,) = caplog.records
+    assert said.getMessage() == f"carrier {name}: `packing` has no effect any more; remove it"
+    with pytest.raises(TransferError, match="has no option packing"):
+        make_carrier("null", packing="auto")
 
 
 def test_what_auto_opens() -> None:

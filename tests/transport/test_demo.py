@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -29,7 +28,6 @@ from kvferry.demo.run import run_demo
 from kvferry.demo.work import DEMO_FROM, DEMO_TO, demo_model, find_model, make_work
 from kvferry.errors import DescriptionError, PermissionDenied, TransferError
 from kvferry.layout.shape import EngineShape, Rank, Span
-from kvferry.transport.cost import ENVIRONMENT, Cost, Costs
 
 WITHOUT_VM = Path(__file__).parent.parent / "support" / "without_vm.py"
 SMALL = {"min_bytes": 24 << 20, "requests": 20, "seed": 3}
@@ -123,21 +121,12 @@ def test_auto_leaves_out_what_the_system_forbids(tmp_path: Path) -> None:
     assert "not opened: " in result["why"] and "nixl: it " in result["why"]
 
 
-def test_auto_goes_by_the_costs_of_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where tcp is the cheapest, it is taken, though `local` would be permitted."""
-    path = tmp_path / "costs.json"
-    cheap, dear = Cost(0.0, 0.0, 1e-12), Cost(1.0, 1.0, 1.0)
-    monkeypatch.setenv(ENVIRONMENT, str(path))
-    for tcp, local, expected in ((cheap, dear, "tcp"), (dear, cheap, "local")):
-        of = {"tcp": {"direct": tcp}, "local": {"direct": local}}
-        path.write_bytes(msgspec.json.encode(Costs("a test", "", "", of)))
-        result = run_demo(*TWO_RANKS, transport="auto", **SMALL)
-        assert result.ok and result.method == expected
-        assert f"carrier {expected}: the first that both have" in result.why
-        assert "ruled out: none before it" in result.why and "a test" in result.why
-        assert f"method   {expected}: {result.why}" in describe(result)
+def test_auto_takes_the_fastest() -> None:
+    result = run_demo(*TWO_RANKS, transport="auto", **SMALL)
+    assert result.ok and result.method == "local"
+    assert "carrier local: the first that both have" in result.why
+    assert "ruled out: none before it" in result.why
+    assert f"method   local: {result.why}" in describe(result)
 
 
 @pytest.mark.skipif(ctypes.util.find_library("cuda") is not None, reason="there is a driver")

@@ -15,12 +15,7 @@ from carrier_peer import copies, soon
 
 from kvferry.errors import PeerLost
 from kvferry.transport import MemoryRegion
-from kvferry.transport.desk import Desk, Say
-from kvferry.transport.desk_visit import Visit
-from kvferry.transport.host import HostMemory
 from kvferry.transport.pulse import Pulse, PulseServer
-from kvferry.transport.regions import RegionTable
-from kvferry.transport.slots import Slots
 from kvferry.transport.tcp import TcpCarrier
 
 HOST = "127.0.0.1"
@@ -28,48 +23,42 @@ SIZE = 1 << 16
 
 
 class Owner:
-    """A pulse, a desk and a tcp server over some memory."""
+    """A pulse and a tcp server over some memory."""
 
     def __init__(self) -> None:
         self.memory = np.full(SIZE, 7, dtype=np.uint8)
         region = MemoryRegion(self.memory.ctypes.data, SIZE)
         self.pulse = PulseServer(HOST)
-        self.slots = Slots(2, SIZE)
-        self.desk = Desk(HOST, self.pulse.token, self.pulse.incarnation, self.slots)
-        self.desk.regions, self.desk.memory = RegionTable.of([region]), HostMemory([region])
         self.tcp = TcpCarrier()
         self.tcp.register([region])
 
     def told(self) -> str:
         """What a user must know."""
         pulse = self.pulse
-        words = (pulse.port, self.desk.port, pulse.token.hex(), pulse.incarnation.hex())
+        words = (pulse.port, pulse.token.hex(), pulse.incarnation.hex())
         return " ".join(map(str, (*words, self.tcp.endpoint().hex(), self.memory.ctypes.data)))
 
     def close(self) -> None:
         self.pulse.close()
-        self.desk.close(0.5)
         self.tcp._server.close(0.5)
 
 
 class User:
-    """Connected to all of an owner's, with a slot of the desk that it may write to."""
+    """Connected to all of an owner's."""
 
     def __init__(self, told: str) -> None:
-        pulse_port, desk_port, token, incarnation, endpoint, address = told.split()
+        pulse_port, token, incarnation, endpoint, address = told.split()
         self.known = (bytes.fromhex(token), bytes.fromhex(incarnation))
-        self.where = (int(pulse_port), int(desk_port), bytes.fromhex(endpoint))
+        self.pulse_port = int(pulse_port)
         self.there = np.array([int(address)])
         self.pulse = self.new_pulse()
-        self.visit = Visit.open(HOST, self.where[1], *self.known)
-        self.visit.ask(Say.LEND, self.there, np.array([100]), lambda: None)
         self.tcp = TcpCarrier()
         self.memory = np.zeros(SIZE, dtype=np.uint8)
         self.tcp.register([MemoryRegion(self.memory.ctypes.data, SIZE)])
-        self.peer = self.tcp.connect(self.where[2], soon())
+        self.peer = self.tcp.connect(bytes.fromhex(endpoint), soon())
 
     def new_pulse(self) -> Pulse:
-        return Pulse.connect(HOST, self.where[0], *self.known, soon(5))
+        return Pulse.connect(HOST, self.pulse_port, *self.known, soon(5))
 
     def read(self) -> None:
         self.memory[:] = 0
@@ -79,7 +68,6 @@ class User:
 
     def close(self) -> None:
         self.pulse.close()
-        self.visit.close(writing=True)
         self.tcp.close()
 
 
@@ -94,7 +82,7 @@ warnings.simplefilter("ignore")  # forks beside threads
 if os.fork():
     time.sleep(60)
 owner.close()
-assert not user.pulse.alive() and user.visit._stream.wait_readable(0)
+assert not user.pulse.alive()
 print("forked", flush=True)
 for _ in sys.stdin:
     print("still here", flush=True)
@@ -138,32 +126,24 @@ def test_a_killed_process_is_dead_though_its_child_lives() -> None:
         assert process.stdout
         user = undo.enter_context(contextlib.closing(User(process.stdout.readline())))
         assert len(ours.pulse._visitors) == len(ours.tcp._server._serving) == 1
-        assert (ours.slots.free, ours.slots.retired) == (1, 0)
         user.read()
         assert said(process) == "forked\n"
         # the child has let go of all, which its parent does not notice
         assert user.pulse.alive(0.05)
         user.new_pulse().close()
         user.read()
-        user.visit.say(Say.RETURN)
-        user.visit.done(lambda: None)
         assert len(ours.pulse._visitors) == len(ours.tcp._server._serving) == 1
-        assert ours.slots.retired == 0
         process.kill()
         process.wait()
         # what it served
         assert not user.pulse.alive(5)
-        assert user.visit._stream.wait_readable(5)
         with pytest.raises(PeerLost):
             user.read()
         with pytest.raises(PeerLost):
             user.new_pulse()
-        with pytest.raises(PeerLost):
-            Visit.open(HOST, user.where[1], *user.known)
         # what it used
         assert until(lambda: not ours.pulse._visitors)
         assert until(lambda: not ours.tcp._server._serving)
-        assert until(lambda: ours.slots.retired == 1)
         assert said(process) == "still here\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Iterator
@@ -12,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 from carrier_peer import soon, threads_left
-from test_desk import MemmoveCarrier
 
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
 from kvferry.p2p.transfers import await_transfer, end_transfers
 from kvferry.p2p.watch import Watch
 from kvferry.transport import foreign_jobs, mooncake
 from kvferry.transport.base import MemoryRegion, TransferState
+from kvferry.transport.foreign import ForeignCarrier
 from kvferry.transport.foreign_jobs import Abandoned, ForeignJob
-from kvferry.transport.foreign_peer import ForeignEndpoint
+from kvferry.transport.foreign_peer import ForeignEndpoint, ForeignPeer
 from kvferry.transport.jobs import Job, Latch, Workers
 from kvferry.transport.nixl import NixlCarrier
 from kvferry.transport.regions import Arrays
@@ -28,6 +29,34 @@ from kvferry.transport.tcp import TcpCarrier
 from no_threads import no_threads
 
 MIB = 1 << 20
+
+
+class MemmoveCarrier(ForeignCarrier):
+    """Its library is memmove: both ends are in this process."""
+
+    name = "memmove"
+    batch_descriptors = 64
+    batch_bytes = 1 << 20
+
+    def __init__(self) -> None:
+        super().__init__(host=None, secret=None, flavour="")
+
+    def register_one(self, region: MemoryRegion) -> None: ...
+
+    def unregister_one(self, region: MemoryRegion) -> None: ...
+
+    def _address(self) -> bytes:
+        return str(id(self)).encode()
+
+    def _attach(self, endpoint: ForeignEndpoint) -> Any: ...
+
+    def _detach(self, handle: Any) -> None: ...
+
+    def _carry(self, job: Job, peer: ForeignPeer, batch: Arrays, *, reading: bool) -> None:
+        for src, dst, length in zip(batch.src, batch.dst, batch.length, strict=True):
+            ctypes.memmove(int(dst), int(src), int(length))
+
+    def _shut(self) -> None: ...
 
 
 @pytest.mark.parametrize("refused", [["help-1"], ["help-0", "help-1"], ["help-0"]])
@@ -122,6 +151,31 @@ def test_a_library_that_gave_up_is_not_waited_for_again() -> None:
     with pytest.raises(DeadlineExceeded, match="no progress"):
         await_transfer(job, watch)
     assert time.monotonic() - begin < 1
+
+
+@pytest.mark.parametrize("reading", [True, False])
+def test_copies_of_any_length_move_in_batches(reading: bool) -> None:
+    rng = np.random.default_rng(3)
+    theirs, ours = (rng.integers(0, 256, MIB, dtype=np.uint8) for _ in range(2))
+    owner, user = MemmoveCarrier(), MemmoveCarrier()
+    try:
+        for carrier, memory in ((owner, theirs), (user, ours)):
+            carrier.register([MemoryRegion(memory.ctypes.data, MIB)])
+        link = user.connect(owner.endpoint(), soon())
+        src, dst = (theirs, ours) if reading else (ours, theirs)
+        a, b = (rng.permutation(MIB // 128)[:4000] * 128 for _ in range(2))
+        length = rng.integers(0, 129, 4000)
+        expected = dst.copy()
+        for x, y, n in zip(a, b, length, strict=True):
+            expected[y : y + n] = src[x : x + n]
+        copies = Arrays(a + src.ctypes.data, b + dst.ctypes.data, length)
+        (user.read if reading else user.write)(link, copies).wait(soon())
+        assert np.array_equal(dst, expected)
+        assert user.counters["batches"] >= np.count_nonzero(length) // user.batch_descriptors
+    finally:
+        user.close()
+        owner.close()
+    assert not threads_left("kvferry-memmove")
 
 
 def test_connecting_keeps_its_deadline_while_the_library_hangs() -> None:

@@ -7,11 +7,12 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from carrier_peer import FIRST, KINDS, Memory, Peer, copies, owner, soon, user
+from carrier_peer import FIRST, KINDS, TOTAL, Memory, Peer, copies, owner, soon, user
 
 from kvferry.errors import AuthenticationError, PeerLost, PermissionDenied
 from kvferry.transport import MemoryRegion, vm
@@ -43,6 +44,32 @@ def moves(carrier: LocalCarrier, endpoint: bytes, peer: Peer, memory: Memory) ->
     memory.bytes[at] = 77
     carrier.write(link, copies(here, there, 3000)).wait(soon())
     assert (peer.memory.bytes[at] == 77).all()
+
+
+def test_short_runs_are_read_with_what_lies_between_them(
+    peer: Peer, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: list[int] = []
+    read = vm.read
+
+    def counting(pid: int, src: Any, dst: Any, length: Any) -> int:
+        handed.append(len(length))
+        return read(pid, src, dst, length)
+
+    at = FIRST[0] + (np.arange(1000)[:, None] * 4096 + np.arange(16) * 128).ravel()
+    peer.memory.bytes[:] = np.random.default_rng(2).integers(0, 256, TOTAL, dtype=np.uint8)
+    memory.bytes[:] = 0
+    with user(KIND, memory) as carrier:
+        link = carrier.connect(peer.endpoint, soon())
+        monkeypatch.setattr(vm, "read", counting)
+        carrier.read(
+            link, copies(at + peer.address, at + memory.address, np.full(len(at), 64))
+        ).wait(soon())
+    wanted = np.zeros(TOTAL, dtype=np.uint8)
+    bytes_of = at[:, None] + np.arange(64)
+    wanted[bytes_of] = peer.memory.bytes[bytes_of]
+    assert np.array_equal(memory.bytes, wanted)
+    assert len(at) // 16 <= sum(handed) < len(at) // 8  # a range for each block
 
 
 def altered(endpoint: bytes, **changes: object) -> bytes:

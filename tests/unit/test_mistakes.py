@@ -45,9 +45,12 @@ MISTAKES = [
     ([*PLAN, "tp=1", "--html", "/proc/none/plan.html"], "cannot write the picture to /proc/none"),
     (["bench", "transport", "--sizes", "a,b"], "cannot read the sizes 'a,b'"),
     (["bench", "transport", "--sizes", "0"], "cannot read the sizes '0'"),
-    (["bench", "packed", "--sizes", "4096,"], "cannot read the sizes '4096,'"),
-    (["bench", "packed", "--carriers", "nope"], "'nope' is not measured here; choose among local"),
-    (["bench", "packed", "--carriers", "tcp,"], "cannot read the carriers 'tcp,'"),
+    (["bench", "transport", "--sizes", "4096,"], "cannot read the sizes '4096,'"),
+    (
+        ["bench", "transport", "--carriers", "nope"],
+        "'nope' is not measured here; choose among",
+    ),
+    (["bench", "transport", "--carriers", "tcp,"], "cannot read the carriers 'tcp,'"),
     (["bench", "transport", "--seconds", "-1"], "Invalid value for '--seconds'"),
     (["bench", "pool", "--tune", "--quick"], "--tune takes no --quick; leave it out"),
 ]

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.bench.calibrate import costs_file
 from kvferry.demo.engines import open_log
 from kvferry.errors import NotPrivate
 from kvferry.private_files import (
@@ -22,7 +21,6 @@ from kvferry.private_files import (
     read_private,
     write_private,
 )
-from kvferry.transport.cost import shipped_costs
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -141,11 +139,7 @@ def test_another_user_reads_nothing() -> None:
     assert done.stdout == "for all\n"
 
 
-def test_costs_and_logs_are_private(tmp_path: Path) -> None:
-    with costs_file(tmp_path / "kvferry" / "costs.json") as keep:
-        keep(shipped_costs())
-    assert mode(tmp_path / "kvferry") == 0o700
-    assert mode(tmp_path / "kvferry" / "costs.json") == 0o600
+def test_logs_are_private(tmp_path: Path) -> None:
     for words in (b"first", b"second"):
         with open_log(tmp_path / "logs" / "engine.log") as log:
             log.write(words)

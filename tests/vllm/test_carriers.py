@@ -39,8 +39,9 @@ from test_conformance import (  # noqa: F401, the tests and their fixtures
     test_other_threads_keep_running,
     test_out_of_bounds_writes_nothing,
     test_peer_killed_in_the_middle,
+    test_short_runs_with_gaps,
 )
-from test_packed_p2p import test_short_runs_arrive_in_both_modes as packed_p2p
+from test_short_runs import test_token_major_caches_are_handed_over as token_major_caches
 
 from kvferry.demo.run import run_demo
 from kvferry.transport import MemoryRegion, mooncake, mooncake_engine
@@ -48,7 +49,6 @@ from kvferry.transport.foreign_peer import ForeignEndpoint
 from kvferry.transport.regions import RegionTable
 
 LIBRARIES = {"mooncake": "mooncake.engine", "nixl": "nixl._api"}
-MODES = [*LIBRARIES, *(f"{name}-packed" for name in LIBRARIES)]
 
 
 def kind_of(name: str) -> Kind:
@@ -57,14 +57,14 @@ def kind_of(name: str) -> Kind:
     return kind
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=list(LIBRARIES))
 def standing(request: pytest.FixtureRequest) -> Iterator[tuple[Kind, Peer]]:
     kind = kind_of(request.param)
     with owner(kind) as peer:
         yield kind, peer
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=list(LIBRARIES))
 def mortal(request: pytest.FixtureRequest) -> Iterator[Pair]:
     kind = kind_of(request.param)
     with owner(kind) as peer:
@@ -148,13 +148,10 @@ def test_what_cannot_be_taken_back_is_abandoned(name: str, monkeypatch: pytest.M
             assert pair.carrier.counters["abandoned_now"] == 0
 
 
-@pytest.mark.parametrize("name", ["nixl", "nixl-packed"])
-def test_a_lost_pulse_is_not_the_end_of_the_bytes(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where the network fails for a while: who waits hears of it, and the memory, also that
-    which bytes are staged in, is in use until NIXL has let go of it."""
-    kind = kind_of(name)
+def test_a_lost_pulse_is_not_the_end_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the network fails for a while: who waits hears of it, and the memory is in use until
+    NIXL has let go of it."""
+    kind = kind_of("nixl")
     monkeypatch.setenv("UCX_TLS", "tcp")
     at = FIRST[0] + np.arange(4000) * 1024
     with owner(kind) as peer:
@@ -164,14 +161,13 @@ def test_a_lost_pulse_is_not_the_end_of_the_bytes(
             pair.move("read", at, at, np.full(4000, 500))
             pair.memory.bytes[:] = 0
             carrier: Any = pair.carrier
-            free = carrier._slots.free
-            real = carrier.move_batch
+            real = carrier._move
 
             def held_up(*given: Any, real: Any = real, **named: Any) -> None:
                 os.kill(peer.process.pid, signal.SIGSTOP)  # type: ignore[union-attr]
                 real(*given, **named)
 
-            monkeypatch.setattr(carrier, "move_batch", held_up)
+            monkeypatch.setattr(carrier, "_move", held_up)
             try:
                 transfer: Any = pair.start("read", at, at, np.full(4000, 500))
                 time.sleep(0.3)
@@ -182,17 +178,15 @@ def test_a_lost_pulse_is_not_the_end_of_the_bytes(
                 with pytest.raises(suite.DeadlineExceeded, match="may still arrive"):
                     transfer.cancel(seconds=0.2)
                 assert carrier.counters["abandoned_now"] == 1
-                assert carrier._slots.free == free - (name == "nixl-packed")
             finally:
                 os.kill(peer.process.pid, signal.SIGCONT)
             until = soon(20)
             while not transfer.settled() and time.monotonic() < until:
                 time.sleep(0.01)
             assert transfer.settled() and carrier.counters["abandoned_now"] == 0
-            pair.memory.bytes[:] = carrier._slots._memory[:] = 9
+            pair.memory.bytes[:] = 9
             time.sleep(0.5)
-            assert (pair.memory.bytes == 9).all() and (carrier._slots._memory == 9).all()
-            assert carrier._slots.free == free
+            assert (pair.memory.bytes == 9).all()
 
 
 @pytest.mark.parametrize(
@@ -253,7 +247,7 @@ def test_nixl_needs_a_backend_that_reaches_peers(backends: list[str]) -> None:
 def test_registering_is_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neighbours become one region; where that is refused, they are as they were."""
     kind_of("nixl")
-    here, there = (suite.make_carrier("nixl", packing="direct") for _ in range(2))
+    here, there = (suite.make_carrier("nixl") for _ in range(2))
     memory, mine = (np.full(8192, value, dtype=np.uint8) for value in (5, 0))
     try:
         at = memory.ctypes.data
@@ -372,7 +366,7 @@ def test_nixl_makes_batches_by_index(direction: str) -> None:
     kind_of("nixl")
     size, slots, gap = 1024, 96, 1024
     stride = slots * size + gap
-    here, there = (suite.make_carrier("nixl", packing="direct") for _ in range(2))
+    here, there = (suite.make_carrier("nixl") for _ in range(2))
     here.least_prepared = 64  # type: ignore[attr-defined]
     mine, theirs = (np.zeros(20 * stride, dtype=np.uint8) for _ in range(2))
 
@@ -421,7 +415,7 @@ def test_nixl_makes_batches_by_index(direction: str) -> None:
 def test_nixl_forgets_a_peer_and_meets_it_again() -> None:
     """Its lists are void then, and an older connection's batches go as descriptors."""
     kind_of("nixl")
-    here, there = (suite.make_carrier("nixl", packing="direct") for _ in range(2))
+    here, there = (suite.make_carrier("nixl") for _ in range(2))
     here.least_prepared = 64  # type: ignore[attr-defined]
     mine, theirs = (np.zeros(128 * 1024, dtype=np.uint8) for _ in range(2))
     try:
@@ -450,39 +444,10 @@ def test_nixl_forgets_a_peer_and_meets_it_again() -> None:
 
 
 @pytest.mark.parametrize("name", list(LIBRARIES))
-def test_short_runs_are_packed_by_themselves(name: str) -> None:
-    """As users have it: token-major, different tp, the cost model chooses; every byte compared."""
-    kind = Kind(name)
-    kind_of(name)
-    with owner(kind) as peer:
-        for pair in make_pair(kind, peer):
-            peer.memory.bytes[:] = suite.noise()
-            pair.memory.bytes[:] = 0
-            at = FIRST[0] + np.arange(20_000) * 512
-            for size, packed in ((256, 1), (BIG // 4, 1)):  # and long runs stay as they are
-                some = at if size == 256 else FIRST[0] + np.arange(3) * size
-                pair.move("read", some, some, np.full(len(some), size))
-                assert pair.carrier.counters["packed"] == packed
-                for first in (0, len(some) - 1):
-                    here = slice(int(some[first]), int(some[first]) + size)
-                    assert np.array_equal(pair.memory.bytes[here], suite.noise()[here])
-                if size == 256:
-                    table = pair.memory.bytes[FIRST[0] : FIRST[0] + 20_000 * 512].reshape(-1, 512)
-                    wanted = suite.noise()[FIRST[0] : FIRST[0] + 20_000 * 512].reshape(-1, 512)
-                    assert np.array_equal(table[:, :256], wanted[:, :256])
-                    assert not table[:, 256:].any()
-                    assert peer.counters()["desk_gathered"] >= 2
-            for packing, packed in (("direct", 1), ("packed", 2), ("auto", 3)):  # told otherwise
-                pair.carrier.packing = packing  # type: ignore[attr-defined]
-                pair.move("read", at, at, np.full(len(at), 256))
-                assert pair.carrier.counters["packed"] == packed
-
-
-@pytest.mark.parametrize("name", list(LIBRARIES))
-def test_token_major_caches_are_handed_over_packed(name: str) -> None:
+def test_token_major_caches(name: str) -> None:
     """Producer and consumer of different tp, checksums on."""
     kind_of(name)
-    packed_p2p(name)
+    token_major_caches(name)
 
 
 @pytest.mark.parametrize("name", list(LIBRARIES))

@@ -51,10 +51,10 @@ class Side:
         return found
 
 
-@pytest.fixture(params=["direct", "packed"])
-def side(request: pytest.FixtureRequest) -> Iterator[Side]:
+@pytest.fixture
+def side() -> Iterator[Side]:
     pytest.importorskip("nixl._api")
-    carrier = make_carrier("nixl", packing=request.param)
+    carrier = make_carrier("nixl")
     memory = np.zeros(BYTES, dtype=np.uint8)
     carrier.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
     with subprocess.Popen(
@@ -146,7 +146,7 @@ def test_strangers_are_not_heard() -> None:
 
 
 def test_a_seal_is_for_one_incarnation() -> None:
-    endpoint = ForeignEndpoint("nixl", "UCX", "", 1, b"t" * 16, b"i" * 16, [], b"")
+    endpoint = ForeignEndpoint("nixl", "UCX", "", 1, b"t" * 16, b"i" * 16, [], -1, b"")
     message = sealed(b"note", endpoint)
     assert opened([message], b"t" * 16, b"i" * 16) == ([b"note"], 0)
     assert opened([message], b"t" * 16, b"j" * 16) == ([], 1)  # restarted

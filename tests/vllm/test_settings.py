@@ -48,7 +48,6 @@ FERRY: dict[str, tuple[Any, Any]] = {
         (("tcp", ("tcp",)), (["local", "tcp"], ("local", "tcp")), (("tcp",), ("tcp",))),
         (5, [], "", [5], [""], {"tcp": {}}, True, "tcpp", ["auto", "tcp"]),
     ),
-    "packing": ((("auto", "auto"), ("packed", "packed")), ("Auto", "", True, 5, ["auto"])),
     "checksums": (((True, True), (False, False)), NOT_FLAG),
     "carrier_options": (
         (({"nixl": {}}, {"nixl": {}}), ({}, {})),
@@ -139,6 +138,12 @@ def test_no_table_is_longer_than_its_class_and_rules_are_demanded() -> None:
 
     with pytest.raises(TypeError, match=r"Forgetful\.other has no rule"):
         rules(Forgetful)
+
+
+def test_packing_is_accepted_and_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    assert read(FerryConfig, {"packing": "packed"}) == read(FerryConfig, {})
+    (said,) = caplog.records
+    assert said.getMessage() == "kvferry: `packing` has no effect any more; remove it"
 
 
 class TestSecret:

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from kvferry.errors import TransferError
 from kvferry.transport import foreign_library, mooncake, mooncake_engine, nixl, nixl_agent
 from kvferry.transport.base import Ints, MemoryRegion
-from kvferry.transport.cost import Packing
 from kvferry.transport.foreign_peer import batches
 from kvferry.transport.regions import Arrays
 from kvferry.transport.registry import make_carrier
@@ -55,17 +54,11 @@ class Mover(Protocol):
 class OurCarrier:
     """One of kvferry's."""
 
-    def __init__(self, name: str, memory: Bytes, packing: Packing = "auto") -> None:
+    def __init__(self, name: str, memory: Bytes) -> None:
         options = {"writable": True} if name in ("local", "tcp") else {}
-        self._carrier: Any = make_carrier(name, host=LOOPBACK, packing=packing, **options)
+        self._carrier: Any = make_carrier(name, host=LOOPBACK, **options)
         self._carrier.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
         self._peer: Any = None
-        self.may_pack = packing != "direct"
-
-    @property
-    def packed(self) -> int:
-        """Transfers of which a part was packed."""
-        return int(self._carrier.counters.get("packed", 0))
 
     @property
     def detour(self) -> str:
@@ -194,8 +187,8 @@ def _sides(op: str, part: Arrays) -> tuple[Ints, Ints]:
     return (part.dst, part.src) if op == "read" else (part.src, part.dst)
 
 
-def _ours(name: str, packing: Packing = "auto") -> Callable[[Bytes], Mover]:
-    return lambda memory: OurCarrier(name, memory, packing)
+def _ours(name: str) -> Callable[[Bytes], Mover]:
+    return lambda memory: OurCarrier(name, memory)
 
 
 # In the order of their turns: a carrier and its library side by side.
@@ -209,7 +202,6 @@ MOVERS: dict[str, Callable[[Bytes], Mover]] = {
 }
 # Opened by their owners for pairs with their libraries, over one engine.
 IN_PAIRS = ("mooncake", "nixl")
-OWNED = {**MOVERS, **{f"{name}-direct": _ours(name, "direct") for name in IN_PAIRS}}
 # The progress threads of plain NIXL agents spin, on both sides, whoever moves: measured alone.
 ALONE = ("raw-nixl",)
 

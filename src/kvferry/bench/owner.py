@@ -20,7 +20,7 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.bench.movers import OWNED, WAIT_SECONDS, Mover
+from kvferry.bench.movers import MOVERS, WAIT_SECONDS, Mover
 from kvferry.errors import TransferError
 
 BUFFER_BYTES = 256 << 20  # per side: beyond the caches
@@ -119,7 +119,7 @@ def own() -> None:
                     stream.sendall(memory.data)
                 case ["open", name]:
                     try:
-                        movers[name] = OWNED[name](memory)
+                        movers[name] = MOVERS[name](memory)
                         answer(value=movers[name].endpoint().hex())
                     except Exception as error:
                         answer(error=f"{name}: {error}")

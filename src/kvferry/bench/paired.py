@@ -4,9 +4,6 @@ Two engines of one library in the same two processes differ by a factor of two, 
 threads serve which connections. So the carrier and its library, called directly with the same
 batches, move the same copies over the *same* engine in turns: library, carrier, library, ... What
 counts is the median of the turns' ratios (turns.py), with their quartiles as the spread.
-
-*direct* is what the carrier adds to each batch: it does not pack. *packed* is the carrier as it
-comes, for those copies that it chooses to pack.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from kvferry.bench.movers import IN_PAIRS, OurCarrier
 from kvferry.bench.owner import BUFFER_BYTES, Owner
 from kvferry.bench.turns import in_turns
 from kvferry.transport.base import Ints
-from kvferry.transport.cost import Packing
 from kvferry.transport.regions import Arrays
 from kvferry.units import show_bytes
 
@@ -43,7 +39,6 @@ class PairedRow:
     carrier: str
     op: str
     descriptor_bytes: int
-    mode: str  # direct or packed
     pairs: int
     library_gb_s: float  # the median
     of_library: float  # median of the pairs' ratios; above one, the carrier is faster
@@ -63,15 +58,13 @@ def paired(
     for name in names:
         if name not in IN_PAIRS:
             continue
-        ways: tuple[tuple[str, Packing], ...] = ((f"{name}-direct", "direct"), (name, "auto"))
-        for opened, packing in ways:
-            with closing(OurCarrier(name, landing, packing)) as mover:
-                mover.connect(owner.open(opened))
-                try:
-                    for size, op in itertools.product(sizes, ops):
-                        rows += _row(owner, landing, mover, name, op, size, seconds)
-                finally:
-                    owner.close(opened)
+        with closing(OurCarrier(name, landing)) as mover:
+            mover.connect(owner.open(name))
+            try:
+                for size, op in itertools.product(sizes, ops):
+                    rows.append(_row(owner, landing, mover, name, op, size, seconds))
+            finally:
+                owner.close(name)
     return rows
 
 
@@ -83,8 +76,7 @@ def _row(
     op: str,
     size: int,
     seconds: float,
-) -> Iterator[PairedRow]:
-    """Nothing, where the carrier would pack and does not."""
+) -> PairedRow:
     src, dst = slots(size)
     few = slice(0, max(1, min(PAIR_DESCRIPTORS[name], PAIR_BYTES[name] // size)))
     here, there = landing.ctypes.data, owner.address
@@ -92,19 +84,14 @@ def _row(
     length = np.full(len(src[few]), size, dtype=np.int64)
     copies = Arrays(src[few] + a, dst[few] + b, length)
     ours, theirs = mover.prepare(op, copies), mover.library(op, copies)
-    before = mover.packed
     ours()
     theirs()
-    packs = mover.packed > before
-    if mover.may_pack and not packs:
-        return
     theirs_seconds, ratios = in_turns(
         lambda: seconds_of(ours), lambda: seconds_of(theirs), LEAST_PAIRS, MOST_PAIRS, seconds
     )
     low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
     rate = int(length.sum()) / float(np.median(theirs_seconds)) / GB
-    mode = "packed" if packs else "direct"
-    yield PairedRow(name, op, size, mode, len(ratios), rate, middle, low, high)
+    return PairedRow(name, op, size, len(ratios), rate, middle, low, high)
 
 
 def paired_lines(rows: Sequence[PairedRow]) -> Iterator[str]:
@@ -115,7 +102,7 @@ def paired_lines(rows: Sequence[PairedRow]) -> Iterator[str]:
     yield title + "   quartiles"
     for row in rows:
         yield (
-            f"{row.carrier:13}{row.mode:7}{row.op:6}{show_bytes(row.descriptor_bytes):>12}"
+            f"{row.carrier:20}{row.op:6}{show_bytes(row.descriptor_bytes):>12}"
             f"{row.pairs:7}"
             f"{row.of_library:9.2f}   {row.lower_quartile:.2f} to {row.upper_quartile:.2f}"
         )

@@ -53,7 +53,7 @@ class _Side:
         self.memory = np.ones(TOTAL_BYTES + regions * GAP_BYTES, dtype=np.uint8)
         starts = self.memory.ctypes.data + np.arange(regions, dtype=np.int64) * (each + GAP_BYTES)
         self.slots: Ints = (starts[:, None] + np.arange(0, each, COPY_BYTES)).ravel()
-        self.carrier = NixlCarrier(packing="direct")
+        self.carrier = NixlCarrier()
         self.carrier.register([MemoryRegion(int(start), each) for start in starts])
 
 

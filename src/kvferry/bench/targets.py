@@ -1,9 +1,8 @@
 """What the carriers should reach beside the libraries, and whether a run of the benchmark shows it.
 
 The first kind compares the best rates of two movers at each size and direction; the second kind the
-medians of turns (paired.py), of the carrier that does not pack: the same batches as the library's.
-What packing makes of it is said on a line of its own, and is no target. A target's figure is its
-worst cell; a run that leaves out some of its sizes says which it judged.
+medians of turns (paired.py). A target's figure is its worst cell; a run that leaves out some of its
+sizes says which it judged.
 """
 
 from __future__ import annotations
@@ -74,17 +73,11 @@ def judge(
         found.append(_target(want.text, want.times, cells, sizes))
     for name in ("mooncake", "nixl"):
         text = f"{name} at least {OF_THE_LIBRARY:.0%} of its library, same batches, same engine"
-        cells = _of_library(pairs, name, "direct")
+        cells = {
+            (row.op, row.descriptor_bytes): row.of_library for row in pairs if row.carrier == name
+        }
         found.append(_target(text, OF_THE_LIBRARY, cells, SIZES))
     return tuple(found)
-
-
-def _of_library(pairs: Sequence[PairedRow], carrier: str, mode: str) -> dict[Cell, float]:
-    return {
-        (row.op, row.descriptor_bytes): row.of_library
-        for row in pairs
-        if (row.carrier, row.mode) == (carrier, mode)
-    }
 
 
 def _target(text: str, wanted: float, cells: Mapping[Cell, float], sizes: Sequence[int]) -> Target:
@@ -101,8 +94,7 @@ def _show(cell: Cell) -> str:
     return f"{cell[0]} {show_bytes(cell[1])}"
 
 
-def lines(targets: Sequence[Target], pairs: Sequence[PairedRow] = ()) -> Iterator[str]:
-    """Verdicts; and what packing makes of `pairs`, which is none."""
+def lines(targets: Sequence[Target]) -> Iterator[str]:
     if targets:
         yield ""
     for target in targets:
@@ -115,11 +107,3 @@ def lines(targets: Sequence[Target], pairs: Sequence[PairedRow] = ()) -> Iterato
             f"{verdict:13}{target.text}: {target.found:.2f} at worst ({target.where}); "
             f"judged at {at}"
         )
-    for name in dict.fromkeys(row.carrier for row in pairs):
-        cells = _of_library(pairs, name, "packed")
-        if cells:
-            worst, best = (of(cells, key=lambda cell: cells[cell]) for of in (min, max))
-            yield (
-                f"{'no target':13}{name} where it packs, of its library: {cells[worst]:.2f} "
-                f"({_show(worst)}) to {cells[best]:.2f} ({_show(best)})"
-            )

@@ -15,9 +15,8 @@ or to the library as its own examples use it (mooncake, nixl), all at that size.
 thread; `local` uses two for a large transfer. What is not installed is in `missing`, with the
 reason, and so is a `local` that the system makes go by tcp. Named, they are refused.
 
-The carriers are measured as they are used, so short runs may be packed. What the carriers over
-libraries add to them is measured apart, in pairs on one engine (`paired`, see paired.py). What all
-of it should come to is in `targets` (targets.py).
+What the carriers over libraries add to them is measured apart, in pairs on one engine (`paired`,
+see paired.py). What all of it should come to is in `targets` (targets.py).
 """
 
 from __future__ import annotations
@@ -212,7 +211,7 @@ def lines(result: TransportResult) -> Iterator[str]:
     for name, why in result.missing.items():
         yield f"not measured: {name}: {why}"
     yield from paired_lines(result.paired)
-    yield from targets.lines(result.targets, result.paired)
+    yield from targets.lines(result.targets)
 
 
 def _scattered_memcpy(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from html import escape
 
@@ -169,7 +168,7 @@ def transport_bench_page(result: TransportResult) -> str:
         f"<li>not measured: {escape(name)}: {escape(why)}</li>"
         for name, why in result.missing.items()
     )
-    judged = filter(None, target_lines(result.targets, result.paired))
+    judged = filter(None, target_lines(result.targets))
     targets = "".join(f"<li>{escape(line)}</li>" for line in judged)
     return page(
         "kvferry bench transport",
@@ -263,43 +262,3 @@ def _log_plot(
         f'<svg viewBox="0 0 {WIDTH + KEY} {HEIGHT}" width="{WIDTH + KEY}" role="img" '
         f'aria-label="{escape(y_title)} by {escape(x_title)}">{"".join(parts)}</svg>'
     )
-
-
-def calibrate_costs(
-    as_json: bool,
-    quietly: AbstractContextManager[None],
-    seconds: float | None = None,
-    carriers: Sequence[str] = (),
-) -> None:
-    """Measure what the carriers cost on this machine, and keep it where they look."""
-    import sys
-
-    import msgspec
-
-    from kvferry.bench.calibrate import CALIBRATED_SECONDS, calibrate, costs_file
-    from kvferry.transport.cost import user_path
-
-    path = user_path()
-    with costs_file(path) as keep:
-        with quietly:
-            found = calibrate(CALIBRATED_SECONDS if seconds is None else seconds, carriers)
-        keep(found.costs)
-    costs, as_they_were = found.costs, [f"{n}: {why}" for n, why in found.kept.items()]
-    if as_json:
-        sys.stdout.write(msgspec.json.encode(costs).decode() + "\n")
-        for line in as_they_were:
-            sys.stderr.write(f"not measured, as it was: {line}\n")
-        return
-    console = Console(soft_wrap=True)
-    console.print(f"{costs.name}, {costs.date}: kept in {path}", highlight=False, markup=False)
-    for carrier, modes in costs.carriers.items():
-        for mode, cost in modes.items():
-            if carrier not in found.kept:
-                console.print(
-                    f"{carrier:10}{mode:8}{cost.batch_seconds * 1e6:8.0f} us a batch"
-                    f"{cost.descriptor_seconds * 1e9:10.1f} ns a descriptor"
-                    f"{cost.byte_seconds * 1e9:8.3f} ns a byte",
-                    highlight=False,
-                )
-    for line in as_they_were:
-        console.print(f"not measured, as it was: {line}", highlight=False, markup=False)

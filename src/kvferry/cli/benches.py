@@ -65,34 +65,19 @@ def bench_plan(
 @bench.command("transport")
 def bench_transport(
     sizes: Annotated[str, typer.Option(help="Descriptor sizes in bytes, with commas.")] = "",
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="Seconds for each size (else 1), or each batch of --calibrate (0.3).", min=0
-        ),
-    ] = None,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure what direct and packed cost, and keep it.")
-    ] = False,
+    seconds: Annotated[float, typer.Option(help="Seconds for each size.", min=0)] = 1.0,
     carriers: Carriers = "",
     as_json: Json = False,
     html: Html = None,
 ) -> None:
     """What the carriers move, beside their libraries, memcpy and a plain socket in one run."""
-    if calibrate:
-        from kvferry.cli.bench import calibrate_costs
-
-        with refusals():
-            _refuse_with("--calibrate", {"--sizes": bool(sizes), "--html": html is not None})
-            calibrate_costs(as_json, libraries_to_stderr(), seconds, _names(carriers))
-        return
     from kvferry.bench.transport import DEFAULT_SIZES, lines, run
 
     with refusals():
         chosen = parse_sizes(sizes) if sizes else list(DEFAULT_SIZES)
         names = _names(carriers)
         with libraries_to_stderr():
-            result = run(chosen, 1.0 if seconds is None else seconds, names)
+            result = run(chosen, seconds, names)
     if as_json:
         print_json(asdict(result))
     else:
@@ -102,30 +87,6 @@ def bench_transport(
         from kvferry.cli.bench import transport_bench_page
 
         keep_page(html, transport_bench_page(result), "plot")
-
-
-@bench.command("packed")
-def bench_packed(
-    sizes: Annotated[str, typer.Option(help="Run lengths in bytes, with commas.")] = "",
-    seconds: Annotated[
-        float, typer.Option(help="Seconds for each length and carrier.", min=0)
-    ] = 1.0,
-    carriers: Carriers = "",
-    as_json: Json = False,
-) -> None:
-    """Short runs: direct, packed and what the cost model chooses, in the same run."""
-    from kvferry.bench.packed import SIZES, lines, run
-
-    with refusals():
-        chosen = parse_sizes(sizes) if sizes else list(SIZES)
-        names = _names(carriers)
-        with libraries_to_stderr():
-            result = run(chosen, seconds, names)
-    if as_json:
-        print_json(asdict(result))
-    else:
-        for line in lines(result):
-            print(line)
 
 
 @bench.command("stall")

@@ -28,7 +28,6 @@ from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import Rank, Span
 from kvferry.plan import Bound, Copies, EdgePlan, bind, everything_plan, plan_pair, uncovered
 from kvferry.transport import Carrier, auto
-from kvferry.transport.cost import current_costs
 from kvferry.transport.scatter import copy_scattered
 from kvferry.transport.vm import read, why_unreachable
 
@@ -149,9 +148,9 @@ class Consumer:
         if self.method == auto.AUTO:
             with _words_of_auto() as said:
                 carrier, link = auto.connect(
-                    peer.endpoints, auto.by_cost(self.carriers), deadline, "a producer"
+                    peer.endpoints, auto.fastest_first(self.carriers), deadline, "a producer"
                 )
-            why = "; ".join([*said, f"by the costs of {current_costs().name}"])
+            why = "; ".join(said)
         else:
             (carrier,) = self.carriers
             link = carrier.connect(peer.endpoints[carrier.name], deadline)

@@ -4,8 +4,6 @@ The library gives batches between two processes; this gives the rest of the `Car
 
     bounds      checked here, against what the endpoint says, before the library sees a descriptor;
                 the library checks again, in its own way
-    packing     short runs are gathered by the owner, moved in one piece and scattered, where that
-                is cheaper (cost.py, desk.py, foreign_packed.py)
     batches     below the library's limits, neighbours joined, so that no call of ours holds the
                 interpreter's lock for long
     threads     the library's blocking calls run on a few threads for each peer, so a peer that
@@ -25,7 +23,6 @@ false).
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,11 +32,8 @@ import numpy as np
 
 from kvferry.errors import Cancelled, PeerLost, ProtocolError, TransferError
 from kvferry.transport.base import CopyArrays, MemoryRegion, Transfer
-from kvferry.transport.cost import Choice, Costs, Packing
-from kvferry.transport.desk import Desk
 from kvferry.transport.foreign_jobs import Abandoned, ForeignJob
 from kvferry.transport.foreign_library import Library
-from kvferry.transport.foreign_packed import Packer
 from kvferry.transport.foreign_peer import (
     LOOPBACK,
     ForeignEndpoint,
@@ -47,26 +41,20 @@ from kvferry.transport.foreign_peer import (
     look_at_host,
 )
 from kvferry.transport.foreign_regions import Registered
-from kvferry.transport.host import HostMemory
 from kvferry.transport.jobs import CANCEL_SECONDS, Job
 from kvferry.transport.pulse import Pulse, PulseServer
 from kvferry.transport.regions import Arrays, RegionTable, require_all
-from kvferry.transport.slots import SLOTS, Slots
 from kvferry.wire.keys import Key
 from kvferry.wire.names import Admits, Reach
 
-log = logging.getLogger(__name__)
-
 GRACE_SECONDS = 1.0  # a dead peer's data plane may fail before its pulse does
-DESK_SECONDS = 1.0  # at least, for what it gathers or scatters as the carrier is closed
 SCRATCH_BYTES = 4096  # registered, for the byte that `connect` tries
 
 
 class ForeignCarrier(Library):
     """`host` is the address that peers reach this one at. The libraries have no use for a `secret`:
     with one, the host may be a network's. `admits` says which hosts may be dialed, of those that
-    endpoints name. `costs_of` names what chooses whether to pack (cost.py); where it is not
-    measured, "auto" does not. `packing` other than "direct" is for host memory only."""
+    endpoints name. Both sides must have the same `flavour`."""
 
     can_revoke = False
 
@@ -76,54 +64,30 @@ class ForeignCarrier(Library):
         host: str | None,
         secret: bytes | str | None,
         flavour: str,
-        costs_of: str,
-        packing: Packing,
-        costs: Costs | None,
         admits: Admits | None = None,
     ) -> None:
         self.host = host or LOOPBACK
         look_at_host(self.name, self.host, self.listens_everywhere)
         self._reach = Reach(secret is not None and Key.of(secret).configured, admits)
         self._reach.require_listening(self.host)
-        self._flavour = flavour
-        self.cost_name = costs_of
-        choice = Choice(costs_of, packing, costs)
+        self.flavour = flavour
         self._pulse = PulseServer(self.host)
-        self._slots = Slots(SLOTS if choice.may_pack else 0)
-        self._packer = Packer(self._slots, choice, self)
-        self._desk: Desk | None = None
-        if choice.may_pack:
-            pulse = self._pulse
-            self._desk = Desk(self.host, pulse.token, pulse.incarnation, self._slots)
         self._lock = threading.Lock()
         self._registered = Registered(self)
         self._peers: list[ForeignPeer] = []
         self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
-        self._counts = dict.fromkeys(("transfers", "batches", "packed", "rejected_batches"), 0)
+        self._own = MemoryRegion(self._scratch.ctypes.data, SCRATCH_BYTES)
+        self._counts = dict.fromkeys(("transfers", "batches", "rejected_batches"), 0)
         self._abandoned = Abandoned(self.name)
         self._closed = self._was_shut = False
 
     @property
-    def packing(self) -> Packing:
-        """How short runs move; may be set anew between transfers. One that was made to be direct
-        has no memory to stage in, and stays so."""
-        return self._packer.choice.packing
-
-    @packing.setter
-    def packing(self, packing: Packing) -> None:
-        self._packer.choice.packing = packing
-
-    @property
     def counters(self) -> Mapping[str, int]:
-        """What was carried. `packed`: transfers of which a part was; `desk_...`: what the desk did
-        for others. `abandoned`: transfers that were given up and whose end was not seen in time;
-        `abandoned_now`: those whose memory the library may still touch."""
+        """What was carried. `abandoned`: transfers that were given up and whose end was not seen in
+        time; `abandoned_now`: those whose memory the library may still touch."""
         given_up = {"abandoned": self._abandoned.count, "abandoned_now": self._abandoned.now}
         with self._lock:
-            found = {**self._counts, **given_up}
-        if self._desk is not None:
-            found |= {f"desk_{what}": count for what, count in self._desk.counters.items()}
-        return found
+            return {**self._counts, **given_up}
 
     def count(self, what: str, more: int = 1) -> None:
         with self._lock:
@@ -132,9 +96,6 @@ class ForeignCarrier(Library):
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         with self._lock:
             self._registered.add(regions)
-            if self._desk is not None:
-                self._packer.memory = memory = HostMemory(self._registered.regions)
-                self._desk.regions, self._desk.memory = self._table, memory
 
     @property
     def _table(self) -> RegionTable:
@@ -146,26 +107,23 @@ class ForeignCarrier(Library):
         return msgspec.msgpack.encode(
             ForeignEndpoint(
                 carrier=self.name,
-                flavour=self._flavour,
+                flavour=self.flavour,
                 host=self.host,
                 pulse_port=self._pulse.port,
                 token=self._pulse.token,
                 incarnation=self._pulse.incarnation,
                 regions=[(r.address, r.bytes) for r in self._table.regions()],
-                address=self._address(),
-                desk_port=self._desk.port if self._desk is not None else 0,
-                staging=(self._slots.region.address, self._slots.region.bytes),
-                slot_bytes=self._slots.slot_bytes,
                 device=self.device,
+                address=self._address(),
             )
         )
 
     def connect(self, endpoint: bytes, deadline: float) -> ForeignPeer:
         """Reaches the peer's pulse, and one byte of its memory through the library."""
         found = ForeignEndpoint.decode(endpoint, self.name)
-        if found.flavour != self._flavour:
+        if found.flavour != self.flavour:
             raise TransferError(
-                f"the peer's {self.name} uses {found.flavour}, this one {self._flavour}; configure "
+                f"the peer's {self.name} uses {found.flavour}, this one {self.flavour}; configure "
                 "both alike"
             )
         self._reach.require(found.host)
@@ -213,14 +171,10 @@ class ForeignCarrier(Library):
         until = time.monotonic() + CANCEL_SECONDS
         for peer in peers:
             self._end(peer, max(0.0, until - time.monotonic()))
-        if self._desk is not None:
-            self._desk.close(max(DESK_SECONDS, until - time.monotonic()))
         self._tidy(None)
 
     def _end(self, peer: ForeignPeer, seconds: float) -> None:
         peer.workers.close(seconds)
-        peer.helpers.close(0.0)
-        peer.close_visits()
         for job in peer.workers.busy:
             if isinstance(job, ForeignJob):
                 self._abandoned.note(job)
@@ -244,32 +198,10 @@ class ForeignCarrier(Library):
 
     def _greet(self, job: Job, peer: ForeignPeer) -> None:
         peer.handle = self._attach(peer.endpoint)
-        if self._desk is not None:
-            try:
-                peer.find_desk()
-            except TransferError as error:
-                peer.require_usable()
-                log.warning(
-                    "short runs to and from a %s peer are not packed, which is slower: its port %d "
-                    "cannot be used (%s)",
-                    self.name,
-                    peer.endpoint.desk_port,
-                    error,
-                )
         if len(peer.regions):
             one = np.ones(1, dtype=np.int64)
-            into = np.array([self._scratch.ctypes.data], dtype=np.int64)
-            self.move_batch(job, peer, Arrays(peer.regions.starts[:1], into, one), reading=True)
-
-    def _own_regions(self) -> list[MemoryRegion]:
-        """Memory of the carrier itself: a byte to try a peer with, and what packing stages in."""
-        scratch = MemoryRegion(self._scratch.ctypes.data, self._scratch.nbytes)
-        return [r for r in (scratch, self._slots.region) if r.bytes]
-
-    def _fail_to_start(self) -> None:
-        self._pulse.close()
-        if self._desk is not None:
-            self._desk.close(CANCEL_SECONDS)
+            into = np.array([self._own.address], dtype=np.int64)
+            self._move(job, peer, Arrays(peer.regions.starts[:1], into, one), reading=True)
 
     def _submit(
         self,
@@ -286,12 +218,12 @@ class ForeignCarrier(Library):
             src, dst = (peer.regions, self._table) if reading else (self._table, peer.regions)
             require_all(arrays, src, dst, reading=reading)
             self.count("transfers")
-            direct, packed = self._packer.split(peer, arrays)
-            if packed:
-                self.count("packed")
-                self._packer.move(job, peer, packed, reading=reading)
-            for some in direct:
-                self.move_direct(job, peer, some, reading=reading)
+            moved = 0
+            for batch in self._batches(peer, arrays, reading=reading):
+                with peer.turn(job):
+                    self._move(job, peer, batch, reading=reading)
+                moved += 1
+            self.count("batches", moved)
             job.checkpoint()
             peer.require_usable()  # it was the same process, and open, all along
             if last is not None:
@@ -310,20 +242,11 @@ class ForeignCarrier(Library):
 
         return ForeignJob(self._abandoned, work, what, gone, tidy)
 
-    def move_direct(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
-        """Batch by batch, each in its turn."""
-        moved = 0
-        for few in self._batches(peer, part, reading=reading):
-            with peer.turn(job):
-                self.move_batch(job, peer, few, reading=reading)
-            moved += 1
-        self.count("batches", moved)
-
-    def move_batch(self, job: Job, peer: ForeignPeer, part: Arrays, *, reading: bool) -> None:
+    def _move(self, job: Job, peer: ForeignPeer, batch: Arrays, *, reading: bool) -> None:
         """Whatever the library says of a batch that fails, a peer that is gone is the better
         reason."""
         try:
-            self._carry(job, peer, part, reading=reading)
+            self._carry(job, peer, batch, reading=reading)
         except (Cancelled, PeerLost):
             raise
         except TransferError as error:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from kvferry.errors import Cancelled, ProtocolError, TransferError
 from kvferry.transport.base import Ints, MemoryRegion
-from kvferry.transport.desk_visit import Busy, Visit
 from kvferry.transport.jobs import Job, Workers
 from kvferry.transport.pulse import TOKEN_BYTES, Pulse
 from kvferry.transport.regions import Arrays, RegionTable, slices
@@ -25,10 +24,7 @@ log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = ("0.0.0.0", "::")
 THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
-LANES_PER_TRANSFER = 2  # one batch is prepared, asked for or scattered while the other one moves
-LEAST_SLOT_BYTES = 4096
-ON_HOST = -1  # no GPU's number
-DESK_SECONDS = 2.0  # for the first connection to a desk: there is another way
+ON_HOST, MOST_GPU = -1, 1 << 16  # no GPU's number, and more than there are
 TURN_LOOK_SECONDS = 0.02  # between two looks at cancel, for one that waits for its turn
 
 
@@ -38,15 +34,13 @@ class ForeignEndpoint(msgspec.Struct, frozen=True, array_like=True):
     carrier: str
     flavour: str  # protocol or backends: both sides must have the same
     host: str
-    pulse_port: int
+    pulse_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     token: bytes
     incarnation: bytes
     regions: list[tuple[int, int]]
+    # the number of the GPU that holds the regions, or `ON_HOST`
+    device: Annotated[int, msgspec.Meta(ge=ON_HOST, le=MOST_GPU)]
     address: bytes
-    desk_port: int = 0  # none: it does not pack
-    staging: tuple[int, int] = (0, 0)  # address, bytes
-    slot_bytes: int = 0
-    device: int = ON_HOST  # the number of the GPU that holds the regions
 
     @classmethod
     def decode(cls, raw: bytes, carrier: str) -> ForeignEndpoint:
@@ -59,25 +53,6 @@ class ForeignEndpoint(msgspec.Struct, frozen=True, array_like=True):
             or not len(endpoint.token) == len(endpoint.incarnation) == TOKEN_BYTES
         ):
             raise ProtocolError(f"this is not a {carrier} endpoint, but {endpoint.carrier!r}")
-        begin, size = endpoint.staging
-        if not (
-            1 <= endpoint.pulse_port <= 65535
-            and 0 <= endpoint.desk_port <= 65535
-            and min(begin, size) >= 0
-            and begin + size < 1 << 63
-        ):
-            raise ProtocolError(
-                f"a {carrier} endpoint names ports {endpoint.pulse_port} and {endpoint.desk_port}, "
-                f"and a staging memory of {size} bytes at {begin:#x}: there is no such thing"
-            )
-        if (
-            endpoint.desk_port
-            and not LEAST_SLOT_BYTES <= endpoint.slot_bytes <= endpoint.staging[1]
-        ):
-            raise ProtocolError(
-                f"a {carrier} endpoint names slots of {endpoint.slot_bytes} bytes in a staging "
-                f"memory of {endpoint.staging[1]}"
-            )
         return endpoint
 
     def table(self) -> RegionTable:
@@ -94,13 +69,8 @@ class ForeignPeer:
         self.endpoint, self.regions, self.pulse = endpoint, regions, pulse
         self.handle: Any = None
         self.connected = True
-        self.packs = False  # whether its desk was reached
-        name = f"kvferry-{endpoint.carrier}"
-        self.workers = Workers(name, THREADS_PER_PEER)
-        self.helpers = Workers(f"{name}-help", THREADS_PER_PEER * (LANES_PER_TRANSFER - 1))
+        self.workers = Workers(f"kvferry-{endpoint.carrier}", THREADS_PER_PEER)
         self._turn = threading.Lock()
-        self._lock = threading.Lock()
-        self._visits: list[Visit] = []  # connections to its desk that nobody uses
 
     def require_usable(self) -> None:
         if not self.connected:
@@ -119,40 +89,6 @@ class ForeignPeer:
             yield
         finally:
             self._turn.release()
-
-    def find_desk(self) -> None:
-        """Where it has one: `packs` from now on, or the `TransferError` that says why not."""
-        to = self.endpoint
-        if to.desk_port:
-            where = (to.host, to.desk_port, to.token, to.incarnation)
-            with contextlib.suppress(Busy):
-                self.put_visit(Visit.open(*where, DESK_SECONDS))
-            self.packs = True
-
-    def take_visit(self) -> Visit:
-        """A connection to its desk: an idle one that still works, or a new one."""
-        while True:
-            with self._lock:
-                idle = self._visits.pop() if self._visits else None
-            if idle is None:
-                to = self.endpoint
-                return Visit.open(to.host, to.desk_port, to.token, to.incarnation)
-            if idle.usable():
-                return idle
-            idle.close()
-
-    def put_visit(self, visit: Visit) -> None:
-        with self._lock:
-            if self.connected:
-                self._visits.append(visit)
-                return
-        visit.close()
-
-    def close_visits(self) -> None:
-        with self._lock:
-            visits, self._visits = self._visits, []
-        for visit in visits:
-            visit.close()
 
 
 def batches(copies: Arrays, descriptors: int, max_bytes: int) -> Iterator[Arrays]:
@@ -175,21 +111,18 @@ def windows(count: int, most: int) -> list[slice]:
 
 def join(part: Arrays) -> Arrays:
     """Copies that follow each other on both sides as one; none may be empty."""
-    if not bool(_follow(part.src, part.length).any()):
+    follows = _follow(part.src, part.length)
+    if not bool(follows.any()):
         return part  # as most often
-    apart = ~follow(part)
+    apart = ~(follows & _follow(part.dst, part.length))
     if bool(apart.all()):
         return part
     heads = np.concatenate((np.zeros(1, dtype=np.int64), np.flatnonzero(apart) + 1))
     return Arrays(part.src[heads], part.dst[heads], np.add.reduceat(part.length, heads))
 
 
-def follow(part: Arrays) -> NDArray[np.bool_]:
-    """For each copy but the first, whether it continues the one before it on both sides."""
-    return _follow(part.src, part.length) & _follow(part.dst, part.length)
-
-
 def _follow(address: Ints, length: Ints) -> NDArray[np.bool_]:
+    """For each copy but the first, whether it begins where the one before it ends."""
     found: NDArray[np.bool_] = address[1:] - address[:-1] == length[:-1]
     return found
 

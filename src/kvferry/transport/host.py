@@ -24,8 +24,6 @@ ZEROS = np.zeros(CHUNK_BYTES, dtype=np.uint8)
 class HostMemory:
     """Regions of host memory. Implements `memory.Memory`."""
 
-    addressable = True
-
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
         self._table = RegionTable.of(regions)
         self._base, span = 0, 0

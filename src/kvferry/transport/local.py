@@ -12,7 +12,7 @@ Where this is not possible (Yama, seccomp, another pid namespace, user or host, 
 very process), the carrier falls back to tcp by itself and says so once. Whoever connects must know
 the secret, or be of the same user where none is configured; the endpoint holds no secret.
 
-Short runs are moved in packed mode where that is cheaper (local_move.py).
+Short runs that lie close together go through a buffer of the initiator's (local_move.py).
 
 The owner cannot stop a peer's writes here (`can_revoke` is false), and the kernel checks addresses
 but not regions: the initiator does, against what the owner has vouched for.
@@ -33,7 +33,6 @@ import numpy as np
 from kvferry.errors import Cancelled, PeerLost, PermissionDenied, ProtocolError, TransferError
 from kvferry.transport import vm
 from kvferry.transport.base import CopyArrays, MemoryRegion, Transfer
-from kvferry.transport.cost import Choice, Costs, Packing
 from kvferry.transport.host import HostMemory
 from kvferry.transport.jobs import Job, Workers, share
 from kvferry.transport.local_move import LocalMover
@@ -140,21 +139,12 @@ class LocalCarrier:
         workers: int = 4,
         threads_per_transfer: int = THREADS_PER_TRANSFER,
         force_fallback: bool = False,
-        packing: Packing = "auto",
-        costs: Costs | None = None,
         writable: bool = False,
         admits: Admits | None = None,
     ) -> None:
-        self._tcp = TcpCarrier(
-            secret=secret,
-            host=host,
-            packing=packing,
-            costs=costs,
-            writable=writable,
-            admits=admits,
-        )
+        self._tcp = TcpCarrier(secret=secret, host=host, writable=writable, admits=admits)
         self._told: set[bytes] = set()  # endpoints that were given out
-        self._mover = LocalMover(Choice("local", packing, costs))
+        self._mover = LocalMover()
         self._workers = Workers("kvferry-local", workers)
         self._helping = threads_per_transfer - 1
         self._helpers = Workers("kvferry-local-help", workers * self._helping)
@@ -165,15 +155,6 @@ class LocalCarrier:
         self._force_fallback = force_fallback
         self._said_fallback = False
         self._closed = False
-
-    @property
-    def packing(self) -> Packing:
-        """How short runs move; may be set anew between transfers."""
-        return self._mover.choice.packing
-
-    @packing.setter
-    def packing(self, packing: Packing) -> None:
-        self._mover.choice.packing = self._tcp.packing = packing
 
     @property
     def counters(self) -> Mapping[str, int]:

@@ -1,13 +1,11 @@
-"""What a carrier needs of memory that it cannot, or should not, reach run by run.
+"""What is needed of memory that the kernel does not reach run by run.
 
     gather    many runs of registered memory, one after another, into a staging buffer
     scatter   a staging buffer to many runs of registered memory
     zero      runs that nothing was written to
 
-Host memory that plain pointers reach (`addressable`) needs none of it: the kernel sends from and
-receives into the runs themselves, which wins for long ones. Short runs are gathered first
-(*packed* mode); which of the two is decided by a cost model (cost.py), and both put the same bytes
-on the wire. Memory that is not addressable (a GPU's) is always packed.
+For carriers, host memory needs none of it: the kernel sends from and receives into the runs
+themselves. A GPU's memory hands out chunks (`StagedMemory`).
 
 Every method returns when it is done: what was gathered is in `into`, what was scattered is visible
 to whoever uses that memory. Ranges outside of the memory are `OutOfBounds`, and nothing is copied.
@@ -27,19 +25,11 @@ Bytes = NDArray[np.uint8]
 
 
 class Memory(Protocol):
-    """Registered memory of this process, by address.
-
-    A class may also have `addressable: bool` (taken as false where it is missing).
-    """
+    """Registered memory of this process, by address."""
 
     def gather(self, address: Ints, length: Ints, into: Bytes) -> None: ...
     def scatter(self, source: Bytes, address: Ints, length: Ints) -> None: ...
     def zero(self, address: Ints, length: Ints) -> None: ...
-
-
-def is_addressable(memory: Memory) -> bool:
-    """Whether the kernel reaches it by plain pointers, so that packing is a choice."""
-    return bool(getattr(memory, "addressable", False))
 
 
 class StagedMemory(Memory, Protocol):

@@ -11,8 +11,8 @@ What Mooncake does with a batch decides how it is called (0.3.13, TCP):
   lower limits (`MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER`), a refused batch comes again in halves, with
   a growing pause, until it passes or `patience_seconds` are over.
 - Its blocking call spins until the batch is done, so one call a peer is at its best. A batch that
-  was begun can be asked about, but is answered for its *first* copy: so single copies, as packed
-  mode makes them, are asked about now and then, and leave a processor to the engine's threads.
+  was begun can be asked about, but is answered for its *first* copy: so single copies, as long
+  runs make them, are asked about now and then, and leave a processor to the engine's threads.
 - It reports a failed batch at its *first* failed copy, while others are still moving. After a
   failure, a transfer therefore does not end before they can have ended (`SETTLE_SECONDS`).
 - It gives up on a batch after 30 seconds, without stopping it. Unless MC_TRANSFER_TIMEOUT is set,
@@ -31,7 +31,6 @@ import time
 
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
 from kvferry.transport.base import Ints, MemoryRegion
-from kvferry.transport.cost import Costs, Packing
 from kvferry.transport.foreign import ForeignCarrier
 from kvferry.transport.foreign_peer import ForeignEndpoint, ForeignPeer
 from kvferry.transport.jobs import Job
@@ -72,8 +71,6 @@ class MooncakeCarrier(ForeignCarrier):
         protocol: str = "tcp",
         device: str = "",
         patience_seconds: float = PATIENCE_SECONDS,
-        packing: Packing = "auto",
-        costs: Costs | None = None,
         admits: Admits | None = None,
     ) -> None:
         engine = engine_class()
@@ -82,22 +79,14 @@ class MooncakeCarrier(ForeignCarrier):
             raise TransferError(
                 f"patience_seconds is a positive number of seconds, found {patience_seconds!r}"
             )
-        super().__init__(
-            host=host,
-            secret=secret,
-            flavour=protocol,
-            costs_of=self.name if protocol == "tcp" else f"{self.name}-{protocol}",
-            packing=packing,
-            costs=costs,
-            admits=admits,
-        )
+        super().__init__(host=host, secret=secret, flavour=protocol, admits=admits)
         self._patience = patience_seconds
         self._where = f"[{self.host}]" if ":" in self.host else self.host
         try:
             self._engine = make_engine(engine, self._where, protocol, device)
-            self._registered.swap(self._own_regions(), [])
+            self._registered.swap([self._own], [])
         except TransferError:
-            self._fail_to_start()
+            self._pulse.close()
             raise
 
     def register_one(self, region: MemoryRegion) -> None:
@@ -208,7 +197,7 @@ class MooncakeCarrier(ForeignCarrier):
             time.sleep(TICK_SECONDS)
 
     def _shut(self) -> None:
-        for region in (*self._table.regions(), *self._own_regions()):
+        for region in (*self._table.regions(), self._own):
             self.unregister_one(region)
         self._engine = None
 

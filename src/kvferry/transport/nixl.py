@@ -22,10 +22,8 @@ from typing import Any
 
 from kvferry.errors import TransferError
 from kvferry.transport.base import CopyArrays, Ints, MemoryRegion, Transfer
-from kvferry.transport.cost import Costs, Packing
 from kvferry.transport.foreign import ForeignCarrier
 from kvferry.transport.foreign_peer import (
-    LOOPBACK,
     ON_HOST,
     ForeignEndpoint,
     ForeignPeer,
@@ -35,7 +33,6 @@ from kvferry.transport.foreign_peer import (
 from kvferry.transport.jobs import Job
 from kvferry.transport.nixl_agent import (
     api,
-    has_rdma,
     make_agent,
     mapped,
     place,
@@ -79,28 +76,15 @@ class NixlCarrier(ForeignCarrier):
         secret: bytes | str | None = None,
         backends: Sequence[str] = ("UCX",),
         threads: int = 0,
-        packing: Packing = "auto",
-        costs: Costs | None = None,
         admits: Admits | None = None,
         device: int = ON_HOST,
     ) -> None:
         nixl = api()
         self.device = device
-        if device != ON_HOST:
-            packing = "direct"  # runs of a GPU are not gathered by its host
         chosen = [backends] if isinstance(backends, str) else list(backends)
         if not chosen:
             raise TransferError('`backends` names none of NIXL\'s; the usual one is ["UCX"]')
-        rdma = not is_loopback(host or LOOPBACK) and has_rdma()
-        super().__init__(
-            host=host,
-            secret=secret,
-            flavour=",".join(chosen),
-            costs_of=self._way(chosen, rdma),
-            packing=packing,
-            costs=costs,
-            admits=admits,
-        )
+        super().__init__(host=host, secret=secret, flavour=",".join(chosen), admits=admits)
         self._agents: dict[Any, int] = {}  # remote ones by name, and how many peers use each
         self._agents_lock = threading.Lock()
         self._lists = SlotLists(HERE, *place(device))
@@ -111,17 +95,16 @@ class NixlCarrier(ForeignCarrier):
             with ucx_settings(is_loopback(self.host)):
                 self._agent = make_agent(nixl, chosen, threads)
         except Exception as error:
-            self._fail_to_start()
+            self._pulse.close()
             raise TransferError(
                 f"NIXL's agent does not start with {chosen}: {text_of(error)}; its own log says "
                 "why. With UCX_NET_DEVICES set, the device must exist"
             ) from None
         self._handles: dict[int, Any] = {}
-        self._own = [(r.address, r.address + r.bytes) for r in self._own_regions()]
         try:
-            self._registered.swap(self._own_regions(), [])
+            self._registered.swap([self._own], [])
         except TransferError:
-            self._fail_to_start()
+            self._pulse.close()
             raise
 
     @property
@@ -192,20 +175,12 @@ class NixlCarrier(ForeignCarrier):
             except Exception as error:
                 log.warning("NIXL does not let go of registered memory: %s", text_of(error))
 
-    def _way(self, backends: list[str], rdma: bool) -> str:
-        """Under what name it would be measured: nothing was, but host memory without RDMA."""
-        if self.device != ON_HOST:
-            return f"{self.name}-gpu"
-        if backends != ["UCX"]:
-            return f"{self.name}-{'-'.join(backends)}"
-        return f"{self.name}-rdma" if rdma else self.name
-
     def _address(self) -> bytes:
         try:
             metadata: bytes = self._agent.get_agent_metadata()
         except Exception as error:
             raise TransferError(
-                f"NIXL has no metadata for peers ({text_of(error)}): of {self._flavour}, one "
+                f"NIXL has no metadata for peers ({text_of(error)}): of {self.flavour}, one "
                 "backend must reach memory of other processes, as UCX does"
             ) from None
         return metadata
@@ -233,7 +208,7 @@ class NixlCarrier(ForeignCarrier):
 
     def _place(self, address: int) -> tuple[str, int]:
         """Of memory registered here: the carrier's own is the host's."""
-        own = any(begin <= address < end for begin, end in self._own)
+        own = 0 <= address - self._own.address < self._own.bytes
         return place(ON_HOST if own else self.device)
 
     def _batches(self, peer: ForeignPeer, part: Arrays, *, reading: bool) -> Iterator[Arrays]:
@@ -302,7 +277,7 @@ class NixlCarrier(ForeignCarrier):
         return self._agent.get_xfer_descs(rows(address, length, device), mem_type=kind)
 
     def _shut(self) -> None:
-        for region in (*self._table.regions(), *self._own_regions()):
+        for region in (*self._table.regions(), self._own):
             self.unregister_one(region)
         with self._notes_lock:
             self._agent = None

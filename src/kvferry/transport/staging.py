@@ -41,8 +41,6 @@ from kvferry.transport.staging_lanes import StagingLanes
 class DeviceMemory:
     """Regions of one GPU's memory. Implements `memory.StagedMemory`; any number of threads."""
 
-    addressable = False
-
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
         self._lanes: StagingLanes | None = None
         self._regions: list[MemoryRegion] = []

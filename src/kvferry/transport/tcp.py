@@ -2,7 +2,7 @@
 
 The owner of memory runs a `Server` (tcp_server.py); who reads or writes connects to it
 (tcp_client.py). Frames and their authentication are in tcp_frames.py; how an end moves a frame's
-bytes, direct or packed, in tcp_payload.py. A transfer has connections of its own, from a small
+bytes is in tcp_payload.py. A transfer has connections of its own, from a small
 pool per peer, so that cancelling it is closing them, and transfers do not wait for each other. A
 batch is cut into frames that the server's limits allow; a few connections share them, so that one
 asks, gathers or scatters while another one's bytes are on their way. A frame to be read is asked
@@ -31,7 +31,6 @@ import msgspec
 
 from kvferry.errors import Cancelled, TransferError
 from kvferry.transport.base import CopyArrays, Ints, MemoryRegion, Transfer
-from kvferry.transport.cost import Choice, Costs, Packing
 from kvferry.transport.host import HostMemory
 from kvferry.transport.jobs import CANCEL_SECONDS, Job, share
 from kvferry.transport.memory import Memory, is_staged
@@ -59,8 +58,7 @@ EVERYWHERE = ("0.0.0.0", "::")
 class TcpCarrier:
     """`host` and `port` say where to listen, `advertise` what peers dial. See the module's text.
 
-    `memory` is what gathers and scatters for packed mode, where the memory to be registered is not
-    plain host memory; `packing` forces a mode on this end, for what it reads, writes and serves.
+    `memory` is needed where the memory to be registered is not a host's (`StagedMemory`).
     `writable` lets peers write anything here without a grant. `admits` says which hosts may be
     dialed, of those that endpoints name.
     """
@@ -77,8 +75,6 @@ class TcpCarrier:
         advertise: str | None = None,
         limits: ServerLimits | None = None,
         memory: Memory | None = None,
-        packing: Packing = "auto",
-        costs: Costs | None = None,
         streams_per_transfer: int | None = None,
         writable: bool = False,
         admits: Admits | None = None,
@@ -92,15 +88,12 @@ class TcpCarrier:
         self._host, self._port, self._advertise = host, require_port(port), advertise
         self.limits = limits or ServerLimits()
         self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
-        choice = Choice("tcp", packing, costs)
         usual = STREAMS_PER_TRANSFER
         if memory is not None and is_staged(memory):
             usual = STAGED_STREAMS_PER_TRANSFER
         stall, streams = self.limits.stall_seconds, streams_per_transfer or usual
-        self._own = Own(self.incarnation, stall, choice, streams)
-        self._server = Server(
-            self._secret, self.incarnation, self.limits, choice, writable=writable
-        )
+        self._own = Own(self.incarnation, stall, streams)
+        self._server = Server(self._secret, self.incarnation, self.limits, writable=writable)
         self._memory = memory
         if memory is not None:
             self._server.memory = memory
@@ -109,15 +102,6 @@ class TcpCarrier:
         self._endpoint: bytes | None = None
         self._peers: list[TcpPeer] = []
         self._closed = False
-
-    @property
-    def packing(self) -> Packing:
-        """How this end moves short runs; may be set anew between transfers."""
-        return self._own.choice.packing
-
-    @packing.setter
-    def packing(self, packing: Packing) -> None:
-        self._own.choice.packing = packing
 
     @property
     def counters(self) -> Mapping[str, int]:

@@ -18,7 +18,6 @@ from kvferry.errors import (
     TransferError,
 )
 from kvferry.transport.base import Ints, MemoryRegion
-from kvferry.transport.cost import Choice
 from kvferry.transport.iovec import joined
 from kvferry.transport.memory import Memory
 from kvferry.transport.regions import Arrays, RegionTable
@@ -37,7 +36,7 @@ from kvferry.transport.tcp_frames import (
     table_bytes,
     table_of,
 )
-from kvferry.transport.tcp_payload import Payload
+from kvferry.transport.tcp_payload import receive_runs, send_runs
 from kvferry.transport.tcp_stream import Stream
 from kvferry.wire.names import dial
 
@@ -69,9 +68,8 @@ _endpoints = msgspec.msgpack.Decoder(TcpEndpoint)  # made once: its first use is
 class Connection:
     """Used by one transfer at a time. After an error that `in_step` does not know, close it."""
 
-    def __init__(self, stream: Stream, regions: RegionTable, choice: Choice) -> None:
+    def __init__(self, stream: Stream, regions: RegionTable) -> None:
         self.stream, self.regions = stream, regions
-        self._payload = Payload(stream, choice)
         self.in_step = True  # both sides agree on what comes next, and nothing is asked for
         self._request = 0  # the newest
         self._ahead: Arrays | None = None  # what that one is for, where it was sent before its turn
@@ -86,7 +84,6 @@ class Connection:
         incarnation: bytes,
         deadline: float,
         stall_seconds: float,
-        choice: Choice,
     ) -> Connection:
         stream = Stream(_dial(endpoint, deadline), stall_seconds)
         try:
@@ -94,7 +91,7 @@ class Connection:
         except BaseException:
             stream.close()
             raise
-        return cls(stream, regions, choice)
+        return cls(stream, regions)
 
     def usable(self) -> bool:
         """Whether the next transfer may have it. One that became readable while idle has ended."""
@@ -114,7 +111,7 @@ class Connection:
             question = self._question(Kind.READ, following.src, following.length)
             self._unsent = self.stream.send_some(question)
             self._ahead = following
-        self._payload.receive(memory, here, length)
+        receive_runs(self.stream, memory, here, length)
         self.stream.send(self._unsent)
         self._unsent = b""
         self._done()
@@ -125,7 +122,7 @@ class Connection:
         here, length = joined(copies.src, copies.length)
         self._expect(Kind.GO, 0)
         self.in_step = False
-        self._payload.send(memory, here, length)
+        send_runs(self.stream, memory, here, length)
         self._expect(Kind.APPLIED, 0)
         self._done()
 

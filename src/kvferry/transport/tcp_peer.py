@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass
 
 from kvferry.errors import Cancelled
-from kvferry.transport.cost import Choice
 from kvferry.transport.jobs import CANCEL_SECONDS, Job, Workers
 from kvferry.transport.memory import Memory
 from kvferry.transport.regions import Arrays, RegionTable
@@ -23,7 +22,6 @@ class Own:
 
     incarnation: bytes
     stall_seconds: float
-    choice: Choice
     streams_per_transfer: int
 
 
@@ -89,7 +87,6 @@ class TcpPeer:
             self._own.incarnation,
             deadline,
             self._own.stall_seconds,
-            self._own.choice,
         )
 
 

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 
 from kvferry.errors import DeadlineExceeded, PeerLost, ProtocolError, TransferError
 from kvferry.transport.base import GRANT_BYTES, Ints
-from kvferry.transport.cost import Choice
 from kvferry.transport.forks import hang_up, ours_alone
 from kvferry.transport.host import HostMemory
 from kvferry.transport.iovec import joined
@@ -48,7 +47,7 @@ from kvferry.transport.tcp_frames import (
     table_of,
 )
 from kvferry.transport.tcp_grants import Grants, Refused
-from kvferry.transport.tcp_payload import Payload
+from kvferry.transport.tcp_payload import receive_runs, send_runs
 from kvferry.transport.tcp_stream import Stream
 
 log = logging.getLogger(__name__)
@@ -75,7 +74,6 @@ class Server:
         key: bytes,
         incarnation: bytes,
         limits: ServerLimits,
-        choice: Choice | None = None,
         *,
         writable: bool = False,
     ) -> None:
@@ -92,7 +90,6 @@ class Server:
         self.grants = Grants()
         self._writable = writable  # whether writes need no grant
         self.memory: Memory = HostMemory([])
-        self._choice = choice or Choice("tcp")
         self.counters: Counter[str] = Counter()
 
     def listen(self, listener: socket.socket) -> None:
@@ -230,7 +227,6 @@ class Server:
 
     def _converse(self, stream: Stream) -> None:
         self._handshake(stream)
-        payload = Payload(stream, self._choice)
         last = 0  # number of the newest request
         while stream.wait_readable(self._limits.idle_seconds):
             deadline = time.monotonic() + self._limits.frame_seconds
@@ -247,7 +243,7 @@ class Server:
                 if header.kind == Kind.GRANTED:
                     with self.grants.writing(grant, stream, address, length):
                         stream.send(Header(Kind.GO, header.request).pack())
-                        payload.receive(self.memory, address, length)
+                        receive_runs(stream, self.memory, address, length)
                     self._count("writes")
                     stream.send(Header(Kind.APPLIED, header.request).pack())
                     continue
@@ -259,10 +255,10 @@ class Server:
                 self._count("reads")
                 answer = Header(Kind.DATA, header.request, 0, header.payload_bytes)
                 stream.send(answer.pack())
-                payload.send(self.memory, address, length)
+                send_runs(stream, self.memory, address, length)
             else:
                 stream.send(Header(Kind.GO, header.request).pack())
-                payload.receive(self.memory, address, length)
+                receive_runs(stream, self.memory, address, length)
                 self._count("writes")
                 stream.send(Header(Kind.APPLIED, header.request).pack())
         self._count("idle")

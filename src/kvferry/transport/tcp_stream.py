@@ -136,15 +136,15 @@ class Stream:
         self.bytes_in += count
         return True
 
-    def send_vectors(self, vectors: Vectors, check: Callable[[], None] | None = None) -> None:
+    def send_vectors(self, vectors: Vectors) -> None:
         self._limit(socket.SO_SNDTIMEO, None)
-        self._move(_message_call("sendmsg"), socket.MSG_NOSIGNAL, vectors, check)
+        self._move(_message_call("sendmsg"), socket.MSG_NOSIGNAL, vectors)
         self.bytes_out += vectors.bytes
 
-    def recv_vectors(self, vectors: Vectors, check: Callable[[], None] | None = None) -> None:
+    def recv_vectors(self, vectors: Vectors) -> None:
         """Bytes go straight to where the vectors point."""
         self._limit(socket.SO_RCVTIMEO, None)
-        self._move(_message_call("recvmsg"), socket.MSG_WAITALL, vectors, check)
+        self._move(_message_call("recvmsg"), socket.MSG_WAITALL, vectors)
         self.bytes_in += vectors.bytes
 
     def wait_readable(self, seconds: float) -> bool:
@@ -193,15 +193,11 @@ class Stream:
                 with contextlib.suppress(OSError):
                     self._sock.shutdown(how)
 
-    def _move(
-        self, call: _Call, flags: int, vectors: Vectors, check: Callable[[], None] | None
-    ) -> None:
+    def _move(self, call: _Call, flags: int, vectors: Vectors) -> None:
         message, doing = self._message, "moving bytes to or from"
         total, done = vectors.bytes, 0
         deadline = self._patience(total)
         while done < total:
-            if check is not None:
-                check()
             if self._aborted:
                 raise self._error(0, doing)
             message.vectors, message.vector_count = vectors.head()

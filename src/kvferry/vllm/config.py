@@ -13,12 +13,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from kvferry.errors import DescriptionError
 from kvferry.p2p.consumer import Mode
 from kvferry.support import SUPPORTED_VLLM
-from kvferry.transport.cost import Packing
 from kvferry.transport.options import require_carriers, require_options
 from kvferry.vllm.addresses import HOST, SERVER, Host, Hosts, Server, parse_peers
 from kvferry.vllm.settings import (
@@ -60,7 +59,7 @@ THEIR_KEYS: Mapping[Style, frozenset[str]] = {
     "push": frozenset(NIXL_KEYS.split()),
     "mooncake": frozenset(MOONCAKE_KEYS.split()),
 }
-PACKING, MODE = choice(*get_args(Packing)), choice("pull", "push")
+MODE = choice("pull", "push")
 DRAFTS = choice("refuse", "zero")
 MOONCAKE_PORT = 8998  # vLLM's default
 MOONCAKE_SECONDS = 480.0  # vLLM's default
@@ -75,7 +74,6 @@ class FerryConfig:
     host: Host | None = None  # address that peers reach this engine at; None: loopback
     port: Port = 0  # of the directory; 0: any
     carriers: Names = ("auto",)  # or names, in order of preference
-    packing: Annotated[Packing, PACKING] = "auto"  # or direct, packed: how short runs are moved
     checksums: Flag = False  # compare what arrives with digests of what the source holds
     carrier_options: Options = field(default_factory=dict)  # by carrier
     mode: Annotated[Mode, MODE] = "pull"  # push: the producer writes, where it can be stopped
@@ -102,7 +100,7 @@ class FerryConfig:
         """`rank` is the data-parallel one: each is an engine, with ports of its own."""
         environment = os.environ if environment is None else environment
         names = set(rules(cls))
-        known = names | {"secret_file"} | THEIR_KEYS[style]
+        known = names | {"secret_file", "packing"} | THEIR_KEYS[style]
         unknown = sorted(set(extra) - known)
         if unknown:
             raise DescriptionError(
@@ -110,6 +108,8 @@ class FerryConfig:
                 f"{sorted(known)}"
             )
         given = told(extra)
+        if "packing" in given:
+            log.warning("kvferry: `packing` has no effect any more; remove it")
         values = _translated(given, style, environment)
         values |= read_keys(cls, {k: v for k, v in given.items() if k in names and k != "secret"})
         values["secret"] = _secret(given, environment)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvferry.errors import TransferError
 from kvferry.transport import make_carrier
-from kvferry.transport.auto import AUTO, ENGINES, by_cost, select
+from kvferry.transport.auto import AUTO, fastest_first, select
 from kvferry.transport.base import Carrier, MemoryRegion
 from kvferry.transport.host import HostMemory
 from kvferry.transport.memory import Memory
@@ -59,10 +59,6 @@ def cache_carriers(
         options: dict[str, Any] = {"secret": config.secret, "host": host}
         if config.peers:
             options["admits"] = config.admits
-        if chosen.name in ("local", "tcp", *ENGINES):
-            # an engine reaches a GPU run by run; its desk gathers host memory only
-            engine_on_gpu = gpu and chosen.name in ENGINES
-            options["packing"] = "direct" if engine_on_gpu else config.packing
         if gpu and chosen.name == "tcp":
             options["memory"] = memory
         if gpu and chosen.name == "nixl":
@@ -82,4 +78,4 @@ def cache_carriers(
         raise TransferError(f"none of the carriers {', '.join(wanted)} can move this cache")
     if left_out:
         log.info("kvferry: auto leaves out %s", "; ".join(left_out))
-    return by_cost(carriers) if config.carriers == (AUTO,) else carriers
+    return fastest_first(carriers) if config.carriers == (AUTO,) else carriers

@@ -18,7 +18,7 @@ from kvferry import __version__
 from kvferry.cli.doctor.checks import Finding, Settings, State, cuda, read_text
 from kvferry.cli.doctor.tries import HERE, Tried, as_configured
 from kvferry.errors import DescriptionError, KvferryError
-from kvferry.transport.auto import AUTO, ENGINES, by_cost, connect, select
+from kvferry.transport.auto import AUTO, ENGINES, connect, fastest_first, select
 from kvferry.wire.messages import VERSION
 
 FOREVER = float("inf")
@@ -93,7 +93,7 @@ def choose(what: str, host: Host, gpu: bool, reach: Mapping[str, Tried], advice:
         if not closed
     ]
     if host.carriers == [AUTO]:
-        ways = list(by_cost(ways))
+        ways = list(fastest_first(ways))
     out = {way.name: way.why_not or way.detour for way in ways}
     out |= {name: closed for name, closed in opens.items() if closed}
     unused = [n for n in ENGINES if opens.get(n) and n in reach and not reach[n].why_not]
