@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.cli import checks
-from kvferry.cli.asked import Asked
-from kvferry.cli.checks import Finding
+from kvferry.cli.doctor import tries
+from kvferry.cli.doctor.checks import Finding, Settings
 from kvferry.cli.main import app
 from kvferry.errors import DescriptionError
 from kvferry.layout.hf import model_from_config
@@ -134,21 +133,13 @@ def test_a_router_without_prefill_engines(monkeypatch: pytest.MonkeyPatch) -> No
     assert configs[0].prefill == () and configs[0].decode == ("http://127.0.0.1:8100",)
 
 
-class TestDoctorAndCuda:
-    def found(self) -> Finding:
-        (finding,) = checks.configured(Asked(("cuda",)))
-        return finding
-
-    def test_no_driver(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        none = Finding("installed", "CUDA", "missing", "no NVIDIA driver", "")
-        monkeypatch.setattr(checks, "cuda", lambda: none)
-        assert self.found().state == "broken" and self.found().found == "no NVIDIA driver"
-
-    def test_no_gpu_that_this_process_sees(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        driver = Finding("installed", "CUDA", "ok", "0 GPUs, CUDA 13.0")
-        monkeypatch.setattr(checks, "cuda", lambda: driver)
-        monkeypatch.setattr("kvferry.transport.cuda.device_count", lambda: 0)
-        assert self.found().state == "broken" and "sees no GPU" in self.found().found
+def test_the_doctor_and_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = Finding("CUDA", "missing", "the driver shows no GPU")
+    monkeypatch.setattr(tries, "cuda", lambda: none)
+    tried = {"cuda": tries.Tried("cuda", tries.missing("cuda"))}
+    (found,) = tries.reachable(Settings(("cuda",)), tried)
+    assert (found.state, found.found) == ("broken", "the driver shows no GPU")
+    assert not list(tries.reachable(Settings(), tried))
 
 
 def test_a_shape_names_each_group_once() -> None:

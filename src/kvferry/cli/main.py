@@ -193,19 +193,19 @@ def doctor(
     peer: Annotated[str | None, typer.Option(help="Directory of an engine, host:port.")] = None,
     carriers: Annotated[str, typer.Option(help="Carriers you configured, with commas.")] = "",
     options: Annotated[
-        str | None, typer.Option(help="JSON: the carrier_options that you configured.")
-    ] = None,
+        str, typer.Option(help="JSON: the carrier_options that you configured.")
+    ] = "",
     host: Annotated[str | None, typer.Option(help="The `host` that you configured.")] = None,
     secret_file: Annotated[Path | None, typer.Option(help="Else KVFERRY_SECRET.")] = None,
     between: Annotated[
         tuple[str, str] | None,
-        typer.Option(help="Two reports of `doctor --json`, or `here`: what auto would pick."),
+        typer.Option(help="Two reports of `doctor --json`, or `here`: what would be chosen."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """What is installed, permitted and reachable, and what to do about what is missing."""
-    from kvferry.cli.asked import Asked
     from kvferry.cli.doctor import doctor as examine
+    from kvferry.cli.doctor.checks import Settings
 
     with refusals():
         try:
@@ -215,6 +215,6 @@ def doctor(
         except UnicodeDecodeError:
             raise DescriptionError(f"{secret_file}: a secret is text in UTF-8") from None
         secret = secret or os.environ.get("KVFERRY_SECRET", "").strip() or None
-        asked = Asked.read(carriers, options, host, secret)
-        status = examine(asked, peer, between, as_json)
+        settings = Settings.read(carriers, options, host, secret)
+        status = examine(settings, peer, between, as_json)
     raise typer.Exit(status)

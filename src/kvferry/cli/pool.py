@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.errors import KvferryError, StoreError
+from kvferry.cli.console import Json, err, print_json, refusals
+from kvferry.errors import StoreError
 from kvferry.pool.embedded import EmbeddedStore, default_directory
 from kvferry.pool.embedded_disk import DISK_LINK
 from kvferry.pool.embedded_index import peek
@@ -25,20 +24,18 @@ from kvferry.pool.mooncake_config import parse_size
 from kvferry.units import show_bytes, show_seconds
 
 app = typer.Typer(help="The embedded store of this host.", no_args_is_help=True)
-err = Console(stderr=True)
 
 Directory = Annotated[
     Path | None, typer.Option("--dir", help="The store's directory (default: this user's).")
 ]
 Disk = Annotated[Path | None, typer.Option("--disk-dir", help="Its disk tier, if it moved.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 LONG_SECONDS = 3600.0
 
 
 @contextmanager
 def _opened(directory: Path | None, disk: Path | None) -> Iterator[EmbeddedStore]:
     """An existing store, with the sizes that it has; never creates one."""
-    try:
+    with refusals():
         place = directory or default_directory()
         found = peek(place / "index")
         if found is None:
@@ -49,21 +46,10 @@ def _opened(directory: Path | None, disk: Path | None) -> Iterator[EmbeddedStore
             disk = place / DISK_LINK
             if not disk.exists():
                 raise StoreError(f"the disk tier of the store at {place} is not there: {disk}")
-        store = EmbeddedStore(
-            place,
-            found.memory_bytes,
-            disk if found.disk_bytes else None,
-            found.disk_bytes,
-            slots=found.slots,
-        )
-        try:
+        tier = disk if found.disk_bytes else None
+        store = EmbeddedStore(place, found.memory_bytes, tier, found.disk_bytes, slots=found.slots)
+        with closing(store):
             yield store
-        finally:
-            store.close()
-    except KvferryError as error:
-        words = f"[bold red]{type(error).__name__}[/]: {escape(str(error))}"
-        err.print(words, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
 
 
 @app.command()
@@ -72,7 +58,7 @@ def stats(directory: Directory = None, disk: Disk = None, as_json: Json = False)
     with _opened(directory, disk) as store:
         values = {**asdict(store.stats()), **store.counters(), "policy": store.learned()}
     if as_json:
-        sys.stdout.write(json.dumps(values) + "\n")
+        print_json(values)
         return
     for name, value in values.items():
         shown = show_bytes(value) if isinstance(value, int) and "bytes" in name else value
@@ -90,7 +76,7 @@ def list_objects(
     with _opened(directory, disk) as store:
         listed = list(itertools.islice(store.listed(), limit))
     if as_json:
-        sys.stdout.write(json.dumps([asdict(one) for one in listed]) + "\n")
+        print_json([asdict(one) for one in listed])
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("key", "bytes", "tier", "turns", "depth", "idle"):
@@ -108,8 +94,7 @@ def verify(directory: Directory = None, disk: Disk = None, as_json: Json = False
     with _opened(directory, disk) as store:
         found = store.verify(time.monotonic() + LONG_SECONDS)
     if as_json:
-        counts = {"good": found.good, "corrupt": found.corrupt, "unread": found.unread}
-        sys.stdout.write(json.dumps(counts) + "\n")
+        print_json({"good": found.good, "corrupt": found.corrupt, "unread": found.unread})
     else:
         print(
             f"{found.good:,} objects are what was written, {found.corrupt:,} were not and are "

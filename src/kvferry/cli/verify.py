@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvferry.cli.console import print_json
 from kvferry.verify.sweep import Report, Result, check, run
 
 SHOWN_MISMATCHES = 5
@@ -21,7 +20,7 @@ def run_sweep(pairs: int, seed: int, processes: int, replay: int | None, as_json
     if replay is not None:
         result = check(seed, replay)
         if as_json:
-            sys.stdout.write(json.dumps({"seed": seed, **asdict(result)}) + "\n")
+            print_json({"seed": seed, **asdict(result)})
         return _replay(console, result)
     with Progress(
         TextColumn("pairs"),
@@ -34,7 +33,7 @@ def run_sweep(pairs: int, seed: int, processes: int, replay: int | None, as_json
         task = bar.add_task("pairs", total=pairs)
         report = run(pairs, seed, processes, lambda done, _: bar.update(task, completed=done))
     if as_json:
-        sys.stdout.write(json.dumps(report.to_dict()) + "\n")
+        print_json(report.to_dict())
     else:
         _print(console, report, seed)
     return report.mismatches == 0
