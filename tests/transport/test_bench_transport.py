@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
+from typer.testing import CliRunner
 
 from kvferry.bench.transport import PairedRow, Target, judge, lines, run, target_lines
 from kvferry.cli.bench import transport_bench_page
+from kvferry.cli.main import app
 from kvferry.errors import TransferError
 from kvferry.transport.local import LocalCarrier
 
@@ -46,6 +50,19 @@ def test_what_is_named_must_go_its_own_way(monkeypatch: pytest.MonkeyPatch) -> N
     assert set(result.missing) == {"local", "mooncake", "raw-mooncake", "nixl", "raw-nixl"}
     said = [line for line in lines(result) if line.startswith("not measured: local: it goes by")]
     assert len(said) == 1 and said[0].endswith("the system forbids it")
+
+
+def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nixl", "mooncake", "mooncake.engine"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
+
+
+@pytest.mark.parametrize("carriers", ["nixl", "tcp,nixl"])
+def test_what_is_named_must_be_installed(carriers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_libraries(monkeypatch)
+    result = CliRunner().invoke(app, ["bench", "transport", "--carriers", carriers])
+    assert result.exit_code == 2
+    assert "needs NIXL" in result.output and "pip install" in result.output
 
 
 def row(carrier: str, op: str, of_library: float, size: int = 256) -> PairedRow:
