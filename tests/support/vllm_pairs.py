@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_engines import Engine
 
 USAGE = "vllm:kv_cache_usage_perc"
 OURS = {"kv_connector_module_path": "kvferry.vllm"}
+STARTED = r"kvferry: (engine|rank) .*(?:offers its caches|carriers) .*"
+IN_VLLMS_FORMAT = re.compile(
+    rf"^\([^()]+ pid=(\d+)\) INFO \d\d-\d\d [\d:]+ \[\w+\.py:\d+\] {STARTED}$", re.M
+)
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -72,6 +77,18 @@ def post(
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode(errors="replace")
+
+
+class StartLine(NamedTuple):
+    pid: int
+    what: str
+
+
+def start_lines(log: str) -> list[StartLine]:
+    """What our schedulers and workers say as they start; all of it must be in vLLM's format."""
+    found = [StartLine(int(pid), what) for pid, what in IN_VLLMS_FORMAT.findall(log)]
+    assert len(found) == len(re.findall(STARTED, log)), log[-4000:]
+    return found
 
 
 # Exactly what vLLM's example proxies send.

@@ -23,7 +23,7 @@ pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM"
 
 from tiny_models import llama_config, make_model
 from vllm_engines import Engine, free_port, hand_over
-from vllm_pairs import ids, prompt, settled, started
+from vllm_pairs import ids, prompt, settled, start_lines, started
 
 # Loads take milliseconds; deadlines are long, because two cores are shared by all engines' workers,
 # and short only where one must pass.
@@ -98,6 +98,13 @@ class TestOneToTwo:
         assert ids(answer) != ids(prefill.complete(prompt(tokens + 1, tokens), max_tokens=12))
         assert decode.metric(HIT) - before == tokens
         assert loads(decode) - loaded == 1
+
+    @pytest.mark.parametrize("side", [0, 1])
+    def test_each_process_says_once_that_it_starts(self, pair: Pair, side: int) -> None:
+        engine = pair[side]
+        lines = start_lines(engine.log.read_text(errors="replace"))
+        assert sorted(line.what for line in lines) == ["engine", *["rank"] * engine.tp]
+        assert len({line.pid for line in lines}) == len(lines)
 
     def test_a_prefix_that_the_destination_has_is_not_moved(self, pair: Pair) -> None:
         prefill, decode = pair

@@ -8,8 +8,6 @@ configuration of vLLM's own. vLLM resolves the class also in its API process, so
 touches no device and starts nothing.
 """
 
-import logging
-
 from kvferry.vllm import plugin
 from kvferry.vllm.combined import FerryConnector
 from kvferry.vllm.dropin import (
@@ -24,17 +22,6 @@ NixlConnector = FerryNixlConnector
 NixlPushConnector = FerryNixlPushConnector
 MooncakeStoreConnector = FerryMooncakeStoreConnector
 
-
-def _log_with_vllm() -> None:
-    """Our messages go where vLLM's go, at the level that was set for vLLM."""
-    theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvferry")
-    if not ours.handlers and theirs.handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level)
-        ours.propagate = False
-
-
-_log_with_vllm()
 plugin.register()  # also where the package's entry points are not installed
 
 __all__ = [
