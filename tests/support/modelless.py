@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from vllm.config import (
@@ -27,6 +26,7 @@ from vllm.config import (
     ObservabilityConfig,
     SchedulerConfig,
     VllmConfig,
+    set_current_vllm_config,
 )
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -54,7 +54,6 @@ from kvferry.p2p.push import Pusher
 from kvferry.transport import MemoryRegion, make_carrier
 from kvferry.transport.host import HostMemory
 from kvferry.vllm.connector import HandoverConnector
-from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.worker import FerryWorker
 from kvferry.wire.sockets import Sockets
 from vllm import SamplingParams
@@ -150,9 +149,10 @@ class Modelless:
         self.children = getattr(self.connector, "sub_connectors", [self.connector])
         self.worker_side: Any = None
         if with_worker:
-            self.worker_side = KVConnectorFactory.create_connector(
-                config, KVConnectorRole.WORKER, cache
-            )
+            with set_current_vllm_config(config):  # as vLLM does
+                self.worker_side = KVConnectorFactory.create_connector(
+                    config, KVConnectorRole.WORKER, cache
+                )
             ours = getattr(self.worker_side, "sub_connectors", [self.worker_side])
             for child in ours:
                 if isinstance(child, HandoverConnector):
@@ -207,9 +207,7 @@ class Modelless:
             worker._incarnation,
             {carrier.name: carrier.endpoint()},
         )
-        worker._handshake = FerryHandshake(
-            msgspec.msgpack.encode(engine), msgspec.msgpack.encode(info)
-        )
+        worker.introduce(engine, info)
 
     @property
     def ferry(self) -> Any:

@@ -60,7 +60,7 @@ from kvferry.pool.rank import PoolRank
 from kvferry.pool.store import Store
 from kvferry.vllm.both import BothMetadata, BothReport
 from kvferry.vllm.context_parallel import cache_rank
-from kvferry.vllm.metadata import FerryHandshake
+from kvferry.vllm.metadata import FerryHandshake, FerryWorkerMetadata
 from kvferry.vllm.pool_config import PoolConfig
 from kvferry.vllm.pool_worker import PoolWorker
 from tiny_models import llama_config
@@ -329,7 +329,8 @@ class SchedulerEngine:
                 del self._reports[name]
                 results.finished_recving = (results.finished_recving or set()) | {name}
         if several and together is not None:
-            together = MultiKVConnectorWorkerMetadata((None, together))
+            sibling = FerryWorkerMetadata(together.handshakes)
+            together = MultiKVConnectorWorkerMetadata((sibling, together))
         if isinstance(output.kv_connector_metadata, BothMetadata):
             together = BothReport(None, together)
         results.kv_connector_worker_meta = together

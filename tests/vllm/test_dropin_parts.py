@@ -25,6 +25,8 @@ import pytest
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 with warnings.catch_warnings():  # torch warns of itself
     warnings.simplefilter("ignore")
+    from vllm.config import KVTransferConfig, set_current_vllm_config
+
     import kvferry.vllm  # noqa: F401
 
 from kvferry.errors import (
@@ -37,7 +39,13 @@ from kvferry.errors import (
 from kvferry.p2p.directory import Directory
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.ticket import Ticket
-from kvferry.vllm import FerryConnector, MooncakeConnector, NixlConnector, NixlPushConnector
+from kvferry.vllm import (
+    FerryConnector,
+    MooncakeConnector,
+    NixlConnector,
+    NixlPushConnector,
+    connector,
+)
 from kvferry.vllm import registration as registration_module
 from kvferry.vllm import rendezvous as rendezvous_module
 from kvferry.vllm.addresses import host_port
@@ -50,8 +58,8 @@ from kvferry.vllm.bootstrap import (
     register,
 )
 from kvferry.vllm.config import FerryConfig
-from kvferry.vllm.family import Family
 from kvferry.vllm.metadata import FerryMetadata
+from kvferry.vllm.multiconnector import Family, Siblings
 from kvferry.vllm.offering import Offering
 from kvferry.vllm.plugin import NAMES
 from kvferry.vllm.prefill import HandedOver
@@ -143,15 +151,49 @@ class TestNames:
 
 class TestFamily:
     def test_who_takes_a_request(self) -> None:
-        styles: Any = ("nixl", "mooncake", "nixl")
-        family = [Family(i, styles) for i in range(3)]
-        assert [f.takes({"transfer_id": "x"}) for f in family] == [False, True, False]
-        assert [f.takes({}) for f in family] == [True, False, False]
-        assert Family().takes({"transfer_id": "x"}) and Family().alone and Family().flat
+        family, ours = Family(), range(3)
+        assert family.join("nixl") == 0 and family.takes(0, {"transfer_id": "x"})
+        assert [family.join("mooncake"), family.join("nixl")] == [1, 2]
+        assert [family.takes(i, {"transfer_id": "x"}) for i in ours] == [False, True, False]
+        assert [family.takes(i, {}) for i in ours] == [True, False, False]
+
+    def test_children_of_one_engine_have_the_same_cache_and_role(self) -> None:
+        one, other = SimpleNamespace(), SimpleNamespace()
+        family = Family.of("worker", one)
+        assert Family.of("worker", one) is family
+        strangers = [Family.of("worker", other), Family.of("scheduler", one)]
+        assert family not in strangers
+        family.join("nixl")
+        del family
+        assert not Family.of("worker", one).styles, "the engine before has ended"
+
+    def test_a_worker_reads_the_engines_configuration(self) -> None:
+        """Also of a MultiConnector's children that are MultiConnectors; elsewhere it is alone."""
+
+        def multi(*children: dict[str, Any]) -> dict[str, Any]:
+            extra = {"connectors": list(children)}
+            return {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra, **both}
+
+        both = {"kv_role": "kv_both"}
+        theirs, pool, ours = (
+            {"kv_connector": name, **both}
+            for name in ("NixlConnector", "FerryPoolConnector", "FerryNixlConnector")
+        )
+        names = ("NixlPullConnector", "FerryPoolConnector")
+
+        def read(transfer: dict[str, Any], index: int) -> Siblings | None:
+            config: Any = SimpleNamespace(kv_transfer_config=KVTransferConfig(**transfer))
+            with set_current_vllm_config(config):
+                return Siblings.of(connector.HandoverConnector, index)
+
+        assert read(multi(ours, theirs, multi(pool, ours)), 0) == Siblings(names)
+        assert read(multi(ours, theirs, multi(pool, ours)), 1) == Siblings(names, names)
+        assert read(multi(ours), 0) == Siblings() and read(ours, 0) is None
+        assert Siblings.of(connector.HandoverConnector, 0) is None, "no engine here"
 
     def test_a_ticket_beside_one_that_speaks_in_responses_too(self) -> None:
-        assert Family(0, ("nixl",), ("ExampleConnector", "OffloadingConnector")).flat
-        assert not Family(0, ("nixl",), ("NixlConnector",)).flat
+        assert Siblings().flat and Siblings(("ExampleConnector", "OffloadingConnector")).flat
+        assert not Siblings(("NixlConnector",)).flat
         ticket = Ticket("e", "i", "h" * 8, "d", 5, "127.0.0.1", 1234, "r")
         nested = ticket.to_params(flat=False)
         assert set(nested) == {"kvferry"}

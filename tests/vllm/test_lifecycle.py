@@ -20,12 +20,15 @@ import pytest
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 with warnings.catch_warnings():  # torch and vLLM warn of themselves
     warnings.simplefilter("ignore")
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
     from modelless import Modelless, expected, run
 
 from ipv6 import has_ipv6
 from kvferry.errors import DescriptionError
 from kvferry.vllm.bootstrap import Bootstrap
-from kvferry.vllm.metadata import FerryHandshake, FerryWorkerMetadata
+from kvferry.vllm.metadata import FerryWorkerMetadata
 from kvferry.vllm.scheduler import NOT_FOR_OTHERS
 from tiny_models import make_model
 from vllm_engines import free_port
@@ -600,12 +603,10 @@ class TestMulti:
         """What MultiConnector passes on may be an in-tree child's; ours came by itself."""
         p = make("p", children=[child("NixlConnector")])
         p.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object(), (1, 0): object()})
-        pools = FerryHandshake(b"what our pool says of itself", b"")
-        p.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): pools})
         assert p.worker_side.get_handshake_metadata() is None
-        assert p.ferry._described is None
+        assert p.ferry._described is None and p.connector.has_pending_push_work()
         p.step()
-        assert p.ferry._described is not None
+        assert p.ferry._described is not None and not p.connector.has_pending_push_work()
 
     def test_beside_vllms_own_nixl(self, make: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
         """Both answer a prefill; vLLM ends an engine whose children use the same key."""
@@ -661,9 +662,17 @@ class TestStatesBesideVllmsOwn:
             d.connector.shutdown()
 
     def test_an_engine_in_which_ours_comes_second_does_not_start(self, folder: Path) -> None:
+        """Its workers see how the engine is configured, and refuse it."""
         children = [NIXL, child("NixlConnector")]
-        with pytest.raises(DescriptionError, match=r"NixlPullConnector.*list kvferry first"):
-            Modelless("p", folder, children=children, with_worker=False, states=True)
+        p = Modelless("p", folder, children=children, with_worker=False, states=True)
+        config, cache = p.scheduler.vllm_config, p.scheduler.kv_cache_config
+        _, (ours, mine) = p.connector._get_connector_classes_and_configs(config)
+        refused = pytest.raises(DescriptionError, match=r"NixlPullConnector.*list kvferry first")
+        try:
+            with set_current_vllm_config(config), refused:
+                ours(mine, KVConnectorRole.WORKER, cache)
+        finally:
+            p.connector.shutdown()
 
     def test_a_prompt_that_another_has_cut_is_not_held_and_the_response_says_so(
         self, folder: Path
@@ -679,10 +688,11 @@ class TestStatesBesideVllmsOwn:
             p.connector.shutdown()
 
     def test_clients_cannot_say_that_it_was_cut(self, folder: Path) -> None:
-        p = Modelless("p", folder, with_worker=False, states=True)
+        p = Modelless("p", folder, states=True)
         try:
             request = p.add("p", prompt(74, 40), 1, **PREFILL, _p_side_truncated=True)
             assert request.num_prompt_tokens == 39
             p.abort("p")
         finally:
+            p.worker_side.shutdown()
             p.connector.shutdown()

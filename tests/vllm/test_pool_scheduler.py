@@ -19,6 +19,9 @@ pytest.importorskip(
 )
 pytest.importorskip("kvferry.vllm")
 
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
 from dir_store import DirStore, FaultyStore
 from kvferry.errors import StoreError
 from kvferry.pool.database import ChunkedTokenDatabase
@@ -135,10 +138,19 @@ def test_a_policy_that_ends_requests_is_warned_of(make: Make, caplog: Any) -> No
     """Alone, the pool sets it; a MultiConnector's is its siblings' too."""
     alone = make()
     assert alone.scheduler.vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+    def workers(**options: Any) -> None:
+        """What MultiConnector does on an engine's first worker, as far as the pool goes."""
+        engine = make(connector="MultiConnector", **options)
+        config, cache = engine.scheduler.vllm_config, engine.scheduler.kv_cache_config
+        _, (pool, its_config) = engine.connector._get_connector_classes_and_configs(config)
+        with set_current_vllm_config(config):
+            pool(its_config, KVConnectorRole.WORKER, cache)
+
     with caplog.at_level("WARNING", logger="kvferry"):
-        make(connector="MultiConnector")
+        workers()
         assert "kv_load_failure_policy" not in caplog.text
-        make(connector="MultiConnector", on_failure="fail")
+        workers(on_failure="fail")
     assert "kv_load_failure_policy is 'fail'" in caplog.text
 
 

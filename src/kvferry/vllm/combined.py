@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from kvferry.errors import DescriptionError
 from kvferry.vllm.both import BothMetadata, BothPromMetrics, BothReport, BothStats
 from kvferry.vllm.connector import HandoverConnector
-from kvferry.vllm.family import parent_of
+from kvferry.vllm.multiconnector import multiconnector
 from kvferry.vllm.pool_connector import FerryPoolConnector
 from kvferry.vllm.pool_metadata import PoolMetadata
 from kvferry.vllm.prometheus import FerryPromMetrics
@@ -43,9 +43,11 @@ class FerryConnector(HandoverConnector):
         if section is None:
             return
         self.pool = FerryPoolConnector(_with_extra(vllm_config, section), role, kv_cache_config)
-        if transfer.kv_load_failure_policy == "fail" and parent_of(self) is None:
-            log.info("with a pool, what cannot be loaded is computed (kv_load_failure_policy)")
+        if transfer.kv_load_failure_policy == "fail":
+            # Under a MultiConnector this is a copy that vLLM does not read.
             transfer.kv_load_failure_policy = "recompute"
+            if role == KVConnectorRole.WORKER and multiconnector() is None:
+                log.info("with a pool, what cannot be loaded is computed (kv_load_failure_policy)")
 
     # Scheduler
 

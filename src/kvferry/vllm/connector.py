@@ -16,11 +16,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.vllm.base import WholeRequests
 from kvferry.vllm.config import FerryConfig, Style
-from kvferry.vllm.family import family_of
-from kvferry.vllm.metadata import FerryMetadata, FerryWorkerMetadata
+from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryWorkerMetadata
+from kvferry.vllm.multiconnector import Family, Siblings
 from kvferry.vllm.prefill import HandedOver
 from kvferry.vllm.prometheus import FerryPromMetrics
-from kvferry.vllm.scheduler import FerryScheduler, child_incarnation
+from kvferry.vllm.scheduler import FerryScheduler
 from kvferry.vllm.stats import as_stats
 from kvferry.vllm.worker import FerryWorker
 
@@ -33,7 +33,8 @@ class HandoverConnector(WholeRequests):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        family = family_of(self, HandoverConnector)
+        self._family = family = Family.of(role, kv_cache_config)
+        index = family.join(self.STYLE)
         config = FerryConfig.read(
             vllm_config.kv_transfer_config.kv_connector_extra_config or {},
             self.STYLE,
@@ -43,14 +44,14 @@ class HandoverConnector(WholeRequests):
             config = replace(config, host=own_address())  # where in-tree connectors listen too
         self.scheduler: FerryScheduler | None = None
         self.worker: FerryWorker | None = None
+        handed_over = HandedOver.of(vllm_config, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            handed_over = HandedOver.of(vllm_config, kv_cache_config)
-            if vllm_config.kv_transfer_config.is_kv_producer:
-                handed_over.require_whole_prompts(family)
-            self.scheduler = FerryScheduler(config, vllm_config, self.STYLE, family, handed_over)
+            self.scheduler = FerryScheduler(config, vllm_config, family, index, handed_over)
         else:
-            incarnation = child_incarnation(vllm_config, family)
-            self.worker = FerryWorker(config, vllm_config, kv_cache_config, incarnation, family)
+            siblings = Siblings.of(HandoverConnector, index)
+            if siblings is not None and vllm_config.kv_transfer_config.is_kv_producer:
+                handed_over.require_whole_prompts(siblings)
+            self.worker = FerryWorker(config, vllm_config, kv_cache_config, index, siblings)
 
     # Scheduler
 
@@ -58,7 +59,8 @@ class HandoverConnector(WholeRequests):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         assert self.scheduler is not None
-        self.scheduler.add_handshakes(metadata)
+        ours = {key: told for key, told in metadata.items() if isinstance(told, FerryHandshake)}
+        self.scheduler.add_handshakes(ours)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int

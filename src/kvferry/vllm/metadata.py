@@ -58,6 +58,8 @@ class FerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
     engine: bytes  # msgpack of EngineInfo
     rank: bytes  # msgpack of RankInfo
+    flat: bool = True  # whether no other child of a MultiConnector answers in responses too
+    second: bool = False  # whether another child sees requests first
 
 
 @dataclass

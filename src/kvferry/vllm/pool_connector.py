@@ -14,7 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.vllm.base import WholeRequests
-from kvferry.vllm.family import parent_of
+from kvferry.vllm.metadata import FerryHandshake
+from kvferry.vllm.multiconnector import multiconnector
 from kvferry.vllm.pool_config import PoolConfig, default_tenant
 from kvferry.vllm.pool_metadata import PoolMetadata, PoolPromMetrics, PoolStats
 from kvferry.vllm.pool_scheduler import VllmPoolScheduler
@@ -33,17 +34,12 @@ class FerryPoolConnector(WholeRequests):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        parent = parent_of(self)
-        self._alone = parent is None
         transfer = vllm_config.kv_transfer_config
         defaults = {"cache_prefix": default_tenant(), **self.defaults}
         config = PoolConfig.read(transfer.kv_connector_extra_config or {}, **defaults)
-        ours = parent is None and transfer.kv_connector in POOL_NAMES
-        if transfer.kv_load_failure_policy == "fail" and ours:
+        if transfer.kv_load_failure_policy == "fail" and transfer.kv_connector in POOL_NAMES:
             # a block that a cache lost is computed; that is no reason to end a request
             transfer.kv_load_failure_policy = "recompute"
-        if parent is not None and role == KVConnectorRole.SCHEDULER:
-            _warn_of_policy(parent._vllm_config.kv_transfer_config)
         self.scheduler: VllmPoolScheduler | None = None
         self.worker: PoolWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -56,7 +52,11 @@ class FerryPoolConnector(WholeRequests):
                 events=bool(events and events.enable_kv_cache_events),
             )
         else:
-            self.worker = PoolWorker(config, vllm_config, kv_cache_config, alone=self._alone)
+            parent = multiconnector()
+            if parent is not None and vllm_config.parallel_config.rank == 0:
+                _warn_of_policy(parent)
+            alone = parent is None
+            self.worker = PoolWorker(config, vllm_config, kv_cache_config, alone=alone)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -69,7 +69,8 @@ class FerryPoolConnector(WholeRequests):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         assert self.scheduler is not None
-        if self._alone:  # else they are a sibling's; ours come with the workers' first step
+        # Under a MultiConnector they are a sibling's; ours come with the workers' first step.
+        if metadata and all(isinstance(told, FerryHandshake) for told in metadata.values()):
             self.scheduler.set_handshakes(metadata)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -113,7 +114,7 @@ class FerryPoolConnector(WholeRequests):
         return self.scheduler is not None and (
             self.scheduler.pool.has_work
             or self.scheduler.has_events
-            or not (self._alone or self.scheduler.pool.started)
+            or not self.scheduler.pool.started
         )
 
     # `has_pending_block_frees` stays False: it makes vLLM wait for a store that may hang, where

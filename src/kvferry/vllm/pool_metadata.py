@@ -19,7 +19,7 @@ from kvferry.pool.orders import Loaded, Saved
 from kvferry.pool.requests import PoolOrders
 from kvferry.pool.stats import EVENTS
 from kvferry.vllm.metadata import FerryHandshake
-from kvferry.vllm.shared_metrics import Shared
+from kvferry.vllm.multiconnector import Shared
 
 
 @dataclass

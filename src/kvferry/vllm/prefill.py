@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.errors import DescriptionError
-from kvferry.vllm.family import CUTTING, CUTTING_ONE, Family
+from kvferry.vllm.multiconnector import CUTTING, CUTTING_ONE, Siblings
 from kvferry.vllm.specs import group_spec, is_state
 
 CUT = "_p_side_truncated"  # vLLM's mark, in the request's parameters
@@ -41,17 +41,17 @@ class HandedOver:
         ahead = int(vllm_config.num_prefill_lookahead_tokens) - 1
         return cls(max(int(has_states), ahead, 0), scratch, int(kv_cache_config.num_blocks))
 
-    def require_whole_prompts(self, family: Family) -> None:
+    def require_whole_prompts(self, siblings: Siblings) -> None:
         """Refuse siblings that would cut a prompt before us, or not as we do."""
         if not self.held_back:
             return
         why = f"of this model's prompts the last {self.held_back} tokens are left to decode engines"
-        if early := sorted(set(family.ahead) & set(CUTTING)):
+        if early := sorted(set(siblings.ahead) & set(CUTTING)):
             raise DescriptionError(
                 f"{why}; {', '.join(early)} comes before kvferry in MultiConnector's `connectors` "
                 "and cuts prompts too, so that kvferry never sees them whole: list kvferry first"
             )
-        other = sorted(set(family.others) & set(CUTTING_ONE))
+        other = sorted(set(siblings.others) & set(CUTTING_ONE))
         if self.held_back > 1 and other:
             raise DescriptionError(
                 f"{why}, and {', '.join(other)} leaves one at most: their decode engines would "

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
-from kvferry.vllm.shared_metrics import Shared
+from kvferry.vllm.multiconnector import Shared
 from kvferry.vllm.stats import LEVELS, Here, levels
 
 PREFIX = "vllm:kvferry_"

@@ -21,9 +21,9 @@ from kvferry.p2p.ticket import MARK
 from kvferry.pool.adapters import Adapters, adapter_settings
 from kvferry.vllm.asking import Asking
 from kvferry.vllm.bootstrap import Bootstrap, Whereabouts
-from kvferry.vllm.config import FerryConfig, Style, incarnation
-from kvferry.vllm.family import Family
+from kvferry.vllm.config import FerryConfig, incarnation
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
+from kvferry.vllm.multiconnector import Family
 from kvferry.vllm.offering import Offering
 from kvferry.vllm.prefill import HandedOver
 from kvferry.vllm.prompts import Prompts
@@ -49,15 +49,17 @@ class FerryScheduler:
         self,
         config: FerryConfig,
         vllm_config: Any,
-        style: Style,
         family: Family,
+        index: int,
         handed_over: HandedOver,
     ) -> None:
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        self.config, self.family, self.handed_over = config, family, handed_over
+        self.config, self.handed_over = config, handed_over
+        self._family, self._index = family, index
+        style = family.styles[index]
         self.engine_id = str(transfer.engine_id)
         self.produces, self.consumes = transfer.is_kv_producer, transfer.is_kv_consumer
-        self._first = child_incarnation(vllm_config, family)
+        self._first = child(incarnation(vllm_config), index)
         self._dp_rank = int(parallel.data_parallel_index)
         self._shape = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         self._orders = FerryMetadata()
@@ -88,14 +90,14 @@ class FerryScheduler:
             self.engine_id,
             self._first,
             style,
-            family.flat,
+            False,  # until workers have told what stands beside us, as beside any connector
             self._shape,
             self._directory.port,
             handed_over,
             lambda: self._orders,
             self.stats,
             self.spans,
-            bool(family.ahead),
+            True,  # the same
             prompts,
             self._adapters,
         )
@@ -139,25 +141,13 @@ class FerryScheduler:
 
     # What workers tell
 
-    def add_handshakes(self, handshakes: Mapping[tuple[int, int], Any]) -> None:
-        """Workers' descriptions, by (pp_rank, tp_rank), as vLLM passes them on."""
-        if not self.family.alone:
-            return  # a sibling's under a MultiConnector, also where it is of our pool
-        for (pp_rank, tp_rank), handshake in handshakes.items():
-            if not isinstance(handshake, FerryHandshake):
-                raise DescriptionError(
-                    f"worker (pp {pp_rank}, tp {tp_rank}) sent a {type(handshake).__name__}; all "
-                    "workers must run kvferry's connector"
-                )
-        self._add(handshakes)
-
     def described_by(self, handshakes: Iterable[FerryHandshake]) -> None:
-        """The same, from workers under a MultiConnector: ours come with their first step."""
+        """Descriptions from workers under a MultiConnector, which come with their first step."""
         told = [(h, msgspec.msgpack.decode(h.rank, type=RankInfo)) for h in handshakes]
-        self._add({(rank.pp_rank, rank.tp_rank): h for h, rank in told})
+        self.add_handshakes({(rank.pp_rank, rank.tp_rank): h for h, rank in told})
 
-    def _add(self, handshakes: Mapping[tuple[int, int], FerryHandshake]) -> None:
-        """When all are there, the engine is known."""
+    def add_handshakes(self, handshakes: Mapping[tuple[int, int], FerryHandshake]) -> None:
+        """Workers' descriptions, by (pp_rank, tp_rank): when all are there, the engine is known."""
         self._handshakes.update(handshakes)
         if self._described is None and len(self._handshakes) == self._shape[0] * self._shape[1]:
             self._describe()
@@ -174,6 +164,9 @@ class FerryScheduler:
                     f"worker (pp {rank.pp_rank}, tp {rank.tp_rank}) describes the engine as "
                     f"{engine}, worker 0 as {first}"
                 )
+        told = self._handshakes.values()
+        self.offering.flat = all(one.flat for one in told)
+        self.offering.second = any(one.second for one in told)
         now = self.offering.incarnation  # a reset may have come first
         first = msgspec.structs.replace(first, incarnation=now)
         ranks = [msgspec.structs.replace(rank, incarnation=now) for rank in ranks]
@@ -191,10 +184,10 @@ class FerryScheduler:
         self._prompts.name_media(request)
         self._adapters.ask(request)
         params = request.kv_transfer_params or {}
-        if params.get("do_remote_decode") and self.produces and self.family.takes(params):
+        if params.get("do_remote_decode") and self.produces and self._takes(params):
             self.offering.accept(request)
         wants = params.get("do_remote_prefill") or MARK in params
-        if wants and self.consumes and self.family.takes(params):
+        if wants and self.consumes and self._takes(params):
             try:
                 self.asking.arrived(request)
             except Exception:  # whatever a client's parameters are, the engine goes on
@@ -206,9 +199,12 @@ class FerryScheduler:
         """A request is over: whether its blocks stay, and what goes into its response."""
         self.asking.finished(request.request_id)
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_decode") or not self.produces or not self.family.takes(params):
+        if not params.get("do_remote_decode") or not self.produces or not self._takes(params):
             return False, None
         return self.offering.finished(request, block_ids)
+
+    def _takes(self, params: Mapping[str, Any]) -> bool:
+        return self._family.takes(self._index, params)
 
     def reset(self) -> None:
         """vLLM forgets all its caches; so must everybody who has a ticket."""
@@ -227,8 +223,8 @@ class FerryScheduler:
 
     @property
     def waits_for_a_step(self) -> bool:
-        """Whether an idle engine should step: workers have something to hear."""
-        return self._orders.pending or self.asking.unsettled
+        """Whether an idle engine should step: workers have something to hear, or to tell."""
+        return self._orders.pending or self.asking.unsettled or not self._handshakes
 
     def take_orders(self) -> FerryMetadata:
         self.asking.settle()
@@ -239,7 +235,7 @@ class FerryScheduler:
         held = {"holds_open": len(self.offering.held), "held_blocks": self.offering.held_blocks}
         if held != self._levels:
             self._levels = held
-            self.stats.level(f"{self.family.index}/scheduler", **held)
+            self.stats.level(f"{self._index}/scheduler", **held)
         return self.stats.take()
 
     def close(self) -> None:
@@ -253,9 +249,3 @@ class FerryScheduler:
                 open_end.close()
         self._directory.close()
         self._sockets.close()
-
-
-def child_incarnation(vllm_config: Any, family: Family) -> str:
-    """Of an engine, or of one of several children of ours in it."""
-    own = incarnation(vllm_config)
-    return own if family.alone else child(own, family.index)

@@ -20,17 +20,19 @@ from kvferry.p2p.bell import Bell
 from kvferry.p2p.checksum import offered
 from kvferry.p2p.consumer import ConsumerRank
 from kvferry.p2p.describe import engine_info, rank_info
+from kvferry.p2p.incarnations import child
 from kvferry.p2p.load import Loaded
 from kvferry.p2p.producer import ProducerRank
 from kvferry.p2p.push import Pusher
 from kvferry.p2p.ready import WhenReady
 from kvferry.transport.base import Carrier, MemoryRegion
-from kvferry.vllm.config import FerryConfig
+from kvferry.vllm.config import FerryConfig, incarnation
 from kvferry.vllm.describe import describe_worker
 from kvferry.vllm.device import cache_carriers, gpu_of, memory_of
-from kvferry.vllm.family import Family
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryWorkerMetadata
+from kvferry.vllm.multiconnector import Siblings
 from kvferry.vllm.stats import FerryStats
+from kvferry.wire.messages import EngineInfo, RankInfo
 from kvferry.wire.sockets import Sockets
 
 log = logging.getLogger("kvferry")
@@ -47,15 +49,16 @@ class FerryWorker:
         config: FerryConfig,
         vllm_config: Any,
         kv_cache_config: Any,
-        incarnation: str,
-        family: Family,
+        index: int,
+        siblings: Siblings | None,
     ) -> None:
         self.config, self._vllm, self._kv = config, vllm_config, kv_cache_config
         self.engine_id = str(vllm_config.kv_transfer_config.engine_id)
-        self._incarnation, self._family = incarnation, family
+        self._incarnation = child(incarnation(vllm_config), index)
+        self._index, self._siblings = index, siblings
         self._rank = Rank(0, 0)
         self._stats, self._levels = FerryStats(), {"claims_parked": 0}
-        self._undescribed = not family.alone
+        self._undescribed = siblings is not None
         self._closed: dict[str, str] = {}  # how holds ended, since the last step
         self._sockets: Sockets | None = None
         self._carriers: list[Carrier] = []
@@ -117,9 +120,7 @@ class FerryWorker:
             {carrier.name: carrier.endpoint() for carrier in self._carriers},
             offered(reached),
         )
-        self._handshake = FerryHandshake(
-            msgspec.msgpack.encode(engine), msgspec.msgpack.encode(info)
-        )
+        self.introduce(engine, info)
         log.info(
             "kvferry: rank %s of %s (%s), %s, carriers %s",
             tuple(rank),
@@ -129,9 +130,19 @@ class FerryWorker:
             ", ".join(carrier.name for carrier in self._carriers),
         )
 
+    def introduce(self, engine: EngineInfo, rank: RankInfo) -> None:
+        """Have the scheduler told what this worker is, and what stands beside it."""
+        beside = self._siblings or Siblings()
+        self._handshake = FerryHandshake(
+            msgspec.msgpack.encode(engine),
+            msgspec.msgpack.encode(rank),
+            flat=beside.flat,
+            second=bool(beside.ahead),
+        )
+
     def handshake(self) -> FerryHandshake | None:
         """A MultiConnector passes on the first child's only: leave that to those who need it."""
-        return self._handshake if self._family.alone else None
+        return self._handshake if self._siblings is None else None
 
     def tell(self) -> FerryWorkerMetadata | None:
         """How holds ended; under a MultiConnector, our description goes with the first step."""
@@ -204,7 +215,7 @@ class FerryWorker:
                 levels["blocks_quarantined"] = loads.quarantined_blocks
             if levels != self._levels:
                 self._levels = levels
-                who = f"{self._family.index}/{self._rank.pp}.{self._rank.tp}"
+                who = f"{self._index}/{self._rank.pp}.{self._rank.tp}"
                 self._stats.level(who, **levels)
         return self._stats.take()
 

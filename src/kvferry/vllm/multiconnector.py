@@ -1,0 +1,142 @@
+"""Connectors of ours as children of vLLM's MultiConnector.
+
+A MultiConnector hands on only its first child's handshake metadata, and raises if two children put
+the same key into a response. vLLM tells a child nothing of its siblings, so we find them ourselves:
+
+- Children of ours know each other (`Family`): vLLM gives all children of one MultiConnector the
+  same description of the cache. Exactly one child of ours takes a request: a request with a
+  transfer id goes to the child in Mooncake style, any other to the first child of another style.
+- A worker reads the names of all children in the engine's configuration (`Siblings`), which vLLM
+  makes available while it creates a worker's connector. A scheduler cannot see that configuration.
+  It hears from its workers what it must know.
+- A worker under a MultiConnector describes itself by worker metadata, which MultiConnector keeps
+  apart for each child, and leaves the handshake metadata to in-tree siblings. So handshake metadata
+  of ours reaches a scheduler only where its connector is alone.
+- Beside a connector that speaks in responses too, the ticket is one key, `kvferry`, and no other.
+- Children see a new request one after another, and some in-tree ones shorten its prompt: where it
+  matters, ours must come before them (`prefill`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
+
+from vllm.config import KVTransferConfig, get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from kvferry.vllm.config import Style
+
+# Connectors that put nothing into responses.
+SILENT = """
+FerryMooncakeStoreConnector FerryPoolConnector
+DecodeBenchConnector ExampleConnector FlexKVConnectorV1 HF3FSKVConnector MooncakeConnector
+MooncakeStoreConnector OffloadingConnector SimpleCPUOffloadConnector
+"""
+# Connectors that shorten a prompt which is to be handed over, if none has done so before: NIXL's by
+# as many tokens as we do, for states and for drafters that read ahead; others by one, for states.
+CUTTING_ALIKE = ("NixlPullConnector", "NixlPushConnector")
+CUTTING_ONE = ("MooncakeConnector", "MoRIIOConnector")
+CUTTING = CUTTING_ALIKE + CUTTING_ONE
+T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Family:
+    """The connectors of ours in one engine, all of one role. It lives as long as one of them."""
+
+    cache: Any = None  # kept, so that its id is not used again while the family lives
+    styles: list[Style] = field(default_factory=list)  # of its connectors, in order
+
+    @classmethod
+    def of(cls, role: Any, kv_cache_config: Any) -> Family:
+        return _families.setdefault((role, id(kv_cache_config)), cls(kv_cache_config))
+
+    def join(self, style: Style) -> int:
+        """The number of a new connector."""
+        self.styles.append(style)
+        return len(self.styles) - 1
+
+    def takes(self, index: int, params: Mapping[str, Any]) -> bool:
+        """Whether a request is this connector's to answer."""
+        if len(self.styles) < 2:
+            return True
+        by_id = bool(params.get("transfer_id"))
+        fitting = [i for i, style in enumerate(self.styles) if (style == "mooncake") == by_id]
+        return index == (fitting[0] if fitting else 0)
+
+
+_families: WeakValueDictionary[tuple[Any, int], Family] = WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Siblings:
+    """The children of a worker's MultiConnector that are not of the same base class."""
+
+    others: tuple[str, ...] = ()
+    ahead: tuple[str, ...] = ()  # those of the others that see a request before this child does
+
+    @classmethod
+    def of(cls, base: type, index: int) -> Siblings | None:
+        """Of the connector with this number of those with this base; None: it is alone."""
+        transfer = multiconnector()
+        if transfer is None:
+            return None
+        classes = _children(transfer)
+        me = [i for i, kind in enumerate(classes) if issubclass(kind, base)][index]
+        return cls(
+            tuple(_name(kind) for kind in classes if not issubclass(kind, base)),
+            tuple(_name(kind) for kind in classes[:me] if not issubclass(kind, base)),
+        )
+
+    @property
+    def flat(self) -> bool:
+        """Whether a ticket may use the names that in-tree connectors use."""
+        return all(name in SILENT.split() for name in self.others)
+
+
+def multiconnector() -> Any:
+    """The transfer configuration of the engine whose worker creates its connector now, if that is
+    a MultiConnector's; else None."""
+    engine = get_current_vllm_config_or_none()
+    transfer = engine.kv_transfer_config if engine is not None else None
+    if transfer is None:
+        return None
+    kind = KVConnectorFactory.get_connector_class(transfer)
+    return transfer if issubclass(kind, MultiConnector) else None
+
+
+def _children(transfer: Any) -> list[type]:
+    """The classes of a MultiConnector's children, in order; those of a MultiConnector among them in
+    its place."""
+    classes: list[type] = []
+    for fields in transfer.kv_connector_extra_config["connectors"]:
+        child = KVTransferConfig(**fields)
+        kind = KVConnectorFactory.get_connector_class(child)
+        classes += _children(child) if issubclass(kind, MultiConnector) else [kind]
+    return classes
+
+
+def _name(cls: type) -> str:
+    """A class's own name, or that of the connector whose subclass it is, where that matters."""
+    names = [one.__name__ for one in cls.__mro__]
+    return next((name for name in names if name in CUTTING), names[0])
+
+
+class Shared(Generic[T]):
+    """Metrics that several children share: Prometheus takes a name once.
+
+    vLLM makes a logger's metrics in one go, each child's by a call with the same label values;
+    another logger unregisters what was there before, and has label values of its own.
+    """
+
+    def __init__(self) -> None:
+        self._made: tuple[Any, T] | None = None  # by label values, which are kept: ids come again
+
+    def get(self, labelvalues: Any, make: Callable[[], T]) -> T:
+        if self._made is None or self._made[0] is not labelvalues:
+            self._made = (labelvalues, make())
+        return self._made[1]
