@@ -82,7 +82,7 @@ class Modelless:
         name: str,
         folder: Path,
         *,
-        connector: str = "HandoverConnector",
+        connector: str = "FerryConnector",
         blocks: int = 64,
         block_size: int = 16,
         role: str = "kv_both",
