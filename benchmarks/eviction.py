@@ -43,12 +43,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.stores import scratch
+from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import DescriptionError
-from kvferry.pool.embedded import EmbeddedStore
-from kvferry.pool.embedded_arena import ALIGN
-from kvferry.pool.embedded_open import MakePolicy
-from kvferry.pool.embedded_room import BAR_SECONDS, BATCH_SHARE, FEW_OBJECTS
-from kvferry.pool.policy import (
+from kvferry.pool.embedded.arena import ALIGN
+from kvferry.pool.embedded.eviction import BAR_SECONDS, BATCH_SHARE, FEW_OBJECTS
+from kvferry.pool.embedded.opened import MakePolicy
+from kvferry.pool.embedded.policy import (
     LEARNED_FLOATS,
     MOST_CLASSES,
     ConversationPolicy,
@@ -57,8 +57,8 @@ from kvferry.pool.policy import (
     Ints,
     Tuning,
 )
+from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges
-from kvferry.transport.base import MemoryRegion
 
 OBJECT_BYTES = 64  # a block's stand-in: with its header it takes one page of the arena
 NEVER = 1 << 60

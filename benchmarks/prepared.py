@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from kvferry.bench.transport import WAIT_SECONDS, quiet_libraries
-from kvferry.transport.base import Ints, MemoryRegion, Transfer
-from kvferry.transport.foreign_peer import ForeignPeer
-from kvferry.transport.nixl import NixlCarrier
-from kvferry.transport.regions import Arrays
+from kvferry.carriers.base import Arrays, Ints, MemoryRegion, Transfer
+from kvferry.carriers.library.nixl import NixlCarrier
+from kvferry.carriers.library.shared import LibraryPeer
 
 TOTAL_BYTES = 256 << 20
 COPY_BYTES = 4 << 10
@@ -67,7 +66,7 @@ def run() -> Iterator[PreparedRow]:
                     yield _row(op, regions, here, there, peer)
 
 
-def _row(op: str, regions: int, here: _Side, there: _Side, peer: ForeignPeer) -> PreparedRow:
+def _row(op: str, regions: int, here: _Side, there: _Side, peer: LibraryPeer) -> PreparedRow:
     rng = np.random.default_rng(regions)
     length = np.full(COPIES, COPY_BYTES, dtype=np.int64)
     start = here.carrier.read if op == "read" else here.carrier.write
@@ -88,7 +87,7 @@ def _row(op: str, regions: int, here: _Side, there: _Side, peer: ForeignPeer) ->
     return PreparedRow(op, regions, arrays_ms * 1e3, indices_ms * 1e3, middle, low, high)
 
 
-def _seconds(start: Callable[[Any, Arrays], Transfer], peer: ForeignPeer, copies: Arrays) -> float:
+def _seconds(start: Callable[[Any, Arrays], Transfer], peer: LibraryPeer, copies: Arrays) -> float:
     begin = time.perf_counter()
     start(peer, copies).wait(time.monotonic() + WAIT_SECONDS)
     return time.perf_counter() - begin

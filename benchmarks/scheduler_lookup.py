@@ -141,12 +141,12 @@ def _ours(config: Any) -> Any:
     """The pool's scheduler half over the same store."""
     import msgspec
 
+    from kvferry.handover.describe import engine_info, rank_info
     from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, RankLayout
-    from kvferry.p2p.describe import engine_info, rank_info
-    from kvferry.pool.requests import PoolLimits
+    from kvferry.pool.scheduler import PoolLimits
     from kvferry.vllm.metadata import FerryHandshake
-    from kvferry.vllm.pool_config import PoolConfig
-    from kvferry.vllm.pool_scheduler import VllmPoolScheduler
+    from kvferry.vllm.pool.config import PoolConfig
+    from kvferry.vllm.pool.scheduler import VllmPoolScheduler
 
     model = CacheModel("m", (Group("all", (0,), (Component("kv", 1, (8,), 1),)),))
     shape = EngineShape(block_size=BLOCK)

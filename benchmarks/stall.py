@@ -26,20 +26,19 @@ import numpy as np
 import typer
 
 from kvferry.bench.plan import VllmSide, prepare_vllm_worker, vllm_installed
+from kvferry.carriers import MemoryRegion, make_carrier
+from kvferry.carriers.host import HostMemory
 from kvferry.cli.console import Json, libraries_to_stderr, print_json, refusals
 from kvferry.errors import TransferError
+from kvferry.handover.consumer import ConsumerRank
+from kvferry.handover.describe import engine_info, rank_info
+from kvferry.handover.load import Load
+from kvferry.handover.producer import Directory, ProducerRank
+from kvferry.handover.ticket import Ticket
 from kvferry.layout.model import CacheModel, Component, Group
-from kvferry.layout.rank import RankLayout
+from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
-from kvferry.p2p.consumer import ConsumerRank
-from kvferry.p2p.describe import engine_info, rank_info
-from kvferry.p2p.directory import Directory
-from kvferry.p2p.load import Load
-from kvferry.p2p.producer import ProducerRank
-from kvferry.p2p.ticket import Ticket
-from kvferry.transport import MemoryRegion, make_carrier
-from kvferry.transport.host import HostMemory
-from kvferry.wire.sockets import Sockets
+from kvferry.net.rpc import Sockets
 
 LAYERS, HEADS, BLOCK = 80, 8, 16
 STEP_SECONDS = 0.001  # between two questions

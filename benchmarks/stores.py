@@ -37,14 +37,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.bench.transport import in_turns
+from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
-from kvferry.pool import embedded_index as ix
-from kvferry.pool.embedded import EmbeddedStore
-from kvferry.pool.embedded_copy import move
-from kvferry.pool.mooncake import MooncakeStore
-from kvferry.pool.mooncake_config import MooncakeStoreConfig
-from kvferry.pool.store import Outcome, Ranges, Slices, Store
-from kvferry.transport.base import MemoryRegion
+from kvferry.pool.embedded import index as ix
+from kvferry.pool.embedded.store import EmbeddedStore
+from kvferry.pool.mooncake import MooncakeStore, MooncakeStoreConfig
+from kvferry.pool.store import Outcome, Ranges, Slices, Store, move
 
 LOOKUP_KEYS = 256  # keys of one question: a prompt of a few thousand tokens on a few ranks
 LOOKUPS = 2000

@@ -104,13 +104,13 @@ MUTANTS = [
     ),
     Mutant(
         "pages not padded",
-        "layout/build.py",
+        "layout/placement.py",
         "if index == outer - 1 and target != page:",
         "if index == outer and target != page:",
     ),
     Mutant(
         "kernel blocks not told apart",
-        "layout/parts.py",
+        "layout/placement.py",
         "tile_stride=place.tile_stride or kernel_block_stride,",
         "tile_stride=(place.tile_slots or kernel) * (place.slot_stride or slot_stride),",
     ),
@@ -178,31 +178,31 @@ MUTANTS = [
     # runs
     Mutant(
         "swallowing on one side",
-        "plan/runs.py",
+        "plan/pieces.py",
         "if axis.src_stride == axis.dst_stride == length:",
         "if axis.src_stride == length:",
     ),
     Mutant(
         "fusing on one side",
-        "plan/runs.py",
+        "plan/pieces.py",
         "            and last.dst_offset + last.length == box.dst_offset\n",
         "",
     ),
     Mutant(
         "refined stride not scaled",
-        "plan/runs.py",
+        "plan/pieces.py",
         "ours.append((a // step, a_stride * step))",
         "ours.append((a // step, a_stride))",
     ),
     Mutant(
         "axes merged on one side",
-        "plan/runs.py",
+        "plan/pieces.py",
         "                and axis.dst_stride == inner.dst_stride * inner.times\n",
         "",
     ),
     Mutant(
         "source strides on both sides",
-        "plan/runs.py",
+        "plan/pieces.py",
         'stride = axis.src_stride if side == "src" else axis.dst_stride',
         "stride = axis.src_stride",
     ),
@@ -227,13 +227,13 @@ MUTANTS = [
     ),
     Mutant(
         "padding that one side has not",
-        "plan/piece.py",
+        "plan/pieces.py",
         "<= min(src.page_slack, dst.page_slack)",
         "<= max(src.page_slack, dst.page_slack)",
     ),
     Mutant(
         "layers taken for evenly spaced",
-        "plan/piece.py",
+        "plan/pieces.py",
         "return int(steps[0]) if (steps == steps[0]).all() else IRREGULAR",
         "return int(steps[0])",
     ),
@@ -251,7 +251,7 @@ MUTANTS = [
     ),
     Mutant(
         "axes of which one ends first",
-        "plan/runs.py",
+        "plan/pieces.py",
         "if (ours or theirs) and any(",
         "if not axes and any(",
     ),

@@ -20,8 +20,8 @@ from benchmarks.gpu import plans, report
 from benchmarks.gpu.bench import SIZES, TB, Bench
 from benchmarks.gpu.owner import start_owner
 from benchmarks.gpu.staging import staging
-from kvferry.transport.cuda_driver import device, driver
-from kvferry.transport.cuda_kernels import warm
+from kvferry.carriers.cuda.driver import device, driver
+from kvferry.carriers.cuda.kernels import warm
 
 
 def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:

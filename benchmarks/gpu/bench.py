@@ -32,16 +32,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.owner import Remote
-from kvferry.p2p.checksum import MIX128, XXH3, Algorithm, digest
-from kvferry.transport import Carrier, MemoryRegion, make_carrier
-from kvferry.transport.base import Ints
-from kvferry.transport.cuda_driver import Device, device, driver
-from kvferry.transport.cuda_kernels import SCRATCH_ARGUMENTS, Form, function
-from kvferry.transport.cuda_lane import launches
-from kvferry.transport.cuda_stream import Event, Function, Stream
-from kvferry.transport.cuda_work import Runs, Work, gathering
-from kvferry.transport.regions import Arrays
-from kvferry.transport.staging import DeviceMemory
+from kvferry.carriers import Carrier, MemoryRegion, make_carrier
+from kvferry.carriers.base import Arrays, Ints
+from kvferry.carriers.cuda.buffers import launches
+from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function, device, driver
+from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS, Form, function
+from kvferry.carriers.cuda.staging import DeviceMemory
+from kvferry.carriers.cuda.work import CudaRuns, Work, gathering
+from kvferry.handover.checksum import MIX128, XXH3, Algorithm, digest
 
 SIZES = (256, 1 << 10, 2 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20)
 NIXL_SIZES = (4 << 10, 16 << 10, 64 << 10)
@@ -66,8 +64,8 @@ class Bench:
         self.there: int = answer["addresses"][0]
         with self.on.current():
             self.here = self.on.allocate(AREA_BYTES)
-            self.stream = Stream()
-            self._events = [Event(timing=True) for _ in range(2)]
+            self.stream = CudaStream()
+            self._events = [CudaEvent(timing=True) for _ in range(2)]
         self.region = MemoryRegion(self.here, AREA_BYTES)
         self.cuda = self._connect(make_carrier("cuda"), answer["cuda"])
         self.copies = self._connect(make_carrier("cuda", triton=False), answer["cuda"])
@@ -116,7 +114,7 @@ class Bench:
         src, dst = self.slots(size)
         return Arrays(src + self.there, dst + self.here, np.full(len(src), size, dtype=np.int64))
 
-    def strided(self, size: int) -> Runs:
+    def strided(self, size: int) -> CudaRuns:
         """The same number of copies as rows x segments."""
         rng = np.random.default_rng(size)
         rows = min(ROWS, AREA_BYTES // size // 4)
@@ -127,13 +125,13 @@ class Bench:
         src, dst = (rng.permutation(count).astype(np.int64) * spread for _ in range(2))
         one = np.zeros(1, dtype=np.int64)
         lengths = np.broadcast_to(np.asarray([size]), count)  # as a plan's batch says it
-        return Runs(row + self.there, row + self.here, src, dst, lengths, one, one)
+        return CudaRuns(row + self.there, row + self.here, src, dst, lengths, one, one)
 
     def read(self, which: tuple[Carrier, Any], copies: Any) -> None:
         carrier, peer = which
         carrier.read(peer, copies).wait(soon())
 
-    def kernel_seconds(self, runs: Runs, src_shift: int, dst_shift: int) -> float:
+    def kernel_seconds(self, runs: CudaRuns, src_shift: int, dst_shift: int) -> float:
         """Device time of the launches alone, with the numbers on the device."""
         with self.on.current():
             work = Work.of(runs)
@@ -173,7 +171,7 @@ class Bench:
             self.on.free_pinned(pinned.ctypes.data)
         return seconds
 
-    def kernel_of(self, runs: Runs) -> float:
+    def kernel_of(self, runs: CudaRuns) -> float:
         shift = self.there_here - self.there
         return self.kernel_seconds(runs, shift, 0)
 
@@ -183,7 +181,7 @@ def by_size(bench: Bench, sizes: tuple[int, ...] = SIZES) -> Iterator[dict[str, 
         arrays, strided = bench.arrays(size), bench.strided(size)
         moved, strided_moved = len(arrays) * size, strided.bytes
         row: dict[str, Any] = {"bytes": size, "copies": len(arrays)}
-        row["kernel_arrays_tb_s"] = 2 * moved / bench.kernel_of(Runs.of_arrays(arrays)) / TB
+        row["kernel_arrays_tb_s"] = 2 * moved / bench.kernel_of(CudaRuns.of_arrays(arrays)) / TB
         row["kernel_strided_tb_s"] = 2 * strided_moved / bench.kernel_of(strided) / TB
         row["arrays_gb_s"] = moved / wall(partial(bench.read, bench.cuda, arrays)) / GB
         row["strided_gb_s"] = strided_moved / wall(partial(bench.read, bench.cuda, strided)) / GB
@@ -225,7 +223,7 @@ def latency(bench: Bench) -> dict[str, float]:
     for count, size in ((1, 4096), (100, 16 << 10), (1000, 2048)):
         arrays = bench.arrays(size)
         few = Arrays(arrays.src[:count], arrays.dst[:count], arrays.length[:count])
-        runs = Runs.of_arrays(few)
+        runs = CudaRuns.of_arrays(few)
         found[f"{count} x {size}"] = 1e6 * wall(partial(bench.read, bench.cuda, few), 501)
         found[f"{count} x {size}, kernel"] = 1e6 * bench.kernel_of(runs)
     return found
@@ -242,11 +240,11 @@ def packed(bench: Bench) -> Iterator[dict[str, Any]]:
         total = len(arrays) * size
         gather = gathering((one, arrays.src, one), arrays.length, stage)
         offsets = gather.dst_segments
-        scatter = Runs(one, one, offsets + landing, arrays.dst, arrays.length, one, one)
+        scatter = CudaRuns(one, one, offsets + landing, arrays.dst, arrays.length, one, one)
         gathered = bench.kernel_seconds(gather, shift, 0)
         copied = bench.device_seconds(partial(bench.stream.copy, landing, stage, total))
         scattered = bench.kernel_seconds(scatter, 0, 0)
-        direct = bench.kernel_of(Runs.of_arrays(arrays))
+        direct = bench.kernel_of(CudaRuns.of_arrays(arrays))
         yield {
             "bytes": size,
             "copies": len(arrays),
@@ -275,7 +273,7 @@ def kernels(bench: Bench) -> list[dict[str, Any]]:
     return found
 
 
-def _runs(bench: Bench, size: int, area: int, order: str) -> Runs:
+def _runs(bench: Bench, size: int, area: int, order: str) -> CudaRuns:
     count, apart = TOTAL_BYTES // size // ROWS, area // TOTAL_BYTES * size
     rows = np.arange(ROWS, dtype=np.int64) * (count * apart)
     rng, one = np.random.default_rng(size), np.zeros(1, dtype=np.int64)
@@ -284,7 +282,7 @@ def _runs(bench: Bench, size: int, area: int, order: str) -> Runs:
         at = np.arange(count, dtype=np.int64)
         sides.append((rng.permutation(at) if order == "random" else at) * apart)
     lengths = np.broadcast_to(np.asarray([size]), count)
-    return Runs(rows + bench.there, rows + bench.here, sides[0], sides[1], lengths, one, one)
+    return CudaRuns(rows + bench.there, rows + bench.here, sides[0], sides[1], lengths, one, one)
 
 
 def around(bench: Bench, size: int) -> dict[str, float]:

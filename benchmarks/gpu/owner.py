@@ -17,12 +17,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks import ROOT
+from kvferry.carriers import Carrier, MemoryRegion, make_carrier
+from kvferry.carriers.cuda.driver import CudaStream, device
+from kvferry.carriers.cuda.staging import CHUNK_BYTES, DeviceMemory
 from kvferry.errors import TransferError
-from kvferry.transport import Carrier, MemoryRegion, make_carrier
-from kvferry.transport.cuda_driver import device
-from kvferry.transport.cuda_stream import Stream
-from kvferry.transport.staging import DeviceMemory
-from kvferry.transport.staging_lane import CHUNK_BYTES
 
 PATTERN_BYTES = (64 << 20) - 4096 * 7 - 16  # no power of two: blocks at equal strides differ
 
@@ -34,7 +32,7 @@ def fill(address: int, size: int, seed: int) -> None:
         pattern = on.pinned(PATTERN_BYTES)
         words = np.random.default_rng(seed).integers(0, 1 << 63, PATTERN_BYTES // 8)
         pattern.view(np.int64)[:] = words
-        stream = Stream()
+        stream = CudaStream()
         done = min(size, PATTERN_BYTES)
         stream.copy(address, pattern.ctypes.data, done)
         while done < size:  # double it, in whole patterns

@@ -23,20 +23,16 @@ import numpy as np
 
 from benchmarks.gpu.bench import soon
 from benchmarks.gpu.owner import Remote
-from kvferry.layout.parts import Ints
+from kvferry.carriers import MemoryRegion, make_carrier
+from kvferry.carriers.cuda.buffers import BufferPool, Shifts, place
+from kvferry.carriers.cuda.carrier import CudaCarrier, CudaPeer
+from kvferry.carriers.cuda.driver import Device, device, driver
+from kvferry.carriers.cuda.work import CudaRuns, gathering, runs_of
+from kvferry.layout.placement import Ints, RankLayout
 from kvferry.layout.presets import load_model
-from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape
 from kvferry.plan import Bound, Copies, EdgePlan, bind, plan_pair
 from kvferry.plan.assign import Edge
-from kvferry.transport import MemoryRegion, make_carrier
-from kvferry.transport.cuda import CudaCarrier
-from kvferry.transport.cuda_driver import Device, device, driver
-from kvferry.transport.cuda_lane import Shifts
-from kvferry.transport.cuda_lanes import Lanes
-from kvferry.transport.cuda_mapped import place
-from kvferry.transport.cuda_peer import CudaPeer
-from kvferry.transport.cuda_work import Runs, gathering, runs_of
 
 MODEL, LAYERS, HEADS, HEAD_BYTES, BLOCK = "llama-3.1-70b", 80, 8, 512, 16
 SOURCES, DESTINATIONS = 4, 8
@@ -173,7 +169,7 @@ def packed(setup: Setup, on: Device, total: int) -> dict[str, float]:
     """Gather, one long copy, scatter for each edge, on one lane."""
     with on.current():
         stages = on.allocate(STAGE_BYTES), on.allocate(STAGE_BYTES)
-    lanes = Lanes(on)
+    lanes = BufferPool(on)
     peer, own = setup.peer.memory, setup.carrier.memory
 
     def once() -> dict[str, float]:
@@ -196,7 +192,7 @@ def packed(setup: Setup, on: Device, total: int) -> dict[str, float]:
     return found
 
 
-def _through(lane: Any, part: Runs, shifts: Shifts, stages: tuple[int, int]) -> None:
+def _through(lane: Any, part: CudaRuns, shifts: Shifts, stages: tuple[int, int]) -> None:
     one_row = part.bytes // len(part.src_rows)
     most = max(1, STAGE_BYTES // one_row)
     for first in range(0, len(part.src_rows), most):
@@ -210,7 +206,7 @@ def _through(lane: Any, part: Runs, shifts: Shifts, stages: tuple[int, int]) -> 
         lane.copy(out, Shifts(shifts.src, 0))
         lane.stream.copy(stages[1], stages[0], out.bytes)
         lane.copy(
-            Runs(
+            CudaRuns(
                 back.dst_rows,
                 back.src_rows,
                 back.dst_segments,

@@ -18,9 +18,9 @@ import numpy as np
 
 from benchmarks.gpu.bench import GB, Bench, soon, wall
 from benchmarks.gpu.owner import Remote
-from kvferry.transport.regions import Arrays
-from kvferry.transport.staging_lane import CHUNK_BYTES, RING_CHUNKS
-from kvferry.transport.tcp import STAGED_STREAMS_PER_TRANSFER
+from kvferry.carriers.base import Arrays
+from kvferry.carriers.cuda.staging import CHUNK_BYTES, RING_CHUNKS
+from kvferry.carriers.tcp.carrier import STAGED_STREAMS_PER_TRANSFER
 
 RUNS = (512, 8 << 10, 64 << 10)
 TRANSFERS = (1, 2, 4)

@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from chaos.outcome import Broken
-from kvferry.p2p.load import Loaded
-from kvferry.p2p.ticket import Ticket
+from kvferry.handover.load import Loaded
+from kvferry.handover.ticket import Ticket
 from p2p_peers import Child, Prompt, Spec
 
 LEASE_SECONDS = 3.0

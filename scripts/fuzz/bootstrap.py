@@ -32,7 +32,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from kvferry.wire.keys import Key
+from kvferry.net.keys import Key
 
 SECRET = "a secret of the fuzzer, 0123456789abcdef"
 OTHER = "another secret of the fuzzer"

@@ -37,14 +37,14 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
-from kvferry.pool import embedded_image as image
-from kvferry.pool import embedded_index as ix
-from kvferry.pool.embedded import EmbeddedStore
-from kvferry.pool.embedded_header import HEADER_WORDS, MAX_GAPS
-from kvferry.pool.policy import LEARNED_FLOATS
+from kvferry.pool.embedded import arena as image
+from kvferry.pool.embedded import index as ix
+from kvferry.pool.embedded.index import HEADER_WORDS, MAX_GAPS
+from kvferry.pool.embedded.policy import LEARNED_FLOATS
+from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
-from kvferry.transport.base import MemoryRegion
 
 MEMORY_BYTES, DISK_BYTES, SLOTS = 1 << 20, 4 << 20, 64
 OBJECTS, RECORDS = 24, 4

@@ -18,9 +18,8 @@ from random import Random
 
 import numpy as np
 
-from kvferry.transport.base import MemoryRegion
-from kvferry.transport.regions import RegionTable
-from kvferry.transport.tcp_frames import (
+from kvferry.carriers.base import MemoryRegion, RegionTable
+from kvferry.carriers.tcp.frames import (
     AUTH_BYTES,
     ERROR_CODE,
     HEADER,
@@ -32,11 +31,11 @@ from kvferry.transport.tcp_frames import (
     NONCE_BYTES,
     VERSION,
     Code,
-    Header,
-    Kind,
+    FrameHeader,
+    FrameKind,
     Session,
 )
-from kvferry.transport.tcp_server import Server, ServerLimits
+from kvferry.carriers.tcp.server import ServerLimits, TcpServer
 
 SECRET = b"known to friends"
 INCARNATION = b"s" * INCARNATION_BYTES
@@ -74,7 +73,7 @@ class Target:
         patient = ServerLimits(
             handshake_seconds=60, frame_seconds=60, goodbye_seconds=goodbye_seconds
         )
-        self.server = Server(SECRET, INCARNATION, patient, writable=True)
+        self.server = TcpServer(SECRET, INCARNATION, patient, writable=True)
         self.server.regions = RegionTable.of([MemoryRegion(self.address, CANARY)])
 
     def open(self) -> socket.socket:
@@ -88,8 +87,8 @@ class Target:
         sock = self.open()
         hello = exactly(sock, HEADER.size + HELLO_BYTES)[HEADER.size :]
         sock.sendall(auth(hello, SECRET))
-        header = Header.unpack(exactly(sock, HEADER.size))
-        assert header.kind == Kind.WELCOME
+        header = FrameHeader.unpack(exactly(sock, HEADER.size))
+        assert header.kind == FrameKind.WELCOME
         exactly(sock, header.body_bytes)
         return sock
 
@@ -137,17 +136,17 @@ def _answered(target: Target, rng: Random, frames: int) -> Counter[str]:
                     request += bad[-1][1] is not Code.REPLAYED
                 sock.sendall(b"".join(data for data, _ in bad))
                 for _, code in bad:
-                    header = Header.unpack(answers.read(HEADER.size))
+                    header = FrameHeader.unpack(answers.read(HEADER.size))
                     body = answers.read(header.body_bytes)
-                    assert header.kind == Kind.ERROR
+                    assert header.kind == FrameKind.ERROR
                     assert ERROR_CODE.unpack_from(body)[0] == code
                     expected[code.name.lower()] += 1
                 sent += len(bad)
             # after all that, the same connection still serves what is good
             table, total = target.good_table(rng)
-            sock.sendall(frame(Kind.READ, request, table, total))
-            header = Header.unpack(answers.read(HEADER.size))
-            assert (header.kind, header.payload_bytes) == (Kind.DATA, total)
+            sock.sendall(frame(FrameKind.READ, request, table, total))
+            header = FrameHeader.unpack(answers.read(HEADER.size))
+            assert (header.kind, header.payload_bytes) == (FrameKind.DATA, total)
             assert len(answers.read(total)) == total
             expected["reads"] += 1
         growth_from = growth_from or rss_bytes()
@@ -196,7 +195,7 @@ def auth(hello: bytes, secret: bytes) -> bytes:
     nonce = os.urandom(NONCE_BYTES)
     session = Session(hello[:NONCE_BYTES], nonce, hello[NONCE_BYTES:], CLIENT)
     body = nonce + CLIENT + session.client_mac(secret)
-    return Header(Kind.AUTH, 0, len(body)).pack() + body
+    return FrameHeader(FrameKind.AUTH, 0, len(body)).pack() + body
 
 
 def rss_bytes() -> int:
@@ -204,12 +203,12 @@ def rss_bytes() -> int:
 
 
 def frame(kind: int, request: int, body: bytes, payload_bytes: int) -> bytes:
-    return Header(kind, request, len(body), payload_bytes).pack() + body
+    return FrameHeader(kind, request, len(body), payload_bytes).pack() + body
 
 
 def in_step(target: Target, rng: Random, request: int) -> tuple[bytes, Code]:
     """A bad frame after which the next one can be read, and what it must be answered with."""
-    kind = rng.choice((Kind.READ, Kind.WRITE))
+    kind = rng.choice((FrameKind.READ, FrameKind.WRITE))
     table, total = target.good_table(rng)
     match rng.randrange(7):
         case 0:  # a good one, again
@@ -236,7 +235,7 @@ def final_frames(target: Target, recorded_auth: bytes) -> list[Callable[[Random,
 
     def header(rng: Random) -> tuple[bytes, int]:
         table, total = target.good_table(rng)
-        return frame(Kind.WRITE, 1, table, total) + b"x" * total, total
+        return frame(FrameKind.WRITE, 1, table, total) + b"x" * total, total
 
     def mutated(rng: Random, hello: bytes) -> bytes:
         """An authentication with a few bits flipped."""
@@ -247,7 +246,7 @@ def final_frames(target: Target, recorded_auth: bytes) -> list[Callable[[Random,
 
     def huge(rng: Random, hello: bytes) -> bytes:
         body = rng.randrange(MAX_BODY_BYTES + 1, (1 << 63) - 1)
-        return HEADER.pack(MAGIC, VERSION, int(Kind.AUTH), 0, body, body) + os.urandom(64)
+        return HEADER.pack(MAGIC, VERSION, int(FrameKind.AUTH), 0, body, body) + os.urandom(64)
 
     def version(rng: Random, hello: bytes) -> bytes:
         good = auth(hello, SECRET)
@@ -271,7 +270,7 @@ def final_frames(target: Target, recorded_auth: bytes) -> list[Callable[[Random,
 def friends_last_words(target: Target, rng: Random) -> bytes:
     """What ends an authenticated connection: cut or broken before a payload could begin."""
     table, total = target.good_table(rng)
-    good = frame(Kind.WRITE, 1, table, total)
+    good = frame(FrameKind.WRITE, 1, table, total)
     match rng.randrange(4):
         case 0:
             return good[: rng.randrange(1, len(good))]

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvferry.wire.messages import (
+from kvferry.net.messages import (
     MAX_REQUEST_BYTES,
     VERSION,
     Claim,
@@ -45,7 +45,7 @@ from kvferry.wire.messages import (
     encode,
     pack_tables,
 )
-from kvferry.wire.sockets import Sockets
+from kvferry.net.rpc import Sockets
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 

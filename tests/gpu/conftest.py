@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.carriers.cuda.driver import device_count
 from kvferry.errors import TransferError
-from kvferry.transport.cuda_driver import device_count
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "transport"))  # the suite that runs here too
 pytest.register_assert_rewrite("test_conformance", "carrier_peer")

@@ -21,9 +21,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "transport"))
 from carrier_peer import FIRST, SECOND, SECRET, TOTAL, Peer
 
-from kvferry.transport import Carrier, MemoryRegion, make_carrier
-from kvferry.transport.cuda_driver import Device, device, driver
-from kvferry.transport.staging import DeviceMemory
+from kvferry.carriers import Carrier, MemoryRegion, make_carrier
+from kvferry.carriers.cuda.driver import Device, device, driver
+from kvferry.carriers.cuda.staging import DeviceMemory
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from test_conformance import (  # noqa: F401, the tests themselves
     test_peer_killed_in_the_middle,
 )
 
-from kvferry.transport.scatter import copy_scattered
+from kvferry.carriers.host import copy_scattered
 
 
 @cache

@@ -9,17 +9,16 @@ import pytest
 from carrier_peer import soon
 from device_peer import DeviceBytes
 
+from kvferry.carriers import MemoryRegion, make_carrier
+from kvferry.carriers.base import Arrays
+from kvferry.carriers.cuda.buffers import BufferPool
+from kvferry.carriers.cuda.driver import device
+from kvferry.carriers.cuda.kernels import warm
+from kvferry.carriers.cuda.staging import DeviceMemory
+from kvferry.carriers.cuda.work import CudaRuns, gathering, reverse
+from kvferry.carriers.host import HostMemory, copy_scattered
 from kvferry.errors import OutOfBounds, TransferError
-from kvferry.p2p.checksum import MIX128, XXH3, digest
-from kvferry.transport import MemoryRegion, make_carrier
-from kvferry.transport.cuda_driver import device
-from kvferry.transport.cuda_kernels import warm
-from kvferry.transport.cuda_lanes import Lanes
-from kvferry.transport.cuda_work import Runs, gathering, reverse
-from kvferry.transport.host import HostMemory
-from kvferry.transport.regions import Arrays
-from kvferry.transport.scatter import copy_scattered
-from kvferry.transport.staging import DeviceMemory
+from kvferry.handover.checksum import MIX128, XXH3, digest
 
 SIZE = 32 << 20
 
@@ -37,12 +36,12 @@ def buffers():
 
 @pytest.fixture(scope="module", params=[True, False], ids=["kernel", "copies"])
 def lanes(request):
-    lanes = Lanes(device(0), triton=request.param)
+    lanes = BufferPool(device(0), triton=request.param)
     yield lanes
     lanes.close()
 
 
-def run(lanes: Lanes, runs: Runs, **options) -> None:
+def run(lanes: BufferPool, runs: CudaRuns, **options) -> None:
     with lanes.lane() as lane:
         lane.copy(runs, **options)
         lane.finish()
@@ -71,7 +70,7 @@ def test_every_alignment_and_length(lanes, buffers, uniform) -> None:
             some = np.asarray(batch[first : first + SIZE // slot])
             at = np.arange(len(some), dtype=np.int64) * slot
             from_, to, length = at + some[:, 0], at[::-1] + some[:, 1], some[:, 2].copy()
-            run(lanes, Runs.of_arrays(Arrays(from_ + src.address, to + dst.address, length)))
+            run(lanes, CudaRuns.of_arrays(Arrays(from_ + src.address, to + dst.address, length)))
             copy_scattered(data, from_, expected, to, length)
             assert np.array_equal(dst[:], expected)
 
@@ -94,13 +93,13 @@ def test_long_and_short_together(lanes, buffers, seed) -> None:
     targets = np.empty_like(starts)
     ends = np.cumsum(lengths[order])
     targets[order] = ends - lengths[order]
-    run(lanes, Runs.of_arrays(Arrays(starts + src.address, targets + dst.address, lengths)))
+    run(lanes, CudaRuns.of_arrays(Arrays(starts + src.address, targets + dst.address, lengths)))
     expected = np.zeros(SIZE, dtype=np.uint8)
     copy_scattered(data, starts, expected, targets, lengths)
     assert np.array_equal(dst[:], expected)
 
 
-def strided(rng: np.random.Generator, grain: int, uniform: bool) -> Runs:
+def strided(rng: np.random.Generator, grain: int, uniform: bool) -> CudaRuns:
     """Offsets of runs that do not overlap."""
     rows, segments, steps, slot = 7, 65, 5, 8192
     lengths = rng.integers(0, slot // grain, segments) * grain
@@ -117,10 +116,10 @@ def strided(rng: np.random.Generator, grain: int, uniform: bool) -> Runs:
             )
         )
     (sr, ss, sk), (dr, ds, dk) = sides
-    return Runs(sr, dr, ss, ds, lengths, sk, dk)
+    return CudaRuns(sr, dr, ss, ds, lengths, sk, dk)
 
 
-def at(runs: Runs, src: int, dst: int) -> Runs:
+def at(runs: CudaRuns, src: int, dst: int) -> CudaRuns:
     return replace(runs, src_rows=runs.src_rows + src, dst_rows=runs.dst_rows + dst)
 
 

@@ -6,7 +6,7 @@ import pytest
 from device_peer import DeviceArea
 
 from doctors import SECRET, examine, offering
-from kvferry.transport import make_carrier
+from kvferry.carriers import make_carrier
 
 
 def test_a_gpu_is_shared_between_two_processes() -> None:

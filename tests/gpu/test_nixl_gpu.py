@@ -13,9 +13,9 @@ from carrier_peer import FIRST, SECOND, Peer, copies
 from device_peer import NIXL, DeviceArea
 
 pytest.importorskip("nixl", reason="NIXL is not installed")
+from kvferry.carriers import Carrier
+from kvferry.carriers.host import copy_scattered
 from kvferry.errors import OutOfBounds, PeerLost
-from kvferry.transport import Carrier
-from kvferry.transport.scatter import copy_scattered
 
 SECONDS = 60.0
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from device_peer import DeviceBytes
 
-from kvferry.transport import MemoryRegion
-from kvferry.transport.cuda_driver import device
-from kvferry.transport.staging import DeviceMemory
+from kvferry.carriers import MemoryRegion
+from kvferry.carriers.cuda.driver import device
+from kvferry.carriers.cuda.staging import DeviceMemory
 
 pytest.importorskip("xxhash")
 
-from kvferry.pool.embedded import EmbeddedStore
-from kvferry.pool.staged import StagedStore
+from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
+from kvferry.pool.wrappers import StagedStore
 
 SIZE = 64 << 20
 BLOCK, LAYERS = 48 << 10, 20  # of each object: a page of each layer, far apart

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from carrier_peer import copies, soon
 
-from kvferry.p2p.ready import WhenReady
-from kvferry.transport import MemoryRegion, make_carrier
+from kvferry.carriers import MemoryRegion, make_carrier
+from kvferry.handover.wakeup import WhenReady
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
 OWNER = """
 import sys, torch
-from kvferry.p2p.ready import WhenReady
-from kvferry.transport import MemoryRegion, make_carrier
+from kvferry.handover.wakeup import WhenReady
+from kvferry.carriers import MemoryRegion, make_carrier
 first, second = (torch.arange(n, dtype=torch.int32, device="cuda") for n in (1000, 70_000))
 torch.cuda.synchronize()
 carrier = make_carrier("cuda")

@@ -16,17 +16,16 @@ from typing import Any
 import numpy as np
 
 from golden import Golden, golden, ordinal
+from kvferry.carriers import make_carrier
+from kvferry.carriers.base import MemoryRegion
+from kvferry.carriers.host import HostMemory
+from kvferry.handover.consumer import ConsumerRank
+from kvferry.handover.describe import engine_info, rank_info
+from kvferry.handover.load import Load, Loaded
+from kvferry.handover.producer import Directory, ProducerRank
+from kvferry.handover.ticket import Ticket
 from kvferry.layout.shape import Rank
-from kvferry.p2p.consumer import ConsumerRank
-from kvferry.p2p.describe import engine_info, rank_info
-from kvferry.p2p.directory import Directory
-from kvferry.p2p.load import Load, Loaded
-from kvferry.p2p.producer import ProducerRank
-from kvferry.p2p.ticket import Ticket
-from kvferry.transport import make_carrier
-from kvferry.transport.base import MemoryRegion
-from kvferry.transport.host import HostMemory
-from kvferry.wire.sockets import Sockets
+from kvferry.net.rpc import Sockets
 
 LOOPBACK = "127.0.0.1"
 CANARY, POISON = 0xEE, 0x5A

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
 from kvferry.pool.store import Bools, Outcome, Ranges, Slices, Store, StoreStats
-from kvferry.transport.base import MemoryRegion
 
 DIGEST = 16
 

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 from typer.testing import CliRunner
 
+from kvferry.carriers import make_carrier
 from kvferry.cli.main import app
-from kvferry.transport import make_carrier
 from p2p_peers import LOOPBACK, Producer, Spec, memory_regions
 
 SECRET = "the right secret"

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.transport import cuda_kernels, cuda_lane, staging, staging_lane
-from kvferry.transport.cuda_driver import CudaError, Place
+from kvferry.carriers.cuda import buffers, kernels, staging
+from kvferry.carriers.cuda.driver import CudaError, DevicePlace
 
 OUT_OF_MEMORY = 2
 made: list[Any] = []  # streams and events that were not destroyed
@@ -90,10 +90,10 @@ def use(patch: pytest.MonkeyPatch, on: HostDevice | None = None) -> HostDevice:
     """All addresses are of this device from now on."""
     found = on or HostDevice()
     made.clear()
-    for module in (cuda_lane, staging_lane):
-        patch.setattr(module, "Event", Event)
-        patch.setattr(module, "Stream", Stream)
-    patch.setattr(cuda_kernels, "available", lambda: False)
+    for module in (buffers, staging):
+        patch.setattr(module, "CudaEvent", Event)
+        patch.setattr(module, "CudaStream", Stream)
+    patch.setattr(kernels, "available", lambda: False)
     patch.setattr(staging, "device", lambda ordinal: found)
-    patch.setattr(staging, "place_of", lambda address: Place(0, address, 1 << 40))
+    patch.setattr(staging, "place_of", lambda address: DevicePlace(0, address, 1 << 40))
     return found

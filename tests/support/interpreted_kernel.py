@@ -10,17 +10,16 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 
-from kvferry.transport.cuda_kernels import TUNING
-from kvferry.transport.cuda_lane import launches
-from kvferry.transport.cuda_mix_triton import mix_runs
-from kvferry.transport.cuda_triton import copy_runs
-from kvferry.transport.cuda_work import Runs, Work
-from kvferry.transport.mixing import mix_words
+from kvferry.carriers.checksum import mix_words
+from kvferry.carriers.cuda.buffers import launches
+from kvferry.carriers.cuda.kernels import TUNING
+from kvferry.carriers.cuda.triton_kernels import copy_runs, mix_runs
+from kvferry.carriers.cuda.work import CudaRuns, Work
 
 MEMORY = 1 << 15
 
 
-def run(runs: Runs, *, fill: bool) -> None:
+def run(runs: CudaRuns, *, fill: bool) -> None:
     """What a lane does, without a device."""
     work = Work.of(runs.without_empty())
     runs = work.runs
@@ -87,7 +86,7 @@ def case(rng: np.random.Generator, grain: int, uniform: bool, strided: bool, fil
                 b = int(dst_rows[r] + dst_at[s] + dst_steps[k]) - dst.ctypes.data
                 n = int(lengths[s])
                 expected[b : b + n] = 0 if fill else src[a : a + n]
-    run(Runs(src_rows, dst_rows, src_at, dst_at, lengths, src_steps, dst_steps), fill=fill)
+    run(CudaRuns(src_rows, dst_rows, src_at, dst_at, lengths, src_steps, dst_steps), fill=fill)
     wrong = np.flatnonzero(dst != expected)
     assert len(wrong) == 0, (grain, uniform, strided, fill, lengths, wrong[:5])
 

@@ -44,18 +44,18 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvferry.carriers import MemoryRegion, make_carrier
+from kvferry.carriers.host import HostMemory
+from kvferry.handover.consumer import ConsumerRank
+from kvferry.handover.describe import engine_info, rank_info
+from kvferry.handover.producer import ProducerRank
+from kvferry.handover.push import Pusher
 from kvferry.layout.model import CacheModel, Component, Group
-from kvferry.layout.rank import RankLayout
+from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
-from kvferry.p2p.consumer import ConsumerRank
-from kvferry.p2p.describe import engine_info, rank_info
-from kvferry.p2p.producer import ProducerRank
-from kvferry.p2p.push import Pusher
-from kvferry.transport import MemoryRegion, make_carrier
-from kvferry.transport.host import HostMemory
+from kvferry.net.rpc import Sockets
 from kvferry.vllm.connector import HandoverConnector
 from kvferry.vllm.worker import FerryWorker
-from kvferry.wire.sockets import Sockets
 from vllm import SamplingParams
 
 TOKEN_BYTES = 8

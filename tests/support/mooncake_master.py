@@ -8,14 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvferry.pool.mooncake_config import MooncakeStoreConfig
+from kvferry.pool.mooncake import MooncakeStoreConfig
 from vllm_engines import free_port
 from waiting import wait_until
 
 _HOLD = """
 import sys, time
 from kvferry.pool.mooncake import MooncakeStore
-from kvferry.pool.mooncake_config import MooncakeStoreConfig
+from kvferry.pool.mooncake import MooncakeStoreConfig
 store = MooncakeStore(MooncakeStoreConfig(
     sys.argv[1], local_hostname="127.0.0.1", global_segment_size=int(sys.argv[2]),
     local_buffer_size=16 << 20))

@@ -23,6 +23,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kvferry.carriers import make_carrier
+from kvferry.carriers.base import MemoryRegion
+from kvferry.carriers.checksum import Mixed, mix_on_host
+from kvferry.carriers.host import HostMemory
 from kvferry.demo.cache import (
     CANARY,
     POISON,
@@ -37,27 +41,22 @@ from kvferry.demo.cache import (
     wrong_entries,
 )
 from kvferry.demo.rank import RankMemory
+from kvferry.handover import push as push_module
+from kvferry.handover.checksum import offered
+from kvferry.handover.consumer import ConsumerRank
+from kvferry.handover.describe import engine_info, rank_info
+from kvferry.handover.holds import Closed
+from kvferry.handover.load import Load, Loaded
+from kvferry.handover.peers import Peers
+from kvferry.handover.producer import Directory, ProducerRank
+from kvferry.handover.push import Pusher
+from kvferry.handover.stats import ConsumerStats, ProducerStats
+from kvferry.handover.ticket import Ticket
 from kvferry.layout.model import CacheModel, Component, Group, Residency
-from kvferry.layout.rank import RankLayout
+from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
-from kvferry.p2p import push as push_module
-from kvferry.p2p.acquaintances import Acquaintances
-from kvferry.p2p.checksum import offered
-from kvferry.p2p.consumer import ConsumerRank
-from kvferry.p2p.describe import engine_info, rank_info
-from kvferry.p2p.directory import Directory
-from kvferry.p2p.holds import Closed
-from kvferry.p2p.load import Load, Loaded
-from kvferry.p2p.producer import ProducerRank
-from kvferry.p2p.push import Pusher
-from kvferry.p2p.stats import ConsumerStats, ProducerStats
-from kvferry.p2p.ticket import Ticket
-from kvferry.transport import make_carrier
-from kvferry.transport.base import MemoryRegion
-from kvferry.transport.host import HostMemory
-from kvferry.transport.mixing import Mixed, mix_on_host
-from kvferry.wire.messages import RankInfo, Welcome
-from kvferry.wire.sockets import Sockets
+from kvferry.net.messages import RankInfo, Welcome
+from kvferry.net.rpc import Sockets
 from waiting import PATIENCE_SECONDS
 
 LOOPBACK = "127.0.0.1"
@@ -543,7 +542,7 @@ class Consumer(Gates):
         ]
         self._done: dict[str, dict[int, Loaded]] = {}
 
-    def known(self, rank: int = 0) -> Acquaintances:
+    def known(self, rank: int = 0) -> Peers:
         """The engines that a rank has met."""
         return self.ranks[rank]._loading.known
 
@@ -705,7 +704,12 @@ def _end_with_parent() -> None:
 _context = multiprocessing.get_context("forkserver")
 # processes start fast when what they import is there already
 _context.set_forkserver_preload(
-    ["kvferry.p2p.consumer", "kvferry.p2p.producer", "kvferry.demo.rank", "kvferry.transport"]
+    [
+        "kvferry.handover.consumer",
+        "kvferry.handover.producer",
+        "kvferry.demo.rank",
+        "kvferry.carriers",
+    ]
 )
 
 

@@ -15,14 +15,18 @@ import numpy as np
 
 from kvferry.layout import Rank, RankLayout
 from kvferry.pool.hits import Held, Need, longest_hit
+from kvferry.pool.layout_registry import (
+    PoolLayout,
+    make_layout,
+    plan_read,
+    read_record,
+    require_readable,
+)
 from kvferry.pool.objects import block_span, object_memory
-from kvferry.pool.reader import plan_read
-from kvferry.pool.records import PoolLayout, make_layout, read_record, require_readable
 from kvferry.verify.case import CaseDict
-from kvferry.verify.engine import Engine, Worker
-from kvferry.verify.execute import AddressSpace, build_model, build_shape
 from kvferry.verify.generate import _Generator, generate
-from kvferry.verify.oracle import FREE, NOTHING, Oracle
+from kvferry.verify.oracle import FREE, NOTHING, CaseEngine, Oracle, Worker
+from kvferry.verify.sweep import AddressSpace, build_model, build_shape
 
 
 def pool_case(seed: int, index: int, *, both_whole: bool = False) -> CaseDict | None:
@@ -40,7 +44,7 @@ def pool_case(seed: int, index: int, *, both_whole: bool = False) -> CaseDict | 
     for side in (case["src"], case["dst"]):
         side["absent_roles"], side["tables"] = [], {}
     case["src"]["shape"]["full_residency"] = True
-    src, dst = (Engine(case["model"], case[n]) for n in ("src", "dst"))
+    src, dst = (CaseEngine(case["model"], case[n]) for n in ("src", "dst"))
     state = any(g["residency"]["kind"] == "state" for g in groups)
     spans = [dst.block_positions(g) for g in groups]
     if state and both_whole:

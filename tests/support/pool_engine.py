@@ -13,17 +13,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvferry.pool.keys import KeyMetadata
-from kvferry.pool.orders import Loaded, Saved
+from kvferry.pool.layout_registry import make_layout
+from kvferry.pool.orders import PoolLoaded, Saved
 from kvferry.pool.rank import PoolRank
-from kvferry.pool.records import make_layout
-from kvferry.pool.requests import PoolLimits, RequestTracker
-from kvferry.pool.save_jobs import SavedBlocks
-from kvferry.pool.scheduler import PoolScheduler
+from kvferry.pool.scheduler import PoolLimits, PoolScheduler, RequestTracker, SavedBlocks
 from kvferry.pool.store import Store
 from kvferry.verify.case import CaseDict
-from kvferry.verify.engine import Worker
-from kvferry.verify.execute import build_model
-from kvferry.verify.oracle import Oracle
+from kvferry.verify.oracle import Oracle, Worker
+from kvferry.verify.sweep import build_model
 from pool_cases import layouts
 
 MEANING = {"dtype": "test"}
@@ -87,7 +84,7 @@ class SmallEngine:
             full_residency=own["shape"]["full_residency"],
         )
         self.reports: list[Saved] = []
-        self.ends: dict[str, list[Loaded]] = {}
+        self.ends: dict[str, list[PoolLoaded]] = {}
         self.saved: list[SavedBlocks] = []
 
     def fill(self, oracle: Oracle) -> None:
@@ -143,7 +140,7 @@ class SmallEngine:
         assert found[0] is not None
         return found[0]
 
-    def load(self, request_id: str, external: int) -> list[Loaded]:
+    def load(self, request_id: str, external: int) -> list[PoolLoaded]:
         """Load what was matched; how it ended on each rank."""
         self.ends.pop(request_id, None)
         self.scheduler.allocated(request_id, self.tables, external)

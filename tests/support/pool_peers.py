@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.pool.embedded import EmbeddedStore
-from kvferry.pool.embedded_room import Room
+from kvferry.carriers.base import MemoryRegion
+from kvferry.pool.embedded.eviction import Room
+from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
-from kvferry.transport.base import MemoryRegion
 
 ROOM = 1 << 20
 MEMORY, DISK = 6 << 20, 16 << 20

@@ -27,9 +27,9 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from captured import CapturedConsumer, CapturedProducer, Rack, Tables, first_needed
 from golden import Golden, golden, ordinal
+from kvferry.carriers import make_carrier
+from kvferry.carriers.base import MemoryRegion
 from kvferry.layout.shape import Rank
-from kvferry.transport import make_carrier
-from kvferry.transport.base import MemoryRegion
 from workers import Worker, make_spec
 
 BLOCKS = 29

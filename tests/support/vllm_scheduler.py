@@ -47,22 +47,15 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvferry.layout import (
-    CacheModel,
-    Component,
-    EngineShape,
-    Group,
-    RankLayout,
-    Residency,
-)
-from kvferry.p2p.describe import engine_info, rank_info
+from kvferry.handover.describe import engine_info, rank_info
+from kvferry.layout import CacheModel, Component, EngineShape, Group, RankLayout, Residency
 from kvferry.pool.rank import PoolRank
 from kvferry.pool.store import Store
-from kvferry.vllm.both import BothMetadata, BothReport
-from kvferry.vllm.context_parallel import cache_rank
+from kvferry.vllm.connector import BothMetadata, BothReport
 from kvferry.vllm.metadata import FerryHandshake, FerryWorkerMetadata
-from kvferry.vllm.pool_config import PoolConfig
-from kvferry.vllm.pool_worker import PoolWorker
+from kvferry.vllm.model import cache_rank
+from kvferry.vllm.pool.config import PoolConfig
+from kvferry.vllm.pool.worker import PoolWorker
 from tiny_models import llama_config
 
 HEADS, DIM, LAYERS = 4, 8, 2

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.transport import Carrier, MemoryRegion, make_carrier
-from kvferry.transport.regions import Arrays
+from kvferry.carriers import Carrier, MemoryRegion, make_carrier
+from kvferry.carriers.base import Arrays
 
 PAGE = 4096
 BIG = 64 << 20

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.transport import MemoryRegion, make_carrier
+from kvferry.carriers import MemoryRegion, make_carrier
 
 BYTES = 2 << 20
 

@@ -6,8 +6,8 @@ import threading
 import time
 from typing import Any
 
+from kvferry.carriers import TransferState
 from kvferry.errors import Cancelled, DeadlineExceeded
-from kvferry.transport import TransferState
 from p2p_peers import PATIENCE_SECONDS, Producer, Prompt, Spec, consumer
 from waiting import require_for, wait_until
 

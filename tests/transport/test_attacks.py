@@ -26,14 +26,12 @@ import numpy as np
 import pytest
 from carrier_peer import FIRST, KINDS, Peer, copies, owner, soon
 
-from kvferry.errors import DescriptionError, KvferryError, PeerLost, TransferError
-from kvferry.p2p.caller import Caller
-from kvferry.transport import MemoryRegion, vouch
-from kvferry.transport.local import LocalCarrier, LocalEndpoint, _start_ticks
-from kvferry.transport.pulse import MOST_UNGREETED, Pulse, PulseServer
-from kvferry.transport.tcp import TcpCarrier
-from kvferry.transport.tcp_client import TcpEndpoint
-from kvferry.transport.tcp_frames import (
+from kvferry.carriers import MemoryRegion, vouch
+from kvferry.carriers.liveness import MOST_UNGREETED, Liveness, PulseServer
+from kvferry.carriers.local import LocalCarrier, LocalEndpoint, _start_ticks
+from kvferry.carriers.tcp.carrier import TcpCarrier
+from kvferry.carriers.tcp.client import TcpEndpoint
+from kvferry.carriers.tcp.frames import (
     AUTH_BYTES,
     HEADER,
     HELLO_BYTES,
@@ -41,10 +39,11 @@ from kvferry.transport.tcp_frames import (
     NONCE_BYTES,
     Session,
 )
-from kvferry.transport.tcp_server import ServerLimits
-from kvferry.wire.keys import Key, runtime_directory
-from kvferry.wire.messages import VERSION, Look
-from kvferry.wire.sockets import Sockets
+from kvferry.carriers.tcp.server import ServerLimits
+from kvferry.errors import DescriptionError, KvferryError, PeerLost, TransferError
+from kvferry.net.keys import Key, runtime_directory
+from kvferry.net.messages import VERSION, Look
+from kvferry.net.rpc import Caller, Sockets
 from p2p_peers import Producer, Prompt, Spec, consumer, producer
 from waiting import wait_until
 
@@ -229,12 +228,12 @@ def test_another_user_cannot_vouch() -> None:
 STRANGER = """
 import json, os, sys, time
 import numpy as np
-from kvferry.p2p.caller import Caller
-from kvferry.transport.local import LocalCarrier, LocalEndpoint
-from kvferry.transport.base import MemoryRegion
-from kvferry.transport.regions import Arrays
-from kvferry.wire.messages import VERSION, Look, Request, encode
-from kvferry.wire.sockets import Sockets
+from kvferry.net.rpc import Caller
+from kvferry.carriers.local import LocalCarrier, LocalEndpoint
+from kvferry.carriers.base import MemoryRegion
+from kvferry.carriers.base import Arrays
+from kvferry.net.messages import VERSION, Look, Request, encode
+from kvferry.net.rpc import Sockets
 import zmq
 
 port, key, uid = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -502,7 +501,7 @@ def test_silent_visitors_keep_no_peer_from_a_pulse() -> None:
         for one in (first, *more):
             stack.enter_context(one)
         where = "127.0.0.1", server.port
-        pulse = Pulse.connect(*where, server.token, server.incarnation, soon(30))
+        pulse = Liveness.connect(*where, server.token, server.incarnation, soon(30))
         stack.callback(pulse.close)
         first.settimeout(30)
         assert first.recv(1) == b""  # the oldest was sent away

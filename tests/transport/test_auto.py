@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from carrier_peer import KINDS, owner, soon
 
+from kvferry.carriers import make_carrier
+from kvferry.carriers.auto import connect, fastest_first, select
 from kvferry.errors import HandoverError, TransferError
-from kvferry.transport import make_carrier
-from kvferry.transport.auto import connect, fastest_first, select
 from p2p_peers import LOOPBACK
 
 SECRET = "a secret for these tests"

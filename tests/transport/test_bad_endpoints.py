@@ -12,14 +12,14 @@ import msgspec
 import pytest
 from carrier_peer import KINDS, owner, soon
 
+from kvferry.carriers import make_carrier
+from kvferry.carriers.cuda.carrier import CudaEndpoint
+from kvferry.carriers.library.shared import LibraryEndpoint
+from kvferry.carriers.liveness import Liveness
+from kvferry.carriers.local import LocalEndpoint, _text
+from kvferry.carriers.tcp.client import TcpEndpoint
 from kvferry.errors import DeadlineExceeded, KvferryError, ProtocolError, TransferError
-from kvferry.transport import make_carrier
-from kvferry.transport.cuda_peer import CudaEndpoint
-from kvferry.transport.foreign_peer import ForeignEndpoint
-from kvferry.transport.local import LocalEndpoint, _text
-from kvferry.transport.pulse import Pulse
-from kvferry.transport.tcp_client import TcpEndpoint
-from kvferry.wire import names
+from kvferry.net import names
 
 ID, HUGE = b"i" * 16, 1 << 63
 TCP = ("tcp", "127.0.0.1", 5000, ID)
@@ -28,8 +28,8 @@ CUDA = ("cuda", "b", ID, "h", 5000, ID, ID, [(4096, 10, b"h" * 64, b"u")], [(409
 FOREIGN = ("pigeon", "", "h", 5000, ID, ID, [(4096, 10)], -1, b"")
 
 
-def foreign(raw: bytes) -> ForeignEndpoint:
-    return ForeignEndpoint.decode(raw, "pigeon")
+def foreign(raw: bytes) -> LibraryEndpoint:
+    return LibraryEndpoint.decode(raw, "pigeon")
 
 
 DECODERS: list[tuple[Callable[[bytes], object], tuple[Any, ...]]] = [
@@ -79,7 +79,7 @@ def test_hosts_that_are_no_names(host: str) -> None:
         tcp.connect(msgspec.msgpack.encode(("tcp", host, 5000, ID)), soon(5))
     tcp.close()
     with pytest.raises(TransferError, match="cannot be resolved"):
-        Pulse.connect(host, 5000, ID, ID, time.monotonic() + 5)
+        Liveness.connect(host, 5000, ID, ID, time.monotonic() + 5)
 
 
 def test_a_token_at_an_impossible_address() -> None:
@@ -119,7 +119,7 @@ def test_a_name_that_takes_its_time(whose: str, monkeypatch: pytest.MonkeyPatch)
                 finally:
                     tcp.close()
             else:
-                Pulse.connect("slow", 5000, ID, ID, soon(0.3))
+                Liveness.connect("slow", 5000, ID, ID, soon(0.3))
     finally:
         slow.set()
     assert time.monotonic() - begun < 5

@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.bench.transport import PairedRow, Target, judge, lines, run, target_lines
+from kvferry.carriers.local import LocalCarrier
 from kvferry.cli.bench import transport_bench_page
 from kvferry.cli.main import app
 from kvferry.errors import TransferError
-from kvferry.transport.local import LocalCarrier
 
 
 def test_a_short_run() -> None:

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import xxhash
 
+from kvferry.carriers import MemoryRegion
+from kvferry.carriers.host import HostMemory
+from kvferry.carriers.null import Faults
+from kvferry.carriers.tcp.client import TcpEndpoint
 from kvferry.errors import OutOfBounds, ProtocolError
-from kvferry.p2p.caller import Caller
-from kvferry.p2p.checksum import MIX128, XXH3, decode_runs, digest, encode_runs
-from kvferry.transport import MemoryRegion
-from kvferry.transport.host import HostMemory
-from kvferry.transport.null import Faults
-from kvferry.transport.tcp_client import TcpEndpoint
-from kvferry.wire.messages import VERSION, Refused, Sum, Summed, Text
+from kvferry.handover.checksum import MIX128, XXH3, decode_runs, digest, encode_runs
+from kvferry.net.messages import VERSION, Refused, Sum, Summed, Text
+from kvferry.net.rpc import Caller
 from p2p_peers import LOOPBACK, Consumer, Producer, Prompt, Spec, consumer, producer
 from waiting import wait_until
 

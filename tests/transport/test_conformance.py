@@ -31,6 +31,10 @@ from carrier_peer import (
     user,
 )
 
+from kvferry.carriers import Carrier, Transfer, TransferState, make_carrier
+from kvferry.carriers.base import Arrays
+from kvferry.carriers.host import copy_scattered
+from kvferry.carriers.null import Faults, NullCarrier
 from kvferry.errors import (
     AuthenticationError,
     Cancelled,
@@ -41,10 +45,6 @@ from kvferry.errors import (
     PeerLost,
     TransferError,
 )
-from kvferry.transport import Carrier, Transfer, TransferState, make_carrier
-from kvferry.transport.null import Faults, NullCarrier
-from kvferry.transport.regions import Arrays
-from kvferry.transport.scatter import copy_scattered
 
 PROMPT_SECONDS = 8.0  # "at once", on a busy machine
 CARRIERS = ["null", "local", "local-fallback", "tcp"]

@@ -19,13 +19,13 @@ import msgspec
 import pytest
 import zmq
 
+from kvferry.handover.describe import engine_info
+from kvferry.handover.producer import Directory
 from kvferry.layout.presets import load_model
 from kvferry.layout.shape import EngineShape
-from kvferry.p2p.describe import engine_info
-from kvferry.p2p.directory import Directory
-from kvferry.p2p.door import Door
-from kvferry.wire.messages import VERSION, decode_reply
-from kvferry.wire.sockets import Sockets
+from kvferry.net.messages import VERSION, decode_reply
+from kvferry.net.rpc import Sockets
+from kvferry.net.server import ConnectionLimit
 from p2p_peers import LOOPBACK, PATIENCE_SECONDS, Child, Prompt, Spec, producer
 from waiting import wait_until
 
@@ -308,7 +308,7 @@ def test_a_message_that_never_ends_is_cut_off() -> None:
     port = router.bind_to_random_port(f"tcp://{LOOPBACK}")
     good = context.socket(zmq.DEALER)
     good.connect(f"tcp://{LOOPBACK}:{port}")
-    door = Door(router, port)
+    door = ConnectionLimit(router, port)
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
     ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
     frame = b"\x03" + MIB.to_bytes(8, "big") + bytes(MIB)  # long, and more to come

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import host_device
+from kvferry.carriers.cuda import driver
 from kvferry.cli.demo import Lines, demo, describe
 from kvferry.demo import rank as rank_module
 from kvferry.demo.cache import make_views, write_entries, wrong_entries
@@ -24,7 +25,6 @@ from kvferry.demo.run import Prefill, run_demo
 from kvferry.demo.work import DEMO_FROM, DEMO_TO, Work, demo_model, find_model, make_work
 from kvferry.errors import BindError, DescriptionError, TransferError
 from kvferry.layout.shape import EngineShape, Rank, Span
-from kvferry.transport import cuda_driver
 
 WITHOUT_VM = Path(__file__).parent.parent / "support" / "without_vm.py"
 SMALL = {"min_bytes": 24 << 20, "requests": 20, "seed": 3}
@@ -203,7 +203,7 @@ def test_caches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is filled goes there, what is compared comes from there. The device is none, and tcp,
     which reaches its memory, stands in for the carrier."""
     on = host_device.use(monkeypatch)
-    monkeypatch.setattr(cuda_driver, "device", lambda _: on)
+    monkeypatch.setattr(driver, "device", lambda _: on)
     monkeypatch.setattr(
         rank_module, "open_carriers", lambda _, memory: open_carriers("tcp", memory)
     )

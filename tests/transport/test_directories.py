@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.p2p.incarnations import child
-from kvferry.p2p.load import Load
+from kvferry.handover.load import Load
+from kvferry.handover.ticket import child
 from p2p_peers import Consumer, Producer, Prompt, Spec, hold, side_by_side
 from waiting import wait_until
 

@@ -25,22 +25,14 @@ from test_embedded_troubles import (
     soon,
 )
 
+from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
-from kvferry.pool import (
-    embedded,
-    embedded_disk,
-    embedded_files,
-    embedded_image,
-    embedded_open,
-    embedded_owner,
-    embedded_read,
-)
-from kvferry.pool import embedded_index as ix
-from kvferry.pool.embedded import EmbeddedStore, default_directory
-from kvferry.pool.embedded_disk import DiskTier
-from kvferry.pool.embedded_room import Room
+from kvferry.pool.embedded import access, arena, disk, opened, store
+from kvferry.pool.embedded import index as ix
+from kvferry.pool.embedded.disk import DiskTier
+from kvferry.pool.embedded.eviction import Room
+from kvferry.pool.embedded.store import EmbeddedStore, default_directory
 from kvferry.pool.store import Outcome, Slices
-from kvferry.transport.base import MemoryRegion
 from waiting import require_for, wait_until
 
 TESTS = str(Path(__file__).parent)
@@ -93,7 +85,7 @@ def test_what_is_owed_is_paid_without_being_asked(
 ) -> None:
     """Extents that an engine could not give back are nobody's but its own: it may never put again,
     and others need them."""
-    monkeypatch.setattr(embedded_open, "SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(opened, "SETTLE_SECONDS", 0.05)
     one, other = Small(tmp_path), Small(tmp_path)
     one.put(*(f"a{i}" for i in range(7)), size=120_000)
     held, reap = other.room.lock.held(soon()), Room._reap
@@ -119,7 +111,7 @@ def test_stopped_while_room_is_made_for_a_read(
 ) -> None:
     """An object comes up from disk, another goes down for it, and meanwhile somebody is stopped
     with the lock: the read goes on without it, and nothing stays half-way."""
-    monkeypatch.setattr(embedded_open, "SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(opened, "SETTLE_SECONDS", 0.05)
     one, two, key = demoted(tmp_path)
     held, write = two.room.lock.held(soon()), DiskTier.write
 
@@ -211,7 +203,7 @@ def test_closed_while_a_walk_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A disk that does not answer: the walk keeps the store that it works on, and ends it."""
-    monkeypatch.setattr(embedded, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(store, "CLOSE_SECONDS", 0.2)
     go_on, inside = threading.Event(), threading.Event()
     names = DiskTier.names
 
@@ -246,12 +238,12 @@ def test_a_walk_goes_on_when_the_lock_is_back(
     """After a restart of the host, a neighbour is stopped with the lock while files are taken in:
     those that are left are not forgotten, though nobody needs room."""
     keys = left_behind(tmp_path)
-    monkeypatch.setattr(embedded_files, "BATCH_FILES", 4)
-    monkeypatch.setattr(embedded_files, "LOCK_SECONDS", 0.1)
-    monkeypatch.setattr(embedded_open, "ADOPT_SECONDS", 0.0)
+    monkeypatch.setattr(disk, "BATCH_FILES", 4)
+    monkeypatch.setattr(disk, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(opened, "ADOPT_SECONDS", 0.0)
     header, go_on = DiskTier.header, threading.Semaphore(6)
 
-    def slow(self: DiskTier, name: str) -> embedded_image.Image | None:
+    def slow(self: DiskTier, name: str) -> arena.Image | None:
         assert go_on.acquire(timeout=20)
         return header(self, name)
 
@@ -287,7 +279,7 @@ def test_no_thread_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_part_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool takes work in, and then finds no thread for it: nothing of it is done later, when
     the memory is somebody else's."""
-    monkeypatch.setattr(embedded_read, "PARALLEL_BYTES", 0)
+    monkeypatch.setattr(access, "PARALLEL_BYTES", 0)
     one = Small(tmp_path)
     one.store.close()
     store = EmbeddedStore(tmp_path / "s", 1 << 20, slots=1 << 10, threads=3)
@@ -296,7 +288,7 @@ def test_a_part_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for number, key in enumerate(keys):
         assert store.put_bytes(key, bytes([number + 1]) * 1000, soon()) is Outcome.DONE
     start, calls = threading.Thread.start, iter(range(100))
-    real = embedded_read.serve
+    real = access.serve
 
     def second_fails(self: threading.Thread) -> None:
         if self.name.startswith("kvferry-store") and next(calls) == 1:
@@ -312,7 +304,7 @@ def test_a_part_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     slices = [Slices(size * 0, size * n + one.base, size) for n in range(6)]
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", second_fails)
-        patch.setattr(embedded_read, "serve", slow)
+        patch.setattr(access, "serve", slow)
         assert store.get(keys, slices, soon()) == [Outcome.DONE] * 6
         assert (one.memory[500:6000:1000] == np.arange(1, 7)).all()
         one.memory[:] = 0  # somebody else's now
@@ -374,7 +366,7 @@ def test_a_slow_file_does_not_replace_a_good_one(
     one, two = Small(tmp_path, disk=64 << 20), Small(tmp_path, disk=64 << 20)
     keys = [f"a{i}" for i in range(10)]
     one.put(*keys)
-    go_on, waiting, create = threading.Event(), threading.Event(), embedded_disk.create_private
+    go_on, waiting, create = threading.Event(), threading.Event(), disk.create_private
 
     def slow(path: Path) -> int:
         if threading.current_thread().name == "slow":
@@ -382,7 +374,7 @@ def test_a_slow_file_does_not_replace_a_good_one(
             assert go_on.wait(20)
         return create(path)
 
-    monkeypatch.setattr(embedded_disk, "create_private", slow)
+    monkeypatch.setattr(disk, "create_private", slow)
     first = threading.Thread(target=one.put, args=("b",), name="slow")
     first.start()
     assert waiting.wait(20)
@@ -411,7 +403,7 @@ import os, sys, time
 sys.path[:0] = [{support!r}, {tests!r}]
 from pathlib import Path
 from test_embedded_troubles import Small
-from kvferry.pool.embedded_disk import DiskTier
+from kvferry.pool.embedded.disk import DiskTier
 DiskTier.is_ours = lambda self, name: os.kill(os.getpid(), 9)
 one = Small(Path({place!r}), disk=64 << 20)
 time.sleep(20)
@@ -467,7 +459,7 @@ def test_a_disk_that_is_another_for_this_process(
     (tmp_path / "s" / "disk").symlink_to(tmp_path / "d")
     mine = tmp_path / ("d" if how == "another volume" else "mine")
     mine.mkdir(mode=0o700)
-    monkeypatch.setattr(embedded_owner, "GOING_SECONDS", 0.1)
+    monkeypatch.setattr(disk, "GOING_SECONDS", 0.1)
     with pytest.raises(StoreError, match="have it open"):
         EmbeddedStore(tmp_path / "s", 1 << 20, mine, 64 << 20, slots=1 << 10)
     assert (tmp_path / "s" / "disk").readlink() == tmp_path / "d"
@@ -492,13 +484,13 @@ def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown() -> str:
         raise KeyError("getpwuid(): uid not found: 4711")
 
-    monkeypatch.setattr(embedded.getpass, "getuser", unknown)
+    monkeypatch.setattr(store.getpass, "getuser", unknown)
     assert default_directory().name == f"kvferry-{os.getuid()}"
 
 
 def test_a_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody may make directories in /dev/shm, also under this user's name."""
-    monkeypatch.setattr(embedded, "default_directory", lambda: tmp_path / "planted")
+    monkeypatch.setattr(store, "default_directory", lambda: tmp_path / "planted")
     (tmp_path / "planted").mkdir(mode=0o700)
     os.chown(tmp_path / "planted", os.getuid() + 1 if os.getuid() == 0 else os.getuid(), -1)
     if os.getuid() != 0:

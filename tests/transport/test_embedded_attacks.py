@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import StoreError
-from kvferry.pool.embedded import EmbeddedStore
+from kvferry.pool.embedded.store import EmbeddedStore
 from pool_peers import Peer
 
 SUPPORT = Path(__file__).parents[1] / "support"

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
-from kvferry.pool import embedded_index as ix
-from kvferry.pool.embedded import EmbeddedStore
-from kvferry.pool.embedded_read import Reader
+from kvferry.pool.embedded import index as ix
+from kvferry.pool.embedded.access import ObjectReader
+from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome
-from kvferry.transport.base import MemoryRegion
 from pool_peers import DISK, MEMORY, ROOM, Peer, content
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -213,11 +213,11 @@ def test_a_file_that_goes_while_its_object_comes_to_memory(tmp_path: Path) -> No
     peer = filled(tmp_path)
     number = on_disk(peer)[0]
     index = peer.room.index
-    serve_file = Reader._serve_file
+    serve_file = ObjectReader._serve_file
 
-    def late(self: Reader, key: str | None, row: int, need: object) -> Outcome:
+    def late(self: ObjectReader, key: str | None, row: int, need: object) -> Outcome:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Reader, "_serve_file", serve_file)
+            inner.setattr(ObjectReader, "_serve_file", serve_file)
             assert self._promote(row, soon())  # another thread brings it up
         index.state[row] = ix.MEMORY  # and the disk needed room
         name = ix.key_name(int(index.low[row]), int(index.high[row]))
@@ -225,18 +225,18 @@ def test_a_file_that_goes_while_its_object_comes_to_memory(tmp_path: Path) -> No
         peer.room.disk.remove(name)
         return serve_file(self, key, row, need)  # type: ignore[arg-type]
 
-    promote = Reader._promote
+    promote = ObjectReader._promote
     first = [True]
 
-    def not_the_first(self: Reader, row: int, deadline: float) -> bool:
+    def not_the_first(self: ObjectReader, row: int, deadline: float) -> bool:
         if first:
             first.clear()
             return False
         return promote(self, row, deadline)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reader, "_serve_file", late)
-        patch.setattr(Reader, "_promote", not_the_first)
+        patch.setattr(ObjectReader, "_serve_file", late)
+        patch.setattr(ObjectReader, "_promote", not_the_first)
         assert peer.get(number) is Outcome.DONE
     assert peer.store.counters()["corrupt"] == 0
     assert np.count_nonzero(peer.memory[ROOM:]) > 0

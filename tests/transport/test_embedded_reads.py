@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from kvferry.errors import StoreError
-from kvferry.pool import embedded_index as ix
-from kvferry.pool import embedded_read, embedded_serve
+from kvferry.pool.embedded import access
+from kvferry.pool.embedded import index as ix
 from kvferry.pool.store import Outcome, Ranges, Slices
 from pool_peers import ROOM, Peer
 from waiting import wait_until
@@ -87,7 +87,7 @@ def interrupted(
         return copy
 
     for name in ("spread", "move"):
-        monkeypatch.setattr(embedded_serve, name, around(getattr(embedded_serve, name)))
+        monkeypatch.setattr(access, name, around(getattr(access, name)))
 
 
 def scribble(peer: Peer, begin: int, end: int) -> None:
@@ -219,11 +219,11 @@ def test_one_object_fails_among_others(
 ) -> None:
     """It is told with the others, or raised: but only when nobody writes to the memory any more."""
     peer = Peer(tmp_path, threads=2)
-    monkeypatch.setattr(embedded_read, "PARALLEL_BYTES", 0)
+    monkeypatch.setattr(access, "PARALLEL_BYTES", 0)
     keys = [f"k{n}" for n in range(6)]
     for number, key in enumerate(keys):
         assert peer.store.put_bytes(key, bytes([number]) * 1000, soon()) is Outcome.DONE
-    real, under_way = embedded_read.serve, []
+    real, under_way = access.serve, []
 
     def serve(key: str, *rest: Any) -> Outcome:
         if key == "k0":
@@ -234,7 +234,7 @@ def test_one_object_fails_among_others(
         under_way.remove(key)
         return outcome
 
-    monkeypatch.setattr(embedded_read, "serve", serve)
+    monkeypatch.setattr(access, "serve", serve)
     one = np.array([1000])
     slices = [Slices(one * 0, one * n + peer.base + ROOM, one) for n in range(6)]
     if isinstance(error, Exception):
@@ -263,7 +263,7 @@ def test_the_lock_is_not_waited_for(peer: Peer, tmp_path: Path) -> None:
             assert landed(peer)
         assert time.monotonic() - begun < 2.0
     assert room.index.state[row] == ix.DISK
-    time.sleep(embedded_read.LEAVE_DISK_S)
+    time.sleep(access.LEAVE_DISK_S)
     assert peer.store.get(["a"], [wanted(peer)], soon()) == [Outcome.DONE]
     assert room.index.state[row] == ix.BOTH  # and is brought to memory once that can be
     stopped.close()

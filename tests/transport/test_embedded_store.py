@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
-from kvferry.pool import embedded_image
-from kvferry.pool import embedded_index as ix
-from kvferry.pool.embedded import EmbeddedStore
+from kvferry.pool.embedded import arena
+from kvferry.pool.embedded import index as ix
+from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
-from kvferry.transport.base import MemoryRegion
 from pool_peers import DISK, MEMORY, OBJECTS, ROOM, Peer, content, in_pieces, room_of
 from waiting import wait_until
 
@@ -221,7 +221,7 @@ def test_a_flipped_byte(place: Path, tier: str, where: str) -> None:
 def test_a_slice_is_checked_by_itself(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flipped byte elsewhere in the object does not make a slice of other chunks fail."""
     peer = Peer(place)
-    monkeypatch.setattr(embedded_image, "CHUNK_BYTES", 64 << 10)
+    monkeypatch.setattr(arena, "CHUNK_BYTES", 64 << 10)
     number = next(n for n in range(1000) if len(content(n)) > 200_000)
     data = content(number)
     peer.put(number)

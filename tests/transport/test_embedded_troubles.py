@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 import xxhash
 
+from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
-from kvferry.pool import embedded_files, embedded_image, embedded_open
-from kvferry.pool import embedded_index as ix
-from kvferry.pool.embedded import EmbeddedStore
-from kvferry.pool.embedded_disk import DiskTier
-from kvferry.pool.embedded_room import Room
+from kvferry.pool.embedded import arena, disk, opened
+from kvferry.pool.embedded import index as ix
+from kvferry.pool.embedded.disk import DiskTier
+from kvferry.pool.embedded.eviction import Room
+from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
-from kvferry.transport.base import MemoryRegion
 from pool_peers import Peer, in_pieces, room_of
 from waiting import wait_until
 
@@ -131,7 +131,7 @@ def test_a_demotion_that_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_extents_granted_before_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process gets the lock, and keeps it, between a batch's first extents and the rest."""
-    monkeypatch.setattr(embedded_open, "SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(opened, "SETTLE_SECONDS", 0.1)
     one, other = Small(tmp_path), Small(tmp_path)
     one.put(*(f"a{i}" for i in range(7)), size=120_000)
     held = other.room.lock.held(soon())
@@ -233,7 +233,7 @@ import os, sys
 sys.path[:0] = [{support!r}, {tests!r}]
 from pathlib import Path
 from test_embedded_troubles import Small
-from kvferry.pool.embedded_disk import DiskTier
+from kvferry.pool.embedded.disk import DiskTier
 real = DiskTier.{method}
 def die(self, *args):
     if {after}: real(self, *args)
@@ -338,7 +338,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_file_with_a_key_that_is_no_text(tmp_path: Path) -> None:
-    rest = embedded_image._HEAD.pack(0, embedded_image._MAGIC, 2, 0, 1 << 18, 0)[8:] + b"\xff\xfe"
+    rest = arena._HEAD.pack(0, arena._MAGIC, 2, 0, 1 << 18, 0)[8:] + b"\xff\xfe"
     rest += bytes(64 - 8 - len(rest))
     path = tmp_path / "d" / "ab" / ("ab" + "0" * 30)
     path.parent.parent.mkdir(mode=0o700)
@@ -368,11 +368,11 @@ def left_behind(place: Path) -> list[str]:
 def test_taking_in_files_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the first process takes in files one by one, others open the store and use it."""
     keys = left_behind(tmp_path)
-    monkeypatch.setattr(embedded_files, "BATCH_FILES", 4)
-    monkeypatch.setattr(embedded_open, "ADOPT_SECONDS", 0.1)
+    monkeypatch.setattr(disk, "BATCH_FILES", 4)
+    monkeypatch.setattr(opened, "ADOPT_SECONDS", 0.1)
     header, go_on, reading = DiskTier.header, threading.Semaphore(6), threading.Event()
 
-    def slow(self: DiskTier, name: str) -> embedded_image.Image | None:
+    def slow(self: DiskTier, name: str) -> arena.Image | None:
         reading.set()
         assert go_on.acquire(timeout=20)
         return header(self, name)
@@ -401,7 +401,7 @@ def test_who_took_in_files_is_gone(
 ) -> None:
     """The next one goes on where it was; unless the store was cleared meanwhile."""
     keys = left_behind(tmp_path)
-    monkeypatch.setattr(embedded_files, "BATCH_FILES", 4)
+    monkeypatch.setattr(disk, "BATCH_FILES", 4)
     if how == "killed":
         code = f"""
 import os, sys
@@ -422,7 +422,7 @@ Small(Path({str(tmp_path)!r}), disk={64 << 20})
     else:
         go_on, header = threading.Semaphore(10), DiskTier.header
         with monkeypatch.context() as patch:
-            patch.setattr(embedded_open, "ADOPT_SECONDS", 0.1)
+            patch.setattr(opened, "ADOPT_SECONDS", 0.1)
             patch.setattr(
                 DiskTier, "header", lambda self, n: go_on.acquire(timeout=20) and header(self, n)
             )

@@ -34,9 +34,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.p2p import pieces as pieces_module
-from kvferry.p2p.load import Loaded
-from kvferry.p2p.ticket import Ticket
+from kvferry.handover import load as pieces_module
+from kvferry.handover.load import Loaded
+from kvferry.handover.ticket import Ticket
 from p2p_peers import (
     PATIENCE_SECONDS,
     Child,

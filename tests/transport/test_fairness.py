@@ -15,9 +15,9 @@ from functools import partial
 
 import pytest
 
-from kvferry.p2p import consumer as consumer_module
-from kvferry.p2p import meetings as meetings_module
-from kvferry.p2p.ticket import Ticket
+from kvferry.handover import consumer as consumer_module
+from kvferry.handover import peers as meetings_module
+from kvferry.handover.ticket import Ticket
 from p2p_peers import LOOPBACK, Consumer, Prompt, Spec, hold, side_by_side
 from waiting import wait_until
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from carrier_peer import copies, soon
 
+from kvferry.carriers import MemoryRegion
+from kvferry.carriers.liveness import Liveness, PulseServer
+from kvferry.carriers.tcp.carrier import TcpCarrier
 from kvferry.errors import PeerLost
-from kvferry.transport import MemoryRegion
-from kvferry.transport.pulse import Pulse, PulseServer
-from kvferry.transport.tcp import TcpCarrier
 
 HOST = "127.0.0.1"
 SIZE = 1 << 16
@@ -57,8 +57,8 @@ class User:
         self.tcp.register([MemoryRegion(self.memory.ctypes.data, SIZE)])
         self.peer = self.tcp.connect(bytes.fromhex(endpoint), soon())
 
-    def new_pulse(self) -> Pulse:
-        return Pulse.connect(HOST, self.pulse_port, *self.known, soon(5))
+    def new_pulse(self) -> Liveness:
+        return Liveness.connect(HOST, self.pulse_port, *self.known, soon(5))
 
     def read(self) -> None:
         self.memory[:] = 0
@@ -150,7 +150,7 @@ def test_a_killed_process_is_dead_though_its_child_lives() -> None:
 def test_closing_a_pulse_is_seen_whoever_else_has_a_copy() -> None:
     """As a child has that was forked before it could be told of a connection."""
     server = PulseServer(HOST)
-    visit = Pulse.connect(HOST, server.port, server.token, server.incarnation, soon(5))
+    visit = Liveness.connect(HOST, server.port, server.token, server.incarnation, soon(5))
     (visitor,) = server._visitors
     kept = [os.dup(s.fileno()) for s in (server._waker, server._woken, server._listener, visitor)]
     begin = time.monotonic()
@@ -159,7 +159,7 @@ def test_closing_a_pulse_is_seen_whoever_else_has_a_copy() -> None:
     assert not server._thread.is_alive()
     assert not visit.alive(2)
     with pytest.raises(PeerLost):
-        Pulse.connect(HOST, server.port, server.token, server.incarnation, soon(2))
+        Liveness.connect(HOST, server.port, server.token, server.incarnation, soon(2))
     visit.close()
     for descriptor in kept:
         os.close(descriptor)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.p2p import acquaintances, push
+from kvferry.handover import peers, push
 from p2p_peers import PATIENCE_SECONDS, Consumer, Producer, Prompt, Spec, hold, side_by_side
 from waiting import wait_until
 
@@ -21,7 +21,7 @@ P = Spec("p", "tp=2,block=16", carrier="tcp")
 D = Spec("d", "tp=1,block=24", carrier="tcp")
 WRITTEN = replace(D, mode="push")
 IDLE_SECONDS = 0.1
-peers = partial(side_by_side, target=D)
+beside = partial(side_by_side, target=D)
 PROMPTS = [Prompt(1, 100, 1, 1), Prompt(2, 100, 20, 20), Prompt(3, 100, 40, 40)]
 
 
@@ -47,11 +47,11 @@ def known_to(d: Consumer) -> set[str]:
 def test_an_engine_that_nothing_is_loaded_from_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with peers(P, replace(P, engine_id="q")) as (p, q, d):
+    with beside(P, replace(P, engine_id="q")) as (p, q, d):
         require_loaded(d, p, PROMPTS[0])
         require_loaded(d, q, PROMPTS[1])
         assert known_to(d) == {"p", "q"} and served(p) and served(q)
-        monkeypatch.setattr(acquaintances, "IDLE_SECONDS", IDLE_SECONDS)
+        monkeypatch.setattr(peers, "IDLE_SECONDS", IDLE_SECONDS)
         time.sleep(IDLE_SECONDS)
         require_loaded(d, q, PROMPTS[2])
         assert known_to(d) == {"q"}
@@ -63,8 +63,8 @@ def test_an_engine_that_nothing_is_loaded_from_is_forgotten(
 
 
 def test_an_engine_that_is_being_loaded_from_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acquaintances, "IDLE_SECONDS", 0.0)
-    with peers(P, replace(P, engine_id="q"), target=replace(D, gate_after=0)) as (p, q, d):
+    monkeypatch.setattr(peers, "IDLE_SECONDS", 0.0)
+    with beside(P, replace(P, engine_id="q"), target=replace(D, gate_after=0)) as (p, q, d):
         slow = d.start(hold(p, PROMPTS[0]), PROMPTS[0])
         d.wait_at_gate()
         d.release(hold(q, PROMPTS[1]))  # meets it, and leaves: whoever is idle is forgotten then
@@ -101,7 +101,7 @@ def leaving(p: Producer) -> list[Leaving]:
 def test_connections_to_an_idle_consumer_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by the server's thread, which answers meanwhile; who it was is remembered."""
     monkeypatch.setattr(push, "IDLE_SECONDS", IDLE_SECONDS)
-    with peers(P, target=WRITTEN) as (p, d):
+    with beside(P, target=WRITTEN) as (p, d):
         carriers = leaving(p)
         require_loaded(d, p, PROMPTS[0])
         assert served(d) == len(p.ranks)
@@ -117,7 +117,7 @@ def test_connections_to_an_idle_consumer_are_given_back(monkeypatch: pytest.Monk
 
 
 def test_connections_to_a_former_life_are_given_back() -> None:
-    with peers(P, target=WRITTEN) as (p, d):
+    with beside(P, target=WRITTEN) as (p, d):
         carriers = leaving(p)
         require_loaded(d, p, PROMPTS[0])
         again = Consumer(replace(WRITTEN, incarnation="second"), P)
@@ -139,7 +139,7 @@ def test_connections_to_a_former_life_are_given_back() -> None:
 
 def test_connections_that_are_written_to_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push, "IDLE_SECONDS", 0.01)
-    with peers(replace(P, gate_after=0), target=WRITTEN) as (p, d):
+    with beside(replace(P, gate_after=0), target=WRITTEN) as (p, d):
         load = d.start(hold(p, PROMPTS[0]), PROMPTS[0])
         p.wait_at_gate()
         ticks = time.monotonic() + 10 * push.IDLE_SECONDS
@@ -157,7 +157,7 @@ def test_errors_that_nobody_waits_for_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(push, "IDLE_SECONDS", IDLE_SECONDS)
-    with peers(P, target=WRITTEN) as (p, d):
+    with beside(P, target=WRITTEN) as (p, d):
         carriers = leaving(p)
         for carrier in carriers:
             carrier.may_leave = nothing = threading.Event()

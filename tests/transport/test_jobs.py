@@ -14,25 +14,27 @@ import numpy as np
 import pytest
 from carrier_peer import soon, threads_left
 
+from kvferry.carriers.base import Arrays, MemoryRegion, TransferState
+from kvferry.carriers.library import mooncake, shared
+from kvferry.carriers.library.nixl import NixlCarrier
+from kvferry.carriers.library.shared import (
+    Abandoned,
+    LibraryCarrier,
+    LibraryEndpoint,
+    LibraryJob,
+    LibraryPeer,
+)
+from kvferry.carriers.tcp.carrier import TcpCarrier
+from kvferry.carriers.transfer import Job, Latch, Workers
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
-from kvferry.p2p.transfers import await_transfer, end_transfers
-from kvferry.p2p.watch import Watch
-from kvferry.transport import foreign_jobs, mooncake
-from kvferry.transport.base import MemoryRegion, TransferState
-from kvferry.transport.foreign import ForeignCarrier
-from kvferry.transport.foreign_jobs import Abandoned, ForeignJob
-from kvferry.transport.foreign_peer import ForeignEndpoint, ForeignPeer
-from kvferry.transport.jobs import Job, Latch, Workers
-from kvferry.transport.nixl import NixlCarrier
-from kvferry.transport.regions import Arrays
-from kvferry.transport.tcp import TcpCarrier
+from kvferry.handover.deadline import Deadline, await_transfer, end_transfers
 from no_threads import no_threads
 from waiting import wait_until
 
 MIB = 1 << 20
 
 
-class MemmoveCarrier(ForeignCarrier):
+class MemmoveCarrier(LibraryCarrier):
     """Its library is memmove: both ends are in this process."""
 
     name = "memmove"
@@ -49,11 +51,11 @@ class MemmoveCarrier(ForeignCarrier):
     def _address(self) -> bytes:
         return str(id(self)).encode()
 
-    def _attach(self, endpoint: ForeignEndpoint) -> Any: ...
+    def _attach(self, endpoint: LibraryEndpoint) -> Any: ...
 
     def _detach(self, handle: Any) -> None: ...
 
-    def _carry(self, job: Job, peer: ForeignPeer, batch: Arrays, *, reading: bool) -> None:
+    def _carry(self, job: Job, peer: LibraryPeer, batch: Arrays, *, reading: bool) -> None:
         for src, dst, length in zip(batch.src, batch.dst, batch.length, strict=True):
             ctypes.memmove(int(dst), int(src), int(length))
 
@@ -96,13 +98,13 @@ def test_without_any_thread_a_job_fails_and_its_workers_still_close(
     workers.close()
 
 
-def late(gone: threading.Event, error: TransferError | None = None) -> tuple[Abandoned, ForeignJob]:
+def late(gone: threading.Event, error: TransferError | None = None) -> tuple[Abandoned, LibraryJob]:
     def fail(job: Job) -> None:
         job.late_bytes = True
         raise error or TransferError("the batch failed, and the rest of it may be on its way")
 
     tracker = Abandoned("test")
-    job = ForeignJob(tracker, fail, "a read", gone.is_set, lambda: None)
+    job = LibraryJob(tracker, fail, "a read", gone.is_set, lambda: None)
     job.run()
     return tracker, job
 
@@ -125,7 +127,7 @@ def test_bytes_that_may_still_arrive_keep_a_failed_transfer_from_being_over() ->
         gone.set()  # the peer dies
         yield
 
-    job.cancel = lambda: ForeignJob.cancel(job, seconds=0.1)  # type: ignore[method-assign]
+    job.cancel = lambda: LibraryJob.cancel(job, seconds=0.1)  # type: ignore[method-assign]
     end_transfers([job], counted)
     assert stuck.is_set()
     assert job.settled()
@@ -135,7 +137,7 @@ def test_bytes_that_may_still_arrive_keep_a_failed_transfer_from_being_over() ->
 def test_they_do_not_keep_it_for_ever_nor_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(foreign_jobs, "LATE_SECONDS", 0.5)
+    monkeypatch.setattr(shared, "LATE_SECONDS", 0.5)
     jobs = [late(threading.Event())[1] for _ in range(4)]
     assert not any(job.settled() for job in jobs)
     begin = time.monotonic()
@@ -147,7 +149,7 @@ def test_they_do_not_keep_it_for_ever_nor_one_after_the_other(
 def test_a_library_that_gave_up_is_not_waited_for_again() -> None:
     """Its own timeout is a `DeadlineExceeded` too; that does not mean that the transfer goes on."""
     _, job = late(threading.Event(), DeadlineExceeded("the peer makes no progress"))
-    watch = Watch(time.monotonic() + 5)
+    watch = Deadline(time.monotonic() + 5)
     begin = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="no progress"):
         await_transfer(job, watch)
@@ -183,7 +185,7 @@ def test_connecting_keeps_its_deadline_while_the_library_hangs() -> None:
     class Hanging(MemmoveCarrier):
         release = threading.Event()
 
-        def _attach(self, endpoint: ForeignEndpoint) -> Any:
+        def _attach(self, endpoint: LibraryEndpoint) -> Any:
             self.release.wait(20)
 
     owner, user = MemmoveCarrier(), Hanging()
@@ -239,7 +241,7 @@ def test_a_peer_that_is_met_at_the_last_moment_is_let_go(monkeypatch: pytest.Mon
     owner, user = MemmoveCarrier(), MemmoveCarrier()
     lock, make = EndsLate(), user._job
 
-    def job(*given: Any) -> ForeignJob:
+    def job(*given: Any) -> LibraryJob:
         made = make(*given)
         made._lock = lock  # type: ignore[assignment]
         return made

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from carrier_peer import FIRST, KINDS, TOTAL, Memory, Peer, copies, owner, soon, user
 
+from kvferry.carriers import MemoryRegion, host
+from kvferry.carriers.local import LocalCarrier, LocalEndpoint, LocalPeer, _start_ticks
 from kvferry.errors import AuthenticationError, PeerLost, PermissionDenied
-from kvferry.transport import MemoryRegion, vm
-from kvferry.transport.local import LocalCarrier, LocalEndpoint, LocalPeer, _start_ticks
 
 KIND = KINDS["local"]
 
@@ -50,7 +50,7 @@ def test_short_runs_are_read_with_what_lies_between_them(
     peer: Peer, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handed: list[int] = []
-    read = vm.read
+    read = host.read
 
     def counting(pid: int, src: Any, dst: Any, length: Any) -> int:
         handed.append(len(length))
@@ -61,7 +61,7 @@ def test_short_runs_are_read_with_what_lies_between_them(
     memory.bytes[:] = 0
     with user(KIND, memory) as carrier:
         link = carrier.connect(peer.endpoint, soon())
-        monkeypatch.setattr(vm, "read", counting)
+        monkeypatch.setattr(host, "read", counting)
         carrier.read(
             link, copies(at + peer.address, at + memory.address, np.full(len(at), 64))
         ).wait(soon())
@@ -151,8 +151,8 @@ def test_falls_back_where_the_system_forbids(
     def forbidden(*_: object) -> int:
         raise PermissionDenied("ptrace is restricted here")
 
-    monkeypatch.setattr(vm, "read", forbidden)
-    monkeypatch.setattr(vm, "write", forbidden)
+    monkeypatch.setattr(host, "read", forbidden)
+    monkeypatch.setattr(host, "write", forbidden)
     with user(KIND, memory) as carrier, caplog.at_level(logging.WARNING):
         assert isinstance(carrier, LocalCarrier)
         moves(carrier, peer.endpoint, peer, memory)

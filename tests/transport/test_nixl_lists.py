@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvferry.transport import MemoryRegion
-from kvferry.transport.nixl_lists import MOST_LISTS, MOST_SLOTS, Numbered, SlotList, SlotLists
-from kvferry.transport.regions import RegionTable
+from kvferry.carriers import MemoryRegion
+from kvferry.carriers.base import RegionTable
+from kvferry.carriers.library.nixl import MOST_LISTS, MOST_SLOTS, Numbered, SlotList, SlotLists
 
 
 class Agent:

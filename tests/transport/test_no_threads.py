@@ -16,8 +16,8 @@ import msgspec
 import pytest
 from test_push import D, P, error_of, hold, peers
 
-from kvferry.p2p import push, targets
-from kvferry.transport.tcp_client import TcpEndpoint
+from kvferry.carriers.tcp.client import TcpEndpoint
+from kvferry.handover import push
 from no_threads import no_threads
 from p2p_peers import Producer, Prompt
 from waiting import require_for, wait_until
@@ -93,7 +93,7 @@ def dropped(p: Producer) -> Iterator[list[bytes]]:
 def test_a_source_whose_packets_are_dropped_is_read_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(targets, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(push, "CONNECT_SECONDS", 0.5)
     with peers() as (p, d), dropped(p) as asked:
         for prompt in PROMPTS:
             (loaded,) = d.load(hold(p, prompt), prompt, seconds=6.0)

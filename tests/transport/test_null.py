@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from carrier_peer import copies, soon
 
+from kvferry.carriers import MemoryRegion, host
+from kvferry.carriers.base import Arrays
+from kvferry.carriers.null import Fabric, Faults, NullCarrier, NullPeer
 from kvferry.errors import DeadlineExceeded, PeerLost, PermissionDenied, TransferError
-from kvferry.transport import MemoryRegion, vm
-from kvferry.transport.null import Fabric, Faults, NullCarrier, NullPeer
-from kvferry.transport.regions import Arrays
 
 COUNT, SIZE = 16, 64
 
@@ -130,6 +130,6 @@ def test_works_in_a_sandbox_without_the_system_call(
     def forbidden(*_: object) -> int:
         raise PermissionDenied("no")
 
-    monkeypatch.setattr(vm, "read", forbidden)
+    monkeypatch.setattr(host, "read", forbidden)
     ends.read()
     assert ends.wrong() == []

@@ -12,14 +12,14 @@ from typing import Literal
 import pytest
 
 from kvferry.errors import IncompatibleError
+from kvferry.handover import load as pieces_module
+from kvferry.handover.load import Loaded
+from kvferry.handover.peers import meet
+from kvferry.handover.ticket import Ticket
 from kvferry.layout.shape import EngineShape, Rank
-from kvferry.p2p import lines
-from kvferry.p2p import pieces as pieces_module
-from kvferry.p2p.load import Loaded
-from kvferry.p2p.remote import meet
-from kvferry.p2p.ticket import Ticket
+from kvferry.net import rpc
+from kvferry.net.messages import Welcome
 from kvferry.plan import plan_pair
-from kvferry.wire.messages import Welcome
 from p2p_peers import (
     MODELS,
     PATIENCE_SECONDS,
@@ -355,7 +355,7 @@ def test_a_producer_that_falls_silent_is_lost_before_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its host died, say: no connection breaks, but heartbeats stay away."""
-    monkeypatch.setattr(lines, "HEARTBEAT_MS", 200)
+    monkeypatch.setattr(rpc, "HEARTBEAT_MS", 200)
     prompt = Prompt(1, 100)
     with producer(P) as p, consumer(D, P) as d:
         load = d.start(p.ticket(prompt), prompt, seconds=600.0)

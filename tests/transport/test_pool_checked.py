@@ -12,11 +12,11 @@ import pytest
 from test_pool_faults import all_ended, cases, sequence, simple, written
 from test_pool_staged import FAR, FarMemory
 
-from kvferry.pool import checked
-from kvferry.pool.checked import HEADER_BYTES, CheckedStore
+from kvferry.carriers.base import MemoryRegion
+from kvferry.carriers.host import HostMemory
+from kvferry.pool import wrappers
 from kvferry.pool.store import Bools, Outcome, Ranges, Slices, StoreStats
-from kvferry.transport.base import MemoryRegion
-from kvferry.transport.host import HostMemory
+from kvferry.pool.wrappers import HEADER_BYTES, CheckedStore
 from kvferry.verify.oracle import Oracle
 from pool_engine import SmallEngine
 
@@ -212,7 +212,7 @@ def test_batches(count: int) -> None:
 @pytest.mark.parametrize("length", [1 << 40, 1 << 62, (1 << 64) - 1])
 def test_a_forged_length(length: int) -> None:
     """Whoever writes to the store can seal any header; none asks a reader for so much memory."""
-    key, objects = "k", {"k": bytearray(checked._seal("k", length, 0) + b"short")}
+    key, objects = "k", {"k": bytearray(wrappers._seal("k", length, 0) + b"short")}
     into = np.zeros(16, dtype=np.uint8)
     region, plain = MemoryRegion(into.ctypes.data, into.nbytes), PlainStore(objects)
     store = CheckedStore(plain, HostMemory([region]), stage_bytes=8192, buffers=1)

@@ -19,15 +19,13 @@ import pytest
 
 from dir_store import DirStore, FaultyStore
 from kvferry.errors import KvferryError, StoreError
-from kvferry.pool import load as load_module
+from kvferry.pool import lookup
 from kvferry.pool import lookup as lookup_module
-from kvferry.pool import lookup_client
-from kvferry.pool import save as save_module
-from kvferry.pool.database import ChunkedTokenDatabase
-from kvferry.pool.embedded import EmbeddedStore
+from kvferry.pool import rank as rank_module
+from kvferry.pool.embedded.store import EmbeddedStore
+from kvferry.pool.layout_registry import ChunkedTokenDatabase, PoolLayout
 from kvferry.pool.lookup import LookupKeyServer
-from kvferry.pool.records import PoolLayout
-from kvferry.pool.requests import PoolLimits
+from kvferry.pool.scheduler import PoolLimits
 from kvferry.pool.store import Outcome, Store
 from kvferry.verify.case import CaseDict
 from kvferry.verify.oracle import Oracle
@@ -327,9 +325,9 @@ def test_an_exception_at_each_point_of_a_save(
     writer.until(lambda: writer.scheduler.counters["layouts_published"] > 0)
     with monkeypatch.context() as patch:
         if point == "fence":
-            start = save_module.Saver.start
+            start = rank_module.Saver.start
             patch.setattr(
-                save_module.Saver,
+                rank_module.Saver,
                 "start",
                 lambda self, o, d, f=None: start(self, o, d, raising(error)),
             )
@@ -341,7 +339,7 @@ def test_an_exception_at_each_point_of_a_save(
     if isinstance(error, Exception):
         assert sum(rank.counters["save_errors"] for rank in writer.ranks.values()) > 0
     assert pair.engine("dst").matched("r", tokens) == 0
-    time.sleep(save_module.FIRST_PAUSE_SECONDS)
+    time.sleep(rank_module.FIRST_PAUSE_SECONDS)
     writer.save("again", tokens)
     assert pair.engine("dst").matched("r", tokens) == pair.case["tokens"]
 
@@ -421,7 +419,7 @@ def test_a_store_without_room(pair: Pair, outcome: Outcome) -> None:
     assert sum(c["save_dropped"] for c in counters) > 0
     pair.faults.clear()
     assert writer.matched("w3", tokens) == 0
-    time.sleep(save_module.FIRST_PAUSE_SECONDS)
+    time.sleep(rank_module.FIRST_PAUSE_SECONDS)
     writer.save("w4", tokens)
     assert pair.engine("dst").matched("r", tokens) == pair.case["tokens"]
 
@@ -516,7 +514,7 @@ def test_no_later_block_is_trusted(pair: Pair) -> None:
 
 def test_a_load_that_hangs(case: CaseDict, tmp_path: Path, monkeypatch: Any) -> None:
     """It fails by its deadline; its blocks are kept from reuse until the store comes back."""
-    monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.1)
+    monkeypatch.setattr(rank_module, "HUNG_SECONDS", 0.1)
     pair = Pair(case, tmp_path, FAST)
     tokens = sequence(case)
     pair.engine("src").save("w", tokens)
@@ -564,7 +562,7 @@ def test_a_load_that_hangs_and_whose_request_is_gone(
     case: CaseDict, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """The client leaves before the load is given up: its blocks are kept from reuse too."""
-    monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.1)
+    monkeypatch.setattr(rank_module, "HUNG_SECONDS", 0.1)
     pair = Pair(case, tmp_path, FAST)
     tokens = sequence(case)
     pair.engine("src").save("w", tokens)
@@ -690,9 +688,9 @@ def test_a_transfer_thread_that_raises_without_its_guard(pair: Pair, monkeypatch
             order, database, fence = job
             failed = self._save(order, database, fence)
             self._open.discard(order.job_id)
-            self._done.append(save_module.Saved(order.job_id, tuple(failed)))
+            self._done.append(rank_module.Saved(order.job_id, tuple(failed)))
 
-    monkeypatch.setattr(save_module.Saver, "_run", unguarded)
+    monkeypatch.setattr(rank_module.Saver, "_run", unguarded)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     with pytest.raises(AssertionError):
         transfer_raises(pair)
@@ -700,7 +698,7 @@ def test_a_transfer_thread_that_raises_without_its_guard(pair: Pair, monkeypatch
 
 def test_a_lookup_that_never_answers(case: CaseDict, tmp_path: Path, monkeypatch: Any) -> None:
     """A miss by the deadline; the stuck server is replaced, and the next lookup is answered."""
-    monkeypatch.setattr(lookup_client, "STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(lookup, "STUCK_SECONDS", 0.05)
     pair = Pair(case, tmp_path, FAST)
     tokens = sequence(case)
     pair.engine("src").save("w", tokens)
@@ -726,8 +724,7 @@ def test_steps_that_are_slower_than_answers_age(pair: Pair, monkeypatch: Any) ->
     pair.engine("src").save("w", tokens)
     reader = pair.engine("dst")
     reader.until(lambda: reader.scheduler.counters["layouts_published"] > 0)
-    for module in (lookup_module, lookup_client):
-        monkeypatch.setattr(module, "CACHE_SECONDS", 0.05)
+    monkeypatch.setattr(lookup_module, "CACHE_SECONDS", 0.05)
     tracker = reader.scheduler.track("r", tuple)
     found = []
     for _ in range(12):

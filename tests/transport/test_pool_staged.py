@@ -15,11 +15,11 @@ import pytest
 from test_pool_faults import all_ended, cases, sequence
 
 from dir_store import DirStore, FaultyStore
+from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError, TransferError
-from kvferry.pool.embedded import EmbeddedStore
-from kvferry.pool.staged import StagedStore
+from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
-from kvferry.transport.base import MemoryRegion
+from kvferry.pool.wrappers import StagedStore
 from kvferry.verify.oracle import Oracle
 from pool_engine import SmallEngine
 

@@ -17,13 +17,12 @@ from test_pool_faults import FAST, Pair, all_ended, cases, sequence, simple
 from dir_store import DirStore
 from kvferry.layout import EngineShape, RankLayout
 from kvferry.layout.presets import load_model
-from kvferry.pool import load as load_module
-from kvferry.pool import lookup_client
-from kvferry.pool.book import LayoutBook
+from kvferry.pool import lookup
+from kvferry.pool import rank as load_module
 from kvferry.pool.keys import KeyMetadata
-from kvferry.pool.records import PoolLayout, make_layout
-from kvferry.pool.requests import PoolLimits
-from kvferry.pool.stats import PoolCounters
+from kvferry.pool.layout_registry import LayoutBook, PoolLayout, make_layout
+from kvferry.pool.orders import PoolCounters
+from kvferry.pool.scheduler import PoolLimits
 from kvferry.verify.case import CaseDict
 
 
@@ -41,7 +40,7 @@ def pair(case: CaseDict, tmp_path: Path) -> Iterator[Pair]:
 
 def test_a_store_that_opens_slowly(pair: Pair, monkeypatch: Any) -> None:
     """Misses while it opens, under steady lookups; hits once it is open. It is opened once."""
-    monkeypatch.setattr(lookup_client, "STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(lookup, "STUCK_SECONDS", 0.05)
     tokens = sequence(pair.case)
     pair.engine("src").save("w", tokens)
     opened = []
@@ -89,7 +88,7 @@ def test_steps_that_are_slower_than_any_answer(pair: Pair, monkeypatch: Any) -> 
     pair.engine("src").save("w", tokens)
     reader = pair.engine("dst")
     reader.until(lambda: reader.scheduler.counters["layouts_published"] > 0)
-    monkeypatch.setattr(lookup_client, "OLDEST_ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(lookup, "OLDEST_ANSWER_SECONDS", 0.05)
     tracker = reader.scheduler.track("r", tuple)
     found = []
     for _ in range(5):
@@ -152,7 +151,7 @@ def test_a_process_with_a_hung_load_ends() -> None:
     """Nobody joins a thread that the store keeps."""
     code = """
 import threading, time
-from kvferry.pool.crew import Crew
+from kvferry.workers import Crew
 crew = Crew(2, "kvferry-load", 4)
 stuck = [crew.submit(threading.Event().wait) for _ in range(2)]
 while not all(f.running() for f in stuck): time.sleep(0.01)

@@ -13,23 +13,23 @@ import time
 import pytest
 from carrier_peer import soon, threads_left
 
+from kvferry.carriers import make_carrier
+from kvferry.carriers.liveness import MAGIC, Liveness, PulseServer
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
-from kvferry.transport import make_carrier
-from kvferry.transport.pulse import MAGIC, Pulse, PulseServer
 from waiting import wait_until
 
 HOST = "127.0.0.1"
 OWNER = """
 import sys
-from kvferry.transport.pulse import PulseServer
+from kvferry.carriers.liveness import PulseServer
 server = PulseServer("127.0.0.1")
 print(server.port, server.token.hex(), server.incarnation.hex(), flush=True)
 sys.stdin.read()
 """
 
 
-def visit(server: PulseServer) -> Pulse:
-    return Pulse.connect(HOST, server.port, server.token, server.incarnation, soon(5))
+def visit(server: PulseServer) -> Liveness:
+    return Liveness.connect(HOST, server.port, server.token, server.incarnation, soon(5))
 
 
 def test_a_killed_process_is_noticed_at_once() -> None:
@@ -38,7 +38,7 @@ def test_a_killed_process_is_noticed_at_once() -> None:
     ) as process:
         assert process.stdout
         port, token, incarnation = process.stdout.readline().split()
-        pulse = Pulse.connect(
+        pulse = Liveness.connect(
             HOST, int(port), bytes.fromhex(token), bytes.fromhex(incarnation), soon()
         )
         assert pulse.alive(0.05)
@@ -96,9 +96,9 @@ def test_a_carrier_that_is_being_closed_is_lost_and_not_gone() -> None:
 def test_somebody_else_is_not_taken_for_the_peer() -> None:
     server = PulseServer(HOST)
     with pytest.raises(PeerLost, match="token"):
-        Pulse.connect(HOST, server.port, b"x" * 16, server.incarnation, soon(5))
+        Liveness.connect(HOST, server.port, b"x" * 16, server.incarnation, soon(5))
     with pytest.raises(PeerLost, match="restarted"):
-        Pulse.connect(HOST, server.port, server.token, b"x" * 16, soon(5))
+        Liveness.connect(HOST, server.port, server.token, b"x" * 16, soon(5))
     for words in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(500), MAGIC):
         with socket.create_connection((HOST, server.port)) as stranger:
             stranger.sendall(words)
@@ -148,7 +148,7 @@ def test_a_peer_that_says_nothing_is_late() -> None:
     with socket.create_server((HOST, 0)) as mute:
         begin = time.monotonic()
         with pytest.raises(DeadlineExceeded):
-            Pulse.connect(HOST, mute.getsockname()[1], b"x" * 16, b"y" * 16, soon(0.2))
+            Liveness.connect(HOST, mute.getsockname()[1], b"x" * 16, b"y" * 16, soon(0.2))
         assert time.monotonic() - begin < 5
 
 

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvferry.carriers.base import TransferState
 from kvferry.demo.cache import CANARY, wrong_byte
 from kvferry.errors import DeadlineExceeded, PeerLost
-from kvferry.p2p import push
-from kvferry.p2p.load import Loaded
-from kvferry.p2p.stats import ConsumerTally
-from kvferry.p2p.ticket import Ticket
-from kvferry.p2p.transfers import end_transfers
+from kvferry.handover import push
+from kvferry.handover.deadline import end_transfers
+from kvferry.handover.load import Loaded
+from kvferry.handover.stats import ConsumerTally
+from kvferry.handover.ticket import Ticket
 from kvferry.plan import Copies
-from kvferry.transport.base import TransferState
 from p2p_peers import Consumer, Producer, Prompt, Spec
 from waiting import wait_until
 

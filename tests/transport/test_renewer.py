@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.p2p.describe import engine_info
-from kvferry.p2p.renewer import MOST_FAILURES, MOST_HELLOS, Renewer
-from kvferry.wire.sockets import Sockets
+from kvferry.handover.describe import engine_info
+from kvferry.handover.renew import MOST_FAILURES, MOST_HELLOS, Renewer
+from kvferry.net.rpc import Sockets
 from p2p_peers import Child, Prompt, Spec, consumer, make_ticket, producer
 from waiting import wait_until
 

@@ -10,9 +10,10 @@ import pytest
 from carrier_peer import copies, soon
 
 import host_device
-from kvferry.transport import MemoryRegion, make_carrier, staging_lanes
-from kvferry.transport.base import Carrier
-from kvferry.transport.staging import DeviceMemory
+from kvferry.carriers import MemoryRegion, make_carrier
+from kvferry.carriers.base import Carrier
+from kvferry.carriers.cuda import staging
+from kvferry.carriers.cuda.staging import DeviceMemory
 
 SIZE = 8 << 20
 
@@ -34,8 +35,8 @@ def side(seed: int) -> Iterator[tuple[np.ndarray, Carrier]]:
 def test_transfers_that_wait_for_each_others_lanes_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has quarters: what it is read from, written to, reads into and writes from."""
     on = host_device.use(monkeypatch)
-    monkeypatch.setattr(staging_lanes, "MOST_LANES", 1)
-    monkeypatch.setattr(staging_lanes, "NARROW_AFTER_SECONDS", 0.02)
+    monkeypatch.setattr(staging, "MOST_LANES", 1)
+    monkeypatch.setattr(staging, "NARROW_AFTER_SECONDS", 0.02)
     with side(1) as (ours, here), side(2) as (theirs, there):
         before = ours.copy(), theirs.copy()
         started = []

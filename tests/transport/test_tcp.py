@@ -15,6 +15,14 @@ import numpy as np
 import pytest
 from carrier_peer import copies, soon, threads_left
 
+from kvferry.carriers import MemoryRegion, TransferState
+from kvferry.carriers.base import Arrays, RegionTable, slices
+from kvferry.carriers.host import HostMemory
+from kvferry.carriers.tcp import client, frames
+from kvferry.carriers.tcp.carrier import STREAMS_PER_TRANSFER, TcpCarrier
+from kvferry.carriers.tcp.client import TRANSFERS_PER_PEER, TcpEndpoint
+from kvferry.carriers.tcp.frames import HEADER, FrameHeader, FrameKind, TcpStream, table_bytes
+from kvferry.carriers.tcp.server import ServerLimits
 from kvferry.errors import (
     AuthenticationError,
     DeadlineExceeded,
@@ -23,15 +31,6 @@ from kvferry.errors import (
     PeerLost,
     TransferError,
 )
-from kvferry.transport import MemoryRegion, TransferState, tcp_peer, tcp_stream
-from kvferry.transport.host import HostMemory
-from kvferry.transport.regions import Arrays, RegionTable, slices
-from kvferry.transport.tcp import STREAMS_PER_TRANSFER, TcpCarrier
-from kvferry.transport.tcp_client import TcpEndpoint
-from kvferry.transport.tcp_frames import HEADER, Header, Kind, table_bytes
-from kvferry.transport.tcp_peer import TRANSFERS_PER_PEER
-from kvferry.transport.tcp_server import ServerLimits
-from kvferry.transport.tcp_stream import Stream
 from waiting import require_for, wait_until
 
 SIZE = 8 << 20
@@ -200,10 +199,10 @@ def test_a_peer_without_progress_is_given_up() -> None:
 
 def test_a_peer_that_drips_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows the secret. Its APPLIED would be whole after 3 s, each byte long before a stall."""
-    plain, dripped = Stream.send, threading.Event()
+    plain, dripped = TcpStream.send, threading.Event()
 
-    def send(stream: Stream, data: bytes, deadline: float | None = None) -> None:
-        if len(data) != HEADER.size or Header.unpack(data).kind != Kind.APPLIED:
+    def send(stream: TcpStream, data: bytes, deadline: float | None = None) -> None:
+        if len(data) != HEADER.size or FrameHeader.unpack(data).kind != FrameKind.APPLIED:
             plain(stream, data, deadline)
             return
         dripped.set()
@@ -212,8 +211,8 @@ def test_a_peer_that_drips_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatc
                 plain(stream, data[n : n + 1])
                 time.sleep(0.1)
 
-    monkeypatch.setattr(Stream, "send", send)
-    monkeypatch.setattr(tcp_peer, "CANCEL_SECONDS", 0.2)
+    monkeypatch.setattr(TcpStream, "send", send)
+    monkeypatch.setattr(client, "CANCEL_SECONDS", 0.2)
     owner, user = End(), End(limits=ServerLimits(stall_seconds=0.5))
     peer = user.carrier.connect(owner.carrier.endpoint(), soon())
     for cancels in (False, True):
@@ -237,13 +236,13 @@ def test_a_peer_that_drips_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatc
 
 def test_a_peer_that_drips_what_it_writes_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes would be there after 2 s. The server's thread does not wait for them."""
-    monkeypatch.setattr(tcp_stream, "SLOWEST_BYTES_PER_SECOND", 1 << 30)
+    monkeypatch.setattr(frames, "SLOWEST_BYTES_PER_SECOND", 1 << 30)
     owner, user = End(limits=ServerLimits(stall_seconds=0.3)), End()
     peer = user.carrier.connect(owner.carrier.endpoint(), soon())
     stream = peer.take().stream
     ranges = table_bytes(np.array([owner.address]), np.array([20]))
-    stream.send(Header(Kind.WRITE, 1, len(ranges), 20).pack() + ranges)
-    assert Header.unpack(stream.recv(HEADER.size)).kind == Kind.GO
+    stream.send(FrameHeader(FrameKind.WRITE, 1, len(ranges), 20).pack() + ranges)
+    assert FrameHeader.unpack(stream.recv(HEADER.size)).kind == FrameKind.GO
     begin = time.monotonic()
     with pytest.raises(PeerLost):
         for _ in range(20):

@@ -8,10 +8,9 @@ import pytest
 from carrier_peer import threads_left
 
 from fuzz.tcp_frames import CANARY, INCARNATION, SECRET, Target, exactly, frame, run
-from kvferry.transport.base import MemoryRegion
-from kvferry.transport.regions import RegionTable
-from kvferry.transport.tcp_frames import HEADER, Header, Kind
-from kvferry.transport.tcp_server import Server, ServerLimits
+from kvferry.carriers.base import MemoryRegion, RegionTable
+from kvferry.carriers.tcp.frames import HEADER, FrameHeader, FrameKind
+from kvferry.carriers.tcp.server import ServerLimits, TcpServer
 from no_threads import no_threads
 from waiting import wait_until
 
@@ -29,12 +28,12 @@ def test_bad_frames() -> None:
 def test_slow_and_silent_peers_are_let_go() -> None:
     target = Target()
     limits = ServerLimits(handshake_seconds=1, frame_seconds=0.5, idle_seconds=0.5, max_pending=3)
-    target.server = Server(SECRET, INCARNATION, limits)
+    target.server = TcpServer(SECRET, INCARNATION, limits)
     target.server.regions = RegionTable.of([MemoryRegion(target.address, CANARY)])
     silent = [target.open() for _ in range(4)]  # the last takes the place of the first
     wait_until(lambda: target.server.counters["late"] >= 3)
     friend = target.friend()
-    friend.sendall(frame(Kind.READ, 1, b"x" * 16, 16)[:20])  # half a header
+    friend.sendall(frame(FrameKind.READ, 1, b"x" * 16, 16)[:20])  # half a header
     idle = target.friend()
     wait_until(lambda: target.server.counters.total() >= 7)
     assert target.server.counters == {"evicted": 1, "truncated": 1, "late": 4, "idle": 1}
@@ -48,7 +47,7 @@ def test_no_thread_for_a_connection(target: Target, monkeypatch: pytest.MonkeyPa
     with no_threads(monkeypatch, "kvferry-tcp-serve"):
         ours, theirs = socket.socketpair()
         assert not target.server.attach(theirs)
-    assert Header.unpack(exactly(ours, HEADER.size)).kind == Kind.ERROR
+    assert FrameHeader.unpack(exactly(ours, HEADER.size)).kind == FrameKind.ERROR
     ours.close()
     assert target.server.counters == {"busy": 1}
     target.friend().close()

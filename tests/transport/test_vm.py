@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from kvferry.carriers import host
+from kvferry.carriers.host import copy_scattered
 from kvferry.errors import PermissionDenied, TransferError
-from kvferry.transport import vm
-from kvferry.transport.scatter import copy_scattered
 
 CHILD_BYTES = 64 << 20
 CHILD = f"""
 import numpy as np, sys
-from kvferry.transport.vm import allow_any_reader
+from kvferry.carriers.host import allow_any_reader
 allow_any_reader()
 memory = np.empty({CHILD_BYTES}, dtype=np.uint8)
 memory[:] = np.random.default_rng(7).integers(0, 256, {CHILD_BYTES}, dtype=np.uint8)
@@ -61,7 +61,7 @@ def content() -> np.ndarray:
 @pytest.mark.parametrize("size", [1, 3, 4095, 4096, 65537, 8 << 20])
 def test_reads_one_range_of_any_size(child: Child, content: np.ndarray, size: int) -> None:
     out = np.zeros(size + 2, dtype=np.uint8)
-    moved = vm.read(child.process.pid, [child.address + 777], [out.ctypes.data + 1], [size])
+    moved = host.read(child.process.pid, [child.address + 777], [out.ctypes.data + 1], [size])
     assert moved == size
     assert out[0] == out[-1] == 0
     assert np.array_equal(out[1:-1], content[777 : 777 + size])
@@ -79,7 +79,7 @@ def test_reads_scattered_ranges(child: Child, content: np.ndarray, count: int) -
     expected = out.copy()
     for s, d, n in zip(src.tolist(), dst.tolist(), length.tolist(), strict=True):
         expected[d : d + n] = content[s : s + n]
-    moved = vm.read(child.process.pid, src + child.address, dst + out.ctypes.data, length)
+    moved = host.read(child.process.pid, src + child.address, dst + out.ctypes.data, length)
     assert moved == length.sum()
     assert np.array_equal(out, expected)
 
@@ -94,9 +94,9 @@ def test_neighbours_on_one_side_only_are_joined_there(child: Child, content: np.
 
     def counting(*arguments: int) -> int:
         calls.append(arguments)
-        return vm.system_call("process_vm_readv")(*arguments)
+        return host.system_call("process_vm_readv")(*arguments)
 
-    vm.move(
+    host.move(
         counting,
         child.process.pid,
         local=dst + out.ctypes.data,
@@ -120,7 +120,7 @@ def test_writes_into_another_process(content: np.ndarray) -> None:
         src = np.arange(2048) * 512
         dst = np.random.default_rng(2).permutation(2048) * 700
         length = np.full(2048, 512)
-        moved = vm.write(process.pid, src + source.ctypes.data, dst + other.address, length)
+        moved = host.write(process.pid, src + source.ctypes.data, dst + other.address, length)
         expected = content.copy()
         for s, d in zip(src.tolist(), dst.tolist(), strict=True):
             expected[d : d + 512] = source[s : s + 512]
@@ -140,7 +140,7 @@ def test_kernel_cuts_a_long_call_and_it_resumes_mid_vector(
     dst[-4:] = tail.ctypes.data + np.arange(4)[::-1] * size
     src = np.full(count, child.address, dtype=np.int64)
     src[-4:] += np.arange(1, 5) * size + 5
-    assert vm.read(child.process.pid, src, dst, np.full(count, size)) == count * size
+    assert host.read(child.process.pid, src, dst, np.full(count, size)) == count * size
     for i in range(4):
         start = (i + 1) * size + 5
         here = (3 - i) * size
@@ -159,10 +159,10 @@ def test_resumes_after_any_short_transfer(child: Child, content: np.ndarray, mos
         ours = np.ctypeslib.as_array((ctypes.c_int64 * 2).from_address(local)).copy()
         theirs = np.ctypeslib.as_array((ctypes.c_int64 * 2).from_address(remote)).copy()
         ours[1] = theirs[1] = min(ours[1], theirs[1], most)
-        call = vm.system_call("process_vm_readv")
+        call = host.system_call("process_vm_readv")
         return call(pid, ours.ctypes.data, 1, theirs.ctypes.data, 1)
 
-    moved = vm.move(
+    moved = host.move(
         short,
         child.process.pid,
         local=dst + out.ctypes.data,
@@ -177,8 +177,8 @@ def test_resumes_after_any_short_transfer(child: Child, content: np.ndarray, mos
 
 
 def test_nothing_to_move(child: Child) -> None:
-    assert vm.read(child.process.pid, [], [], []) == 0
-    assert vm.read(child.process.pid, [1, 2], [3, 4], [0, 0]) == 0
+    assert host.read(child.process.pid, [], [], []) == 0
+    assert host.read(child.process.pid, [1, 2], [3, 4], [0, 0]) == 0
 
 
 @pytest.mark.parametrize("side", ["remote", "local"])
@@ -192,7 +192,7 @@ def test_wrong_address(child: Child, side: str) -> None:
     dst = np.asarray([out.ctypes.data, out.ctypes.data + 100])
     (src if side == "remote" else dst)[1] = 64 if side == "remote" else address
     with pytest.raises(TransferError, match=r"not mapped.*after (0|100) of 200 bytes"):
-        vm.read(child.process.pid, src, dst, [100, 100])
+        host.read(child.process.pid, src, dst, [100, 100])
 
 
 def test_process_that_is_gone() -> None:
@@ -200,7 +200,7 @@ def test_process_that_is_gone() -> None:
         process.wait()
     out = np.zeros(1, dtype=np.uint8)
     with pytest.raises(TransferError, match="peer is gone"):
-        vm.read(process.pid, [out.ctypes.data], [out.ctypes.data], [1])
+        host.read(process.pid, [out.ctypes.data], [out.ctypes.data], [1])
 
 
 @pytest.mark.parametrize(("code", "says"), [("EPERM", "same user"), ("ENOSYS", "another carrier")])
@@ -212,19 +212,19 @@ def test_forbidden(code: str, says: str) -> None:
         return -1
 
     with pytest.raises(PermissionDenied, match=says):
-        vm.move(forbidden, 1, local=[1], remote=[1], length=[1])
+        host.move(forbidden, 1, local=[1], remote=[1], length=[1])
 
 
 def test_a_call_that_moves_nothing_is_no_endless_loop() -> None:
     with pytest.raises(TransferError, match="moved nothing"):
-        vm.move(lambda *_: 0, 1, local=[1], remote=[1], length=[1])
+        host.move(lambda *_: 0, 1, local=[1], remote=[1], length=[1])
 
 
 def test_refuses_arrays_that_do_not_pair_up() -> None:
     with pytest.raises(TransferError, match="three arrays of one length"):
-        vm.read(os.getpid(), [1, 2], [1], [1])
+        host.read(os.getpid(), [1, 2], [1], [1])
     with pytest.raises(TransferError, match="length of -5"):
-        vm.read(os.getpid(), [1], [1], [-5])
+        host.read(os.getpid(), [1], [1], [-5])
 
 
 def test_scattered_copies_inside_one_process(content: np.ndarray) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvferry.p2p.budget import kept_bytes
-from kvferry.wire.messages import (
+from kvferry.net.messages import (
     MAX_REQUEST_BYTES,
     VERSION,
     Claim,
@@ -22,7 +21,8 @@ from kvferry.wire.messages import (
     decode_reply,
     encode,
 )
-from kvferry.wire.sockets import Sockets
+from kvferry.net.rpc import Sockets
+from kvferry.net.server import kept_bytes
 from p2p_peers import LOOPBACK, PATIENCE_SECONDS, Producer, Prompt, Spec
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))

@@ -6,16 +6,16 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry.p2p.acquaintances import Acquaintances, Key, Known
-from kvferry.p2p.watch import Watch
+from kvferry.handover.deadline import Deadline
+from kvferry.handover.peers import Known, PeerKey, Peers
 
-KEY = Key("p", "1", "h:1")
+KEY = PeerKey("p", "1", "h:1")
 
 
-def acquaintances(met: dict[Key, Known]) -> Acquaintances:
+def acquaintances(met: dict[PeerKey, Known]) -> Peers:
     nothing: Any = None
     topology: Any = SimpleNamespace(engine_id="d", unregister_remote_engine=lambda name: None)
-    return Acquaintances(nothing, nothing, topology, nothing, [], met)
+    return Peers(nothing, nothing, topology, nothing, [], met)
 
 
 def remote() -> Any:
@@ -29,7 +29,7 @@ def known(value: Any) -> Known:
 
 
 def test_two_loads_that_lost_a_peer_forget_it_once() -> None:
-    met: dict[Key, Known] = {}
+    met: dict[PeerKey, Known] = {}
     people = acquaintances(met)
     old, new = remote(), remote()
     met[KEY] = known(old)
@@ -45,7 +45,7 @@ def test_two_loads_that_lost_a_peer_forget_it_once() -> None:
 
 
 def test_connections_are_given_back_by_the_last_that_uses_them() -> None:
-    met: dict[Key, Known] = {}
+    met: dict[PeerKey, Known] = {}
     people = acquaintances(met)
     gone: list[str] = []
     source = SimpleNamespace(carrier=SimpleNamespace(disconnect=gone.append), peer="peer")
@@ -53,7 +53,7 @@ def test_connections_are_given_back_by_the_last_that_uses_them() -> None:
     lost.sources = (source,)
     met[KEY] = known(lost)
     ticket: Any = SimpleNamespace(engine_id="p", incarnation="1", directory="h:1")
-    watch = Watch(time.monotonic() + 60)
+    watch = Deadline(time.monotonic() + 60)
     first, second = people.meet(ticket, watch), people.using(ticket)
     assert first is second and first.remote.result() is lost
     people.forget(lost)

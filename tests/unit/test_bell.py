@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 
-from kvferry.p2p.bell import Bell
+from kvferry.handover.wakeup import Wakeup
 
 
 def test_rings_of_before_and_of_meanwhile_end_the_wait() -> None:
-    bell = Bell()
+    bell = Wakeup()
     bell.ring()
     begun = time.monotonic()
     bell.wait(30.0)
@@ -19,7 +19,7 @@ def test_rings_of_before_and_of_meanwhile_end_the_wait() -> None:
 
 
 def test_a_ring_is_heard_once() -> None:
-    bell = Bell()
+    bell = Wakeup()
     bell.ring()
     bell.wait(30.0)
     begun = time.monotonic()

@@ -10,17 +10,8 @@ import pytest
 import zmq
 
 from kvferry.errors import HandoverError, PeerLost
-from kvferry.p2p.caller import Caller
-from kvferry.wire.messages import (
-    VERSION,
-    Hello,
-    Renew,
-    Renewed,
-    Reply,
-    decode_request,
-    encode,
-)
-from kvferry.wire.sockets import Sockets
+from kvferry.net.messages import VERSION, Hello, Renew, Renewed, Reply, decode_request, encode
+from kvferry.net.rpc import Caller, Sockets
 from waiting import wait_until
 
 NOT_AN_ENGINE: Any = object()

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from kvferry.carriers.base import MemoryRegion
 from kvferry.cli.main import app
-from kvferry.pool.embedded import EmbeddedStore
+from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges
-from kvferry.transport.base import MemoryRegion
 
 runner = CliRunner()
 
@@ -71,7 +71,7 @@ def test_what_cannot_be_read_is_counted(tmp_path: Path, monkeypatch: pytest.Monk
 
     command = ["pool", "verify", "--dir", str(directory), "--json"]
     with monkeypatch.context() as patch:
-        patch.setattr("kvferry.pool.embedded_disk.os.open", refuse)
+        patch.setattr("kvferry.pool.embedded.disk.os.open", refuse)
         result = runner.invoke(app, command)
         assert result.exit_code == 1 and "Too many open files" in result.stderr
         assert json.loads(result.stdout) == {"good": 4, "corrupt": 1, "unread": 1}

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 import host_device
+from kvferry.carriers import vouch
+from kvferry.carriers.cuda import carrier, driver
+from kvferry.carriers.cuda.carrier import Allocation, CudaCarrier, CudaEndpoint, this_process
+from kvferry.carriers.cuda.driver import IPC_HANDLE_BYTES, DevicePlace
+from kvferry.carriers.liveness import PulseServer
+from kvferry.carriers.local import _boot
 from kvferry.errors import PeerLost, PermissionDenied, ProtocolError
-from kvferry.transport import cuda, cuda_driver, cuda_peer, vouch
-from kvferry.transport.cuda import CudaCarrier
-from kvferry.transport.cuda_driver import IPC_HANDLE_BYTES, Place
-from kvferry.transport.cuda_peer import Allocation, CudaEndpoint, this_process
-from kvferry.transport.local import _boot
-from kvferry.transport.pulse import PulseServer
 
 BASE, SIZE, OPENED_AT = 1 << 40, 1 << 20, 1 << 41
 
@@ -49,11 +49,11 @@ class Gpu(host_device.HostDevice):
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     found = Gpu()
-    monkeypatch.setattr(cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(cuda, "device", lambda ordinal: found)
+    monkeypatch.setattr(carrier, "device_count", lambda: 1)
+    monkeypatch.setattr(carrier, "device", lambda ordinal: found)
     # an allocation of ours lies where one of the peer's does, as it often happens
-    monkeypatch.setattr(cuda, "place_of", lambda address: Place(0, BASE, SIZE))
-    monkeypatch.setattr(cuda, "is_mapped", lambda address, size: size <= SIZE)
+    monkeypatch.setattr(carrier, "place_of", lambda address: DevicePlace(0, BASE, SIZE))
+    monkeypatch.setattr(carrier, "is_mapped", lambda address, size: size <= SIZE)
     return found
 
 
@@ -78,7 +78,7 @@ def endpoint() -> Iterator[CudaEndpoint]:
 
 def owned_by(pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """That process vouches for every endpoint."""
-    monkeypatch.setattr(cuda, "ask", lambda *_: vouch.Owner(pid))
+    monkeypatch.setattr(carrier, "ask", lambda *_: vouch.Owner(pid))
 
 
 def raw(endpoint: CudaEndpoint, **changes: object) -> bytes:
@@ -159,11 +159,11 @@ def test_what_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
             assert name == "cuPointerGetAttribute" and at.value >= OPENED_AT
             value._obj.value = {11: OPENED_AT, 12: SIZE}[attribute]  # cuda.h
 
-    monkeypatch.setattr(cuda_driver, "driver", Driver)
-    assert cuda_driver.is_mapped(OPENED_AT, SIZE)
-    assert not cuda_driver.is_mapped(OPENED_AT, SIZE + 1)
-    assert cuda_driver.is_mapped(OPENED_AT + 512, SIZE - 512)
-    assert not cuda_driver.is_mapped(OPENED_AT + 512, SIZE)
+    monkeypatch.setattr(driver, "driver", Driver)
+    assert driver.is_mapped(OPENED_AT, SIZE)
+    assert not driver.is_mapped(OPENED_AT, SIZE + 1)
+    assert driver.is_mapped(OPENED_AT + 512, SIZE - 512)
+    assert not driver.is_mapped(OPENED_AT + 512, SIZE)
 
 
 def test_a_forked_process_is_another_one() -> None:
@@ -172,7 +172,7 @@ def test_a_forked_process_is_another_one() -> None:
             sys.executable,
             "-c",
             "import os\n"
-            f"from {cuda_peer.__name__} import this_process\n"
+            f"from {CudaEndpoint.__module__} import this_process\n"
             "print(this_process().hex(), this_process().hex(), flush=True)\n"
             "if os.fork() == 0: print(this_process().hex(), flush=True)\n"
             "else: os.wait()\n",

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvferry.carriers import MemoryRegion
+from kvferry.carriers.base import Arrays, Ints
+from kvferry.carriers.cuda import buffers
+from kvferry.carriers.cuda import kernels as kernels_module
+from kvferry.carriers.cuda.buffers import Mapped
+from kvferry.carriers.cuda.work import CudaRuns
 from kvferry.plan.bind import _constant
-from kvferry.transport import MemoryRegion, cuda_kernels, cuda_quick
-from kvferry.transport.base import Ints
-from kvferry.transport.cuda_mapped import Mapped
-from kvferry.transport.cuda_work import Runs
-from kvferry.transport.regions import Arrays
 
 SIZE = 4 << 20
 FAR = 1 << 44  # the peer's addresses are not ours
@@ -120,11 +121,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
         used.append(Kernel(chunk, search, grain))
         return used[-1], COUNT
 
-    monkeypatch.setattr(cuda_kernels, "ready", ready)
+    monkeypatch.setattr(kernels_module, "ready", ready)
     return used
 
 
-def strided(rng: np.random.Generator, rows: int, segments: int, steps: int, slot: int) -> Runs:
+def strided(rng: np.random.Generator, rows: int, segments: int, steps: int, slot: int) -> CudaRuns:
     """Offsets; every copy has a slot of its own on both sides."""
     assert rows * segments * steps * slot <= SIZE
     sides: list[tuple[Ints, Ints, Ints]] = [
@@ -137,10 +138,10 @@ def strided(rng: np.random.Generator, rows: int, segments: int, steps: int, slot
     ]
     (sr, ss, sk), (dr, ds, dk) = sides
     lengths = rng.integers(1, slot // 16 + 1, segments) * 16
-    return Runs(sr, dr, ss, ds, lengths, sk, dk)
+    return CudaRuns(sr, dr, ss, ds, lengths, sk, dk)
 
 
-def expected(runs: Runs, memories: Memories) -> np.ndarray:
+def expected(runs: CudaRuns, memories: Memories) -> np.ndarray:
     out = np.zeros(SIZE, dtype=np.uint8)
     for sr, dr in zip(runs.src_rows.tolist(), runs.dst_rows.tolist(), strict=True):
         for sk, dk in zip(runs.src_steps.tolist(), runs.dst_steps.tolist(), strict=True):
@@ -154,7 +155,7 @@ def expected(runs: Runs, memories: Memories) -> np.ndarray:
     return out
 
 
-def placed(runs: Runs, memories: Memories, pieces: int = 1) -> Runs:
+def placed(runs: CudaRuns, memories: Memories, pieces: int = 1) -> CudaRuns:
     each = len(runs.src_rows) // pieces
     theirs = runs.src_rows + FAR * (1 + np.arange(len(runs.src_rows)) // each)
     return replace(runs, src_rows=theirs, dst_rows=runs.dst_rows + memories.ours.ctypes.data)
@@ -179,15 +180,15 @@ def test_what_is_queued(
 ) -> None:
     if segments > 1000 and lengths == "uneven":  # searching by a loop would take minutes
         segments = 300
-        monkeypatch.setattr(cuda_quick, "TOGETHER_NUMBERS", 0)
-        monkeypatch.setattr(cuda_quick, "LEAST_PIECE", 16)
+        monkeypatch.setattr(buffers, "TOGETHER_NUMBERS", 0)
+        monkeypatch.setattr(buffers, "LEAST_PIECE", 16)
     memories, lane = Memories.make(), Lane()
     runs = strided(np.random.default_rng(slot), rows, segments, steps, slot)
     if lengths == "one":
         runs = replace(runs, lengths=_constant(slot - 16, segments))
     elif lengths == "equal":
         runs = replace(runs, lengths=np.full(segments, slot - 16))
-    bytes_ = cuda_quick.queue(
+    bytes_ = buffers.queue(
         lane,  # type: ignore[arg-type]
         placed(runs, memories, pieces),
         memories.src(pieces),
@@ -208,7 +209,7 @@ def test_single_copies(kernels: list[Kernel]) -> None:
     lengths = rng.integers(1, 900, 200)
     src, dst = (rng.permutation(200) * 1000 + rng.integers(0, 16, 200) for _ in range(2))
     copies = Arrays(src + FAR, dst + memories.ours.ctypes.data, lengths.astype(np.int32))  # type: ignore[arg-type]
-    assert cuda_quick.queue(lane, copies, memories.src(), memories.dst(), 1 << 30)  # type: ignore[arg-type]
+    assert buffers.queue(lane, copies, memories.src(), memories.dst(), 1 << 30)  # type: ignore[arg-type]
     out = np.zeros(SIZE, dtype=np.uint8)
     for s, d, n in zip(src.tolist(), dst.tolist(), lengths.tolist(), strict=True):
         out[d : d + n] = memories.theirs[s : s + n]
@@ -248,10 +249,10 @@ def test_what_is_not_for_here(kernels: list[Kernel], segments: int) -> None:
     )
     for copies in bad:
         lane = Lane()
-        assert not cuda_quick.queue(lane, copies, memories.src(), memories.dst(), 1 << 30)  # type: ignore[arg-type]
+        assert not buffers.queue(lane, copies, memories.src(), memories.dst(), 1 << 30)  # type: ignore[arg-type]
         assert not lane.ended
     lane = Lane()
-    assert not cuda_quick.queue(lane, good, memories.src(), memories.dst(), good.bytes - 1)  # type: ignore[arg-type]
+    assert not buffers.queue(lane, good, memories.src(), memories.dst(), good.bytes - 1)  # type: ignore[arg-type]
     assert not any(kernel.launches for kernel in kernels) and not memories.ours.any()
-    assert cuda_quick.queue(lane, good, memories.src(), memories.dst(), good.bytes)  # type: ignore[arg-type]
+    assert buffers.queue(lane, good, memories.src(), memories.dst(), good.bytes)  # type: ignore[arg-type]
     assert memories.ours.any()

@@ -8,12 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvferry.carriers import MemoryRegion, make_carrier
+from kvferry.carriers.base import Arrays
+from kvferry.carriers.cuda.buffers import LAUNCH_BYTES, Mapped, launches, place
+from kvferry.carriers.cuda.work import (
+    CHUNKS,
+    CudaRuns,
+    Work,
+    best_chunk,
+    gathering,
+    reverse,
+    runs_of,
+)
 from kvferry.errors import OutOfBounds, TransferError
-from kvferry.transport import MemoryRegion, make_carrier
-from kvferry.transport.cuda_lane import LAUNCH_BYTES, launches
-from kvferry.transport.cuda_mapped import Mapped, place
-from kvferry.transport.cuda_work import CHUNKS, Runs, Work, best_chunk, gathering, reverse, runs_of
-from kvferry.transport.regions import Arrays
 
 ONE = np.zeros(1, dtype=np.int64)
 
@@ -22,13 +29,13 @@ def ints(*values: int) -> np.ndarray:
     return np.asarray(values, dtype=np.int64)
 
 
-def some_runs(seed: int, uniform: bool) -> Runs:
+def some_runs(seed: int, uniform: bool) -> CudaRuns:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 20_000, 50)
     if uniform:
         lengths[:] = 640
     sides = [(rng.integers(0, 1 << 40, n) * 4) for n in (3, 3, 50, 50, 4, 4)]
-    return Runs(sides[0], sides[1], sides[2], sides[3], lengths, sides[4], sides[5])
+    return CudaRuns(sides[0], sides[1], sides[2], sides[3], lengths, sides[4], sides[5])
 
 
 @pytest.mark.parametrize("uniform", [True, False])
@@ -60,7 +67,7 @@ def test_every_chunk_is_found_once(uniform: bool) -> None:
 
 
 def test_launches_are_bounded() -> None:
-    long = Runs.of_arrays(Arrays(ints(0), ints(0), ints(20 << 30)))
+    long = CudaRuns.of_arrays(Arrays(ints(0), ints(0), ints(20 << 30)))
     work = Work.of(long)
     parts = list(launches(work))
     assert len(parts) >= 20
@@ -84,7 +91,7 @@ def test_chunks_fit_the_lengths() -> None:
 
 
 def test_grain() -> None:
-    runs = Runs.of_arrays(Arrays(ints(16, 32), ints(0, 160), ints(16, 4096)))
+    runs = CudaRuns.of_arrays(Arrays(ints(16, 32), ints(0, 160), ints(16, 4096)))
     assert runs.grain() == 16
     assert replace(runs, lengths=ints(16, 20)).grain() == 4
     assert replace(runs, src_rows=ints(8)).grain() == 4
@@ -105,7 +112,7 @@ def test_gathered_runs_lie_one_after_another() -> None:
     assert back.src_rows is out.dst_rows and back.dst_steps is out.src_steps
 
 
-def every(runs: Runs, src_shift: int = 0, dst_shift: int = 0) -> set[tuple[int, int, int]]:
+def every(runs: CudaRuns, src_shift: int = 0, dst_shift: int = 0) -> set[tuple[int, int, int]]:
     return {
         (s + src_shift, d + dst_shift, n)
         for part in runs.arrays()
@@ -117,10 +124,10 @@ def test_places() -> None:
     """In one region, in one for each row, and copy by copy: the same copies, shifted."""
     src = Mapped.of([([MemoryRegion(1000, 1000)], 50), ([MemoryRegion(2000, 500)], -700)])
     dst = Mapped.of([([MemoryRegion(9000, 3000)], 0)])
-    in_one = Runs.of_arrays(Arrays(ints(1000, 1200), ints(9000, 9500), ints(100, 800)))
+    in_one = CudaRuns.of_arrays(Arrays(ints(1000, 1200), ints(9000, 9500), ints(100, 800)))
     ((placed, shifts),) = place(in_one, src, dst, reading=True)
     assert placed is in_one and (shifts.src, shifts.dst) == (50, 0)
-    rows = Runs(
+    rows = CudaRuns(
         ints(1000, 2000), ints(9000, 10000), ints(0, 300), ints(0, 300), ints(10, 20), ONE, ONE
     )
     ((placed, shifts),) = place(rows, src, dst, reading=True)
@@ -130,7 +137,7 @@ def test_places() -> None:
         (1300, 10000, 10),
         (1600, 10300, 20),
     }
-    mixed = Runs.of_arrays(Arrays(ints(1000, 2000, 5), ints(9000, 9100, 5), ints(10, 20, 0)))
+    mixed = CudaRuns.of_arrays(Arrays(ints(1000, 2000, 5), ints(9000, 9100, 5), ints(10, 20, 0)))
     found: set[tuple[int, int, int]] = set()
     for placed, shifts in place(mixed, src, dst, reading=True):
         found |= every(placed, shifts.src, shifts.dst)
@@ -149,7 +156,7 @@ def test_what_is_outside_is_refused(address: int, length: int) -> None:
         sources = np.append(np.full(good, 1000), address)
         targets, lengths = np.full(good + 1, 9000), np.append(np.full(good, 8), length)
         with pytest.raises(OutOfBounds, match="the peer registered"):
-            place(Runs.of_arrays(Arrays(sources, targets, lengths)), src, dst, reading=True)
+            place(CudaRuns.of_arrays(Arrays(sources, targets, lengths)), src, dst, reading=True)
 
 
 def test_strided_copies_that_make_no_sense() -> None:

@@ -19,7 +19,7 @@ WITH_STATES = [n for n in NAMES if any(r["state_views"] for r in golden(n).data[
 def address(
     part: Part, placement: Placement, layer: int, block: int, slot: int, head: int, dim: int
 ) -> int:
-    """The affine formula of `kvferry.layout.parts`, spelled out."""
+    """The affine formula of `kvferry.layout.placement`, spelled out."""
     row = int(np.flatnonzero(part.layers == layer)[0])
     tile, inside = divmod(slot, placement.tile_slots)
     where = int(placement.offsets[row]) + block * placement.block_stride

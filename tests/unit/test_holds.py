@@ -15,10 +15,10 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvferry.p2p import holds as module
-from kvferry.p2p.budget import ENTRY_BYTES, Budget, kept_bytes
-from kvferry.p2p.holds import Closed, Hold, HoldTable
-from kvferry.wire.messages import VERSION, Claim, Reader
+from kvferry.handover import holds as module
+from kvferry.handover.holds import Closed, Hold, HoldTable
+from kvferry.net.messages import VERSION, Claim, Reader
+from kvferry.net.server import ENTRY_BYTES, Budget, kept_bytes
 
 LEASE = 10.0
 

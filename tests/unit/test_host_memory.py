@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvferry.carriers.base import Arrays, MemoryRegion, RegionTable
+from kvferry.carriers.host import HostMemory
+from kvferry.carriers.local import MOST_STEP_BYTES, covers, covers_pay, gathering_pays
 from kvferry.errors import OutOfBounds, TransferError
-from kvferry.transport.base import MemoryRegion
-from kvferry.transport.host import HostMemory
-from kvferry.transport.local_move import MOST_STEP_BYTES, covers, covers_pay, gathering_pays
-from kvferry.transport.regions import Arrays, RegionTable
 
 KINDS = ("equal", "few lengths", "many lengths", "long")
 

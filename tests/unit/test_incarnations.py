@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.p2p.incarnations import after_reset, are_siblings, child
+from kvferry.handover.ticket import after_reset, are_siblings, child
 
 
 def test_children_of_one_engine_are_siblings() -> None:

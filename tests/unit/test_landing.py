@@ -9,10 +9,10 @@ import pytest
 
 from kvferry.errors import BindError
 from kvferry.layout.model import CacheModel, Component, Group, Residency
-from kvferry.layout.rank import RankLayout
+from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape
 from kvferry.plan import bind, plan_pair
-from kvferry.plan.landing import landing, require_distinct_blocks
+from kvferry.plan.bind import landing, require_distinct_blocks
 
 _kv = tuple(Component(name, 12, (16,), 2) for name in ("k", "v"))
 MODELS = {

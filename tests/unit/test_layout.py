@@ -10,19 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry import (
-    CacheModel,
-    Component,
-    EngineShape,
-    Group,
-    Rank,
-    RankLayout,
-    bind,
-    plan_pair,
-)
+from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout, bind, plan_pair
 from kvferry.layout import ORDERS, shard
 from kvferry.layout.hf import model_from_config
-from kvferry.layout.parts import Region
+from kvferry.layout.placement import Region
 from kvferry.layout.presets import load_model, presets
 from kvferry.layout.shape import even_stages
 from kvferry.layout.tensors import TensorView, layout_from_tensors

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from kvferry.carriers.tcp.carrier import TcpCarrier
 from kvferry.cli.doctor import tries
 from kvferry.cli.doctor.checks import Finding, Settings
 from kvferry.cli.main import app
@@ -16,9 +17,8 @@ from kvferry.errors import DescriptionError
 from kvferry.layout.hf import model_from_config
 from kvferry.layout.presets import load_model
 from kvferry.layout.shape import EngineShape
-from kvferry.transport.tcp import TcpCarrier
+from kvferry.net.rpc import Sockets
 from kvferry.units import parse_link
-from kvferry.wire.sockets import Sockets
 
 PLAN = ["plan", "--to", "tp=2", "--tokens", "64", "--from"]
 MISTAKES = [
@@ -124,7 +124,7 @@ def test_ports_that_do_not_exist(port: int) -> None:
 
 
 def test_a_router_without_prefill_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve = pytest.importorskip("kvferry.router.serve")
+    serve = pytest.importorskip("kvferry.router.app")
     configs = []
     monkeypatch.setattr(serve, "make_app", lambda config: configs.append(config))
     monkeypatch.setattr(serve.uvicorn.Server, "run", lambda self: None)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.errors import StoreError
-from kvferry.pool.mooncake_config import MooncakeStoreConfig, parse_size
+from kvferry.pool.mooncake import MooncakeStoreConfig, parse_size
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,11 @@ import pytest
 import zmq
 
 from kvferry.errors import AuthenticationError, DeadlineExceeded, PeerLost
-from kvferry.p2p import lines
-from kvferry.p2p.caller import Caller
-from kvferry.p2p.directory import Directory
-from kvferry.wire import names
-from kvferry.wire.messages import VERSION, Look, Refused
-from kvferry.wire.names import MOST_THREADS, Names, at_port, literal
-from kvferry.wire.sockets import Sockets
+from kvferry.handover.producer import Directory
+from kvferry.net import names, rpc
+from kvferry.net.messages import VERSION, Look, Refused
+from kvferry.net.names import MOST_THREADS, Names, at_port, literal
+from kvferry.net.rpc import Caller, Sockets
 from waiting import require_for, wait_until
 
 SOON = 5.0  # seconds; the machine may be busy
@@ -186,7 +184,7 @@ def test_the_last_address_has_all_the_time_that_is_left() -> None:
 
 
 def test_who_takes_the_connection_may_greet_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(rpc, "CONNECT_SECONDS", 0.2)
     with (
         peers(NameServer(p=("127.0.0.2", "127.0.0.3"))) as (caller, port),
         greeting_late("127.0.0.2", port, 0.6),

@@ -17,8 +17,7 @@ from kvferry.errors import CoverError
 from kvferry.layout.presets import load_model, presets
 from kvferry.plan import everything_plan, uncovered
 from kvferry.plan.cover import require_exact_cover
-from kvferry.plan.report import report, synthetic_tables
-from kvferry.plan.serial import digest, dump, load
+from kvferry.plan.report import digest, dump, load, report, synthetic_tables
 
 SHAPES = [
     "tp=1,block=16",
@@ -217,7 +216,7 @@ class TestAgreement:
 import sys
 from kvferry import EngineShape, RankLayout, plan_pair
 from kvferry.layout.presets import load_model
-from kvferry.plan.serial import digest
+from kvferry.plan.report import digest
 model = load_model("granite-4.0-h-small")
 src, dst = EngineShape.parse(sys.argv[1]), EngineShape.parse(sys.argv[2])
 pair = plan_pair(model, src, dst)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.pool import adapters as module
-from kvferry.pool.adapters import NOT_SHARED, Adapters, Asked
+from kvferry.pool import weights as module
+from kvferry.pool.weights import NOT_SHARED, Adapters, Asked
 from no_threads import no_threads
 
 COMMIT = "1234567890" * 4

@@ -10,16 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.pool import save
-from kvferry.pool.load import Loader
-from kvferry.pool.orders import Loaded, LoadOrder, Saved, SaveOrder, TableBlocks
-from kvferry.pool.rank import PoolRank
-from kvferry.pool.save import Saver
-from kvferry.pool.stats import PoolCounters
+from kvferry.pool.orders import LoadOrder, PoolCounters, PoolLoaded, Saved, SaveOrder, TableBlocks
+from kvferry.pool.rank import BATCH_OBJECTS, Loader, PoolRank, Saver
 from kvferry.pool.store import Outcome
 from waiting import wait_until
 
-BLOCKS = 3 * save.BATCH_OBJECTS
+BLOCKS = 3 * BATCH_OBJECTS
 ORDER = SaveOrder(
     1,
     (TableBlocks(0, tuple(range(BLOCKS)), tuple(range(BLOCKS)), tuple(map(str, range(BLOCKS)))),),
@@ -76,9 +72,9 @@ def rank(store: Any, saver: Saver, loader: Loader) -> PoolRank:
 def reading(store: Slow) -> Any:
     """In the place of a load: one chunk, read like others."""
 
-    def load(running: Any, sources: Any) -> Loaded:
+    def load(running: Any, sources: Any) -> PoolLoaded:
         store.get(["a"], None, 0.0)
-        return Loaded("r")
+        return PoolLoaded("r")
 
     return load
 
@@ -91,7 +87,7 @@ def test_a_save_ends_after_the_batch_at_hand() -> None:
     saver.close(0.0)
     store.go_on.set()
     wait_until(lambda: not saver.unfinished)
-    failed = tuple((0, n) for n in range(save.BATCH_OBJECTS, BLOCKS))
+    failed = tuple((0, n) for n in range(BATCH_OBJECTS, BLOCKS))
     assert saver.take_done() == [Saved(1, failed)] and store.seen == ["put"]
 
 

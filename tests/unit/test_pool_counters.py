@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvferry.pool.stats import EVENTS
+from kvferry.pool.orders import EVENTS
 
 ROOT = Path(__file__).parents[2]
 OUTCOMES = {  # of a store, by what is asked of it

@@ -12,9 +12,17 @@ import pytest
 
 from kvferry.errors import DescriptionError
 from kvferry.layout.model import Residency
-from kvferry.pool.chain import MARK, ContentChain, Extra, frame
 from kvferry.pool.hits import Held, Hit, Need, Segment, longest_hit
-from kvferry.pool.keys import Fragment, KeyMetadata, PoolKey, object_keys
+from kvferry.pool.keys import (
+    MARK,
+    ContentChain,
+    Extra,
+    Fragment,
+    KeyMetadata,
+    PoolKey,
+    frame,
+    object_keys,
+)
 
 
 def chain(tokens: list[int], *extras: Extra) -> ContentChain:
@@ -76,7 +84,7 @@ class TestContent:
 
     def test_another_process_finds_the_same(self) -> None:
         code = (
-            "from kvferry.pool.chain import ContentChain, Extra\n"
+            "from kvferry.pool.keys import ContentChain, Extra\n"
             "c = ContentChain([Extra(0, 'lora a')]); c.extend(range(64)); print(c.digests(16)[-1])"
         )
         found = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.pool.mooncake_lists import lists, parts_of
+from kvferry.pool.mooncake import lists, parts_of
 from kvferry.pool.store import Slices
 
 

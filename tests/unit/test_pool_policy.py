@@ -17,9 +17,9 @@ from benchmarks.eviction import (
     synthetic_trace,
 )
 from kvferry.errors import DescriptionError
-from kvferry.pool.embedded import EmbeddedStore
-from kvferry.pool.embedded_index import hash_keys
-from kvferry.pool.policy import LEARNED_FLOATS, ConversationPolicy, History
+from kvferry.pool.embedded.index import hash_keys
+from kvferry.pool.embedded.policy import LEARNED_FLOATS, ConversationPolicy, History
+from kvferry.pool.embedded.store import EmbeddedStore
 from pool_peers import room_of
 
 

@@ -11,12 +11,12 @@ import pytest
 
 from kvferry.errors import StoreError
 from kvferry.layout.model import Residency
-from kvferry.pool import watch
-from kvferry.pool.chain import ContentChain
-from kvferry.pool.late_calls import LateCalls, Memory
+from kvferry.pool import lookup
+from kvferry.pool.keys import ContentChain
+from kvferry.pool.lookup import EvictionWatch
 from kvferry.pool.objects import TableKind
-from kvferry.pool.save_jobs import WholeState, states_to_save
-from kvferry.pool.watch import Watch
+from kvferry.pool.scheduler import WholeState, states_to_save
+from kvferry.workers import BlockUse, LateCalls
 from waiting import wait_until
 
 
@@ -60,7 +60,7 @@ def test_memory_is_held() -> None:
     """With blocks in its hands, a call is waited for, past any deadline; lookups are not."""
     calls = LateCalls("x", hold_memory=True)
     release = threading.Event()
-    for memory in (Memory.READS, Memory.WRITES):
+    for memory in (BlockUse.READS, BlockUse.WRITES):
         release.clear()
         threading.Timer(0.05, release.set).start()
         assert calls("move", lambda: release.wait(20) and 3, soon(0.0), memory) == 3
@@ -96,9 +96,9 @@ class Objects:
 
 
 def test_what_is_gone_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "PERIOD_SECONDS", 0.0)
-    monkeypatch.setattr(watch, "BLOCKS_AT_A_TIME", 2)
-    seen: Watch[str] = Watch()
+    monkeypatch.setattr(lookup, "PERIOD_SECONDS", 0.0)
+    monkeypatch.setattr(lookup, "BLOCKS_AT_A_TIME", 2)
+    seen: EvictionWatch[str] = EvictionWatch()
     store: Any = Objects("a0", "a1", "b0", "c0")
     for name in "abc":
         seen.add(name, [f"{name}0", f"{name}1"] if name == "a" else [f"{name}0"])

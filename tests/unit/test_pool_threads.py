@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 from test_pool_closing import database
 
-from kvferry.pool import load as load_module
-from kvferry.pool.crew import Crew
+from kvferry.pool import rank as load_module
 from kvferry.pool.hits import Segment
-from kvferry.pool.load import Loader, Sources
-from kvferry.pool.orders import LoadOrder, Saved, SaveOrder, TableBlocks
-from kvferry.pool.save import Saver
-from kvferry.pool.stats import PoolCounters
+from kvferry.pool.orders import LoadOrder, PoolCounters, Saved, SaveOrder, TableBlocks
+from kvferry.pool.rank import Loader, Saver, Sources
 from kvferry.pool.store import Outcome
+from kvferry.workers import Crew
 from no_threads import no_threads
 from waiting import require_for, wait_until
 

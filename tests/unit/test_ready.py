@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvferry.p2p.ready import WhenReady
+from kvferry.handover.wakeup import WhenReady
 from no_threads import no_threads
 
 

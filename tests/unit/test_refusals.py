@@ -28,7 +28,7 @@ from kvferry.errors import (
     LimitError,
 )
 from kvferry.layout.hf import model_from_config
-from kvferry.layout.parts import Region
+from kvferry.layout.placement import Region
 from kvferry.layout.presets import load_model
 from kvferry.layout.tensors import TensorView, layout_from_tensors
 

@@ -20,11 +20,10 @@ import pytest
 import uvicorn
 
 from kvferry.errors import DescriptionError
-from kvferry.router.api import ApiError, Generation, ticket_of
-from kvferry.router.config import Limits, RouterConfig, base_url
-from kvferry.router.engines import Group
-from kvferry.router.guard import Held, Memory, address_of
-from kvferry.router.serve import make_app
+from kvferry.router.api import ApiError, Generation, Limits, RouterConfig, base_url, ticket_of
+from kvferry.router.app import make_app
+from kvferry.router.engines import EngineGroup
+from kvferry.router.guard import MemoryLimit, RequestMemory, address_of
 from waiting import wait_until
 
 QUICK = Limits(
@@ -422,7 +421,7 @@ def test_probes_take_an_engine_out_and_in_by_thresholds() -> None:
         assert reasons == ["/health answered 500", None]
         c.prefill[0].health = 200
         wait_until(lambda: c.up()["p0"])
-    group = Group(["http://a", "http://b"], "decode", quick(fail_after=2, recover_after=2))
+    group = EngineGroup(["http://a", "http://b"], "decode", quick(fail_after=2, recover_after=2))
     a, b = group.engines
     assert group.pick() is None
     a.probed_well()  # the first probe counts alone
@@ -440,7 +439,7 @@ def test_probes_take_an_engine_out_and_in_by_thresholds() -> None:
 
 
 def test_least_in_flight_then_in_turn() -> None:
-    group = Group(["http://a", "http://b", "http://c"], "decode", QUICK)
+    group = EngineGroup(["http://a", "http://b", "http://c"], "decode", QUICK)
     a, b, c = group.engines
     for engine in group.engines:
         engine.probed_well()
@@ -572,8 +571,8 @@ def test_memory_is_shared_by_address_and_the_oldest_upload_gives_way() -> None:
     most = {"max_body_bytes": mib, "max_answer_bytes": mib, "max_held_bytes": 8 * mib}
 
     async def run() -> None:
-        memory = Memory(quick(**most))
-        a, b, c = (Held(memory, address) for address in "abc")
+        memory = MemoryLimit(quick(**most))
+        a, b, c = (RequestMemory(memory, address) for address in "abc")
         a.add(free)
         assert memory.quota.taken == 0  # usual prompts always get in
         a.add(2 * mib)
@@ -589,8 +588,8 @@ def test_memory_is_shared_by_address_and_the_oldest_upload_gives_way() -> None:
             held.close()
         assert memory.quota.taken == 0
 
-        memory = Memory(quick(**most, progress_seconds=1e-9))
-        a, b, c = (Held(memory, address) for address in "abc")
+        memory = MemoryLimit(quick(**most, progress_seconds=1e-9))
+        a, b, c = (RequestMemory(memory, address) for address in "abc")
         dropped: list[str] = []
         with (
             memory.upload(a, lambda: dropped.append("a")),
@@ -696,7 +695,7 @@ def test_models_health_metrics_and_page() -> None:
 def test_serve_drains_and_keeps_secrets_out_of_its_log() -> None:
     engine = FakeEngine("d0", always="gate")
     server = Server(engine)
-    code = f"from kvferry.router.serve import serve; serve([], [{server.url!r}], port=0)"
+    code = f"from kvferry.router.app import serve; serve([], [{server.url!r}], port=0)"
     router = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     try:
         assert router.stderr is not None

@@ -10,11 +10,17 @@ import pytest
 
 import host_device
 from host_device import HostDevice
-from kvferry.transport import MemoryRegion, staging_lanes
-from kvferry.transport.cuda_driver import CudaError
-from kvferry.transport.cuda_lane import LEAST_SLOT_NUMBERS, Lane, _Slot
-from kvferry.transport.staging import DeviceMemory
-from kvferry.transport.staging_lane import CHUNK_BYTES, PIECE_BYTES, RING_CHUNKS, StagingLane
+from kvferry.carriers import MemoryRegion
+from kvferry.carriers.cuda import staging
+from kvferry.carriers.cuda.buffers import LEAST_SLOT_NUMBERS, StreamBuffers, _Slot
+from kvferry.carriers.cuda.driver import CudaError
+from kvferry.carriers.cuda.staging import (
+    CHUNK_BYTES,
+    PIECE_BYTES,
+    RING_CHUNKS,
+    DeviceMemory,
+    StagingLane,
+)
 from waiting import require_for, wait_until
 
 WIDE_BYTES = 2 * PIECE_BYTES + RING_CHUNKS * CHUNK_BYTES
@@ -73,7 +79,7 @@ def test_a_lane_without_all_of_its_events_leaves_none(
 
     monkeypatch.setattr(host_device.Handle, "__init__", some)
     with pytest.raises(CudaError):
-        Lane(on)  # type: ignore[arg-type]
+        StreamBuffers(on)  # type: ignore[arg-type]
     assert not host_device.made
 
 
@@ -86,8 +92,8 @@ def test_lanes_are_bounded_and_nobody_waits_for_ever(
     on: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All lanes are held by senders whose peers do not take anything; more come and go through."""
-    monkeypatch.setattr(staging_lanes, "MOST_LANES", 2)
-    monkeypatch.setattr(staging_lanes, "NARROW_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(staging, "MOST_LANES", 2)
+    monkeypatch.setattr(staging, "NARROW_AFTER_SECONDS", 0.05)
     data, memory = memory_of(1)
     address, length = data.ctypes.data + np.arange(0, SIZE, 3000), np.full(SIZE // 3000 + 1, 3000)
     length[-1] = SIZE % 3000
@@ -104,7 +110,7 @@ def test_lanes_are_bounded_and_nobody_waits_for_ever(
     for chunks in held:
         chunks.close()
     assert sum(m.nbytes for m in on.live.values()) < 3 * WIDE_BYTES  # narrow ones are gone
-    monkeypatch.setattr(staging_lanes, "NARROW_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(staging, "NARROW_AFTER_SECONDS", 0.0)
     wide = memory.outgoing(address, length)
     assert len(next(wide)) == SIZE  # an idle one: else it would be narrow
     wide.close()
@@ -114,8 +120,8 @@ def test_lanes_are_bounded_and_nobody_waits_for_ever(
 def test_one_that_comes_back_in_time_is_taken(
     on: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging_lanes, "MOST_LANES", 1)
-    monkeypatch.setattr(staging_lanes, "NARROW_AFTER_SECONDS", 30.0)
+    monkeypatch.setattr(staging, "MOST_LANES", 1)
+    monkeypatch.setattr(staging, "NARROW_AFTER_SECONDS", 30.0)
     data, memory = memory_of(2)
     runs = np.asarray([data.ctypes.data]), np.asarray([SIZE])
     held = memory.outgoing(*runs)
@@ -133,7 +139,7 @@ def test_one_that_comes_back_in_time_is_taken(
 def test_a_lane_that_was_made_in_vain_is_not_counted(
     on: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging_lanes, "MOST_LANES", 1)
+    monkeypatch.setattr(staging, "MOST_LANES", 1)
     data, memory = memory_of(3)
     runs = np.asarray([data.ctypes.data]), np.asarray([SIZE])
     room, on.room = on.room, 0
@@ -148,8 +154,8 @@ def test_a_lane_that_was_made_in_vain_is_not_counted(
 
 
 def test_idle_lanes_beyond_a_few_are_freed(on: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_lanes, "KEPT_LANES", 1)
-    monkeypatch.setattr(staging_lanes, "LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(staging, "KEPT_LANES", 1)
+    monkeypatch.setattr(staging, "LINGER_SECONDS", 0.2)
     data, memory = memory_of(4)
     runs = np.asarray([data.ctypes.data]), np.asarray([SIZE])
     held = [memory.outgoing(*runs) for _ in range(4)]

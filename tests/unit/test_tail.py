@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.shape import EngineShape
-from kvferry.plan.tail import padded_tokens
+from kvferry.plan.pieces import padded_tokens
 
 KV = tuple(Component(name, 4, (8,), 2) for name in "kv")
 FULL = CacheModel("full", (Group("full", (0, 1), KV),))

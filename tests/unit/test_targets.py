@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvferry.errors import Cancelled, DeadlineExceeded
-from kvferry.p2p import targets
-from kvferry.p2p.targets import Target, Unreachable
-from kvferry.p2p.watch import Watch
-from kvferry.wire.messages import EngineInfo, RankInfo
+from kvferry.handover import push
+from kvferry.handover.deadline import Deadline
+from kvferry.handover.push import CannotWrite, Target
+from kvferry.net.messages import EngineInfo, RankInfo
 
 SECONDS = 10.0
 
@@ -47,8 +47,8 @@ def target() -> Target:
     )
 
 
-def soon(seconds: float = SECONDS) -> Watch:
-    return Watch(time.monotonic() + seconds)
+def soon(seconds: float = SECONDS) -> Deadline:
+    return Deadline(time.monotonic() + seconds)
 
 
 def took(action: Callable[[], Any]) -> float:
@@ -79,14 +79,14 @@ def test_time_is_left_for_reading(left: float, most: float) -> None:
 
 
 def test_a_failure_is_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(push, "CONNECT_SECONDS", 0.2)
     line: Any = Line()
     to = target()
     for _ in range(3):
-        with pytest.raises(Unreachable, match="it says nothing"):
+        with pytest.raises(CannotWrite, match="it says nothing"):
             to.peer(line, soon(0.8))
     assert len(line.patience) == 1
-    monkeypatch.setattr(targets, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(push, "RETRY_SECONDS", 0.0)
     line.answers.set()
     assert to.peer(line, soon()) == "peer 2 at there"
 
@@ -101,7 +101,7 @@ def test_one_in_haste_does_not_speak_for_others() -> None:
         patient = threading.Timer(0.3, line.answers.set)
         patient.start()
         assert to.peer(line, soon()) == "peer 2 at there"
-        with pytest.raises(Unreachable):
+        with pytest.raises(CannotWrite):
             hasty.result(SECONDS)
         patient.join()
 
@@ -112,7 +112,7 @@ def test_those_that_wait_have_their_own_time_and_can_be_given_up() -> None:
     with ThreadPoolExecutor(2) as threads:
         maker = threads.submit(to.peer, line, soon(4 * SECONDS))
         assert line.asked.acquire(timeout=SECONDS)
-        with pytest.raises(Unreachable, match="yet"):
+        with pytest.raises(CannotWrite, match="yet"):
             to.peer(line, soon(0.4))
         watch = soon()
         waiter = threads.submit(to.peer, line, watch)

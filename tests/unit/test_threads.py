@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
+from kvferry.carriers.host import HostMemory
 from kvferry.errors import Cancelled, HandoverError
-from kvferry.p2p.checksum import Summing
-from kvferry.p2p.threads import Threads
-from kvferry.transport.host import HostMemory
+from kvferry.handover.checksum import Summing
+from kvferry.workers import Threads
 from no_threads import no_threads
 from waiting import wait_until
 
@@ -19,8 +19,8 @@ SECONDS = 10.0
 
 STUCK = """
 import contextlib, time
-from kvferry.p2p.threads import Threads
-from kvferry.p2p.transfers import end_for_good
+from kvferry.workers import Threads
+from kvferry.handover.deadline import end_for_good
 threads = Threads("stuck", 4)
 threads.submit(lambda: end_for_good(lambda: time.sleep(0.05), contextlib.nullcontext))
 time.sleep(0.1)

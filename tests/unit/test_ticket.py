@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import ProtocolError
-from kvferry.p2p.ticket import MARK, Ticket, prompt_digest
+from kvferry.handover.ticket import MARK, Ticket, prompt_digest
 
 TICKET = Ticket(
     engine_id="prefill-0",

@@ -12,14 +12,9 @@ import pytest
 
 from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout, bind, plan_pair
 from kvferry.errors import DescriptionError, IncompatibleError, KvferryError, ProtocolError
+from kvferry.handover.describe import engine_info, rank_info, read_layout, read_shape
 from kvferry.layout.presets import load_model
-from kvferry.p2p.describe import engine_info, rank_info, read_layout, read_shape
-from kvferry.plan.runs import refine
-from kvferry.plan.serial import digest
-from kvferry.topology import TransferTopology
-from kvferry.verify.execute import build_model, build_shape
-from kvferry.verify.generate import generate
-from kvferry.wire.messages import (
+from kvferry.net.messages import (
     Claimed,
     PartInfo,
     RankInfo,
@@ -29,6 +24,11 @@ from kvferry.wire.messages import (
     pack_tables,
     read_tables,
 )
+from kvferry.plan.pieces import refine
+from kvferry.plan.report import digest
+from kvferry.topology import TransferTopology
+from kvferry.verify.generate import generate
+from kvferry.verify.sweep import build_model, build_shape
 
 MODEL = load_model("llama-3.1-8b")
 SRC, DST = EngineShape(tp=2), EngineShape(tp=1)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvferry.p2p.watch import Clock
+from kvferry.handover.deadline import Clock
 from waiting import wait_until
 
 

@@ -12,9 +12,7 @@ import msgspec
 import pytest
 
 from kvferry.errors import IncompatibleError, KvferryError, ProtocolError
-from kvferry.layout import CacheModel, EngineShape, Rank, RankLayout
-from kvferry.layout.presets import load_model
-from kvferry.p2p.describe import (
+from kvferry.handover.describe import (
     engine_info,
     rank_info,
     read_layout,
@@ -22,10 +20,10 @@ from kvferry.p2p.describe import (
     read_shape,
     require_same_meaning,
 )
-from kvferry.plan import plan_pair
-from kvferry.plan.serial import digest
-from kvferry.wire import messages
-from kvferry.wire.messages import (
+from kvferry.layout import CacheModel, EngineShape, Rank, RankLayout
+from kvferry.layout.presets import load_model
+from kvferry.net import messages
+from kvferry.net.messages import (
     MAX_REPLY_BYTES,
     MAX_REQUEST_BYTES,
     VERSION,
@@ -58,6 +56,8 @@ from kvferry.wire.messages import (
     pack_tables,
     read_id,
 )
+from kvferry.plan import plan_pair
+from kvferry.plan.report import digest
 
 READER = Reader("d", "x", 1, 2)
 TABLES = pack_tables([[1], []])
@@ -341,7 +341,7 @@ def test_many_threads_may_be_the_first_to_read_a_shape() -> None:
 import sys, threading
 sys.setswitchinterval(1e-6)
 from kvferry.layout.shape import EngineShape
-from kvferry.p2p.describe import engine_info, read_shape
+from kvferry.handover.describe import engine_info, read_shape
 from kvferry.layout.presets import load_model
 info = engine_info("p", "i", load_model("llama-3.1-8b"), EngineShape(tp=2), {})
 start = threading.Barrier(32)

@@ -23,16 +23,24 @@ with warnings.catch_warnings():  # torch warns of itself
     import kvferry.vllm  # noqa: F401
 
 from kvferry.errors import AuthenticationError, HandoverError, ProtocolError
-from kvferry.p2p.ticket import MARK, Ticket
-from kvferry.vllm.asking import Asking
-from kvferry.vllm.bootstrap import MAC, Bootstrap, Whereabouts, query, register
+from kvferry.handover.ticket import MARK, Ticket
+from kvferry.net.rpc import Sockets
+from kvferry.vllm.bootstrap import (
+    MAC,
+    Bootstrap,
+    BootstrapPlace,
+    Rendezvous,
+    Whereabouts,
+    derived_hold,
+    query,
+    register,
+    transfer_name,
+)
 from kvferry.vllm.config import FerryConfig
+from kvferry.vllm.consuming import Consuming
 from kvferry.vllm.metadata import FerryMetadata
-from kvferry.vllm.offering import request_digest
-from kvferry.vllm.prefill import HandedOver
-from kvferry.vllm.rendezvous import Place, Rendezvous, derived_hold, transfer_name
-from kvferry.vllm.stats import FerryStats, Here
-from kvferry.wire.sockets import Sockets
+from kvferry.vllm.metrics import FerryStats, Here
+from kvferry.vllm.producing import PrefillCut, request_digest
 from vllm_pairs import mooncake_decode, reaches
 
 TOKENS = 40
@@ -62,8 +70,8 @@ class Engine:
         self.orders, self.sockets = FerryMetadata(), Sockets()
         self.rendezvous = Rendezvous(config, self.sockets)
         spans: Any = SimpleNamespace(begin=lambda *_, **__: None, end=lambda *_: None)
-        told_of = (HandedOver(), lambda: self.orders, FerryStats(), spans)
-        self.asking = Asking(config, "mooncake", self.rendezvous, *told_of)
+        told_of = (PrefillCut(), lambda: self.orders, FerryStats(), spans)
+        self.asking = Consuming(config, "mooncake", self.rendezvous, *told_of)
 
     @cached_property
     def bootstrap(self) -> Bootstrap:
@@ -159,7 +167,7 @@ def test_a_thread_that_cannot_start(engine: Engine, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(HandoverError, match="cannot be asked"):
-            engine.rendezvous.find(Place("e", "127.0.0.1:1", True))
+            engine.rendezvous.find(BootstrapPlace("e", "127.0.0.1:1", True))
         engine.asking.arrived(asked)
         assert engine.asking.matched(asked, 0) == (0, False)
     later = engine.request()
@@ -364,7 +372,7 @@ class TestNames:
         monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **_: looked_up.append(a))
         sockets = Sockets(SECRET)
         rendezvous = Rendezvous(FerryConfig(secret=SECRET, peers=("p.example",)), sockets)
-        place = Place("e", "q.example:8998", bootstrap)
+        place = BootstrapPlace("e", "q.example:8998", bootstrap)
         try:
             with pytest.raises(AuthenticationError, match="peers"):
                 reaches(lambda: rendezvous.find(place), 1)

@@ -21,18 +21,18 @@ from kvferry.topology import EngineTransferInfo, TransferTopology
 torch = pytest.importorskip("torch", reason="this tier runs in the environment with vLLM")
 utils = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.utils")
 
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import (  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import (
     mooncake_connector as mooncake,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import (  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import (
     compute_tp_mapping,
 )
-from vllm.v1.kv_cache_interface import (  # noqa: E402
+from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MambaSpec,
     compute_layout_strides,
 )
-from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 HEADS = (1, 2, 4, 8, 12, 24)

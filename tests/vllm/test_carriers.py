@@ -43,10 +43,11 @@ from test_conformance import (  # noqa: F401, the tests and their fixtures
 )
 from test_short_runs import test_token_major_caches_are_handed_over as token_major_caches
 
+from kvferry.carriers import MemoryRegion
+from kvferry.carriers.base import RegionTable
+from kvferry.carriers.library import mooncake
+from kvferry.carriers.library.shared import LibraryEndpoint
 from kvferry.demo.run import run_demo
-from kvferry.transport import MemoryRegion, mooncake, mooncake_engine
-from kvferry.transport.foreign_peer import ForeignEndpoint
-from kvferry.transport.regions import RegionTable
 
 LIBRARIES = {"mooncake": "mooncake.engine", "nixl": "nixl._api"}
 
@@ -220,7 +221,7 @@ def test_mooncake_by_tcp_says_so_to_its_library(
             return -202
 
     monkeypatch.setattr(mooncake, "engine_class", lambda: Engine)
-    monkeypatch.setattr(mooncake_engine, "DEVICES", tmp_path)
+    monkeypatch.setattr(mooncake, "DEVICES", tmp_path)
     with pytest.raises(suite.TransferError, match="code -202, a context of a device"):
         suite.make_carrier("mooncake")
     assert "MC_FORCE_TCP" in seen and "MC_FORCE_TCP" not in os.environ
@@ -294,7 +295,7 @@ def test_no_endpoint_has_a_library_reach_its_own_process_or_any_host(name: str) 
     try:
         cache = np.zeros(4096, dtype=np.uint8)
         victim.register([MemoryRegion(cache.ctypes.data, cache.nbytes)])
-        own = ForeignEndpoint.decode(victim.endpoint(), name)
+        own = LibraryEndpoint.decode(victim.endpoint(), name)
         for lie, words in (
             ({"regions": [(private.ctypes.data, private.nbytes)]}, "this very process"),
             ({"host": "127.0.0.2", "address": b"127.0.0.2:9"}, "`peers`"),
@@ -302,7 +303,7 @@ def test_no_endpoint_has_a_library_reach_its_own_process_or_any_host(name: str) 
             with pytest.raises(suite.KvferryError, match=words):
                 victim.connect(msgspec.msgpack.encode(msgspec.structs.replace(own, **lie)), soon(5))
         with owner(kind_of(name)) as peer:
-            found = ForeignEndpoint.decode(peer.endpoint, name)
+            found = LibraryEndpoint.decode(peer.endpoint, name)
             if name == "mooncake":
                 lie = msgspec.msgpack.encode(msgspec.structs.replace(found, address=b"127.0.0.3:9"))
                 with pytest.raises(suite.KvferryError, match=r"names '127.0.0.3:9'"):

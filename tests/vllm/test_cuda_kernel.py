@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from kvferry.transport.cuda_kernels import TUNING, Form, compile_form
+from kvferry.carriers.cuda.kernels import TUNING, Form, compile_form
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

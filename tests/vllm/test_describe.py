@@ -21,8 +21,8 @@ torch = pytest.importorskip("torch", reason="this tier runs in the environment w
 kv = pytest.importorskip("vllm.v1.kv_cache_interface")
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base")
 
-from kvferry.vllm.prefill import HandedOver  # noqa: E402
-from workers import Worker  # noqa: E402
+from kvferry.vllm.producing import PrefillCut
+from workers import Worker
 
 
 @pytest.fixture(autouse=True)
@@ -81,14 +81,14 @@ def test_states_that_are_not_as_configured_are_refused() -> None:
 
 def test_states_hand_over_one_block_and_stop_short() -> None:
     worker = Worker(golden("granite-hybrid-tp1"), Rank(0, 0))
-    facts = HandedOver.of(worker.vllm_config, worker.kv_cache_config)
+    facts = PrefillCut.of(worker.vllm_config, worker.kv_cache_config)
     assert facts.held_back == 1 and facts.scratch == (0, 0, 0, None)
     assert facts.tables(([0, 0, 7], [0, 0, 8], [9], [1, 2, 3])) == ((7,), (8,), (9,), (1, 2, 3))
-    speculating = HandedOver(1, (2, None))  # the last two blocks are for trying things out
+    speculating = PrefillCut(1, (2, None))  # the last two blocks are for trying things out
     assert speculating.tables(([0, 5, 6, 7], [1, 2])) == ((5,), (1, 2))
     assert speculating.tables(([5], [1])) == ((5,), (1,))
     assert facts.reaches_too_far(10, 10) and not facts.reaches_too_far(9, 10)
-    plain = HandedOver.of(*[getattr(Worker(golden("llama-tp1"), Rank(0, 0)), a) for a in CONFIGS])
+    plain = PrefillCut.of(*[getattr(Worker(golden("llama-tp1"), Rank(0, 0)), a) for a in CONFIGS])
     assert plain.held_back == 0 and plain.tables(([1, 2],)) == ((1, 2),)
 
 
@@ -96,20 +96,20 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request, RequestStatus
 
-    from kvferry.p2p.ticket import Ticket
-    from kvferry.vllm.asking import _unfit
+    from kvferry.handover.ticket import Ticket
     from kvferry.vllm.config import FerryConfig
+    from kvferry.vllm.consuming import _unfit
     from kvferry.vllm.metadata import FerryMetadata
-    from kvferry.vllm.offering import Offering, request_digest
-    from kvferry.vllm.stats import FerryStats
+    from kvferry.vllm.metrics import FerryStats
+    from kvferry.vllm.producing import Producing, request_digest
 
     def request(tokens: int, **params: Any) -> Request:
         made = Request("r", list(range(3, 3 + tokens)), SamplingParams(max_tokens=9), None)
         made.kv_transfer_params = params
         return made
 
-    facts, orders = HandedOver(1, (0, None)), FerryMetadata()
-    offering = Offering(
+    facts, orders = PrefillCut(1, (0, None)), FerryMetadata()
+    offering = Producing(
         FerryConfig(),
         "p",
         "first",

@@ -15,12 +15,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of vLLM's and torch's imports
     import kvferry.vllm  # noqa: F401
 
+from kvferry.carriers import MemoryRegion
+from kvferry.carriers.host import HostMemory
 from kvferry.errors import TransferError
-from kvferry.transport import MemoryRegion
-from kvferry.transport.host import HostMemory
-from kvferry.vllm import device
+from kvferry.vllm import worker
 from kvferry.vllm.config import FerryConfig
-from kvferry.vllm.device import cache_carriers
+from kvferry.vllm.worker import cache_carriers
 
 RDMA: dict[str, Any] = {"mooncake": {"protocol": "rdma"}, "nixl": {"backends": ["UCX"]}}
 
@@ -47,7 +47,7 @@ def opened(config: dict[str, Any], number: int | None) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "make_carrier", Scripted)
+    monkeypatch.setattr(worker, "make_carrier", Scripted)
 
 
 def test_what_is_configured_comes_before_tcp_also_on_a_gpu(

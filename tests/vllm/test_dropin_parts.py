@@ -36,9 +36,12 @@ from kvferry.errors import (
     KvferryError,
     ProtocolError,
 )
-from kvferry.p2p.directory import Directory
-from kvferry.p2p.load import Loaded
-from kvferry.p2p.ticket import Ticket
+from kvferry.handover.load import Loaded
+from kvferry.handover.producer import Directory
+from kvferry.handover.ticket import Ticket
+from kvferry.net.keys import Key
+from kvferry.net.messages import EngineInfo
+from kvferry.net.rpc import Sockets
 from kvferry.vllm import (
     FerryConnector,
     MooncakeConnector,
@@ -46,29 +49,28 @@ from kvferry.vllm import (
     NixlPushConnector,
     connector,
 )
-from kvferry.vllm import registration as registration_module
-from kvferry.vllm import rendezvous as rendezvous_module
-from kvferry.vllm.addresses import host_port
+from kvferry.vllm import bootstrap as registration_module
+from kvferry.vllm import bootstrap as rendezvous_module
 from kvferry.vllm.bootstrap import (
     MAC,
     PURPOSE,
     Bootstrap,
+    BootstrapPlace,
+    Registration,
+    Rendezvous,
     Whereabouts,
+    appointment,
+    derived_hold,
     query,
     register,
+    transfer_name,
 )
-from kvferry.vllm.config import FerryConfig
+from kvferry.vllm.config import FerryConfig, host_port
 from kvferry.vllm.metadata import FerryMetadata
+from kvferry.vllm.metrics import FerryStats, as_stats, levels
 from kvferry.vllm.multiconnector import Family, Siblings
-from kvferry.vllm.offering import Offering
 from kvferry.vllm.plugin import NAMES
-from kvferry.vllm.prefill import HandedOver
-from kvferry.vllm.registration import Registration
-from kvferry.vllm.rendezvous import Place, Rendezvous, appointment, derived_hold, transfer_name
-from kvferry.vllm.stats import FerryStats, as_stats, levels
-from kvferry.wire.keys import Key
-from kvferry.wire.messages import EngineInfo
-from kvferry.wire.sockets import Sockets
+from kvferry.vllm.producing import PrefillCut, Producing
 from vllm_engines import free_port
 from vllm_pairs import mooncake_decode, push_decode, reaches
 
@@ -220,9 +222,9 @@ class Spanless:
     def end(self, *_: Any) -> None: ...
 
 
-def offering(style: Any, **config: Any) -> tuple[Offering, FerryMetadata]:
+def offering(style: Any, **config: Any) -> tuple[Producing, FerryMetadata]:
     orders = FerryMetadata()
-    made = Offering(
+    made = Producing(
         FerryConfig(**config),
         "e",
         "i",
@@ -230,7 +232,7 @@ def offering(style: Any, **config: Any) -> tuple[Offering, FerryMetadata]:
         True,
         (1, 1),
         1234,
-        HandedOver(),
+        PrefillCut(),
         lambda: orders,
         FerryStats(),
         Spanless(),  # type: ignore[arg-type]
@@ -238,7 +240,7 @@ def offering(style: Any, **config: Any) -> tuple[Offering, FerryMetadata]:
     return made, orders
 
 
-def ended(made: Offering, request: Any, tables: tuple[list[int], ...]) -> Any:
+def ended(made: Producing, request: Any, tables: tuple[list[int], ...]) -> Any:
     """A request comes, and ends."""
     made.accept(request)
     return made.finished(request, tables)
@@ -301,9 +303,9 @@ class TestAppointments:
 
     def test_places(self) -> None:
         named = appointment(mooncake_decode("x", 8998, "e"), "r", "mooncake")
-        assert named.place == Place("e", "127.0.0.1:8998", True)
+        assert named.place == BootstrapPlace("e", "127.0.0.1:8998", True)
         named = appointment(push_decode("u", "e", 5600), "cmpl-u-0-0123abcd", "push")
-        assert named.place == Place("e", "127.0.0.1:5600", False)
+        assert named.place == BootstrapPlace("e", "127.0.0.1:5600", False)
 
     @pytest.mark.parametrize(
         ("params", "message"),
@@ -350,7 +352,7 @@ def listening(serve: Callable[[socket.socket], object]) -> Iterator[str]:
 
 
 class TestRendezvous:
-    def find(self, rendezvous: Rendezvous, place: Place) -> Whereabouts:
+    def find(self, rendezvous: Rendezvous, place: BootstrapPlace) -> Whereabouts:
         assert reaches(lambda: rendezvous.find(place) is not None, True)
         found = rendezvous.find(place)
         assert found is not None
@@ -361,7 +363,7 @@ class TestRendezvous:
         rendezvous = Rendezvous(FerryConfig(), sockets)
         bootstrap = Bootstrap(None, 0, None)
         bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "i").entry({}))
-        place = Place("e", f"127.0.0.1:{bootstrap.port}", True)
+        place = BootstrapPlace("e", f"127.0.0.1:{bootstrap.port}", True)
         try:
             assert self.find(rendezvous, place) == Whereabouts("e", "127.0.0.1", 77, "i")
             bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "j").entry({}))
@@ -369,7 +371,7 @@ class TestRendezvous:
             rendezvous.forget(place)
             assert self.find(rendezvous, place).incarnation == "j"
             with pytest.raises(ProtocolError, match="restarted"):
-                self.find(rendezvous, Place("other", place.address, True))
+                self.find(rendezvous, BootstrapPlace("other", place.address, True))
         finally:
             rendezvous.close()
             bootstrap.close()
@@ -383,7 +385,7 @@ class TestRendezvous:
         rendezvous = Rendezvous(FerryConfig(bootstrap_seconds=1.0), sockets)
         bootstrap = Bootstrap(None, 0, None)
         bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "i").entry({}))
-        place = Place("e", f"127.0.0.1:{bootstrap.port}", True)
+        place = BootstrapPlace("e", f"127.0.0.1:{bootstrap.port}", True)
         try:
             assert self.find(rendezvous, place).incarnation == "i"
             bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "j").entry({}))
@@ -421,7 +423,7 @@ class TestRendezvous:
         monkeypatch.setattr(rendezvous_module, "query", slow)
         sockets = Sockets()
         rendezvous = Rendezvous(FerryConfig(), sockets)
-        place = Place("e", "127.0.0.1:1", True)
+        place = BootstrapPlace("e", "127.0.0.1:1", True)
         try:
             assert self.find(rendezvous, place).incarnation == "i"  # however long it took
             time.sleep(0.2)
@@ -439,7 +441,7 @@ class TestRendezvous:
         directory = Directory(sockets)
         directory.start()
         rendezvous = Rendezvous(FerryConfig(), sockets)
-        place = Place("e", f"127.0.0.1:{directory.port}", False)
+        place = BootstrapPlace("e", f"127.0.0.1:{directory.port}", False)
         try:
             assert rendezvous.find(place) is None
             rendezvous.introduce(ENGINE)
@@ -467,7 +469,7 @@ class TestRendezvous:
         rendezvous = Rendezvous(config, sockets)
         try:
             with pytest.raises(error):
-                self.find(rendezvous, Place("e", address, True))
+                self.find(rendezvous, BootstrapPlace("e", address, True))
         finally:
             rendezvous.close()
             sockets.close()

@@ -22,18 +22,17 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from kvferry.p2p.ticket import Ticket, prompt_digest
-from kvferry.pool import adapters
-from kvferry.pool.adapters import Adapters
-from kvferry.vllm.asking import Asking
+from kvferry.handover.ticket import Ticket, prompt_digest
+from kvferry.pool import weights
+from kvferry.pool.weights import Adapters
+from kvferry.vllm.bootstrap import derived_hold
 from kvferry.vllm.config import FerryConfig
+from kvferry.vllm.consuming import Consuming
 from kvferry.vllm.metadata import FerryMetadata
-from kvferry.vllm.offering import Offering, adapted, request_digest
-from kvferry.vllm.prefill import HandedOver
+from kvferry.vllm.metrics import FerryStats
+from kvferry.vllm.producing import PrefillCut, Producing, adapted, request_digest
 from kvferry.vllm.prompts import Prompts
-from kvferry.vllm.rendezvous import derived_hold
 from kvferry.vllm.scheduler import FerryScheduler
-from kvferry.vllm.stats import FerryStats
 
 TOKENS = list(range(7, 47))
 NAMED = {"transfer_id": "t", "remote_engine_id": "p", "remote_bootstrap_addr": "http://h:1"}
@@ -63,14 +62,14 @@ class Engine:
         self.adapters = Adapters(settings, "are not handed over")
         self.orders = FerryMetadata()
         spans: Any = Fake(begin=lambda *_, **__: None, end=lambda *_: None)
-        told_of = (HandedOver(), lambda: self.orders, FerryStats(), spans)
-        self.offering = Offering(
+        told_of = (PrefillCut(), lambda: self.orders, FerryStats(), spans)
+        self.offering = Producing(
             FerryConfig(), "p", "i", "mooncake", True, (1, 1), 9, *told_of, adapters=self.adapters
         )
         found: Any = Fake(
             find=lambda _: Fake(engine_id="p", incarnation="i", host="127.0.0.1", port=9)
         )
-        self.asking = Asking(FerryConfig(), "mooncake", found, *told_of, adapters=self.adapters)
+        self.asking = Consuming(FerryConfig(), "mooncake", found, *told_of, adapters=self.adapters)
 
     def accepted(self, asked: Request) -> Request:
         """A prefill that has arrived, and its adapter's files were read."""
@@ -224,8 +223,8 @@ def test_a_decode_engine_waits_for_a_digest_no_longer_than_it_may(
     """And the lease of its ticket is renewed meanwhile."""
     path, hang = folder(tmp_path / "v1"), threading.Event()
     params, decode = made().ticket(path), made()
-    monkeypatch.setattr("kvferry.vllm.asking.ADAPTER_SECONDS", 0.2)
-    monkeypatch.setattr(adapters, "weight_files", lambda _: hang.wait(20))
+    monkeypatch.setattr("kvferry.vllm.consuming.ADAPTER_SECONDS", 0.2)
+    monkeypatch.setattr(weights, "weight_files", lambda _: hang.wait(20))
     begin, asked = time.monotonic(), request(path, **params)
     decode.asking.arrived(asked)
     assert decode.asking.matched(asked, 0) == (None, False)

@@ -19,10 +19,10 @@ with warnings.catch_warnings():  # torch warns of itself
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from kvferry.pool.stats import EVENTS
-from kvferry.vllm.both import BothPromMetrics
-from kvferry.vllm.pool_metadata import PoolStats
-from kvferry.vllm.stats import FerryStats, Here
+from kvferry.pool.orders import EVENTS
+from kvferry.vllm.connector import BothPromMetrics
+from kvferry.vllm.metadata import PoolStats
+from kvferry.vllm.metrics import FerryStats, Here
 from vllm_pairs import OURS
 
 QUARANTINE = "vllm:kvferry_pool_blocks_quarantined"

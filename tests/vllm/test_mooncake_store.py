@@ -16,13 +16,12 @@ import pytest
 
 pytest.importorskip("mooncake.store", reason="this tier runs in the environment with Mooncake")
 
+from kvferry.carriers.base import MemoryRegion
+from kvferry.carriers.host import HostMemory
 from kvferry.errors import StoreError
-from kvferry.pool.checked import CheckedStore
-from kvferry.pool.mooncake import MooncakeStore
-from kvferry.pool.mooncake_config import MooncakeStoreConfig
+from kvferry.pool.mooncake import MooncakeStore, MooncakeStoreConfig
 from kvferry.pool.store import Outcome, Ranges, Slices
-from kvferry.transport.base import MemoryRegion
-from kvferry.transport.host import HostMemory
+from kvferry.pool.wrappers import CheckedStore
 from waiting import wait_until
 
 MIB = 1 << 20
@@ -255,9 +254,9 @@ def test_a_client_that_is_killed_in_a_save(
 import sys, time
 import numpy as np
 from kvferry.pool.mooncake import MooncakeStore
-from kvferry.pool.mooncake_config import MooncakeStoreConfig
+from kvferry.pool.mooncake import MooncakeStoreConfig
 from kvferry.pool.store import Ranges
-from kvferry.transport.base import MemoryRegion
+from kvferry.carriers.base import MemoryRegion
 store = MooncakeStore(MooncakeStoreConfig(
     {store.config.master_server_address!r}, mode="standalone-store", global_segment_size=0,
     local_buffer_size=16 << 20, local_hostname="127.0.0.1"))

@@ -16,11 +16,11 @@ import pytest
 from carrier_peer import copies, soon
 from notes_owner import BYTES
 
+from kvferry.carriers import MemoryRegion, make_carrier
+from kvferry.carriers.base import Arrays
+from kvferry.carriers.library.nixl import MOST_NOTE_BYTES, opened, sealed
+from kvferry.carriers.library.shared import LibraryEndpoint
 from kvferry.errors import OutOfBounds, PeerLost, TransferError
-from kvferry.transport import MemoryRegion, make_carrier
-from kvferry.transport.foreign_peer import ForeignEndpoint
-from kvferry.transport.nixl_notes import MOST_NOTE_BYTES, opened, sealed
-from kvferry.transport.regions import Arrays
 
 RUN_BYTES = 256
 HEAR_SECONDS = 30.0
@@ -121,10 +121,10 @@ def test_strangers_are_not_heard() -> None:
     try:
         for carrier in (owner, peer):
             carrier.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
-        endpoint = ForeignEndpoint.decode(owner.endpoint(), "nixl")
+        endpoint = LibraryEndpoint.decode(owner.endpoint(), "nixl")
         stranger = nixl.nixl_agent("stranger")
         name = stranger.add_remote_agent(endpoint.address)
-        other = ForeignEndpoint.decode(peer.endpoint(), "nixl")
+        other = LibraryEndpoint.decode(peer.endpoint(), "nixl")
         words = (b"hello", b"", sealed(b"to another", other), sealed(b"cut", endpoint)[:-1])
         for word in words:
             stranger.send_notif(name, word)
@@ -146,7 +146,7 @@ def test_strangers_are_not_heard() -> None:
 
 
 def test_a_seal_is_for_one_incarnation() -> None:
-    endpoint = ForeignEndpoint("nixl", "UCX", "", 1, b"t" * 16, b"i" * 16, [], -1, b"")
+    endpoint = LibraryEndpoint("nixl", "UCX", "", 1, b"t" * 16, b"i" * 16, [], -1, b"")
     message = sealed(b"note", endpoint)
     assert opened([message], b"t" * 16, b"i" * 16) == ([b"note"], 0)
     assert opened([message], b"t" * 16, b"j" * 16) == ([], 1)  # restarted

@@ -25,19 +25,18 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 import kvferry.vllm
 from kvferry.errors import DescriptionError
+from kvferry.handover.describe import engine_info, rank_info
 from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, RankLayout
-from kvferry.p2p.describe import engine_info, rank_info
-from kvferry.pool.orders import Loaded, LoadOrder, Saved
-from kvferry.pool.requests import PoolLimits, PoolOrders
+from kvferry.pool.orders import LoadOrder, PoolLoaded, Saved
+from kvferry.pool.scheduler import PoolLimits, PoolOrders
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.connector import HandoverConnector
-from kvferry.vllm.context_parallel import cache_rank, replicas
 from kvferry.vllm.describe import _interior
-from kvferry.vllm.metadata import FerryHandshake
-from kvferry.vllm.pool_config import PoolConfig, parse_bytes
-from kvferry.vllm.pool_metadata import PoolMetadata, PoolReport
-from kvferry.vllm.pool_scheduler import VllmPoolScheduler
-from kvferry.vllm.pool_worker import PoolWorker
+from kvferry.vllm.metadata import FerryHandshake, PoolMetadata, PoolReport
+from kvferry.vllm.model import cache_rank, replicas
+from kvferry.vllm.pool.config import PoolConfig, parse_bytes
+from kvferry.vllm.pool.scheduler import VllmPoolScheduler
+from kvferry.vllm.pool.worker import PoolWorker
 
 BLOCK = 16
 
@@ -262,7 +261,7 @@ def test_an_evicted_block_is_told(
     made: tuple[VllmPoolScheduler, Blocks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store gives up a block that routers were told of: they are told, once."""
-    monkeypatch.setattr("kvferry.pool.watch.PERIOD_SECONDS", 0.0)
+    monkeypatch.setattr("kvferry.pool.lookup.PERIOD_SECONDS", 0.0)
     scheduler, _ = made
     asked = request(40)
     scheduler.on_new_request(asked)
@@ -292,7 +291,7 @@ def test_a_lost_block_is_told(made: tuple[VllmPoolScheduler, Blocks]) -> None:
     scheduler, _ = made
     asked = request(40)
     scheduler.on_new_request(asked)
-    lost = Loaded("r", "one object", bad_from=16, missing=(("all", 16),))
+    lost = PoolLoaded("r", "one object", bad_from=16, missing=(("all", 16),))
     scheduler.reported(PoolReport(loaded=[lost]), ["r"])
     (event,) = scheduler.take_events()
     assert isinstance(event, BlockRemoved)

@@ -18,7 +18,7 @@ pytest.importorskip("kvferry.vllm")
 from vllm.lora.request import LoRARequest
 
 from dir_store import DirStore
-from kvferry.pool import adapters as module
+from kvferry.pool import weights as module
 from vllm_scheduler import SchedulerEngine
 
 PROMPT = [i * 37 % 5000 for i in range(100)]

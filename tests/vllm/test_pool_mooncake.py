@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("mooncake", reason="this tier runs in the environment with Mooncake")
 
 from kvferry.pool.mooncake import MooncakeStore
-from kvferry.pool.requests import PoolLimits
+from kvferry.pool.scheduler import PoolLimits
 from kvferry.verify.case import CaseDict
 from kvferry.verify.oracle import Oracle
 from mooncake_master import Master

@@ -24,8 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from dir_store import DirStore, FaultyStore
 from kvferry.errors import StoreError
-from kvferry.pool.database import ChunkedTokenDatabase
-from kvferry.pool.reader import ReadPlan
+from kvferry.pool.layout_registry import ChunkedTokenDatabase, ReadPlan
 from kvferry.pool.scheduler import PoolScheduler
 from vllm_scheduler import SchedulerEngine
 
@@ -281,7 +280,7 @@ def test_abort_while_a_load_hangs(make: Make, faults: Any, monkeypatch: Any) -> 
     """The store writes late into blocks whose request is long gone: nobody else has them."""
     from vllm.v1.request import RequestStatus
 
-    from kvferry.pool import load as load_module
+    from kvferry.pool import rank as load_module
 
     monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.1)
     first = make()

@@ -19,10 +19,16 @@ with warnings.catch_warnings():  # torch warns of itself
     import kvferry.vllm  # noqa: F401
 
 from kvferry.errors import HandoverError
-from kvferry.vllm.bootstrap import Bootstrap, Whereabouts, query, register
+from kvferry.net.rpc import Sockets
+from kvferry.vllm.bootstrap import (
+    Bootstrap,
+    BootstrapPlace,
+    Rendezvous,
+    Whereabouts,
+    query,
+    register,
+)
 from kvferry.vllm.config import FerryConfig
-from kvferry.vllm.rendezvous import Place, Rendezvous
-from kvferry.wire.sockets import Sockets
 from vllm_pairs import reaches
 
 LOOPBACK = "127.0.0.1"
@@ -49,16 +55,18 @@ def test_silent_bootstraps_hold_up_no_question(bootstrap: Bootstrap, count: int)
             stack.enter_context(socket.create_server((LOOPBACK, 0))).getsockname()[1]
             for _ in range(count)
         ]
-        places = [Place("e", f"{LOOPBACK}:{port}", True) for port in silent for _ in range(3)]
+        places = [
+            BootstrapPlace("e", f"{LOOPBACK}:{port}", True) for port in silent for _ in range(3)
+        ]
         assert all(rendezvous.find(place) is None for place in places)
         questions = [rendezvous._asked[place].answer for place in places]
-        good = Place("e", f"{LOOPBACK}:{bootstrap.port}", True)
+        good = BootstrapPlace("e", f"{LOOPBACK}:{bootstrap.port}", True)
         assert reaches(lambda: rendezvous.find(good) is not None, True)
         assert not questions[0].done()  # it has the longest patience, and nobody waited for it
         with pytest.raises(HandoverError, match="does not answer"):
             questions[0].result(30)
         with pytest.raises(HandoverError, match="not asked again"):  # nor for another engine
-            rendezvous.find(Place("other", places[0].address, True))
+            rendezvous.find(BootstrapPlace("other", places[0].address, True))
 
 
 def trickle(port: int, count: int) -> list[socket.socket]:
@@ -89,9 +97,9 @@ def test_what_trickles_is_hung_up_on_in_the_end(
     bootstrap: Bootstrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However often a byte comes: the deadline is the whole request's."""
-    from kvferry.p2p import http_server
+    from kvferry.net import http
 
-    monkeypatch.setattr(http_server, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(http, "REQUEST_SECONDS", 0.5)
     (stranger,) = trickle(bootstrap.port, 1)
     with stranger:
         until = time.monotonic() + 30

@@ -19,9 +19,8 @@ with warnings.catch_warnings():  # torch warns of itself
 from ipv6 import has_ipv6
 from kvferry.errors import DescriptionError, HandoverError
 from kvferry.vllm.bootstrap import Bootstrap, Whereabouts, query
-from kvferry.vllm.config import FerryConfig
-from kvferry.vllm.pool_config import PoolConfig
-from kvferry.vllm.settings import Port, read_keys, rules
+from kvferry.vllm.config import FerryConfig, Port, read_keys, rules
+from kvferry.vllm.pool.config import PoolConfig
 
 NAN, INFINITE = math.nan, math.inf
 Z = "fe80::1%eth0"  # an address with a zone

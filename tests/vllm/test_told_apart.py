@@ -48,25 +48,37 @@ with warnings.catch_warnings():  # torch warns of itself
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from kvferry.p2p.describe import engine_info, rank_info  # noqa: E402
-from kvferry.p2p.ticket import Ticket  # noqa: E402
-from kvferry.pool.adapters import Adapters  # noqa: E402
-from kvferry.pool.orders import SaveOrder  # noqa: E402
-from kvferry.pool.requests import PoolLimits  # noqa: E402
-from kvferry.vllm import prompts  # noqa: E402
-from kvferry.vllm.asking import Asking  # noqa: E402
-from kvferry.vllm.config import FerryConfig  # noqa: E402
-from kvferry.vllm.meaning import meaning  # noqa: E402
-from kvferry.vllm.metadata import FerryHandshake, FerryMetadata  # noqa: E402
-from kvferry.vllm.offering import Offering, request_digest  # noqa: E402
-from kvferry.vllm.pool_config import PoolConfig  # noqa: E402
-from kvferry.vllm.pool_scheduler import VllmPoolScheduler  # noqa: E402
-from kvferry.vllm.prefill import HandedOver  # noqa: E402
-from kvferry.vllm.prompts import Prompts, content  # noqa: E402
-from kvferry.vllm.rendezvous import derived_hold  # noqa: E402
-from kvferry.vllm.scheduler import FerryScheduler  # noqa: E402
-from kvferry.vllm.stats import FerryStats  # noqa: E402
-from workers import Worker  # noqa: E402
+from kvferry.handover.describe import (
+    engine_info,
+    rank_info,
+)
+from kvferry.handover.ticket import Ticket
+from kvferry.pool.orders import SaveOrder
+from kvferry.pool.scheduler import PoolLimits
+from kvferry.pool.weights import Adapters
+from kvferry.vllm import prompts
+from kvferry.vllm.bootstrap import derived_hold
+from kvferry.vllm.config import FerryConfig
+from kvferry.vllm.consuming import Consuming
+from kvferry.vllm.meaning import meaning
+from kvferry.vllm.metadata import (
+    FerryHandshake,
+    FerryMetadata,
+)
+from kvferry.vllm.metrics import FerryStats
+from kvferry.vllm.pool.config import PoolConfig
+from kvferry.vllm.pool.scheduler import VllmPoolScheduler
+from kvferry.vllm.producing import (
+    PrefillCut,
+    Producing,
+    request_digest,
+)
+from kvferry.vllm.prompts import (
+    Prompts,
+    content,
+)
+from kvferry.vllm.scheduler import FerryScheduler
+from workers import Worker
 
 ORIGINAL = 64  # tokens that the model was trained on first
 
@@ -333,12 +345,12 @@ class Ends:
         prompts = Prompts.of(engine_config())
         spans: Any = Fake(begin=lambda *_, **__: None)
         self.orders = FerryMetadata()
-        told_of = (HandedOver(), lambda: self.orders, FerryStats(), spans)
-        self.offering = Offering(
+        told_of = (PrefillCut(), lambda: self.orders, FerryStats(), spans)
+        self.offering = Producing(
             FerryConfig(), "e", "i", "mooncake", True, (1, 1), 1234, *told_of, prompts=prompts
         )
         found: Any = Fake(find=lambda _: Fake(engine_id="e", incarnation="i", host="h", port=1))
-        self.asking = Asking(FerryConfig(), "mooncake", found, *told_of, prompts=prompts)
+        self.asking = Consuming(FerryConfig(), "mooncake", found, *told_of, prompts=prompts)
 
 
 class TestHandover:

@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from kvferry.layout.model import CacheModel
-from kvferry.layout.parts import Ints
+from kvferry.layout.placement import Ints, RankLayout
 from kvferry.layout.presets import load_model
-from kvferry.layout.rank import RankLayout
 from kvferry.layout.shape import EngineShape
 from kvferry.plan import Bound, Copies, EdgePlan, bind, plan_pair
 

@@ -39,12 +39,11 @@ from typing import IO, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.carriers.auto import make_carrier
+from kvferry.carriers.base import Arrays, Ints, MemoryRegion
+from kvferry.carriers.library import mooncake, nixl, shared
+from kvferry.carriers.library.shared import batches
 from kvferry.errors import TransferError
-from kvferry.transport import foreign_library, mooncake, mooncake_engine, nixl, nixl_agent
-from kvferry.transport.base import Ints, MemoryRegion
-from kvferry.transport.foreign_peer import batches
-from kvferry.transport.regions import Arrays
-from kvferry.transport.registry import make_carrier
 from kvferry.units import show_bytes
 
 KIB = 1 << 10
@@ -520,9 +519,9 @@ def _why_not_installed() -> dict[str, str]:
         reasons[name] = ""
         try:
             if "mooncake" in name:
-                mooncake_engine.engine_class()
+                mooncake.engine_class()
             if "nixl" in name:
-                nixl_agent.api()
+                nixl.api()
         except TransferError as error:
             reasons[name] = str(error)
     return reasons
@@ -532,7 +531,7 @@ def _why_not_installed() -> dict[str, str]:
 def quiet_libraries() -> Iterator[None]:
     """The libraries log every connection unless told otherwise before they are loaded."""
     ours = {name: value for name, value in QUIET.items() if name not in os.environ}
-    with foreign_library.environment(ours):
+    with shared.environment(ours):
         yield
 
 
@@ -709,7 +708,7 @@ class RawMooncake:
     """Mooncake's engine: one blocking call after another."""
 
     def __init__(self, memory: Bytes) -> None:
-        self._engine = mooncake_engine.engine_class()()
+        self._engine = mooncake.engine_class()()
         if self._engine.initialize(LOOPBACK, "P2PHANDSHAKE", "tcp", "") != 0:
             raise TransferError("Mooncake's engine does not start")
         self._memory = memory.ctypes.data
@@ -735,12 +734,12 @@ class RawNixl:
     """A NIXL agent with UCX: a request for each batch, asked about until it is done."""
 
     def __init__(self, memory: Bytes) -> None:
-        api = nixl_agent.api()
+        api = nixl.api()
         config = api.nixl_agent_config(backends=["UCX"])
-        with nixl_agent.ucx_settings(loopback=True):
+        with nixl.ucx_settings(loopback=True):
             self._agent = api.nixl_agent(f"raw-{os.getpid()}", config)
         self._registered = self._agent.register_memory(
-            [(memory.ctypes.data, memory.nbytes, 0, "")], mem_type=nixl_agent.MEMORY
+            [(memory.ctypes.data, memory.nbytes, 0, "")], mem_type=nixl.MEMORY
         )
         self._peer: Any = None
 
@@ -781,7 +780,7 @@ def nixl_calls(agent: Any, peer: Any, op: str, copies: Arrays) -> Callable[[], N
     def go() -> None:
         for part in parts:
             local, remote = (
-                agent.get_xfer_descs(nixl_agent.rows(side, part.length), mem_type=nixl_agent.MEMORY)
+                agent.get_xfer_descs(nixl.rows(side, part.length), mem_type=nixl.MEMORY)
                 for side in _sides(op, part)
             )
             handle = agent.initialize_xfer(op.upper(), local, remote, peer)

@@ -49,7 +49,7 @@ def libraries_to_stderr() -> Iterator[None]:
 
 
 def keep_page(path: Path, page: str, what: str) -> None:
-    from kvferry.cli.picture import write_page
+    from kvferry.cli.plan import write_page
 
     with refusals():
         write_page(path, page, what)

@@ -12,13 +12,7 @@ from rich.console import Console
 from kvferry import __version__
 from kvferry.cli import pool
 from kvferry.cli.bench import bench
-from kvferry.cli.console import (
-    Html,
-    Json,
-    keep_page,
-    print_json,
-    refusals,
-)
+from kvferry.cli.console import Html, Json, keep_page, print_json, refusals
 from kvferry.errors import DescriptionError
 from kvferry.layout.shape import EngineShape
 
@@ -99,7 +93,7 @@ def plan(
     else:
         print_plan(Console(), result, speed)
     if html is not None:
-        from kvferry.cli.picture import plan_page
+        from kvferry.cli.plan import plan_page
 
         keep_page(html, plan_page(result, speed), "picture")
 
@@ -179,8 +173,8 @@ def router(
     """An OpenAI-compatible front door: prefill on one engine, decode on another."""
     with refusals():
         try:
-            from kvferry.router.config import Limits
-            from kvferry.router.serve import serve
+            from kvferry.router.api import Limits
+            from kvferry.router.app import serve
         except ImportError as error:
             raise DescriptionError(
                 f"the router needs more than the core ({error}); install kvferry[router]"

@@ -17,10 +17,10 @@ from rich.table import Table
 
 from kvferry.cli.console import Json, err, print_json, refusals
 from kvferry.errors import StoreError
-from kvferry.pool.embedded import EmbeddedStore, default_directory
-from kvferry.pool.embedded_disk import DISK_LINK
-from kvferry.pool.embedded_index import peek
-from kvferry.pool.mooncake_config import parse_size
+from kvferry.pool.embedded.disk import DISK_LINK
+from kvferry.pool.embedded.index import peek
+from kvferry.pool.embedded.store import EmbeddedStore, default_directory
+from kvferry.pool.mooncake import parse_size
 from kvferry.units import show_bytes, show_seconds
 
 app = typer.Typer(help="The embedded store of this host.", no_args_is_help=True)

@@ -33,6 +33,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.carriers import Carrier, MemoryRegion, auto, make_carrier
+from kvferry.carriers.host import HostMemory, Memory
 from kvferry.demo.cache import (
     ABSENT,
     CANARY,
@@ -49,21 +51,18 @@ from kvferry.demo.cache import (
 )
 from kvferry.demo.work import DemoRequest, Work
 from kvferry.errors import KvferryError, TransferError
-from kvferry.layout.rank import RankLayout
+from kvferry.handover.consumer import ConsumerRank
+from kvferry.handover.describe import engine_info, rank_info
+from kvferry.handover.holds import Closed
+from kvferry.handover.load import Load
+from kvferry.handover.producer import ProducerRank
+from kvferry.handover.stats import ConsumerStats
+from kvferry.handover.ticket import Ticket
+from kvferry.handover.wakeup import Wakeup
+from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import Rank, Span
-from kvferry.p2p.bell import Bell
-from kvferry.p2p.consumer import ConsumerRank
-from kvferry.p2p.describe import engine_info, rank_info
-from kvferry.p2p.holds import Closed
-from kvferry.p2p.load import Load
-from kvferry.p2p.producer import ProducerRank
-from kvferry.p2p.stats import ConsumerStats
-from kvferry.p2p.ticket import Ticket
-from kvferry.transport import Carrier, MemoryRegion, auto, make_carrier
-from kvferry.transport.host import HostMemory
-from kvferry.transport.memory import Memory
-from kvferry.wire.messages import EngineInfo, RankInfo
-from kvferry.wire.sockets import Sockets
+from kvferry.net.messages import EngineInfo, RankInfo
+from kvferry.net.rpc import Sockets
 
 LOOPBACK = "127.0.0.1"
 ON_GPU = "cuda"  # the carrier that moves nothing but a GPU's memory
@@ -125,8 +124,8 @@ class RankMemory:
         self._on_gpu = on_gpu
         self.reach: Memory
         if on_gpu:
-            from kvferry.transport.cuda_driver import device
-            from kvferry.transport.staging import DeviceMemory
+            from kvferry.carriers.cuda.driver import device
+            from kvferry.carriers.cuda.staging import DeviceMemory
 
             on = device(0)
             with on.current():
@@ -209,7 +208,7 @@ def open_carriers(transport: str, memory: RankMemory) -> list[Carrier]:
 class PrefillRank(DemoRank):
     def __init__(self, work: Work, rank: Rank, transport: str, report: Report) -> None:
         super().__init__(work, rank, transport, report, producer=True)
-        self.bell = Bell()
+        self.bell = Wakeup()
         self.producer = ProducerRank(
             self.sockets, self.engine.incarnation, lease_seconds=LEASE_SECONDS, bell=self.bell
         )
@@ -259,7 +258,7 @@ class DecodeRank(DemoRank):
         self, work: Work, rank: Rank, transport: str, report: Report, fault: str = ""
     ) -> None:
         super().__init__(work, rank, transport, report, producer=False)
-        self.fault, self.bell = fault, Bell()
+        self.fault, self.bell = fault, Wakeup()
         self.consumer = ConsumerRank(
             self.sockets,
             self.engine,

@@ -8,7 +8,7 @@ which blocks; the prefill engine's directory; and the router, which passes ticke
    rank, and a ticket.
 2. The decode ranks get the tickets, and nothing else. They ask the directory who the ranks are,
    plan for themselves, claim the holds, read each request out of the prefill ranks' memory by a
-   carrier, and say their last word. That is `kvferry.p2p`, as engines use it.
+   carrier, and say their last word. That is `kvferry.handover`, as engines use it.
 3. Every byte that arrived is compared with what it logically is, and every byte that nothing should
    have written with what it was.
 
@@ -29,17 +29,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from kvferry.carriers.auto import AUTO, CARRIERS, select
 from kvferry.demo.rank import LOOPBACK, Checked, Done, Moved, describe_engine, rank_main
 from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, Work, find_model, make_work
 from kvferry.errors import DescriptionError, KvferryError, PermissionDenied, TransferError
+from kvferry.handover.producer import Directory
+from kvferry.handover.ticket import Ticket, prompt_digest
 from kvferry.layout.shape import EngineShape, Rank
-from kvferry.p2p.directory import Directory
-from kvferry.p2p.ticket import Ticket, prompt_digest
-from kvferry.transport.auto import AUTO, select
-from kvferry.transport.registry import CARRIERS
+from kvferry.net.messages import RankInfo
+from kvferry.net.rpc import Sockets
 from kvferry.units import show_bytes
-from kvferry.wire.messages import RankInfo
-from kvferry.wire.sockets import Sockets
 
 METHODS = {"auto": AUTO, "vm": "local"}  # and the carriers that they stand for
 # The null carrier stays in one process.

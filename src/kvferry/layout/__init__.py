@@ -1,8 +1,7 @@
 """Describe: components, groups, shapes, interiors, and where each rank keeps its part."""
 
 from kvferry.layout.model import CacheModel, Component, Group, Residency, require_same_cache
-from kvferry.layout.parts import Part, Placement, Region
-from kvferry.layout.rank import RankLayout
+from kvferry.layout.placement import Part, Placement, RankLayout, Region
 from kvferry.layout.shape import ORDERS, EngineShape, Rank, Span, shard
 
 __all__ = [

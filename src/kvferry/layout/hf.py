@@ -7,12 +7,12 @@ recognised is refused, never guessed: a wrong description would copy wrong bytes
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvferry.errors import DescriptionError
-from kvferry.layout.hf_reader import ELEMENT_BYTES, Config, Reader
-from kvferry.layout.model import CacheModel, Group, Residency
+from kvferry.layout.model import CacheModel, Component, Group, Residency
 
 
 def model_from_config(
@@ -42,7 +42,7 @@ def model_from_config(
         )
     own = str(text.get("dtype") or text.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     conv_dtype = own if state_dtype == "auto" else state_dtype
-    reader = Reader(
+    reader = ConfigReader(
         text,
         cache_dtype=_known_dtype(own if cache_dtype == "auto" else cache_dtype),
         conv_dtype=_known_dtype(conv_dtype),
@@ -86,7 +86,7 @@ def _known_dtype(dtype: str) -> str:
     return dtype
 
 
-def _dense(r: Reader) -> list[Group]:
+def _dense(r: ConfigReader) -> list[Group]:
     """Llama and its like; a sliding window on all, some or no layers."""
     window = r.config.get("sliding_window")
     if r.config.get("use_sliding_window") is False or not window:
@@ -97,7 +97,7 @@ def _dense(r: Reader) -> list[Group]:
     return r.attention("attention", range(first)) + r.window(range(first, r.layers))
 
 
-def _by_layer_types(r: Reader) -> list[Group]:
+def _by_layer_types(r: ConfigReader) -> list[Group]:
     full = r.layers_of("full_attention", "attention")
     sliding = r.layers_of("sliding_attention")
     chunked = r.layers_of("chunked_attention")
@@ -113,7 +113,7 @@ def _by_layer_types(r: Reader) -> list[Group]:
     return groups
 
 
-def _gemma(r: Reader) -> list[Group]:
+def _gemma(r: ConfigReader) -> list[Group]:
     if r.config.get("layer_types"):
         return _by_layer_types(r)
     period = r.positive("sliding_window_pattern", "_sliding_window_pattern", default=6)
@@ -121,13 +121,13 @@ def _gemma(r: Reader) -> list[Group]:
     return r.attention("attention", full) + r.window(sorted({*range(r.layers)} - {*full}))
 
 
-def _gemma2(r: Reader) -> list[Group]:
+def _gemma2(r: ConfigReader) -> list[Group]:
     if r.config.get("layer_types"):
         return _by_layer_types(r)
     return r.attention("attention", range(1, r.layers, 2)) + r.window(range(0, r.layers, 2))
 
 
-def _llama4(r: Reader) -> list[Group]:
+def _llama4(r: ConfigReader) -> list[Group]:
     if not r.config.get("attention_chunk_size"):
         return r.attention("attention", range(r.layers))
     rope = r.per_layer("no_rope_layers", int) or [int((i + 1) % 4 != 0) for i in range(r.layers)]
@@ -137,11 +137,11 @@ def _llama4(r: Reader) -> list[Group]:
     return r.attention("attention", full) + r.attention("chunk", chunked, span)
 
 
-def _deepseek(r: Reader) -> list[Group]:
+def _deepseek(r: ConfigReader) -> list[Group]:
     return r.latent() + (r.indexer() if r.config.get("index_head_dim") else [])
 
 
-def _bamba(r: Reader) -> list[Group]:
+def _bamba(r: ConfigReader) -> list[Group]:
     attention = r.config.get("attn_layer_indices") or []
     known = range(r.layers)
     if not isinstance(attention, list | tuple) or not all(i in known for i in attention):
@@ -152,11 +152,11 @@ def _bamba(r: Reader) -> list[Group]:
     return _mamba2_hybrid(r, list(attention))
 
 
-def _granite_hybrid(r: Reader) -> list[Group]:
+def _granite_hybrid(r: ConfigReader) -> list[Group]:
     return _mamba2_hybrid(r, r.layers_of("attention", "full_attention"))
 
 
-def _mamba2_hybrid(r: Reader, attention: list[int]) -> list[Group]:
+def _mamba2_hybrid(r: ConfigReader, attention: list[int]) -> list[Group]:
     mamba = sorted({*range(r.layers)} - {*attention})
     heads = r.integer("mamba_n_heads")
     inner = r.integer("mamba_expand", default=2) * r.integer("hidden_size")
@@ -171,7 +171,7 @@ def _mamba2_hybrid(r: Reader, attention: list[int]) -> list[Group]:
     )
 
 
-def _jamba(r: Reader) -> list[Group]:
+def _jamba(r: ConfigReader) -> list[Group]:
     period, offset = r.positive("attn_layer_period"), r.integer("attn_layer_offset")
     attention = [i for i in range(r.layers) if i % period == offset]
     mamba = sorted({*range(r.layers)} - {*attention})
@@ -181,14 +181,14 @@ def _jamba(r: Reader) -> list[Group]:
     )
 
 
-def _mamba(r: Reader) -> list[Group]:
+def _mamba(r: ConfigReader) -> list[Group]:
     inner = r.integer(
         "intermediate_size", default=r.integer("expand", default=2) * r.integer("hidden_size")
     )
     return r.mamba1(range(r.layers), inner, r.integer("state_size"), r.integer("conv_kernel"))
 
 
-def _mamba2(r: Reader) -> list[Group]:
+def _mamba2(r: ConfigReader) -> list[Group]:
     return r.mamba2(
         range(r.layers),
         heads=r.integer("num_heads"),
@@ -199,7 +199,7 @@ def _mamba2(r: Reader) -> list[Group]:
     )
 
 
-def _nemotron_h(r: Reader) -> list[Group]:
+def _nemotron_h(r: ConfigReader) -> list[Group]:
     pattern = str(r.config.get("hybrid_override_pattern", ""))
     return r.attention(
         "attention", [i for i, kind in enumerate(pattern) if kind == "*"]
@@ -213,7 +213,7 @@ def _nemotron_h(r: Reader) -> list[Group]:
     )
 
 
-def _qwen3_next(r: Reader) -> list[Group]:
+def _qwen3_next(r: ConfigReader) -> list[Group]:
     full = r.layers_of("full_attention")
     if not full:
         interval = r.positive("full_attention_interval", default=4)
@@ -226,7 +226,7 @@ DENSE = """
 llama mistral ministral mixtral qwen2 qwen2_moe qwen3 qwen3_moe phi3 glm4 glm4_moe olmo2 granite
 granitemoe ernie4_5 starcoder2 seed_oss minimax_m2
 """
-FAMILIES: dict[str, Callable[[Reader], list[Group]]] = {
+FAMILIES: dict[str, Callable[[ConfigReader], list[Group]]] = {
     **dict.fromkeys(DENSE.split(), _dense),
     **dict.fromkeys(["gpt_oss", "cohere2", "exaone4"], _by_layer_types),
     **dict.fromkeys(["gemma3", "gemma3_text"], _gemma),
@@ -243,3 +243,166 @@ FAMILIES: dict[str, Callable[[Reader], list[Group]]] = {
     "nemotron_h": _nemotron_h,
     **dict.fromkeys(["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"], _qwen3_next),
 }
+
+
+# --------------------------------------------------------------------------------------------------
+# One model configuration, read with care: what is asked for must be there, and possible.
+#
+# Each method that gives groups describes one kind of layer; which kinds a family of architectures
+# has is said in hf.py.
+# --------------------------------------------------------------------------------------------------
+
+Config = Mapping[str, Any]
+MOST_LAYERS = 1 << 16
+
+ELEMENT_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "fp8": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "int8": 1,
+}
+
+
+class ConfigReader:
+    """Reads a configuration; each method describes one kind of layer."""
+
+    def __init__(
+        self, config: Config, *, cache_dtype: str, conv_dtype: str, ssm_dtype: str
+    ) -> None:
+        self.config = config
+        self.cache_dtype = cache_dtype
+        self.conv_dtype = conv_dtype
+        self.ssm_dtype = ssm_dtype
+        self.layers = self.positive("num_hidden_layers", "n_layer", "num_layers")
+        if self.layers > MOST_LAYERS:
+            raise DescriptionError(f"at most {MOST_LAYERS} layers are read, found {self.layers}")
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        for name in names:
+            value = self.config.get(name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+        if default is None:
+            raise DescriptionError(
+                f"the configuration of {self.config.get('model_type')!r} has no {names[0]!r}"
+            )
+        return default
+
+    def positive(self, *names: str, default: int | None = None) -> int:
+        value = self.integer(*names, default=default)
+        if value < 1:
+            raise DescriptionError(
+                f"the configuration of {self.config.get('model_type')!r} must have a {names[0]!r} "
+                f"of at least 1, found {value}"
+            )
+        return value
+
+    def per_layer(self, name: str, kind: type) -> list[Any]:
+        """A list with one value a layer; empty where the configuration has none."""
+        values = self.config.get(name)
+        if values is None or values in ([], ()):
+            return []
+        if (
+            not isinstance(values, list | tuple)
+            or len(values) < self.layers
+            or not all(isinstance(value, kind) for value in values)
+        ):
+            raise DescriptionError(
+                f"{name!r} must have one {kind.__name__} for each of the {self.layers} layers, "
+                f"found {values!r}"
+            )
+        return list(values[: self.layers])
+
+    def component(self, name: str, units: int, *dims: int, **options: Any) -> Component:
+        dtype = options.pop("dtype", self.cache_dtype)
+        return Component(name, units, dims, ELEMENT_BYTES[dtype], content=dtype, **options)
+
+    def conv(self, name: str, units: int, *dims: int, **options: Any) -> Component:
+        """A section of the convolution state: (channels of a unit, rows)."""
+        return self.component(name, units, *dims, dtype=self.conv_dtype, **options)
+
+    @property
+    def head_dim(self) -> int:
+        heads = self.positive("num_attention_heads")
+        return self.integer("head_dim", default=self.integer("hidden_size") // heads)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.integer("num_key_value_heads", default=self.integer("num_attention_heads"))
+
+    def attention(
+        self, name: str, layers: Iterable[int], residency: Residency | None = None
+    ) -> list[Group]:
+        """K and V of some layers; nothing for no layers."""
+        held = tuple(layers)
+        if not held:
+            return []
+        components = tuple(self.component(c, self.kv_heads, self.head_dim) for c in "kv")
+        return [Group(name, held, components, residency or Residency())]
+
+    def window(self, layers: Iterable[int], key: str = "sliding_window") -> list[Group]:
+        return self.attention("window", layers, Residency("window", self.integer(key)))
+
+    def latent(self) -> list[Group]:
+        """MLA: one latent of kv_lora_rank and the shared rope part, replicated over ranks."""
+        width = self.integer("kv_lora_rank") + self.integer("qk_rope_head_dim")
+        component = self.component("latent", 1, width, sharding="replicated")
+        return [Group("mla", tuple(range(self.layers)), (component,))]
+
+    def indexer(self) -> list[Group]:
+        """Sparse attention's index keys: fp8 with one fp32 scale per 128 values, replicated."""
+        width = self.integer("index_head_dim")
+        component = Component(
+            "index", 1, (width + 4 * width // 128,), 1, "replicated", "fp8_with_scale"
+        )
+        return [Group("indexer", tuple(range(self.layers)), (component,), role="indexer")]
+
+    def mamba2(
+        self, layers: Sequence[int], heads: int, head_dim: int, groups: int, state: int, conv: int
+    ) -> list[Group]:
+        """x | B | C convolution sections and the SSM state. One group of B and C is replicated."""
+        shared = "replicated" if groups == 1 else "split"
+        components = (
+            self.conv("conv_x", heads, head_dim, conv - 1),
+            self.conv("conv_B", groups, state, conv - 1, sharding=shared),
+            self.conv("conv_C", groups, state, conv - 1, sharding=shared),
+            self.component("ssm", heads, head_dim, state, dtype=self.ssm_dtype),
+        )
+        return [Group("state", tuple(layers), components, Residency("state"))] if layers else []
+
+    def mamba1(self, layers: Sequence[int], inner: int, state: int, conv: int) -> list[Group]:
+        components = (
+            self.conv("conv_x", inner, 1, conv - 1),
+            self.component("ssm", inner, state, dtype=self.ssm_dtype),
+        )
+        return [Group("state", tuple(layers), components, Residency("state"))] if layers else []
+
+    def delta_net(self, layers: Sequence[int]) -> list[Group]:
+        """Gated delta net: q | k | v convolution sections and one matrix state a value head."""
+        k_heads = self.integer("linear_num_key_heads")
+        v_heads = self.integer("linear_num_value_heads")
+        k_dim = self.integer("linear_key_head_dim")
+        v_dim = self.integer("linear_value_head_dim")
+        rows = self.integer("linear_conv_kernel_dim") - 1
+        components = (
+            self.conv("conv_q", k_heads, k_dim, rows),
+            self.conv("conv_k", k_heads, k_dim, rows),
+            self.conv("conv_v", v_heads, v_dim, rows),
+            self.component("ssm", v_heads, v_dim, k_dim, dtype=self.ssm_dtype),
+        )
+        return [Group("state", tuple(layers), components, Residency("state"))] if layers else []
+
+    def draft(self, groups: Sequence[Group], layers: int) -> Group:
+        """Draft layers that cache what the target's first attention group caches."""
+        like = next((g for g in groups if not g.is_state and g.role == "target"), None)
+        if like is None:
+            raise DescriptionError("a model without attention layers has no draft layers like them")
+        return Group("draft", tuple(range(layers)), like.components, role="draft")
+
+    def layers_of(self, *kinds: str) -> list[int]:
+        """Ordinals whose `layer_types` entry is one of `kinds`."""
+        types = self.per_layer("layer_types", str)
+        return [i for i, kind in enumerate(types) if kind in kinds]

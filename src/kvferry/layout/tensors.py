@@ -16,8 +16,7 @@ import numpy as np
 from kvferry.errors import DescriptionError
 from kvferry.layout.interior import Inside, arrange
 from kvferry.layout.model import CacheModel, Group
-from kvferry.layout.parts import Part, Region, page_question, place_component
-from kvferry.layout.rank import RankLayout
+from kvferry.layout.placement import Part, RankLayout, Region, page_question, place_component
 from kvferry.layout.shape import EngineShape, Rank
 
 

@@ -1,8 +1,7 @@
 """Plan: which bytes of one engine go where in another."""
 
 from kvferry.plan.assign import Edge, Share
-from kvferry.plan.bind import bind
-from kvferry.plan.bound import Batch, Bound, Copies
+from kvferry.plan.bind import Batch, Bound, Copies, bind
 from kvferry.plan.cover import Uncovered, everything_plan, uncovered, whole_blocks
 from kvferry.plan.edge import EdgePlan
 from kvferry.plan.pair import PairPlan, plan_pair

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvferry.errors import CoverError
 from kvferry.layout.model import CacheModel, Component, Group
-from kvferry.layout.parts import Ints
+from kvferry.layout.placement import Ints
 from kvferry.layout.shape import EngineShape, Rank, Span
 
 # A state counts like this many tokens when load is spread; any constant keeps both sides agreeing.

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvferry.errors import BindError, LimitError
-from kvferry.layout.parts import Ints
-from kvferry.layout.shape import Span
-from kvferry.plan.bound import Batch, Bound
+from kvferry.layout.model import CacheModel
+from kvferry.layout.placement import Ints, RankLayout
+from kvferry.layout.shape import EngineShape, Span
 from kvferry.plan.edge import EdgePlan
-from kvferry.plan.piece import Piece, Runs, Side
-from kvferry.plan.tokens import Moved, Segments, moved, walk
+from kvferry.plan.pieces import Axis, Piece, Runs, Side
+from kvferry.plan.tokens import Moved, Segments, moved, paging_for, walk
 
 
 def bind(
@@ -260,3 +260,275 @@ def _join(src: Ints, dst: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:
         return src, dst, lengths
     heads = np.concatenate(([0], np.flatnonzero(apart) + 1))
     return src[heads], dst[heads], np.add.reduceat(lengths, heads)
+
+
+# --------------------------------------------------------------------------------------------------
+# A plan bound to memory: strided batches, and the same as arrays of copies.
+#
+# Strided batches are the primary form, a few numbers for each segment; carriers and kernels that
+# can take them as they are. Arrays are one broadcast per batch into the caller's buffers, whole or
+# in slices. There is no loop over blocks, layers or tokens.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """`length[i]` bytes from address `src[i]` to address `dst[i]`."""
+
+    src: Ints
+    dst: Ints
+    length: Ints
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    @classmethod
+    def empty(cls, capacity: int) -> Copies:
+        """A buffer to bind into, again and again."""
+        src, dst, length = np.empty((3, capacity), dtype=np.int64)
+        return cls(src, dst, length)
+
+    def head(self, count: int) -> Copies:
+        return Copies(self.src[:count], self.dst[:count], self.length[:count])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Strided runs: for each row, segment and repetition, one copy.
+
+    src address = src_rows[r] + src_segments[s] + src_steps[k], and likewise for dst; its length is
+    lengths[s]. `axes` says the same as the steps, as counts and strides, for carriers and kernels
+    that take strides.
+    """
+
+    src_rows: Ints
+    dst_rows: Ints
+    src_segments: Ints
+    dst_segments: Ints
+    lengths: Ints  # of each segment; one number with a stride of zero where they are equal
+    axes: tuple[Axis, ...]
+    src_steps: Ints
+    dst_steps: Ints
+
+    @property
+    def entries(self) -> int:
+        """Strided runs in this batch."""
+        return len(self.src_rows) * len(self.src_segments)
+
+    @property
+    def descriptors(self) -> int:
+        return self.entries * len(self.src_steps)
+
+    @property
+    def bytes(self) -> int:
+        lengths = self.lengths
+        one = int(lengths[0]) * len(lengths) if lengths.strides == (0,) else int(lengths.sum())
+        return one * len(self.src_rows) * len(self.src_steps)
+
+    def fill(self, out: Copies, rows: Span, segments: Span, steps: Span) -> int:
+        """Write the copies of a sub-batch to the front of `out`; say how many."""
+        shape = (rows.size, segments.size, steps.size)
+        count = shape[0] * shape[1] * shape[2]
+        _outer_sum(
+            out.src[:count].reshape(shape),
+            self.src_rows[rows.start : rows.stop],
+            self.src_segments[segments.start : segments.stop],
+            self.src_steps[steps.start : steps.stop],
+        )
+        _outer_sum(
+            out.dst[:count].reshape(shape),
+            self.dst_rows[rows.start : rows.stop],
+            self.dst_segments[segments.start : segments.stop],
+            self.dst_steps[steps.start : steps.stop],
+        )
+        lengths = self.lengths[segments.start : segments.stop]
+        out.length[:count].reshape(shape)[...] = lengths[None, :, None]
+        return count
+
+
+def _outer_sum(
+    out: np.ndarray[tuple[int, ...], np.dtype[np.int64]], a: Ints, b: Ints, c: Ints
+) -> None:
+    """out[i, j, k] = a[i] + b[j] + c[k], with no memory but `out`."""
+    if len(c) == 1:
+        np.add(a[:, None], (b + c[0])[None, :], out=out[:, :, 0])
+        return
+    np.add(b[:, None], c[None, :], out=out[0])
+    np.add(a[1:, None, None], out[:1], out=out[1:])
+    out[0] += a[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bound:
+    """A request's share of one edge, bound to memory."""
+
+    batches: tuple[Batch, ...]
+    bytes: int
+    descriptors: int
+
+    @property
+    def entries(self) -> int:
+        """Strided runs in all."""
+        return sum(batch.entries for batch in self.batches)
+
+    def copies(self, out: Copies | None = None) -> Copies:
+        """All copies as arrays, in plan order; into `out` where it is given."""
+        if out is None:
+            out = Copies.empty(self.descriptors)
+        if len(out) < self.descriptors:
+            raise BindError(
+                f"the buffer holds {len(out)} copies, but this request needs {self.descriptors}; "
+                "give a larger one, or take slices"
+            )
+        done = 0
+        for batch in self.batches:
+            rest = Copies(out.src[done:], out.dst[done:], out.length[done:])
+            whole = Span(0, len(batch.src_rows)), Span(0, len(batch.src_segments))
+            done += batch.fill(rest, *whole, Span(0, len(batch.src_steps)))
+        return out.head(done)
+
+    def slices(self, most: int, out: Copies | None = None) -> Iterator[Copies]:
+        """The same copies in the same order, at most `most` at a time, each in the same buffer."""
+        if most < 1:
+            raise BindError(f"a slice holds at least one copy, found {most}")
+        if out is None:
+            out = Copies.empty(min(most, self.descriptors))
+        most = min(most, len(out))
+        if most < 1 <= self.descriptors:
+            raise BindError("the buffer for slices holds no copy; give one with room for some")
+        for batch in self.batches:
+            for rows, segments, steps in _tiles(batch, most):
+                yield out.head(batch.fill(out, rows, segments, steps))
+
+
+def _tiles(batch: Batch, most: int) -> Iterator[tuple[Span, Span, Span]]:
+    """Cut rows x segments x steps into boxes of at most `most`, keeping the order."""
+    sizes = (len(batch.src_rows), len(batch.src_segments), len(batch.src_steps))
+    steps = min(sizes[2], most)
+    segments = min(sizes[1], most // steps) if steps == sizes[2] else 1
+    rows = min(sizes[0], most // (steps * segments)) if segments == sizes[1] else 1
+    for r in range(0, sizes[0], max(rows, 1)):
+        for s in range(0, sizes[1], max(segments, 1)):
+            for k in range(0, sizes[2], steps):
+                yield (
+                    Span(r, min(r + rows, sizes[0])),
+                    Span(s, min(s + segments, sizes[1])),
+                    Span(k, min(k + steps, sizes[2])),
+                )
+
+
+# --------------------------------------------------------------------------------------------------
+# Where an edge's bytes land, as the destination alone can say: it knows no block of the source.
+#
+# A destination that lets a source write opens exactly this much of its memory, and expects exactly
+# this many bytes. Ranges are a little coarse: parts of the same blocks that belong to other edges
+# of the request may be inside, no other block ever is.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Landing:
+    """Ranges of the destination's memory, and how many bytes come into them."""
+
+    address: Ints
+    length: Ints
+    bytes: int
+
+
+def landing(
+    plan: EdgePlan,
+    *,
+    tokens: int,
+    dst_tables: Sequence[ArrayLike],
+    dst_bases: ArrayLike,
+    skip: int = 0,
+) -> Landing:
+    """Where a request's share of an edge lands. Checks the destination's tables as `bind` does."""
+    sides = [piece.src for piece in plan.pieces]
+    binder = Binder(
+        _any_tables(sides, tokens),
+        [np.asarray(t, dtype=np.int64) for t in dst_tables],
+        np.zeros(max((int(s.regions.max()) for s in sides), default=-1) + 1, dtype=np.int64),
+        np.asarray(dst_bases, dtype=np.int64),
+    )
+    address: list[Ints] = []
+    length: list[Ints] = []
+    total = 0
+    ranges = {
+        name: moved(group, plan.src_shape, plan.dst_shape, tokens, skip)
+        for name, group in plan.groups.items()
+    }
+    for piece in plan.pieces:
+        for batch in binder.batches(piece, moved_span(plan, piece, ranges[piece.group])):
+            at, count = _hulls(batch, piece.dst.block_stride)
+            address.append(at)
+            length.append(count)
+            total += batch.bytes
+    binder.require_distinct_destinations()
+    nothing = np.zeros(0, dtype=np.int64)
+    return Landing(
+        np.concatenate(address) if address else nothing,
+        np.concatenate(length) if length else nothing,
+        total,
+    )
+
+
+def _any_tables(sides: Sequence[Side], tokens: int) -> list[Ints]:
+    """Tables that stand for the source's: long enough, of a block that exists."""
+    found = {side.table: side for side in sides}
+    return [
+        np.full(tokens + 1, min(1, found[table].num_blocks - 1) if table in found else 0)
+        for table in range(max(found, default=-1) + 1)
+    ]
+
+
+def _hulls(batch: Batch, block_stride: int) -> tuple[Ints, Ints]:
+    """Ranges around the steps of each row and segment; steps a block or more apart stay apart."""
+    steps = np.unique(batch.dst_steps)
+    heads = np.flatnonzero(np.append(True, np.diff(steps) >= block_stride))
+    first, last = steps[heads], steps[np.append(heads[1:], len(steps)) - 1]
+    address = (
+        batch.dst_rows[:, None, None] + batch.dst_segments[None, :, None] + first[None, None, :]
+    )
+    length = batch.lengths[None, :, None] + (last - first)[None, None, :]
+    return address.ravel(), np.broadcast_to(length, address.shape).ravel()
+
+
+def require_distinct_blocks(
+    model: CacheModel,
+    layout: RankLayout,
+    src: EngineShape,
+    *,
+    tokens: int,
+    dst_tables: Sequence[ArrayLike],
+    skip: int = 0,
+) -> None:
+    """No block of one memory pool in two places of a request, whichever edges write them.
+
+    `bind` sees the tables of one edge only. Groups that are overlaid in one pool and come from
+    different sources (of a pipeline, say) meet nowhere but here.
+    """
+    tables = [np.asarray(t, dtype=np.int64) for t in dst_tables]
+    written: dict[int, dict[int, Ints]] = {}
+    for part in layout.parts:
+        group = model.group(part.group)
+        range_ = moved(group, src, layout.shape, tokens, skip).range
+        if range_.size <= 0 or part.table >= len(tables):
+            continue
+        paging = paging_for(group, layout.shape, layout.rank.tp)
+        first, last = range_.start // paging.span, -(-range_.stop // paging.span)
+        if paging.ring or group.is_state:
+            first, last = 0, 1
+        ids = tables[part.table][first:last]
+        ids = ids[ids != layout.shape.null_block] if layout.shape.null_block is not None else ids
+        known = written.setdefault(part.pool, {}).get(part.table)
+        if known is None or len(ids) > len(known):
+            written[part.pool][part.table] = ids
+    for pool, by_table in written.items():
+        ids = np.sort(np.concatenate(list(by_table.values())))
+        twice = ids[1:][ids[1:] == ids[:-1]]
+        if len(twice):
+            raise BindError(
+                f"destination block {int(twice[0])} appears twice in block tables "
+                f"{sorted(by_table)} (pool {pool}); each block of a request is written once"
+            )

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from kvferry.errors import IncompatibleError
 from kvferry.layout.interior import OPAQUE
 from kvferry.layout.model import CacheModel, Component, Group
-from kvferry.layout.parts import Ints, Part, Placement
-from kvferry.layout.rank import RankLayout
+from kvferry.layout.placement import Ints, Part, Placement, RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.plan.assign import Edge, Share
-from kvferry.plan.piece import Piece, Side, Slab
-from kvferry.plan.runs import Axis, refine
+from kvferry.plan.pieces import Axis, Piece, Side, Slab, refine
 from kvferry.plan.tokens import Paging, paging_for
 
 

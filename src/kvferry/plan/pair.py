@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from kvferry.errors import CoverError
 from kvferry.layout.model import CacheModel, require_same_cache
-from kvferry.layout.rank import RankLayout
+from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.plan.assign import Edge, assign
 from kvferry.plan.cover import require_exact_cover

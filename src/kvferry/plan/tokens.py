@@ -16,7 +16,7 @@ import numpy as np
 
 from kvferry.errors import BindError, DescriptionError
 from kvferry.layout.model import Group
-from kvferry.layout.parts import Ints
+from kvferry.layout.placement import Ints
 from kvferry.layout.shape import EngineShape, Span
 
 

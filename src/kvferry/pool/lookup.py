@@ -12,22 +12,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from kvferry.errors import StoreError
-from kvferry.pool.book import LayoutBook
-from kvferry.pool.chain import ContentChain
-from kvferry.pool.database import ChunkedTokenDatabase
 from kvferry.pool.hits import Held, Hit, Need, covered_prefix, longest_hit
-from kvferry.pool.keys import KeyMetadata
-from kvferry.pool.records import PoolLayout
-from kvferry.pool.stats import PoolCounters
+from kvferry.pool.keys import ContentChain, KeyMetadata
+from kvferry.pool.layout_registry import ChunkedTokenDatabase, LayoutBook, PoolLayout
+from kvferry.pool.orders import PoolCounters
 from kvferry.pool.store import Store
-from kvferry.pool.watch import Watch
 
 log = logging.getLogger("kvferry")
 
@@ -38,7 +36,7 @@ OPEN_AGAIN_SECONDS = 1.0  # a store that could not be opened is tried again afte
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class LookupReader:
     """What a hit depends on at the reader."""
 
     needs: tuple[Need, ...]
@@ -47,7 +45,7 @@ class Reader:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
+class LookupAnswer:
     """What the pool holds of a sequence."""
 
     hit: Hit = field(default_factory=Hit)
@@ -57,7 +55,7 @@ class Answer:
     failed: bool = False
     at: float = field(default_factory=time.monotonic)
 
-    def hit_after(self, reader: Reader, most_tokens: int, computed: int) -> Hit:
+    def hit_after(self, reader: LookupReader, most_tokens: int, computed: int) -> Hit:
         """The hit for a reader that has `computed` tokens already."""
         if computed == 0 or self.failed:
             return self.hit
@@ -72,7 +70,7 @@ class Answer:
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class LookupQuestion:
     """A question on its way."""
 
     chain: ContentChain
@@ -81,7 +79,7 @@ class Asked:
     most_tokens: int
     deadline: float
     first: bool = True  # not asked again because the answer grew old
-    answer: Answer | None = None
+    answer: LookupAnswer | None = None
     given_at: float | None = None  # when the scheduler got it
 
 
@@ -93,18 +91,18 @@ class LookupKeyServer:
         open_store: Callable[[], Store],
         metadata: KeyMetadata,
         ours: PoolLayout,
-        reader: Reader,
+        reader: LookupReader,
         counters: PoolCounters,
-        watch: Watch[Any] | None = None,
+        watch: EvictionWatch[Any] | None = None,
     ) -> None:
         self._open, self._reader, self._counters = open_store, reader, counters
-        self._watch: Watch[Any] = watch or Watch()
+        self._watch: EvictionWatch[Any] = watch or EvictionWatch()
         self._book = LayoutBook(metadata, ours, counters)
         self._database = ChunkedTokenDatabase(metadata, ours)
-        self._queue: SimpleQueue[Asked | None] = SimpleQueue()
+        self._queue: SimpleQueue[LookupQuestion | None] = SimpleQueue()
         self._store: Store | None = None
         self._open_after = 0.0
-        self._recent: OrderedDict[tuple[str, int], Answer] = OrderedDict()
+        self._recent: OrderedDict[tuple[str, int], LookupAnswer] = OrderedDict()
         self._closed = False
         self.busy_until: float | None = None  # deadline of what it does now
         self.opening_since: float | None = None
@@ -118,12 +116,12 @@ class LookupKeyServer:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, asked: LookupQuestion) -> None:
         self._queue.put(asked)
 
-    def drain(self) -> list[Asked]:
+    def drain(self) -> list[LookupQuestion]:
         """Questions that nobody has begun to answer."""
-        left: list[Asked] = []
+        left: list[LookupQuestion] = []
         while True:
             try:
                 asked = self._queue.get_nowait()
@@ -190,22 +188,22 @@ class LookupKeyServer:
         finally:
             self.busy_until = None
 
-    def _answer(self, asked: Asked) -> Answer:
+    def _answer(self, asked: LookupQuestion) -> LookupAnswer:
         """Always an answer: whatever goes wrong is a miss."""
         try:
             self._opened()
             if time.monotonic() >= asked.deadline:
-                return Answer(failed=True)
+                return LookupAnswer(failed=True)
             self.busy_until = asked.deadline
             return self._look_up(asked)
         except Exception as error:
             self._counters.add("lookup_errors")
             log.warning("a lookup failed, and is a miss: %s: %s", type(error).__name__, error)
-            return Answer(failed=True)
+            return LookupAnswer(failed=True)
         finally:
             self.busy_until = None
 
-    def _look_up(self, asked: Asked) -> Answer:
+    def _look_up(self, asked: LookupQuestion) -> LookupAnswer:
         chain, reader = asked.chain, self._reader
         chain.cover(asked.tokens, asked.count)
         store = self._opened()
@@ -227,13 +225,13 @@ class LookupKeyServer:
             preferred=reader.layout_id,
         )
         saved = covered_prefix(held, reader.layout_id)
-        answer = Answer(hit, tuple(held), {x.id: x for x in layouts}, saved)
+        answer = LookupAnswer(hit, tuple(held), {x.id: x for x in layouts}, saved)
         self._recent[name] = answer
         if len(self._recent) > CACHED_ANSWERS:
             self._recent.popitem(last=False)
         return answer
 
-    def _tell(self, asked: Asked, answer: Answer) -> None:
+    def _tell(self, asked: LookupQuestion, answer: LookupAnswer) -> None:
         """Tell the store about a request, once, when it has its answer: eviction learns from it."""
         ours, align = self._book.ours, self._reader.align_tokens
         used = {s.layout_id for s in answer.hit.segments}
@@ -251,3 +249,207 @@ class LookupKeyServer:
             log.warning("a request was not told to the store: %s: %s", type(error).__name__, error)
         finally:
             self.busy_until = None
+
+
+# --------------------------------------------------------------------------------------------------
+# Who asks lookup servers: a client that never waits.
+#
+# It is asked once a step. It passes a question on the first time, answers `None` while the server
+# works, and a miss when the deadline has passed. A server whose thread died, or that is stuck in
+# the store past its deadline, is replaced by a new one with a store of its own; the questions that
+# waited behind it move over. When too many are stuck, there is no point in more: lookups are misses
+# at once until one of them comes back.
+#
+# Opening a store may take far longer than a lookup may (Mooncake's set-up: a minute). That is no
+# question's time: a server that opens its store is left to it, and lookups are misses meanwhile.
+# --------------------------------------------------------------------------------------------------
+
+OLDEST_ANSWER_SECONDS = 10.0  # of a request that queued; longer than any step
+STUCK_SECONDS = 1.0  # after its deadline, a server is given up
+OPEN_SECONDS = 180.0  # a server that has not opened its store by then is given up, too
+MOST_STUCK = 4
+
+
+def _stale(asked: LookupQuestion, now: float) -> bool:
+    """Whether an answer is too old to promise anything.
+
+    One that nobody took in time is asked for once more. That answer is given to the scheduler
+    however slow its steps are, or a request could wait for ever for one that is always too old.
+    """
+    if asked.answer is None or asked.answer.failed:
+        return False
+    if asked.given_at is None:
+        return asked.first and now - asked.answer.at > OLDEST_ANSWER_SECONDS
+    return now - asked.given_at > CACHE_SECONDS
+
+
+class LookupKeyClient:
+    """Asks for requests, by id; never waits. Used by the scheduler's thread alone."""
+
+    def __init__(
+        self,
+        make_server: Callable[[], LookupKeyServer],
+        counters: PoolCounters,
+        lookup_seconds: float,
+    ) -> None:
+        self._make, self._counters, self._seconds = make_server, counters, lookup_seconds
+        self._server: LookupKeyServer | None = make_server()
+        self._stuck: list[LookupKeyServer] = []
+        self._asked: dict[str, LookupQuestion] = {}
+
+    @property
+    def pending(self) -> int:
+        return sum(asked.answer is None for asked in self._asked.values())
+
+    def lookup(
+        self,
+        request_id: str,
+        chain: ContentChain,
+        tokens: Sequence[int],
+        count: int,
+        most_tokens: int,
+    ) -> LookupAnswer | None:
+        """What the pool holds; None: ask again."""
+        now = time.monotonic()
+        asked = self._asked.get(request_id)
+        if asked is None or asked.most_tokens != most_tokens or _stale(asked, now):
+            deadline = now + self._seconds
+            asked = LookupQuestion(chain, tokens, count, most_tokens, deadline, first=asked is None)
+            self._asked[request_id] = asked
+            self._counters.add("lookups")
+            server = self._able_server(now)
+            if server is None or self._opens_slowly(server, now):
+                self._counters.add("lookup_refused")
+                asked.answer = LookupAnswer(failed=True)
+            else:
+                server.ask(asked)
+        if asked.answer is None and now >= asked.deadline:
+            self._counters.add("lookup_timeouts")
+            asked.answer = LookupAnswer(failed=True)
+        if asked.answer is None:
+            self._able_server(now)
+        elif asked.given_at is None:
+            asked.given_at = now
+        return asked.answer
+
+    def _opens_slowly(self, server: LookupKeyServer, now: float) -> bool:
+        """Whether there is no point in waiting: the store is not there, and may not be for long."""
+        opening = server.opening_since
+        return opening is not None and now > opening + self._seconds
+
+    def discard(self, request_id: str) -> None:
+        self._asked.pop(request_id, None)
+
+    def _able_server(self, now: float) -> LookupKeyServer | None:
+        """The server, or a new one where it is dead or stuck; None: too many are stuck."""
+        self._stuck = [s for s in self._stuck if s.alive]
+        server = self._server
+        if server is None:
+            if len(self._stuck) >= MOST_STUCK:
+                return None
+            self._server = self._make()
+            return self._server
+        busy_until, opening = server.busy_until, server.opening_since
+        stuck = busy_until is not None and now > busy_until + STUCK_SECONDS
+        stuck |= opening is not None and now > opening + OPEN_SECONDS
+        if server.alive and not stuck:
+            return server
+        self._counters.add("lookup_servers_replaced")
+        log.warning("a lookup server %s, and is replaced", "is stuck" if stuck else "died")
+        waiting = server.drain()
+        if server.alive:
+            server.close()
+            self._stuck.append(server)
+        self._server = None
+        if len(self._stuck) < MOST_STUCK:
+            self._server = self._make()
+            for asked in waiting:
+                self._server.ask(asked)
+        else:
+            for asked in waiting:
+                asked.answer = LookupAnswer(failed=True)
+        return self._server
+
+    def replace(self, make_server: Callable[[], LookupKeyServer]) -> None:
+        """Forget all answers: the namespace has changed."""
+        if self._server is not None:
+            self._server.close()
+        self._make = make_server
+        self._server = make_server()
+        self._asked.clear()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close(seconds=1.0)
+            self._server = None
+        self._asked.clear()
+
+
+# --------------------------------------------------------------------------------------------------
+# Blocks that others were told of, looked at again in turn; what is gone is told once.
+#
+# A store evicts without asking anybody, so whoever has told a router about a block must notice by
+# itself that it went. Blocks are asked for round after round, some at a time, by the lookup
+# server's thread; the scheduler's thread adds them and takes what is gone.
+# --------------------------------------------------------------------------------------------------
+
+Name = TypeVar("Name", bound=Hashable)
+
+PERIOD_SECONDS = 2.0
+BLOCKS_AT_A_TIME = 1024
+MOST_BLOCKS = 1 << 18  # the oldest are forgotten beyond: they are not told as gone
+
+
+class EvictionWatch(Generic[Name]):
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[Name, tuple[str, ...]] = OrderedDict()
+        self._gone: deque[Name] = deque()
+        self._next_at = 0.0
+
+    def add(self, name: Name, keys: Sequence[str]) -> None:
+        """A block was told of; it is there while all these objects are."""
+        with self._lock:
+            self._blocks[name] = tuple(keys)
+            if len(self._blocks) > MOST_BLOCKS:
+                self._blocks.popitem(last=False)
+
+    def discard(self, name: Name) -> None:
+        """It was told as gone already."""
+        with self._lock:
+            self._blocks.pop(name, None)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._blocks.clear()
+            self._gone.clear()
+
+    @property
+    def has_gone(self) -> bool:
+        return bool(self._gone)
+
+    def take_gone(self) -> list[Name]:
+        with self._lock:
+            gone = list(self._gone)
+            self._gone.clear()
+            return gone
+
+    def look(self, store: Store, deadline: float) -> None:
+        """Ask for the next blocks, if it is time; raises what the store raises."""
+        now = time.monotonic()
+        with self._lock:
+            if now < self._next_at or not self._blocks:
+                return
+            self._next_at = now + PERIOD_SECONDS
+            names = [name for name, _ in zip(self._blocks, range(BLOCKS_AT_A_TIME), strict=False)]
+            keys = [self._blocks[name] for name in names]
+            for name in names:
+                self._blocks.move_to_end(name)
+        there = store.exists([key for of_block in keys for key in of_block], deadline)
+        heads = np.cumsum([0, *map(len, keys)])[:-1]
+        whole = np.logical_and.reduceat(there, heads).tolist()
+        with self._lock:
+            for name, known, is_there in zip(names, keys, whole, strict=True):
+                if not is_there and self._blocks.get(name) == known:
+                    del self._blocks[name]
+                    self._gone.append(name)

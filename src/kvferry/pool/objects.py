@@ -16,13 +16,11 @@ import numpy as np
 
 from kvferry.errors import DescriptionError
 from kvferry.layout.model import CacheModel, Group, Residency
-from kvferry.layout.parts import Ints, Part, Placement, Region
-from kvferry.layout.rank import RankLayout
+from kvferry.layout.placement import Ints, Part, Placement, RankLayout, Region
 from kvferry.layout.shape import EngineShape, Span
-from kvferry.plan.bind import Binder
-from kvferry.plan.bound import Bound
+from kvferry.plan.bind import Binder, Bound
 from kvferry.plan.cover import everything_plan
-from kvferry.plan.piece import Piece
+from kvferry.plan.pieces import Piece
 
 REGION_SHIFT = 44  # an address here is region << 44 | offset
 MANY_BLOCKS = 1 << 40  # ids of objects are numbers of blocks in a sequence

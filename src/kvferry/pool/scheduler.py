@@ -20,31 +20,26 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from math import lcm
 from typing import Any
 
-from kvferry.pool.chain import ContentChain, Extra
-from kvferry.pool.hits import Need
-from kvferry.pool.keys import KeyMetadata, object_keys
-from kvferry.pool.load_jobs import LoadJobs, segments_to_load
-from kvferry.pool.lookup import LookupKeyServer, Reader
-from kvferry.pool.lookup_client import LookupKeyClient
-from kvferry.pool.objects import block_span
-from kvferry.pool.orders import Loaded, LoadOrder, Saved, Scope
-from kvferry.pool.records import PoolLayout
-from kvferry.pool.requests import LoadSpec, PoolLimits, PoolOrders, RequestTracker
-from kvferry.pool.save_jobs import (
-    SavedBlocks,
-    SaveJobs,
-    Tables,
-    WholeState,
-    blocks_to_save,
-    states_to_save,
+from kvferry.pool.hits import Hit, Need, Segment
+from kvferry.pool.keys import ContentChain, Extra, KeyMetadata, object_keys
+from kvferry.pool.layout_registry import PoolLayout
+from kvferry.pool.lookup import EvictionWatch, LookupKeyClient, LookupKeyServer, LookupReader
+from kvferry.pool.objects import TableKind, block_span
+from kvferry.pool.orders import (
+    LoadOrder,
+    PoolCounters,
+    PoolLoaded,
+    Saved,
+    SaveOrder,
+    Scope,
+    TableBlocks,
 )
-from kvferry.pool.stats import PoolCounters
 from kvferry.pool.store import Store
-from kvferry.pool.watch import Watch
 
 log = logging.getLogger("kvferry")
 
@@ -71,7 +66,7 @@ class PoolScheduler:
         self._keeps_old = False  # the engine may have blocks that replaced weights computed
         self._orders = PoolOrders()
         self._told: set[str] = set()
-        self.watch: Watch[tuple[Any, int]] = Watch()  # by hash and table
+        self.watch: EvictionWatch[tuple[Any, int]] = EvictionWatch()  # by hash and table
 
     # Start
 
@@ -98,7 +93,7 @@ class PoolScheduler:
             for group, span in zip(groups, spans, strict=True)
         ]
         self.align_tokens = lcm(*spans)
-        self._reader = Reader(tuple(needs), self.align_tokens, ours.id)
+        self._reader = LookupReader(tuple(needs), self.align_tokens, ours.id)
         self._tell({ours.id: ours})
         if self._client is not None:
             self._client.replace(self._make_server)
@@ -278,7 +273,7 @@ class PoolScheduler:
         """Ranks' last words about save jobs; those that are over now."""
         return self._jobs.reported(reports)
 
-    def loaded(self, reports: Iterable[Loaded]) -> None:
+    def loaded(self, reports: Iterable[PoolLoaded]) -> None:
         """One rank's ends of loads."""
         for report in reports:
             tracker = self._trackers.get(report.request_id)
@@ -322,3 +317,294 @@ class PoolScheduler:
         if self._client is not None:
             self._client.close()
             self._client = None
+
+
+# --------------------------------------------------------------------------------------------------
+# What the scheduler keeps of a request, what it may order, and what it has ordered.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """How long things may take, and how much may be pinned."""
+
+    lookup_seconds: float = 2.0
+    load_seconds: float = 60.0
+    save_seconds: float = 60.0
+    most_pinned_blocks: int = 1 << 30
+    min_load_tokens: int = 1
+    lookup: bool = True
+    save: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """What a request was promised from the pool."""
+
+    hit: Hit
+    computed: int
+    layouts: dict[str, PoolLayout] = field(repr=False)
+
+    @property
+    def tokens(self) -> int:
+        return self.hit.tokens - self.computed
+
+
+@dataclass(slots=True)
+class RequestTracker:
+    """What the pool knows of one request."""
+
+    chain: ContentChain
+    saved_tokens: int = 0  # at the front: in the pool, or ordered
+    load: LoadSpec | None = None  # promised, not yet ordered
+    loading: LoadOrder | None = None
+    over: bool = False  # a load failed: never matched again
+    old: bool = False  # holds what weights computed that are replaced now: never saved
+
+
+@dataclass(slots=True)
+class PoolOrders:
+    scope: Scope | None = None
+    saves: list[SaveOrder] = field(default_factory=list)
+    loads: list[LoadOrder] = field(default_factory=list)
+
+
+# --------------------------------------------------------------------------------------------------
+# Saves as the scheduler sees them: which blocks a step has filled, and who still needs them.
+#
+# A block of tokens can be saved when its last token is final. When a recurrent state is whole, only
+# the engine knows: it names the block that holds the state after so many tokens.
+#
+# A job's blocks are pinned until every rank has reported it.
+# --------------------------------------------------------------------------------------------------
+
+MOST_JOBS = 64  # saves under way; more wait for nothing but the store
+Tables = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeState:
+    """A block that holds the state after exactly so many tokens, and stays as it is."""
+
+    table: int
+    block_id: int
+    tokens: int
+
+
+def blocks_to_save(
+    kinds: Iterable[TableKind],
+    chain: ContentChain,
+    start_tokens: int,
+    stop_tokens: int,
+    tables: Tables,
+    null_block: int | None,
+) -> Iterator[TableBlocks]:
+    """Blocks of tokens of each table, full and still there."""
+    for kind in kinds:
+        if kind.residency.kind == "state" or kind.table >= len(tables):
+            continue
+        first, stop = start_tokens // kind.block_tokens, stop_tokens // kind.block_tokens
+        ids = list(tables[kind.table][first:stop])
+        contents = chain.digests(kind.block_tokens, stop)[first:stop]
+        kept = [i for i, block in enumerate(ids) if block != null_block]
+        if kept:
+            yield TableBlocks(
+                kind.table,
+                tuple(first + i for i in kept),
+                tuple(ids[i] for i in kept),
+                tuple(contents[i] for i in kept),
+            )
+
+
+def states_to_save(
+    kinds: Iterable[TableKind],
+    chain: ContentChain,
+    states: Sequence[WholeState],
+    null_block: int | None,
+) -> Iterator[TableBlocks]:
+    """States at the ends of blocks; others cannot be found again."""
+    for kind in kinds:
+        span = kind.block_tokens
+        mine = [
+            state
+            for state in states
+            if state.table == kind.table
+            and kind.residency.kind == "state"
+            and state.block_id != null_block
+            and 0 < state.tokens <= chain.tokens
+            and state.tokens % span == 0
+        ]
+        if mine:
+            numbers = tuple(state.tokens // span - 1 for state in mine)
+            contents = chain.digests(span, max(numbers) + 1)
+            yield TableBlocks(
+                kind.table,
+                numbers,
+                tuple(state.block_id for state in mine),
+                tuple(contents[n] for n in numbers),
+            )
+
+
+@dataclass(slots=True)
+class _Job:
+    """A save that not all ranks have reported."""
+
+    block_ids: list[int]
+    tables: tuple[TableBlocks, ...]
+    tag: Any
+    waiting: int
+    failed: set[tuple[int, int]] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBlocks:
+    """A job that all ranks have reported: what is stored in full, with the caller's tag."""
+
+    tables: tuple[TableBlocks, ...]
+    failed: frozenset[tuple[int, int]]
+    tag: Any
+
+
+class SaveJobs:
+    """Jobs under way, and their pins."""
+
+    def __init__(
+        self,
+        pin: Callable[[Sequence[int]], None],
+        unpin: Callable[[Sequence[int]], None],
+        most_pinned_blocks: int,
+    ) -> None:
+        self._pin, self._unpin, self._most = pin, unpin, most_pinned_blocks
+        self._jobs: dict[int, _Job] = {}
+        self._next = 0
+        self.pinned_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def full(self) -> bool:
+        return len(self._jobs) >= MOST_JOBS or self.pinned_blocks >= self._most
+
+    def order(
+        self, tables: tuple[TableBlocks, ...], ranks: int, seconds: float, tag: Any
+    ) -> SaveOrder | None:
+        """A job for these blocks; None where there are none."""
+        ids = [i for blocks in tables for i in blocks.block_ids]
+        if not ids:
+            return None
+        job_id, self._next = self._next, self._next + 1
+        self._pin(ids)
+        self.pinned_blocks += len(ids)
+        self._jobs[job_id] = _Job(ids, tables, tag, ranks)
+        return SaveOrder(job_id, tables, seconds)
+
+    def reported(self, reports: Iterable[Saved]) -> list[SavedBlocks]:
+        """Ranks' last words about jobs. Jobs that all have reported are over, and unpinned."""
+        over = []
+        for report in reports:
+            job = self._jobs.get(report.job_id)
+            if job is None:
+                log.error("a rank reported save job %d, which is not open", report.job_id)
+                continue
+            job.failed |= set(report.failed)
+            job.waiting -= 1
+            if job.waiting == 0:
+                del self._jobs[report.job_id]
+                self.pinned_blocks -= len(job.block_ids)
+                self._unpin(job.block_ids)
+                over.append(SavedBlocks(job.tables, frozenset(job.failed), job.tag))
+        return over
+
+
+# --------------------------------------------------------------------------------------------------
+# Loads as the scheduler sees them: what is ordered of a promise, and which loads hang.
+#
+# A load outlives its request: it is over when every rank has ended it. One that hangs on some ranks
+# may still be written, so its blocks stay pinned, in quarantine, until the last of these ended it.
+# --------------------------------------------------------------------------------------------------
+
+
+def segments_to_load(spec: LoadSpec, external: int, full: bool) -> tuple[Segment, ...]:
+    """What of a promise is loaded where the engine takes `external` tokens of it.
+
+    full  all groups keep all of their tokens
+    """
+    if external == spec.tokens:
+        return spec.hit.segments
+    # an engine that takes less than it was offered gets what a hit of that length needs
+    stop = spec.computed + external
+    if external > spec.tokens or not full:
+        log.error(
+            "the engine asks for %d tokens, the pool promised %d: they are computed",
+            external,
+            spec.tokens,
+        )
+        return ()  # a load of nothing fails
+    return tuple(
+        Segment(s.layout_id, s.group, s.start, min(s.stop, stop))
+        for s in spec.hit.segments
+        if s.start < stop
+    )
+
+
+@dataclass(slots=True)
+class _Hung:
+    block_ids: list[int]
+    ranks: int = 0  # on which it has not ended
+
+
+class LoadJobs:
+    """Loads that some rank has not ended, and the pins of those that hang."""
+
+    def __init__(
+        self,
+        pin: Callable[[Sequence[int]], None],
+        unpin: Callable[[Sequence[int]], None],
+        null_block: int | None,
+    ) -> None:
+        self._pin, self._unpin, self._null = pin, unpin, null_block
+        self._orders: dict[str, LoadOrder] = {}
+        self._hung: dict[str, _Hung] = {}
+
+    def __len__(self) -> int:
+        return len(self._orders)
+
+    def order(self, order: LoadOrder) -> None:
+        self._orders[order.request_id] = order
+
+    def over(self, request_id: str) -> None:
+        """All ranks have ended it, or left it hanging."""
+        self._orders.pop(request_id, None)
+
+    def hung(self, request_id: str) -> None:
+        """A load hangs on one more rank."""
+        order = self._orders.get(request_id)
+        if order is None:
+            return
+        hung = self._hung.get(request_id)
+        if hung is None:
+            ids = [i for table in order.tables for i in table if i != self._null]
+            self._pin(ids)
+            hung = self._hung[request_id] = _Hung(ids)
+        hung.ranks += 1
+
+    def recovered(self, request_ids: Iterable[str]) -> None:
+        """Hung loads that have ended on some rank."""
+        for request_id in request_ids:
+            hung = self._hung.get(request_id)
+            if hung is None:
+                continue
+            hung.ranks -= 1
+            if hung.ranks == 0:
+                del self._hung[request_id]
+                self._unpin(hung.block_ids)
+
+    @property
+    def quarantined(self) -> frozenset[str]:
+        """Requests whose blocks are kept from everybody."""
+        return frozenset(self._hung)
+
+    @property
+    def quarantined_blocks(self) -> int:
+        return sum(len(hung.block_ids) for hung in self._hung.values())

@@ -33,15 +33,20 @@ from typing import Protocol
 
 import msgspec
 
-from kvferry.router.api import ApiError, Generation, Headers, Incoming, ticket_of
-from kvferry.router.config import RouterConfig
-from kvferry.router.engines import Engine, Group
-from kvferry.router.guard import Memory, Quota
+from kvferry.router.api import ApiError, Generation, Headers, Incoming, RouterConfig, ticket_of
+from kvferry.router.engines import (
+    AnswerTooLong,
+    EngineFailure,
+    EngineGroup,
+    Upstream,
+    UpstreamAnswer,
+    UpstreamEngine,
+)
+from kvferry.router.guard import MemoryLimit, Quota
 from kvferry.router.metrics import Metrics
-from kvferry.router.upstream import Answer, AnswerTooLong, EngineFailure, Upstream
 
 
-class Reply(Protocol):
+class ReplySink(Protocol):
     """The way back to the client."""
 
     started: bool
@@ -57,22 +62,22 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self.limits = config.limits
-        self.prefill = Group(config.prefill, "prefill", config.limits)
-        self.decode = Group(config.decode, "decode", config.limits)
+        self.prefill = EngineGroup(config.prefill, "prefill", config.limits)
+        self.decode = EngineGroup(config.decode, "decode", config.limits)
         self.upstream = Upstream(config.limits)
         self.metrics = Metrics()
         self.places = Quota(self.limits.max_in_flight, self.limits.address_share)
-        self.memory = Memory(self.limits)
+        self.memory = MemoryLimit(self.limits)
 
     @property
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[UpstreamEngine]:
         return self.prefill.engines + self.decode.engines
 
-    async def generate(self, asked: Incoming, reply: Reply) -> None:
+    async def generate(self, asked: Incoming, reply: ReplySink) -> None:
         """Serves a completion. Raises ApiError, or EngineFailure when a begun stream breaks."""
         await _Trip(self, asked, Generation(asked.body), reply).run()
 
-    async def pass_on(self, asked: Incoming, reply: Reply) -> None:
+    async def pass_on(self, asked: Incoming, reply: ReplySink) -> None:
         """Serves what any decode engine can answer, such as the list of models."""
         await _Trip(self, asked, None, reply).run()
 
@@ -81,7 +86,7 @@ class _Trip:
     """One request on its way."""
 
     def __init__(
-        self, router: Router, asked: Incoming, wanted: Generation | None, reply: Reply
+        self, router: Router, asked: Incoming, wanted: Generation | None, reply: ReplySink
     ) -> None:
         self._router = router
         self._limits = router.limits
@@ -91,8 +96,8 @@ class _Trip:
         self._ticket = b""
         self._decode_only: str | None = None  # why, once that is decided
         self._prefills = 0
-        self._failed_prefill: set[Engine] = set()
-        self._tried_decode: set[Engine] = set()
+        self._failed_prefill: set[UpstreamEngine] = set()
+        self._tried_decode: set[UpstreamEngine] = set()
 
     async def run(self) -> None:
         if self._wanted is not None:
@@ -129,7 +134,7 @@ class _Trip:
                     self._ticket = b""
         await self._give_up(failure)
 
-    async def _prefill(self, wanted: Generation) -> Answer | None:
+    async def _prefill(self, wanted: Generation) -> UpstreamAnswer | None:
         """Gets a ticket, or decides for decode-only. Returns an answer that is the client's."""
         group, failed = self._router.prefill, self._failed_prefill
         stage = "prefill_again" if self._prefills else "prefill"
@@ -147,7 +152,7 @@ class _Trip:
                 self._asked.trail.append(str(error))
                 failed.add(engine)
                 continue
-            if isinstance(ticket, Answer):
+            if isinstance(ticket, UpstreamAnswer):
                 return ticket
             self._ticket = ticket
             if not ticket:
@@ -156,7 +161,9 @@ class _Trip:
         self._fall_back("prefill_failed" if failed else "no_prefill_engine")
         return None
 
-    async def _ask_for_ticket(self, engine: Engine, wanted: Generation) -> bytes | Answer:
+    async def _ask_for_ticket(
+        self, engine: UpstreamEngine, wanted: Generation
+    ) -> bytes | UpstreamAnswer:
         """The ticket (b"" for none), or a 4xx. Raises EngineFailure."""
         headers = [(k, v) for k, v in self._asked.headers if k != b"accept-encoding"]
         headers.append((b"accept-encoding", b"identity"))  # this answer is for us to read
@@ -173,7 +180,7 @@ class _Trip:
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise EngineFailure(engine, f"its answer cannot be read: {error}") from None
 
-    async def _decode(self, engine: Engine) -> None:
+    async def _decode(self, engine: UpstreamEngine) -> None:
         """Brings one decode engine's answer to the client. Raises EngineFailure."""
         asked, wanted = self._asked, self._wanted
         streamed = wanted is None or wanted.streamed

@@ -30,8 +30,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvferry.errors import DescriptionError
-from kvferry.router.api import ApiError
-from kvferry.router.config import Limits
+from kvferry.router.api import ApiError, Limits
 
 # A byte of a body is held twice: as it came, and as it is sent to an engine. A byte of an answer
 # is held twice while its parts are joined.
@@ -102,15 +101,15 @@ class Quota:
             self.take(address, -1)
 
 
-class Memory:
+class MemoryLimit:
     """The bytes of bodies and answers that all requests hold."""
 
     def __init__(self, limits: Limits) -> None:
         self.quota = Quota(limits.max_held_bytes, limits.address_share)
         self._grace_seconds = limits.progress_seconds
-        self._uploads: dict[Held, None] = {}  # unfinished bodies, the oldest first
+        self._uploads: dict[RequestMemory, None] = {}  # unfinished bodies, the oldest first
 
-    def make_room(self, wanted_by: Held, address: str | None) -> bool:
+    def make_room(self, wanted_by: RequestMemory, address: str | None) -> bool:
         """Drops the oldest unfinished body, of `address` or of all; False where there is none.
 
         A body is safe for `progress_seconds`: else uploads that come all the time would drop each
@@ -127,7 +126,7 @@ class Memory:
         return False
 
     @contextmanager
-    def upload(self, held: Held, drop: Callable[[], None]) -> Iterator[None]:
+    def upload(self, held: RequestMemory, drop: Callable[[], None]) -> Iterator[None]:
         """While a body comes; `drop` ends the wait for it."""
         held.on_drop = drop
         self._uploads[held] = None
@@ -137,10 +136,10 @@ class Memory:
             self._uploads.pop(held, None)
 
 
-class Held:
+class RequestMemory:
     """The memory of one request."""
 
-    def __init__(self, memory: Memory, address: str) -> None:
+    def __init__(self, memory: MemoryLimit, address: str) -> None:
         self.address = address
         self.since = asyncio.get_running_loop().time()
         self.charged = 0
@@ -187,7 +186,7 @@ class _Stage(enum.Enum):
     SERVING = enum.auto()
 
 
-class _Parser(h11.Connection):
+class _H11Parser(h11.Connection):
     """h11's parser, with a bound on what a body of small chunks may cost."""
 
     _small_chunks = 0
@@ -205,7 +204,7 @@ class _Parser(h11.Connection):
         return event
 
 
-class Connection(H11Protocol):
+class ClientConnection(H11Protocol):
     """uvicorn's connection of a client, watched by a Guard. Subclasses name the guard."""
 
     guard: Guard
@@ -215,7 +214,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = _Parser(h11.SERVER)
+        self.conn = _H11Parser(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -275,7 +274,7 @@ class Guard:
         self.most = min(limits.max_connections, _connections_by_files(limits.max_connections))
         self._quota = Quota(self.most, limits.address_share)
         # By stage, those that came to it first in front.
-        self._stages: dict[_Stage, dict[Connection, None]] = {stage: {} for stage in _Stage}
+        self._stages: dict[_Stage, dict[ClientConnection, None]] = {stage: {} for stage in _Stage}
         self._sweeping: asyncio.TimerHandle | None = None
 
     @property
@@ -283,7 +282,7 @@ class Guard:
         """Connections that the event loop accepts at once, before any of them is admitted."""
         return max(1, self.most // 2)  # the loop accepts up to twice before it lets us admit
 
-    def admit(self, new: Connection) -> None:
+    def admit(self, new: ClientConnection) -> None:
         """Lets a connection in, in place of the oldest that has no complete request yet."""
         while lack := self._quota.lacks(new.address):
             oldest = self._oldest_pending(new.address if lack == "address" else None)
@@ -298,13 +297,13 @@ class Guard:
         if self._sweeping is None:
             self._sweeping = new.loop.call_later(_SWEEP_SECONDS, self._sweep, new.loop)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: ClientConnection) -> None:
         if connection.stage is not None:
             del self._stages[connection.stage][connection]
             self._quota.take(connection.address, -1)
             connection.stage = None
 
-    def moved(self, connection: Connection, *, answered: bool = False) -> None:
+    def moved(self, connection: ClientConnection, *, answered: bool = False) -> None:
         """Notices a new stage. An answer begins the wait for the next request's headers."""
         stage = _Stage.HEAD if answered else connection.stage_now()
         if connection.stage not in (None, stage):
@@ -312,7 +311,7 @@ class Guard:
             self._stages[stage][connection] = None
             connection.stage, connection.since = stage, connection.loop.time()
 
-    def _oldest_pending(self, address: str | None) -> Connection | None:
+    def _oldest_pending(self, address: str | None) -> ClientConnection | None:
         for stage in (_Stage.HEAD, _Stage.BODY):
             for connection in self._stages[stage]:
                 if address in (None, connection.address):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from kvferry.router.engines import Engine
+from kvferry.router.engines import UpstreamEngine
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OUTCOMES = (
@@ -41,10 +41,12 @@ class Metrics:
         self.retries = Counter(dict.fromkeys(STAGES, 0))
         self.fallbacks = Counter(dict.fromkeys(FALLBACKS, 0))
 
-    def render(self, engines: Iterable[Engine], in_flight: int, held_bytes: int) -> str:
+    def render(self, engines: Iterable[UpstreamEngine], in_flight: int, held_bytes: int) -> str:
         return "\n".join(self._lines(list(engines), in_flight, held_bytes)) + "\n"
 
-    def _lines(self, engines: list[Engine], in_flight: int, held_bytes: int) -> Iterator[str]:
+    def _lines(
+        self, engines: list[UpstreamEngine], in_flight: int, held_bytes: int
+    ) -> Iterator[str]:
         for name, label, counts, what in (
             ("requests", "outcome", self.requests, "Requests by how they ended."),
             ("retries", "stage", self.retries, "Engines asked again, before the first byte."),

@@ -9,15 +9,192 @@ imported from `kvferry.layout` or `kvferry.plan`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvferry.verify.case import CaseDict, GroupDict
-from kvferry.verify.engine import Engine, Ints, Placing, Worker
-from kvferry.verify.memory import Memory, UnplaceableError
+from kvferry.verify.case import CaseDict, ComponentDict, GroupDict, ModelDict, ShapeDict, SideDict
+
+# --------------------------------------------------------------------------------------------------
+# Who holds what, worked out by enumeration: stages, shards, tokens, blocks.
+#
+# Nothing here comes from `kvferry.layout`: the rules are written a second time, on plain lists.
+# --------------------------------------------------------------------------------------------------
+
+Ints = NDArray[np.int32]
+
+
+class Worker(NamedTuple):
+    """A rank: pipeline stage and tensor parallel rank."""
+
+    pp: int
+    tp: int
+
+
+class Placing(NamedTuple):
+    """Entries that a rank holds, each with the number of its block in the table and its slot."""
+
+    entries: Ints
+    blocks: Ints
+    slots: Ints
+
+    def only(self, wanted: set[int]) -> Placing:
+        keep = np.isin(self.entries, list(wanted))
+        return Placing(self.entries[keep], self.blocks[keep], self.slots[keep])
+
+
+@dataclass
+class CaseEngine:
+    """One side of a case."""
+
+    model: ModelDict
+    side: SideDict
+    groups: dict[str, GroupDict] = field(init=False)
+    _placings: dict[tuple[str, int, int], Placing] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        absent = self.side["absent_roles"]
+        self.groups = {g["name"]: g for g in self.model["groups"] if g["role"] not in absent}
+
+    @property
+    def shape(self) -> ShapeDict:
+        return self.side["shape"]
+
+    def workers(self) -> list[Worker]:
+        return [Worker(p, t) for p in range(self.shape["pp"]) for t in range(self.shape["tp"])]
+
+    def layers(self, group: GroupDict, pp: int) -> list[int]:
+        """Layer ordinals of a group on one stage."""
+        stages = self.shape["pp"]
+        if group["role"] == "draft":
+            return group["layers"] if pp == stages - 1 else []
+        cached = [
+            layer for g in self.groups.values() if g["role"] != "draft" for layer in g["layers"]
+        ]
+        total = max([self.model["total_layers"], *(layer + 1 for layer in cached)])
+        counts = list(self.shape["stages"])
+        if not counts:
+            counts = [total // stages] * stages
+            lucky = stages - 2
+            while sum(counts) < total:
+                counts[lucky] += 1
+                lucky -= 1
+        stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
+        return [layer for layer in group["layers"] if stage_of[layer] == pp]
+
+    def units(self, group: GroupDict, component: ComponentDict, tp: int) -> list[int]:
+        """Units of a component on one tensor parallel rank."""
+        units = component["units"]
+        if component["sharding"] == "replicated":
+            return list(range(units))
+        parts = self.shape["role_tp"].get(group["role"], self.shape["tp"])
+        part = tp * parts // self.shape["tp"]
+        if units < parts:
+            return [part * units // parts]
+        return [u for u in range(units) if part * units // parts <= u < (part + 1) * units // parts]
+
+    def dcp(self, group: GroupDict) -> int:
+        alone = group["residency"]["kind"] == "state" or not group["context_parallel"]
+        return 1 if alone else self.shape["dcp"]
+
+    def holds_token(self, group: GroupDict, tp: int, token: int) -> bool:
+        dcp = self.dcp(group)
+        return dcp == 1 or token // self.shape["interleave"] % dcp == tp % dcp
+
+    def block_tokens(self, group: GroupDict) -> int:
+        return self.shape["block_size_of"].get(group["name"], self.shape["block_size"])
+
+    def block_positions(self, group: GroupDict) -> int:
+        """Consecutive positions that one block id stands for, over all dcp ranks."""
+        return self.block_tokens(group) * self.dcp(group)
+
+    def block_entries(self, group: GroupDict) -> int:
+        if group["residency"]["kind"] == "state":
+            return 1
+        return self.block_tokens(group) // group["tokens_per_entry"]
+
+    def kernel_entries(self, group: GroupDict) -> int:
+        block, kernel = self.block_tokens(group), self.shape["kernel_block_size"]
+        kernel = self.shape["kernel_block_size_of"].get(group["name"], kernel)
+        if group["residency"]["kind"] == "state":
+            return 1
+        if kernel and block % kernel == 0:
+            return kernel // group["tokens_per_entry"]
+        return block // group["tokens_per_entry"]
+
+    def interior(self, group: GroupDict) -> str:
+        if group["residency"]["kind"] == "state":
+            return "state"
+        return self.shape["interior_of"].get(group["name"], self.shape["interior"])
+
+    def needed_from(self, group: GroupDict, tokens: int) -> int:
+        """First position that the next token, itself included, looks at."""
+        kind, span = group["residency"]["kind"], group["residency"]["span"]
+        for position in range(tokens):
+            behind = tokens - position
+            if (
+                kind in ("full", "state")
+                or (kind == "window" and behind < span)
+                or (kind == "ring" and behind <= span)
+                or (kind == "chunk" and tokens // span == position // span)
+            ):
+                return position
+        return tokens
+
+    def kept(self, group: GroupDict, tokens: int) -> set[int]:
+        """Tokens of a request that are in blocks which the engine keeps."""
+        first = self.needed_from(group, tokens)
+        kind = group["residency"]["kind"]
+        if kind == "ring":
+            return set(range(first, tokens))
+        if kind == "full" or self.shape["full_residency"]:
+            return set(range(tokens))
+        per_block = self.block_positions(group)
+        wanted = {p // per_block for p in range(first, tokens + 1)}
+        return {p for p in range(tokens) if p // per_block in wanted}
+
+    def block_id(self, group: GroupDict, number: int) -> int | None:
+        """The id of a request's block by its number, if the table names one."""
+        table = self.side["tables"][group["name"]]
+        if number >= len(table) or table[number] == self.shape["null_block"]:
+            return None
+        return table[number] if 0 <= table[number] < self.side["blocks"] else None
+
+    def allocated(self, group: GroupDict, placing: Placing) -> Placing:
+        """Entries whose block has an id."""
+        named = {n for n in set(placing.blocks.tolist()) if self.block_id(group, n) is not None}
+        keep = np.isin(placing.blocks, list(named))
+        return Placing(placing.entries[keep], placing.blocks[keep], placing.slots[keep])
+
+    def placing(self, group: GroupDict, tp: int, entries: int) -> Placing:
+        """Where a rank keeps the first `entries` entries of a sequence: counted, one by one."""
+        key = (group["name"], tp % self.dcp(group), entries)
+        if key not in self._placings:
+            self._placings[key] = self._count(group, tp, entries)
+        return self._placings[key]
+
+    def _count(self, group: GroupDict, tp: int, entries: int) -> Placing:
+        rows: list[tuple[int, int, int]] = []
+        filled: dict[int, int] = {}
+        ring = group["residency"]["kind"] == "ring"
+        for entry in range(entries):
+            token = entry * group["tokens_per_entry"]
+            if not self.holds_token(group, tp, token):
+                continue
+            if ring:
+                rows.append((entry, 0, entry % self.block_entries(group)))
+                continue
+            block = token // self.block_positions(group)
+            rows.append((entry, block, filled.get(block, 0)))
+            filled[block] = filled.get(block, 0) + 1
+        table = np.array(rows, dtype=np.int32).reshape(-1, 3)
+        return Placing(table[:, 0], table[:, 1], table[:, 2])
+
+
+# --------------------------------------------------------------------------------------------------
 
 NOTHING = -1  # holds nothing; on the destination: must stay as it is
 FREE = -2  # padding of a loaded block: may be written or not
@@ -26,7 +203,7 @@ GAP = -3  # a slot of a loaded block that nothing arrives for: untouched, and na
 Image = list[Ints]  # one array a region
 
 
-class Load(NamedTuple):
+class GroupLoad(NamedTuple):
     """Entries of one group: what arrives, and what was due but is gone at the source."""
 
     moved: set[int]
@@ -41,27 +218,27 @@ class Oracle:
     case: CaseDict
 
     def __post_init__(self) -> None:
-        self.src = Engine(self.case["model"], self.case["src"])
-        self.dst = Engine(self.case["model"], self.case["dst"])
+        self.src = CaseEngine(self.case["model"], self.case["src"])
+        self.dst = CaseEngine(self.case["model"], self.case["dst"])
         self.groups = [g for n, g in self.src.groups.items() if n in self.dst.groups]
         self.loads = {g["name"]: self._load(g) for g in self.groups}
         self._ids = self._number()
-        self._memories = Memory(self.src), Memory(self.dst)
+        self._memories = NumberedMemory(self.src), NumberedMemory(self.dst)
 
     # what arrives
 
-    def _load(self, group: GroupDict) -> Load:
+    def _load(self, group: GroupDict) -> GroupLoad:
         tokens, per = self.case["tokens"], group["tokens_per_entry"]
         kind = group["residency"]["kind"]
         if kind == "state":
-            return Load({0}, set(), 0)
+            return GroupLoad({0}, set(), 0)
         if kind == "ring":
-            return Load(self.dst.kept(group, tokens), set(), 0)
+            return GroupLoad(self.dst.kept(group, tokens), set(), 0)
         due = {p for p in self.dst.kept(group, tokens) if p >= self.case["skip"]}
         have = self.src.kept(group, tokens)
         moved = {p // per for p in due & have if self._exists(group, p // per)}
         missing = {p // per for p in due - have} - moved
-        return Load(moved, missing, min(due, default=tokens) // per)
+        return GroupLoad(moved, missing, min(due, default=tokens) // per)
 
     def _exists(self, group: GroupDict, entry: int) -> bool:
         """An entry over several tokens exists when all of them do, or when one does."""
@@ -126,7 +303,7 @@ class Oracle:
         if "opaque" not in (self.src.interior(group), self.dst.interior(group)):
             return True
 
-        def page(engine: Engine, tp: int) -> tuple[object, ...]:
+        def page(engine: CaseEngine, tp: int) -> tuple[object, ...]:
             order, dcp = engine.shape["order"], engine.dcp(group)
             units = [engine.units(group, c, tp) for c in group["components"]]
             return (
@@ -246,7 +423,7 @@ class Oracle:
             view[:, ids, placing.slots] = rest
         return vector, numbers
 
-    def _used(self, engine: Engine, group: GroupDict, numbers: set[int]) -> list[int]:
+    def _used(self, engine: CaseEngine, group: GroupDict, numbers: set[int]) -> list[int]:
         return [engine.side["tables"][group["name"]][n] for n in numbers]
 
     def _views(self, side: int, group: GroupDict, worker: Worker, vector: Ints) -> list[Ints]:
@@ -291,3 +468,195 @@ class Oracle:
                     region[mine] = values[view.numbers[mine]]
             image.append(region)
         return image
+
+
+# --------------------------------------------------------------------------------------------------
+# Where bytes lie, without a stride: numbered logical arrays, transposed and reshaped by NumPy.
+#
+# Every byte that a rank could hold of a group gets a number, in an array with the axes
+#
+#     layer, block, slot, unit, dims..., byte
+#
+# and the memory order is NumPy's transpose of it. What comes out is a *map*: for each byte of a
+# region, the number that lies there (or none, in padding) and the block that it belongs to.
+# --------------------------------------------------------------------------------------------------
+
+NOBODY = -1  # in a map: padding. An index that takes the last value of an array
+
+
+class UnplaceableError(Exception):
+    """The shape asks for an arrangement that does not exist; the product must refuse it too."""
+
+
+class Sheet(NamedTuple):
+    """One array of a group: NumPy axes, named by `axes`, the content last."""
+
+    axes: str
+    numbers: Ints
+
+    @property
+    def paged(self) -> bool:
+        return set(self.axes[:2]) == {"L", "B"}
+
+    def page_bytes(self, blocks: int) -> int:
+        layers: int = self.numbers.shape[self.axes.index("L")]
+        return self.numbers.size // (layers * blocks)
+
+
+class GroupView(NamedTuple):
+    """What of a region belongs to one group."""
+
+    group: str
+    numbers: Ints  # of each byte
+    blocks: Ints  # of each byte, padding included
+
+
+@dataclass
+class NumberedMemory:
+    """Maps of all ranks of an engine. Ranks of equal extent share theirs."""
+
+    engine: CaseEngine
+    _numbered: dict[tuple[str, tuple[int, ...]], list[Ints]] = field(default_factory=dict)
+    _regions: dict[tuple[object, ...], list[list[GroupView]]] = field(default_factory=dict)
+
+    def extent(self, group: GroupDict, worker: Worker) -> tuple[int, ...]:
+        """Layers, and units of each component, that a rank holds."""
+        units = [len(self.engine.units(group, c, worker.tp)) for c in group["components"]]
+        return (len(self.engine.layers(group, worker.pp)), *units)
+
+    def numbered(self, group: GroupDict, worker: Worker) -> list[Ints]:
+        """For each component, an array of the numbers of its bytes with all logical axes."""
+        key = (group["name"], self.extent(group, worker))
+        if key not in self._numbered:
+            self._numbered[key] = self._number(group, *key[1])
+        return self._numbered[key]
+
+    def _number(self, group: GroupDict, layers: int, *units: int) -> list[Ints]:
+        blocks, slots = self.engine.side["blocks"], self.engine.block_entries(group)
+        arrays, first = [], 0
+        for component, held in zip(group["components"], units, strict=True):
+            axes = (layers, blocks, slots, held, *component["dims"], component["element_bytes"])
+            size = math.prod(axes)
+            arrays.append(np.arange(first, first + size, dtype=np.int32).reshape(axes))
+            first += size
+        return arrays
+
+    def regions(self, worker: Worker) -> list[list[GroupView]]:
+        """The regions of a rank in order, each with the groups that live in it."""
+        present = [g for g in self.engine.groups.values() if self.engine.layers(g, worker.pp)]
+        key = tuple((g["name"], self.extent(g, worker)) for g in present)
+        if key not in self._regions:
+            self._regions[key] = self._make(present, worker)
+        return self._regions[key]
+
+    def _make(self, present: list[GroupDict], worker: Worker) -> list[list[GroupView]]:
+        blocks, align = self.engine.side["blocks"], self.engine.shape["page_align"]
+        sheets = {g["name"]: self._arrange(g, worker) for g in present}
+        if not self.engine.shape["overlay"]:
+            return [
+                [_settle(group["name"], sheet, blocks, _up(sheet.page_bytes(blocks), align))]
+                for group in present
+                for sheet in sheets[group["name"]]
+            ]
+        if not present:
+            return []
+        if any(len(s) > 1 for s in sheets.values()):
+            raise UnplaceableError("several arrays cannot share a storage")
+        page = _up(max(s[0].page_bytes(blocks) for s in sheets.values()), align)
+        layers = max(self.extent(g, worker)[0] for g in present)
+        views = [_settle(g["name"], sheets[g["name"]][0], blocks, page, layers) for g in present]
+        if any(not np.array_equal(v.blocks, views[0].blocks) for v in views):
+            raise UnplaceableError("blocks of different ids share bytes")
+        return [views]
+
+    def _arrange(self, group: GroupDict, worker: Worker) -> list[Sheet]:
+        kernel = self.engine.kernel_entries(group)
+        parts = [
+            a.reshape(a.shape[0], -1, kernel, *a.shape[3:]) for a in self.numbered(group, worker)
+        ]  # layer, kernel block, slot, unit, dims..., byte
+        interior, order = self.engine.interior(group), self.engine.shape["order"]
+        if interior in ("joined", "split"):
+            cells = [a.reshape(*a.shape[:4], -1) for a in parts]
+            if interior == "joined":
+                cells = [np.concatenate(cells, axis=-1)]
+            return [_ordered("LBNHC", cell, order) for cell in cells]
+        if interior in ("cpu", "cpu_amx"):
+            heads = _cpu(*parts) if interior == "cpu" else self._amx(group, *parts)
+            head = np.concatenate([a.reshape(*a.shape[:3], -1) for a in heads], axis=-1)
+            if head.shape[2] > 1 and order.index("N") < order.index("H"):
+                raise UnplaceableError("the page keeps slots inside heads")
+            return [_ordered("LBHC", head, order)]
+        if interior == "state":
+            return [_ordered("LBC", self._state(group, parts), order)]
+        if order[:2] not in ("LB", "BL") and max(a.shape[3] for a in parts) > 1:
+            raise UnplaceableError("the page keeps its heads together")
+        if order.index("H") < order.index("N"):
+            parts = [a.swapaxes(2, 3) for a in parts]
+        planes = [a.reshape(*a.shape[:2], -1) for a in parts]
+        return [_ordered("LBC", np.concatenate(planes, axis=-1), order)]
+
+    def _amx(self, group: GroupDict, k: Ints, v: Ints) -> list[Ints]:
+        """K in tiles of 16 slots, [dim/2][slot][2]; V in tiles of 16 dims, [slot/2][dim][2]."""
+        if self.engine.kernel_entries(group) != self.engine.block_entries(group):
+            raise UnplaceableError("tiles inside kernel blocks")
+        layers, blocks, slots, units, dims, size = k.shape
+        if slots % 16 or dims % 16 or v.shape[4] % 16:
+            raise UnplaceableError("tiles of 16 do not fit")
+        tiles = k.reshape(layers, blocks, slots // 16, 16, units, dims // 2, 2, size)
+        pairs = v.reshape(layers, blocks, slots // 2, 2, units, v.shape[4] // 16, 16, size)
+        return [tiles.transpose(0, 1, 4, 2, 5, 3, 6, 7), pairs.transpose(0, 1, 4, 5, 2, 6, 3, 7)]
+
+    def _state(self, group: GroupDict, parts: list[Ints]) -> Ints:
+        sections, rest = [], []
+        for component, part in zip(group["components"], parts, strict=True):
+            layers, blocks, _, units, *dims = part.shape
+            if component["name"].startswith("conv_"):
+                channels = part.reshape(layers, blocks, units * dims[0], *dims[1:])
+                sections.append(channels)
+            else:
+                rest.append(part.reshape(layers, blocks, -1))
+        if sections:
+            conv = np.concatenate(sections, axis=2)  # layer, block, channel, row, byte
+            if self.engine.shape["conv_order"] == "SD":
+                conv = conv.swapaxes(2, 3)
+            rest.insert(0, conv.reshape(*conv.shape[:2], -1))
+        return np.concatenate(rest, axis=-1)
+
+
+def _cpu(k: Ints, v: Ints) -> list[Ints]:
+    """Per head, K as [dim][slot] and V as [slot][dim]."""
+    return [k.transpose(0, 1, 3, 4, 2, 5), v.transpose(0, 1, 3, 2, 4, 5)]
+
+
+def _ordered(axes: str, array: Ints, order: str) -> Sheet:
+    """Transpose to the engine's order; a single head takes no part in it."""
+    if "H" in axes and array.shape[axes.index("H")] == 1:
+        array = array.squeeze(axes.index("H"))
+        axes = axes.replace("H", "")
+    wanted = "".join(axis for axis in order if axis in axes)
+    return Sheet(wanted, array.transpose([axes.index(axis) for axis in wanted]))
+
+
+def _settle(group: str, sheet: Sheet, blocks: int, page: int, layers: int = 0) -> GroupView:
+    """Pad pages to `page` bytes and the layer axis to `layers`, and flatten."""
+    axes, numbers = sheet
+    if page != sheet.page_bytes(blocks):
+        ratio = numbers.shape[axes.index("B")] // blocks
+        if not sheet.paged or ratio > 1:
+            raise UnplaceableError("a page that is not in one piece cannot be padded")
+        numbers = numbers.reshape(*numbers.shape[:2], -1)
+        short = page - numbers.shape[2]
+        numbers = np.pad(numbers, ((0, 0), (0, 0), (0, short)), constant_values=NOBODY)
+    if layers:
+        missing = [(0, 0)] * numbers.ndim
+        missing[axes.index("L")] = (0, layers - numbers.shape[axes.index("L")])
+        numbers = np.pad(numbers, missing, constant_values=NOBODY)
+    ids = np.repeat(np.arange(blocks, dtype=np.int32), numbers.shape[axes.index("B")] // blocks)
+    along = [1] * numbers.ndim
+    along[axes.index("B")] = -1
+    owners = np.broadcast_to(ids.reshape(along), numbers.shape)
+    return GroupView(group, numbers.ravel(), owners.ravel())
+
+
+def _up(value: int, step: int) -> int:
+    return value + -value % step

@@ -9,13 +9,13 @@ touches no device and starts nothing.
 """
 
 from kvferry.vllm import plugin
-from kvferry.vllm.combined import FerryConnector
-from kvferry.vllm.dropin import (
+from kvferry.vllm.connector import (
+    FerryConnector,
     FerryMooncakeConnector,
     FerryNixlConnector,
     FerryNixlPushConnector,
 )
-from kvferry.vllm.pool_connector import FerryMooncakeStoreConnector, FerryPoolConnector
+from kvferry.vllm.pool.connector import FerryMooncakeStoreConnector, FerryPoolConnector
 
 MooncakeConnector = FerryMooncakeConnector
 NixlConnector = FerryNixlConnector

@@ -23,20 +23,32 @@ import hmac
 import http.client
 import io
 import json
+import logging
+import re
 import socket
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from kvferry.errors import HandoverError, ProtocolError, TransferError
-from kvferry.p2p.http_server import Answer, Asked, HttpServer
-from kvferry.p2p.ticket import is_host, is_text
+from kvferry.errors import (
+    AuthenticationError,
+    HandoverError,
+    KvferryError,
+    ProtocolError,
+    TransferError,
+)
+from kvferry.handover.peers import Meetings
+from kvferry.handover.ticket import MARK, is_host, is_text
+from kvferry.net.http import HttpAnswer, HttpRequest, HttpServer
+from kvferry.net.keys import Key
+from kvferry.net.messages import VERSION, EngineInfo, Hello, Refused, Welcome
+from kvferry.net.names import Reach, at_port, dial, is_loopback, literal
+from kvferry.net.rpc import Caller, Sockets
 from kvferry.units import require_port
-from kvferry.vllm.addresses import host_port
-from kvferry.wire.keys import Key
-from kvferry.wire.names import Reach, at_port, dial, literal
+from kvferry.vllm.config import FerryConfig, Style, host_port
 
 MOST_BYTES = 1 << 20  # of a message; an engine of a thousand ranks has less
 MAC = "X-Kvferry-Mac"
@@ -82,7 +94,7 @@ class Bootstrap:
     def __init__(self, host: str | None, port: int, secret: str | None) -> None:
         self._entries: dict[str, dict[str, Any]] = {}
         self._own: set[str] = set()
-        self._answer = Answer.of(200, {})  # to a query
+        self._answer = HttpAnswer.of(200, {})  # to a query
         self._lock = threading.Lock()
         key = Key.of(secret)
         self._key = key.derive(PURPOSE)
@@ -116,24 +128,24 @@ class Bootstrap:
     def _put(self, dp_rank: str, entry: Mapping[str, Any]) -> None:
         """With the lock held."""
         entries = {**self._entries, dp_rank: dict(entry)}
-        answer = Answer.of(200, entries)
+        answer = HttpAnswer.of(200, entries)
         if len(answer.json) > MOST_ENTRIES and dp_rank not in self._own:
             raise ProtocolError(
                 f"with this registration there would be more than {MOST_ENTRIES} bytes of them"
             )
         self._entries, self._answer = entries, answer
 
-    def _asked(self, asked: Asked) -> Answer:
+    def _asked(self, asked: HttpRequest) -> HttpAnswer:
         """On the server's thread."""
         if asked.method == "GET" and asked.path == "/query":
             return self._answer
         if asked.method != "POST" or asked.path != "/register":
-            return Answer.of(404, {"detail": "ask GET /query, or POST /register"})
+            return HttpAnswer.of(404, {"detail": "ask GET /query, or POST /register"})
         try:
             self._register(asked.body, asked.headers.get(MAC.lower(), ""))
         except (ProtocolError, ValueError, RecursionError) as error:
-            return Answer.of(400, {"detail": str(error)})
-        return Answer.of(200, {"status": "ok"})
+            return HttpAnswer.of(400, {"detail": str(error)})
+        return HttpAnswer.of(200, {"status": "ok"})
 
     def _register(self, body: bytes, mac: str) -> None:
         told_mac = mac.encode(errors="replace")  # a header may hold what a digest never does
@@ -245,3 +257,310 @@ class _Received:
 
     def makefile(self, *args: Any, **kwargs: Any) -> Any:
         return self._data
+
+
+# --------------------------------------------------------------------------------------------------
+# Keeps the bootstrap of another engine told of this one: a data-parallel rank without its own.
+#
+# Ranks start in any order, and the one that serves the bootstrap may come late or come again; so
+# this goes on, on a thread of its own, and neither an engine's start nor its reset waits for it.
+# --------------------------------------------------------------------------------------------------
+
+log = logging.getLogger("kvferry")
+
+TELL_AGAIN_SECONDS = 1.0  # after a failure
+REFRESH_SECONDS = 30.0  # the server may have restarted, and then knows nothing
+
+
+class Registration:
+    def __init__(self, server: str, dp_rank: int, secret: str | None, seconds: float) -> None:
+        """`seconds` is for one attempt."""
+        self._to = (server, dp_rank)
+        self._secret, self._seconds = secret, seconds
+        self._entry: Mapping[str, Any] = {}
+        self._changed = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvferry-register", daemon=True)
+
+    def tell(self, entry: Mapping[str, Any]) -> None:
+        """What the server is to know from now on."""
+        self._entry = entry
+        self._changed.set()
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def close(self) -> None:
+        self._closed = True
+        self._changed.set()
+
+    def _run(self) -> None:
+        pause, failed = 0.0, False
+        while True:
+            self._changed.wait(pause)
+            self._changed.clear()
+            if self._closed:
+                return
+            server, dp_rank = self._to
+            try:
+                register(server, dp_rank, self._entry, self._secret, self._seconds)
+            except Exception as error:  # whatever it is: nobody else would register this rank
+                if not failed:
+                    log.warning(
+                        "kvferry: requests by transfer id cannot reach data-parallel rank %d until "
+                        "it has registered, which is tried again and again: %s",
+                        dp_rank,
+                        error,
+                        exc_info=None if isinstance(error, KvferryError) else error,
+                    )
+                pause, failed = TELL_AGAIN_SECONDS, True
+            else:
+                if failed:
+                    log.info("kvferry: data-parallel rank %d is registered at %s", dp_rank, server)
+                pause, failed = REFRESH_SECONDS, False
+
+
+# --------------------------------------------------------------------------------------------------
+# Finding a producer that a request names without a ticket: both engines got the request at once.
+#
+# A decode request in Mooncake style names a bootstrap address, an engine id and a transfer id; in
+# the style of NixlPushConnector's proxy, the engine's directory and nothing that tells its
+# incarnation. A thread asks; the scheduler looks for the answer whenever vLLM asks it about the
+# request, and never waits. An answer serves the requests of the next second; then it is asked for
+# anew, because the engine may have been reset or restarted, and one that was kept serves where no
+# answer comes soon. Clients name these addresses, and some may be silent: `meetings` bounds what
+# they can hold up.
+#
+# What is found becomes an ordinary ticket. The hold's id is derived, on both sides alike, from the
+# producer's incarnation and the transfer id; the digest is of the consumer's own prompt. A claim
+# that comes before the prefill is done waits at the producer's ranks, as every early claim does;
+# one for a prefill that was aborted, or not held, is refused there as soon as that is known.
+# --------------------------------------------------------------------------------------------------
+
+AGAIN_SECONDS = 0.05  # between two, while the engine is starting
+FRESH_SECONDS = 1.0  # after these, an answer is asked for anew
+PATIENCE_SECONDS = 0.2  # for the new one, before the last one is used
+KEEP_SECONDS = 300.0  # and that is used no longer than this
+MOST_KEPT = 4096
+CHILD = re.compile(r"^\d+_")  # vLLM's request ids of the samples of one `n > 1` request
+SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # that vLLM adds to each id
+
+
+@dataclass(frozen=True, slots=True)
+class BootstrapPlace:
+    """Where to ask for a producer, and what to ask for."""
+
+    engine_id: str
+    address: str  # of a bootstrap or of a directory
+    bootstrap: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Appointment:
+    """A request that named its producer, and what both call the transfer."""
+
+    place: BootstrapPlace
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A question, and what the one before it brought."""
+
+    at: float
+    answer: Future[tuple[float, Whereabouts]]  # and when it came
+    before: tuple[float, Whereabouts] | None
+
+    @property
+    def known(self) -> tuple[float, Whereabouts] | None:
+        """The latest answer, if any was good."""
+        if self.answer.done() and not self.answer.exception():
+            return self.answer.result()
+        return self.before
+
+    def stale(self, now: float) -> bool:
+        if not self.answer.done():
+            return False
+        return now > max(self.at, self.known[0] if self.known else 0.0) + FRESH_SECONDS
+
+
+def transfer_name(params: Mapping[str, Any], request_id: str, style: Style) -> str | None:
+    """What producer and consumer call a request; None where only a ticket can tell."""
+    if style in ("mooncake", "ferry") and params.get("transfer_id"):
+        name = params["transfer_id"]
+        if not is_text(name):
+            raise ProtocolError("transfer_id must be a text of at most 512 characters")
+        return f"transfer {name}"
+    if style == "push":
+        return f"request {SUFFIX.sub('', CHILD.sub('', request_id))}"
+    return None
+
+
+def derived_hold(incarnation: str, name: str) -> str:
+    return hashlib.sha256(f"{incarnation}\n{name}".encode()).hexdigest()
+
+
+def appointment(params: Mapping[str, Any], request_id: str, style: Style) -> Appointment:
+    """Where a request without a ticket of ours sends us, or why it cannot."""
+    name = transfer_name(params, request_id, style)
+    engine_id = params.get("remote_engine_id")
+    if name is not None and isinstance(engine_id, str) and is_text(engine_id):
+        if name.startswith("transfer ") and params.get("remote_bootstrap_addr"):
+            host, port = host_port(params["remote_bootstrap_addr"])
+            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            return Appointment(BootstrapPlace(engine_id, address, True), name)
+        directory = _directory(params) if style == "push" else None
+        if directory is not None and not params.get("remote_block_ids"):
+            return Appointment(BootstrapPlace(engine_id, directory, False), name)
+    if params.get("remote_block_ids"):
+        raise ProtocolError(
+            "it comes with block ids of vLLM's own NixlConnector, and holds no kvferry ticket; run "
+            "kvferry's connector on the prefill engine too"
+        )
+    if params.get("transfer_id"):
+        raise ProtocolError(
+            "it names a transfer_id, but not remote_engine_id and remote_bootstrap_addr; this is "
+            f"the {style} style: the proxy and both engines must use the same"
+        )
+    raise ProtocolError(
+        f"kv_transfer_params ask for a remote prefill, but hold no kvferry ticket ({MARK!r}); the "
+        "prefill engine must run kvferry too, and the proxy pass its answer on unchanged"
+    )
+
+
+def _directory(params: Mapping[str, Any]) -> str | None:
+    host, port = params.get("remote_host"), params.get("remote_port")
+    if not is_host(host) or type(port) is not int or not 0 < port < 1 << 16:
+        return None
+    return f"{'127.0.0.1' if host == 'localhost' else host}:{port}"
+
+
+class Rendezvous:
+    """Asks for producers on threads of its own; answers are looked up without waiting."""
+
+    def __init__(self, config: FerryConfig, sockets: Sockets) -> None:
+        self._config = config
+        self._sockets = sockets
+        self._caller: Caller | None = None
+        self._engine: EngineInfo | None = None
+        self._told = threading.Event()  # who we are
+        self._closed = False
+        self._meetings = Meetings("kvferry-rendezvous", config.bootstrap_seconds)
+        self._lock = threading.Lock()
+        self._asked: dict[BootstrapPlace, _Asked] = {}
+
+    def introduce(self, engine: EngineInfo) -> None:
+        """Who we are; directories ask for it."""
+        self._engine = engine
+        self._told.set()
+
+    def find(self, place: BootstrapPlace) -> Whereabouts | None:
+        """A producer, or None while it is asked for; raises why it cannot be found."""
+        now = time.monotonic()
+        with self._lock:
+            asked = self._asked.get(place)
+            if asked is None or asked.stale(now):
+                asked = self._ask_anew(place, asked, now)
+        last = asked.before[1] if asked.before is not None else None
+        if not asked.answer.done():
+            return last if now > asked.at + PATIENCE_SECONDS else None
+        error = asked.answer.exception()
+        if error is None:
+            return asked.answer.result()[1]
+        if last is not None and type(error) is HandoverError:  # nobody answers
+            return last
+        self.forget(place)  # the next request asks again
+        raise error
+
+    def forget(self, place: BootstrapPlace) -> None:
+        """A load by what is known of it failed."""
+        with self._lock:
+            asked = self._asked.get(place)
+            if asked is not None and asked.answer.done():
+                del self._asked[place]
+
+    def _ask_anew(self, place: BootstrapPlace, before: _Asked | None, now: float) -> _Asked:
+        known = before.known if before is not None else None
+        if known is not None and now > known[0] + KEEP_SECONDS:
+            known = None
+        if before is None and len(self._asked) >= MOST_KEPT:
+            self._asked.pop(next(iter(self._asked)))
+        answer: Future[tuple[float, Whereabouts]] = Future()
+
+        def ask(seconds: float) -> None:
+            found = self._found_at(place, seconds)
+            answer.set_result((time.monotonic(), found))
+
+        try:
+            self._require_allowed(place)
+            self._meetings.submit(place.address, ask, answer.set_exception)
+        except AuthenticationError as error:
+            answer.set_exception(error)
+        except KvferryError as error:  # no more threads, too many questions, or we are closed
+            answer.set_exception(HandoverError(f"{place.address} cannot be asked: {error}"))
+        asked = self._asked[place] = _Asked(now, answer, known)
+        return asked
+
+    def _require_allowed(self, place: BootstrapPlace) -> None:
+        host = place.address.rsplit(":", 1)[0]
+        if not self._config.admits(host):
+            raise AuthenticationError(
+                f"the request names a producer at {host}, which is not among the configured peers"
+            )
+        if not self._config.secret and not is_loopback(host):
+            raise AuthenticationError(
+                f"the request names a producer at {host}, on another host, and no secret is "
+                "configured; set the same secret on both engines"
+            )
+
+    def _found_at(self, place: BootstrapPlace, seconds: float) -> Whereabouts:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                if place.bootstrap:
+                    found = query(place.address, place.engine_id, seconds)
+                else:
+                    found = self._hello(place, deadline)
+                break
+            except _NotYet as error:
+                if time.monotonic() + AGAIN_SECONDS > deadline or self._closed:
+                    raise HandoverError(str(error)) from None
+                time.sleep(AGAIN_SECONDS)
+        if not self._config.admits(found.host):
+            raise AuthenticationError(
+                f"the engine {found.engine_id!r:.80} is at {found.host}, which is not among the "
+                "configured peers"
+            )
+        return found
+
+    def _hello(self, place: BootstrapPlace, deadline: float) -> Whereabouts:
+        if not self._told.wait(max(0.0, deadline - time.monotonic())) or self._engine is None:
+            raise HandoverError("this engine's workers have not described themselves")
+        with self._lock:
+            if self._caller is None:
+                self._caller = Caller(self._sockets)
+        call = self._caller.call(place.address, Hello(VERSION, self._engine), deadline)
+        reply = call.result(max(0.0, deadline - time.monotonic()) + 1.0)
+        if isinstance(reply, Refused):
+            if reply.reason == "busy":
+                raise _NotYet(reply.message)
+            raise HandoverError(f"the engine at {place.address} refuses us: {reply.message}")
+        if not isinstance(reply, Welcome):
+            raise HandoverError(f"{place.address} answered a hello with {type(reply).__name__}")
+        if reply.engine.engine_id != place.engine_id:
+            raise HandoverError(
+                f"the request names engine {place.engine_id!r:.80}, and at {place.address} is "
+                f"{reply.engine.engine_id!r:.80}"
+            )
+        host, port = place.address.rsplit(":", 1)
+        return Whereabouts(place.engine_id, host, int(port), reply.engine.incarnation)
+
+    def close(self) -> None:
+        self._closed = True
+        self._told.set()
+        self._meetings.close()
+        if self._caller is not None:
+            self._caller.close()
+
+
+class _NotYet(KvferryError):
+    """The engine is there, and not ready."""

@@ -7,41 +7,195 @@ would change results (a handshake check that is switched off) is refused.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+from urllib.parse import urlsplit
 
-from kvferry.errors import DescriptionError
-from kvferry.p2p.consumer import Mode
+from kvferry.carriers.auto import require_carriers, require_options
+from kvferry.errors import DescriptionError, ProtocolError
+from kvferry.handover.consumer import Mode
+from kvferry.handover.ticket import is_host
+from kvferry.net.keys import HOW_TO_MAKE_ONE, Key
+from kvferry.net.names import is_loopback
 from kvferry.support import SUPPORTED_VLLM
-from kvferry.transport.options import require_carriers, require_options
-from kvferry.vllm.addresses import HOST, SERVER, Host, Hosts, Server, parse_peers
-from kvferry.vllm.settings import (
-    PATH,
-    PORT,
-    SECONDS,
-    SECRET,
-    Count,
-    Flag,
-    Names,
-    Options,
-    Port,
-    Rule,
-    Seconds,
-    Secret,
-    Text,
-    choice,
-    read_keys,
-    rules,
-    spelled,
-    told,
-)
-from kvferry.wire.keys import HOW_TO_MAKE_ONE, Key
-from kvferry.wire.names import is_loopback
+from kvferry.units import MOST_PORT
+
+# --------------------------------------------------------------------------------------------------
+# Keys that an operator may set, each with the rule that its value keeps.
+#
+#     @dataclass(frozen=True, slots=True)
+#     class Config:
+#         port: Port = 0  # of the directory
+#
+# `Port` is an int with a rule. `read_keys` takes what was parsed from JSON and gives a dataclass's
+# values. A text is never taken for a number or a truth value: "false" would count as true, and "64"
+# would pass the start and end the first request. null is as if the key were not there. Anything
+# else that breaks a rule is a `DescriptionError` with the key, what was expected and what was
+# found; a field without a rule cannot be read.
+# --------------------------------------------------------------------------------------------------
+
+MOST_SECONDS = 1e6  # ZMQ takes milliseconds in 32 bits, which is 24 days
+MOST_COUNT = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`take` gives the value, or raises a ValueError that may say more, or what to do."""
+
+    expected: str
+    take: Callable[[Any], Any]
+    hidden: bool = False  # the value goes into no message
+
+    def read(self, name: str, value: Any) -> Any:
+        try:
+            return self.take(value)
+        except ValueError as error:
+            found = f"{value!r:.100}" if not (self.hidden and value) else type(value).__name__
+            more = f"; {error}" if str(error) else ""
+            raise DescriptionError(f"{name} must be {self.expected}, found {found}{more}") from None
+
+
+def rules(kind: Any) -> dict[str, Rule]:
+    """By field."""
+    hints = get_type_hints(kind, include_extras=True)
+    found = {}
+    for name in (f.name for f in fields(kind)):
+        parts = (hints[name], *get_args(hints[name]))  # `Port`, or `Port | None`
+        said = [m for part in parts for m in getattr(part, "__metadata__", ())]
+        if len(said) != 1 or not isinstance(said[0], Rule):
+            raise TypeError(f"{kind.__name__}.{name} has no rule")
+        found[name] = said[0]
+    return found
+
+
+def read_keys(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a dataclass's fields, of those that are given."""
+    by = rules(kind)
+    return {name: by[name].read(name, value) for name, value in told(given).items()}
+
+
+def told(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not null."""
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def spelled(name: str, value: Any, rule: Rule, kind: type[int] | type[float]) -> Any:
+    """A number that may be spelled out, in a variable or by a key that others define."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):  # the rule says what it should be
+            value = kind(value)
+    return rule.read(name, value)
+
+
+def whole(least: int = 0, most: int = MOST_COUNT, what: str = "a whole number") -> Rule:
+    def take(value: Any) -> int:
+        if type(value) is not int or not least <= value <= most:  # True is no number
+            raise ValueError
+        return value
+
+    return Rule(f"{what} from {least} to {most}", take)
+
+
+def amount(most: float, what: str) -> Rule:
+    """More than nothing."""
+
+    def take(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError
+        if not 0 < value <= most:  # nor is NaN
+            raise ValueError
+        return value
+
+    return Rule(f"{what}, more than 0 and at most {most:,.10g}", take)
+
+
+def choice(*names: str) -> Rule:
+    def take(value: Any) -> str:
+        if not isinstance(value, str) or value not in names:
+            raise ValueError
+        return value
+
+    return Rule(" or ".join(f'"{name}"' for name in names), take)
+
+
+def take_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # JSON also spells texts that have no bytes
+        raise ValueError("it has characters that cannot be written") from None
+    return value
+
+
+def take_name(value: Any) -> str:
+    if not take_text(value).strip():
+        raise ValueError("leave the key out where there is none")
+    return str(value)
+
+
+def take_path(value: Any) -> str:
+    if "\0" in take_name(value):
+        raise ValueError("it has a null character")
+    try:
+        return str(Path(value).expanduser())
+    except RuntimeError as error:  # whose home?
+        raise ValueError(str(error)) from None
+
+
+def _take_flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("write it without quotation marks" if isinstance(value, str) else "")
+    return value
+
+
+def _take_texts(value: Any) -> tuple[str, ...]:
+    """One text is a list of one."""
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not texts:
+        raise ValueError
+    return tuple(take_name(text) for text in texts)
+
+
+def _take_options(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ValueError
+    return value
+
+
+FLAG = Rule("true or false", _take_flag)
+TEXT = Rule("a text", take_text)
+SECRET = Rule("a text that is not empty", take_name, hidden=True)
+PATH = Rule("a path", take_path)
+NAMES = Rule("a name, or a list of names that is not empty", _take_texts)
+OPTIONS = Rule("an object", _take_options)
+PORT = whole(0, MOST_PORT, "a port")
+COUNT = whole()
+SECONDS = amount(MOST_SECONDS, "a number of seconds")
+SHARE = amount(1, "a share")
+
+Flag = Annotated[bool, FLAG]
+Text = Annotated[str, TEXT]
+Secret = Annotated[str, SECRET]
+FilePath = Annotated[str, PATH]
+Names = Annotated[tuple[str, ...], NAMES]
+Options = Annotated[Mapping[str, Any], OPTIONS]
+Port = Annotated[int, PORT]
+Count = Annotated[int, COUNT]
+Seconds = Annotated[float, SECONDS]
+Share = Annotated[float, SHARE]
+
+
+# --------------------------------------------------------------------------------------------------
 
 log = logging.getLogger("kvferry")
 
@@ -251,3 +405,113 @@ def require_supported_vllm(version: str) -> None:
             f"this is {version}. The connector interface changes between versions: install a "
             "matching pair"
         )
+
+
+# --------------------------------------------------------------------------------------------------
+# Hosts, peers and servers as operators write them, and which hosts a ticket may name.
+#
+# An engine's host goes into its tickets, and peers dial it: an address that stands for all of a
+# host's means nothing to them. Peers are addresses, networks and names; a name admits a ticket that
+# names the host by it, in whatever case, and nothing is looked up.
+# --------------------------------------------------------------------------------------------------
+
+_NUMBERS = re.compile(r"[0-9.]+")  # what is no address then is a damaged one
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    networks: tuple[IPv4Network | IPv6Network, ...]
+    names: frozenset[str]  # in small letters
+
+    def admit(self, host: str) -> bool:
+        try:
+            address = ip_address(_bare(host))
+        except ValueError:
+            return host.lower() in self.names
+        return any(address in network for network in self.networks)
+
+
+@lru_cache(maxsize=64)
+def parse_peers(peers: tuple[str, ...]) -> Peers:
+    """Raises a ValueError that says which of them is none."""
+    networks, names = [], set()
+    for peer in peers:
+        try:
+            networks.append(ip_network(_bare(peer), strict=False))
+        except ValueError:
+            if not _is_name(peer):
+                raise ValueError(
+                    f"{peer!r:.100} is none of these; give each its own text, without a port"
+                ) from None
+            names.add(peer.lower())
+    return Peers(tuple(networks), frozenset(names))
+
+
+def _bare(host: str) -> str:
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def _is_name(text: str) -> bool:
+    return is_host(text) and ":" not in text and not _NUMBERS.fullmatch(text)
+
+
+def _take_host(value: Any) -> str:
+    host = _bare(take_name(value))
+    try:
+        address = ip_address(host)
+    except ValueError:
+        if not _is_name(host):
+            raise ValueError("write it without a scheme or a port") from None
+        return host
+    if address.is_unspecified:
+        raise ValueError(
+            "tickets name this address and peers dial it: give one of this host's that they reach, "
+            "such as 10.0.0.1"
+        )
+    if not is_host(host):
+        raise ValueError("an address with a zone means nothing to peers")
+    return host
+
+
+def _take_peers(value: Any) -> tuple[str, ...]:
+    """An empty list admits all; one text is a list of one."""
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple):
+        raise ValueError
+    peers = tuple(take_name(text) for text in texts)
+    parse_peers(peers)
+    return peers
+
+
+def _take_server(value: Any) -> str:
+    server = take_text(value)
+    if server:
+        try:
+            host_port(server)
+        except ProtocolError:
+            raise ValueError from None
+    return server
+
+
+HOST = Rule("the name or an address of this host", _take_host)
+PEERS = Rule("a list of addresses, networks (10.0.0.0/8) and names of hosts", _take_peers)
+SERVER = Rule("an address such as http://10.0.0.1:8998", _take_server)
+
+Host = Annotated[str, HOST]
+Hosts = Annotated[tuple[str, ...], PEERS]
+Server = Annotated[str, SERVER]
+
+
+def host_port(server: str) -> tuple[str, int]:
+    """Of `http://host:port` or `host:port`."""
+    if not isinstance(server, str) or len(server) > 512:
+        raise ProtocolError("a bootstrap address is a text such as http://10.0.0.1:8998")
+    try:
+        parts = urlsplit(server if "//" in server else f"//{server}")
+        host, port = parts.hostname, parts.port
+        plain = parts.scheme in ("", "http") and not parts.username
+        if plain and host and port and host.encode("idna"):
+            return host, port
+    except ValueError:  # UnicodeError is one
+        pass
+    raise ProtocolError(f"{server!r:.100} is no bootstrap address such as http://10.0.0.1:8998")

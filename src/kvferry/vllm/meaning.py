@@ -15,10 +15,11 @@ from kvferry.pool.weights import hub_snapshot
 from kvferry.vllm.model import (
     configuration_digest,
     draft_cache_dtype,
+    is_state,
+    layer_specs,
     loaded_length,
     rope_factors,
 )
-from kvferry.vllm.specs import is_state, layer_specs
 
 LLAMA4 = "llama4_text"
 # vLLM's: longer contexts make Llama 4 weigh attention by position, unless a file says otherwise

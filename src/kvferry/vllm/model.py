@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -19,7 +19,6 @@ from kvferry.layout.hf import model_from_config
 from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.layout.tensors import LayerKey
-from kvferry.vllm.specs import group_spec, is_state, layer_specs
 
 # Keys of a model's configuration that do not change what its cache means. Some models write their
 # engine's `max_model_len` there; what depends on it is said by itself (`rope_factors`).
@@ -225,3 +224,70 @@ def _original_length(text: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
 def configuration_digest(text: Mapping[str, Any]) -> str:
     told = {k: v for k, v in text.items() if k not in IRRELEVANT.split()}
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+# --------------------------------------------------------------------------------------------------
+# vLLM's cache specs, as far as we read them.
+# --------------------------------------------------------------------------------------------------
+
+
+def layer_spec(spec: Any, layer: str) -> Any:
+    """A layer's own spec, where its group holds several."""
+    return spec.kv_cache_specs[layer] if hasattr(spec, "kv_cache_specs") else spec
+
+
+def group_spec(spec: Any) -> Any:
+    """One of a group's specs; those of states are alike."""
+    return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
+
+
+def is_state(spec: Any) -> bool:
+    return hasattr(spec, "mamba_type")
+
+
+def layer_specs(kv_cache_config: Any) -> Iterator[tuple[int, str, Any]]:
+    """Table, name and spec of every layer on this worker."""
+    for table, group in enumerate(kv_cache_config.kv_cache_groups):
+        for name in group.layer_names:
+            yield table, name, layer_spec(group.kv_cache_spec, name)
+
+
+# --------------------------------------------------------------------------------------------------
+# Who a worker is to the pool when prefill context parallelism (pcp) is on.
+#
+# vLLM lays its ranks out as pp, pcp, tp. What pcp does to the cache depends on decode context
+# parallelism (dcp), as vLLM's configuration says:
+#
+# - dcp 1: every pcp rank keeps the whole cache of its tp rank. They are replicas, which load all of
+#   it and write in turns; block sizes stay as they are.
+# - dcp = pcp, or tp x pcp: tokens are shared out over the pcp ranks of a tp rank (and over tp). To
+#   the planner, pcp ranks are then tp ranks, next to each other, and blocks cover dcp times the
+#   tokens. That is right where all tp ranks keep the same heads (latents); other caches are refused
+#   when the registered tensors do not fit the description.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRank:
+    rank: Rank
+    tp: int  # ranks that the cache is cut over, on one stage
+    replica: int = 0  # of this rank's cache
+    replicas: int = 1
+
+
+def replicas(parallel_config: Any) -> int:
+    """Workers that keep the same cache."""
+    pcp, dcp = (
+        parallel_config.prefill_context_parallel_size,
+        parallel_config.decode_context_parallel_size,
+    )
+    return int(pcp) if dcp == 1 else 1
+
+
+def cache_rank(parallel_config: Any, pp: int, tp: int, pcp: int) -> CacheRank:
+    size = int(parallel_config.tensor_parallel_size)
+    copies = replicas(parallel_config)
+    pcp_size = int(parallel_config.prefill_context_parallel_size)
+    if copies == pcp_size:
+        return CacheRank(Rank(pp, tp), size, pcp, copies)
+    return CacheRank(Rank(pp, tp * pcp_size + pcp), size * pcp_size)

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.p2p.ticket import prompt_digest
+from kvferry.handover.ticket import prompt_digest
 
 _KEY = secrets.token_bytes(32)  # of the names that this process gives to media
 _hashed: dict[int, tuple[weakref.ref[Any], str]] = {}  # digests of items in memory, by `id`

@@ -14,26 +14,21 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import DescriptionError
-from kvferry.p2p.directory import Directory
-from kvferry.p2p.incarnations import after_reset, child
-from kvferry.p2p.renewer import Renewer
-from kvferry.p2p.ticket import MARK
-from kvferry.pool.adapters import Adapters, adapter_settings
-from kvferry.vllm.asking import Asking
-from kvferry.vllm.bootstrap import Bootstrap, Whereabouts
+from kvferry.handover.producer import Directory
+from kvferry.handover.renew import Renewer
+from kvferry.handover.ticket import MARK, after_reset, child
+from kvferry.net.messages import EngineInfo, RankInfo
+from kvferry.net.names import at_port, is_loopback
+from kvferry.net.rpc import Sockets
+from kvferry.pool.weights import Adapters, adapter_settings
+from kvferry.vllm.bootstrap import Bootstrap, Registration, Rendezvous, Whereabouts
 from kvferry.vllm.config import FerryConfig, incarnation
+from kvferry.vllm.consuming import Consuming
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
+from kvferry.vllm.metrics import FerryStats, Spans
 from kvferry.vllm.multiconnector import Family
-from kvferry.vllm.offering import Offering
-from kvferry.vllm.prefill import HandedOver
+from kvferry.vllm.producing import PrefillCut, Producing
 from kvferry.vllm.prompts import Prompts
-from kvferry.vllm.registration import Registration
-from kvferry.vllm.rendezvous import Rendezvous
-from kvferry.vllm.spans import Spans
-from kvferry.vllm.stats import FerryStats
-from kvferry.wire.messages import EngineInfo, RankInfo
-from kvferry.wire.names import at_port, is_loopback
-from kvferry.wire.sockets import Sockets
 
 log = logging.getLogger("kvferry")
 
@@ -51,7 +46,7 @@ class FerryScheduler:
         vllm_config: Any,
         family: Family,
         index: int,
-        handed_over: HandedOver,
+        handed_over: PrefillCut,
     ) -> None:
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self.config, self.handed_over = config, handed_over
@@ -74,7 +69,7 @@ class FerryScheduler:
         self._rendezvous = Rendezvous(config, self._sockets)
         self._prompts = prompts = Prompts.of(vllm_config)
         self._adapters = Adapters(adapter_settings(vllm_config), "are not handed over")
-        self.asking = Asking(
+        self.asking = Consuming(
             config,
             style,
             self._rendezvous,
@@ -85,7 +80,7 @@ class FerryScheduler:
             prompts,
             self._adapters,
         )
-        self.offering = Offering(
+        self.offering = Producing(
             config,
             self.engine_id,
             self._first,

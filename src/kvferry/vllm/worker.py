@@ -8,32 +8,34 @@ each id exactly once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from kvferry.carriers import make_carrier
+from kvferry.carriers.auto import AUTO, fastest_first, select
+from kvferry.carriers.base import Carrier, MemoryRegion
+from kvferry.carriers.host import HostMemory, Memory
+from kvferry.errors import TransferError
+from kvferry.handover.checksum import offered
+from kvferry.handover.consumer import ConsumerRank
+from kvferry.handover.describe import engine_info, rank_info
+from kvferry.handover.load import Loaded
+from kvferry.handover.producer import ProducerRank
+from kvferry.handover.push import Pusher
+from kvferry.handover.ticket import child
+from kvferry.handover.wakeup import Wakeup, WhenReady
 from kvferry.layout.shape import Rank
-from kvferry.p2p.bell import Bell
-from kvferry.p2p.checksum import offered
-from kvferry.p2p.consumer import ConsumerRank
-from kvferry.p2p.describe import engine_info, rank_info
-from kvferry.p2p.incarnations import child
-from kvferry.p2p.load import Loaded
-from kvferry.p2p.producer import ProducerRank
-from kvferry.p2p.push import Pusher
-from kvferry.p2p.ready import WhenReady
-from kvferry.transport.base import Carrier, MemoryRegion
+from kvferry.net.messages import EngineInfo, RankInfo
+from kvferry.net.rpc import Sockets
 from kvferry.vllm.config import FerryConfig, incarnation
 from kvferry.vllm.describe import describe_worker
-from kvferry.vllm.device import cache_carriers, gpu_of, memory_of
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryWorkerMetadata
+from kvferry.vllm.metrics import FerryStats
 from kvferry.vllm.multiconnector import Siblings
-from kvferry.vllm.stats import FerryStats
-from kvferry.wire.messages import EngineInfo, RankInfo
-from kvferry.wire.sockets import Sockets
 
 log = logging.getLogger("kvferry")
 
@@ -65,7 +67,7 @@ class FerryWorker:
         self._producer: ProducerRank | None = None
         self._consumer: ConsumerRank | None = None
         self._handshake: FerryHandshake | None = None
-        self._idle, self._bell = False, Bell()
+        self._idle, self._bell = False, Wakeup()
         self._ready = WhenReady(gpu=False)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
@@ -239,3 +241,72 @@ def _log_load(loaded: Loaded) -> None:
         loaded.descriptors,
         f"; {loaded.zeroed_bytes} bytes of draft layers zeroed" if loaded.zeroed_bytes else "",
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# What differs where the cache lies on a GPU: which carriers there are, and what zeroes.
+# --------------------------------------------------------------------------------------------------
+
+
+def on_gpu(kv_caches: Mapping[str, Any]) -> bool:
+    """Whether the cache's tensors are a GPU's."""
+    return gpu_of(kv_caches) is not None
+
+
+def gpu_of(kv_caches: Mapping[str, Any]) -> int | None:
+    """The number of the GPU that holds the cache's tensors; None where the host does."""
+    found = [t.device.index or 0 for t in kv_caches.values() if t.device.type == "cuda"]
+    return found[0] if found else None
+
+
+def memory_of(regions: Sequence[MemoryRegion], gpu: bool) -> Memory:
+    """What gathers, scatters and zeroes the cache's memory."""
+    if not gpu:
+        return HostMemory(regions)
+    from kvferry.carriers.cuda.staging import DeviceMemory
+
+    return DeviceMemory(regions)
+
+
+def cache_carriers(
+    config: FerryConfig, regions: Sequence[MemoryRegion], memory: Memory, number: int | None
+) -> list[Carrier]:
+    """The carriers that were configured, with the cache registered, in order of preference.
+
+    On a GPU, `local` is `cuda`, and `tcp` stages. One that cannot take this memory (CUDA IPC does
+    not share what an allocator of virtual memory made) is left out, if another can.
+    """
+    wanted, gpu = config.carriers, number is not None
+    if gpu:
+        wanted = tuple(dict.fromkeys("cuda" if name == "local" else name for name in wanted))
+    carriers: list[Carrier] = []
+    left_out: list[str] = []
+    for chosen in select(wanted, device=gpu, configured=tuple(config.carrier_options)):
+        if chosen.why_not:
+            left_out.append(f"{chosen.name}: {chosen.why_not}")
+            continue
+        # as reachable as the engine's directory, and no more
+        host = config.host or "127.0.0.1"
+        options: dict[str, Any] = {"secret": config.secret, "host": host}
+        if config.peers:
+            options["admits"] = config.admits
+        if gpu and chosen.name == "tcp":
+            options["memory"] = memory
+        if gpu and chosen.name == "nixl":
+            options["device"] = number
+        options |= config.carrier_options.get(chosen.name, {})
+        try:
+            carrier = make_carrier(chosen.name, **options)
+            carrier.register(regions)
+            carrier.endpoint()
+        except TransferError as error:
+            if not gpu:
+                raise
+            log.warning("kvferry: the carrier %s is not used: %s", chosen.name, error)
+            continue
+        carriers.append(carrier)
+    if not carriers:
+        raise TransferError(f"none of the carriers {', '.join(wanted)} can move this cache")
+    if left_out:
+        log.info("kvferry: auto leaves out %s", "; ".join(left_out))
+    return fastest_first(carriers) if config.carriers == (AUTO,) else carriers

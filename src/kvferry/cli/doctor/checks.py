@@ -21,11 +21,10 @@ from shutil import disk_usage
 from typing import Any, Literal
 
 from kvferry import __version__
+from kvferry.carriers.auto import AUTO, require_carriers, require_options
+from kvferry.carriers.cuda.driver import device_count, driver
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.support import SUPPORTED_VLLM
-from kvferry.transport.auto import AUTO
-from kvferry.transport.cuda_driver import device_count, driver
-from kvferry.transport.options import require_carriers, require_options
 
 State = Literal["ok", "missing", "broken", "info"]
 

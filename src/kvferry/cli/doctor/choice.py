@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 
 from kvferry import __version__
+from kvferry.carriers.auto import AUTO, ENGINES, connect, fastest_first, select
 from kvferry.cli.doctor.checks import Finding, Settings, State, cuda, read_text
 from kvferry.cli.doctor.tries import HERE, Tried, as_configured
 from kvferry.errors import DescriptionError, KvferryError
-from kvferry.transport.auto import AUTO, ENGINES, connect, fastest_first, select
-from kvferry.wire.messages import VERSION
+from kvferry.net.messages import VERSION
 
 FOREVER = float("inf")
 OTHER_HOST = "the peer runs on another host"

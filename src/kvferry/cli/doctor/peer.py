@@ -13,10 +13,9 @@ from kvferry.cli.doctor.checks import LOOPBACK, Finding, Settings
 from kvferry.cli.doctor.choice import Host, choose
 from kvferry.cli.doctor.tries import Tried, finding, try_offers
 from kvferry.errors import DescriptionError, KvferryError
-from kvferry.p2p.caller import Caller
-from kvferry.wire.messages import VERSION, Look, Refused, Seen
-from kvferry.wire.names import is_loopback
-from kvferry.wire.sockets import Sockets
+from kvferry.net.messages import VERSION, Look, Refused, Seen
+from kvferry.net.names import is_loopback
+from kvferry.net.rpc import Caller, Sockets
 
 DIRECTORY_SECONDS = 10.0
 

@@ -25,14 +25,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.carriers import MemoryRegion, make_carrier
+from kvferry.carriers.auto import CARRIERS, ENGINES
+from kvferry.carriers.base import Arrays
+from kvferry.carriers.cuda.driver import device, driver
+from kvferry.carriers.library.shared import LibraryEndpoint
 from kvferry.cli.doctor.checks import HOW_TO_INSTALL, Finding, Settings, cuda, version_of
 from kvferry.errors import HandoverError, KvferryError
-from kvferry.transport import MemoryRegion, make_carrier
-from kvferry.transport.auto import ENGINES
-from kvferry.transport.cuda_driver import device, driver
-from kvferry.transport.foreign_peer import ForeignEndpoint
-from kvferry.transport.regions import Arrays
-from kvferry.transport.registry import CARRIERS
 
 Program = Callable[[dict[str, Any]], Generator[Any]]
 
@@ -113,7 +112,7 @@ def missing(name: str) -> str:
 
 
 def flavour_of(name: str, endpoint: bytes) -> str:
-    return ForeignEndpoint.decode(endpoint, name).flavour if name in ENGINES else ""
+    return LibraryEndpoint.decode(endpoint, name).flavour if name in ENGINES else ""
 
 
 def options_of(name: str, flavour: str) -> dict[str, Any]:

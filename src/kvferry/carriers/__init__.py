@@ -1,0 +1,13 @@
+"""Carry: the ways in which bytes move from one rank to another."""
+
+from kvferry.carriers.auto import make_carrier
+from kvferry.carriers.base import Carrier, CopyArrays, MemoryRegion, Transfer, TransferState
+
+__all__ = [
+    "Carrier",
+    "CopyArrays",
+    "MemoryRegion",
+    "Transfer",
+    "TransferState",
+    "make_carrier",
+]

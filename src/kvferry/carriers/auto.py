@@ -1,0 +1,229 @@
+"""Which carriers an engine has, and which of them it uses for a peer.
+
+`carriers` in the configuration is a list of names, in order of preference, or "auto". With "auto",
+an engine opens every carrier that could serve its memory, and a consumer rank tries them, the
+fastest first, until one that the peer offers too connects. What was chosen, and what was ruled out
+and why, is said once per peer.
+
+    cuda             memory on a GPU
+    local            host memory, one host; only where the system permits it. Its own way over tcp
+                     is not taken while the tcp carrier itself can be used
+    nixl, mooncake   when their options are configured: nothing tells which devices and networks
+                     they should use. They come before tcp: someone configured them for a network
+                     that tcp lacks. Mooncake over TCP comes after it
+    tcp              always
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from kvferry.carriers.base import Carrier
+from kvferry.carriers.local import LocalCarrier
+from kvferry.carriers.null import NullCarrier
+from kvferry.carriers.tcp.carrier import TcpCarrier
+from kvferry.errors import DescriptionError, HandoverError, KvferryError, TransferError
+
+log = logging.getLogger("kvferry")
+
+AUTO = "auto"
+ENGINES = ("nixl", "mooncake")
+# As `kvferry bench transport` finds them for runs of 16 KiB on one host: 64 MiB take `local` 10 ms,
+# `nixl` 18, `tcp` 32, and Mooncake over TCP 100.
+FASTEST_FIRST = ("cuda", "local", "nixl", "mooncake", "tcp", "mooncake over tcp")
+# No single carrier may use up a load's time: another one may still connect.
+LEAST_CONNECT_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """A carrier that is to be opened, or why not."""
+
+    name: str
+    why_not: str = ""
+
+
+def select(
+    asked: Sequence[str], *, device: bool = False, configured: Sequence[str] = ()
+) -> list[Selected]:
+    """What `carriers` stands for: the names as they are, or what "auto" opens and leaves out."""
+    if list(asked) != [AUTO]:
+        return [Selected(name) for name in asked]
+    found = []
+    for name in CARRIERS:
+        if name == "null":
+            continue
+        why = ""
+        if name == "cuda" and not device:
+            why = "the cache is not on a GPU"
+        elif name == "local" and device:
+            why = "the cache is on a GPU"
+        elif name in ENGINES and name not in configured:
+            why = "it has no carrier_options"
+        found.append(Selected(name, why))
+    return found
+
+
+def fastest_first(carriers: Sequence[Carrier]) -> list[Carrier]:
+    """The same carriers, in the order in which "auto" tries them."""
+
+    def place(carrier: Carrier) -> int:
+        flavour = getattr(carrier, "flavour", "")  # of a library: its protocol or backends
+        over_tcp = (carrier.name, flavour) == ("mooncake", "tcp")
+        return FASTEST_FIRST.index("mooncake over tcp" if over_tcp else carrier.name)
+
+    return sorted(carriers, key=place)
+
+
+def connect(
+    offered: Mapping[str, bytes], carriers: Sequence[Carrier], deadline: float, who: str = "a peer"
+) -> tuple[Carrier, Any]:
+    """The first of our carriers that the peer has and that reaches it; says which, and why."""
+    out: list[str] = []
+    held: tuple[Carrier, Any, str] | None = None  # reaches the peer, though not in its own way
+    for number, carrier in enumerate(carriers):
+        if carrier.name not in offered:
+            out.append(f"{carrier.name}: the peer does not offer it")
+            continue
+        later = [c for c in carriers[number + 1 :] if c.name in offered]
+        try:
+            peer = carrier.connect(offered[carrier.name], _until(deadline, len(later)))
+        except KvferryError as error:  # also a peer that does not know the secret
+            out.append(f"{carrier.name}: {error}")
+            continue
+        except Exception as error:  # a fault of that carrier's: the next one may do without
+            log.exception("%s: carrier %s failed by an error of ours", who, carrier.name)
+            out.append(f"{carrier.name}: {type(error).__name__}: {error}")
+            continue
+        except BaseException:
+            _let_go(held)
+            raise
+        detour = getattr(peer, "detour", "")
+        if detour and any(c.name == "tcp" for c in later):
+            out.append(f"{carrier.name}: {detour}")
+            if held is None:
+                held = (carrier, peer, detour)
+            else:
+                _let_go((carrier, peer, detour))
+            continue
+        _let_go(held)
+        _say(who, carrier, out, detour)
+        return carrier, peer
+    if held is not None:
+        _say(who, held[0], out, held[2])
+        return held[0], held[1]
+    raise HandoverError(f"no carrier reaches {who} ({'; '.join(out) or 'there is none'})")
+
+
+def _until(deadline: float, others: int) -> float:
+    """Time for one carrier, so that some is left for the others."""
+    left = deadline - time.monotonic()
+    return (
+        deadline
+        if not others
+        else time.monotonic() + max(left / 2, min(left, LEAST_CONNECT_SECONDS))
+    )
+
+
+def _let_go(held: tuple[Carrier, Any, str] | None) -> None:
+    if held is not None:
+        try:
+            held[0].disconnect(held[1])
+        except Exception as error:
+            log.debug("leaving a peer: %s: %s", type(error).__name__, error)
+
+
+def _say(who: str, carrier: Carrier, out: list[str], detour: str) -> None:
+    log.info(
+        "%s: carrier %s: the first that both have and that connects%s; ruled out: %s",
+        who,
+        carrier.name,
+        f" (by tcp: {detour})" if detour else "",
+        "; ".join(out) or "none before it",
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Carriers by name.
+# --------------------------------------------------------------------------------------------------
+
+# A class, or where it is: module and name, for those that need a library of their own.
+CARRIERS: dict[str, type[Any] | tuple[str, str]] = {
+    "null": NullCarrier,
+    "local": LocalCarrier,
+    "tcp": TcpCarrier,
+    "mooncake": ("kvferry.carriers.library.mooncake", "MooncakeCarrier"),
+    "nixl": ("kvferry.carriers.library.nixl", "NixlCarrier"),
+    "cuda": ("kvferry.carriers.cuda.carrier", "CudaCarrier"),
+}
+HAD_PACKING = ("local", "tcp", "mooncake", "nixl")  # an option that configurations may still have
+
+
+def make_carrier(name: str, **options: Any) -> Carrier:
+    """The carrier of that name; `options` are its constructor's."""
+    kind = CARRIERS.get(name)
+    if kind is None:
+        raise TransferError(f"there is no carrier {name!r}; there are {', '.join(CARRIERS)}")
+    if isinstance(kind, tuple):
+        kind = getattr(import_module(kind[0]), kind[1])
+    if name in HAD_PACKING and "packing" in options:
+        del options["packing"]
+        log.warning("carrier %s: `packing` has no effect any more; remove it", name)
+    takes = inspect.signature(kind).parameters
+    unknown = sorted(set(options) - set(takes))
+    if unknown:
+        raise TransferError(
+            f"the carrier {name!r} has no option {', '.join(unknown)}; it has {', '.join(takes)}"
+        )
+    try:
+        carrier: Carrier = kind(**options)
+    except TypeError as error:
+        raise TransferError(f"the carrier {name!r} cannot be made: {error}") from None
+    return carrier
+
+
+# --------------------------------------------------------------------------------------------------
+# Options of single carriers, as an operator writes them: `carrier_options`, by carrier.
+# --------------------------------------------------------------------------------------------------
+
+
+def require_carriers(carriers: Sequence[str]) -> None:
+    unknown = sorted(set(carriers) - set(CARRIERS) - {AUTO})
+    if unknown or not carriers or (AUTO in carriers and len(carriers) > 1):
+        raise DescriptionError(
+            f'carriers is "{AUTO}", or a list of {", ".join(CARRIERS)}; found {list(carriers)}'
+        )
+
+
+def require_options(carriers: Sequence[str], options: Any) -> None:
+    """Refuse what is no mapping of mappings, and options of carriers that are never opened."""
+    if not isinstance(options, Mapping) or not all(
+        isinstance(of_one, Mapping) for of_one in options.values()
+    ):
+        raise DescriptionError(
+            "carrier_options must be a mapping of mappings, such as "
+            f'{{"nixl": {{"backends": ["UCX"]}}}}; found {options!r}'
+        )
+    unknown = sorted(set(options) - set(CARRIERS))
+    if unknown:
+        raise DescriptionError(
+            f"carrier_options are for {unknown}, and there are no such carriers; there are "
+            f"{', '.join(CARRIERS)}"
+        )
+    ours = sorted({key for of_one in options.values() for key in of_one} & {"secret", "admits"})
+    if ours:
+        raise DescriptionError(
+            f"carrier_options has {ours}, which all carriers share; configure secret_file and peers"
+        )
+    unused = sorted(set(options) - set(carriers))
+    if unused and list(carriers) != [AUTO]:  # which opens what has options
+        raise DescriptionError(
+            f"carrier_options are for {unused}, but carriers are {list(carriers)}; add them there, "
+            "or drop the options"
+        )

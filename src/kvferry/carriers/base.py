@@ -1,0 +1,337 @@
+"""What a carrier has to give: one-sided reads and writes over registered memory.
+
+    carrier.register(regions)                   make own memory reachable, before any peer connects
+    carrier.endpoint()                          what a peer needs to reach it; plain bytes
+    peer = carrier.connect(endpoint, deadline)  once per peer
+    transfer = carrier.read(peer, copies)       remote `src` to local `dst`; returns at once
+    transfer = carrier.write(peer, copies)      local `src` to remote `dst`; returns at once
+    transfer.wait(deadline)                     until done, or the error that ended it
+    carrier.disconnect(peer)                    forget a peer; ends its transfers
+    carrier.close()                             idempotent; ends all transfers
+
+Addresses are absolute, each in the address space of the process that owns it. Every remote range
+must lie inside one region that the peer registered, and every local one inside one of this
+carrier's own; who checks that differs by carrier (tcp: the peer; local and cuda: the initiator,
+against what the owner has vouched for), that it is checked does not. All are checked before the
+first byte moves. *Done* means visible at the destination. Deadlines are absolute, on
+`time.monotonic()`.
+
+Errors of the copies themselves come from `wait`, as all others do. The arrays must stay as they are
+until the transfer has ended. Copies of one batch may be done in any order.
+
+A transfer ends *abandoned* where it was given up and nobody can tell that its bytes have stopped: a
+library that cannot take back what it has begun, a peer that does not confirm. Then `cancel` raises
+`DeadlineExceeded`, each time; while `poll` says RUNNING, the memory is in use, and whoever owns it
+must not give it to anyone else. Carriers that can come to this count it (`counters["abandoned"]`,
+and `abandoned_now` for those that still run).
+
+Where the owner of memory can take back what a peer may write (`can_revoke`), the carrier is a
+`GrantingCarrier` too:
+
+    grant = carrier.open_grant(address, length)           own ranges, and an unguessable id for them
+    transfer = carrier.write_granted(peer, copies, grant) by a peer that was told the id
+    written = carrier.close_grant(grant, seconds)         bytes that came; no more do after that
+
+A carrier splits batches that its backend cannot take whole; no caller has to know. One suite of
+tests (tests/transport/test_conformance.py) runs on all carriers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import OutOfBounds, TransferError
+
+Ints = NDArray[np.int64]
+GRANT_BYTES = 16
+
+
+class CopyArrays(Protocol):
+    """`length[i]` bytes from address `src[i]` to address `dst[i]`; `kvferry.plan.Copies` is one."""
+
+    @property
+    def src(self) -> Ints: ...
+    @property
+    def dst(self) -> Ints: ...
+    @property
+    def length(self) -> Ints: ...
+
+
+class StridedCopies(Protocol):
+    """For each row, segment and step one copy, at the sum of the three; a plan's batch is one.
+
+    Carriers whose `takes_strided` is true read and write these as they read and write arrays.
+    """
+
+    @property
+    def src_rows(self) -> Ints: ...
+    @property
+    def dst_rows(self) -> Ints: ...
+    @property
+    def src_segments(self) -> Ints: ...
+    @property
+    def dst_segments(self) -> Ints: ...
+    @property
+    def lengths(self) -> Ints: ...  # of each segment
+    @property
+    def src_steps(self) -> Ints: ...
+    @property
+    def dst_steps(self) -> Ints: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRegion:
+    """Memory of this process that peers may reach."""
+
+    address: int
+    bytes: int
+
+
+class TransferState(Enum):
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Transfer(Protocol):
+    """A read or a write under way. Any method, from any thread, any number of times."""
+
+    def wait(self, deadline: float) -> None:
+        """Return when done; raise the `TransferError` that ended it.
+
+        `DeadlineExceeded` where it goes on after the deadline (`poll` then says so), and where the
+        carrier itself gave up on a peer that makes no progress.
+        """
+
+    def poll(self) -> TransferState: ...
+
+    def settled(self) -> bool:
+        """Whether it has ended, and no byte of it arrives in this side's memory any more."""
+
+    def cancel(self) -> None:
+        """Give it up. Returns when no byte of it can arrive any more.
+
+        Bounded: `DeadlineExceeded` while bytes of it may still arrive, because neither the peer
+        nor the library has confirmed its end in time: it is abandoned.
+        """
+
+
+class Carrier(Protocol):
+    name: str
+    can_revoke: bool  # whether the owner of the memory can stop a peer's writes
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None: ...
+    def endpoint(self) -> bytes: ...
+    def connect(self, endpoint: bytes, deadline: float) -> Any: ...
+    def read(self, peer: Any, copies: CopyArrays) -> Transfer: ...
+    def write(self, peer: Any, copies: CopyArrays) -> Transfer: ...
+    def disconnect(self, peer: Any) -> None: ...
+    def close(self) -> None: ...
+
+
+class GrantingCarrier(Carrier, Protocol):
+    """A carrier whose owner of memory decides what may be written, and until when."""
+
+    def open_grant(self, address: Ints, length: Ints) -> bytes:
+        """Let these ranges of registered memory be written by who names the id."""
+
+    def close_grant(self, grant: bytes, seconds: float) -> int:
+        """Bytes that were written under it; none arrives after this returns. Idempotent.
+
+        `DeadlineExceeded` where a writer does not leave the memory in time: close it again.
+        """
+
+    def write_granted(self, peer: Any, copies: CopyArrays, grant: bytes) -> Transfer: ...
+
+
+def is_granting(carrier: Carrier | None) -> TypeGuard[GrantingCarrier]:
+    return carrier is not None and carrier.can_revoke
+
+
+# --------------------------------------------------------------------------------------------------
+# Copies and the memory they may touch: checked in whole arrays, cut into bounded slices.
+#
+# Everything here works on windows of at most `WINDOW` descriptors, so that no NumPy call holds the
+# interpreter's lock for long, however many copies a batch has.
+# --------------------------------------------------------------------------------------------------
+
+WINDOW = 1 << 15  # descriptors that one NumPy call looks at: well under a millisecond each
+
+
+@dataclass(frozen=True, slots=True)
+class RegionTable:
+    """Registered memory, sorted by address. Regions that overlap or touch count as one."""
+
+    starts: Ints
+    ends: Ints
+
+    @classmethod
+    def of(cls, regions: Sequence[MemoryRegion]) -> RegionTable:
+        """The table of these regions; refuses what cannot be memory."""
+        merged: list[list[int]] = []
+        for region in sorted(regions, key=lambda r: r.address):
+            end = region.address + region.bytes
+            if region.address < 0 or region.bytes < 0 or end >= 1 << 63:
+                raise TransferError(
+                    f"a region of {region.bytes} bytes at {region.address:#x} cannot be registered"
+                )
+            if region.bytes == 0:
+                continue
+            if merged and region.address <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], end)
+            else:
+                merged.append([region.address, end])
+        table = np.array(merged, dtype=np.int64).reshape(-1, 2)
+        return cls(np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1]))
+
+    @classmethod
+    def of_arrays(cls, address: Ints, length: Ints) -> RegionTable:
+        """The same of two arrays, for ranges by the thousand. The ranges must be real memory."""
+        some = length > 0
+        address, length = address[some], length[some]
+        order = np.argsort(address, kind="stable")
+        starts = address[order]
+        ends = np.maximum.accumulate(starts + length[order])
+        heads = np.flatnonzero(np.append(True, starts[1:] > ends[:-1])) if len(starts) else starts
+        lasts = np.append(heads[1:], len(starts)) - 1 if len(starts) else starts
+        return cls(starts[heads], ends[lasts])
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def regions(self) -> list[MemoryRegion]:
+        pairs = zip(self.starts.tolist(), self.ends.tolist(), strict=True)
+        return [MemoryRegion(start, end - start) for start, end in pairs]
+
+    def first_outside(self, address: Ints, length: Ints) -> int:
+        """Index of the first range that is not inside one region, or -1. Nothing overflows."""
+        if len(address) == 0:
+            return -1
+        if int(length.min()) >= 0 and self.holds_hull(address, int(length.max())):
+            return -1
+        if len(self.starts) == 0:
+            outside = length != 0
+        else:
+            at = np.searchsorted(self.starts, address, side="right") - 1
+            # `room` is a difference of two addresses of which the lower one is not negative
+            room = np.where(at >= 0, self.ends[at] - np.maximum(address, 0), -1)
+            outside = (length > room) & (length != 0) | (length < 0)
+        return int(np.argmax(outside)) if bool(outside.any()) else -1
+
+    def holds_hull(self, address: Ints, longest: int) -> bool:
+        """Whether one region holds all from the first address to `longest` bytes after the last:
+        quick to see. No length may be negative."""
+        low, high = int(np.minimum.reduce(address)), int(np.maximum.reduce(address))
+        at = int(self.starts.searchsorted(low, side="right")) - 1
+        return at >= 0 and high <= int(self.ends[at]) - longest
+
+    def require(self, whose: str, address: Ints, length: Ints) -> None:
+        """Raise `OutOfBounds` naming the first range that leaves the regions."""
+        bad = self.first_outside(address, length)
+        if bad >= 0:
+            raise OutOfBounds(
+                f"{int(length[bad])} bytes at {int(address[bad]):#x} (copy {bad}) are not inside "
+                f"the memory that {whose} registered ({len(self)} regions); nothing was copied"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """Three integer arrays of one length; a `CopyArrays` that has been looked at."""
+
+    src: Ints
+    dst: Ints
+    length: Ints
+
+    @classmethod
+    def of(cls, copies: CopyArrays) -> Arrays:
+        arrays = [np.asarray(a) for a in (copies.src, copies.dst, copies.length)]
+        src, dst, length = arrays
+        if not src.shape == dst.shape == length.shape or length.ndim != 1:
+            raise TransferError(
+                "copies are three arrays of one length, found "
+                f"src {src.shape}, dst {dst.shape}, length {length.shape}"
+            )
+        if len(length) and any(a.dtype.kind not in "iu" for a in arrays):
+            raise TransferError(
+                "copies are arrays of integers, found "
+                f"src {src.dtype}, dst {dst.dtype}, length {length.dtype}"
+            )
+        # what does not fit becomes negative, and is refused as out of bounds
+        return cls(*(a.astype(np.int64, copy=False) for a in arrays))
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    def windows(self) -> Iterator[Arrays]:
+        if 0 < len(self) <= WINDOW:
+            yield self
+            return
+        for start in range(0, len(self), WINDOW):
+            part = slice(start, start + WINDOW)
+            yield Arrays(self.src[part], self.dst[part], self.length[part])
+
+    def without_empty(self) -> Arrays:
+        if bool(self.length.all()):
+            return self
+        some = self.length != 0
+        return Arrays(self.src[some], self.dst[some], self.length[some])
+
+
+def require_all(copies: Arrays, src: RegionTable, dst: RegionTable, *, reading: bool) -> None:
+    """Both ends of every copy lie in registered memory, or `OutOfBounds` before a byte moves."""
+    ours, theirs = "this carrier", "the peer"
+    for part in copies.windows():
+        longest = int(np.maximum.reduce(part.length))
+        if (
+            int(np.minimum.reduce(part.length)) >= 0
+            and src.holds_hull(part.src, longest)
+            and dst.holds_hull(part.dst, longest)
+        ):
+            continue
+        src.require(theirs if reading else ours, part.src, part.length)
+        dst.require(ours if reading else theirs, part.dst, part.length)
+
+
+def slices(copies: Arrays, max_bytes: int) -> Iterator[Arrays]:
+    """The same copies in order, at most `WINDOW` and `max_bytes` at a time, none empty.
+
+    A copy that is longer than `max_bytes` comes in pieces.
+    """
+    for window in copies.windows():
+        longest = int(window.length.max())
+        if 0 < longest <= max_bytes and longest == int(window.length.min()):
+            step = max_bytes // longest  # adding up is what would take longest here
+            for first in range(0, len(window), step):
+                some = slice(first, first + step)
+                yield Arrays(window.src[some], window.dst[some], window.length[some])
+            continue
+        part = window.without_empty()
+        if len(part) == 0:
+            continue
+        ends = np.cumsum(part.length)
+        first, done = 0, 0  # copies and bytes that were handed out
+        while first < len(part):
+            last = int(np.searchsorted(ends, done + max_bytes, side="right"))
+            if last > first:
+                yield Arrays(part.src[first:last], part.dst[first:last], part.length[first:last])
+            else:
+                yield from _pieces(part, first, max_bytes)
+                last = first + 1
+            first, done = last, int(ends[last - 1])
+
+
+def _pieces(part: Arrays, at: int, max_bytes: int) -> Iterator[Arrays]:
+    total = int(part.length[at])
+    for offset in range(0, total, max_bytes):
+        yield Arrays(
+            part.src[at : at + 1] + offset,
+            part.dst[at : at + 1] + offset,
+            np.array([min(max_bytes, total - offset)], dtype=np.int64),
+        )

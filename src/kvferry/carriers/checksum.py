@@ -1,0 +1,110 @@
+"""`mix128`: a checksum that a GPU makes of its own memory, as fast as it reads it.
+
+xxh3 goes through bytes one after another. Here every 8 bytes are mixed with their position by
+themselves, and what comes out is added up, so that any number of threads take part, in any order:
+
+    runs are padded with zeros to whole words; words are numbered through all runs
+    h = scramble(word ^ (number x A + B))      one to one for each number: one wrong word is seen
+    g = scramble again                         a second sum, of other bits
+    digest = xxh3 of (sum of h, sum of g, the runs' lengths)
+
+Words that change places, runs that change lengths and bits that flip change it; that two lists of
+words have both sums in common is as likely as for any hash of 128 bits. It finds accidents, not
+malice: whoever wants to can construct words that go unseen.
+
+A GPU does it in cuda_mix.py; here is what it means, in NumPy, for memory of any kind.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Protocol, TypeGuard
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvferry.carriers.base import Arrays, slices
+from kvferry.carriers.host import Bytes, Ints, Memory, copy_runs
+
+NAME = "mix128"
+WORD_BYTES = 8
+NUMBER_FACTOR, NUMBER_TERM = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+FIRST_FACTOR, SECOND_FACTOR = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
+AGAIN_FACTOR = 0xBF58476D1CE4E5B9
+_CHUNK_BYTES = 1 << 20  # gathered at a time: whole words
+_MASK = (1 << 64) - 1
+
+Words = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Both sums, and how many words they are of."""
+
+    first: int = 0
+    second: int = 0
+    words: int = 0
+
+    def plus(self, other: Mixed) -> Mixed:
+        """With words that come after these, mixed by the numbers that they have there."""
+        return Mixed(
+            (self.first + other.first) & _MASK,
+            (self.second + other.second) & _MASK,
+            self.words + other.words,
+        )
+
+    def digest(self, length: Ints) -> bytes:
+        """Of runs of these lengths."""
+        sums = struct.pack("<QQ", self.first, self.second)
+        return xxhash.xxh3_128_digest(sums + length.astype("<i8").tobytes())
+
+
+class MixingMemory(Memory, Protocol):
+    """Memory that mixes by itself."""
+
+    def mix(self, address: Ints, length: Ints) -> Mixed: ...
+
+
+def is_mixing(memory: Memory) -> TypeGuard[MixingMemory]:
+    return hasattr(memory, "mix")
+
+
+def mix_on_host(memory: Memory, address: Ints, length: Ints) -> Mixed:
+    """What `MixingMemory.mix` says of the same bytes."""
+    total = Mixed()
+    buffer = np.empty(_CHUNK_BYTES, dtype=np.uint8)
+    for part in slices(Arrays(address, address, length), _CHUNK_BYTES):
+        memory.gather(part.src, part.length, buffer)
+        total = total.plus(mix_words(_padded(buffer, part.length), total.words))
+    return total
+
+
+def mix_words(words: Words, number: int) -> Mixed:
+    """Words from that number on."""
+    h = np.arange(number, number + len(words), dtype=np.uint64)
+    h *= np.uint64(NUMBER_FACTOR)
+    h += np.uint64(NUMBER_TERM)
+    h ^= words
+    h ^= h >> np.uint64(32)
+    h *= np.uint64(FIRST_FACTOR)
+    h ^= h >> np.uint64(29)
+    h *= np.uint64(SECOND_FACTOR)
+    h ^= h >> np.uint64(32)
+    g = h >> np.uint64(31)
+    g ^= h
+    g *= np.uint64(AGAIN_FACTOR)
+    g ^= g >> np.uint64(33)
+    return Mixed(int(np.add.reduce(h)), int(np.add.reduce(g)), len(words))
+
+
+def _padded(dense: Bytes, length: Ints) -> Words:
+    """The runs' bytes, which lie one after another, each in whole words."""
+    counts = -(-length // WORD_BYTES)
+    ends = np.cumsum(counts)
+    if int(ends[-1]) * WORD_BYTES == int(length.sum()):
+        return dense[: int(ends[-1]) * WORD_BYTES].view("<u8")
+    padded = np.zeros(int(ends[-1]) * WORD_BYTES, dtype=np.uint8)
+    copy_runs(dense, np.cumsum(length) - length, padded, (ends - counts) * WORD_BYTES, length)
+    return padded.view("<u8")

@@ -1,0 +1,384 @@
+"""NVIDIA's driver by ctypes: contexts, memory, and memory of other processes.
+
+The driver's own library is all that is needed; neither torch nor the CUDA toolkit is. Contexts are
+the devices' primary ones, so that memory and streams of torch work here and ours work there. A
+thread that is not ours gets its current context back (`Device.current`). Every return code is
+looked at.
+
+Calls that may wait release the interpreter's lock. Those that only put something into a queue take
+a few microseconds and keep it: where several threads stage at once, getting it back takes longer
+than the call: some 50 microseconds with eight of them (H200, 16 cores).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_char_p, c_int, c_int64, c_size_t, c_uint, c_uint64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import TransferError
+
+IPC_HANDLE_BYTES = 64
+UUID_BYTES = 16
+
+# Numbers of cuda.h
+_PEER_ACCESS_ALREADY_ENABLED = 704
+_HOST_ALLOC_PORTABLE = 1
+_IPC_LAZY_PEER_ACCESS = 1
+_ATTRIBUTE_MEMORY_TYPE, _ATTRIBUTE_ORDINAL = 2, 9
+_ATTRIBUTE_RANGE_START, _ATTRIBUTE_RANGE_BYTES = 11, 12
+_MEMORY_TYPE_DEVICE = 2
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR, _MULTIPROCESSORS = 75, 76, 16
+
+
+class CudaError(TransferError):
+    """The driver refused a call; `code` is its number."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * IPC_HANDLE_BYTES)]
+
+
+class Driver:
+    """The driver's functions by their names in cuda.h; an error becomes a `CudaError`."""
+
+    def __init__(self, library: ctypes.CDLL, keeping: ctypes.PyDLL) -> None:
+        self._library, self._keeping = library, keeping
+        library.cuIpcOpenMemHandle_v2.argtypes = (c_void_p, _IpcHandle, c_uint)
+        # The calls that latency is made of: found once, with their types, so that they take
+        # plain numbers. They keep the interpreter's lock.
+        self.launch = self._typed("cuLaunchKernel", c_void_p, *(c_uint,) * 7, *(c_void_p,) * 3)
+        self.push = self._typed("cuCtxPushCurrent_v2", c_void_p)
+        self.pop = self._typed("cuCtxPopCurrent_v2", c_void_p)
+        self.record = self._typed("cuEventRecord", c_void_p, c_void_p)
+        self.query = self._typed("cuEventQuery", c_void_p)
+        self.after = self._typed("cuStreamWaitEvent", c_void_p, c_void_p, c_uint)
+        numbers = (c_uint64, c_uint64, c_size_t, c_void_p)
+        self.copy = self._typed("cuMemcpyAsync", *numbers)
+        # The same, for those who call again and again.
+        self.ask = self._typed("cuEventQuery", c_void_p, keeping=False)
+        self.copy_waiting = self._typed("cuMemcpyAsync", *numbers, keeping=False)
+
+    def _typed(self, name: str, *types: Any, keeping: bool = True) -> Callable[..., int]:
+        call = getattr(self._keeping if keeping else self._library, name)
+        call.argtypes = types
+        found: Callable[..., int] = call
+        return found
+
+    def status(self, name: str, *arguments: Any) -> int:
+        """Call it; the code that it returned."""
+        return int(getattr(self._library, name)(*arguments))
+
+    def call(self, name: str, *arguments: Any) -> None:
+        code = self.status(name, *arguments)
+        if code:
+            raise self.error(name, code)
+
+    def error(self, name: str, code: int) -> CudaError:
+        text = c_char_p()
+        self._library.cuGetErrorString(code, byref(text))
+        why = text.value.decode() if text.value else "unknown error"
+        return CudaError(code, f"CUDA: {name} failed with error {code}: {why}")
+
+
+@cache
+def driver() -> Driver:
+    """The driver, initialised; refuses where there is none."""
+    try:
+        library, keeping = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
+    except OSError as error:
+        raise TransferError(
+            f"this host has no NVIDIA driver ({error}); the cuda carrier needs one. Use `local` or "
+            "`tcp` for host memory"
+        ) from None
+    found = Driver(library, keeping)
+    found.call("cuInit", 0)
+    return found
+
+
+@cache
+def device_count() -> int:
+    count = c_int()
+    driver().call("cuDeviceGetCount", byref(count))
+    return count.value
+
+
+@cache
+def device(ordinal: int) -> Device:
+    """The device of that number, with its primary context, which stays."""
+    return Device(ordinal)
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlace:
+    """Which allocation of which device an address lies in."""
+
+    ordinal: int
+    base: int
+    bytes: int
+
+
+def place_of(address: int) -> DevicePlace | None:
+    """None where it is no device memory."""
+    kind, ordinal = c_uint(), c_int()
+    at = c_uint64(address)
+    calls = driver()
+    if calls.status("cuPointerGetAttribute", byref(kind), _ATTRIBUTE_MEMORY_TYPE, at):
+        return None
+    if kind.value != _MEMORY_TYPE_DEVICE:
+        return None
+    calls.call("cuPointerGetAttribute", byref(ordinal), _ATTRIBUTE_ORDINAL, at)
+    base, size = c_uint64(), c_size_t()
+    with device(ordinal.value).current():
+        calls.call("cuMemGetAddressRange_v2", byref(base), byref(size), at)
+    return DevicePlace(ordinal.value, base.value, size.value)
+
+
+def is_mapped(address: int, size: int) -> bool:
+    """Whether one allocation, of this process or opened by it, has that much from there on.
+
+    Needs no device to be current: which one holds an opened allocation does not matter.
+    """
+    start, length, at = c_uint64(), c_size_t(), c_uint64(address)
+    for value, what in ((start, _ATTRIBUTE_RANGE_START), (length, _ATTRIBUTE_RANGE_BYTES)):
+        driver().call("cuPointerGetAttribute", byref(value), what, at)
+    return start.value <= address and address + size <= start.value + length.value
+
+
+class Current:
+    """A context that is this thread's while one is inside."""
+
+    __slots__ = ("_context", "_driver", "_popped")
+
+    def __init__(self, calls: Driver, context: c_void_p) -> None:
+        self._driver, self._context = calls, context
+        self._popped = byref(c_void_p())  # nobody looks at it
+
+    def __enter__(self) -> None:
+        code = self._driver.push(self._context)
+        if code:
+            raise self._driver.error("cuCtxPushCurrent", code)
+
+    def __exit__(self, *_: object) -> None:
+        code = self._driver.pop(self._popped)
+        if code:
+            raise self._driver.error("cuCtxPopCurrent", code)
+
+
+class Device:
+    """One GPU. Its methods need it to be current, except where they say so."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal = ordinal
+        self._driver = driver()
+        handle, context = c_int(), c_void_p()
+        self._driver.call("cuDeviceGet", byref(handle), ordinal)
+        self._driver.call("cuDevicePrimaryCtxRetain", byref(context), handle)
+        self._handle, self._context = handle, context
+        self._current = Current(self._driver, context)
+        uuid = ctypes.create_string_buffer(UUID_BYTES)
+        self._driver.call("cuDeviceGetUuid_v2", uuid, handle)
+        self.uuid = uuid.raw
+        name = ctypes.create_string_buffer(128)
+        self._driver.call("cuDeviceGetName", name, 128, handle)
+        self.name = name.value.decode(errors="replace")
+        major, minor = self.attribute(_CAPABILITY_MAJOR), self.attribute(_CAPABILITY_MINOR)
+        self.capability = 10 * major + minor
+        self.multiprocessors = self.attribute(_MULTIPROCESSORS)
+
+    def attribute(self, number: int) -> int:
+        value = c_int()
+        self._driver.call("cuDeviceGetAttribute", byref(value), number, self._handle)
+        return value.value
+
+    def current(self) -> Current:
+        """Make it this thread's device for a while. From any thread."""
+        return self._current
+
+    def can_reach(self, other: Device) -> bool:
+        """Whether its kernels can use the other's memory."""
+        if other.ordinal == self.ordinal:
+            return True
+        can = c_int()
+        self._driver.call("cuDeviceCanAccessPeer", byref(can), self._handle, other._handle)
+        return bool(can.value)
+
+    def reach(self, other: Device) -> None:
+        """Let its kernels use the other's memory."""
+        if other.ordinal != self.ordinal:
+            code = self._driver.status("cuCtxEnablePeerAccess", other._context, 0)
+            if code not in (0, _PEER_ACCESS_ALREADY_ENABLED):
+                raise self._driver.error("cuCtxEnablePeerAccess", code)
+
+    # Memory
+
+    def allocate(self, size: int) -> int:
+        address = c_uint64()
+        self._driver.call("cuMemAlloc_v2", byref(address), c_size_t(size))
+        return address.value
+
+    def free(self, address: int) -> None:
+        self._driver.call("cuMemFree_v2", c_uint64(address))
+
+    def pinned(self, size: int) -> NDArray[np.uint8]:
+        """Host memory that the device reads and writes by itself; `free_pinned` gives it back."""
+        address = self.pinned_address(size)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+    def pinned_address(self, size: int) -> int:
+        pointer = c_void_p()
+        self._driver.call("cuMemHostAlloc", byref(pointer), c_size_t(size), _HOST_ALLOC_PORTABLE)
+        assert pointer.value is not None
+        return pointer.value
+
+    def free_pinned(self, address: int) -> None:
+        self._driver.call("cuMemFreeHost", c_void_p(address))
+
+    def export(self, base: int) -> bytes:
+        """What another process needs to reach the allocation that begins at `base`."""
+        handle = _IpcHandle()
+        self._driver.call("cuIpcGetMemHandle", byref(handle), c_uint64(base))
+        return bytes(handle)
+
+    def open(self, exported: bytes) -> int:
+        """Where another process's allocation lies in this one."""
+        handle, address = _IpcHandle.from_buffer_copy(exported), c_uint64()
+        self._driver.call("cuIpcOpenMemHandle_v2", byref(address), handle, _IPC_LAZY_PEER_ACCESS)
+        return address.value
+
+    def close(self, address: int) -> None:
+        self._driver.call("cuIpcCloseMemHandle", c_uint64(address))
+
+
+# --------------------------------------------------------------------------------------------------
+# What is queued on a device: streams, marks in them, and kernels.
+#
+# What is queued needs its device to be current (`Device.current`).
+# --------------------------------------------------------------------------------------------------
+
+# Numbers of cuda.h
+_NOT_READY = 600
+_STREAM_NON_BLOCKING = 1
+_EVENT_DEFAULT, _EVENT_DISABLE_TIMING = 0, 2
+_FUNCTION_MAX_SHARED = 8
+
+
+class CudaStream:
+    """A queue of work on a device, apart from all others."""
+
+    def __init__(self) -> None:
+        self._driver = driver()
+        handle = c_void_p()
+        self._driver.call("cuStreamCreate", byref(handle), _STREAM_NON_BLOCKING)
+        self.handle = handle
+
+    def copy(self, dst: int, src: int, size: int) -> None:
+        """Between any two memories that the device knows. Waits where much is queued already."""
+        code = self._driver.copy_waiting(dst, src, size, self.handle)
+        if code:
+            raise self._driver.error("cuMemcpyAsync", code)
+
+    def copy_at_once(self, dst: int, src: int, size: int) -> None:
+        """The same for few copies, of memory that is the device's or pinned; keeps the lock."""
+        code = self._driver.copy(dst, src, size, self.handle)
+        if code:
+            raise self._driver.error("cuMemcpyAsync", code)
+
+    def zero(self, dst: int, size: int) -> None:
+        self._driver.call(
+            "cuMemsetD8Async", c_uint64(dst), ctypes.c_ubyte(0), c_size_t(size), self.handle
+        )
+
+    def wait_for(self, event: CudaEvent) -> None:
+        """What is queued from now on begins after the event."""
+        code = self._driver.after(self.handle, event.handle, 0)
+        if code:
+            raise self._driver.error("cuStreamWaitEvent", code)
+
+    def synchronize(self) -> None:
+        self._driver.call("cuStreamSynchronize", self.handle)
+
+    def destroy(self) -> None:
+        self._driver.call("cuStreamDestroy_v2", self.handle)
+
+
+class CudaEvent:
+    """A mark in a stream."""
+
+    def __init__(self, *, timing: bool = False) -> None:
+        self._driver = driver()
+        handle = c_void_p()
+        flags = _EVENT_DEFAULT if timing else _EVENT_DISABLE_TIMING
+        self._driver.call("cuEventCreate", byref(handle), flags)
+        self.handle = handle
+
+    def record(self, stream: CudaStream) -> None:
+        code = self._driver.record(self.handle, stream.handle)
+        if code:
+            raise self._driver.error("cuEventRecord", code)
+
+    def done(self) -> bool:
+        """Raises where what came before it failed. No device need be current."""
+        return self._is_done(self._driver.query(self.handle))
+
+    def done_yet(self) -> bool:
+        """The same for who asks again and again: other threads may run meanwhile."""
+        return self._is_done(self._driver.ask(self.handle))
+
+    def _is_done(self, code: int) -> bool:
+        if code not in (0, _NOT_READY):
+            raise self._driver.error("cuEventQuery", code)
+        return code == 0
+
+    def milliseconds_since(self, other: CudaEvent) -> float:
+        """Both with timing, both done."""
+        value = ctypes.c_float()
+        call = self._driver.status("cuEventElapsedTime", byref(value), other.handle, self.handle)
+        if call:
+            raise self._driver.error("cuEventElapsedTime", call)
+        return value.value
+
+    def destroy(self) -> None:
+        self._driver.call("cuEventDestroy_v2", self.handle)
+
+
+class Function:
+    """A kernel from machine code; `launch` from any thread on whose device it was loaded."""
+
+    def __init__(self, code: bytes, name: str, *, warps: int, shared_bytes: int) -> None:
+        self._driver = driver()
+        module, handle = c_void_p(), c_void_p()
+        self._driver.call("cuModuleLoadData", byref(module), code)
+        self._driver.call("cuModuleGetFunction", byref(handle), module, name.encode())
+        if shared_bytes > 48 << 10:
+            self._driver.call("cuFuncSetAttribute", handle, _FUNCTION_MAX_SHARED, shared_bytes)
+        self._handle, self._threads, self._shared = handle, 32 * warps, shared_bytes
+        self._local = threading.local()
+        self._launch = self._driver.launch
+
+    def launch(self, grid: int, stream: CudaStream, values: Sequence[int]) -> None:
+        """`values`: the arguments, each in the low bytes of its eight."""
+        arguments = getattr(self._local, "arguments", None)
+        if arguments is None or len(arguments[0]) != len(values):
+            numbers = (c_int64 * len(values))()
+            base = ctypes.addressof(numbers)
+            pointers = (c_void_p * len(values))(*range(base, base + 8 * len(values), 8))
+            arguments = self._local.arguments = (numbers, pointers)
+        numbers, pointers = arguments
+        numbers[:] = values
+        code = self._launch(
+            self._handle, grid, 1, 1, self._threads, 1, 1, self._shared, stream.handle, pointers, 0
+        )
+        if code:
+            raise self._driver.error("cuLaunchKernel", code)

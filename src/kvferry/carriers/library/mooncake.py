@@ -1,0 +1,350 @@
+"""The carrier over Mooncake's TransferEngine: TCP anywhere, RDMA where there is hardware for it.
+
+Each carrier is an engine of its own with Mooncake's P2P handshake, so no metadata server is needed.
+
+    make_carrier("mooncake", protocol="rdma", device="mlx5_0")
+
+What Mooncake does with a batch decides how it is called (0.3.13, TCP):
+
+- It queues 1,024 transfers for a peer and lets 1,024 more wait, and fails the rest of a batch:
+  4,096 at once are refused. Batches of 512 pass and are as fast as any. Where the environment sets
+  lower limits (`MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER`), a refused batch comes again in halves, with
+  a growing pause, until it passes or `patience_seconds` are over.
+- Its blocking call spins until the batch is done, so one call a peer is at its best. A batch that
+  was begun can be asked about, but is answered for its *first* copy: so single copies, as long
+  runs make them, are asked about now and then, and leave a processor to the engine's threads.
+- It reports a failed batch at its *first* failed copy, while others are still moving. After a
+  failure, a transfer therefore does not end before they can have ended (`SETTLE_SECONDS`).
+- It gives up on a batch after 30 seconds, without stopping it. Unless MC_TRANSFER_TIMEOUT is set,
+  the carrier raises that so far that the call returns when the batch has ended, and not before. It
+  is never less than five seconds: what fails sooner was refused.
+
+The receiving engine checks addresses against its registered memory (TCP), or the NIC does (RDMA).
+It authenticates nobody, and its two ports listen on all interfaces, whatever `host` is: even an
+engine that only speaks on loopback can be read and written from the network, unless a firewall
+keeps others out. The carrier says so in the log. See `foreign`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from kvferry.carriers.base import Arrays, Ints, MemoryRegion
+from kvferry.carriers.library.shared import (
+    LibraryCarrier,
+    LibraryEndpoint,
+    LibraryPeer,
+    environment,
+)
+from kvferry.carriers.transfer import Job
+from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
+from kvferry.net.names import Admits
+
+BATCH_DESCRIPTORS = 512
+BATCH_BYTES = 32 << 20  # some 30 ms on loopback: between two looks at cancel
+PATIENCE_SECONDS = 10.0
+SINGLE_SECONDS = 2.0  # a copy that is refused by itself for so long does not fail for want of room
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.001, 0.2
+REFUSED_SECONDS = 4.5  # a batch that failed later than this was not refused: it got stuck
+DONE, MOVING, TIMED_OUT = 1, 0, -2  # states of a single copy
+# Longer than MC_TCP_STATUS_TIMEOUT_SEC, after which the engine itself drops a silent connection.
+SETTLE_SECONDS = 35.0
+SETTLE_REFUSED_SECONDS = 1.0  # the engine answers: what it took of a refused batch moves
+SETTLE_RETRIED_SECONDS = 0.25  # after all of a batch was moved again: the rest is under way
+SETTLE_DEAD_SECONDS = 0.2  # for the engine to see that a dead peer's connections ended
+TICK_SECONDS = 0.02
+NAP_SECONDS = 50e-6  # between two looks at a single copy
+
+
+class MooncakeCarrier(LibraryCarrier):
+    """`protocol` and `device` are Mooncake's own: "tcp", or "rdma" with "mlx5_0,mlx5_1".
+    `patience_seconds`: for batches that it refuses, tried again and again."""
+
+    name = "mooncake"
+    batch_descriptors = BATCH_DESCRIPTORS
+    batch_bytes = BATCH_BYTES
+    listens_everywhere = True
+
+    def __init__(
+        self,
+        *,
+        host: str | None = None,
+        secret: bytes | str | None = None,
+        protocol: str = "tcp",
+        device: str = "",
+        patience_seconds: float = PATIENCE_SECONDS,
+        admits: Admits | None = None,
+    ) -> None:
+        engine = engine_class()
+        require_way(protocol, device)
+        if type(patience_seconds) not in (int, float) or not 0 < patience_seconds < float("inf"):
+            raise TransferError(
+                f"patience_seconds is a positive number of seconds, found {patience_seconds!r}"
+            )
+        super().__init__(host=host, secret=secret, flavour=protocol, admits=admits)
+        self._patience = patience_seconds
+        self._where = f"[{self.host}]" if ":" in self.host else self.host
+        try:
+            self._engine = make_engine(engine, self._where, protocol, device)
+            self._registered.swap([self._own], [])
+        except TransferError:
+            self._pulse.close()
+            raise
+
+    def register_one(self, region: MemoryRegion) -> None:
+        code = self._engine.register_memory(region.address, region.bytes)
+        if code != 0:
+            raise TransferError(
+                f"Mooncake does not register {region.bytes} bytes at {region.address:#x} "
+                f"({meaning(code)}): the memory must be mapped, and for RDMA the limit of locked "
+                "memory (ulimit -l) must allow it"
+            )
+
+    def unregister_one(self, region: MemoryRegion) -> None:
+        self._engine.unregister_memory(region.address)
+
+    def _address(self) -> bytes:
+        return f"{self._where}:{self._engine.get_rpc_port()}".encode()
+
+    def _attach(self, endpoint: LibraryEndpoint) -> _Target:
+        host, name = endpoint.host, endpoint.address.decode(errors="replace")
+        if name.rpartition(":")[0] != (f"[{host}]" if ":" in host else host):
+            raise TransferError(f"a peer at {host!r:.80} names {name!r:.80} as Mooncake's address")
+        return _Target(name)
+
+    def _detach(self, handle: _Target) -> None:
+        """Mooncake keeps what it knows of a peer; a new process has a new address."""
+
+    def _carry(self, job: Job, peer: LibraryPeer, batch: Arrays, *, reading: bool) -> None:
+        local, remote = (batch.dst, batch.src) if reading else (batch.src, batch.dst)
+        at, refusal = 0, _Refusal()
+        try:
+            while at < len(batch):
+                few = slice(at, at + peer.handle.limit)
+                begun = time.monotonic()
+                code = self._call(
+                    reading, peer.handle.name, local[few], remote[few], batch.length[few]
+                )
+                if code == 0:
+                    at = few.stop
+                    refusal.over()
+                    continue
+                refusal.stuck = code == TIMED_OUT or time.monotonic() - begun > REFUSED_SECONDS
+                self._refused(job, peer, refusal, len(batch) - at, code)
+            if refusal.happened:
+                self._settle(peer, SETTLE_RETRIED_SECONDS)
+        except TransferError:
+            # it says nothing of the other copies of a batch, and a peer that is only stopped may
+            # still go on, also where its own timeout came first
+            job.late_bytes |= refusal.stuck or refusal.doubt
+            raise
+
+    def _refused(
+        self, job: Job, peer: LibraryPeer, refusal: _Refusal, left: int, code: int
+    ) -> None:
+        """Pause, and go on with a smaller batch; or raise."""
+        target = peer.handle
+        alone = min(target.limit, left) == 1
+        refusal.again(alone)
+        over = refusal.seconds > self._patience
+        over |= alone and refusal.alone_seconds > min(SINGLE_SECONDS, self._patience)
+        if over or refusal.stuck or job.cancelled or not peer.connected:
+            self._settle(peer, SETTLE_SECONDS if refusal.stuck else SETTLE_REFUSED_SECONDS)
+            job.checkpoint()
+            peer.require_usable()
+            raise self._given_up(target, left, refusal.stuck, code)
+        self._settle(peer, 0.0)
+        self.count("rejected_batches")
+        target.limit = max(1, min(target.limit, left) // 2)
+        refusal.pause()
+
+    def _given_up(self, target: _Target, left: int, stuck: bool, code: int) -> TransferError:
+        if stuck:
+            return DeadlineExceeded(
+                f"Mooncake's peer {target.name} lives and makes no progress; {left} copies of a "
+                "batch are left"
+            )
+        return TransferError(
+            f"Mooncake refuses {left} copies to or from {target.name}, one by one (code {code}): "
+            "the peer did not register that memory with it, or its data port cannot be reached; "
+            "its own log says which"
+        )
+
+    def _call(self, reading: bool, target: str, local: Ints, remote: Ints, length: Ints) -> int:
+        """Zero, or why not: `TIMED_OUT`, where the copy goes on, or another code."""
+        # it takes lists; of a few hundred, so that making them takes microseconds
+        engine, lists = self._engine, (local.tolist(), remote.tolist(), length.tolist())
+        if len(local) > 1:
+            call = engine.batch_transfer_sync_read if reading else engine.batch_transfer_sync_write
+            return -1 if call(target, *lists) else 0  # it has no other codes, also for its timeout
+        call = engine.batch_transfer_async_read if reading else engine.batch_transfer_async_write
+        batch = call(target, *lists)
+        if batch == 0:
+            return -1
+        state = MOVING
+        while state == MOVING:
+            time.sleep(NAP_SECONDS)
+            state = engine.transfer_check_status(batch)
+        return 0 if state == DONE else int(state)
+
+    def _settle(self, peer: LibraryPeer, seconds: float) -> None:
+        """Wait until copies of a failed batch that were under way have ended."""
+        until = time.monotonic() + seconds
+        while True:
+            if not peer.pulse.alive():
+                time.sleep(SETTLE_DEAD_SECONDS)
+                raise PeerLost("the peer is gone: it died or closed its carrier")
+            if time.monotonic() >= until:
+                return
+            time.sleep(TICK_SECONDS)
+
+    def _shut(self) -> None:
+        for region in (*self._table.regions(), self._own):
+            self.unregister_one(region)
+        self._engine = None
+
+
+class _Refusal:
+    """What Mooncake refused of a batch: since when, and how long to wait before it is tried again.
+
+    doubt  copies may be under way of which it said nothing
+    stuck  it gave up on some that it had begun
+    """
+
+    def __init__(self) -> None:
+        self.happened = self.doubt = self.stuck = False
+        self.over()
+
+    def over(self) -> None:
+        self._since: float | None = None
+        self._alone_since: float | None = None
+        self._pause = FIRST_PAUSE_SECONDS
+
+    def again(self, alone: bool) -> None:
+        now = time.monotonic()
+        self.happened = True
+        self.doubt |= not alone
+        self._since = self._since or now
+        if alone:
+            self._alone_since = self._alone_since or now
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - (self._since or time.monotonic())
+
+    @property
+    def alone_seconds(self) -> float:
+        """Since the first of its copies was refused by itself."""
+        return time.monotonic() - (self._alone_since or time.monotonic())
+
+    def pause(self) -> None:
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+
+
+class _Target:
+    """A peer as Mooncake knows it, and the largest batch that it has not refused."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.limit = name, BATCH_DESCRIPTORS
+
+
+# --------------------------------------------------------------------------------------------------
+# Mooncake's engine itself: how it is made, which way it takes, and its codes.
+#
+# Mooncake (0.3.13) does not go by the protocol that it is told: it takes RDMA where it finds a
+# device that the names allow, and TCP where it finds none. So what was asked for is seen to here.
+# For `tcp`, MC_FORCE_TCP is set while an engine is made; for `rdma`, the devices must be there, or
+# the engine is not made. No other protocol is taken: nothing tells whether a build of Mooncake has
+# it.
+# --------------------------------------------------------------------------------------------------
+
+PROTOCOLS = ("tcp", "rdma")
+DEVICES = Path("/sys/class/infiniband")
+TIMEOUT_VARIABLE, TIMEOUT_SECONDS = "MC_TRANSFER_TIMEOUT", 86_400
+FORCE_TCP, FORCE_RDMA = "MC_FORCE_TCP", "MC_FORCE_HCA"
+# its header error.h
+CODES = {
+    -1: "an invalid argument",
+    -2: "too many requests",
+    -3: "an address that is not registered",
+    -4: "a batch that is busy",
+    -6: "no such device",
+    -7: "an address that is registered already",
+    -101: "a name that cannot be resolved",
+    -102: "a socket's error",
+    -103: "damaged JSON",
+    -104: "a handshake that was rejected",
+    -200: "metadata",
+    -201: "an endpoint",
+    -202: "a context of a device",
+    -300: "NUMA",
+    -301: "the clock",
+    -302: "memory",
+    -303: "what is not implemented",
+}
+
+
+def engine_class() -> Any:
+    try:
+        from mooncake.engine import TransferEngine
+    except ImportError as error:
+        raise TransferError(
+            f"the carrier 'mooncake' needs Mooncake's transfer engine ({error}): pip install "
+            "'kvferry[mooncake]' (with CUDA) or 'kvferry[mooncake-cpu]', and the system's "
+            "libibverbs1"
+        ) from None
+    return TransferEngine
+
+
+def require_way(protocol: str, device: str) -> None:
+    """Refuse what Mooncake would replace by something else without a word."""
+    if protocol not in PROTOCOLS:
+        raise TransferError(
+            f"the mooncake carrier's protocol is one of {', '.join(PROTOCOLS)}, found {protocol!r}"
+        )
+    if protocol == "tcp":
+        if device:
+            raise TransferError(
+                f"the mooncake carrier's device {device!r} is for protocol rdma; with tcp there is "
+                "none: set protocol to rdma, or drop the device"
+            )
+        return
+    if FORCE_TCP in os.environ:
+        raise TransferError(
+            f"the mooncake carrier is to use rdma, and {FORCE_TCP} is set; unset one of the two"
+        )
+    there = sorted(path.name for path in DEVICES.iterdir()) if DEVICES.is_dir() else []
+    wanted = [name.strip() for name in device.split(",") if name.strip()]
+    missing = [name for name in wanted if name not in there]
+    if missing or (not there and FORCE_RDMA not in os.environ):
+        raise TransferError(
+            f"the mooncake carrier is to use rdma with {device or 'any device'}, and this host has "
+            f"{', '.join(there) or 'no RDMA device'} ({DEVICES}); name devices that are there, or "
+            "set protocol to tcp"
+        )
+
+
+def make_engine(engine: Any, where: str, protocol: str, device: str) -> Any:
+    """An engine that goes by this protocol. It reads its settings once, from the environment; what
+    the user has set stays."""
+    ours = {TIMEOUT_VARIABLE: str(TIMEOUT_SECONDS)}
+    if protocol == "tcp":
+        ours[FORCE_TCP] = "1"
+    with environment({name: value for name, value in ours.items() if name not in os.environ}):
+        made = engine()
+        code = made.initialize(where, "P2PHANDSHAKE", protocol, device)
+    if code != 0:
+        raise TransferError(
+            f"Mooncake's engine does not start on {where} with protocol {protocol!r} and device "
+            f"{device!r} ({meaning(code)}); its own log says why. `device` must name RDMA devices "
+            "of this host (ibv_devices lists them); protocol tcp needs none"
+        )
+    return made
+
+
+def meaning(code: int) -> str:
+    return f"code {code}, {CODES[code]}" if code in CODES else f"code {code}"

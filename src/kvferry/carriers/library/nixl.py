@@ -1,0 +1,600 @@
+"""The carrier over NIXL: UCX by default, its other backends by option.
+
+    make_carrier("nixl", backends=["UCX"])
+
+Copies of one length become batches by index, from lists prepared for each peer (nixl_lists.py);
+others go to NIXL as arrays of descriptors. A transfer can end with a note to the peer
+(nixl_notes.py).
+
+NIXL checks on the initiator's side that descriptors lie in what the peer registered; NICs check
+again (RDMA keys). It authenticates nobody. See `foreign`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.carriers.base import (
+    Arrays,
+    CopyArrays,
+    Ints,
+    MemoryRegion,
+    RegionTable,
+    Transfer,
+    slices,
+)
+from kvferry.carriers.library.shared import (
+    GRACE_SECONDS,
+    ON_HOST,
+    LibraryCarrier,
+    LibraryEndpoint,
+    LibraryPeer,
+    cut,
+    environment,
+    join,
+    windows,
+)
+from kvferry.carriers.transfer import Job
+from kvferry.errors import OutOfBounds, PeerLost, TransferError
+from kvferry.net.names import Admits, is_loopback
+
+log = logging.getLogger(__name__)
+
+BATCH_DESCRIPTORS = 1024  # 4,096 are a tenth slower at 256 B; two batches at once are no faster
+BATCH_BYTES = 64 << 20  # some 50 ms on loopback: between two looks at cancel
+LEAST_PREPARED = 4 * BATCH_DESCRIPTORS  # finding slots' numbers takes as long as a batch's lists
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteAgent:
+    name: Any  # NIXL's, of the peer's agent
+    lists: SlotLists
+
+
+class NixlCarrier(LibraryCarrier):
+    """`backends`: NIXL's names, in order of preference; both sides need the same. `threads`: of
+    UCX and LIBFABRIC, beside the one that makes progress. `device`: the number of the GPU that
+    holds what is registered; either side may be a host's memory."""
+
+    name = "nixl"
+    batch_descriptors = BATCH_DESCRIPTORS
+    batch_bytes = BATCH_BYTES
+    least_prepared = LEAST_PREPARED  # copies that are moved by index
+
+    def __init__(
+        self,
+        *,
+        host: str | None = None,
+        secret: bytes | str | None = None,
+        backends: Sequence[str] = ("UCX",),
+        threads: int = 0,
+        admits: Admits | None = None,
+        device: int = ON_HOST,
+    ) -> None:
+        nixl = api()
+        self.device = device
+        chosen = [backends] if isinstance(backends, str) else list(backends)
+        if not chosen:
+            raise TransferError('`backends` names none of NIXL\'s; the usual one is ["UCX"]')
+        super().__init__(host=host, secret=secret, flavour=",".join(chosen), admits=admits)
+        self._agents: dict[Any, int] = {}  # remote ones by name, and how many peers use each
+        self._agents_lock = threading.Lock()
+        self._lists = SlotLists(HERE, *place(device))
+        self._notes_lock = threading.Lock()
+        self._lists_lock = threading.Lock()  # memory is not deregistered under a list in use
+        self._prepared_batches = self._notes_refused = 0
+        try:
+            with ucx_settings(is_loopback(self.host)):
+                self._agent = make_agent(nixl, chosen, threads)
+        except Exception as error:
+            self._pulse.close()
+            raise TransferError(
+                f"NIXL's agent does not start with {chosen}: {text_of(error)}; its own log says "
+                "why. With UCX_NET_DEVICES set, the device must exist"
+            ) from None
+        self._handles: dict[int, Any] = {}
+        try:
+            self._registered.swap([self._own], [])
+        except TransferError:
+            self._pulse.close()
+            raise
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """`prepared_batches`: those that were made by index. `notes_refused`: notifications of
+        others than our peers."""
+        own = {"prepared_batches": self._prepared_batches, "notes_refused": self._notes_refused}
+        return {**super().counters, **own}
+
+    def read(self, peer: LibraryPeer, copies: CopyArrays, *, note: bytes | None = None) -> Transfer:
+        return self._submit(peer, copies, reading=True, last=self._last(peer, note))
+
+    def write(
+        self, peer: LibraryPeer, copies: CopyArrays, *, note: bytes | None = None
+    ) -> Transfer:
+        return self._submit(peer, copies, reading=False, last=self._last(peer, note))
+
+    def notes(self) -> list[bytes]:
+        """Of transfers that have ended since the last call: each once, a peer's in its order."""
+        with self._notes_lock:
+            if self._closed:
+                raise TransferError("the carrier is closed")
+            try:
+                heard = self._agent.get_new_notifs()
+            except Exception as error:
+                raise mapped(error) from None
+            messages = itertools.chain.from_iterable(heard.values())
+            notes, others = opened(messages, self._pulse.token, self._pulse.incarnation)
+            self._notes_refused += others
+        return notes
+
+    def _last(self, peer: LibraryPeer, note: bytes | None) -> Callable[[], None] | None:
+        if note is None:
+            return None
+        require_note(note)
+        message = sealed(note, peer.endpoint)
+
+        def say() -> None:
+            try:
+                self._agent.send_notif(peer.handle.name, message)
+            except Exception as error:
+                raise TransferError(
+                    f"every byte was moved, but NIXL does not send the note: {text_of(error)}"
+                ) from None
+
+        return say
+
+    def register_one(self, region: MemoryRegion) -> None:
+        kind, device = self._place(region.address)
+        with self._lists_lock:
+            self._lists.clear()  # they are of the regions before
+        try:
+            self._handles[region.address] = self._agent.register_memory(
+                [(region.address, region.bytes, device, "")], mem_type=kind
+            )
+        except Exception as error:
+            raise TransferError(
+                f"NIXL does not register {region.bytes} bytes at {region.address:#x}: "
+                f"{text_of(error)}. The memory must be mapped, and for RDMA the limit of "
+                "locked memory (ulimit -l) must allow it"
+            ) from None
+
+    def unregister_one(self, region: MemoryRegion) -> None:
+        with self._lists_lock:
+            self._lists.clear()
+            try:
+                self._agent.deregister_memory(self._handles.pop(region.address))
+            except Exception as error:
+                log.warning("NIXL does not let go of registered memory: %s", text_of(error))
+
+    def _address(self) -> bytes:
+        try:
+            metadata: bytes = self._agent.get_agent_metadata()
+        except Exception as error:
+            raise TransferError(
+                f"NIXL has no metadata for peers ({text_of(error)}): of {self.flavour}, one "
+                "backend must reach memory of other processes, as UCX does"
+            ) from None
+        return metadata
+
+    def _attach(self, endpoint: LibraryEndpoint) -> RemoteAgent:
+        with self._agents_lock:  # or `_detach` of an older connection could remove it again
+            try:
+                name = self._agent.add_remote_agent(endpoint.address)
+            except Exception as error:
+                raise TransferError(
+                    f"NIXL does not take the peer's metadata: {text_of(error)}"
+                ) from None
+            self._agents[name] = self._agents.get(name, 0) + 1
+        return RemoteAgent(name, SlotLists(name, *place(endpoint.device)))
+
+    def _detach(self, handle: RemoteAgent) -> None:
+        with self._agents_lock:
+            handle.lists.clear()
+            self._agents[handle.name] -= 1
+            if self._agents[handle.name]:
+                return
+            del self._agents[handle.name]
+            with contextlib.suppress(Exception):  # it forgets dead peers by itself
+                self._agent.remove_remote_agent(handle.name)
+
+    def _place(self, address: int) -> tuple[str, int]:
+        """Of memory registered here: the carrier's own is the host's."""
+        own = 0 <= address - self._own.address < self._own.bytes
+        return place(ON_HOST if own else self.device)
+
+    def _batches(self, peer: LibraryPeer, part: Arrays, *, reading: bool) -> Iterator[Arrays]:
+        for few in slices(part, self.batch_bytes):
+            joined = join(few)
+            numbered = self._numbered(peer, joined, reading)
+            if numbered is None:
+                yield from cut(joined, self.batch_descriptors)
+            else:
+                yield from numbered.cut(self.batch_descriptors)
+
+    def _numbered(self, peer: LibraryPeer, part: Arrays, reading: bool) -> Numbered | None:
+        """The same by slots, where it lies in those of one length on both sides."""
+        length = int(part.length[0])
+        if len(part) < self.least_prepared or not bool((part.length == length).all()):
+            return None
+        with self._lists_lock:
+            here = self._lists.get(self._agent, self._table, length)
+            there = peer.handle.lists.get(self._agent, peer.regions, length)
+        if here is None or there is None:
+            return None
+        local, remote = (part.dst, part.src) if reading else (part.src, part.dst)
+        mine, theirs = here.numbers(local), there.numbers(remote)
+        if mine is None or theirs is None:
+            return None
+        return Numbered(part.src, part.dst, part.length, here, there, mine, theirs)
+
+    def _carry(self, job: Job, peer: LibraryPeer, batch: Arrays, *, reading: bool) -> None:
+        try:
+            request = self._request(peer, batch, reading)
+        except Exception as error:
+            raise mapped(error) from None
+        try:
+            run(self._agent, job, peer, request)
+        except TransferError:
+            job.late_bytes |= not peer.pulse.gone()  # NIXL says nothing of the rest of the batch
+            raise
+        finally:
+            try:
+                request.release()
+            except Exception as error:
+                log.warning("NIXL does not let go of a batch: %s", text_of(error))
+
+    def _request(self, peer: LibraryPeer, batch: Arrays, reading: bool) -> Any:
+        op = "READ" if reading else "WRITE"
+        if isinstance(batch, Numbered):
+            here, there = batch.here, batch.there
+            with self._lists_lock:
+                if self._lists.has(here) and peer.handle.lists.has(there):
+                    try:
+                        request = self._agent.make_prepped_xfer(
+                            op, here.handle, batch.mine, there.handle, batch.theirs
+                        )
+                    except Exception as error:  # as after NIXL lost the peer, and met it again
+                        log.debug("NIXL makes no batch by index: %s", text_of(error))
+                        peer.handle.lists.clear()
+                    else:
+                        self._prepared_batches += 1
+                        return request
+        local, remote = (batch.dst, batch.src) if reading else (batch.src, batch.dst)
+        mine = self._descriptors(local, batch.length, *self._place(int(local[0])))
+        theirs = self._descriptors(remote, batch.length, *place(peer.endpoint.device))
+        return self._agent.initialize_xfer(op, mine, theirs, peer.handle.name)
+
+    def _descriptors(self, address: Ints, length: Ints, kind: str, device: int) -> Any:
+        return self._agent.get_xfer_descs(rows(address, length, device), mem_type=kind)
+
+    def _shut(self) -> None:
+        for region in (*self._table.regions(), self._own):
+            self.unregister_one(region)
+        with self._notes_lock:
+            self._agent = None
+
+
+# --------------------------------------------------------------------------------------------------
+# NIXL itself: its agents, the settings of UCX, its descriptors and errors.
+#
+# UCX finds its own way to a peer: shared memory, TCP, RDMA, NVLink. Where `host` is loopback and
+# the environment says nothing else, it is kept to the loopback device: so it works without a
+# network, and cannot be reached from outside. With another `host`, UCX chooses its devices. Its
+# InfiniBand module stays unloaded on loopback and where there is no such device, because the one in
+# NIXL 1.5.1's wheel crashes the process when it exits. What the environment sets (UCX_NET_DEVICES,
+# UCX_TLS, UCX_MODULES) is never overridden.
+# --------------------------------------------------------------------------------------------------
+
+MEMORY = "DRAM"  # a host's
+PROGRESS_MICROSECONDS = 1000  # that the progress thread sleeps at most; events wake it
+
+
+def make_agent(nixl: Any, backends: list[str], threads: int) -> Any:
+    """An agent whose progress thread sleeps between events.
+
+    The one that `nixl_agent` makes spins (`pthrDelay` 0, which it does not let one choose): a
+    processor gone on each side while nothing moves, and on few processors also most of the speed.
+    """
+    name = f"kvferry-{secrets.token_hex(8)}"
+    agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=[]))
+    missing = sorted(set(backends) - set(agent.plugin_list))
+    if missing:
+        raise TransferError(
+            f"no backend {', '.join(missing)} in this NIXL, which has "
+            f"{', '.join(agent.plugin_list)}"
+        )
+    native = nixl.nixlBind
+    config = native.nixlAgentConfig()
+    config.useProgThread = True
+    config.syncMode = native.NIXL_THREAD_SYNC_STRICT
+    config.pthrDelay = PROGRESS_MICROSECONDS
+    agent.agent = native.nixlAgent(name, config)
+    for backend in backends:
+        takes_threads = threads > 0 and backend in ("UCX", "LIBFABRIC")
+        agent.create_backend(backend, {"num_threads": str(threads)} if takes_threads else {})
+    return agent
+
+
+def place(device: int) -> tuple[str, int]:
+    """NIXL's kind of memory, and its device."""
+    return (MEMORY, 0) if device == ON_HOST else ("VRAM", device)
+
+
+def rows(address: Ints, length: Ints, device: int = 0) -> NDArray[np.uint64]:
+    """Descriptors as NIXL takes them: address, length, device."""
+    table = np.empty((len(address), 3), dtype=np.uint64)
+    table[:, 0] = address
+    table[:, 1] = length
+    table[:, 2] = device
+    return table
+
+
+def text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def mapped(error: Exception) -> TransferError:
+    """NIXL's errors, by their names, as ours."""
+    match type(error).__name__:
+        case "nixlRemoteDisconnectError":
+            return PeerLost(f"NIXL lost its connection to the peer ({text_of(error)})")
+        case "nixlNotFoundError":
+            return OutOfBounds(
+                f"NIXL does not find the descriptors in registered memory ({text_of(error)}); "
+                "nothing of the batch was copied"
+            )
+    return TransferError(f"NIXL refused a batch: {text_of(error)}")
+
+
+def api() -> Any:
+    if "NIXL_LOG_LEVEL" not in os.environ:  # it logs to standard output, which is for results
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+    try:
+        from nixl import _api
+    except ImportError as error:
+        raise TransferError(
+            f"the carrier 'nixl' needs NIXL ({error}): pip install 'kvferry[nixl]'"
+        ) from None
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+    return _api
+
+
+@contextlib.contextmanager
+def ucx_settings(loopback: bool) -> Iterator[None]:
+    """Settings for agents that are made meanwhile, where the environment has none."""
+    ours = {}
+    if "UCX_NET_DEVICES" not in os.environ:
+        if loopback:
+            ours["UCX_NET_DEVICES"] = "lo"
+        if "UCX_MODULES" not in os.environ and (loopback or not has_rdma()):
+            ours["UCX_MODULES"] = "^ib"
+    with environment(ours):
+        yield
+
+
+def has_rdma() -> bool:
+    try:
+        return any(Path("/sys/class/infiniband").iterdir())
+    except OSError:
+        return False
+
+
+# --------------------------------------------------------------------------------------------------
+# One batch of NIXL's, from its start until NIXL has let go of it.
+# --------------------------------------------------------------------------------------------------
+
+SPINS = 50  # looks at a batch before sleeping in between
+SHORT_NAP_SECONDS, LONG_NAP_SECONDS = 20e-6, 1e-3
+PULSE_SECONDS = 0.02  # between two looks at whether the peer lives
+
+
+def run(agent: Any, job: Job, peer: LibraryPeer, request: Any) -> None:
+    """Until NIXL has let go of the batch: whatever became of the peer, its bytes may still be
+    on their way, and the memory is in use. Who waits for them hears of a lost peer before."""
+    looks, next_pulse, dead_until = 0, time.monotonic() + PULSE_SECONDS, 0.0
+    try:
+        state = agent.transfer(request)
+        while state == "PROC":
+            looks += 1
+            if looks > SPINS:
+                time.sleep(SHORT_NAP_SECONDS if looks < 100 * SPINS else LONG_NAP_SECONDS)
+            now = time.monotonic()
+            if now >= next_pulse:
+                next_pulse = now + PULSE_SECONDS
+                if not dead_until and not peer.pulse.alive():
+                    dead_until = now + GRACE_SECONDS
+                if dead_until and now > dead_until:
+                    job.give_up(PeerLost("the peer is gone: it died or closed its carrier"))
+            state = agent.check_xfer_state(request)
+    except TransferError:
+        raise
+    except Exception as error:
+        raise mapped(error) from None
+    if state != "DONE":
+        raise TransferError("NIXL reports that the batch failed; its own log says why")
+
+
+# --------------------------------------------------------------------------------------------------
+# Lists of descriptors that NIXL has prepared, from which batches are made by index.
+#
+# Batches mostly have one length, which divides the pages that they lie in. So each side's
+# registered memory is cut into slots of that length, from the first byte of each region: one
+# strided range for each region, which NIXL takes as it is. A batch is then two arrays of slots'
+# numbers, and NIXL need not look up the registration of every descriptor (benchmarks/prepared.py
+# measures it). Whatever does not lie in such slots goes to NIXL as descriptors.
+# --------------------------------------------------------------------------------------------------
+
+HERE = "NIXL_INIT_AGENT"  # NIXL's word for the local side
+MOST_SLOTS = 1 << 31  # numbers are signed and have 32 bits
+Numbers = NDArray[np.int32]
+MOST_LISTS = 16  # of one side; each is as long as there are regions
+
+
+@dataclass(frozen=True, slots=True)
+class SlotList:
+    """One side's memory in slots of `length` bytes. NIXL's list goes with the last reference."""
+
+    starts: Ints
+    first: Ints  # number of each region's first slot
+    slots: Ints  # of each region
+    length: int
+    handle: Any
+
+    @classmethod
+    def prepare(
+        cls, agent: Any, whose: Any, regions: RegionTable, length: int, kind: str, device: int
+    ) -> SlotList | None:
+        """None where there is no slot, or more than numbers for them."""
+        slots = (regions.ends - regions.starts) // length
+        some = slots > 0
+        starts, slots = regions.starts[some], slots[some]
+        total = int(slots.sum())
+        if not 0 < total < MOST_SLOTS:
+            return None
+        columns = np.broadcast_arrays(starts, length, device, length, slots)  # as NIXL orders them
+        ranges = np.stack(columns, axis=1).astype(np.uint64)
+        handle = agent.prep_xfer_dlist(whose, ranges, kind)
+        return cls(starts, np.cumsum(slots) - slots, slots, length, handle)
+
+    def numbers(self, address: Ints) -> Numbers | None:
+        """Of the slots at these addresses, or None if one of them is not a slot's."""
+        if len(self.starts) == 1:
+            offset, slots, first = address - self.starts[0], self.slots[0], self.first[0]
+        else:
+            at = self.starts.searchsorted(address, side="right") - 1  # -1, the last one: refused
+            offset, slots, first = address - self.starts[at], self.slots[at], self.first[at]
+        number = offset // self.length
+        if not (
+            int(offset.min()) >= 0
+            and bool((number < slots).all())
+            and bool((number * self.length == offset).all())
+        ):
+            return None
+        found: Numbers = (number + first).astype(np.int32)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered(Arrays):
+    """A batch, or several, whose copies are also known by their slots' numbers."""
+
+    here: SlotList
+    there: SlotList
+    mine: Numbers
+    theirs: Numbers
+
+    def cut(self, descriptors: int) -> list[Arrays]:
+        return [
+            Numbered(
+                part.src,
+                part.dst,
+                part.length,
+                self.here,
+                self.there,
+                self.mine[few],
+                self.theirs[few],
+            )
+            for part, few in zip(
+                cut(self, descriptors), windows(len(self), descriptors), strict=True
+            )
+        ]
+
+
+class SlotLists:
+    """The lists of one side, by length; the oldest goes when there are many. Not for two threads
+    at once."""
+
+    def __init__(self, whose: Any, kind: str, device: int) -> None:
+        self._whose, self._kind, self._device = whose, kind, device
+        self._regions: RegionTable | None = None
+        self._lists: dict[int, SlotList | None] = {}
+
+    def get(self, agent: Any, regions: RegionTable, length: int) -> SlotList | None:
+        if regions is not self._regions:
+            self.clear()
+            self._regions = regions
+        if length not in self._lists:
+            if len(self._lists) >= MOST_LISTS:
+                del self._lists[next(iter(self._lists))]
+            try:
+                found = SlotList.prepare(
+                    agent, self._whose, regions, length, self._kind, self._device
+                )
+            except Exception as error:  # there is another way, which says what is wrong
+                log.debug("NIXL prepares no list of %d byte slots: %s", length, text_of(error))
+                found = None
+            self._lists[length] = found
+        return self._lists[length]
+
+    def has(self, one: SlotList) -> bool:
+        """Whether it was made of what is registered now."""
+        return self._lists.get(one.length) is one
+
+    def clear(self) -> None:
+        self._lists.clear()
+        self._regions = None
+
+
+# --------------------------------------------------------------------------------------------------
+# Notes: a few bytes that tell a peer, over NIXL itself, that a transfer has ended.
+#
+#     carrier.write(peer, copies, note=b"...")    after its last byte is there
+#     carrier.notes()                             what peers said since the last call
+#
+# NIXL delivers notifications of whoever reaches an agent, also of one that nobody introduced. So
+# each is sealed by what the endpoint gave to those who may connect, and to nobody else: the token
+# and the incarnation of the peer that is meant. What has no such seal is not a note; it is counted
+# and dropped. A note has no answer, and an owner that does not ask for its notes lets them pile up
+# within NIXL: whoever needs to know that he was heard says it elsewhere, as kvferry's own engines
+# do (a hold ends by words that are answered).
+# --------------------------------------------------------------------------------------------------
+
+MAGIC = b"kvferry-note-1\n"
+SEAL_BYTES = 32
+MOST_NOTE_BYTES = 4096
+
+
+def require_note(note: bytes) -> None:
+    if not 0 < len(note) <= MOST_NOTE_BYTES:
+        raise TransferError(
+            f"a note has between 1 and {MOST_NOTE_BYTES} bytes, found {len(note)}; send more by "
+            "writing it to registered memory"
+        )
+
+
+def sealed(note: bytes, to: LibraryEndpoint) -> bytes:
+    return MAGIC + _seal(note, to.token, to.incarnation) + note
+
+
+def opened(messages: Iterable[bytes], token: bytes, incarnation: bytes) -> tuple[list[bytes], int]:
+    """The notes among them, and how many are none."""
+    notes, others = [], 0
+    begin = len(MAGIC) + SEAL_BYTES
+    for message in messages:
+        note = message[begin:]
+        whole = MAGIC + _seal(note, token, incarnation) + note
+        if note and hmac.compare_digest(message, whole):
+            notes.append(note)
+        else:
+            others += 1
+    return notes, others
+
+
+def _seal(note: bytes, token: bytes, incarnation: bytes) -> bytes:
+    return hmac.digest(token + incarnation, MAGIC + note, "sha256")

@@ -1,0 +1,575 @@
+"""What carriers share whose bytes another library moves: `mooncake` and `nixl`.
+
+The library gives batches between two processes; this gives the rest of the `Carrier` protocol:
+
+    bounds      checked here, against what the endpoint says, before the library sees a descriptor;
+                the library checks again, in its own way
+    batches     below the library's limits, neighbours joined, so that no call of ours holds the
+                interpreter's lock for long
+    threads     the library's blocking calls run on a few threads for each peer, so a peer that
+                does not answer holds up its own transfers only
+    liveness    a `Pulse` beside the data plane: looked at before, during and after each transfer
+    the end     no library here can take back a batch that it has begun. A cancelled transfer ends
+                with the batch under way; one whose batch does not come back is *abandoned*:
+                `cancel` raises `DeadlineExceeded`, `poll` says RUNNING, and its memory counts as
+                in use, until the library has returned it or the peer is dead. It is counted.
+
+Nobody is authenticated on these data planes: whoever reaches their ports can read and write all
+registered memory, and with UCX over TCP any memory of the process. What an endpoint says of itself
+cannot be checked either: a peer that has the secret is trusted with all of it. Use them in networks
+whose hosts you trust (docs/security.md). The owner cannot stop a peer's writes (`can_revoke` is
+false).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.carriers.base import (
+    Arrays,
+    CopyArrays,
+    Ints,
+    MemoryRegion,
+    RegionTable,
+    Transfer,
+    require_all,
+    slices,
+)
+from kvferry.carriers.liveness import TOKEN_BYTES, Liveness, PulseServer
+from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers
+from kvferry.errors import Cancelled, DeadlineExceeded, PeerLost, ProtocolError, TransferError
+from kvferry.net.keys import Key
+from kvferry.net.names import Admits, Reach, is_loopback
+
+# --------------------------------------------------------------------------------------------------
+# Transfers that nobody can take back, and the count of those that were given up anyway.
+# --------------------------------------------------------------------------------------------------
+
+LATE_SECONDS = 60.0  # longer than any timeout after which a library drops a connection
+LATE_LOOK_SECONDS = 0.02
+
+log = logging.getLogger(__name__)
+
+
+class Abandoned:
+    """The transfers of one carrier whose end was not seen in time. Any thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._jobs: set[LibraryJob] = set()
+        self.count = 0
+
+    @property
+    def now(self) -> int:
+        """Those whose memory the library may still touch."""
+        with self._lock:
+            self._jobs = {job for job in self._jobs if not job.settled()}
+            return len(self._jobs)
+
+    def note(self, job: LibraryJob) -> None:
+        with self._lock:
+            if job.abandoned:
+                return
+            job.abandoned = True
+            self._jobs.add(job)
+            self.count += 1
+        log.error(
+            "a %s transfer is abandoned: the library has not let go of its memory, which counts as "
+            "in use until it does",
+            self._name,
+        )
+
+
+class LibraryJob(Job):
+    """A transfer that can end up abandoned. One that failed with `late_bytes` is not settled until
+    the peer is `gone`, or for so long that the library has given up by itself."""
+
+    def __init__(
+        self,
+        tracker: Abandoned,
+        work: Callable[[Job], None],
+        what: str,
+        gone: Callable[[], bool],
+        after: Callable[[], None],
+    ) -> None:
+        """`after` is called by the thread that ran it, once it has ended."""
+        super().__init__(work, what)
+        self._tracker, self._gone, self._after = tracker, gone, after
+        self._late_until = float("inf")  # until it has ended
+        self.abandoned = False
+
+    def settled(self) -> bool:
+        if not super().settled():
+            return False
+        if self.late_bytes:
+            self.late_bytes = time.monotonic() < self._late_until and not self._gone()
+        return not self.late_bytes
+
+    def cancel(self, why: str = "the caller gave it up", seconds: float = CANCEL_SECONDS) -> None:
+        until = time.monotonic() + seconds
+        try:
+            super().cancel(why, seconds)
+        except DeadlineExceeded:
+            while not self.settled():
+                if time.monotonic() >= until:
+                    self._tracker.note(self)
+                    raise
+                time.sleep(LATE_LOOK_SECONDS)
+
+    def run(self) -> None:
+        super().run()
+        self._late_until = time.monotonic() + LATE_SECONDS
+        self._after()
+
+
+# --------------------------------------------------------------------------------------------------
+# A peer of a carrier whose bytes another library moves: its endpoint, and what runs towards it.
+# --------------------------------------------------------------------------------------------------
+
+LOOPBACK = "127.0.0.1"
+EVERYWHERE = ("0.0.0.0", "::")
+THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
+ON_HOST, MOST_GPU = -1, 1 << 16  # no GPU's number, and more than there are
+TURN_LOOK_SECONDS = 0.02  # between two looks at cancel, for one that waits for its turn
+
+
+class LibraryEndpoint(msgspec.Struct, frozen=True, array_like=True):
+    """Where the owner's pulse is, what it registered, and what its library needs to be reached."""
+
+    carrier: str
+    flavour: str  # protocol or backends: both sides must have the same
+    host: str
+    pulse_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    token: bytes
+    incarnation: bytes
+    regions: list[tuple[int, int]]
+    # the number of the GPU that holds the regions, or `ON_HOST`
+    device: Annotated[int, msgspec.Meta(ge=ON_HOST, le=MOST_GPU)]
+    address: bytes
+
+    @classmethod
+    def decode(cls, raw: bytes, carrier: str) -> LibraryEndpoint:
+        try:
+            endpoint = _endpoints.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"this is not a {carrier} carrier's endpoint: {error}") from None
+        if (
+            endpoint.carrier != carrier
+            or not len(endpoint.token) == len(endpoint.incarnation) == TOKEN_BYTES
+        ):
+            raise ProtocolError(f"this is not a {carrier} endpoint, but {endpoint.carrier!r}")
+        return endpoint
+
+    def table(self) -> RegionTable:
+        return RegionTable.of([MemoryRegion(a, n) for a, n in self.regions])
+
+
+_endpoints = msgspec.msgpack.Decoder(LibraryEndpoint)  # made once: its first use is on many threads
+
+
+class LibraryPeer:
+    """A process that this one is connected to; `handle` is the library's name for it."""
+
+    def __init__(self, endpoint: LibraryEndpoint, regions: RegionTable, pulse: Liveness) -> None:
+        self.endpoint, self.regions, self.pulse = endpoint, regions, pulse
+        self.handle: Any = None
+        self.connected = True
+        self.workers = Workers(f"kvferry-{endpoint.carrier}", THREADS_PER_PEER)
+        self._turn = threading.Lock()
+
+    def require_usable(self) -> None:
+        if not self.connected:
+            raise Cancelled("the peer was disconnected on this side")
+        self.pulse.require_alive()
+
+    @contextlib.contextmanager
+    def turn(self, job: Job) -> Iterator[None]:
+        """One batch at a time: more of them only compete for the library's threads."""
+        while not self._turn.acquire(timeout=TURN_LOOK_SECONDS):
+            job.checkpoint()
+            self.require_usable()
+        try:
+            job.checkpoint()
+            self.require_usable()
+            yield
+        finally:
+            self._turn.release()
+
+
+def batches(copies: Arrays, descriptors: int, max_bytes: int) -> Iterator[Arrays]:
+    """The same copies, neighbours joined, so many at a time."""
+    for part in slices(copies, max_bytes):
+        yield from cut(join(part), descriptors)
+
+
+def cut(part: Arrays, descriptors: int) -> list[Arrays]:
+    """All at once: between two batches, each Python call costs many times what it does here."""
+    return [
+        Arrays(part.src[few], part.dst[few], part.length[few])
+        for few in windows(len(part), descriptors)
+    ]
+
+
+def windows(count: int, most: int) -> list[slice]:
+    return [slice(first, first + most) for first in range(0, count, most)]
+
+
+def join(part: Arrays) -> Arrays:
+    """Copies that follow each other on both sides as one; none may be empty."""
+    follows = _follow(part.src, part.length)
+    if not bool(follows.any()):
+        return part  # as most often
+    apart = ~(follows & _follow(part.dst, part.length))
+    if bool(apart.all()):
+        return part
+    heads = np.concatenate((np.zeros(1, dtype=np.int64), np.flatnonzero(apart) + 1))
+    return Arrays(part.src[heads], part.dst[heads], np.add.reduceat(part.length, heads))
+
+
+def _follow(address: Ints, length: Ints) -> NDArray[np.bool_]:
+    """For each copy but the first, whether it begins where the one before it ends."""
+    found: NDArray[np.bool_] = address[1:] - address[:-1] == length[:-1]
+    return found
+
+
+def look_at_host(name: str, host: str, everywhere: bool) -> None:
+    """Refuse what peers cannot dial, and say who can reach the rest."""
+    if host in EVERYWHERE:
+        raise TransferError(
+            f"the {name} carrier needs the address that peers dial, found {host!r}; set `host` to "
+            "an address of this machine"
+        )
+    if everywhere or not is_loopback(host):
+        log.warning(
+            "the %s carrier's data plane authenticates nobody: whoever reaches %s can read and "
+            "write the caches registered here, whether or not there is a shared secret",
+            name,
+            "any address of this machine" if everywhere else host,
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# What a carrier's library gives, as `foreign` asks for it: batches between two processes.
+# --------------------------------------------------------------------------------------------------
+
+
+class Library(ABC):
+    name: ClassVar[str]
+    batch_descriptors: ClassVar[int]
+    batch_bytes: ClassVar[int]
+    listens_everywhere: ClassVar[bool] = False  # whatever `host` is
+    device: int = ON_HOST  # where what is registered lies, if the library must know
+
+    @abstractmethod
+    def register_one(self, region: MemoryRegion) -> None:
+        """With the library; or `TransferError`."""
+
+    @abstractmethod
+    def unregister_one(self, region: MemoryRegion) -> None:
+        """One that was registered. Never raises."""
+
+    @abstractmethod
+    def _address(self) -> bytes:
+        """What a peer's library needs."""
+
+    @abstractmethod
+    def _attach(self, endpoint: LibraryEndpoint) -> Any:
+        """The library's handle for a peer."""
+
+    @abstractmethod
+    def _detach(self, handle: Any) -> None:
+        """Nothing of ours is under way to or from that peer."""
+
+    def _batches(self, peer: LibraryPeer, part: Arrays, *, reading: bool) -> Iterator[Arrays]:
+        """What `_carry` gets, one after the other."""
+        return batches(part, self.batch_descriptors, self.batch_bytes)
+
+    @abstractmethod
+    def _carry(self, job: Job, peer: LibraryPeer, batch: Arrays, *, reading: bool) -> None:
+        """Move one batch. Returns or raises when the library has let it go."""
+
+    @abstractmethod
+    def _shut(self) -> None:
+        """End the library's part; nothing of ours is under way in it."""
+
+
+@contextlib.contextmanager
+def environment(ours: Mapping[str, str]) -> Iterator[None]:
+    """With variables that the environment does not have."""
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]
+
+
+# --------------------------------------------------------------------------------------------------
+
+GRACE_SECONDS = 1.0  # a dead peer's data plane may fail before its pulse does
+SCRATCH_BYTES = 4096  # registered, for the byte that `connect` tries
+
+
+class LibraryCarrier(Library):
+    """`host` is the address that peers reach this one at. The libraries have no use for a `secret`:
+    with one, the host may be a network's. `admits` says which hosts may be dialed, of those that
+    endpoints name. Both sides must have the same `flavour`."""
+
+    can_revoke = False
+
+    def __init__(
+        self,
+        *,
+        host: str | None,
+        secret: bytes | str | None,
+        flavour: str,
+        admits: Admits | None = None,
+    ) -> None:
+        self.host = host or LOOPBACK
+        look_at_host(self.name, self.host, self.listens_everywhere)
+        self._reach = Reach(secret is not None and Key.of(secret).configured, admits)
+        self._reach.require_listening(self.host)
+        self.flavour = flavour
+        self._pulse = PulseServer(self.host)
+        self._lock = threading.Lock()
+        self._registered = Registered(self)
+        self._peers: list[LibraryPeer] = []
+        self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
+        self._own = MemoryRegion(self._scratch.ctypes.data, SCRATCH_BYTES)
+        self._counts = dict.fromkeys(("transfers", "batches", "rejected_batches"), 0)
+        self._abandoned = Abandoned(self.name)
+        self._closed = self._was_shut = False
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """What was carried. `abandoned`: transfers that were given up and whose end was not seen in
+        time; `abandoned_now`: those whose memory the library may still touch."""
+        given_up = {"abandoned": self._abandoned.count, "abandoned_now": self._abandoned.now}
+        with self._lock:
+            return {**self._counts, **given_up}
+
+    def count(self, what: str, more: int = 1) -> None:
+        with self._lock:
+            self._counts[what] += more
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        with self._lock:
+            self._registered.add(regions)
+
+    @property
+    def _table(self) -> RegionTable:
+        return self._registered.table
+
+    def endpoint(self) -> bytes:
+        if self._closed:
+            raise TransferError("the carrier is closed")
+        return msgspec.msgpack.encode(
+            LibraryEndpoint(
+                carrier=self.name,
+                flavour=self.flavour,
+                host=self.host,
+                pulse_port=self._pulse.port,
+                token=self._pulse.token,
+                incarnation=self._pulse.incarnation,
+                regions=[(r.address, r.bytes) for r in self._table.regions()],
+                device=self.device,
+                address=self._address(),
+            )
+        )
+
+    def connect(self, endpoint: bytes, deadline: float) -> LibraryPeer:
+        """Reaches the peer's pulse, and one byte of its memory through the library."""
+        found = LibraryEndpoint.decode(endpoint, self.name)
+        if found.flavour != self.flavour:
+            raise TransferError(
+                f"the peer's {self.name} uses {found.flavour}, this one {self.flavour}; configure "
+                "both alike"
+            )
+        self._reach.require(found.host)
+        if found.address == self._address():  # it would have us reach our own memory
+            raise ProtocolError(f"the peer names this very process as the owner of its {self.name}")
+        regions = found.table()
+        pulse = Liveness.connect(
+            found.host, found.pulse_port, found.token, found.incarnation, deadline
+        )
+        peer = LibraryPeer(found, regions, pulse)
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._peers.append(peer)
+        if closed:
+            pulse.close()
+            raise Cancelled("the carrier was closed")
+        try:
+            attach = self._job(peer, lambda job: self._greet(job, peer), "connecting")
+            peer.workers.submit(attach).wait(deadline)
+        except TransferError:
+            peer.connected = False
+            self._end(peer, 0.0)  # the deadline is now; what is stuck tidies up as it ends
+            raise
+        return peer
+
+    def read(self, peer: LibraryPeer, copies: CopyArrays) -> Transfer:
+        return self._submit(peer, copies, reading=True)
+
+    def write(self, peer: LibraryPeer, copies: CopyArrays) -> Transfer:
+        return self._submit(peer, copies, reading=False)
+
+    def disconnect(self, peer: LibraryPeer) -> None:
+        """Ends its transfers; the library forgets the peer once the last of them is over."""
+        peer.connected = False
+        self._end(peer, CANCEL_SECONDS)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            peers = list(self._peers)
+        self._pulse.leave()
+        for peer in peers:
+            peer.connected = False
+        until = time.monotonic() + CANCEL_SECONDS
+        for peer in peers:
+            self._end(peer, max(0.0, until - time.monotonic()))
+        self._tidy(None)
+
+    def _end(self, peer: LibraryPeer, seconds: float) -> None:
+        peer.workers.close(seconds)
+        for job in peer.workers.busy:
+            if isinstance(job, LibraryJob):
+                self._abandoned.note(job)
+        self._tidy(peer)
+
+    def _tidy(self, peer: LibraryPeer | None) -> None:
+        """Let a disconnected peer go, unless a transfer is left; the library with the last one."""
+        with self._lock:
+            gone = peer is not None and peer in self._peers and not peer.workers.busy
+            if gone and peer is not None:
+                self._peers.remove(peer)
+            shut = self._closed and not self._peers and not self._was_shut
+            self._was_shut |= shut
+        if gone and peer is not None:
+            peer.pulse.close()
+            if peer.handle is not None:
+                self._detach(peer.handle)
+        if shut:
+            self._shut()
+            self._pulse.close()  # the last: until then, bytes may be on their way to peers
+
+    def _greet(self, job: Job, peer: LibraryPeer) -> None:
+        peer.handle = self._attach(peer.endpoint)
+        if len(peer.regions):
+            one = np.ones(1, dtype=np.int64)
+            into = np.array([self._own.address], dtype=np.int64)
+            self._move(job, peer, Arrays(peer.regions.starts[:1], into, one), reading=True)
+
+    def _submit(
+        self,
+        peer: LibraryPeer,
+        copies: CopyArrays,
+        *,
+        reading: bool,
+        last: Callable[[], None] | None = None,
+    ) -> Transfer:
+        """`last` is called when every byte is there, and belongs to the transfer."""
+
+        def work(job: Job) -> None:
+            arrays = Arrays.of(copies)
+            src, dst = (peer.regions, self._table) if reading else (self._table, peer.regions)
+            require_all(arrays, src, dst, reading=reading)
+            self.count("transfers")
+            moved = 0
+            for batch in self._batches(peer, arrays, reading=reading):
+                with peer.turn(job):
+                    self._move(job, peer, batch, reading=reading)
+                moved += 1
+            self.count("batches", moved)
+            job.checkpoint()
+            peer.require_usable()  # it was the same process, and open, all along
+            if last is not None:
+                last()
+
+        what = f"a {self.name} {'read' if reading else 'write'}"
+        return peer.workers.submit(self._job(peer, work, what))
+
+    def _job(self, peer: LibraryPeer, work: Callable[[Job], None], what: str) -> LibraryJob:
+        def gone() -> bool:
+            return peer.connected and peer.pulse.gone()
+
+        def tidy() -> None:  # whoever disconnects after this look sees that the job has ended
+            if not peer.connected:
+                self._tidy(peer)
+
+        return LibraryJob(self._abandoned, work, what, gone, tidy)
+
+    def _move(self, job: Job, peer: LibraryPeer, batch: Arrays, *, reading: bool) -> None:
+        """Whatever the library says of a batch that fails, a peer that is gone is the better
+        reason."""
+        try:
+            self._carry(job, peer, batch, reading=reading)
+        except (Cancelled, PeerLost):
+            raise
+        except TransferError as error:
+            if peer.connected and not peer.pulse.alive(GRACE_SECONDS):
+                raise PeerLost(f"the peer is gone ({error})") from None
+            raise
+
+
+# --------------------------------------------------------------------------------------------------
+# What a carrier has registered with its library: all of a call's regions, or none of them.
+# --------------------------------------------------------------------------------------------------
+
+
+class Registered:
+    """The regions that peers are told of. One thread at a time."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self.regions: list[MemoryRegion] = []
+        self.table = RegionTable.of([])
+
+    def add(self, regions: Sequence[MemoryRegion]) -> None:
+        table = RegionTable.of([*self.regions, *regions])
+        before, after = set(self.table.regions()), set(table.regions())
+        self.swap(
+            sorted(after - before, key=lambda r: r.address),
+            sorted(before - after, key=lambda r: r.address),
+        )
+        self.regions, self.table = [*self.regions, *regions], table
+
+    def swap(self, added: Sequence[MemoryRegion], gone: Sequence[MemoryRegion]) -> None:
+        """Neighbours that become one are registered anew."""
+        done: list[MemoryRegion] = []
+        for region in gone:
+            self._library.unregister_one(region)
+        try:
+            for region in added:
+                self._library.register_one(region)
+                done.append(region)
+        except TransferError:
+            for region in done:
+                self._library.unregister_one(region)
+            for region in gone:
+                self._again(region)
+            raise
+
+    def _again(self, region: MemoryRegion) -> None:
+        """Where that fails, nobody is told of it any more."""
+        try:
+            self._library.register_one(region)
+        except TransferError as error:
+            log.error("memory that was registered is not any more: %s", error)
+            end = region.address + region.bytes
+            self.regions = [r for r in self.regions if not region.address <= r.address < end]
+            self.table = RegionTable.of(self.regions)

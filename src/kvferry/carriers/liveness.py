@@ -1,0 +1,335 @@
+"""Whether a peer still lives, told by one idle TCP connection.
+
+The data planes of foreign engines say late, vaguely or never that a peer is gone. So the owner of
+memory listens beside them, and who connects keeps that connection open. The kernel closes it when
+the process ends, however it ends; a host that vanishes is noticed by keep-alive within
+`IDLE_SECONDS + PROBES * PROBE_SECONDS`. This is all that is ever sent on it:
+
+    visitor  -> owner    MAGIC, the token that the endpoint names
+    owner    -> visitor  the incarnation that the endpoint names
+    owner    -> visitor  GOODBYE, where its carrier is being closed
+
+Whoever hears a goodbye, or anything else, takes the peer for lost. That is not to say that none of
+its bytes are under way: its library may still be at work. The connection's end says that, because
+an owner lets go of it after its library, and the kernel with all others of the process. A network
+that fails says nothing.
+
+Neither side takes the other for somebody else: another process that got the same port has neither.
+A child that either side forks keeps no copy of the connection (forks.py): it would outlive its end.
+The two are capabilities, not secrets on the wire: the connection is not encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+import select
+import selectors
+import socket
+import threading
+import time
+import weakref
+
+from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
+from kvferry.net.names import dial
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"kvferry-pulse-1\n"
+GOODBYE = b"\n"
+LEAVE, END = b"\1", b"\0"  # to the owner's thread
+TOKEN_BYTES = 16
+GREETING_SECONDS = 5.0  # a visitor that has not greeted by then is sent away
+MOST_VISITORS = 4096
+MOST_UNGREETED = 64  # a new visitor takes the place of the oldest of these
+IDLE_SECONDS, PROBE_SECONDS, PROBES = 5, 2, 3
+GRACE_TICK_SECONDS = 0.005
+PAUSE_SECONDS = 0.2  # without accepting, where the system has no descriptor left
+
+
+class PulseServer:
+    """The owner's side: greets visitors and keeps their connections, on one thread."""
+
+    def __init__(self, host: str) -> None:
+        self.token, self.incarnation = (secrets.token_bytes(TOKEN_BYTES) for _ in range(2))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server((host, 0), family=family, backlog=128)
+        except OSError as error:
+            raise TransferError(
+                f"cannot listen on {host}: {error}; `host` must be an address of this machine"
+            ) from None
+        self._listener = ours_alone(listener)
+        self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+        self._waker, self._woken = (ours_alone(end) for end in socket.socketpair())
+        self._visitors: dict[socket.socket, tuple[bytes, float]] = {}  # heard, until when
+        self._deaf_until = 0.0  # 0: the listener is looked at
+        self._short = False  # the last one could not be accepted
+        self._thread = threading.Thread(target=self._loop, name="kvferry-pulse", daemon=True)
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Visitors see that this carrier is being closed, and no new ones are greeted."""
+        self._wake(LEAVE)
+
+    def close(self) -> None:
+        """Visitors see that this carrier is gone. Idempotent."""
+        self._wake(END)
+        if self._thread is not threading.current_thread():
+            self._thread.join(GREETING_SECONDS)
+        self._waker.close()
+
+    def _wake(self, what: bytes) -> None:
+        with contextlib.suppress(OSError):  # closed already, or this is a forked child
+            self._waker.send(what)
+
+    def _loop(self) -> None:
+        try:
+            self._greet_and_keep()
+        finally:
+            for one in (self._listener, *self._visitors):
+                hang_up(one)
+            self._visitors.clear()
+
+    def _greet_and_keep(self) -> None:
+        with selectors.DefaultSelector() as selector, self._woken:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while True:
+                ready = [key.fileobj for key, _ in selector.select(self._pause())]
+                if self._woken in ready:
+                    if END in self._woken.recv(16):
+                        break
+                    self._say_goodbye(selector)
+                    continue
+                for one in ready:
+                    try:
+                        if one is self._listener:
+                            self._welcome(selector)
+                        elif isinstance(one, socket.socket):
+                            self._hear(selector, one)
+                    except OSError as error:
+                        log.debug("a pulse connection failed: %s", error)
+                        if isinstance(one, socket.socket) and one is not self._listener:
+                            self._drop(selector, one)
+                now = time.monotonic()
+                if self._deaf_until and self._deaf_until <= now:
+                    self._deaf_until = 0.0
+                    selector.register(self._listener, selectors.EVENT_READ)
+                for one, (_, until) in list(self._visitors.items()):
+                    if until and until < now:
+                        self._drop(selector, one)
+
+    def _say_goodbye(self, selector: selectors.BaseSelector) -> None:
+        if self._listener.fileno() < 0:  # it was said before
+            return
+        if not self._deaf_until:
+            selector.unregister(self._listener)
+        self._deaf_until = 0.0
+        hang_up(self._listener)
+        for visitor, (_, until) in list(self._visitors.items()):
+            with contextlib.suppress(OSError):
+                if not until:  # it was greeted
+                    visitor.send(GOODBYE)
+                    continue
+            self._drop(selector, visitor)
+
+    def _pause(self) -> float | None:
+        """Seconds until something has to be done, though nobody says anything."""
+        if self._deaf_until:
+            return max(0.0, self._deaf_until - time.monotonic())
+        return 1.0 if any(until for _, until in self._visitors.values()) else None
+
+    def _welcome(self, selector: selectors.BaseSelector) -> None:
+        try:
+            visitor, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):  # it has left again
+            return
+        except OSError as error:  # it still waits, and would be seen again at once
+            level = logging.DEBUG if self._short else logging.WARNING
+            log.log(level, "no pulse connection is accepted for a while: %s", error)
+            self._short = True
+            selector.unregister(self._listener)
+            self._deaf_until = time.monotonic() + PAUSE_SECONDS
+            return
+        self._short = False
+        ours_alone(visitor)
+        if len(self._visitors) >= MOST_VISITORS:
+            hang_up(visitor)
+            return
+        ungreeted = [one for one, (_, until) in self._visitors.items() if until]
+        if len(ungreeted) >= MOST_UNGREETED:
+            self._drop(selector, ungreeted[0])
+        try:
+            visitor.setblocking(False)
+            _keep_alive(visitor)
+            selector.register(visitor, selectors.EVENT_READ)
+        except OSError:
+            hang_up(visitor)
+            raise
+        self._visitors[visitor] = (b"", time.monotonic() + GREETING_SECONDS)
+
+    def _hear(self, selector: selectors.BaseSelector, visitor: socket.socket) -> None:
+        heard, until = self._visitors[visitor]
+        expected = MAGIC + self.token
+        got = visitor.recv(len(expected) + 1)
+        heard += got
+        if not got or not until or len(heard) > len(expected):  # it ended, or says too much
+            self._drop(selector, visitor)
+        elif len(heard) < len(expected):
+            self._visitors[visitor] = (heard, until)
+        elif hmac.compare_digest(heard, expected):
+            self._visitors[visitor] = (b"", 0.0)
+            visitor.send(self.incarnation)
+        else:
+            self._drop(selector, visitor)
+
+    def _drop(self, selector: selectors.BaseSelector, visitor: socket.socket) -> None:
+        if self._visitors.pop(visitor, None) is not None:
+            selector.unregister(visitor)
+            hang_up(visitor)
+
+
+class Liveness:
+    """The visitor's side: asked before, during and after transfers; has no thread."""
+
+    def __init__(self, connection: socket.socket, where: str) -> None:
+        self._connection, self._where = connection, where
+        self._lock = threading.Lock()
+        self._lost = self._gone = False
+        self._words = select.poll()  # silence costs no exception, as `recv` would make one
+        self._words.register(connection, select.POLLIN)
+
+    @classmethod
+    def connect(
+        cls, host: str, port: int, token: bytes, incarnation: bytes, deadline: float
+    ) -> Liveness:
+        where = f"{host}:{port}"
+        if time.monotonic() >= deadline:
+            raise DeadlineExceeded(f"no time left to connect to {where}")
+        try:
+            connection = ours_alone(dial(host, port, deadline))
+        except TimeoutError:
+            raise DeadlineExceeded(f"{where} does not answer in time") from None
+        except OSError as error:
+            raise PeerLost(f"nobody listens at {where} ({error}): the peer is gone") from None
+        except (ValueError, OverflowError) as error:
+            raise TransferError(f"the peer's pulse is at no address: {host!r} ({error})") from None
+        try:
+            _keep_alive(connection)
+            connection.sendall(MAGIC + token)
+            answer = b""
+            while len(answer) < TOKEN_BYTES:
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                got = connection.recv(TOKEN_BYTES - len(answer))
+                if not got:
+                    raise PeerLost(f"{where} is not the peer any more: it does not know the token")
+                answer += got
+            if not hmac.compare_digest(answer, incarnation):
+                raise PeerLost(f"{where} is not the peer any more: it restarted")
+        except TimeoutError:
+            connection.close()
+            raise DeadlineExceeded(f"{where} does not greet in time") from None
+        except OSError as error:
+            connection.close()
+            raise PeerLost(f"{where} closed the connection: {error}") from None
+        except PeerLost:
+            connection.close()
+            raise
+        connection.setblocking(False)
+        return cls(connection, where)
+
+    def alive(self, grace_seconds: float = 0.0) -> bool:
+        """Whether the peer is there; looks for its end for that long."""
+        until = time.monotonic() + grace_seconds
+        while not self._look():
+            if time.monotonic() >= until:
+                return True
+            time.sleep(GRACE_TICK_SECONDS)
+        return False
+
+    def gone(self) -> bool:
+        """Whether the connection has ended: nothing that the peer began is under way any more."""
+        if not self._look():
+            return False
+        with self._lock:
+            try:
+                while not self._gone:
+                    self._gone = not self._connection.recv(16)
+            except ConnectionResetError:
+                self._gone = True
+            except OSError:  # silence after a goodbye, an outage, or we have left
+                pass
+            return self._gone
+
+    def require_alive(self) -> None:
+        if self._look():
+            raise PeerLost(f"the peer at {self._where} is gone: it died or closed its carrier")
+
+    def close(self) -> None:
+        with self._lock:
+            self._lost = True
+            hang_up(self._connection)
+
+    def _look(self) -> bool:
+        """Whether the end was seen; any word but silence is one."""
+        with self._lock:
+            if self._connection.fileno() < 0:  # in a forked child: it is the parent's
+                self._lost = True
+            if not self._lost:
+                try:
+                    self._lost = bool(self._words.poll(0))
+                except InterruptedError:
+                    pass
+                except OSError:
+                    self._lost = True
+            return self._lost
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+
+
+# --------------------------------------------------------------------------------------------------
+# Sockets that no forked child keeps.
+#
+# A connection ends, and a port is free, once the last process that has it lets go. A forked child
+# has copies that it knows nothing of: as long as it lived, peers would take its dead parent for
+# alive. So a child closes its copies before it does anything else. It only closes them, which its
+# parent does not notice; to shut them down would end them for both. (Programs that are started by
+# `exec` get none of these descriptors anyway.)
+#
+# Who ends a connection for good shuts it down first: that holds for all copies, also for one that a
+# child got in the microseconds before it was named here.
+# --------------------------------------------------------------------------------------------------
+
+_ours: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def ours_alone(sock: socket.socket) -> socket.socket:
+    """The same, which children of this process close."""
+    _ours.add(sock)
+    return sock
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Close it, whoever else has a copy. Idempotent."""
+    with contextlib.suppress(OSError):  # nobody is connected any more
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
+
+
+def _let_go_in_child() -> None:
+    for sock in list(_ours):  # no other thread is here, and nothing is waited for
+        with contextlib.suppress(Exception):
+            sock.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -1,0 +1,400 @@
+"""The carrier on one host: the kernel copies between the two processes, one-sided.
+
+`register` lets processes of the same user reach this one's memory. `connect` first has the owner
+vouch for the endpoint (vouch.py): the kernel says which process that is, and the process that it
+made the endpoint. So no peer can have this process read memory that its owner has not registered,
+and least of all its own, whatever an endpoint names. `connect` then reads the owner's *token*,
+sixteen random bytes, and a byte of every region. The token is read again before and after every
+transfer. A process that died, a recycled pid, a carrier that was closed: none of them has it at
+that address, so none can be taken for the peer.
+
+Where this is not possible (Yama, seccomp, another pid namespace, user or host, a carrier of this
+very process), the carrier falls back to tcp by itself and says so once. Whoever connects must know
+the secret, or be of the same user where none is configured; the endpoint holds no secret.
+
+Short runs that lie close together go through a buffer of the initiator's (local_move.py).
+
+The owner cannot stop a peer's writes here (`can_revoke` is false), and the kernel checks addresses
+but not regions: the initiator does, against what the owner has vouched for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.carriers import host
+from kvferry.carriers.base import (
+    WINDOW,
+    Arrays,
+    CopyArrays,
+    MemoryRegion,
+    RegionTable,
+    Transfer,
+    require_all,
+    slices,
+)
+from kvferry.carriers.host import Bytes, HostMemory, Ints, joined
+from kvferry.carriers.tcp.carrier import LOOPBACK, TcpCarrier
+from kvferry.carriers.tcp.client import TcpPeer
+from kvferry.carriers.transfer import Job, Workers, share
+from kvferry.carriers.vouch import ask, forget, vouch_for
+from kvferry.errors import Cancelled, PeerLost, PermissionDenied, ProtocolError, TransferError
+from kvferry.net.names import Admits
+
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES = 16
+SLICE_BYTES = 8 << 20  # about two milliseconds: between two looks at cancel
+# One thread reaches 80 % of memcpy over the same scatter (the kernel pins every page), two pass it.
+THREADS_PER_TRANSFER = 2
+MOST_PID = (1 << 31) - 1
+MOST_ADDRESS = (1 << 62) - 1  # no processor has more, and sums of two fit
+
+
+class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
+    """Which process this is, where its token and its memory lie, and the other way to it.
+
+    A peer's word, until the owner has vouched for it.
+    """
+
+    carrier: str
+    boot: str
+    pid_namespace: str
+    pid: Annotated[int, msgspec.Meta(ge=1, le=MOST_PID)]
+    start_ticks: int  # since boot: tells a process from an earlier one of its number
+    token_address: Annotated[int, msgspec.Meta(ge=0, le=MOST_ADDRESS)]
+    token: bytes
+    regions: list[tuple[int, int]]
+    tcp: bytes
+    voucher: str  # the file of the socket at which the owner vouches for all this
+
+    @classmethod
+    def decode(cls, raw: bytes) -> LocalEndpoint:
+        try:
+            endpoint = _endpoints.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"this is not the endpoint of a local carrier: {error}") from None
+        if endpoint.carrier != "local" or len(endpoint.token) != TOKEN_BYTES:
+            raise ProtocolError(f"this is not a local carrier's endpoint: {endpoint.carrier!r}")
+        return endpoint
+
+
+_endpoints = msgspec.msgpack.Decoder(LocalEndpoint)  # made once: its first use is on many threads
+
+
+class LocalPeer:
+    """A process whose memory this one reaches; `tcp` is set where it does so by tcp.
+
+    `detour` then says why.
+    """
+
+    def __init__(self, endpoint: LocalEndpoint) -> None:
+        self.tcp: TcpPeer | None = None
+        self.detour = ""
+        self.connected = True
+        self.pid = endpoint.pid
+        self.regions = RegionTable.of([MemoryRegion(a, n) for a, n in endpoint.regions])
+        self._token, self._token_address = endpoint.token, endpoint.token_address
+
+    def require_connected(self) -> None:
+        if not self.connected:
+            raise Cancelled("the peer was disconnected on this side")
+
+    def require_alive(self) -> None:
+        """Raise `PeerLost` unless the process that made the endpoint is still there, open."""
+        found = np.zeros(TOKEN_BYTES, dtype=np.uint8)
+        try:
+            host.read(self.pid, [self._token_address], [found.ctypes.data], [TOKEN_BYTES])
+        except PermissionDenied:
+            raise
+        except TransferError as error:
+            raise PeerLost(f"process {self.pid} is gone or closed its carrier: {error}") from None
+        if found.tobytes() != self._token:
+            raise PeerLost(
+                f"process {self.pid} is not the peer any more: it closed its carrier, or another "
+                "process has its number now"
+            )
+
+    def require_reachable(self) -> None:
+        """Try one byte of every region."""
+        count = len(self.regions)
+        if count:
+            landing = np.zeros(count, dtype=np.uint8)
+            where = landing.ctypes.data + np.arange(count)
+            host.read(self.pid, self.regions.starts, where, np.ones(count, dtype=np.int64))
+
+
+class LocalCarrier:
+    """`secret`, `writable` and `admits` are those of the fallback: see `TcpCarrier`."""
+
+    name = "local"
+    can_revoke = False
+
+    def __init__(
+        self,
+        *,
+        secret: bytes | str | None = None,
+        host: str = LOOPBACK,
+        workers: int = 4,
+        threads_per_transfer: int = THREADS_PER_TRANSFER,
+        force_fallback: bool = False,
+        writable: bool = False,
+        admits: Admits | None = None,
+    ) -> None:
+        self._tcp = TcpCarrier(secret=secret, host=host, writable=writable, admits=admits)
+        self._told: set[bytes] = set()  # endpoints that were given out
+        self._mover = LocalMover()
+        self._workers = Workers("kvferry-local", workers)
+        self._helping = threads_per_transfer - 1
+        self._helpers = Workers("kvferry-local-help", workers * self._helping)
+        self._token = np.frombuffer(secrets.token_bytes(TOKEN_BYTES), dtype=np.uint8).copy()
+        self._secret_token = self._token.tobytes()
+        self._regions: list[MemoryRegion] = []
+        self._table = RegionTable.of([])
+        self._force_fallback = force_fallback
+        self._said_fallback = False
+        self._closed = False
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """What peers that fell back to tcp were served."""
+        return self._tcp.counters
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        host.allow_any_reader()
+        self._tcp.register(regions)
+        self._regions += regions
+        self._table = RegionTable.of(self._regions)
+        self._mover.memory = HostMemory(self._regions)
+
+    def endpoint(self) -> bytes:
+        def make(voucher: str) -> bytes:
+            return msgspec.msgpack.encode(
+                LocalEndpoint(
+                    carrier="local",
+                    boot=_boot(),
+                    pid_namespace=_pid_namespace(),
+                    pid=os.getpid(),
+                    start_ticks=_start_ticks(os.getpid()),
+                    token_address=self._token.ctypes.data,
+                    token=self._secret_token,
+                    regions=[(r.address, r.bytes) for r in self._table.regions()],
+                    tcp=self._tcp.endpoint(),
+                    voucher=voucher,
+                )
+            )
+
+        told = vouch_for(make)
+        self._told.add(told)
+        return told
+
+    def connect(self, endpoint: bytes, deadline: float) -> LocalPeer:
+        found = LocalEndpoint.decode(endpoint)
+        peer = LocalPeer(found)
+        peer.detour = why = self._why_not_directly(found, peer, endpoint, deadline)
+        if not why:
+            return peer
+        if not self._said_fallback:
+            self._said_fallback = True
+            log.warning("the local carrier falls back to tcp, which is slower: %s", why)
+        peer.tcp = self._tcp.connect(found.tcp, deadline)
+        return peer
+
+    def read(self, peer: LocalPeer, copies: CopyArrays) -> Transfer:
+        if peer.tcp is not None:
+            return self._tcp.read(peer.tcp, copies)
+        return self._submit(peer, copies, reading=True)
+
+    def write(self, peer: LocalPeer, copies: CopyArrays) -> Transfer:
+        if peer.tcp is not None:
+            return self._tcp.write(peer.tcp, copies)
+        return self._submit(peer, copies, reading=False)
+
+    def disconnect(self, peer: LocalPeer) -> None:
+        peer.connected = False
+        if peer.tcp is not None:
+            self._tcp.disconnect(peer.tcp)
+
+    def close(self) -> None:
+        forget(self._told)
+        self._token[:] = 0  # readers notice
+        self._closed = True
+        self._workers.close()
+        self._helpers.close()
+        self._tcp.close()
+
+    def _why_not_directly(
+        self, endpoint: LocalEndpoint, peer: LocalPeer, raw: bytes, deadline: float
+    ) -> str:
+        """What stands between this process and the peer's memory; raises if the peer is gone."""
+        if self._force_fallback:
+            return "it was told to"
+        if endpoint.boot != _boot():
+            return "the peer runs on another host"
+        if endpoint.pid_namespace != _pid_namespace():
+            return "the peer runs in another pid namespace (container)"
+        if _start_ticks(endpoint.pid) != endpoint.start_ticks:
+            raise PeerLost(
+                f"process {endpoint.pid} is gone, or another process has its number now: the peer "
+                "restarted. Ask for its new endpoint"
+            )
+        try:
+            owner = ask(endpoint.voucher, raw, deadline)
+            if owner.is_this_process:
+                return "the peer is a carrier of this very process"
+            if owner.pid != endpoint.pid:
+                raise ProtocolError(
+                    f"an endpoint of process {owner.pid} names the memory of {endpoint.pid}"
+                )
+            peer.require_alive()
+            peer.require_reachable()
+        except PermissionDenied as error:
+            return str(error)
+        return ""
+
+    def _submit(self, peer: LocalPeer, copies: CopyArrays, *, reading: bool) -> Transfer:
+        def work(job: Job) -> None:
+            arrays = Arrays.of(copies)
+            src, dst = (peer.regions, self._table) if reading else (self._table, peer.regions)
+            require_all(arrays, src, dst, reading=reading)
+            peer.require_alive()
+
+            def carry(part: Arrays, _: Arrays | None) -> None:
+                peer.require_connected()
+                try:
+                    self._mover.move(peer.pid, peer.regions, part, reading=reading)
+                except TransferError:
+                    peer.require_alive()  # a peer that is gone is the better reason
+                    raise
+
+            share(job, slices(arrays, SLICE_BYTES), carry, self._helpers, self._helping)
+            peer.require_alive()  # it was the same process, and open, all along
+
+        return self._workers.submit(Job(work, "a local read" if reading else "a local write"))
+
+
+def _boot() -> str:
+    return _text("/proc/sys/kernel/random/boot_id")
+
+
+def _pid_namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _start_ticks(pid: int) -> int:
+    """When the process started; -1 where there is none."""
+    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name may hold anything
+    return int(fields[19]) if len(fields) > 19 else -1
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace").strip()  # a process's name may be any bytes
+    except OSError:
+        return ""
+
+
+# --------------------------------------------------------------------------------------------------
+# How `local` moves a slice: run by run, or short runs through a buffer.
+#
+# The kernel takes longer for one more run than for a kilobyte more. So a read of short runs that
+# lie close together over there takes the long ranges that *cover* them into a buffer, and places
+# the runs from there. Both ends of a cover lie in the same registered region, so a cover never
+# leaves it. A write would destroy what lies between the runs; but where short runs touch over there
+# and lie apart here, it gathers them first, and writes them as one.
+# --------------------------------------------------------------------------------------------------
+
+# Of reads: from the beginning of one run to that of the next (docs/benchmarks.md, "Carriers"). Runs
+# that touch win nothing.
+MOST_STEP_BYTES = 1 << 10
+MOST_GATHERED_BYTES = 128  # of writes: a run's
+BUFFER_BYTES = WINDOW * MOST_GATHERED_BYTES  # of each thread: a slice of runs that are gathered
+COVERED_RUNS = BUFFER_BYTES // MOST_STEP_BYTES  # at a time
+
+
+class LocalMover:
+    """Moves slices between this process's memory and another one's, on any thread."""
+
+    def __init__(self) -> None:
+        self._mine = threading.local()
+        self.memory = HostMemory([])  # set by who owns the regions
+
+    def move(self, pid: int, regions: RegionTable, part: Arrays, *, reading: bool) -> None:
+        """One of `slices`: at most `WINDOW` copies, none of them empty."""
+        if reading and covers_pay(part):
+            self._read_covers(pid, regions, part)
+        elif not reading and gathering_pays(part):
+            self._write_gathered(pid, part)
+        else:
+            (host.read if reading else host.write)(pid, part.src, part.dst, part.length)
+
+    def _read_covers(self, pid: int, regions: RegionTable, part: Arrays) -> None:
+        buffer = self._buffer()
+        for first in range(0, len(part), COVERED_RUNS):
+            few = slice(first, first + COVERED_RUNS)
+            address, length, at = covers(regions, part.src[few], part.length[few])
+            host.read(pid, address, buffer.ctypes.data + np.cumsum(length) - length, length)
+            self.memory.place(buffer, at, part.dst[few], part.length[few])
+
+    def _write_gathered(self, pid: int, part: Arrays) -> None:
+        buffer = self._buffer()
+        self.memory.gather(part.src, part.length, buffer)
+        there, length = joined(part.dst, part.length)
+        host.write(pid, buffer.ctypes.data + np.cumsum(length) - length, there, length)
+
+    def _buffer(self) -> Bytes:
+        if not hasattr(self._mine, "buffer"):
+            self._mine.buffer = np.empty(BUFFER_BYTES, dtype=np.uint8)
+        made: Bytes = self._mine.buffer
+        return made
+
+
+def covers_pay(part: Arrays) -> bool:
+    """Whether most runs are short, and follow the one before them closely, but not at once."""
+    if int(part.length.max()) > MOST_STEP_BYTES:
+        return False
+    gap = part.src[1:] - part.src[:-1] - part.length[:-1]
+    return 2 * int(np.count_nonzero(_near(part.src) & (gap > 0))) >= len(part)
+
+
+def gathering_pays(part: Arrays) -> bool:
+    """Whether most runs are short, and touch the one before them over there, but not here."""
+    if int(part.length.max()) > MOST_GATHERED_BYTES:
+        return False
+    here, there = (a[1:] == a[:-1] + part.length[:-1] for a in (part.src, part.dst))
+    return 2 * int(np.count_nonzero(there & ~here)) >= len(part)
+
+
+def covers(regions: RegionTable, runs: Ints, length: Ints) -> tuple[Ints, Ints, Ints]:
+    """Addresses and lengths of the covers, in the order of the runs; and where each run begins in
+    the covers' bytes, one cover after another."""
+    near = _near(runs) & (runs[1:] >= runs[:-1] + length[:-1])
+    if len(regions) > 1:
+        of = np.searchsorted(regions.starts, runs, side="right")
+        near &= of[1:] == of[:-1]
+    heads = np.concatenate((np.zeros(1, dtype=np.int64), np.flatnonzero(~near) + 1))
+    tails = np.append(heads[1:], len(runs)) - 1
+    address = runs[heads]
+    sizes = runs[tails] + length[tails] - address
+    begins = np.cumsum(sizes) - sizes
+    return address, sizes, runs + np.repeat(begins - address, tails + 1 - heads)
+
+
+def _near(runs: Ints) -> NDArray[np.bool_]:
+    """For each run but the first, whether it begins soon after the one before it does."""
+    step = runs[1:] - runs[:-1]
+    found: NDArray[np.bool_] = (step > 0) & (step <= MOST_STEP_BYTES)
+    return found

@@ -1,0 +1,204 @@
+"""The carrier inside one process, which can be told to misbehave. For tests: ours and yours.
+
+    fabric = Fabric()
+    producer, consumer = NullCarrier(fabric), NullCarrier(fabric)
+    consumer.faults = Faults(corrupt_at=3)      # the third copy that the consumer moves from now on
+
+Carriers see each other when they share a fabric; without one, all of a process do. It obeys the
+same rules as the others (both ends registered, closed peers are lost, deadlines, cancel), so code
+that is right on it is right on them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.carriers import host
+from kvferry.carriers.base import (
+    Arrays,
+    CopyArrays,
+    MemoryRegion,
+    RegionTable,
+    Transfer,
+    require_all,
+    slices,
+)
+from kvferry.carriers.transfer import Job, Workers
+from kvferry.errors import Cancelled, PeerLost, PermissionDenied, TransferError
+
+SLICE_BYTES = 32 << 20  # between two looks at cancel and at the peer
+STALL_TICK_SECONDS = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What goes wrong, once each. Copies count from 1, from when the faults were set."""
+
+    fail_at: int | None = None  # the transfer ends with `TransferError` before this copy
+    lose_peer_at: int | None = None  # ... or with `PeerLost`
+    stall_at: int | None = None  # nothing moves for `stall_seconds` before this copy
+    stall_seconds: float = 3600.0
+    reorder: bool = False  # copies of a batch are applied in a random order
+    # Two lies: the transfer says that it is done.
+    truncate_at: int | None = None  # the second half of this copy (at least a byte) never arrives
+    corrupt_at: int | None = None  # one bit of this copy arrives flipped
+    seed: int = 0
+
+
+@dataclass
+class Fabric:
+    """What connects the null carriers of one process."""
+
+    carriers: dict[bytes, NullCarrier] = field(default_factory=dict)
+
+
+_everyone = Fabric()
+
+
+class NullPeer:
+    """The far end of a connection."""
+
+    def __init__(self, carrier: NullCarrier) -> None:
+        self._carrier = carrier
+        self._connected = True
+
+    def disconnect(self) -> None:
+        self._connected = False
+
+    def regions(self) -> RegionTable:
+        if not self._connected:
+            raise Cancelled("the peer was disconnected on this side")
+        if self._carrier.closed:
+            raise PeerLost("the peer's carrier was closed")
+        return self._carrier.table
+
+
+class NullCarrier:
+    """Copies within this process, on worker threads."""
+
+    name = "null"
+    can_revoke = False
+
+    def __init__(
+        self, fabric: Fabric | None = None, *, faults: Faults | None = None, workers: int = 2
+    ) -> None:
+        self._fabric = _everyone if fabric is None else fabric
+        self._address = b"null:" + secrets.token_hex(8).encode()
+        self._workers = Workers("kvferry-null", workers)
+        self._regions: list[MemoryRegion] = []
+        self._lock = threading.Lock()
+        self.table = RegionTable.of([])
+        self.closed = False
+        self.faults = faults or Faults()
+        self._fabric.carriers[self._address] = self
+
+    @property
+    def faults(self) -> Faults:
+        return self._faults
+
+    @faults.setter
+    def faults(self, faults: Faults) -> None:
+        with self._lock:
+            self._faults = faults
+            self._moved = 0
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        self._regions += regions
+        self.table = RegionTable.of(self._regions)
+
+    def endpoint(self) -> bytes:
+        return self._address
+
+    def connect(self, endpoint: bytes, deadline: float) -> NullPeer:
+        carrier = self._fabric.carriers.get(endpoint)
+        if carrier is None:
+            raise PeerLost(f"no null carrier of this fabric has the endpoint {endpoint!r}")
+        return NullPeer(carrier)
+
+    def read(self, peer: NullPeer, copies: CopyArrays) -> Transfer:
+        return self._submit(peer, copies, reading=True)
+
+    def write(self, peer: NullPeer, copies: CopyArrays) -> Transfer:
+        return self._submit(peer, copies, reading=False)
+
+    def disconnect(self, peer: NullPeer) -> None:
+        peer.disconnect()
+
+    def close(self) -> None:
+        self.closed = True
+        self._fabric.carriers.pop(self._address, None)
+        self._workers.close()
+
+    def _submit(self, peer: NullPeer, copies: CopyArrays, *, reading: bool) -> Transfer:
+        def work(job: Job) -> None:
+            arrays = Arrays.of(copies)
+            theirs = peer.regions()
+            src, dst = (theirs, self.table) if reading else (self.table, theirs)
+            require_all(arrays, src, dst, reading=reading)
+            self._run(job, peer, arrays)
+
+        return self._workers.submit(Job(work, "a null read" if reading else "a null write"))
+
+    def _run(self, job: Job, peer: NullPeer, copies: Arrays) -> None:
+        with self._lock:
+            faults, base = self._faults, self._moved
+            self._moved += len(copies)
+
+        def index(at: int | None) -> int | None:
+            """Where in this batch the fault is, if it is."""
+            return at - base - 1 if at is not None and 0 <= at - base - 1 < len(copies) else None
+
+        fail, lose, stall = map(index, (faults.fail_at, faults.lose_peer_at, faults.stall_at))
+        truncate, corrupt = index(faults.truncate_at), index(faults.corrupt_at)
+        if truncate is not None:
+            length = copies.length.copy()
+            length[truncate] //= 2
+            copies = Arrays(copies.src, copies.dst, length)
+        flip = copies.dst[corrupt] if corrupt is not None and copies.length[corrupt] else None
+        if faults.reorder:
+            order = np.random.default_rng(faults.seed).permutation(len(copies))
+            copies = Arrays(copies.src[order], copies.dst[order], copies.length[order])
+
+        stops = sorted({0, len(copies), *(s for s in (fail, lose, stall) if s is not None)})
+        for start, stop in itertools.pairwise(stops):
+            if start == fail:
+                raise TransferError(f"copy {faults.fail_at} was told to fail")
+            if start == lose:
+                raise PeerLost(f"the peer was told to be lost at copy {faults.lose_peer_at}")
+            if start == stall:
+                _stall(job, faults.stall_seconds)
+            part = slice(start, stop)
+            whole = Arrays(copies.src[part], copies.dst[part], copies.length[part])
+            for piece in slices(whole, SLICE_BYTES):
+                job.checkpoint()
+                peer.regions()  # still there
+                _copy(piece)
+        if flip is not None:
+            ctypes.c_uint8.from_address(int(flip)).value ^= 1
+
+
+def _stall(job: Job, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        job.checkpoint()
+        time.sleep(STALL_TICK_SECONDS)
+
+
+def _copy(copies: Arrays) -> None:
+    """The kernel copies within a process as it does between two, checking every address."""
+    try:
+        host.read(os.getpid(), copies.src, copies.dst, copies.length)
+    except PermissionDenied:  # a sandbox without this system call
+        for src, dst, length in zip(
+            copies.src.tolist(), copies.dst.tolist(), copies.length.tolist(), strict=True
+        ):
+            ctypes.memmove(dst, src, length)

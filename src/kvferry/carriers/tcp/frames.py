@@ -1,0 +1,474 @@
+"""What the tcp carrier says on the wire.
+
+Every frame is a header of 32 bytes and `body_bytes` more, little-endian:
+
+    magic "KVFT" · version u16 · kind u16 · request u64 · body_bytes u64 · payload_bytes u64
+
+    server                                      client
+    HELLO   nonce_s, server incarnation  ---->
+                                         <----  AUTH     nonce_c, client incarnation, mac_c
+    WELCOME mac_s, table of regions      ---->
+                                         <----  READ     table, payload_bytes = its sum
+    DATA    payload_bytes of payload     ---->
+                                         <----  WRITE    table, payload_bytes = its sum
+    GO                                   ---->           after every descriptor was checked
+                                         <----           payload
+    APPLIED                              ---->           after every byte is in place
+                                         <----  GRANTED  grant, table, payload_bytes: a WRITE into
+                                                         what the owner opened (tcp_grants.py)
+    ERROR   code u32, text               ---->           in place of any answer
+
+    mac_c = HMAC-SHA256(key, "client" | nonce_s | nonce_c | both incarnations)
+    mac_s = HMAC-SHA256(key, "server" | nonce_s | nonce_c | both incarnations | regions)
+
+A table is rows of (address i64, length i64): the ranges of the server's memory, in the order in
+which the payload comes; a grant is 16 bytes that only the owner can have told. Requests are
+numbered upwards on each connection; a number that does not rise is a replay. Nonces make a recorded
+AUTH worthless on the next connection.
+
+Both sides prove that they have the key (net/keys.py) before anything else is said. Bytes are
+neither encrypted nor signed: who can change packets on the way can change caches. Use it on a
+network you trust.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import hmac
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from kvferry.carriers.base import GRANT_BYTES, Ints
+from kvferry.carriers.host import Memory, Vectors, is_staged, libc
+from kvferry.carriers.liveness import hang_up, ours_alone
+from kvferry.errors import (
+    AuthenticationError,
+    DeadlineExceeded,
+    KvferryError,
+    OutOfBounds,
+    PeerLost,
+    ProtocolError,
+    TransferError,
+)
+
+MAGIC = b"KVFT"
+VERSION = 2  # since 2, the key is stretched, and writes need a grant
+HEADER = struct.Struct("<4sHHQQQ")
+ROW_BYTES = 16
+NONCE_BYTES = 32
+INCARNATION_BYTES = 16
+MAC_BYTES = 32
+HELLO_BYTES = NONCE_BYTES + INCARNATION_BYTES
+AUTH_BYTES = NONCE_BYTES + INCARNATION_BYTES + MAC_BYTES
+ERROR_CODE = struct.Struct("<I")
+ERROR_TEXT_BYTES = 512
+
+# One frame's limits. 32 Ki rows are half a MiB and one NumPy window; 256 MiB keep the round trip
+# per frame under a percent of its time at 10 GB/s.
+MAX_ROWS = 1 << 15
+MAX_PAYLOAD_BYTES = 256 << 20
+MAX_BODY_BYTES = MAX_ROWS * ROW_BYTES + GRANT_BYTES
+MAX_REGIONS = MAX_ROWS
+
+
+class FrameKind(IntEnum):
+    HELLO = 1
+    AUTH = 2
+    WELCOME = 3
+    READ = 4
+    DATA = 5
+    WRITE = 6
+    GO = 7
+    APPLIED = 8
+    ERROR = 9
+    GRANTED = 10
+
+
+class Code(IntEnum):
+    """Why a request was refused."""
+
+    MALFORMED = 1
+    UNAUTHENTICATED = 2
+    OUT_OF_BOUNDS = 3
+    TOO_LARGE = 4
+    REPLAYED = 5
+    BUSY = 6
+    REVOKED = 7
+    INTERNAL = 8
+
+
+_ERRORS: dict[int, type[KvferryError]] = {
+    Code.MALFORMED: ProtocolError,
+    Code.UNAUTHENTICATED: AuthenticationError,
+    Code.OUT_OF_BOUNDS: OutOfBounds,
+    Code.TOO_LARGE: ProtocolError,
+    Code.REPLAYED: ProtocolError,
+    Code.BUSY: TransferError,
+    Code.REVOKED: PeerLost,
+    Code.INTERNAL: TransferError,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    kind: int
+    request: int
+    body_bytes: int = 0
+    payload_bytes: int = 0
+
+    def pack(self) -> bytes:
+        return HEADER.pack(
+            MAGIC, VERSION, self.kind, self.request, self.body_bytes, self.payload_bytes
+        )
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> FrameHeader:
+        """Refuses what is not ours, another version, and sizes that no frame has."""
+        magic, version, kind, request, body_bytes, payload_bytes = HEADER.unpack(raw)
+        if magic != MAGIC:
+            raise ProtocolError(f"a frame begins with {magic!r}; kvferry's begin with {MAGIC!r}")
+        if version != VERSION:
+            raise ProtocolError(
+                f"the peer speaks version {version} of the tcp carrier's protocol, this is version "
+                f"{VERSION}; run the same release of kvferry on both sides"
+            )
+        if body_bytes > MAX_BODY_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+            raise ProtocolError(
+                f"a frame of {body_bytes} + {payload_bytes} bytes; at most {MAX_BODY_BYTES} + "
+                f"{MAX_PAYLOAD_BYTES} are allowed"
+            )
+        return cls(kind, request, body_bytes, payload_bytes)
+
+
+def error_frame(request: int, code: Code, text: str) -> bytes:
+    body = ERROR_CODE.pack(code) + text.encode()[:ERROR_TEXT_BYTES]
+    return FrameHeader(FrameKind.ERROR, request, len(body)).pack() + body
+
+
+def error_of(body: bytes) -> KvferryError:
+    """The error that an ERROR frame's body stands for."""
+    if len(body) < ERROR_CODE.size:
+        return ProtocolError("the peer sent an error without a code")
+    (code,) = ERROR_CODE.unpack_from(body)
+    text = body[ERROR_CODE.size :].decode(errors="replace")
+    return _ERRORS.get(code, TransferError)(f"the peer refused: {text}")
+
+
+def table_of(body: bytes | bytearray) -> tuple[Ints, Ints]:
+    """Addresses and lengths of a frame's table."""
+    rows = np.frombuffer(body, dtype="<i8").reshape(-1, 2)
+    return np.ascontiguousarray(rows[:, 0]), np.ascontiguousarray(rows[:, 1])
+
+
+def table_bytes(address: Ints, length: Ints) -> bytes:
+    rows = np.empty((len(address), 2), dtype="<i8")
+    rows[:, 0] = address
+    rows[:, 1] = length
+    return rows.tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What both sides of one connection have said in the clear."""
+
+    server_nonce: bytes
+    client_nonce: bytes
+    server: bytes  # incarnations
+    client: bytes
+
+    def client_mac(self, key: bytes) -> bytes:
+        return self._mac(key, b"client", b"")
+
+    def server_mac(self, key: bytes, regions: bytes) -> bytes:
+        return self._mac(key, b"server", regions)
+
+    def _mac(self, key: bytes, role: bytes, more: bytes) -> bytes:
+        said = (role, self.server_nonce, self.client_nonce, self.server, self.client, more)
+        return hmac.digest(key, b"".join(said), hashlib.sha256)
+
+
+# --------------------------------------------------------------------------------------------------
+# One end of a frame's payload: between a stream and this process's memory.
+#
+# The wire carries the bytes of a frame's ranges one after another, whichever way an end moves them:
+#
+#     host memory    the kernel sends from, and receives into, the ranges themselves, 1,024 a call
+#     a GPU's        chunk by chunk: its memory hands them out by itself, and gathers or scatters
+#                    others while one is on its way (staging.py)
+# --------------------------------------------------------------------------------------------------
+
+
+def send_runs(stream: TcpStream, memory: Memory, address: Ints, length: Ints) -> None:
+    """The ranges' bytes. Neighbours must have been joined, and all been checked."""
+    if not is_staged(memory):
+        stream.send_vectors(Vectors.of(address, length))
+        return
+    with closing(memory.outgoing(address, length)) as chunks:
+        for chunk in chunks:
+            stream.send(chunk.data)
+
+
+def receive_runs(stream: TcpStream, memory: Memory, address: Ints, length: Ints) -> None:
+    """Bytes into the ranges."""
+    if not is_staged(memory):
+        stream.recv_vectors(Vectors.of(address, length))
+        return
+    with closing(memory.incoming(address, length)) as chunks:
+        for chunk in chunks:
+            stream.recv_into(chunk.data)
+
+
+# --------------------------------------------------------------------------------------------------
+# One connected socket: exact and vectored I/O, and a deadline on every operation.
+#
+# The socket blocks, with the kernel's own timeouts. A call waits for the whole of what it was given
+# (`MSG_WAITALL`), so that Python runs once per 1,024 vectors. It comes back early when the time is
+# up, when the peer closes, and when another thread calls `abort()`. Its time is up without progress
+# for `stall_seconds`, at the deadline that it was given, and without one when the peer is slower
+# than `SLOWEST_BYTES_PER_SECOND`: one that sends a byte now and then holds nobody for ever.
+#
+# One thread uses a stream at a time, and only it closes the descriptor; `abort()` from elsewhere
+# just shuts the connection down. So no call ever runs on a descriptor that was given away again.
+# --------------------------------------------------------------------------------------------------
+
+# A host that vanished is noticed on idle connections too, after about a minute.
+KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+# Over all of one call, after `stall_seconds`. No network that carries caches is as slow as this.
+SLOWEST_BYTES_PER_SECOND = 64 << 10
+SHORTEST_TIMEOUT_SECONDS = 0.001  # zero would mean: for ever
+_TIMEVAL = struct.Struct("ll")
+
+# descriptor, message header, flags -> bytes moved, or -1 with errno set
+_Call = Callable[[int, Any, int], int]
+
+
+class _MessageHeader(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_void_p),
+        ("name_bytes", ctypes.c_uint32),
+        ("vectors", ctypes.c_void_p),
+        ("vector_count", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_bytes", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    ]
+
+
+class TcpStream:
+    """Everything raises `PeerLost` when the other side is gone, `DeadlineExceeded` when late."""
+
+    def __init__(self, sock: socket.socket, stall_seconds: float) -> None:
+        self._sock = ours_alone(sock)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._aborted = False
+        self._message = _MessageHeader()
+        self._timeouts = {socket.SO_RCVTIMEO: -1.0, socket.SO_SNDTIMEO: -1.0}
+        self.stall_seconds = stall_seconds
+        self.bytes_in = self.bytes_out = 0
+        sock.settimeout(None)
+        if sock.family != socket.AF_UNIX:
+            # Buffers are left to the kernel: it lets them grow to tcp_rmem and tcp_wmem, which is
+            # usually far more than what SO_RCVBUF may ask for.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEPALIVE.items():
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def send(self, data: bytes | memoryview, deadline: float | None = None) -> None:
+        """All of `data`, by the deadline, or else as the module's text says."""
+        if deadline is None:
+            deadline = self._patience(len(data))
+        view = memoryview(data)
+        while view:
+            self._limit(socket.SO_SNDTIMEO, deadline)
+            try:
+                view = view[self._sock.send(view, socket.MSG_NOSIGNAL) :]
+            except OSError as error:
+                raise self._error(error.errno or errno.EIO, "sending to") from None
+        self.bytes_out += len(data)
+
+    def send_some(self, data: bytes) -> memoryview:
+        """What of it the socket takes at once; the rest is returned."""
+        try:
+            sent = self._sock.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise self._error(error.errno or errno.EIO, "sending to") from None
+        self.bytes_out += sent
+        return memoryview(data)[sent:]
+
+    def recv(self, count: int, deadline: float | None = None, *, end_ok: bool = False) -> bytes:
+        """Exactly `count` bytes; none where the peer closed before the first and that is fine."""
+        data = bytearray(count)
+        return bytes(data) if self.recv_into(memoryview(data), deadline, end_ok=end_ok) else b""
+
+    def recv_some(self, most: int) -> bytes:
+        """What is there now, which may be nothing."""
+        try:
+            got = self._sock.recv(most, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            raise self._error(error.errno or errno.EIO, "waiting for") from None
+        if not got:
+            raise self._error(0, "waiting for")
+        self.bytes_in += len(got)
+        return got
+
+    def recv_into(
+        self, view: memoryview, deadline: float | None = None, *, end_ok: bool = False
+    ) -> bool:
+        """Fill `view`; false where the peer closed before the first byte and that is fine."""
+        count = len(view)
+        if deadline is None:
+            deadline = self._patience(count)
+        while view:
+            self._limit(socket.SO_RCVTIMEO, deadline)
+            try:
+                got = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
+            except OSError as error:
+                raise self._error(error.errno or errno.EIO, "waiting for") from None
+            if got == 0:
+                if end_ok and len(view) == count:
+                    return False
+                raise self._error(0, "waiting for")
+            view = view[got:]
+        self.bytes_in += count
+        return True
+
+    def send_vectors(self, vectors: Vectors) -> None:
+        self._limit(socket.SO_SNDTIMEO, None)
+        self._move(_message_call("sendmsg"), socket.MSG_NOSIGNAL, vectors)
+        self.bytes_out += vectors.bytes
+
+    def recv_vectors(self, vectors: Vectors) -> None:
+        """Bytes go straight to where the vectors point."""
+        self._limit(socket.SO_RCVTIMEO, None)
+        self._move(_message_call("recvmsg"), socket.MSG_WAITALL, vectors)
+        self.bytes_in += vectors.bytes
+
+    def wait_readable(self, seconds: float) -> bool:
+        """Whether there is something to read, or an end to see, within that time."""
+        fd = self._sock.fileno()
+        if fd < 0:  # closed, or this is a forked child
+            return True
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
+    def drain(self, seconds: float) -> bool:
+        """Say that no more will be sent, and throw away what comes; whether the peer closed."""
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+        try:
+            while True:
+                self._limit(socket.SO_RCVTIMEO, deadline)
+                if not self._sock.recv(1 << 16):
+                    return True
+        except DeadlineExceeded:
+            return False
+        except OSError as error:
+            return error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK)
+
+    def stop_sending(self) -> None:
+        """From any thread: end what is being sent; what comes in is still read."""
+        self._shutdown(socket.SHUT_WR)
+
+    def abort(self) -> None:
+        """From any thread: end whatever runs on this stream, and all that will."""
+        self._aborted = True
+        self._shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """By the thread that uses the stream. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                hang_up(self._sock)
+
+    def _shutdown(self, how: int) -> None:
+        with self._lock:
+            if not self._closed:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(how)
+
+    def _move(self, call: _Call, flags: int, vectors: Vectors) -> None:
+        message, doing = self._message, "moving bytes to or from"
+        total, done = vectors.bytes, 0
+        deadline = self._patience(total)
+        while done < total:
+            if self._aborted:
+                raise self._error(0, doing)
+            message.vectors, message.vector_count = vectors.head()
+            moved = call(self._sock.fileno(), ctypes.byref(message), flags)
+            if moved > 0:
+                done += moved
+                vectors.advance(done)
+                if done < total and time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"{doing} the peer is too slow: {done} of {total} bytes in the time for all"
+                    )
+                continue
+            code = ctypes.get_errno() if moved < 0 else 0
+            if code != errno.EINTR:
+                raise self._error(code, doing)
+
+    def _patience(self, count: int) -> float:
+        """The deadline of a call for so many bytes that was given none."""
+        return time.monotonic() + self.stall_seconds + count / SLOWEST_BYTES_PER_SECOND
+
+    def _limit(self, option: int, deadline: float | None) -> None:
+        """Tell the kernel how long the next call may take."""
+        seconds = self.stall_seconds
+        if deadline is not None:
+            seconds = min(seconds, deadline - time.monotonic())
+            if seconds <= 0:
+                raise DeadlineExceeded("the peer did not answer by the deadline")
+        seconds = max(seconds, SHORTEST_TIMEOUT_SECONDS)
+        if self._timeouts[option] != seconds:
+            whole = int(seconds)
+            value = _TIMEVAL.pack(whole, int((seconds - whole) * 1e6))
+            self._sock.setsockopt(socket.SOL_SOCKET, option, value)
+            self._timeouts[option] = seconds
+
+    def _error(self, code: int, doing: str) -> TransferError:
+        """What this error number means."""
+        if self._aborted:
+            return PeerLost(f"the connection was ended on this side while {doing} the peer")
+        if code in (errno.EAGAIN, errno.EWOULDBLOCK):
+            return DeadlineExceeded(
+                f"{doing} the peer took longer than allowed (no progress for up to "
+                f"{self.stall_seconds:g} s)"
+            )
+        if code == errno.EFAULT:
+            return TransferError("an address on this side is not mapped; was the memory freed?")
+        why = os.strerror(code) if code else "the connection was closed"
+        return PeerLost(f"{doing} the peer: {why}")
+
+
+@cache
+def _message_call(name: str) -> _Call:
+    """`sendmsg` or `recvmsg` of the C library, which release the interpreter's lock."""
+    function = getattr(libc(), name)
+    function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+    function.restype = ctypes.c_ssize_t
+    call: _Call = function
+    return call

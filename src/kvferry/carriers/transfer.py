@@ -1,0 +1,284 @@
+"""The transfer that all carriers hand out, and the threads that run it.
+
+    queued --> running --> done
+       |          |------> failed   with the error that `wait` raises
+       '--cancel--'------> failed   with `Cancelled`
+                  '------> given up: failed for who waits, and not settled before the work returns
+
+A job's work is a function of the job. It calls `checkpoint()` between bounded pieces, which raises
+once the job was cancelled; work that blocks in a system call says with `woken_by` what wakes it.
+`cancel()` returns when the work has ended, so no byte of it can arrive after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from kvferry.carriers.base import TransferState
+from kvferry.errors import Cancelled, DeadlineExceeded, TransferError
+
+T = TypeVar("T")
+
+CANCEL_SECONDS = 10.0  # the bound of `cancel`; what can be woken takes milliseconds
+
+
+class Latch:
+    """A `threading.Event` that is set once: a lock and no more, on the way of every transfer."""
+
+    __slots__ = ("_lock", "_open")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._open = False
+
+    def is_set(self) -> bool:
+        return self._open
+
+    def set(self) -> None:
+        """By one thread, once."""
+        self._open = True
+        self._lock.release()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """At most so long; without a number, until it is set."""
+        most = -1.0 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
+        if not self._open and self._lock.acquire(timeout=most):
+            self._lock.release()  # for the next one that waits
+        return self._open
+
+
+class Job:
+    """A `Transfer` that a worker thread runs."""
+
+    def __init__(self, work: Callable[[Job], None], what: str) -> None:
+        self._work: Callable[[Job], None] | None = work
+        self._what = what
+        self._lock = threading.Lock()
+        self._ended = Latch()
+        self._running = self._under_way = False
+        self._error: TransferError | None = None
+        self._cancelled = ""  # why, once it is
+        self.late_bytes = False  # set by work that ended without knowing that nothing is under way
+        self._wake: Callable[[], None] | None = None
+
+    def wait(self, deadline: float) -> None:
+        if not self._ended.wait(deadline - time.monotonic()):
+            raise DeadlineExceeded(f"{self._what} is not done by its deadline; it goes on")
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+
+    def poll(self) -> TransferState:
+        if not self._ended.is_set():
+            return TransferState.RUNNING
+        return TransferState.DONE if self._error is None else TransferState.FAILED
+
+    def settled(self) -> bool:
+        return not self.occupied
+
+    @property
+    def occupied(self) -> bool:
+        """Whether it is queued, or a thread is at work on it."""
+        return not self._ended.is_set() or self._under_way
+
+    def give_up(self, error: TransferError) -> None:
+        """By the work, which goes on: who waits hears at once why it fails."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._under_way = True
+                self._end(error)
+
+    def cancel(self, why: str = "the caller gave it up", seconds: float = CANCEL_SECONDS) -> None:
+        self.request_cancel(why)
+        if not self._ended.wait(seconds) or self.late_bytes or self._under_way:
+            raise DeadlineExceeded(
+                f"{self._what} was cancelled and its end was not confirmed in time; bytes of it "
+                "may still arrive"
+            )
+
+    def request_cancel(self, why: str) -> None:
+        """Ask for the end, without waiting for it."""
+        with self._lock:
+            if self._ended.is_set() or self._cancelled:
+                return
+            self._cancelled = why
+            if not self._running:
+                self._end(Cancelled(f"{self._what}: {why}, before it began"))
+            if self._wake is not None:  # under the lock, so that it cannot hit a later job
+                self._wake()
+
+    def refuse(self, error: TransferError) -> None:
+        """It fails before it has begun."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._end(error)
+
+    @property
+    def cancelled(self) -> bool:
+        return bool(self._cancelled)
+
+    def checkpoint(self) -> None:
+        """Called by the work between its pieces."""
+        if self._cancelled:
+            raise Cancelled(f"{self._what}: {self._cancelled}")
+
+    @contextlib.contextmanager
+    def woken_by(self, wake: Callable[[], None]) -> Iterator[None]:
+        """What ends the system call that the work blocks in; must not block itself."""
+        with self._lock:
+            self._wake = wake
+        try:
+            self.checkpoint()
+            yield
+        finally:
+            with self._lock:
+                self._wake = None
+
+    def run(self) -> None:
+        """Called once, by a worker."""
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._running = True
+            work = self._work
+        error: TransferError | None = None
+        try:
+            assert work is not None
+            work(self)
+        except TransferError as raised:
+            error = raised
+        except Exception as raised:  # also a peer that does not authenticate on a new connection
+            error = TransferError(f"{self._what} failed: {type(raised).__name__}: {raised}")
+        with self._lock:
+            self._under_way = False
+            if self._ended.is_set():  # it was given up
+                return
+            if error is not None and self._cancelled and not isinstance(error, Cancelled):
+                error = Cancelled(f"{self._what}: {self._cancelled}")
+            self._end(error)
+
+    def join(self) -> None:
+        """Until it has ended, however."""
+        self._ended.wait()
+
+    def _end(self, error: TransferError | None) -> None:
+        self._error = error
+        self._work = self._wake = None  # lets the arrays go
+        self._ended.set()
+
+
+class Workers:
+    """Up to `count` daemon threads, started when they are needed, that run jobs in order."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self._name, self._count = name, count
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._live: set[Job] = set()
+        self._closed = False
+
+    def submit(self, job: Job) -> Job:
+        with self._lock:
+            if self._closed:
+                job.request_cancel("the carrier is closed")
+                return job
+            self._live.add(job)
+            # one thread for each job that is queued or running, up to the limit
+            if len(self._threads) < min(self._count, len(self._live)):
+                thread = threading.Thread(
+                    target=self._loop, name=f"{self._name}-{len(self._threads)}", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    if not self._threads:  # where there is one, it does this job too, later
+                        self._live.discard(job)
+                        job.refuse(TransferError(f"no thread for it can be started: {error}"))
+                        return job
+                else:
+                    self._threads.append(thread)
+            self._queue.put(job)
+        return job
+
+    @property
+    def busy(self) -> list[Job]:
+        """Jobs that are queued, or that a thread is at work on."""
+        with self._lock:
+            return [job for job in self._live if job.occupied]
+
+    def close(self, seconds: float = CANCEL_SECONDS) -> None:
+        """Cancel all jobs and end the threads. Idempotent."""
+        with self._lock:
+            self._closed = True
+            jobs, threads = list(self._live), list(self._threads)
+            for _ in threads:
+                self._queue.put(None)
+        for job in jobs:
+            job.request_cancel("the carrier was closed")
+        until = time.monotonic() + seconds
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+
+    def _loop(self) -> None:
+        while (job := self._queue.get()) is not None:
+            job.run()
+            with self._lock:
+                self._live.discard(job)
+            del job
+
+
+def share(
+    job: Job,
+    parts: Iterator[T],
+    do: Callable[[T, T | None], None],
+    helpers: Workers,
+    count: int,
+    *,
+    ahead: bool = False,
+) -> None:
+    """Do all parts of a job on this thread and up to `count` others, in no order.
+
+    With `ahead`, a part comes with the one that the same thread does next, if there is one.
+    Returns when no thread works on it any more; raises the first error.
+    """
+    lock = threading.Lock()
+    errors: list[Exception] = []
+
+    def take() -> T | None:
+        with lock:
+            return None if errors else next(parts, None)
+
+    def loop(_: Job) -> None:
+        try:
+            part = take()
+            while part is not None:
+                job.checkpoint()
+                following = take() if ahead else None
+                do(part, following)
+                part = following if ahead and not errors else take()
+        except Exception as error:
+            errors.append(error)
+
+    first, second = take(), take()
+    if first is None:
+        return
+    parts = itertools.chain([first] if second is None else [first, second], parts)
+    shares = [Job(loop, "a share of a transfer") for _ in range(count if second is not None else 0)]
+    try:
+        for other in shares:
+            helpers.submit(other)
+        loop(job)
+    finally:
+        for other in shares:
+            other.request_cancel("nothing is left")  # where it has not begun
+            other.join()
+    if errors:
+        raise errors[0]

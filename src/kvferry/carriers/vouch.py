@@ -1,0 +1,204 @@
+"""Vouching: whose memory an endpoint is, told by the kernel and by its owner.
+
+An endpoint of `local` or `cuda` names memory: a process and its regions, or handles of a GPU's
+allocations. It comes from a peer, and a peer may lie: it may name this very process, or regions
+that nobody registered. So whoever is about to reach that memory asks the owner first, on a socket
+that only processes of this user can open:
+
+    reader  -> owner   SHA-256 of the endpoint, as it was received
+    owner   -> reader  YES where one of its open carriers made exactly that endpoint, else NO
+
+The kernel says which process answered, and which user's it is (`SO_PEERCRED`). What the endpoint
+says then is what that process itself says: regions that it registered, and where its token lies.
+A peer of another user or on another host cannot answer here, whatever secrets it knows.
+
+Each process has one such socket while it has such carriers, and one thread that answers. Sockets
+lie in the runtime directory of the user (`keys.py`); an endpoint names the file, never a path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvferry.carriers.liveness import hang_up, ours_alone
+from kvferry.errors import DeadlineExceeded, KvferryError, PeerLost, PermissionDenied, ProtocolError
+from kvferry.net.keys import runtime_directory
+
+log = logging.getLogger(__name__)
+
+YES, NO = b"\1", b"\0"
+DIGEST_BYTES = 32
+CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+ASK_SECONDS = 5.0  # the owner's thread only compares: a process that takes longer is stopped
+ANSWER_SECONDS = 1.0  # for one of ours to say what it asks
+PREFIX = "vouch-"
+_NAME = re.compile(PREFIX + r"[0-9a-f]{32}")
+
+
+class Unreachable(PermissionDenied):
+    """No process of this user answers there: there may be another way to the peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who vouched for an endpoint."""
+
+    pid: int
+
+    @property
+    def is_this_process(self) -> bool:
+        return self.pid == os.getpid()
+
+
+def ask(name: str, endpoint: bytes, deadline: float) -> Owner:
+    """The process that made this endpoint, by the kernel's word.
+
+    `Unreachable` where none of this user's answers, `PeerLost` where it does not know the endpoint.
+    """
+    if not name:
+        raise Unreachable("the peer has no socket to vouch for its memory at; its log says why")
+    if not _NAME.fullmatch(name):
+        raise ProtocolError(f"an endpoint names {name!r:.80} as the file of its owner's socket")
+    seconds = min(ASK_SECONDS, deadline - time.monotonic())
+    if seconds <= 0:
+        raise DeadlineExceeded("no time left to ask who owns the peer's memory")
+    try:
+        path = runtime_directory() / name
+    except KvferryError as error:
+        raise Unreachable(f"no owner can be asked: {error}") from None
+    with socket.socket(socket.AF_UNIX) as question:
+        question.settimeout(seconds)
+        try:
+            question.connect(str(path))
+            owner, uid = _other_end(question)
+            if uid != os.geteuid():
+                raise Unreachable(f"the peer's memory belongs to user {uid}, not to this one")
+            question.sendall(hashlib.sha256(endpoint).digest())
+            answer = question.recv(1)
+        except TimeoutError:
+            raise DeadlineExceeded("the owner of the peer's memory does not answer") from None
+        except ConnectionRefusedError:
+            raise PeerLost("the process that owns the peer's memory is gone") from None
+        except OSError as error:
+            raise Unreachable(
+                f"no process of this user answers for the peer's memory ({error.strerror}): it "
+                "runs as another user, or in a container with a /dev/shm of its own (--ipc=host)"
+            ) from None
+    if answer != YES:
+        raise PeerLost(
+            f"process {owner.pid} is not the peer any more: it has no open carrier with this "
+            "endpoint. Ask for its new endpoint"
+        )
+    return owner
+
+
+def vouch_for(make: Callable[[str], bytes]) -> bytes:
+    """An endpoint that this process vouches for from now on; `make` is told the socket's file.
+
+    Where there can be none, it is told so by an empty name: peers then go another way.
+    """
+    global _voucher
+    with _lock:
+        if _voucher is None:
+            try:
+                _sweep()
+                _voucher = _Voucher()
+            except (KvferryError, OSError, RuntimeError) as error:
+                log.warning("peers reach this process's memory by tcp, and not directly: %s", error)
+                return make("")
+        endpoint = make(_voucher.name)
+        _voucher.digests.add(hashlib.sha256(endpoint).digest())
+        return endpoint
+
+
+def forget(endpoints: Iterable[bytes]) -> None:
+    """Vouch for these no more. With the last one, the socket and its thread are gone."""
+    global _voucher
+    with _lock:
+        if _voucher is None:
+            return
+        _voucher.digests.difference_update(hashlib.sha256(one).digest() for one in endpoints)
+        if not _voucher.digests:
+            _voucher.close()
+            _voucher = None
+
+
+class _Voucher:
+    """The socket of this process, and what it vouches for."""
+
+    def __init__(self) -> None:
+        self.name = PREFIX + secrets.token_hex(16)
+        self.digests: set[bytes] = set()
+        self._path = runtime_directory() / self.name
+        self._listener = ours_alone(socket.socket(socket.AF_UNIX))
+        unheard = self._path.with_name(f".{self.name}")
+        try:
+            self._listener.bind(str(unheard))
+            self._listener.listen(128)
+            threading.Thread(target=self._answer_all, name="kvferry-vouch", daemon=True).start()
+            unheard.rename(self._path)  # whoever sees it finds somebody who listens
+        except BaseException:
+            hang_up(self._listener)
+            unheard.unlink(missing_ok=True)
+            raise
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+        hang_up(self._listener)
+
+    def _answer_all(self) -> None:
+        while self._listener.fileno() >= 0:
+            try:
+                question, _ = self._listener.accept()
+            except OSError as error:
+                if self._listener.fileno() >= 0:
+                    log.debug("no question about an endpoint was taken: %s", error)
+                    time.sleep(0.05)  # the system has no descriptor left
+                continue
+            with question, contextlib.suppress(OSError):
+                question.settimeout(ANSWER_SECONDS)
+                if _other_end(question)[1] == os.geteuid():
+                    asked = question.recv(DIGEST_BYTES, socket.MSG_WAITALL)
+                    question.sendall(YES if asked in self.digests else NO)
+
+
+_voucher: _Voucher | None = None
+_lock = threading.Lock()
+
+
+def _begin_anew() -> None:
+    """In a forked child: what its parent vouches for is the parent's."""
+    global _voucher, _lock
+    _voucher, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+def _sweep() -> None:
+    """Remove the sockets of processes that are gone."""
+    for path in runtime_directory().glob(f"{PREFIX}*"):
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            probe.settimeout(ANSWER_SECONDS)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:  # nobody listens any more
+                path.unlink(missing_ok=True)
+
+
+def _other_end(sock: socket.socket) -> tuple[Owner, int]:
+    """The process at the other end and its user, as the kernel knows them."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    pid, uid, _ = CREDENTIALS.unpack(raw)
+    return Owner(pid), uid

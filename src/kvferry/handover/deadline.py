@@ -1,0 +1,152 @@
+"""How long something is wanted, and where its time went."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_any
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from kvferry.carriers.base import Transfer, TransferState
+from kvferry.errors import Cancelled, DeadlineExceeded, KvferryError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """How long something is wanted: until a deadline, or until it is given up."""
+
+    deadline: float
+    given_up: Future[None] = field(default_factory=Future)
+
+    def give_up(self) -> None:
+        """Once; the caller sees to it that nobody else does so at the same time."""
+        if not self.given_up.done():
+            self.given_up.set_result(None)
+
+    @property
+    def over(self) -> bool:
+        return self.given_up.done() or time.monotonic() >= self.deadline
+
+    def require_wanted(self) -> None:
+        if self.given_up.done():
+            raise Cancelled("the request was given up")
+
+    def pause(self, seconds: float) -> None:
+        wait_any([self.given_up], timeout=seconds)
+        self.require_wanted()
+
+    def first(self, futures: Sequence[Future[T]]) -> Future[T]:
+        """Whichever of these is done first."""
+        either: list[Future[Any]] = [*futures, self.given_up]
+        left = max(0.0, self.deadline - time.monotonic())
+        wait_any(either, timeout=left, return_when=FIRST_COMPLETED)
+        self.require_wanted()
+        for future in futures:
+            if future.done():
+                return future
+        raise DeadlineExceeded("the peer did not answer in time")
+
+    def result(self, future: Future[T]) -> T:
+        """A future's result, or the error that ended the wait for it."""
+        either: list[Future[Any]] = [future, self.given_up]
+        left = max(0.0, self.deadline - time.monotonic())
+        wait_any(either, timeout=left, return_when=FIRST_COMPLETED)
+        self.require_wanted()
+        if not future.done():
+            raise DeadlineExceeded("the peer did not answer in time")
+        return future.result()
+
+
+class Clock:
+    """Seconds spent, by step."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def stop(self, step: str) -> None:
+        now = time.monotonic()
+        self.spent[step] = now - self._last
+        self._last = now
+
+    def split(self, first: str, second: str, seconds: float) -> None:
+        """Two steps end: the second took this long, as somebody else says; the first, the rest."""
+        self.stop(first)
+        whole = self.spent[first]
+        self.spent[second] = min(whole, seconds) if seconds > 0 else 0.0  # nor NaN
+        self.spent[first] = whole - self.spent[second]
+
+
+# --------------------------------------------------------------------------------------------------
+# Waiting for a carrier's transfers, and ending them for good.
+# --------------------------------------------------------------------------------------------------
+
+log = logging.getLogger("kvferry")
+
+STUCK_LOOK_SECONDS = 1.0  # between two tries to end a transfer
+TRANSFER_LOOK_SECONDS = 0.1  # between two looks at whether a transfer is still wanted
+
+
+def await_transfer(transfer: Transfer, watch: Deadline) -> None:
+    """Wait for a transfer, and look now and then whether anyone still wants it."""
+    while True:
+        watch.require_wanted()
+        try:
+            transfer.wait(min(watch.deadline, time.monotonic() + TRANSFER_LOOK_SECONDS))
+            return
+        except DeadlineExceeded:
+            if time.monotonic() >= watch.deadline or transfer.poll() is TransferState.FAILED:
+                raise
+
+
+Stuck = Callable[[], AbstractContextManager[None]]
+
+
+def end_for_good(end: Callable[[], bool], stuck: Stuck) -> None:
+    """Call `end` until it is true: only then can no byte arrive any more.
+
+    `stuck` is entered once that has failed, for as long as it takes: whoever counts what is stuck
+    sees it. There is no way out but the end, because the memory must not be used before.
+    """
+    with contextlib.ExitStack() as stack:
+        tries = 0
+        while not end():
+            tries += 1
+            if tries == 1:
+                stack.enter_context(stuck())
+
+
+def end_transfers(transfers: Sequence[Transfer], stuck: Stuck) -> None:
+    """Cancel all. Returns only when no byte of any can arrive: their blocks are used again."""
+    left = list(transfers)
+
+    def end() -> bool:
+        while left:
+            try:
+                left[-1].cancel()
+            except DeadlineExceeded as error:
+                if not left[-1].settled():
+                    log.error("a transfer that was cancelled keeps its blocks: %s", error)
+                    _look_at(left[-1])
+                    return False
+            left.pop()
+        return True
+
+    end_for_good(end, stuck)
+
+
+def _look_at(transfer: Transfer) -> None:
+    """Until it ends, but not for long; it may end however it likes."""
+    try:
+        transfer.wait(time.monotonic() + STUCK_LOOK_SECONDS)
+    except DeadlineExceeded:
+        pass  # it goes on, as was said
+    except KvferryError as error:
+        log.info("a transfer that was cancelled has failed: %s", error)

@@ -1,0 +1,306 @@
+"""Engines as they describe themselves at the handshake, and back.
+
+The structs of `wire` are plain values; here they become models, shapes and layouts again, with
+every check that a model made by hand would pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from math import lcm
+
+import msgspec
+import numpy as np
+
+from kvferry.errors import DescriptionError, IncompatibleError, ProtocolError
+from kvferry.layout.model import CacheModel, Component, Group, Residency
+from kvferry.layout.placement import Part, Placement, RankLayout, Region
+from kvferry.layout.shape import EngineShape, Rank, Span
+from kvferry.net.messages import (
+    MOST_RANKS,
+    ComponentInfo,
+    EngineInfo,
+    GroupInfo,
+    PartInfo,
+    PlacementInfo,
+    RankInfo,
+    RegionInfo,
+)
+
+# Planning takes time and memory in these, and a peer may say anything.
+MOST_NAMES = 4096  # of groups that something is said about
+MOST_ROLES = 16
+MOST_DCP = 64
+MOST_INTERLEAVE = 1024
+MOST_BLOCK_TOKENS = 1 << 24  # a state's block may span the longest sequence of its engine
+# Steps of Python that sharing a cache out may take: less than a second. 8 to 64 ranks with ten
+# groups need a hundredth of that, 1,024 ranks with 60 groups of one layer half.
+MOST_PLAN_STEPS = 10_000_000
+SHARE_STEPS = 100  # for what one rank gets of one stage
+
+
+def engine_info(
+    engine_id: str,
+    incarnation: str,
+    model: CacheModel,
+    shape: EngineShape,
+    meaning: Mapping[str, str],
+) -> EngineInfo:
+    groups = [
+        GroupInfo(
+            g.name,
+            list(g.layers),
+            [ComponentInfo(**asdict(c)) for c in g.components],
+            (g.residency.kind, g.residency.span),
+            g.role,
+            g.tokens_per_entry,
+            g.partial_entries,
+            g.context_parallel,
+        )
+        for g in model.groups
+    ]
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(shape))  # as a peer will read it
+    return EngineInfo(
+        engine_id, incarnation, model.name, groups, model.total_layers, plain, dict(meaning)
+    )
+
+
+def read_model(info: EngineInfo) -> CacheModel:
+    try:
+        groups = tuple(
+            Group(
+                name=g.name,
+                layers=tuple(g.layers),
+                components=tuple(Component(**msgspec.structs.asdict(c)) for c in g.components),
+                residency=Residency(*g.residency),
+                role=g.role,
+                tokens_per_entry=g.tokens_per_entry,
+                partial_entries=g.partial_entries,
+                context_parallel=g.context_parallel,
+            )
+            for g in info.groups
+        )
+        return CacheModel(info.model, groups, info.total_layers)
+    except DescriptionError as error:
+        raise ProtocolError(
+            f"engine {info.engine_id!r} describes no possible model: {error}"
+        ) from None
+
+
+# msgspec (0.22) learns about a dataclass when it first converts to it, and crashes the process if
+# two threads are the first. So it learns here, where only one thread is.
+msgspec.convert({}, EngineShape)
+
+
+def read_shape(info: EngineInfo) -> EngineShape:
+    known = {f.name for f in fields(EngineShape)}
+    unknown = sorted(set(info.shape) - known)
+    if unknown:
+        raise ProtocolError(
+            f"engine {info.engine_id!r} has a shape with {unknown}, which this version does not "
+            "know; run the same kvferry version on both sides"
+        )
+    try:
+        shape = msgspec.convert(info.shape, EngineShape)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"engine {info.engine_id!r} has no possible shape: {error}") from None
+    for name, value, most in (
+        ("ranks", shape.tp * shape.pp, MOST_RANKS),
+        ("dcp", shape.dcp, MOST_DCP),
+        ("interleave", shape.interleave, MOST_INTERLEAVE),
+        ("blocks of tokens", max(shape.block_sizes), MOST_BLOCK_TOKENS),
+        ("names", len(shape.block_sizes) + len(shape.interior_of), MOST_NAMES),
+        ("roles", len(shape.role_tp), MOST_ROLES),
+    ):
+        if value > most:
+            raise ProtocolError(
+                f"engine {info.engine_id!r} has a shape with {name} {value}; at most {most} can be "
+                "planned in the time that a handshake may take"
+            )
+    return shape
+
+
+def plan_steps(model: CacheModel, src: EngineShape, dst: EngineShape) -> int:
+    """About how many steps `plan.assign` takes: it walks ranks at every cut of units, and stages.
+
+    Where both sides share tokens out, it also looks at every token of their common period.
+    """
+    steps = 0
+    if src.dcp > 1 and dst.dcp > 1:
+        period = lcm(src.dcp * src.interleave, dst.dcp * dst.interleave)
+        steps += src.dcp * dst.dcp * period // 8  # NumPy's, which are quicker
+    for group in model.groups:
+        layers, src_dcp, dst_dcp = len(group.layers), src.dcp_for(group), dst.dcp_for(group)
+        meeting = min(src.pp + dst.pp, layers)  # pairs of stages that have layers in common
+        for units in {(c.units, c.sharding): c.units for c in group.components}.values():
+            cuts = min(units, src.tp + dst.tp)
+            steps += cuts * src_dcp * (src.tp + dst_dcp * dst.tp)
+            steps += SHARE_STEPS * meeting * max(cuts, dst.tp) * src_dcp
+        steps += (src.pp + dst.pp) * (src.pp + dst.pp + layers)
+        steps += dst.pp * (16 * src.pp + layers) + src.pp * layers
+    return steps
+
+
+def require_plannable(model: CacheModel, src: EngineShape, dst: EngineShape) -> None:
+    """Refuse a pair of shapes, one of them a peer's, before their plan takes seconds."""
+    steps = plan_steps(model, src, dst)
+    if steps > MOST_PLAN_STEPS:
+        raise ProtocolError(
+            f"planning {len(model.groups)} groups from tp={src.tp} pp={src.pp} dcp={src.dcp} to "
+            f"tp={dst.tp} pp={dst.pp} dcp={dst.dcp} takes {steps} steps; at most {MOST_PLAN_STEPS} "
+            "fit into the time that a handshake may take"
+        )
+
+
+def rank_info(
+    layout: RankLayout,
+    bases: Sequence[int],
+    address: str,
+    incarnation: str,
+    carriers: Mapping[str, bytes],
+    sums: Sequence[str] = ("xxh3",),
+) -> RankInfo:
+    regions = [
+        RegionInfo(region.name, base, region.bytes)
+        for region, base in zip(layout.regions, bases, strict=True)
+    ]
+    parts = [
+        PartInfo(
+            part.group,
+            part.layers.tolist(),
+            part.table,
+            part.pool,
+            part.num_blocks,
+            part.block_entries,
+            part.page_bytes,
+            part.page_slack,
+            part.interior,
+            [
+                PlacementInfo(
+                    p.component,
+                    (p.units.start, p.units.stop),
+                    p.block_stride,
+                    p.tile_slots,
+                    p.tile_stride,
+                    p.slot_stride,
+                    p.unit_stride,
+                    p.dim_sizes,
+                    p.dim_strides,
+                    p.regions.tolist(),
+                    p.offsets.tolist(),
+                )
+                for p in part.placements
+            ],
+        )
+        for part in layout.parts
+    ]
+    rank = layout.rank
+    return RankInfo(
+        rank.pp,
+        rank.tp,
+        address,
+        incarnation,
+        dict(carriers),
+        regions,
+        parts,
+        layout.tables,
+        tuple(sums),
+    )
+
+
+def read_layout(info: RankInfo, shape: EngineShape) -> tuple[RankLayout, list[int]]:
+    """A rank's layout and the addresses of its regions."""
+    rank = Rank(info.pp_rank, info.tp_rank)
+    try:
+        layout = _layout(info, shape, rank)
+    except (DescriptionError, OverflowError) as error:
+        raise ProtocolError(
+            f"rank {tuple(rank)} describes no possible layout: {error}; run the same kvferry "
+            "version on both sides"
+        ) from None
+    return layout, [region.address for region in info.regions]
+
+
+def _layout(info: RankInfo, shape: EngineShape, rank: Rank) -> RankLayout:
+    for part in info.parts:
+        if not part.placements:
+            raise DescriptionError(f"group {part.group!r} places nothing")
+        for p in part.placements:
+            if not len(part.layers) == len(p.regions) == len(p.offsets) > 0:
+                raise DescriptionError(f"group {part.group!r} does not place each of its layers")
+            if min(p.regions) < 0 or max(p.regions) >= len(info.regions):
+                raise DescriptionError(f"group {part.group!r} lies in a region that is not there")
+    parts = tuple(
+        Part(
+            group=part.group,
+            layers=np.asarray(part.layers, dtype=np.int64),
+            table=part.table,
+            pool=part.pool,
+            num_blocks=part.num_blocks,
+            block_entries=part.block_entries,
+            page_bytes=part.page_bytes,
+            page_slack=part.page_slack,
+            interior=part.interior,
+            placements=tuple(_placement(p) for p in part.placements),
+        )
+        for part in info.parts
+    )
+    regions = tuple(Region(region.name, region.bytes) for region in info.regions)
+    for made in parts:
+        for placement in made.placements:
+            _require_inside(made, placement, regions)
+    return RankLayout(rank, shape, parts, regions, info.tables)
+
+
+def _require_inside(part: Part, p: Placement, regions: Sequence[Region]) -> None:
+    """A block of each layer must lie in its region; so no sum of these strides is too large, too.
+
+    The first block only: objects of a pool are described by one region a table, of one object.
+    """
+    axes = [
+        (part.block_entries // p.tile_slots, p.tile_stride),
+        (p.tile_slots, p.slot_stride),
+        (p.units.size, p.unit_stride),
+        *zip(p.dim_sizes, p.dim_strides, strict=True),
+    ]
+    reach = 1 + sum((size - 1) * stride for size, stride in axes)
+    if part.is_opaque:
+        reach = part.page_bytes
+    room = min(
+        regions[region].bytes - offset
+        for region, offset in zip(p.regions.tolist(), p.offsets.tolist(), strict=True)
+    )
+    if int(p.offsets.min()) < 0 or reach > room:
+        raise DescriptionError(
+            f"a block of {p.component!r} in group {part.group!r} needs {reach} bytes of its "
+            f"region, from offsets of 0 on, found room for {room} (least offset "
+            f"{int(p.offsets.min())})"
+        )
+
+
+def _placement(p: PlacementInfo) -> Placement:
+    return Placement(
+        component=p.component,
+        units=Span(*p.units),
+        block_stride=p.block_stride,
+        tile_slots=p.tile_slots,
+        tile_stride=p.tile_stride,
+        slot_stride=p.slot_stride,
+        unit_stride=p.unit_stride,
+        dim_sizes=tuple(p.dim_sizes),
+        dim_strides=tuple(p.dim_strides),
+        regions=np.asarray(p.regions, dtype=np.int64),
+        offsets=np.asarray(p.offsets, dtype=np.int64),
+    )
+
+
+def require_same_meaning(ours: EngineInfo, theirs: EngineInfo) -> None:
+    """Refuse engines whose bytes mean different things though their shapes may fit."""
+    for key in sorted({*ours.meaning, *theirs.meaning}):
+        a, b = ours.meaning.get(key), theirs.meaning.get(key)
+        if a != b:
+            raise IncompatibleError(
+                f"{key}: engine {ours.engine_id!r} has {a!r}, engine {theirs.engine_id!r} has "
+                f"{b!r}; both must serve the same model in the same way"
+            )

@@ -1,0 +1,292 @@
+"""Keeps holds open while a consumer's requests queue, on a thread that no engine step delays.
+
+A scheduler that sees a request with a ticket calls `watch`, and `drop` when the request's load has
+ended or it is over. In between, every rank of the producer hears a `Renew` now and then, first
+soon: a request that is loaded right away is never renewed, for its claim is as good. The producer's
+directory is asked for its ranks once per incarnation.
+
+    watched --renewed by all ranks--> watched
+    watched --closed at all ranks---> forgotten: there is nothing left to renew
+    watched --engine restarted------> forgotten: its ticket is stale
+    watched --no answer, several times in a row--> kept, but its engine is asked no more (said once)
+                                      until a new ticket of it shows that it is alive
+
+Nothing here decides about a load: a hold that could not be renewed expires at the producer, and the
+load then fails there. A producer that does not answer delays the renewals of others by two calls'
+time at most. Of directories that have not answered yet, a few are asked at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_all
+from dataclasses import dataclass, field
+
+from kvferry.errors import HandoverError, KvferryError, StaleTicket
+from kvferry.handover.producer import DEFAULT_LEASE_SECONDS
+from kvferry.handover.ticket import Ticket
+from kvferry.net.messages import (
+    VERSION,
+    EngineInfo,
+    Hello,
+    Refused,
+    Renew,
+    Renewed,
+    ReplyBody,
+    Welcome,
+)
+from kvferry.net.rpc import Caller, Sockets
+
+log = logging.getLogger("kvferry")
+
+DEFAULT_INTERVAL_SECONDS = DEFAULT_LEASE_SECONDS / 4  # three may be lost before a lease runs out
+CALL_SECONDS = 5.0
+FIRST_RENEWAL = 1 / 8  # of the interval, after a ticket came
+MOST_FAILURES = 3  # in a row, before a producer is taken for dead
+MOST_HELLOS = 64  # directories asked in one round: each has sockets, and some may be silent
+MOST_HOLDS_PER_CALL = 4096  # ids of 32 characters: far below what a request may have
+CLOSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """A rank's server."""
+
+    address: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    directory: str
+    engine_id: str
+    incarnation: str
+
+    @classmethod
+    def of(cls, ticket: Ticket) -> _Key:
+        return cls(ticket.directory, ticket.engine_id, ticket.incarnation)
+
+
+@dataclass(slots=True)
+class _Engine:
+    """A producer, and which of its holds are closed at which of its ranks."""
+
+    holds: dict[str, set[_Address]] = field(default_factory=dict)
+    ranks: list[_Address] = field(default_factory=list)  # empty: not asked yet
+    failures: int = 0
+
+    @property
+    def asked(self) -> bool:
+        return self.failures < MOST_FAILURES
+
+
+class Renewer:
+    """Renews the holds of all watched tickets every `interval_seconds`."""
+
+    def __init__(
+        self,
+        sockets: Sockets,
+        engine: EngineInfo,
+        *,
+        interval_seconds: float = DEFAULT_INTERVAL_SECONDS,
+        call_seconds: float = CALL_SECONDS,
+    ) -> None:
+        self._caller = Caller(sockets)
+        self._hello = Hello(VERSION, engine)
+        self._interval_seconds, self._call_seconds = interval_seconds, call_seconds
+        self._engines: dict[_Key, _Engine] = {}
+        self._of_hold: dict[str, _Key] = {}
+        self._condition = threading.Condition()
+        self._due = time.monotonic()  # when holds are to be renewed
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="kvferry-renewer", daemon=True)
+        self._thread.start()
+
+    def watch(self, ticket: Ticket) -> None:
+        """Keep a ticket's hold open from now on."""
+        key = _Key.of(ticket)
+        with self._condition:
+            if self._stopped or self._of_hold.get(ticket.hold_id) == key:
+                return
+            self._drop(ticket.hold_id)
+            self._of_hold[ticket.hold_id] = key
+            engine = self._engines.setdefault(key, _Engine())
+            engine.holds[ticket.hold_id] = set()
+            if not engine.asked:
+                engine.failures = MOST_FAILURES - 1  # one more try
+            soon = time.monotonic() + self._interval_seconds * FIRST_RENEWAL
+            if soon < self._due:
+                self._due = soon
+                self._condition.notify()
+
+    def drop(self, hold_id: str) -> None:
+        """Renew a hold no more. One that is not watched is no error."""
+        with self._condition:
+            self._drop(hold_id)
+
+    @property
+    def watched(self) -> int:
+        with self._condition:
+            return len(self._of_hold)
+
+    def close(self) -> None:
+        with self._condition:
+            self._stopped = True
+            self._condition.notify()
+        self._caller.close()  # ends the calls that the thread waits for
+        self._thread.join(CLOSE_SECONDS)
+
+    def _drop(self, hold_id: str) -> None:
+        key = self._of_hold.pop(hold_id, None)
+        if key is not None:
+            engine = self._engines[key]
+            engine.holds.pop(hold_id, None)
+            if not engine.holds:
+                del self._engines[key]
+
+    # The thread
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while not self._stopped and (left := self._due - time.monotonic()) > 0:
+                    self._condition.wait(left)
+                if self._stopped:
+                    return
+                self._due = time.monotonic() + self._interval_seconds
+                engines = {k: e for k, e in self._engines.items() if e.asked}
+            try:
+                self._round(engines)
+            except Exception:
+                log.exception("kvferry's renewer goes on after an error")
+
+    def _round(self, engines: dict[_Key, _Engine]) -> None:
+        """Renew at all known ranks and ask directories for the others', all at once."""
+        known = {key: engine for key, engine in engines.items() if engine.ranks}
+        unknown = {key: engine for key, engine in engines.items() if not engine.ranks}
+        renewals = self._renew(known)
+        hellos = {where: self._call(where, self._hello) for where in _some(unknown)}
+        fresh = {key: engine for key, engine in unknown.items() if key.directory in hellos}
+        self._wait(hellos.values())
+        for key in fresh:
+            try:
+                fresh[key].ranks = _ranks(key, hellos[key.directory])
+            except StaleTicket as error:
+                self._forget(key, str(error))
+            except KvferryError as error:
+                self._failed(key, fresh[key], error)
+        renewals += self._renew(fresh)
+        self._wait(call for _, _, call in renewals)
+        errors: dict[_Key, KvferryError] = {}
+        for key, rank, call in renewals:
+            try:
+                self._note(key, rank, _renewed(call))
+            except StaleTicket as error:
+                self._forget(key, str(error))
+            except KvferryError as error:
+                errors[key] = error
+        for key in {key for key, _, _ in renewals}:
+            if key in errors:
+                self._failed(key, engines[key], errors[key])
+            else:
+                engines[key].failures = 0
+
+    def _renew(
+        self, engines: dict[_Key, _Engine]
+    ) -> list[tuple[_Key, _Address, Future[ReplyBody]]]:
+        return [
+            (key, rank, self._call(rank.address, Renew(VERSION, rank.incarnation, holds)))
+            for key, engine in engines.items()
+            for rank in engine.ranks
+            for holds in self._open_at(engine, rank)
+        ]
+
+    def _call(self, address: str, body: Hello | Renew) -> Future[ReplyBody]:
+        return self._caller.call(address, body, time.monotonic() + self._call_seconds)
+
+    def _wait(self, calls: Iterable[Future[ReplyBody]]) -> None:
+        wait_all(list(calls), timeout=self._call_seconds + 1.0)  # the calls end before
+
+    def _open_at(self, engine: _Engine, rank: _Address) -> list[list[str]]:
+        with self._condition:
+            holds = [hold for hold, closed in engine.holds.items() if rank not in closed]
+        step = MOST_HOLDS_PER_CALL
+        return [holds[start : start + step] for start in range(0, len(holds), step)]
+
+    def _note(self, key: _Key, rank: _Address, renewed: Renewed) -> None:
+        """Forget holds that are closed everywhere."""
+        with self._condition:
+            engine = self._engines.get(key)
+            for hold in renewed.closed if engine is not None else ():
+                if engine is not None and hold in engine.holds:
+                    engine.holds[hold].add(rank)
+                    if engine.holds[hold] >= set(engine.ranks):
+                        self._drop(hold)
+
+    def _forget(self, key: _Key, why: str) -> None:
+        with self._condition:
+            holds = list(self._engines[key].holds) if key in self._engines else []
+            for hold in holds:
+                self._drop(hold)
+        if holds:
+            log.info(
+                "%d holds of engine %r are renewed no more: %s", len(holds), key.engine_id, why
+            )
+
+    def _failed(self, key: _Key, engine: _Engine, error: KvferryError) -> None:
+        engine.failures += 1
+        engine.ranks = []  # they may be elsewhere now
+        if not engine.asked:
+            log.warning(
+                "engine %r at %s does not answer, its holds are renewed no more: %s",
+                key.engine_id,
+                key.directory,
+                error,
+            )
+
+
+def _some(unknown: dict[_Key, _Engine]) -> list[str]:
+    """Directories to ask now: those that failed least, hosts in turn."""
+    failures = {key.directory: engine.failures for key, engine in unknown.items()}
+    turns: Counter[str] = Counter()
+    order: list[tuple[int, int, str]] = []
+    for directory, failed in sorted(failures.items(), key=lambda item: item[1]):
+        host = directory.rpartition(":")[0]
+        order.append((failed, turns[host], directory))
+        turns[host] += 1
+    return [directory for *_, directory in sorted(order)[:MOST_HELLOS]]
+
+
+def _ranks(key: _Key, call: Future[ReplyBody]) -> list[_Address]:
+    reply = _reply(call)
+    if isinstance(reply, Refused) and reply.reason == "busy":  # it has not described itself yet
+        raise HandoverError(reply.message)
+    if isinstance(reply, Refused):
+        raise StaleTicket(f"it refuses us: {reply.message}")
+    if not isinstance(reply, Welcome):
+        raise HandoverError(f"the directory answered a hello with a {type(reply).__name__}")
+    if (reply.engine.engine_id, reply.engine.incarnation) != (key.engine_id, key.incarnation):
+        raise StaleTicket("it was restarted since it issued the ticket")
+    if not reply.ranks:
+        raise HandoverError("it has not told of its ranks yet")
+    return [_Address(info.address, info.incarnation) for info in reply.ranks]
+
+
+def _renewed(call: Future[ReplyBody]) -> Renewed:
+    reply = _reply(call)
+    if isinstance(reply, Refused) and reply.reason == "stale":
+        raise StaleTicket(reply.message)
+    if not isinstance(reply, Renewed):
+        raise HandoverError(f"a renewal was answered with {reply}")
+    return reply
+
+
+def _reply(call: Future[ReplyBody]) -> ReplyBody:
+    if not call.done():
+        raise HandoverError("it did not answer in time")
+    return call.result()

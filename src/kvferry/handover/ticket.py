@@ -1,0 +1,181 @@
+"""Tickets: what a consumer gets to claim a hold, as request parameters that proxies pass on.
+
+The names that in-tree connectors use for the same things are kept (`do_remote_prefill`,
+`remote_engine_id`, `remote_host`, `remote_port`, `remote_request_id`, `tp_size`), so that proxies
+which pass parameters through work as they are. The ticket names no blocks: block ids that arrive in
+a message are never trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvferry.errors import ProtocolError
+
+MARK = "kvferry"  # tells our tickets from an in-tree connector's parameters
+FORMAT = 1
+MOST_TEXT = 512
+MOST_PORT = 65_535
+HOST = re.compile(r"[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?")
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    engine_id: str
+    incarnation: str
+    hold_id: str
+    digest: str
+    tokens: int
+    host: str
+    port: int
+    request_id: str
+    tp_size: int = 1
+    pp_size: int = 1
+
+    @property
+    def directory(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def to_params(self, *, flat: bool = True) -> dict[str, Any]:
+        """As request parameters. Not flat: all under our own key, beside another connector's."""
+        ours = {
+            "format": FORMAT,
+            "incarnation": self.incarnation,
+            "hold": self.hold_id,
+            "digest": self.digest,
+            "tokens": self.tokens,
+        }
+        where = {
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": self.request_id,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "tp_size": self.tp_size,
+            "pp_size": self.pp_size,
+        }
+        if not flat:
+            return {MARK: {**ours, **where}}
+        flags = {"do_remote_prefill": True, "do_remote_decode": False}
+        # an in-tree NixlConnector without block ids here would end its engine; with some, it asks
+        # our directory, which does not answer it
+        return {**flags, **where, "remote_block_ids": [[]], MARK: ours}
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> Ticket:
+        """Read a ticket that came with a request, from any client of the API: trust nothing."""
+        ours = params.get(MARK) if isinstance(params, Mapping) else None
+        if not isinstance(ours, Mapping):
+            raise ProtocolError(
+                "kv_transfer_params ask for a remote prefill, but hold no kvferry ticket; the "
+                "prefill engine must run kvferry too, and the proxy pass its answer on unchanged"
+            )
+        if ours.get("format") != FORMAT:
+            raise ProtocolError(
+                f"the ticket has format {ours.get('format')!r:.40}, this engine reads {FORMAT}; "
+                "run the same kvferry version on both sides"
+            )
+        if "remote_engine_id" in ours:  # all of it lies under our key
+            params = ours
+        return cls(
+            engine_id=_text(params, "remote_engine_id"),
+            incarnation=_text(ours, "incarnation"),
+            hold_id=_text(ours, "hold"),
+            digest=_text(ours, "digest"),
+            tokens=_count(ours, "tokens"),
+            host=_host(params, "remote_host"),
+            port=_count(params, "remote_port", MOST_PORT),
+            request_id=_text(params, "remote_request_id"),
+            tp_size=_count(params, "tp_size"),
+            pp_size=_count(params, "pp_size"),
+        )
+
+
+def is_text(value: Any) -> bool:
+    """Whether it can be an id, and be sent: JSON also spells texts that have no bytes."""
+    if not isinstance(value, str) or not 0 < len(value) <= MOST_TEXT:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
+def is_host(value: Any) -> bool:
+    return is_text(value) and HOST.fullmatch(value) is not None
+
+
+def _text(values: Mapping[str, Any], key: str) -> str:
+    value = values.get(key)
+    if not is_text(value):
+        raise _damaged(key, f"a text of at most {MOST_TEXT} characters", value)
+    return str(value)
+
+
+def _host(values: Mapping[str, Any], key: str) -> str:
+    value = _text(values, key)
+    if not is_host(value):
+        raise _damaged(key, "the name or address of a host", value)
+    return value
+
+
+def _count(values: Mapping[str, Any], key: str, most: int = (1 << 31) - 1) -> int:
+    value = values.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise _damaged(key, f"a number from 1 to {most}", value)
+    return value
+
+
+def _damaged(key: str, expected: str, found: Any) -> ProtocolError:
+    shown = f"{found:.40}" if isinstance(found, str) else type(found).__name__
+    if isinstance(found, int) and abs(found) < 1 << 63:
+        shown = str(found)
+    return ProtocolError(
+        f"the ticket is damaged: {key} must be {expected}, found {shown!r}; the proxy must pass "
+        "the prefill engine's answer on unchanged"
+    )
+
+
+def prompt_digest(token_ids: Iterable[int], extra: Iterable[str] = ()) -> str:
+    """Digest of what was computed: tokens, and what else decides the cache (LoRA, images, salt).
+
+    Every item is led by its length, so that no two different prompts are spelled alike.
+    """
+    hasher = hashlib.sha256()
+    tokens = np.fromiter(token_ids, dtype=np.int64).tobytes()
+    for item in (tokens, *(text.encode() for text in extra)):
+        hasher.update(len(item).to_bytes(8, "little") + item)
+    return hasher.hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------
+# Names of an engine's lives. A new one voids all that was known of those before it.
+#
+# An engine that starts has a name of its own. Several connectors of ours in one engine (children of
+# vLLM's MultiConnector) add their number to it, and live side by side; a reset of the caches adds a
+# random word.
+# --------------------------------------------------------------------------------------------------
+
+_CHILD = re.compile(r"^(?P<engine>.*)\.(?P<child>\d{1,2})(\.[0-9a-f]{8})?$")
+
+
+def child(engine: str, index: int) -> str:
+    return f"{engine}.{index}"
+
+
+def after_reset(first: str) -> str:
+    """Another one, of an engine or a child whose first is given."""
+    return f"{first}.{secrets.token_hex(4)}"
+
+
+def are_siblings(one: str, other: str) -> bool:
+    """Whether both belong to one engine that lives, as different children of it."""
+    a, b = _CHILD.match(one), _CHILD.match(other)
+    return bool(a and b and a["engine"] == b["engine"] and a["child"] != b["child"])

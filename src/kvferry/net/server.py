@@ -1,0 +1,472 @@
+"""A thread that answers messages, and never dies of one.
+
+Subclasses answer a request with a reply, or with None and answer later. Work of other threads is
+handed in through `submit`, so that all state belongs to this one thread and needs no locks.
+
+A peer that sends and does not read has few of its requests read ahead, and long replies that wait
+for it share one copy (`pack`). A line of the log that a peer can cause is written once in a while.
+Connections on which nobody has proved the secret and asked are few: see `Door`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import resource
+import socket as sockets
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from sys import getsizeof
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvferry.errors import KvferryError, ProtocolError
+from kvferry.net.messages import (
+    Claim,
+    Complete,
+    Offer,
+    Reader,
+    Refused,
+    Reply,
+    ReplyBody,
+    Request,
+    decode_request,
+    encode,
+    read_id,
+    refusal,
+)
+from kvferry.net.rpc import Sockets
+
+log = logging.getLogger("kvferry")
+
+IDLE_SECONDS = 1.0  # at most between two looks at deadlines
+MOST_FRAMES = 256  # answered before deadlines are looked at again
+CLOSE_SECONDS = 5.0
+SHARED_BYTES = 16 << 10  # of a reply's body; a shorter one is copied quicker than sent apart
+COMPLAIN_SECONDS = 60.0  # between two lines of the log about one thing
+MOST_COMPLAINTS = 20  # lines in that time, about all things
+
+Packed = zmq.Frame  # a reply's body; sent to many, it is in memory once
+
+
+def pack(body: ReplyBody) -> Packed:
+    return zmq.Frame(msgspec.msgpack.encode(body), copy=True)
+
+
+class Server:
+    """One ROUTER socket and the thread that owns it."""
+
+    def __init__(self, sockets: Sockets, host: str | None, port: int, name: str) -> None:
+        self.counters: Counter[str] = Counter()
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._socket, self.port = sockets.server(host, port)
+        context = sockets.context
+        self._door = ConnectionLimit(self._socket, self.port)
+        self._complained: dict[str, float] = {}
+        self._wake_address = f"inproc://{name}-{id(self)}"
+        self._woken = context.socket(zmq.PULL)
+        self._woken.bind(self._wake_address)
+        self._waker = context.socket(zmq.PUSH)
+        self._waker.connect(self._wake_address)
+        self._wake_lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Have the server's thread do something soon."""
+        self._work.put(work)
+        with self._wake_lock:
+            if not self._stop.is_set():
+                self._wake()
+
+    def close(self) -> None:
+        with self._wake_lock:
+            if self._stop.is_set():
+                return
+            self._stop.set()
+            self._wake()
+        if self._thread.ident is None:  # it was never started
+            self._close_sockets()
+        else:
+            self._thread.join(CLOSE_SECONDS)
+        self._waker.close(linger=0)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(zmq.Again):  # it has many wakes before it already
+            self._waker.send(b"", zmq.NOBLOCK)
+
+    # What a server does
+
+    def answer(self, sender: bytes, request: Request) -> ReplyBody | Packed | None:
+        """The reply, or None to reply later."""
+        raise ProtocolError("this server answers nothing")
+
+    def tick(self, now: float) -> None:
+        """Look at deadlines."""
+
+    def next_deadline(self) -> float | None:
+        return None
+
+    def reply(self, sender: bytes, request_id: int, body: ReplyBody | Packed) -> None:
+        """Send a reply; a peer that is gone is not worth waiting for."""
+        if not isinstance(body, zmq.Frame):
+            self._send([sender, encode(Reply(request_id, body))])
+            return
+        head = b"\x92" + msgspec.msgpack.encode(request_id)  # an array of two: id, body
+        if len(body) < SHARED_BYTES:
+            self._send([sender, head + body.bytes])
+        else:  # two frames that are one message of MessagePack
+            self._send([sender, head, body])
+
+    def complain(self, what: str, message: str, *values: object) -> None:
+        """Log a warning that a peer can cause; any thread.
+
+        At most one a minute about `what`, and at most `MOST_COMPLAINTS` about all.
+        """
+        now = time.monotonic()
+        recent = {k: when for k, when in self._complained.items() if now < when + COMPLAIN_SECONDS}
+        if what in recent or len(recent) >= MOST_COMPLAINTS:
+            self.counters["complaints not logged"] += 1
+            return
+        self._complained = {**recent, what: now}
+        error = next((v for v in values if isinstance(v, Exception)), None)
+        log.warning(message, *values, exc_info=error)
+
+    def _send(self, frames: list[Any]) -> None:
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self.counters["unsent"] += 1
+            log.debug("a reply could not be sent: %s", error)
+
+    # The thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        poller.register(self._door.events, zmq.POLLIN)
+        try:
+            while not self._stop.is_set():
+                ready = dict(poller.poll(self._patience_ms()))
+                if self._woken in ready:
+                    self._drain_wakes()
+                if self._door.events in ready:
+                    self._guarded(self._watch_door)
+                self._guarded(self._watch_unread)
+                self._guarded(self._do_work)
+                if self._socket in ready:
+                    self._guarded(self._take_frames)
+                self._guarded(lambda: self.tick(time.monotonic()))
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._door.close()
+        self._socket.close(linger=0)
+        self._woken.close(linger=0)
+
+    def _watch_unread(self) -> None:
+        shut = self._door.look_at_unread()
+        if shut:
+            self.counters["flooding connections closed"] += shut
+            text = "%s closes connections whose requests never end; is a peer faulty?"
+            self.complain("flood", text, self._thread.name)
+
+    def _watch_door(self) -> None:
+        turned_away = self._door.look()
+        if self._door.strangers > self.counters["strangers"]:
+            self.counters["strangers"] = self._door.strangers
+            self.complain(
+                "strangers",
+                "%s turned somebody away who does not have our key: an engine with another secret "
+                "or of another user, or one of vLLM's own connectors? Run kvferry's connector with "
+                "the same secret on both sides",
+                self._thread.name,
+            )
+        if turned_away:
+            self.counters["silent connections closed"] += turned_away
+            self.complain(
+                "door",
+                "%s closes connections on which nobody says anything, because there are more than "
+                "%d: does something scan its port, or use another secret?",
+                self._thread.name,
+                most_waiting(),
+            )
+
+    def _guarded(self, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except zmq.ContextTerminated:
+            raise
+        except Exception as error:
+            self.counters["internal errors"] += 1
+            text = "kvferry's %s goes on after an error: %.200r"
+            self.complain("error", text, self._thread.name, error)
+
+    def _patience_ms(self) -> int:
+        due = self.next_deadline()
+        seconds = IDLE_SECONDS if due is None else min(IDLE_SECONDS, due - time.monotonic())
+        return max(0, int(seconds * 1000) + 1)  # not before the deadline
+
+    def _drain_wakes(self) -> None:
+        while self._woken.poll(0):
+            self._woken.recv()
+
+    def _do_work(self) -> None:
+        while not self._work.empty():
+            self._guarded(self._work.get())
+
+    def _take_frames(self) -> None:
+        for _ in range(MOST_FRAMES):
+            if not self._socket.poll(0):
+                return
+            frames = self._door.receive()
+            self._guarded(lambda frames=frames: self._take(frames))  # type: ignore[misc]
+
+    def _take(self, frames: list[bytes]) -> None:
+        self.counters["messages"] += 1
+        if len(frames) != 2:
+            self.counters["malformed"] += 1
+            return
+        sender, frame = frames
+        try:
+            request = decode_request(frame)
+        except ProtocolError as error:
+            self.counters["malformed"] += 1
+            self.reply(sender, read_id(frame) or 0, refusal("malformed", error))
+            return
+        try:
+            body = self.answer(sender, request)
+        except KvferryError as error:
+            body = refusal("malformed", error)
+        except Exception as error:
+            self.counters["internal errors"] += 1
+            text = "kvferry's %s could not answer: %.200r"
+            self.complain("answer", text, self._thread.name, error)
+            body = refusal("malformed", f"this message could not be answered: {error!r}")
+        if body is not None:
+            if isinstance(body, Refused):
+                self.counters[f"refused {body.reason}"] += 1
+            self.reply(sender, request.id, body)
+
+
+# --------------------------------------------------------------------------------------------------
+# A server's connections, as the system sees them: those that libzmq itself does not limit.
+#
+# Whoever reaches the port can open connections, say nothing, and use up the process's descriptors;
+# libzmq drops them only after its handshake's time. So where more connections than a share of the
+# descriptors *wait*, the oldest are shut down. A peer that knows the secret is greeted within
+# milliseconds and then asks at once; from its first request on it does not wait any more.
+#
+# A message of many frames is kept by libzmq until its last one, however many there are, and only
+# finished messages count for its limits. So what a connection has received is compared with what
+# the server's thread got of it, now and then, and where too much lies between, it is shut down,
+# too.
+# --------------------------------------------------------------------------------------------------
+
+MOST_WAITING = 256  # connections; more than engines that start at the same moment
+SHARE_OF_DESCRIPTORS = 8  # one of so many parts, where that is less: engines need the others
+UNREAD_BYTES = 64 << 20  # of one connection: 48 requests of 1 MiB that are read ahead, and buffers
+ALL_UNREAD_BYTES = 512 << 20  # of all connections
+MOST_WAITING_FRAMES = 8  # kept of a message; ours have two
+MOST_EVENTS = 256  # taken in before requests are looked at again
+LOOK_SECONDS = 0.25  # between two looks at what is unread
+FRAME_BYTES = 96  # of one frame on the wire, beside its content: more than ZMTP and CURVE add
+RECEIVED_AT = 128  # offset of tcpi_bytes_received in Linux's tcp_info
+FAILED = (  # handshakes
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+def most_waiting() -> int:
+    """By the limit that the process has now: engines raise it when they start."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    part = MOST_WAITING if limit == resource.RLIM_INFINITY else limit // SHARE_OF_DESCRIPTORS
+    return max(8, min(MOST_WAITING, part))
+
+
+@dataclass(slots=True)
+class _Caller:
+    peer: Any  # address, by which a descriptor that was used again is noticed
+    taken_bytes: int = 0
+
+
+class ConnectionLimit:
+    """For the thread of its server alone."""
+
+    def __init__(self, socket: zmq.Socket[bytes], port: int) -> None:
+        self._socket, self._port = socket, port
+        self._guests: dict[int, _Caller] = {}  # by descriptor
+        self._waiting: OrderedDict[int, None] = OrderedDict()  # those of them, oldest first
+        self._next_look = time.monotonic()
+        self.strangers = 0  # whose handshake failed
+        address = f"inproc://door-{id(self)}"
+        socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | FAILED)
+        self.events = socket.context.socket(zmq.PAIR)
+        self.events.setsockopt(zmq.RCVHWM, 0)  # libzmq's thread must not wait for this one
+        self.events.connect(address)
+
+    def receive(self) -> list[bytes]:
+        """A message that is there; its sender waits no more."""
+        sender = self._socket.recv(copy=False)
+        try:
+            descriptor = sender.get(zmq.SRCFD)
+        except zmq.ZMQError:
+            descriptor = -1
+        guest = self._guests.get(descriptor)
+        frames = [sender.bytes]
+        while self._socket.getsockopt(zmq.RCVMORE):
+            frame = self._socket.recv()
+            if len(frames) < MOST_WAITING_FRAMES:
+                frames.append(frame)
+            elif guest is not None and descriptor in self._guests:
+                self._shut(descriptor)  # no message of ours has as many
+        if guest is not None:
+            self._waiting.pop(descriptor, None)
+            guest.taken_bytes += sum(map(len, frames[1:])) + FRAME_BYTES * len(frames)
+        return frames
+
+    def look(self) -> int:
+        """Take in who came and went; how many were shut down because too many wait."""
+        for _ in range(MOST_EVENTS):
+            if not self.events.poll(0):
+                break
+            event = recv_monitor_message(self.events)
+            if event["event"] & FAILED:
+                self.strangers += 1
+                continue
+            descriptor = event["value"]
+            self._forget(descriptor)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                with suppress(OSError), _Borrowed(descriptor) as connection:
+                    self._guests[descriptor] = _Caller(connection.getpeername())
+                    self._waiting[descriptor] = None
+        too_many = list(self._waiting)[: max(0, len(self._waiting) - most_waiting())]
+        return sum(self._shut(descriptor) for descriptor in too_many)
+
+    def look_at_unread(self) -> int:
+        """How many were shut down because too much of what they sent is in no request."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return 0
+        self._next_look = now + LOOK_SECONDS
+        unread = sorted(((self._unread(d), d) for d in self._guests), reverse=True)
+        total, shut = sum(count for count, _ in unread), 0
+        for count, descriptor in unread:
+            if count <= UNREAD_BYTES and total <= ALL_UNREAD_BYTES:
+                break
+            total -= count
+            shut += self._shut(descriptor)
+        return shut
+
+    def close(self) -> None:
+        with suppress(zmq.ZMQError):
+            self._socket.disable_monitor()
+        self.events.close(linger=0)
+
+    def _unread(self, descriptor: int) -> int:
+        guest = self._guests[descriptor]
+        with suppress(OSError), _Borrowed(descriptor) as connection:
+            told = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, RECEIVED_AT + 8)
+            received = int.from_bytes(told[RECEIVED_AT:], "little")
+            guest.taken_bytes = min(guest.taken_bytes, received)  # frames were counted generously
+            return received - guest.taken_bytes
+        return 0
+
+    def _shut(self, descriptor: int) -> bool:
+        """Only if it is still the connection that was accepted; libzmq closes it then."""
+        guest = self._guests[descriptor]
+        self._forget(descriptor)
+        with suppress(OSError), _Borrowed(descriptor) as connection:
+            if (connection.getsockname()[1], connection.getpeername()) == (self._port, guest.peer):
+                connection.shutdown(sockets.SHUT_RDWR)
+                return True
+        return False
+
+    def _forget(self, descriptor: int) -> None:
+        self._guests.pop(descriptor, None)
+        self._waiting.pop(descriptor, None)
+
+
+class _Borrowed:
+    """A descriptor of libzmq's as a socket, for a moment; it needs no descriptor of its own."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = sockets.socket(sockets.AF_INET6, sockets.SOCK_STREAM, 0, descriptor)
+
+    def __enter__(self) -> sockets.socket:
+        return self._socket
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.detach()
+
+
+# --------------------------------------------------------------------------------------------------
+# What peers can have a server keep, counted in bytes.
+#
+# A peer that holds the secret may still be faulty. Whatever stays in memory because it asked for it
+# is charged here first, and refused as `busy` where there is no room: neither one connection nor
+# all of them together can fill the engine's memory.
+# --------------------------------------------------------------------------------------------------
+
+# Of structs, tuples, list and heap entries around what is counted; measured with tracemalloc.
+ENTRY_BYTES = 1024
+
+
+@dataclass(slots=True, eq=False)
+class Budget:
+    """Bytes in all and of one sender; any thread."""
+
+    limit_bytes: int
+    share_bytes: int = 0  # of one sender; 0: all
+    used_bytes: int = 0
+    _senders: dict[bytes, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, count: int, sender: bytes = b"") -> bool:
+        """Charge so many bytes; False, and nothing is charged, where they are too many."""
+        with self._lock:
+            mine = self._senders.get(sender, 0) + count
+            if self.used_bytes + count > self.limit_bytes or mine > (
+                self.share_bytes or self.limit_bytes
+            ):
+                return False
+            self.used_bytes += count
+            self._senders[sender] = mine
+            return True
+
+    def give_back(self, count: int, sender: bytes = b"") -> None:
+        with self._lock:
+            self.used_bytes -= count
+            left = self._senders.pop(sender, 0) - count
+            if left:
+                self._senders[sender] = left
+
+
+def kept_bytes(kept: Claim | Offer | Complete) -> int:
+    """What a message takes while it waits; a text of 512 characters may take 2 KiB."""
+    texts = [kept.incarnation, kept.hold_id]
+    if not isinstance(kept, Complete):
+        texts.append(kept.digest)
+    tables = len(kept.tables) if isinstance(kept, Offer) else 0
+    return ENTRY_BYTES + tables + sum(map(getsizeof, texts)) + reader_bytes(kept.reader)
+
+
+def reader_bytes(reader: Reader) -> int:
+    return getsizeof(reader.engine_id) + getsizeof(reader.incarnation)

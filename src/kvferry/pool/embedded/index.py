@@ -1,0 +1,649 @@
+"""The index of the embedded store: one record per key, in memory that all processes share.
+
+A record lies in one of two buckets of `WAYS` slots that its key's hash names; nothing else points
+to it. So there is no table beside the records that a crash could leave behind: a lookup compares
+the keys of sixteen slots, and a batch of lookups is a handful of NumPy calls without any lock.
+Slots without an object stay as ghosts, the history that eviction learns from, until needed.
+
+`state` is what a record is. All that it says is written before the state that says it, and the
+state goes before what it said, so that a process that dies between any two stores leaves either
+state. States with an owner (a member's number) are undone when the owner is dead:
+
+    FREE       nothing                          GHOST      history only
+    WRITING    bytes are coming, by the owner   -> GHOST
+    MEMORY     an extent of the arena           DISK       a file           BOTH  either
+    DEMOTING   in memory, on its way to disk    -> MEMORY
+    PROMOTING  on disk, on its way to memory    -> DISK
+
+`generation` changes when an extent is taken, and when it was given up. A reader that has copied and
+still finds the object in memory, at the same offset and in the same generation, knows that nobody
+wrote there meanwhile: also where who gave it up died before the generation changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvferry.errors import StoreError
+from kvferry.pool.embedded.policy import LEARNED_FLOATS, History
+from kvferry.private_files import open_private
+
+# --------------------------------------------------------------------------------------------------
+# The first words of the embedded store's index: what belongs to the store and to no record.
+#
+# Words 0 to 3 are the magic number and the sizes (`embedded_index`); 4 and 5 are a number of the
+# store's own; words 8 to 15 are below; counts follow from word 16 on. Each word is written by
+# whoever holds the store's lock, but for some counts, which may miss a few.
+# --------------------------------------------------------------------------------------------------
+
+HEADER_WORDS = 512
+MAX_GAPS = 1 << 15
+COUNTERS = (
+    "evicted",
+    "demoted",
+    "promoted",
+    "dropped",  # evicted from the last tier
+    "corrupt",
+    "full",
+    "declined",
+    "disk_full",
+    "mended",  # recoveries after a process died
+    "hits",
+    "misses",
+    "puts",
+)
+
+# What is to be done about files without a record
+NOTHING, SWEEP, ADOPT = range(3)
+
+
+class IndexHeader:
+    """Words in memory that all processes share."""
+
+    def __init__(self, words: NDArray[np.int64]) -> None:
+        self._header = words
+
+    def _word(self, at: int) -> int:
+        return int(self._header[at])
+
+    @property
+    def store_id(self) -> str:
+        """Of this store alone; made when it is first asked for, under the lock."""
+        words = self._header[4:6]
+        if not words.any():
+            words[:] = np.frombuffer(os.urandom(16), dtype=np.int64)
+        return words.tobytes().hex()
+
+    @property
+    def dirty(self) -> bool:
+        return bool(self._header[8])
+
+    @dirty.setter
+    def dirty(self, value: bool) -> None:
+        self._header[8] = value
+
+    @property
+    def gaps(self) -> int:
+        return min(max(self._word(9), 0), MAX_GAPS)  # whatever another process wrote
+
+    @gaps.setter
+    def gaps(self, value: int) -> None:
+        self._header[9] = value
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the arena that are backed by memory."""
+        return self._word(10)
+
+    @arena_bytes.setter
+    def arena_bytes(self, value: int) -> None:
+        self._header[10] = value
+
+    @property
+    def gaps_stale(self) -> bool:
+        """Whether extents were given up since the gaps were found."""
+        return bool(self._header[11])
+
+    @gaps_stale.setter
+    def gaps_stale(self, value: bool) -> None:
+        self._header[11] = value
+
+    @property
+    def bar(self) -> tuple[float, float]:
+        """Score of the last victim, and when that was."""
+        score, when = self._header[12:14].view(np.float64).tolist()
+        return score, when
+
+    @bar.setter
+    def bar(self, value: tuple[float, float]) -> None:
+        self._header[12:14].view(np.float64)[:] = value
+
+    @property
+    def files_due(self) -> int:
+        """SWEEP: files may lie there that no record names, and go. ADOPT: they are taken in."""
+        return min(max(self._word(14), NOTHING), ADOPT)
+
+    @files_due.setter
+    def files_due(self, value: int) -> None:
+        self._header[14] = value
+
+    @property
+    def files_by(self) -> int:
+        """The member that is at it, or 0."""
+        return self._word(15)
+
+    @files_by.setter
+    def files_by(self, value: int) -> None:
+        self._header[15] = value
+
+    def count(self, name: str, by: int = 1) -> None:
+        self._header[16 + COUNTERS.index(name)] += by
+
+    def counters(self) -> dict[str, int]:
+        return {name: self._word(16 + at) for at, name in enumerate(COUNTERS)}
+
+
+# --------------------------------------------------------------------------------------------------
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Words = NDArray[np.uint64]
+
+FREE, GHOST, WRITING, MEMORY, DISK, BOTH, DEMOTING, PROMOTING = range(8)
+OWNED = (WRITING, DEMOTING, PROMOTING)
+_READABLE = np.isin(np.arange(256), (MEMORY, DISK, BOTH, DEMOTING, PROMOTING))  # of any byte
+_IN_MEMORY = np.isin(np.arange(256), (MEMORY, BOTH, DEMOTING))
+_NO_ROWS = np.empty(0, dtype=np.int64)
+
+WAYS = 8  # 8 words of one cache line
+MAGIC = 0x6B76_6665_7272_7901  # the last byte is the version of all that lies in the directory
+_FIELDS: tuple[tuple[str, Any], ...] = (
+    ("low", np.uint64),
+    ("high", np.uint64),
+    ("offset", np.int64),
+    ("extent", np.int64),
+    ("length", np.int64),
+    ("image_bytes", np.int64),
+    ("generation", np.uint32),
+    ("owner", np.int32),
+    ("state", np.uint8),
+    ("last", np.float64),
+    ("first", np.float64),
+    ("turns", np.uint16),
+    ("depth", np.uint16),
+    ("chain", np.uint16),
+    ("shared", np.uint16),
+    ("klass", np.uint8),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What all processes must agree on; the first one to open the directory decides."""
+
+    slots: int  # records, a power of two
+    memory_bytes: int
+    disk_bytes: int  # 0: no disk tier
+
+
+def peek(path: Path) -> Geometry | None:
+    """The sizes of a store that is there, without opening it."""
+    try:
+        fd = open_private(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        return SharedIndex.read_geometry(fd)
+    finally:
+        os.close(fd)
+
+
+def hash_keys(keys: Sequence[str]) -> tuple[Words, Words]:
+    """128 bits of each key."""
+    digests = b"".join(map(xxhash.xxh3_128_digest, map(str.encode, keys)))
+    words = np.frombuffer(digests, dtype=">u8").reshape(-1, 2).astype(np.uint64)
+    return words[:, 0].copy(), words[:, 1].copy()
+
+
+def key_name(low: int, high: int) -> str:
+    return f"{low:016x}{high:016x}"
+
+
+def words_of(names: Sequence[str]) -> tuple[Words, Words]:
+    """The hashes that `key_name` made these names of."""
+    words = np.frombuffer(bytes.fromhex("".join(names)), dtype=">u8").reshape(-1, 2)
+    return words[:, 0].astype(np.uint64), words[:, 1].astype(np.uint64)
+
+
+class SharedIndex(IndexHeader):
+    """The records, and what belongs to all: geometry, counters, gaps, what was learned."""
+
+    def __init__(self, path: Path, wanted: Geometry, in_use: bool) -> None:
+        """Open or create; the caller holds the store's lock.
+
+        `in_use`: other processes have the store mapped, so that its files must not be cut.
+        """
+        fd = open_private(path)
+        try:
+            found = self.read_geometry(fd)
+            self.created = found is None
+            if self.created and in_use:
+                raise StoreError(
+                    f"{path} is damaged (it does not begin like an index), and other processes use "
+                    "it; end them, and remove the store"
+                )
+            self.geometry = found or wanted
+            size = self._bytes(self.geometry.slots)
+            if self.created:
+                os.ftruncate(fd, 0)  # whatever a dead creator left
+                try:
+                    os.posix_fallocate(fd, 0, size)
+                except OSError as error:
+                    raise StoreError(
+                        f"no room for an index of {size:,} bytes at {path}: {error}; give the "
+                        "store a smaller capacity or another directory"
+                    ) from error
+            self._map = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        whole = np.frombuffer(self._map, dtype=np.uint8)
+        super().__init__(whole[: HEADER_WORDS * 8].view(np.int64))
+        at = HEADER_WORDS * 8
+        self.learned = whole[at : at + LEARNED_FLOATS * 8].view(np.float64)
+        at += LEARNED_FLOATS * 8
+        self.gap_offset = whole[at : at + MAX_GAPS * 8].view(np.int64)
+        self.gap_bytes = whole[at + MAX_GAPS * 8 : at + 2 * MAX_GAPS * 8].view(np.int64)
+        at = -(-(at + 2 * MAX_GAPS * 8) // 64) * 64
+        arrays: dict[str, Any] = {}
+        for name, dtype in _FIELDS:
+            size = self.geometry.slots * np.dtype(dtype).itemsize
+            arrays[name] = whole[at : at + size].view(dtype)
+            at += size
+        self.low, self.high = arrays["low"], arrays["high"]
+        self.offset, self.extent, self.length = (
+            arrays["offset"],
+            arrays["extent"],
+            arrays["length"],
+        )
+        self.image_bytes = arrays["image_bytes"]
+        self.generation, self.owner, self.state = (
+            arrays["generation"],
+            arrays["owner"],
+            arrays["state"],
+        )
+        history = ("last", "first", "turns", "depth", "chain", "shared", "klass")
+        self.history = History(**{name: arrays[name] for name in history})
+        self._mask = np.uint64(self.geometry.slots // WAYS - 1)
+        self._low_rows = self.low.reshape(-1, WAYS)
+        if self.created:
+            self._header[1:4] = (wanted.slots, wanted.memory_bytes, wanted.disk_bytes)
+
+    def publish(self) -> None:
+        """Everything is in place: from now on others may open it."""
+        self._header[0] = MAGIC
+
+    @staticmethod
+    def _bytes(slots: int) -> int:
+        record: int = sum(np.dtype(dtype).itemsize for _, dtype in _FIELDS)
+        return HEADER_WORDS * 8 + LEARNED_FLOATS * 8 + 2 * MAX_GAPS * 8 + 64 + slots * record
+
+    @classmethod
+    def read_geometry(cls, fd: int) -> Geometry | None:
+        head = os.pread(fd, 32, 0)
+        if len(head) < 32:
+            return None
+        magic, slots, memory, disk = np.frombuffer(head, dtype=np.int64).tolist()
+        if magic == 0:
+            return None
+        right = magic == MAGIC and slots >= 2 * WAYS and slots & (slots - 1) == 0
+        right = right and memory > 0 and disk >= 0
+        if not right or os.fstat(fd).st_size != cls._bytes(slots):
+            raise StoreError(
+                "this directory holds a store of another version, a damaged one, or something "
+                "else; name another directory, or remove it while no engine uses it"
+            )
+        return Geometry(slots, memory, disk)
+
+    # --- records -----------------------------------------------------------------------------
+
+    def find(self, low: Words, high: Words) -> Ints:
+        """Row of each key, or -1. Needs no lock."""
+        first = (low & self._mask).astype(np.int64)
+        rows = self._in_bucket(first, low, high)
+        missing = np.flatnonzero(rows < 0)
+        if len(missing):
+            second = self._second(first[missing], high[missing])
+            rows[missing] = self._in_bucket(second, low[missing], high[missing])
+        return rows
+
+    def _second(self, first: Ints, high: Words) -> Ints:
+        """The other bucket, never the same one."""
+        other = (high & self._mask).astype(np.int64)
+        return np.where(other == first, other ^ 1, other)
+
+    def _in_bucket(self, bucket: Ints, low: Words, high: Words) -> Ints:
+        same = self._low_rows[bucket] == low[:, None]
+        way = same.argmax(axis=1)
+        rows = bucket * WAYS + way
+        found = same[np.arange(len(rows)), way]
+        found &= self.high[rows] == high
+        found &= self.state[rows] != FREE
+        return np.where(found, rows, -1)
+
+    def claim(self, low: Words, high: Words, now: float, batch: Ints = _NO_ROWS) -> Ints:
+        """Slots for new, distinct keys as GHOST, in place of the oldest ghosts if need be.
+
+        `batch` are rows of keys that came together with these, whose ghosts stay. -1 where all
+        sixteen slots of a key hold objects. The caller holds the lock.
+        """
+        rows = np.full(len(low), -1, dtype=np.int64)
+        left = np.arange(len(low))
+        mine = batch
+        while len(left):
+            slots = self.slots_of(low[left], high[left])
+            states = self.state[slots]
+            cost = np.where(states == GHOST, self.history.last[slots], np.inf)
+            empty = (states == FREE).reshape(len(left), 2, WAYS)
+            # the emptier bucket, so that neither fills up long before the other
+            room = np.repeat(empty.sum(axis=2), WAYS, axis=1)
+            cost = np.where(states == FREE, -1e18 * (1 + room), cost)
+            cost[np.isin(slots, mine)] = np.inf
+            best = cost.argmin(axis=1)
+            every = np.arange(len(left))
+            possible = ~np.isinf(cost[every, best])
+            left, chosen = left[possible], slots[every, best][possible]
+            chosen, first = np.unique(chosen, return_index=True)  # two keys may want one slot
+            winners = left[first]
+            self.state[chosen] = FREE
+            self.low[chosen], self.high[chosen] = low[winners], high[winners]
+            for field in (self.offset, self.extent, self.length, self.image_bytes, self.owner):
+                field[chosen] = 0
+            self.history.forget(chosen, now)
+            self.state[chosen] = GHOST
+            rows[winners] = chosen
+            mine = np.concatenate((mine, chosen))
+            left = np.delete(left, first)
+        return rows
+
+    def slots_of(self, low: Words, high: Words) -> Ints:
+        """The sixteen slots in which each key may lie."""
+        first = (low & self._mask).astype(np.int64)
+        buckets = np.stack((first, self._second(first, high)), axis=1)
+        slots = buckets[:, :, None] * WAYS + np.arange(WAYS)
+        return np.asarray(slots.reshape(len(low), 2 * WAYS))
+
+    def in_state(self, *states: int) -> Ints:
+        return np.flatnonzero(self._any_of(states)).astype(np.int64)
+
+    def _any_of(self, states: Sequence[int]) -> Bools:
+        """Compares bytes, which costs a tenth of a table lookup for each.
+
+        Each state is read once: owners change theirs without the lock (PROMOTING to BOTH, WRITING
+        to MEMORY), and between two looks such a row could be in neither of them.
+        """
+        now = self.state.copy()
+        chosen = now == states[0]
+        for state in states[1:]:
+            chosen |= now == state
+        return np.asarray(chosen)
+
+    def readable(self, rows: Ints) -> Bools:
+        """Whether each row (or -1) has an object now."""
+        return np.asarray(_READABLE[self.state[rows]] & (rows >= 0))
+
+    def in_memory(self, state: int) -> bool:
+        return bool(_IN_MEMORY[state])
+
+    def has_object(self, state: int) -> bool:
+        return bool(_READABLE[state])
+
+    def with_extent(self) -> Ints:
+        return self.in_state(WRITING, MEMORY, BOTH, DEMOTING, PROMOTING)
+
+    def on_disk(self) -> Ints:
+        return self.in_state(DISK, BOTH, PROMOTING)
+
+    def objects(self) -> Ints:
+        """All rows that have one."""
+        return self.in_state(MEMORY, DISK, BOTH, DEMOTING, PROMOTING)
+
+    def leave_memory(self, rows: Ints, state: int) -> None:
+        """Give extents up: the state, then the generation; only then may they be reused.
+
+        The other order would change the generation of what is still there, for whoever dies
+        between: its demotion under way would no longer know it.
+        """
+        self.state[rows] = state
+        self.generation[rows] += np.uint32(1)
+
+    def close(self) -> None:
+        """Drop the views; the mapping goes with the last of them."""
+        for name in list(self.__dict__):
+            if name not in ("geometry", "created"):
+                delattr(self, name)
+
+
+# --------------------------------------------------------------------------------------------------
+# Who may change the shared index, and who is alive: locks that the kernel drops with the process.
+#
+# Two files. `lock` is held for the microseconds in which the index changes; a process that dies
+# with it, at any point, lets go of it, and the next holder finds `dirty` set and mends what it
+# needs to. `members` has one byte per process that has the store open, locked as long as it lives:
+# whether the owner of half-written bytes is alive is a question to the kernel, not to process ids,
+# which mean nothing across containers and come again. Both are locks of open file descriptions, so
+# two stores in one process do not undo each other's. A forked child would share them, and keep them
+# when its parent is killed: it closes them before it does anything else.
+#
+# Nobody waits for ever: a stopped process that holds the lock costs the others their deadline.
+# --------------------------------------------------------------------------------------------------
+
+MAX_MEMBERS = 4096  # processes that may have one store open at a time
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 1e-3
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, len, pid
+
+
+class Locked:
+    """A file that this process, and no child of it, holds locks of until `close`."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = open_private(path)
+        _held.add(self)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+_held: weakref.WeakSet[Locked] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    for one in list(_held):
+        Locked.close(one)
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+class SharedLock(Locked):
+    """Mutual exclusion among threads and processes, with a deadline."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._threads = threading.Lock()
+        self._owner_pid = os.getpid()
+
+    @contextlib.contextmanager
+    def held(self, deadline: float) -> Iterator[None]:
+        """Raises `StoreError` where it is not free in time."""
+        if os.getpid() != self._owner_pid:
+            raise StoreError(
+                "this store was opened before a fork; open it again in the new process"
+            )
+        if not self._threads.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise StoreError("the store is busy: another thread holds its lock past the deadline")
+        try:
+            self._acquire(deadline)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+        finally:
+            self._threads.release()
+
+    def _acquire(self, deadline: float) -> None:
+        pause = FIRST_PAUSE_S
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
+                    raise StoreError(f"the store's lock cannot be taken: {error}") from error
+            if time.monotonic() > deadline:
+                raise StoreError(
+                    "the store is busy: another process holds its lock past the deadline "
+                    "(a stopped process? `fuser` on the lock file names it)"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def close(self) -> None:
+        if os.getpid() != self._owner_pid:
+            return  # a child's copy: closed, and maybe held by a thread that is not there
+        with self._threads:
+            super().close()
+
+
+class Members(Locked):
+    """The processes that have the store open; `me` is this one's number, from 1 on."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        for number in range(1, MAX_MEMBERS):
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, self._flock(fcntl.F_WRLCK, number))
+                self.me = number
+                return
+        self.close()
+        raise StoreError(f"more than {MAX_MEMBERS - 1} processes have this store open")
+
+    @staticmethod
+    def _flock(kind: int, number: int, count: int = 1) -> bytes:
+        return _FLOCK.pack(kind, os.SEEK_SET, number, count, 0)
+
+    def alive(self, number: int) -> bool:
+        """Whether the process with this number still lives."""
+        if number == self.me:
+            return True
+        if not 0 < number < MAX_MEMBERS:
+            return False
+        return self._taken(self._flock(fcntl.F_WRLCK, number))
+
+    def others(self) -> bool:
+        """Whether any other process has the store open."""
+        return self._taken(self._flock(fcntl.F_WRLCK, 1, MAX_MEMBERS))  # one's own are no obstacle
+
+    def _taken(self, what: bytes) -> bool:
+        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, what)
+        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls into a store that is mapped memory: nobody unmaps it under them.
+#
+# Bytes go to and from the mapping by address, so a call that outlives it ends the process. A store
+# that is closed takes no new calls, and waits for those under way; not for ever, because an engine
+# that ends must end. Those that are left then keep all that they work on, the member's lock too (it
+# says that what they write is not a dead process's), and the last of them closes what is there.
+#
+# Threads that work on the store beside its calls (`beside`) count like them, and see by `closing`
+# that they should end.
+# --------------------------------------------------------------------------------------------------
+
+_log = logging.getLogger(__name__)
+
+
+class Calls:
+    """`with calls:` around each."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._closed = False
+        self.closing = threading.Event()
+        self._end: Callable[[], None] | None = None  # `close` has given up: the last call does it
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if self._closed:
+                raise StoreError("the store is closed")
+            self._running += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._running -= 1
+            end = None
+            if self._closed and self._running == 0:
+                end, self._end = self._end, None
+                self._changed.notify_all()
+        if end is not None:
+            end()
+
+    def beside(self, work: Callable[[], None], name: str) -> threading.Thread | None:
+        """A thread at this work; None where the store is closed, or the system has no thread."""
+
+        def counted() -> None:
+            try:
+                work()
+            finally:
+                self.__exit__()
+
+        try:
+            self.__enter__()
+        except StoreError:
+            return None
+        thread = threading.Thread(target=counted, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self.__exit__()
+            _log.warning("%s is left for later: %s", name, error)
+            return None
+        return thread
+
+    def close(self, seconds: float, end: Callable[[], None]) -> int:
+        """Take no more calls; how many were still under way after so many seconds.
+
+        `end` runs once, when there are none: before this returns, or after the last of those.
+        """
+        with self._changed:
+            if self._closed:
+                return 0
+            self._closed = True
+            self.closing.set()
+            self._changed.wait_for(lambda: self._running == 0, seconds)
+            left = self._running
+            if left:
+                self._end = end
+                return left
+        end()
+        return 0

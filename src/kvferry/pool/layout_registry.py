@@ -1,0 +1,549 @@
+"""Layout records: how a writer's objects are laid out, for readers of any shape.
+
+A record holds the model's description, what engines compare at a handshake, the writer's shape and
+the layout of each of its ranks. Its id is a digest of these, so engines of one shape have one id,
+and a record that was changed is noticed. Ranks that hold the same bytes of a table (replicated
+heads, latents) are one *fragment*, named after the first of them; they write in turns, by block.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import msgspec
+import numpy as np
+
+from kvferry.errors import BindError, IncompatibleError, KvferryError, ProtocolError, StoreError
+from kvferry.handover.describe import engine_info, rank_info, read_layout, read_model, read_shape
+from kvferry.layout.model import CacheModel, require_same_cache
+from kvferry.layout.placement import Ints, RankLayout
+from kvferry.layout.shape import EngineShape, Rank, Span
+from kvferry.net.messages import EngineInfo, RankInfo
+from kvferry.plan import EdgePlan, plan_pair
+from kvferry.plan.bind import Binder, Bound
+from kvferry.plan.pieces import Piece
+from kvferry.pool.hits import Held, Segment
+from kvferry.pool.keys import ContentChain, Fragment, KeyMetadata, object_keys
+from kvferry.pool.objects import (
+    ObjectMemory,
+    TableKind,
+    block_span,
+    compact,
+    object_memory,
+    object_stride,
+    table_kinds,
+)
+from kvferry.pool.orders import PoolCounters
+from kvferry.pool.store import MOST_RECORD_BYTES, Bools, Outcome, Ranges, Slices, Store
+
+FORMAT = 1
+ID_BYTES = 12
+
+
+class LayoutRecord(msgspec.Struct, frozen=True):
+    """What is stored."""
+
+    format: int
+    engine: EngineInfo
+    ranks: list[RankInfo]
+
+
+_records = msgspec.msgpack.Decoder(LayoutRecord)  # made once: its first use is on many threads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolLayout:
+    """A writer's layout, ready to plan with."""
+
+    id: str
+    encoded: bytes
+    model: CacheModel
+    meaning: dict[str, str]
+    shape: EngineShape
+    ranks: dict[Rank, RankLayout]  # compact: of objects
+    kinds: tuple[TableKind, ...]
+    fragments: tuple[Fragment, ...]
+    owner: dict[tuple[int, Rank], Fragment] = field(repr=False)  # of each table on each rank
+    turns: dict[Fragment, tuple[Rank, ...]] = field(repr=False)  # ranks that write it
+
+    def kind(self, table: int) -> TableKind:
+        return next(kind for kind in self.kinds if kind.table == table)
+
+    def fragments_of(self, group: str) -> tuple[Fragment, ...]:
+        tables = {kind.table for kind in self.kinds if group in kind.groups}
+        return tuple(f for f in self.fragments if f.table in tables)
+
+    def block_tokens(self, group: str) -> int:
+        return next(kind.block_tokens for kind in self.kinds if group in kind.groups)
+
+
+def make_layout(
+    model: CacheModel,
+    meaning: Mapping[str, str],
+    ranks: Sequence[RankLayout],
+) -> PoolLayout:
+    """The layout of an engine, from the memory of all its ranks."""
+    compacted = [compact(layout, object_memory(model, layout)) for layout in ranks]
+    shape = compacted[0].shape
+    record = LayoutRecord(
+        FORMAT,
+        engine_info("", "", _nameless(model), shape, meaning),
+        [rank_info(r, [0] * len(r.regions), "", "", {}) for r in sorted(compacted, key=_by_rank)],
+    )
+    return _ready(msgspec.msgpack.encode(record), record)
+
+
+def _by_rank(layout: RankLayout) -> Rank:
+    return layout.rank
+
+
+def _nameless(model: CacheModel) -> CacheModel:
+    """A model's name is a path, and says nothing about bytes."""
+    return CacheModel("", model.groups, model.total_layers)
+
+
+def layout_id(encoded: bytes) -> str:
+    return blake2b(encoded, digest_size=ID_BYTES).hexdigest()
+
+
+def read_record(encoded: bytes, expected_id: str) -> PoolLayout:
+    """A record from a store, checked; raises a `KvferryError` that says what is wrong with it."""
+    if len(encoded) > MOST_RECORD_BYTES or layout_id(encoded) != expected_id:
+        raise ProtocolError(
+            f"the record of layout {expected_id} has {len(encoded)} bytes and the digest "
+            f"{layout_id(encoded)}; it was damaged, and its objects cannot be read"
+        )
+    try:
+        record = _records.decode(encoded)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"layout {expected_id} cannot be read: {error}") from None
+    if record.format != FORMAT:
+        raise ProtocolError(
+            f"layout {expected_id} has format {record.format}; this version reads {FORMAT}"
+        )
+    return _ready(encoded, record)
+
+
+def _ready(encoded: bytes, record: LayoutRecord) -> PoolLayout:
+    model, shape = read_model(record.engine), read_shape(record.engine)
+    ranks = {}
+    for info in record.ranks:
+        layout, _ = read_layout(info, shape)
+        ranks[layout.rank] = layout
+    missing = sorted(set(shape.ranks) ^ set(ranks))
+    if missing:
+        raise ProtocolError(f"a layout's record lacks or repeats ranks {missing}")
+    tables: dict[int, set[str]] = {}
+    for layout in ranks.values():
+        for part in layout.parts:
+            tables.setdefault(part.table, set()).add(part.group)
+    owner, turns = _replicas(ranks)
+    return PoolLayout(
+        id=layout_id(encoded),
+        encoded=encoded,
+        model=model,
+        meaning=dict(record.engine.meaning),
+        shape=shape,
+        ranks=ranks,
+        kinds=tuple(table_kinds(model, shape, tables)),
+        fragments=tuple(sorted(turns)),
+        owner=owner,
+        turns=turns,
+    )
+
+
+def _replicas(
+    ranks: Mapping[Rank, RankLayout],
+) -> tuple[dict[tuple[int, Rank], Fragment], dict[Fragment, tuple[Rank, ...]]]:
+    """Ranks whose objects of a table hold the very same bytes are one fragment."""
+    first: dict[object, Fragment] = {}
+    owner: dict[tuple[int, Rank], Fragment] = {}
+    turns: dict[Fragment, list[Rank]] = {}
+    for rank, layout in sorted(ranks.items()):
+        for table in sorted({part.table for part in layout.parts}):
+            parts = tuple(
+                (
+                    part.group,
+                    tuple(part.layers.tolist()),
+                    tuple(
+                        (p.component, p.units, tuple(p.offsets.tolist())) for p in part.placements
+                    ),
+                )
+                for part in layout.parts
+                if part.table == table
+            )
+            # of opaque pages nobody knows what they hold: they are nobody's replicas
+            opaque = any(part.is_opaque for part in layout.parts if part.table == table)
+            phase = rank.tp if opaque else rank.tp % layout.shape.dcp
+            held = (table, rank.pp, phase, parts)
+            fragment = first.setdefault(held, Fragment(table, rank.pp, rank.tp))
+            owner[table, rank] = fragment
+            turns.setdefault(fragment, []).append(rank)
+    return owner, {fragment: tuple(members) for fragment, members in turns.items()}
+
+
+def require_readable(ours: PoolLayout, theirs: PoolLayout) -> None:
+    """Refuse a record whose bytes mean something else, though its key says that they do not."""
+    require_same_cache(theirs.model, ours.model)
+    if theirs.meaning != ours.meaning:
+        raise IncompatibleError(
+            f"layout {theirs.id} holds {theirs.meaning}, this engine {ours.meaning}"
+        )
+
+
+def is_usable(ours: PoolLayout, theirs: PoolLayout) -> str:
+    """Why a layout cannot be read here; empty where it can."""
+    try:
+        require_readable(ours, theirs)
+    except KvferryError as error:
+        return str(error)
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading another shape's objects: the planner's copies, turned into parts of objects.
+#
+# For each layout in the pool, a rank plans once: every writer rank that holds something of ours, as
+# the planner sees any other engine. A read binds these plans to tokens: blocks of the writer are
+# numbered by their place in the sequence, so an address on the source side *is* an object and an
+# offset in it. The result is one list of slices an object, with only the bytes that are needed.
+# --------------------------------------------------------------------------------------------------
+
+TABLE_SHIFT = 52  # a source address here is table << 52 | block * stride | offset
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WantedParts:
+    """Parts of objects: `slices[i]` of block `blocks[i]` of `fragments[i]`."""
+
+    fragments: list[Fragment]
+    blocks: list[int]
+    starts: list[int]  # first token of each that was asked for
+    slices: list[Slices]
+
+    @property
+    def bytes(self) -> int:
+        return sum(int(s.length.sum()) for s in self.slices)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadPlan:
+    """How one rank reads one layout; made once, kept."""
+
+    theirs: PoolLayout
+    ours: RankLayout
+    plans: tuple[EdgePlan, ...]
+
+    def bind(self, segment: Segment, tables: Sequence[Ints], bases: Ints) -> WantedParts:
+        """What to read for a segment into these blocks."""
+        src_bases = np.arange(self._tables, dtype=np.int64) << TABLE_SHIFT
+        made: list[tuple[Ints, Ints, Ints, Ints]] = []
+        fragments: list[Fragment] = []
+        for plan in self.plans:
+            group = plan.groups.get(segment.group)
+            if group is None:
+                continue
+            span = block_span(group, self.theirs.shape)
+            if group.is_state:
+                numbers = np.asarray([segment.stop // span - 1], dtype=np.int64)
+                dst_tables = [self._state_block(t, segment, tables) for t in range(len(tables))]
+            else:
+                numbers = np.arange(-(-segment.stop // span), dtype=np.int64)
+                dst_tables = list(tables)
+            binder = Binder([numbers] * self._tables, dst_tables, src_bases, bases)
+            for piece in plan.pieces:
+                if piece.group != segment.group:
+                    continue
+                batches = binder.batches(piece, self._span(plan, piece, segment))
+                copies = Bound(tuple(batches), 0, sum(b.descriptors for b in batches)).copies()
+                if len(copies) == 0:
+                    continue
+                at = copies.src & ((1 << TABLE_SHIFT) - 1)
+                stride = object_stride(self.theirs.ranks[plan.src].regions[piece.src.table].bytes)
+                fragments.append(self.theirs.owner[piece.src.table, plan.src])
+                which = np.full(len(copies), len(fragments) - 1, dtype=np.int64)
+                block = at // stride
+                made.append(((which << 40) + block, at - block * stride, copies.dst, copies.length))
+            binder.require_distinct_destinations()
+        return self._grouped(segment, made, fragments)
+
+    @property
+    def _tables(self) -> int:
+        return max(layout.tables for layout in self.theirs.ranks.values())
+
+    def _state_block(self, table: int, segment: Segment, tables: Sequence[Ints]) -> Ints:
+        """A state lies in the block that its last token is in."""
+        for part in self.ours.parts_of(segment.group):
+            if part.table == table:
+                group = self.theirs.model.group(segment.group)
+                number = segment.stop // block_span(group, self.ours.shape) - 1
+                if not 0 <= number < len(tables[table]):
+                    raise BindError(
+                        f"block table {table} has no block number {number} for a state at token "
+                        f"{segment.stop}"
+                    )
+                return tables[table][number : number + 1]
+        return tables[table]
+
+    def _span(self, plan: EdgePlan, piece: Piece, segment: Segment) -> Span:
+        """Entries of a piece; a state or an opaque page is one entry."""
+        group = plan.groups[piece.group]
+        if group.is_state:
+            return Span(0, 1)
+        per = block_span(group, self.ours.shape) if piece.opaque else group.tokens_per_entry
+        if segment.start % per or segment.stop % per:
+            raise BindError(
+                f"tokens {segment.start}..{segment.stop} of group {segment.group!r} do not begin "
+                f"and end at a multiple of {per}"
+            )
+        return Span(segment.start // per, segment.stop // per)
+
+    def _grouped(
+        self,
+        segment: Segment,
+        made: list[tuple[Ints, Ints, Ints, Ints]],
+        fragments: list[Fragment],
+    ) -> WantedParts:
+        """One list of slices an object, objects in the order of their blocks."""
+        if not made:
+            return WantedParts([], [], [], [])
+        distinct = sorted(set(fragments))
+        number = np.asarray([distinct.index(f) for f in fragments], dtype=np.int64)
+        keys, offset, address, length = (np.concatenate([m[i] for m in made]) for i in range(4))
+        block = keys & ((1 << 40) - 1)
+        objects = block * len(distinct) + number[keys >> 40]
+        order = np.argsort(objects, kind="stable")
+        objects, offset = objects[order], offset[order]
+        address, length = address[order], length[order]
+        heads = np.concatenate(([0], np.flatnonzero(np.diff(objects)) + 1))
+        blocks, which = np.divmod(objects[heads], len(distinct))
+        group = self.theirs.model.group(segment.group)
+        span = block_span(group, self.theirs.shape)
+        starts = np.maximum(blocks * span, 0 if group.is_state else segment.start)
+        return WantedParts(
+            [distinct[i] for i in which.tolist()],
+            blocks.tolist(),
+            starts.tolist(),
+            _slices(offset, address, length, heads),
+        )
+
+
+def _slices(offset: Ints, address: Ints, length: Ints, heads: Ints) -> list[Slices]:
+    """Cut before each head. Objects of which the same is wanted, as most are, share its arrays."""
+    count, per = len(heads), len(offset) // len(heads)
+    if np.array_equal(heads, np.arange(count) * per) and count * per == len(offset):
+        offsets, lengths = offset.reshape(count, per), length.reshape(count, per)
+        first, sizes = offsets[0], lengths[0]
+        if (offsets == first).all() and (lengths == sizes).all():
+            return [Slices(first, row, sizes) for row in address.reshape(count, per)]
+    cuts = heads[1:]
+    parts = zip(
+        np.split(offset, cuts), np.split(address, cuts), np.split(length, cuts), strict=True
+    )
+    return [Slices(*part) for part in parts]
+
+
+def plan_read(theirs: PoolLayout, model: CacheModel, ours: RankLayout) -> ReadPlan:
+    """Plan all that a rank can read of a layout, or refuse with the planner's reason."""
+    pair = plan_pair(theirs.model, theirs.shape, ours.shape, dst_model=model)
+    plans = [
+        pair.plan(edge, theirs.ranks[edge.src], ours)
+        for edge in pair.edges
+        if edge.dst == ours.rank
+    ]
+    return ReadPlan(theirs, ours, tuple(plans))
+
+
+# --------------------------------------------------------------------------------------------------
+# The layouts of a namespace: ours published, others' found.
+#
+# A namespace has a fixed number of index slots. A writer puts its layout's record under the
+# layout's id, and the id into the first free slot; nothing is ever changed, so nothing can be torn
+# or lost by two writers at once. A slot or a record that the store evicted is written again by
+# whoever finds it missing and owns it; until then, to engines that do not know it yet, that layout
+# is a miss.
+# --------------------------------------------------------------------------------------------------
+
+log = logging.getLogger("kvferry")
+
+REFRESH_SECONDS = 2.0  # a new shape is noticed within this
+
+
+class LayoutBook:
+    """Used by one thread at a time."""
+
+    def __init__(self, metadata: KeyMetadata, ours: PoolLayout, counters: PoolCounters) -> None:
+        self.metadata, self.ours = metadata, ours
+        self._counters = counters
+        self._known: dict[str, PoolLayout] = {ours.id: ours}
+        self._refused: set[str] = set()
+        self._slots: dict[str, str] = {}  # layout id by index key
+        self._next = 0.0
+
+    @property
+    def layouts(self) -> list[PoolLayout]:
+        return list(self._known.values())
+
+    def refresh(self, store: Store, deadline: float, now: float | None = None) -> None:
+        """Look for new layouts, and publish ours where it is missing; now and then."""
+        now = time.monotonic() if now is None else now
+        if now < self._next:
+            return
+        index = self.metadata.index_keys()
+        record = self.metadata.record_key(self.ours.id)
+        found = store.exists([*index, record], deadline)
+        self._slots.clear()  # a slot that was evicted may be another's by now
+        for key, here in zip(index, found.tolist(), strict=False):
+            name = store.get_bytes(key, deadline) if here else None
+            if name is not None:
+                self._slots[key] = name.decode(errors="replace")
+        for layout_id in set(self._slots.values()) - set(self._known) - self._refused:
+            self._learn(store, layout_id, deadline)
+        if not found[-1]:
+            self._count(store.put_bytes(record, self.ours.encoded, deadline))
+        if self.ours.id not in self._slots.values():
+            self._take_slot(store, index, deadline)
+        self._next = now + REFRESH_SECONDS
+
+    def _learn(self, store: Store, layout_id: str, deadline: float) -> None:
+        encoded = store.get_bytes(self.metadata.record_key(layout_id), deadline)
+        if encoded is None:
+            self._counters.add("layouts_missing")
+            return
+        try:
+            layout = read_record(encoded, layout_id)
+            why = is_usable(self.ours, layout)
+            if not why:  # what no rank could read must not be promised
+                for rank in self.ours.ranks.values():
+                    plan_read(layout, self.ours.model, rank)
+        except KvferryError as error:
+            why = str(error)
+        except Exception as error:  # a record may hold anything
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            self._refused.add(layout_id)
+            self._counters.add("layouts_refused")
+            log.warning("layout %s of the pool is not read: %s", layout_id, why)
+            return
+        self._known[layout_id] = layout
+        log.info("the pool has a layout %s: %s", layout_id, layout.shape.describe())
+
+    def _take_slot(self, store: Store, index: list[str], deadline: float) -> None:
+        for key in index:
+            if key in self._slots:
+                continue
+            outcome = store.put_bytes(key, self.ours.id.encode(), deadline)
+            if outcome is Outcome.EXISTS:  # somebody was faster: whose is it?
+                name = store.get_bytes(key, deadline)
+                if name != self.ours.id.encode():
+                    continue
+            elif outcome is not Outcome.DONE:
+                self._count(outcome)
+                return
+            self._slots[key] = self.ours.id
+            self._counters.add("layouts_published")
+            return
+        log.error(
+            "all %d layouts that a pool's namespace can have are taken: what this engine saves "
+            "cannot be found by others; give it a `cache_prefix` of its own",
+            len(index),
+        )
+
+    def _count(self, outcome: Outcome) -> None:
+        if outcome not in (Outcome.DONE, Outcome.EXISTS):
+            self._counters.add("layouts_unpublished")
+
+
+# --------------------------------------------------------------------------------------------------
+# From tokens to keys and addresses: one place that knows how the two are made.
+#
+# A reader asks for the content hashes of a sequence once for each published layout, at that
+# layout's block sizes; a writer finds the memory of its blocks and the keys that they go under.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """All fragments of all blocks of a sequence, in all known layouts."""
+
+    keys: list[str]
+    parts: tuple[tuple[PoolLayout, Fragment, int], ...]  # with how many keys each
+
+    def by_fragment(self) -> Iterator[tuple[Fragment, list[str]]]:
+        start = 0
+        for _, fragment, count in self.parts:
+            yield fragment, self.keys[start : start + count]
+            start += count
+
+    def answer(self, found: Bools) -> list[Held]:
+        """By layout and group: which blocks exist with *every* fragment, from whatever rank."""
+        if len(found) != len(self.keys):
+            raise StoreError(f"a store answered {len(found)} of {len(self.keys)} questions")
+        by_layout: dict[str, dict[int, Bools]] = {}
+        layouts: dict[str, PoolLayout] = {}
+        start = 0
+        for layout, fragment, count in self.parts:
+            one = found[start : start + count]
+            start += count
+            layouts[layout.id] = layout
+            tables = by_layout.setdefault(layout.id, {})
+            before = tables.get(fragment.table)
+            tables[fragment.table] = one if before is None else before & one
+        held = []
+        for layout_id, tables in by_layout.items():
+            for group in layouts[layout_id].model.groups:
+                mine = [
+                    tables[kind.table]
+                    for kind in layouts[layout_id].kinds
+                    if group.name in kind.groups
+                ]
+                span = layouts[layout_id].block_tokens(group.name)
+                held.append(Held(layout_id, group.name, span, np.logical_and.reduce(mine)))
+        return held
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkedTokenDatabase:
+    """Keys of one namespace; with a rank's memory, also the addresses of its blocks."""
+
+    metadata: KeyMetadata
+    layout: PoolLayout  # our own
+    rank: Rank | None = None
+    memory: Mapping[int, ObjectMemory] = field(default_factory=dict)  # by table
+    bases: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    replica: int = 0  # among workers with the same rank and the same bytes
+    replicas: int = 1
+
+    def question(self, chain: ContentChain, layouts: Sequence[PoolLayout]) -> Question:
+        keys: list[str] = []
+        parts = []
+        for layout in layouts:
+            for fragment in layout.fragments:
+                contents = chain.digests(layout.kind(fragment.table).block_tokens)
+                keys += object_keys(self.metadata, layout.id, fragment, contents)
+                parts.append((layout, fragment, len(contents)))
+        return Question(keys, tuple(parts))
+
+    def my_turn(self, table: int, numbers: Ints) -> Ints:
+        """Which of these blocks this rank writes, as indices: replicas take turns."""
+        assert self.rank is not None
+        turns = self.layout.turns[self.layout.owner[table, self.rank]]
+        turn = turns.index(self.rank) + len(turns) * self.replica
+        mine: Ints = np.flatnonzero(numbers % (len(turns) * self.replicas) == turn)
+        return mine
+
+    def keys(self, table: int, contents: Sequence[str]) -> list[str]:
+        """Keys of this rank's objects."""
+        assert self.rank is not None
+        fragment = self.layout.owner[table, self.rank]
+        return object_keys(self.metadata, self.layout.id, fragment, contents)
+
+    def objects(self, table: int, block_ids: Ints) -> list[Ranges]:
+        """Memory of this rank's blocks."""
+        template = self.memory[table]
+        rows = template.addresses(self.bases, block_ids)
+        return [Ranges(row, template.lengths) for row in rows]

@@ -1,0 +1,409 @@
+"""A decode engine's requests whose prompt was, or is being, computed elsewhere.
+
+A request arrives with a ticket, or with the name of a producer that got it at the same time. Its
+tokens count as external, an asynchronous load is ordered when blocks are there, and whatever
+becomes of the request, every source hears one last word (from the load, or `not needed`). What
+cannot be a ticket for this request is said in the log, given back, and the prompt is computed here,
+which is counted once, by reason.
+A load that failed is not tried again: the request is matched no more, and vLLM's
+`kv_load_failure_policy` decides; so it is after a preemption.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvferry.errors import AuthenticationError, KvferryError
+from kvferry.handover.load import Load
+from kvferry.handover.renew import Renewer
+from kvferry.handover.ticket import MARK, Ticket
+from kvferry.pool.weights import Adapters, Asked
+from kvferry.vllm.bootstrap import CHILD, Appointment, Rendezvous, appointment, derived_hold
+from kvferry.vllm.config import FerryConfig, Style
+from kvferry.vllm.metadata import FerryMetadata
+from kvferry.vllm.metrics import FerryStats, Here, Spans
+from kvferry.vllm.producing import PrefillCut, adapted, request_digest
+from kvferry.vllm.prompts import Prompts
+
+# --------------------------------------------------------------------------------------------------
+# Tickets that several requests came with (`n > 1`): given back when the last one is through.
+# --------------------------------------------------------------------------------------------------
+
+SIBLING_SECONDS = 1.0  # samples of one request arrive together; the last within this
+
+
+@dataclass(slots=True)
+class _Family:
+    ticket: Ticket
+    requests: set[str] = field(default_factory=set)
+    release_at: float | None = None  # a sibling may still be on its way until then
+
+
+class SharedTickets:
+    def __init__(self) -> None:
+        self._families: dict[str, _Family] = {}  # by hold
+
+    def join(self, request_id: str, ticket: Ticket) -> None:
+        family = self._families.setdefault(ticket.hold_id, _Family(ticket))
+        family.requests.add(request_id)
+        family.release_at = None
+
+    def leave(self, request_id: str, ticket: Ticket) -> None:
+        family = self._families.get(ticket.hold_id)
+        if family is not None:
+            family.requests.discard(request_id)
+            if not family.requests:
+                family.release_at = time.monotonic() + SIBLING_SECONDS
+
+    @property
+    def leaving(self) -> bool:
+        """Whether `due` will have something though no request comes."""
+        return any(family.release_at is not None for family in self._families.values())
+
+    def due(self) -> list[Ticket]:
+        """Those that nobody needs any more, each once."""
+        now = time.monotonic()
+        over = [
+            hold_id
+            for hold_id, family in self._families.items()
+            if family.release_at is not None and family.release_at <= now
+        ]
+        return [self._families.pop(hold_id).ticket for hold_id in over]
+
+
+# --------------------------------------------------------------------------------------------------
+
+log = logging.getLogger("kvferry")
+
+QUESTIONS = 3  # that may go before a request's own, each as long as one may take
+ADAPTER_SECONDS = 2.0  # a request waits for the first reading of its adapter; then it is computed
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A request that wants a cache from elsewhere."""
+
+    arrived: float
+    shared: bool  # other requests may come with the same ticket
+    ticket: Ticket | None = None  # None: its producer is not found yet
+    appointment: Appointment | None = None
+    lora: Asked | None = None  # its adapter
+    digest: str = ""  # of its prompt and its adapter, once that is known
+    matched: int = 0  # tokens that we said we would load, when vLLM last asked
+    loading: bool = False  # a load was ordered: its last word is the load's
+    over: bool = False  # loaded, failed or not needed: never matched again
+
+
+@dataclass(slots=True)
+class Consuming:
+    config: FerryConfig
+    style: Style
+    rendezvous: Rendezvous
+    handed_over: PrefillCut
+    orders: Callable[[], FerryMetadata]
+    stats: FerryStats
+    spans: Spans
+    prompts: Prompts = field(default_factory=Prompts)
+    adapters: Adapters = field(default_factory=Adapters)
+    _wanted: dict[str, _Wanted] = field(default_factory=dict)
+    _siblings: SharedTickets = field(default_factory=SharedTickets)
+    _unfound: list[Appointment] = field(default_factory=list)  # of requests that are over
+    _renewer: Renewer | None = None
+    _unwatched: list[Ticket] = field(default_factory=list)  # until there is a renewer
+
+    def renew_by(self, renewer: Renewer) -> None:
+        self._renewer = renewer
+        for ticket in self._unwatched:
+            renewer.watch(ticket)
+        self._unwatched.clear()
+
+    def arrived(self, request: Any) -> None:
+        """A request asks for a remote prefill."""
+        try:
+            self._arrived(request)
+        except Exception:  # whatever a client's parameters are, the engine goes on
+            log.exception("request %s", request.request_id)
+            self._here(request, "error", "of an error of ours")
+            if (wanted := self._wanted.get(request.request_id)) is not None:
+                wanted.over = True
+                self._through(request.request_id, wanted)
+
+    def _arrived(self, request: Any) -> None:
+        params, request_id = request.kv_transfer_params, request.request_id
+        wanted = _Wanted(time.monotonic(), bool(CHILD.match(request_id)))
+        unfit = self.prompts.unfit(request)
+        ticketed = isinstance(params.get(MARK), dict)
+        if ticketed and "not_held" in params[MARK]:
+            why = f"it is not held: {str(params[MARK]['not_held'])[:300]!r}"
+            self._here(request, "not held", why, logging.INFO)
+            return
+        wanted.lora = self.adapters.ask(request, ADAPTER_SECONDS)
+        try:
+            if not ticketed:
+                wanted.appointment = appointment(params, request_id, self.style)
+                self._wanted[request_id] = wanted
+                if not unfit:
+                    self._find(request, wanted)
+                    return
+                self._here(request, "unfit", unfit)
+                self._through(request_id, wanted)  # its producer may hold it
+                wanted.over = True
+                return
+            ticket = Ticket.from_params(params)
+        except KvferryError as error:
+            self._here(request, "bad ticket" if ticketed else "no ticket", str(error))
+            return
+        if not self.config.admits(ticket.host):
+            why = (
+                f"its ticket names the host {ticket.host}, which is not among the configured peers"
+            )
+            self._here(request, "not allowed", why)
+            return
+        refusal: tuple[Here, str] | None
+        refusal = ("unfit", unfit) if unfit else _unfit(ticket, request, self.handed_over)
+        if refusal is not None:
+            self._here(request, *refusal)
+            self.orders().releases.append(ticket)
+            return
+        self._wanted[request_id] = wanted
+        self._ticketed(request_id, wanted, ticket)
+
+    def _here(self, request: Any, reason: Here, why: str, level: int = logging.WARNING) -> None:
+        """A request is computed here: said and counted, which callers do once."""
+        if getattr(request, "abort_immediately", False):
+            return  # vLLM tells that it rejected a request: its prompt is no prompt
+        self.stats.count("computed_here", reason)
+        log.log(level, "request %s: computed here, because %s", request.request_id, why)
+
+    def _find(self, request: Any, wanted: _Wanted) -> None:
+        """Look for the producer that a request named; its ticket, once found."""
+        assert wanted.appointment is not None
+        try:
+            ticket = self._ticket(wanted.appointment, request)
+        except KvferryError as error:
+            allowed = not isinstance(error, AuthenticationError)
+            self._here(request, "not found" if allowed else "not allowed", str(error))
+            wanted.over = True
+            return
+        except Exception:  # whatever a client or a bootstrap says, the engine goes on
+            log.exception("request %s", request.request_id)
+            self._here(request, "error", "of an error of ours")
+            wanted.over = True
+            return
+        if ticket is not None:
+            self._ticketed(request.request_id, wanted, ticket)
+        elif time.monotonic() > wanted.arrived + QUESTIONS * self.config.bootstrap_seconds:
+            self._here(
+                request, "not found", f"nobody answers for {wanted.appointment.place.address}"
+            )
+            self._through(request.request_id, wanted)
+            wanted.over = True
+
+    def _ticket(self, named: Appointment, request: Any = None) -> Ticket | None:
+        found = self.rendezvous.find(named.place)
+        if found is None:
+            return None
+        return Ticket(
+            engine_id=found.engine_id,
+            incarnation=found.incarnation,
+            hold_id=derived_hold(found.incarnation, named.name),
+            digest=request_digest(request) if request is not None else "-",
+            tokens=self.handed_over.tokens(request) if request is not None else 1,
+            host=found.host,
+            port=found.port,
+            request_id=named.name,
+        )
+
+    def _ticketed(self, request_id: str, wanted: _Wanted, ticket: Ticket) -> None:
+        wanted.ticket = ticket
+        if self._renewer is not None:  # from now on, also while the request queues
+            self._renewer.watch(ticket)
+        else:
+            self._unwatched.append(ticket)
+        if wanted.shared:
+            self._siblings.join(request_id, ticket)
+
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        wanted = self._wanted.get(request.request_id)
+        if wanted is None or wanted.over or wanted.loading:
+            return 0, False
+        if wanted.ticket is None:
+            self._find(request, wanted)
+            if wanted.ticket is None:
+                return (0, False) if wanted.over else (None, False)
+        if wanted.lora is not None:
+            same = self._adapted(request, wanted, wanted.lora)
+            if not same:
+                return (None if same is None else 0), False
+        wanted.matched = max(0, wanted.ticket.tokens - computed)
+        return wanted.matched, wanted.matched > 0
+
+    def _adapted(self, request: Any, wanted: _Wanted, lora: Asked) -> bool | None:
+        """Whether a ticket is of the adapter that this engine has; None: not known yet."""
+        assert wanted.ticket is not None
+        adapter, why = lora.digest, ""
+        if adapter is None:
+            return None
+        if not adapter:
+            why = lora.unknown
+        elif not wanted.digest:
+            wanted.digest = adapted(request_digest(request), adapter)
+            # without a ticket that came with it, the producer's ranks compare
+            if wanted.appointment is None and wanted.ticket.digest != wanted.digest:
+                why = (
+                    "its ticket is for another prompt, or its LoRA adapter "
+                    f"{lora.adapter.name!r:.100} has other files or settings here"
+                )
+        if why:
+            self._here(request, "lora", why)
+            self._through(request.request_id, wanted)
+            wanted.over = True
+        return not why
+
+    def allocated(self, request: Any, block_ids: Iterable[Iterable[int]], external: int) -> None:
+        wanted = self._wanted.get(request.request_id)
+        if wanted is None or wanted.over:
+            return
+        if external == 0:
+            if not wanted.loading:  # all of it was here already, or a sibling connector had it
+                self._through(request.request_id, wanted)
+            wanted.over = True
+            return
+        if wanted.loading or wanted.ticket is None:
+            return
+        wanted.loading = True
+        tables, skip = self.handed_over.tables(block_ids), wanted.ticket.tokens - external
+        if external != wanted.matched:
+            log.error(
+                "request %s: not loaded, because vLLM makes room for %d tokens from elsewhere, and "
+                "its ticket has %d; it is computed here, or fails, as kv_load_failure_policy says",
+                request.request_id,
+                external,
+                wanted.matched,
+            )
+            # Other positions than those that vLLM counts on must not be filled. vLLM waits for
+            # a load, so one is ordered that fails and tells its source: it has no block to fill.
+            tables, skip = tuple(() for _ in tables), 0
+        self.stats.observe("queue_seconds", time.monotonic() - wanted.arrived)
+        self.spans.begin(
+            "load",
+            request,
+            **{"kvferry.producer": wanted.ticket.engine_id, "kvferry.tokens": external},
+        )
+        ticket = replace(wanted.ticket, digest=wanted.digest or wanted.ticket.digest)
+        self.orders().loads.append(
+            Load(
+                request_id=request.request_id,
+                ticket=ticket,
+                tables=tables,
+                skip=skip,
+                seconds=self.config.load_seconds,
+                keep_open=wanted.shared,
+            )
+        )
+
+    def received(self, request_ids: Iterable[str], failed: Collection[str]) -> None:
+        """Loads that all workers have ended, well or not."""
+        for request_id in request_ids:
+            self.spans.end("load", request_id, "failed" if request_id in failed else "")
+            wanted = self._wanted.get(request_id)
+            if wanted is None or not wanted.loading or wanted.ticket is None:
+                continue  # aborted meanwhile, or a sibling connector's
+            wanted.over = True
+            if request_id not in failed:
+                self.stats.observe("total_seconds", time.monotonic() - wanted.arrived)
+            elif wanted.appointment is not None:
+                self.rendezvous.forget(wanted.appointment.place)
+            if wanted.shared:
+                self._through(request_id, wanted)
+            else:
+                self._drop(wanted.ticket)
+
+    def finished(self, request_id: str) -> None:
+        """A request is over, however it ended."""
+        wanted = self._wanted.pop(request_id, None)
+        if wanted is not None and not wanted.over:
+            if wanted.loading:
+                self.orders().cancels.append(request_id)
+            if wanted.loading and not wanted.shared and wanted.ticket is not None:
+                self._drop(wanted.ticket)  # the load says the last word
+            else:
+                self._through(request_id, wanted)
+
+    def reset(self) -> None:
+        """Tickets from before are void: what queues is computed here, what loads is given up."""
+        for request_id, wanted in self._wanted.items():
+            if not wanted.over:
+                if wanted.loading:
+                    self.orders().cancels.append(request_id)
+                else:
+                    self.stats.count("computed_here", "reset")
+                    self._through(request_id, wanted)
+                    wanted.over = True
+
+    def _through(self, request_id: str, wanted: _Wanted) -> None:
+        """A request needs its ticket no more."""
+        if wanted.ticket is None:
+            if wanted.appointment is not None:
+                self._unfound.append(wanted.appointment)
+            return
+        if not wanted.shared:
+            self.orders().releases.append(wanted.ticket)
+            self._drop(wanted.ticket)
+            return
+        self._siblings.leave(request_id, wanted.ticket)
+
+    def _drop(self, ticket: Ticket) -> None:
+        if self._renewer is not None:
+            self._renewer.drop(ticket.hold_id)
+        elif ticket in self._unwatched:
+            self._unwatched.remove(ticket)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether `settle` will have something to do though no request comes."""
+        return bool(self._unfound) or self._siblings.leaving
+
+    def settle(self) -> None:
+        """Once a step: give back what nobody needs."""
+        for unneeded in self._siblings.due():
+            self.orders().releases.append(unneeded)
+            self._drop(unneeded)
+        for named in list(self._unfound):
+            try:
+                ticket = self._ticket(named)
+            except KvferryError as error:
+                self._unfound.remove(named)
+                log.info(
+                    "what %s names %r is not given back, and will expire: %s",
+                    named.place.address,
+                    named.name,
+                    error,
+                )
+                continue
+            except Exception:  # as above
+                self._unfound.remove(named)
+                log.exception("what %s names %r will expire", named.place.address, named.name)
+                continue
+            if ticket is not None:
+                self._unfound.remove(named)
+                self.orders().releases.append(ticket)
+
+
+def _unfit(ticket: Ticket, request: Any, handed_over: PrefillCut) -> tuple[Here, str] | None:
+    """Why a ticket cannot be for this request; None where it can."""
+    lora = getattr(request, "lora_request", None) is not None  # compared when its files are known
+    if not lora and ticket.digest != request_digest(request):
+        return "another prompt", "its ticket is for another prompt"
+    if ticket.tokens > request.num_tokens:
+        words = f"its ticket is for {ticket.tokens} tokens, and it has {request.num_tokens}"
+        return "bad ticket", words
+    if handed_over.reaches_too_far(ticket.tokens, request.num_tokens):
+        words = f"its ticket leaves less than {handed_over.held_back} tokens to compute here"
+        short = request.num_tokens <= handed_over.held_back  # for any prefill engine
+        return "unfit" if short else "bad ticket", words
+    return None

@@ -1,0 +1,218 @@
+"""What an operator may set for the pool, and how its store is opened.
+
+`FerryPoolConnector` needs nothing: the embedded store of this host, in its default place. The keys
+of vLLM's own MooncakeStoreConnector are understood, so that its configuration moves over as it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from kvferry.errors import DescriptionError, StoreError
+from kvferry.pool.mooncake import parse_size
+from kvferry.pool.scheduler import PoolLimits
+from kvferry.pool.store import Store
+from kvferry.vllm.config import (
+    Count,
+    FilePath,
+    Flag,
+    Options,
+    Rule,
+    Seconds,
+    Share,
+    Text,
+    read_keys,
+    rules,
+    told,
+)
+
+log = logging.getLogger("kvferry")
+
+# Keys of the in-tree connector that ask for what is always so here, or mean nothing to us.
+MOONCAKE_ONLY = frozenset(
+    {
+        "consumer_is_to_put",
+        "custom_mem_pool",
+        "enable_cross_layers_blocks",
+        "enable_group_semantics",
+        "enable_store_tp_lcm",
+        "lookup_async",
+        "prefer_alloc_in_same_node",
+        "preferred_segment",
+        "prefill_tp_sizes",
+        "store_tp_size",
+    }
+)
+LOOKUP_BUFFER_BYTES = 64 << 20
+
+
+def _take_size(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError
+    try:
+        return parse_size(value)
+    except StoreError:
+        raise ValueError from None
+
+
+def _take_any_port(value: Any) -> int | str:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError
+    return value
+
+
+SIZE = Rule("a size such as 80GB, 512MiB or a number of bytes", _take_size)
+Size = Annotated[int | str, SIZE]
+SpelledPort = Annotated[int | str, Rule("a port, as a number or a text", _take_any_port)]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """Keys of `kv_connector_extra_config`."""
+
+    store: Text = "embedded"  # "mooncake", or "module:function" of your own
+    path: FilePath | None = None  # of the embedded store; None: in shared memory, one per user
+    size: Size | None = None  # its memory tier, such as "80GB"
+    disk_path: FilePath | None = None
+    disk_size: Size = 0
+    options: Options = field(default_factory=dict)  # for a store of your own
+    cache_prefix: Text = ""  # the tenant: engines with different ones share nothing
+    model_id: Text = ""  # names the model, where its path differs between engines
+    weight_revision: Text = ""  # names the weights; default: see `kvferry.pool.weights`
+    load_async: Flag = True
+    discard_partial_chunks: Flag = True
+    lookup_rpc_port: SpelledPort = 0  # no port is needed: accepted, and not used
+    enable_lookup: Flag = True
+    save_decode_cache: Flag | None = None  # None: yes, of engines that save at all
+    lookup_seconds: Seconds = 2.0
+    load_seconds: Seconds = 60.0
+    save_seconds: Seconds = 60.0
+    min_load_tokens: Count = 1  # a shorter hit is computed
+    checksums: Flag = False  # over a store without its own; the embedded one always has them
+    pinned_share: Share = 0.25  # of all blocks that saves may pin at a time
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any], **defaults: Any) -> PoolConfig:
+        known = set(rules(cls))
+        unknown = sorted(set(extra) - known - MOONCAKE_ONLY)
+        if unknown:
+            raise DescriptionError(
+                f"kv_connector_extra_config has {unknown}, which kvferry's pool does not know; it "
+                f"knows {sorted(known)}"
+            )
+        if extra.get("preferred_segment") or os.environ.get("MOONCAKE_PREFERRED_SEGMENT"):
+            log.warning("preferred_segment is not known here: Mooncake chooses where blocks lie")
+        unused = sorted(set(extra) & MOONCAKE_ONLY)
+        if unused:
+            log.info("kvferry's pool has no need of %s", ", ".join(unused))
+        given = {k: v for k, v in told(extra).items() if k in known}
+        config = cls(**read_keys(cls, {**defaults, **given}))
+        config._require_consistent()
+        if not config.load_async:
+            log.info("load_async is off: loads are asynchronous all the same, and no step waits")
+        if not config.discard_partial_chunks:
+            log.info("discard_partial_chunks is off: only whole blocks are kept all the same")
+        return config
+
+    def _require_consistent(self) -> None:
+        """Refuse keys that would have no effect on the store that was chosen."""
+        given = {"path": self.path, "size": self.size, "disk_path": self.disk_path}
+        given["disk_size"] = self.disk_size or None
+        names = ", ".join(told(given))
+        if self.store != "embedded" and names:
+            raise DescriptionError(
+                f"{names} set, which only the embedded store has, and store is {self.store!r}; "
+                "remove what is not meant (Mooncake's sizes are in the file that "
+                "MOONCAKE_CONFIG_PATH names, those of a store of your own in `options`)"
+            )
+        if self.options and self.store in ("embedded", "mooncake"):
+            raise DescriptionError(
+                f"options are for a store of your own (module:function), and store is "
+                f"{self.store!r}; remove one of the two"
+            )
+        if (self.disk_path is None) != (not self.disk_size):
+            raise DescriptionError(
+                "a disk tier needs both disk_path and disk_size, found "
+                f"disk_path {self.disk_path!r} and disk_size {self.disk_size!r}"
+            )
+
+    def limits(self, blocks: int, *, produces: bool) -> PoolLimits:
+        """Every role looks up, as prefill engines gain most; a consumer saves if it is told to."""
+        return PoolLimits(
+            lookup_seconds=self.lookup_seconds,
+            load_seconds=self.load_seconds,
+            save_seconds=self.save_seconds,
+            most_pinned_blocks=max(1, int(blocks * self.pinned_share)),
+            min_load_tokens=self.min_load_tokens,
+            lookup=self.enable_lookup,
+            save=produces or self.save_decode_cache is True,
+        )
+
+    @property
+    def checked(self) -> bool:
+        """Whether objects are stored with checksums of ours."""
+        return self.checksums and self.store != "embedded"
+
+    def opener(self, *, lookups_only: bool = False) -> Callable[[], Store]:
+        """What opens the store; every process and every lookup server opens its own."""
+        if self.store == "embedded":
+            return self._open_embedded
+        if self.store == "mooncake":
+            return lambda: self._open_mooncake(lookups_only)
+        module, _, name = self.store.partition(":")
+        if not name:
+            raise DescriptionError(
+                f"store is 'embedded', 'mooncake' or 'module:function', found {self.store!r}"
+            )
+        try:
+            make = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            raise DescriptionError(
+                f"store {self.store!r} cannot be imported: {error}; name a function of a module "
+                "that every process of the engine finds (PYTHONPATH)"
+            ) from error
+        if not callable(make):
+            raise DescriptionError(f"store {self.store!r} is no function that makes a store")
+        return lambda: cast(Store, make(**self.options))
+
+    def _open_embedded(self) -> Store:
+        from kvferry.pool.embedded.store import EmbeddedStore
+
+        sizes: dict[str, Any] = {}
+        if self.size is not None:
+            sizes["memory_bytes"] = parse_bytes(self.size)
+        if self.disk_path is not None:
+            sizes["disk_directory"] = Path(self.disk_path)
+            sizes["disk_bytes"] = parse_bytes(self.disk_size)
+        return EmbeddedStore(Path(self.path) if self.path else None, **sizes)
+
+    def _open_mooncake(self, lookups_only: bool) -> Store:
+        from kvferry.pool.mooncake import MooncakeStore, MooncakeStoreConfig
+
+        config = MooncakeStoreConfig.load()
+        if lookups_only:  # gives no memory to the pool, and moves no blocks
+            config = replace(
+                config,
+                mode="standalone-store",
+                global_segment_size=0,
+                local_buffer_size=LOOKUP_BUFFER_BYTES,
+            )
+        return MooncakeStore(config, hold_memory=True)
+
+
+def parse_bytes(amount: float | str) -> int:
+    """Bytes of an amount such as 80GB, 512MiB or 1073741824; a GB is 2^30 bytes, as in Mooncake."""
+    try:
+        return parse_size(amount)
+    except StoreError as error:
+        raise DescriptionError(f"cannot read a size: {error}") from None
+
+
+def default_tenant() -> str:
+    return os.environ.get("KVFERRY_POOL_PREFIX", "")

@@ -1,0 +1,370 @@
+"""The pool in vLLM's scheduler: requests, blocks and events of vLLM, as the pool knows them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvferry.errors import DescriptionError
+from kvferry.handover.describe import read_layout, read_model, read_shape
+from kvferry.net.messages import EngineInfo, RankInfo
+from kvferry.pool.keys import Extra, KeyMetadata
+from kvferry.pool.layout_registry import make_layout
+from kvferry.pool.orders import PoolLoaded
+from kvferry.pool.scheduler import (
+    PoolLimits,
+    PoolScheduler,
+    RequestTracker,
+    SavedBlocks,
+    WholeState,
+)
+from kvferry.pool.weights import NOT_SHARED, Adapters, Asked, adapter_settings, engine_weights
+from kvferry.pool.wrappers import MEANING
+from kvferry.vllm.metadata import FerryHandshake, PoolMetadata, PoolReport
+from kvferry.vllm.model import cache_rank, replicas
+from kvferry.vllm.pool.config import PoolConfig
+from kvferry.vllm.prompts import Prompts, content
+
+log = logging.getLogger("kvferry")
+_numbers = itertools.count()  # of the pools of one engine: several under a MultiConnector
+
+
+class VllmPoolScheduler:
+    def __init__(
+        self, config: PoolConfig, vllm_config: Any, limits: PoolLimits, *, events: bool
+    ) -> None:
+        self.config, self._vllm = config, vllm_config
+        self._prompts = Prompts.of(vllm_config)
+        self._adapters = Adapters(adapter_settings(vllm_config))
+        self._adapters_of: dict[str, Asked] = {}  # by request
+        self._number = str(next(_numbers))
+        self._quarantined = 0  # blocks, as last told
+        self._blocks: Any = None  # vLLM's block pool
+        self._requests: dict[str, Any] = {}
+        self._handshakes: dict[tuple[int, int], FerryHandshake] = {}
+        if self._prompts.media_unseen:
+            log.warning(
+                "kvferry: requests with images or other media are not kept in the pool: %s",
+                self._prompts.media_unseen,
+            )
+        self.pool = PoolScheduler(
+            limits, config.opener(lookups_only=True), pin=self._pin, unpin=self._unpin, null_block=0
+        )
+        self._events = PoolEvents(self.pool, wanted=events)
+
+    def set_handshakes(self, handshakes: Mapping[tuple[int, int], FerryHandshake]) -> None:
+        """All workers' descriptions: the engine's layout, to be published."""
+        engines, ranks = [], []
+        for _, handshake in sorted(handshakes.items()):
+            engines.append(msgspec.msgpack.decode(handshake.engine, type=EngineInfo))
+            ranks.append(msgspec.msgpack.decode(handshake.rank, type=RankInfo))
+        first = engines[0]
+        if any(
+            (e.groups, e.shape, e.meaning) != (first.groups, first.shape, first.meaning)
+            for e in engines
+        ):
+            raise DescriptionError("the workers of this engine describe it differently")
+        model, shape = read_model(first), read_shape(first)
+        layout = make_layout(model, first.meaning, [read_layout(r, shape)[0] for r in ranks])
+        weights = engine_weights(self._vllm, self.config.weight_revision)
+        meaning = dict([*first.meaning.items(), *([MEANING] if self.config.checked else [])])
+        metadata = KeyMetadata.of(self.config.cache_prefix, model.fingerprint(), meaning, weights)
+        workers = len(ranks) * replicas(self._vllm.parallel_config)
+        self.pool.start(metadata, layout, workers, full_residency=shape.full_residency)
+        log.info(
+            "kvferry: the pool's namespace is %s, our layout %s (%s)",
+            metadata.namespace,
+            layout.id,
+            shape.describe(),
+        )
+
+    def described_by(self, handshakes: Iterable[FerryHandshake]) -> None:
+        """The same, bit by bit, from workers under a MultiConnector."""
+        if self.pool.started:
+            return
+        for handshake in handshakes:
+            rank = msgspec.msgpack.decode(handshake.rank, type=RankInfo)
+            self._handshakes[rank.pp_rank, rank.tp_rank] = handshake
+        parallel = self._vllm.parallel_config
+        expected = parallel.pipeline_parallel_size * cache_rank(parallel, 0, 0, 0).tp
+        if len(self._handshakes) == expected:
+            self.set_handshakes(self._handshakes)
+
+    def bind_blocks(self, block_pool: Any) -> None:
+        self._blocks = block_pool
+        self._events.hash_tokens = getattr(block_pool, "hash_block_size", None)
+
+    def _pin(self, block_ids: Sequence[int]) -> None:
+        self._blocks.touch([self._blocks.blocks[i] for i in block_ids])
+
+    def _unpin(self, block_ids: Sequence[int]) -> None:
+        self._blocks.free_blocks([self._blocks.blocks[i] for i in reversed(block_ids)])
+
+    def reset(self) -> None:
+        """A namespace of its own. vLLM empties its own cache first, unless blocks are in use."""
+        blocks = self._blocks
+        kept = blocks is None or blocks.get_num_free_blocks() < blocks.num_gpu_blocks - 1
+        if kept:
+            log.warning(
+                "the pool is reset while blocks are in use: vLLM keeps its own cache, so nothing "
+                "that requests find there is saved; reset again when nothing runs"
+            )
+        self.pool.reset(keeps_blocks=kept)
+
+    # Requests
+
+    def on_new_request(self, request: Any) -> None:
+        self._prompts.name_media(request)
+        asked = self._adapters.ask(request, self.config.lookup_seconds)
+        if why := self._prompts.unfit(request):
+            log.debug("request %s is not for the pool: %s", request.request_id, why)
+            return
+        self._requests[request.request_id] = request
+        if asked is not None:
+            self._adapters_of[request.request_id] = asked
+        # the lookup is under way before the scheduler comes to this request
+        self.matched(request, 0)
+
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        tracker = self._tracker(request)
+        if tracker is None:
+            waits = request.request_id in self._requests and self.pool.started
+            return (None if waits else 0), False
+        count = self.pool.matched(request.request_id, tracker, request.all_token_ids, computed)
+        return count, bool(count)
+
+    def elsewhere(self, request: Any, tokens: int) -> None:
+        """Another connector has these tokens of a request; whoever computed them has saved them."""
+        tracker = self._tracker(request)
+        if tracker is not None:
+            tracker.load = None
+            tracker.saved_tokens = max(tracker.saved_tokens, tokens)
+
+    def _tracker(self, request: Any) -> RequestTracker | None:
+        """None: the request is not for the pool, or its adapter's digest is not known yet."""
+        request_id = request.request_id
+        if request_id not in self._requests or not self.pool.started:
+            return None
+        asked = self._adapters_of.get(request_id)
+        adapter = asked.digest if asked is not None else None
+        if asked is not None and not adapter:
+            if adapter == NOT_SHARED:
+                self._forget(request_id)
+            return None
+        return self.pool.track(request_id, lambda: _extras(request, adapter))
+
+    def _forget(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+        self._adapters_of.pop(request_id, None)
+        self.pool.finished(request_id)
+
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external: int) -> None:
+        self.pool.allocated(request.request_id, tables, external)
+
+    def step(self, output: Any) -> PoolMetadata:
+        """One step's orders: saves of the blocks that it fills."""
+        state = output.kv_connector_block_state
+        cached = output.scheduled_cached_reqs
+        progress = [(r.req_id, r.num_computed_tokens) for r in output.scheduled_new_reqs]
+        progress += list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, computed in progress:
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            final = computed + output.num_scheduled_tokens[request_id]
+            if self.config.save_decode_cache is False:
+                final = min(final, request.num_prompt_tokens)
+            self.pool.computed(
+                request_id,
+                request.all_token_ids,
+                final,
+                lambda r=request_id: state.get_block_ids(r),  # type: ignore[misc]
+                states=_states(state, request_id, final),
+                tag=request if self._events.wanted else None,
+            )
+        orders = self.pool.take_orders()
+        return PoolMetadata(orders, idle=output.total_num_scheduled_tokens == 0)
+
+    def finished(self, request: Any) -> None:
+        """A request is over; its pins outlive it.
+
+        Nothing is saved here: vLLM counts tokens as computed while they are still being loaded, so
+        the blocks of a request that was aborted may hold anything.
+        """
+        self._forget(request.request_id)
+
+    # Reports
+
+    def reported(self, report: Any, received: Iterable[str]) -> None:
+        if isinstance(report, PoolReport):
+            if report.handshakes:
+                self.described_by(report.handshakes)
+            for saved in self.pool.saved(report.saved):
+                self._events.stored(saved)
+            self.pool.loaded(report.loaded)
+            for loaded in report.loaded:
+                self._events.missing(loaded, self._requests.get(loaded.request_id))
+            self.pool.recovered(report.recovered)
+        for request_id in received:
+            self.pool.load_over(request_id)
+
+    @property
+    def has_events(self) -> bool:
+        return self._events.waiting
+
+    def take_events(self) -> list[Any]:
+        return self._events.take()
+
+    def take_counts(self) -> dict[str, Any]:
+        """What was counted since the last time, and how many blocks are in quarantine, if that
+        has changed."""
+        counts: dict[str, Any] = self.pool.counters.take()
+        if self.pool.quarantined_blocks != self._quarantined:
+            self._quarantined = self.pool.quarantined_blocks
+            counts["levels"] = {self._number: self._quarantined}
+        return counts
+
+    def close(self) -> None:
+        self._adapters.close()
+        self.pool.close()
+
+
+def _extras(request: Any, adapter: str | None) -> list[Extra]:
+    extras = [] if adapter is None else [Extra(0, f"lora {adapter}")]
+    if getattr(request, "cache_salt", None):
+        extras.append(Extra(0, f"salt {request.cache_salt}"))
+    for feature in getattr(request, "mm_features", None) or ():
+        extras.append(Extra(feature.mm_position.offset, f"mm {content(feature)}"))
+    return extras
+
+
+def _states(block_state: Any, request_id: str, final: int) -> list[WholeState]:
+    """States that vLLM hands out with this step, each with the block that holds it.
+
+    A state after a draft may be of tokens that are rejected: only those of final tokens count.
+    """
+    offered = getattr(block_state, "boundary_state_offloads", None) or {}
+    return [
+        WholeState(group, block, tokens)
+        for group, block, tokens in offered.get(request_id, ())
+        if tokens <= final
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# vLLM's events of the pool's blocks, for routers that send a prompt where its prefix is.
+#
+# stored     blocks that every worker has saved missing    blocks that a load did not find evicted
+# blocks, told of before, that the store has given up
+# --------------------------------------------------------------------------------------------------
+
+MEDIUM = "STORAGE"  # vLLM's word for where a pool's blocks are
+
+
+class PoolEvents:
+    """What is to be told with the next step. A job's tag is vLLM's request."""
+
+    def __init__(self, pool: PoolScheduler, *, wanted: bool) -> None:
+        self.wanted = wanted
+        self.hash_tokens: int | None = None  # that one of vLLM's hashes stands for
+        self._pool = pool
+        self._events: list[Any] = []
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._events) or self._pool.watch.has_gone
+
+    def take(self) -> list[Any]:
+        if self._pool.watch.has_gone:
+            self._evicted()
+        events, self._events = self._events, []
+        return events
+
+    def stored(self, saved: SavedBlocks) -> None:
+        if not self.wanted:
+            return
+        from vllm.distributed.kv_events import BlockStored
+
+        request = saved.tag
+        lora = getattr(request, "lora_request", None)
+        for blocks in saved.tables:
+            size = self._pool.block_tokens(blocks.table)
+            hashes = _Hashes(request, self._hashes_per_block(size))
+            numbers = [n for n in blocks.numbers if (blocks.table, n) not in saved.failed]
+            numbers = [n for n in numbers if n in hashes]
+            content = dict(zip(blocks.numbers, blocks.contents, strict=True))
+            keys = self._pool.keys_of(blocks.table, [content[n] for n in numbers])
+            for number, of_block in zip(numbers, keys, strict=True):
+                self._pool.watch.add((hashes[number], blocks.table), of_block)
+            for run in _runs(numbers):
+                self._events.append(
+                    BlockStored(
+                        block_hashes=[hashes[number] for number in run],
+                        parent_block_hash=hashes[run[0] - 1] if run[0] else None,
+                        token_ids=list(request.all_token_ids[run[0] * size : (run[-1] + 1) * size]),
+                        block_size=size,
+                        lora_id=getattr(lora, "lora_int_id", None),
+                        medium=MEDIUM,
+                        lora_name=getattr(lora, "lora_name", None),
+                        group_idx=blocks.table,
+                    )
+                )
+
+    def missing(self, loaded: PoolLoaded, request: Any) -> None:
+        """request: vLLM's, or None where it is over."""
+        if not self.wanted or request is None or not loaded.missing:
+            return
+        from vllm.distributed.kv_events import BlockRemoved
+
+        size = self._pool.align_tokens
+        hashes = _Hashes(request, self._hashes_per_block(size))
+        numbers = sorted({token // size for _, token in loaded.missing})
+        gone = [hashes[number] for number in numbers if number in hashes]
+        if gone:
+            self._events.append(BlockRemoved(block_hashes=gone, medium=MEDIUM))
+            for block_hash in gone:
+                for table in range(self._pool.tables):
+                    self._pool.watch.discard((block_hash, table))
+
+    def _evicted(self) -> None:
+        from vllm.distributed.kv_events import BlockRemoved
+
+        by_table: dict[int, list[Any]] = {}
+        for block_hash, table in self._pool.watch.take_gone():
+            by_table.setdefault(table, []).append(block_hash)
+        for table, hashes in by_table.items():
+            self._events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=table))
+
+    def _hashes_per_block(self, block_tokens: int) -> int:
+        """vLLM's hashes in one of our blocks; 0: the two do not fit."""
+        size = self.hash_tokens or block_tokens
+        return block_tokens // size if block_tokens % size == 0 else 0
+
+
+class _Hashes:
+    """vLLM's hash up to the end of each of our blocks; only those asked for are converted."""
+
+    def __init__(self, request: Any, per_block: int) -> None:
+        self._hashes, self._per = request.block_hashes, per_block
+
+    def __contains__(self, block: int) -> bool:
+        return self._per > 0 and (block + 1) * self._per <= len(self._hashes)
+
+    def __getitem__(self, block: int) -> Any:
+        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+        return maybe_convert_block_hash(self._hashes[(block + 1) * self._per - 1])
+
+
+def _runs(numbers: Sequence[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] + 1 == number:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs

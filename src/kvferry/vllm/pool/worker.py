@@ -1,0 +1,193 @@
+"""The pool on a worker: memory registered with the store, orders passed on, ends reported once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from kvferry.carriers.base import MemoryRegion
+from kvferry.errors import DescriptionError
+from kvferry.handover.describe import engine_info, rank_info
+from kvferry.pool.orders import LoadOrder, PoolLoaded, SaveOrder
+from kvferry.pool.rank import Fence, PoolRank
+from kvferry.pool.wrappers import CheckedStore, StagedStore
+from kvferry.vllm.describe import describe_worker
+from kvferry.vllm.metadata import FerryHandshake, PoolMetadata, PoolReport
+from kvferry.vllm.model import cache_rank
+from kvferry.vllm.pool.config import PoolConfig
+from kvferry.vllm.worker import memory_of, on_gpu
+
+log = logging.getLogger("kvferry")
+
+# While requests wait for the pool and nothing else runs, vLLM's steps spin. A step that computes
+# nothing waits this long for something to end, and leaves the processors to others.
+IDLE_STEP_SECONDS = 0.002
+
+
+class PoolWorker:
+    def __init__(
+        self, config: PoolConfig, vllm_config: Any, kv_cache_config: Any, *, alone: bool = True
+    ) -> None:
+        """alone  else a child of a MultiConnector, which describes itself with its first step"""
+        self.config, self._vllm, self._kv = config, vllm_config, kv_cache_config
+        self._alone = alone
+        self._rank: PoolRank | None = None
+        self._handshake: FerryHandshake | None = None
+        self._orders: dict[str, LoadOrder] = {}  # loads under way
+        self._saves: list[SaveOrder] = []
+        self._report = PoolReport()
+        self._invalid: set[int] = set()
+        self._partial = False  # whether a failed load's valid prefix can be told
+        self._block_tokens = 1
+        self._on_device = False
+        self._idle = False
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+        from vllm.distributed.parallel_state import get_pcp_group
+
+        parallel = self._vllm.parallel_config
+        pcp = get_pcp_group().rank_in_group if parallel.prefill_context_parallel_size > 1 else 0
+        me = cache_rank(
+            parallel, get_pp_group().rank_in_group, get_tensor_model_parallel_rank(), pcp
+        )
+        rank = me.rank
+        described = describe_worker(
+            self._vllm, self._kv, kv_caches, rank, self.config.model_id, me.tp
+        )
+        device = next(iter(kv_caches.values())).device
+        self._on_device = device.type != "cpu"
+        staged = self._on_device and (self.config.store == "embedded" or self.config.checked)
+        if staged and not on_gpu(kv_caches):
+            raise DescriptionError(
+                f"the cache lies on {device}, from where nothing here brings it to host memory, "
+                'which is what the embedded store moves, and what checksums need; use "store": '
+                '"mooncake" without "checksums"'
+            )
+        layout, bases = described.layout, described.bases
+        groups = described.model.groups
+        self._partial = layout.tables == 1 and all(
+            g.residency.kind == "full" or layout.shape.full_residency for g in groups
+        )
+        if self._partial:
+            group = groups[0]
+            dcp = layout.shape.dcp_for(group)
+            self._block_tokens = layout.shape.block_tokens(group) * dcp
+        store = self.config.opener()()
+        if staged or self.config.checked:
+            pairs = zip(bases, layout.regions, strict=True)
+            regions = [MemoryRegion(base, region.bytes) for base, region in pairs]
+            kind = CheckedStore if self.config.checked else StagedStore
+            store = kind(store, memory_of(regions, gpu=self._on_device))
+        self._rank = PoolRank(
+            store, described.model, layout, bases, replica=me.replica, replicas=me.replicas
+        )
+        engine = engine_info("", "", described.model, layout.shape, described.meaning)
+        info = rank_info(layout, [0] * len(bases), "", "", {})
+        self._handshake = FerryHandshake(
+            msgspec.msgpack.encode(engine), msgspec.msgpack.encode(info)
+        )
+        if not self._alone:
+            self._report.handshakes.append(self._handshake)
+        log.info(
+            "kvferry: rank %s uses the pool (%s store) with %s, %s",
+            tuple(rank),
+            self.config.store,
+            layout.shape.describe(),
+            described.summary(),
+        )
+
+    def handshake(self) -> FerryHandshake | None:
+        """What vLLM passes on: of one child only, so a child leaves it to its siblings."""
+        return self._handshake if self._alone else None
+
+    def start(self, metadata: PoolMetadata) -> None:
+        """Begin a step's loads. Its saves wait until the step has computed their blocks."""
+        if self._rank is None:
+            return
+        self._idle = metadata.idle
+        if metadata.orders.scope is not None:
+            self._rank.tell(metadata.orders.scope)
+        # vLLM gives blocks away that a step under way still writes, unless the engine consumes
+        fence = self._fence() if metadata.orders.loads else None
+        for order in metadata.orders.loads:
+            self._orders[order.request_id] = order
+            self._rank.load(order, fence)
+        self._saves = metadata.orders.saves
+
+    def save(self) -> None:
+        """The step has computed its blocks, or has been told to."""
+        if self._rank is None or not self._saves:
+            return
+        fence = self._fence()
+        for order in self._saves:
+            self._rank.save(order, fence)
+        self._saves = []
+
+    def _fence(self) -> Fence | None:
+        """What returns when the device has done all that was asked of it until now."""
+        if not self._on_device:
+            return None
+        import torch
+
+        event, one = torch.Event(), threading.Lock()
+        event.record()
+
+        def reached() -> None:
+            with one:  # CUDA waits by spinning: one thread does, and the others sleep
+                event.synchronize()
+
+        return reached
+
+    def results(self) -> KVConnectorTransferResults:
+        results = KVConnectorTransferResults()
+        if self._rank is None:
+            return results
+        if self._idle:
+            self._rank.wait_done(IDLE_STEP_SECONDS)
+        ended = self._rank.take()
+        for loaded in ended.loaded:
+            order = self._orders.pop(loaded.request_id)
+            results.finished_recving.add(loaded.request_id)
+            if loaded.ok:
+                _log_load(loaded)
+            elif self._partial and not loaded.hung and loaded.bad_from is not None:
+                # nothing from the first bad block on is trusted, also where it arrived
+                first = loaded.bad_from // self._block_tokens
+                self._invalid |= set(order.tables[0][first:])
+            else:
+                results.failed_recving.add(loaded.request_id)
+        if ended.saved or ended.loaded or ended.recovered:
+            self._report = self._report.aggregate(
+                PoolReport(ended.saved, ended.loaded, ended.recovered)
+            )
+        return results
+
+    def take_invalid(self) -> set[int]:
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def take_report(self) -> PoolReport | None:
+        report, self._report = self._report, PoolReport()
+        return report if report != PoolReport() else None
+
+    def take_counts(self) -> dict[str, int]:
+        return self._rank.counters.take() if self._rank is not None else {}
+
+    def close(self) -> None:
+        if self._rank is not None:
+            self._rank.close()
+
+
+def _log_load(loaded: PoolLoaded) -> None:
+    log.info(
+        "request %s: loaded %.1f MiB from the pool in %.1f ms",
+        loaded.request_id,
+        loaded.bytes / (1 << 20),
+        loaded.seconds * 1e3,
+    )

@@ -1,0 +1,335 @@
+"""A prefill engine's requests: which are kept for a consumer, under what name, and for how long.
+
+A request that ends with its prompt computed (at its length, at a stop token, at a repetition: its
+cache is valid in each case) is held, and its ticket goes into the response. It is not held, and the
+response says so, when that would keep more than `max_held_blocks` (by default half of the cache:
+prefills that are never fetched leave the rest to others), when its transfer id was used before,
+when nothing tells its prompt from others (see `prompts`), or when its LoRA adapter has no digest
+(see `pool.adapters`). Consumers that got the request at the same time know the hold by a name (see
+`rendezvous`) and may wait for it already; so a named request that is aborted, or not held, is
+withdrawn at all ranks, which refuse those claims at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.errors import DescriptionError, ProtocolError
+from kvferry.handover.ticket import FORMAT, MARK, Ticket, prompt_digest
+from kvferry.pool.weights import Adapters, Asked
+from kvferry.vllm.bootstrap import CHILD, derived_hold, transfer_name
+from kvferry.vllm.config import FerryConfig, Style
+from kvferry.vllm.metadata import FerryMetadata, HoldOrder, worse
+from kvferry.vllm.metrics import FerryStats, Spans
+from kvferry.vllm.model import group_spec, is_state
+from kvferry.vllm.multiconnector import CUTTING, CUTTING_ONE, Siblings
+from kvferry.vllm.prompts import Prompts, content
+
+CUT_BEFORE = (
+    "a connector before kvferry has cut the prompt; list kvferry first in MultiConnector's "
+    "`connectors`"
+)
+
+log = logging.getLogger("kvferry")
+
+MOST_NAMES = 65_536  # transfer ids remembered, to refuse those that come again
+# Of the cache, that finished requests may keep where nothing is configured: whoever sends prefills
+# that are never fetched pins no more. Nothing in a request names its client, so all share it.
+HELD_SHARE = 0.5
+# Held blocks are worth waiting for, rather than preempting a request, while holds come and go.
+MOVING_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class _Named:
+    """Who used a transfer's name first."""
+
+    request_id: str
+    held: bool = False
+
+
+@dataclass(slots=True)
+class Producing:
+    config: FerryConfig
+    engine_id: str
+    incarnation: str
+    style: Style
+    flat: bool  # whether tickets may use in-tree names
+    shape: tuple[int, int]  # tp, pp
+    port: int  # of the directory
+    handed_over: PrefillCut
+    orders: Callable[[], FerryMetadata]
+    stats: FerryStats
+    spans: Spans
+    second: bool = False  # whether a sibling sees requests before us
+    prompts: Prompts = field(default_factory=Prompts)
+    adapters: Adapters = field(default_factory=Adapters)
+    held: dict[str, int] = field(default_factory=dict)  # blocks, by request
+    held_blocks: int = 0
+    _names: OrderedDict[str, _Named] = field(default_factory=OrderedDict)
+    _moved: float = 0.0  # when a hold last came or went
+    _digests: dict[str, str] = field(default_factory=dict)  # of whole prompts, by request
+    _adapters: dict[str, Asked] = field(default_factory=dict)  # by request, where it has one
+    _ends: dict[str, str] = field(default_factory=dict)  # of holds that some workers have closed
+    _refusals: dict[str, tuple[str, str]] = field(default_factory=dict)  # by request
+
+    def accept(self, request: Any) -> None:
+        """A prompt to hand over: its digest is of all of it, what is computed may be less."""
+        if self.second and request.kv_transfer_params.get(CUT):
+            self._refusals[request.request_id] = ("cut", CUT_BEFORE)
+        elif why := self.prompts.unfit(request):
+            self._refusals[request.request_id] = ("unfit", why)
+        elif request.prompt_token_ids and request.request_id not in self._digests:
+            self._digests[request.request_id] = request_digest(request)
+            if (lora := self.adapters.ask(request)) is not None:
+                self._adapters[request.request_id] = lora
+            self.handed_over.stop_short(request)
+
+    def finished(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A prefill is over: whether its blocks stay, and what goes into its response."""
+        digest = self._digests.pop(request.request_id, None)
+        lora = self._adapters.pop(request.request_id, None)
+        refusal = self._refusals.pop(request.request_id, None)
+        try:
+            name = transfer_name(request.kv_transfer_params, request.request_id, self.style)
+        except ProtocolError as error:
+            return self._unheld("bad id", f"{error}", None)
+        hold_id = secrets.token_hex(16)
+        if name is not None:
+            parent = CHILD.sub("", request.request_id)
+            first = self._names.setdefault(name, _Named(parent))
+            while len(self._names) > MOST_NAMES:
+                self._names.popitem(last=False)
+            if first.request_id == parent:
+                if first.held:  # by another sample of the same request
+                    return False, None
+                hold_id = derived_hold(self.incarnation, name)
+            elif self.style == "push":  # a ticket still serves, if the proxy passes it on
+                name = None
+            else:
+                return self._unheld(
+                    "reused id",
+                    f"{name!r:.100} was used before, by request {first.request_id}; a proxy must "
+                    "choose a new one for each request",
+                    None,
+                )
+        if refusal and completed(request):
+            return self._unheld(*refusal, hold_id if name is not None else None)
+        if digest is None or not completed(request):
+            if name is not None:
+                self.orders().withdrawals.append(hold_id)
+            return False, None
+        if lora is not None:
+            adapter = lora.digest
+            if not adapter:
+                return self._unheld("lora", lora.unknown, hold_id if name is not None else None)
+            digest = adapted(digest, adapter)
+        blocks = len({block for table in block_ids for block in table if block})
+        if over := self._over_limit(blocks):
+            return self._unheld("limit", over, hold_id if name is not None else None)
+        if name is not None:
+            self._names[name].held = True
+        return True, self._hold(request, digest, hold_id, block_ids, blocks)
+
+    def _over_limit(self, blocks: int) -> str:
+        """Why so many more may not be held; empty where they may."""
+        limit, which = self.config.max_held_blocks, "max_held_blocks"
+        if limit is None:  # a lone prompt may be longer than that: it would never be handed over
+            limit = int(HELD_SHARE * self.handed_over.cache_blocks) if self.held_blocks else 0
+            which += f", by default a share of the cache of {HELD_SHARE:g}"
+        if not limit or self.held_blocks + blocks <= limit:
+            return ""
+        return (
+            f"{self.held_blocks} blocks are held already, {blocks} more would be over {limit} "
+            f"({which})"
+        )
+
+    def _hold(
+        self,
+        request: Any,
+        digest: str,
+        hold_id: str,
+        block_ids: tuple[list[int], ...],
+        blocks: int,
+    ) -> dict[str, Any]:
+        tokens = len(request.prompt_token_ids)
+        ticket = Ticket(
+            engine_id=self.engine_id,
+            incarnation=self.incarnation,
+            hold_id=hold_id,
+            digest=digest,
+            tokens=tokens,
+            host=self.config.host or "127.0.0.1",
+            port=self.port,
+            request_id=request.request_id,
+            tp_size=self.shape[0],
+            pp_size=self.shape[1],
+        )
+        self.orders().holds.append(
+            HoldOrder(
+                hold_id,
+                request.request_id,
+                ticket.digest,
+                tokens,
+                self.handed_over.tables(block_ids),
+            )
+        )
+        self.held[request.request_id] = blocks
+        self.held_blocks += blocks
+        self._moved = time.monotonic()
+        self.spans.begin("hold", request, **{"kvferry.tokens": tokens, "kvferry.blocks": blocks})
+        return ticket.to_params(flat=self.flat)
+
+    def _unheld(
+        self, reason: str, message: str, hold_id: str | None
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Say why nothing is kept; a consumer that reads it computes the prompt itself."""
+        self.stats.count("unheld", reason)
+        log.warning("a prefill is not held for a consumer: %s", message)
+        if hold_id is not None:
+            self.orders().withdrawals.append(hold_id)
+        told: dict[str, Any] = {MARK: {"format": FORMAT, "not_held": message}}
+        if self.flat:
+            told |= {"do_remote_prefill": False, "do_remote_decode": False}
+        return False, told
+
+    def closed(self, ends: Mapping[str, str]) -> None:
+        """How some workers' parts of holds ended, by request."""
+        for request_id, why in ends.items():
+            self._ends[request_id] = worse(why, self._ends.get(request_id))
+
+    def sent(self, request_ids: Iterable[str]) -> None:
+        """Holds that all workers have closed: their blocks are free."""
+        for request_id in request_ids:
+            if why := self._ends.pop(request_id, ""):
+                self.stats.count("holds", why)
+            if request_id in self.held:
+                self.held_blocks -= self.held.pop(request_id)
+                self._moved = time.monotonic()
+                self.spans.end("hold", request_id)
+
+    @property
+    def moving(self) -> bool:
+        """Whether held blocks are likely to come back soon."""
+        return bool(self.held) and time.monotonic() - self._moved < MOVING_SECONDS
+
+
+def completed(request: Any) -> bool:
+    """Whether the prompt was computed whole: an aborted request has nothing to hand over."""
+    from vllm.v1.request import RequestStatus
+
+    return request.status in (
+        RequestStatus.FINISHED_LENGTH_CAPPED,
+        RequestStatus.FINISHED_STOPPED,
+        RequestStatus.FINISHED_REPETITION,
+    )
+
+
+def request_digest(request: Any) -> str:
+    """What the prompt's cache depends on: tokens, images, salt. With LoRA it is not the whole
+    truth, nor that of any prompt: the adapter's files are missing (`adapted`)."""
+    extra = []
+    if getattr(request, "lora_request", None) is not None:
+        extra.append("lora")
+    for feature in getattr(request, "mm_features", None) or ():
+        extra.append(f"mm {content(feature)} {feature.mm_position.offset}")
+    if getattr(request, "cache_salt", None):
+        extra.append(f"salt {request.cache_salt}")
+    return prompt_digest(request.prompt_token_ids or (), extra)
+
+
+def adapted(digest: str, adapter: str) -> str:
+    """The digest of a prompt, with that of the adapter that computes it."""
+    if not adapter:
+        raise ValueError("an adapter that is not shared has no digest")
+    return prompt_digest((), (digest, f"lora {adapter}"))
+
+
+# --------------------------------------------------------------------------------------------------
+# What of a request is handed over: how far a prefill goes, and which blocks of it count.
+#
+# Recurrent states have no positions. A decode engine that gets the state after all of a prompt
+# could not compute the prompt's last token (to sample from) without applying it twice, so the
+# prefill stops one token short, and the decode engine computes that one itself. Drafters that read
+# ahead (several MTP modules) want more. A state lives in one block: the last of its table, but for
+# the blocks behind it in which speculation tries things out.
+#
+# In-tree connectors do the same. Under a MultiConnector a prompt must be cut once: whoever cuts
+# marks the request, as in-tree connectors do among themselves. Our tickets are for whole prompts,
+# so ours must see them first; an engine that is configured otherwise does not start.
+# --------------------------------------------------------------------------------------------------
+
+CUT = "_p_side_truncated"  # vLLM's mark, in the request's parameters
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCut:
+    """Facts of one engine, the same on P and D where their models are."""
+
+    held_back: int = 0  # tokens of a prompt that the decode engine computes
+    # of each table: blocks for speculation behind a state; None where tokens are kept, not a state
+    scratch: tuple[int | None, ...] = ()
+    cache_blocks: int = 0  # of this engine; 0: not known
+
+    @classmethod
+    def of(cls, vllm_config: Any, kv_cache_config: Any) -> PrefillCut:
+        specs = [group_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+        scratch = tuple(int(s.num_speculative_blocks) if is_state(s) else None for s in specs)
+        has_states = any(blocks is not None for blocks in scratch)
+        ahead = int(vllm_config.num_prefill_lookahead_tokens) - 1
+        return cls(max(int(has_states), ahead, 0), scratch, int(kv_cache_config.num_blocks))
+
+    def require_whole_prompts(self, siblings: Siblings) -> None:
+        """Refuse siblings that would cut a prompt before us, or not as we do."""
+        if not self.held_back:
+            return
+        why = f"of this model's prompts the last {self.held_back} tokens are left to decode engines"
+        if early := sorted(set(siblings.ahead) & set(CUTTING)):
+            raise DescriptionError(
+                f"{why}; {', '.join(early)} comes before kvferry in MultiConnector's `connectors` "
+                "and cuts prompts too, so that kvferry never sees them whole: list kvferry first"
+            )
+        other = sorted(set(siblings.others) & set(CUTTING_ONE))
+        if self.held_back > 1 and other:
+            raise DescriptionError(
+                f"{why}, and {', '.join(other)} leaves one at most: their decode engines would "
+                "take what was computed for more than it is. Do not run both in one engine"
+            )
+
+    def tables(self, block_ids: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+        """A request's block tables, those of states cut down to the one block that counts."""
+        tables = tuple(tuple(ids) for ids in block_ids)
+        if not self.scratch:
+            return tables
+        return tuple(
+            ids if scratch is None else ids[: max(1, len(ids) - scratch)][-1:]
+            for ids, scratch in zip(tables, self.scratch, strict=True)
+        )
+
+    def stop_short(self, request: Any) -> None:
+        """Let a prefill end before the tokens that are held back."""
+        if not self.held_back or request.num_prompt_tokens <= self.held_back:
+            return
+        del request.prompt_token_ids[-self.held_back :]
+        del request._all_token_ids[-self.held_back :]
+        request.num_prompt_tokens -= self.held_back
+        request.max_tokens = 1
+        request.kv_transfer_params[CUT] = True  # siblings leave it at that
+        request.block_hashes.clear()  # of blocks that may not be whole any more
+        request.update_block_hashes()
+
+    def tokens(self, request: Any) -> int:
+        """How many tokens of a request a prefill engine with this model hands over."""
+        return max(0, int(request.num_prompt_tokens) - self.held_back)
+
+    def reaches_too_far(self, tokens: int, prompt_tokens: int) -> bool:
+        """Whether what was prefilled leaves this engine less to compute than it must."""
+        return tokens > prompt_tokens - self.held_back
