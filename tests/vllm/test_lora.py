@@ -28,10 +28,10 @@ from kvferry.pool.weights import Adapters
 from kvferry.vllm.bootstrap import derived_hold
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.consuming import Consuming
+from kvferry.vllm.fingerprint import Prompts
 from kvferry.vllm.metadata import FerryMetadata
 from kvferry.vllm.metrics import FerryStats
 from kvferry.vllm.producing import PrefillCut, Producing, adapted, request_digest
-from kvferry.vllm.prompts import Prompts
 from kvferry.vllm.scheduler import FerryScheduler
 
 TOKENS = list(range(7, 47))

@@ -48,35 +48,21 @@ with warnings.catch_warnings():  # torch warns of itself
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from kvferry.handover.describe import (
-    engine_info,
-    rank_info,
-)
+from kvferry.handover.describe import engine_info, rank_info
 from kvferry.handover.ticket import Ticket
 from kvferry.pool.orders import SaveOrder
 from kvferry.pool.scheduler import PoolLimits
 from kvferry.pool.weights import Adapters
-from kvferry.vllm import prompts
+from kvferry.vllm import fingerprint
 from kvferry.vllm.bootstrap import derived_hold
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.consuming import Consuming
-from kvferry.vllm.meaning import meaning
-from kvferry.vllm.metadata import (
-    FerryHandshake,
-    FerryMetadata,
-)
+from kvferry.vllm.fingerprint import Prompts, content, meaning
+from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
 from kvferry.vllm.metrics import FerryStats
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler
-from kvferry.vllm.producing import (
-    PrefillCut,
-    Producing,
-    request_digest,
-)
-from kvferry.vllm.prompts import (
-    Prompts,
-    content,
-)
+from kvferry.vllm.producing import PrefillCut, Producing, request_digest
 from kvferry.vllm.scheduler import FerryScheduler
 from workers import Worker
 
@@ -537,13 +523,13 @@ class TestContent:
     def test_a_cached_image_is_hashed_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         data = item(FIRST.clone())
         first = content(image("a", data))
-        monkeypatch.setattr(prompts, "_digest", lambda _: pytest.fail("hashed again"))
+        monkeypatch.setattr(fingerprint, "_digest", lambda _: pytest.fail("hashed again"))
         assert content(image("b", data)) == first
         number = id(data)
-        assert number in prompts._hashed
+        assert number in fingerprint._hashed
         del data
         gc.collect()
-        assert number not in prompts._hashed
+        assert number not in fingerprint._hashed
 
     @pytest.mark.parametrize(
         "config",

@@ -12,7 +12,7 @@ Words that change places, runs that change lengths and bits that flip change it;
 words have both sums in common is as likely as for any hash of 128 bits. It finds accidents, not
 malice: whoever wants to can construct words that go unseen.
 
-A GPU does it in cuda_mix.py; here is what it means, in NumPy, for memory of any kind.
+A GPU does it in cuda/staging.py; here is what it means, in NumPy, for memory of any kind.
 """
 
 from __future__ import annotations

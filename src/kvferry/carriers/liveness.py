@@ -15,7 +15,7 @@ an owner lets go of it after its library, and the kernel with all others of the 
 that fails says nothing.
 
 Neither side takes the other for somebody else: another process that got the same port has neither.
-A child that either side forks keeps no copy of the connection (forks.py): it would outlive its end.
+A child that either side forks keeps no copy of the connection: it would outlive its end.
 The two are capabilities, not secrets on the wire: the connection is not encrypted.
 """
 

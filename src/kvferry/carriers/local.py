@@ -12,7 +12,7 @@ Where this is not possible (Yama, seccomp, another pid namespace, user or host, 
 very process), the carrier falls back to tcp by itself and says so once. Whoever connects must know
 the secret, or be of the same user where none is configured; the endpoint holds no secret.
 
-Short runs that lie close together go through a buffer of the initiator's (local_move.py).
+Short runs that lie close together go through a buffer of the initiator's.
 
 The owner cannot stop a peer's writes here (`can_revoke` is false), and the kernel checks addresses
 but not regions: the initiator does, against what the owner has vouched for.

@@ -12,7 +12,7 @@ wait.
 
     xxh3     every rank has it. Runs are gathered into a buffer first, which makes many short ones
              as fast to digest as one long one; a GPU's go through host memory
-    mix128   a GPU's own memory, by a kernel (mixing.py). Used between two ranks that both name it
+    mix128   a GPU's own memory, by a kernel (carriers/checksum.py). Used between two ranks that both name it
              in the handshake; else xxh3
 """
 

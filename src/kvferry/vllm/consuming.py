@@ -24,10 +24,10 @@ from kvferry.handover.ticket import MARK, Ticket
 from kvferry.pool.weights import Adapters, Asked
 from kvferry.vllm.bootstrap import CHILD, Appointment, Rendezvous, appointment, derived_hold
 from kvferry.vllm.config import FerryConfig, Style
+from kvferry.vllm.fingerprint import Prompts
 from kvferry.vllm.metadata import FerryMetadata
 from kvferry.vllm.metrics import FerryStats, Here, Spans
 from kvferry.vllm.producing import PrefillCut, adapted, request_digest
-from kvferry.vllm.prompts import Prompts
 
 # --------------------------------------------------------------------------------------------------
 # Tickets that several requests came with (`n > 1`): given back when the last one is through.

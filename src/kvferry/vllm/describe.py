@@ -18,7 +18,7 @@ from kvferry.layout.placement import RankLayout, Region
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.layout.tensors import LayerKey, TensorView, layout_from_tensors
 from kvferry.topology import TransferRegion
-from kvferry.vllm.meaning import meaning
+from kvferry.vllm.fingerprint import meaning
 from kvferry.vllm.model import cache_model, group_spec, is_state, layer_specs, require_spec
 
 # Backends that keep [K | V] of one head and slot side by side, in whatever order is registered.

@@ -24,11 +24,11 @@ from kvferry.pool.weights import Adapters, adapter_settings
 from kvferry.vllm.bootstrap import Bootstrap, Registration, Rendezvous, Whereabouts
 from kvferry.vllm.config import FerryConfig, incarnation
 from kvferry.vllm.consuming import Consuming
+from kvferry.vllm.fingerprint import Prompts
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
 from kvferry.vllm.metrics import FerryStats, Spans
 from kvferry.vllm.multiconnector import Family
 from kvferry.vllm.producing import PrefillCut, Producing
-from kvferry.vllm.prompts import Prompts
 
 log = logging.getLogger("kvferry")
 

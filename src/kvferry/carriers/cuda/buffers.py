@@ -9,7 +9,7 @@ they are needed, so that the next batch is prepared while the last one runs; bet
 the caller's `check` is asked, and no more than `SLOTS` launches of at most `LAUNCH_BYTES` are ever
 under way, so that a cancelled transfer ends within milliseconds. One thread uses a lane at a time.
 
-What is queued whole by the thread that asks for it is in cuda_quick.py.
+What is queued whole by the thread that asks for it is at the end of this module (`queue`).
 
 Without Triton, each copy is a `cuMemcpyAsync`.
 """
@@ -343,7 +343,7 @@ def wait_event(event: CudaEvent) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Lanes of one device (cuda_lane.py), kept for the next transfer.
+# Stream buffers of one device, kept for the next transfer.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -522,8 +522,9 @@ def _singly(runs: CudaRuns, src: Mapped, dst: Mapped) -> Iterator[tuple[CudaRuns
 # Long batches are looked at where they are, by one pass over each table where that is enough, and
 # then written piece by piece: the GPU copies a piece while the next, twice as long, is on its way.
 #
-# What is not usual is left to cuda_lane.py, which cuts, and which says what is wrong: empty copies,
-# a kernel that is not compiled yet, memory that is registered in pieces, more numbers than a slot.
+# What is not usual is left to `StreamBuffers`, which cuts, and which says what is
+# wrong: empty copies, a kernel that is not compiled yet, memory that is registered in pieces, more
+# numbers than a slot.
 # --------------------------------------------------------------------------------------------------
 
 # So many numbers are looked at together; longer tables one by one, which takes half the time for

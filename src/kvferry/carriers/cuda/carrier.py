@@ -5,10 +5,10 @@ once per peer. A transfer is a launch or a few of one kernel that executes all o
 stream of its own; it is done when an event after it is, and then visible at its destination. Memory
 of another GPU is reached by peer access, where the hardware has it.
 
-Most transfers are queued whole by the thread that asks for them (cuda_flights.py, cuda_quick.py);
-what is too much for that, or has to be cut, by threads of the carrier (cuda_lane.py, cuda_work.py).
+Most transfers are queued whole by the thread that asks for them (`QueuedTransfers`, and `queue` in
+buffers.py). Those that are too large or must be cut are queued by threads of the carrier.
 
-The owner takes no part in a transfer. That it still lives is seen on a connection (pulse.py)
+The owner takes no part in a transfer. That it still lives is seen on a connection (liveness.py)
 which it holds open as long as its carrier is: looked at before, between and after launches. The
 driver keeps the memory of a dead process while others have it open, so copies from it are wrong,
 not fatal; a transfer during which the owner ended is `PeerLost`.
@@ -436,7 +436,7 @@ def within(regions: Iterable[MemoryRegion], base: int, size: int) -> list[Memory
 
 
 # --------------------------------------------------------------------------------------------------
-# The flights (cuda_flight.py) of one carrier: begun by the thread that asks, ended by anyone.
+# The queued transfers of one carrier: begun by the thread that asks, ended by anyone.
 # --------------------------------------------------------------------------------------------------
 
 # What the caller's thread queues by itself, whole: cancelling waits for its end. On the same GPU

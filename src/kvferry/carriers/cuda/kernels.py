@@ -41,7 +41,7 @@ TUNING = {64: (64, 2), 256: (32, 1), 1024: (4, 1), 4096: (1, 2)}
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Which kernel: see cuda_triton.py."""
+    """Which kernel: see triton_kernels.py."""
 
     chunk: int
     search: bool = False

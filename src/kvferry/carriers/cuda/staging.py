@@ -15,8 +15,8 @@ generators of pinned chunks, in the order of the runs:
             socket.recv_into(chunk)
 
 When `incoming` has ended, all is visible. One that is closed before its end waits for what it has
-begun, so that nothing is written to memory after it. How a lane does it: staging_lane.py;
-how many there are: staging_lanes.py.
+begun, so that nothing is written to memory after it. How a lane does it,
+and how many there are, follows below.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class DeviceMemory:
             done += len(chunk)
 
     def mix(self, address: Ints, length: Ints) -> Mixed:
-        """The sums of `mix128` (mixing.py): by a kernel, where runs are aligned as caches are."""
+        """The sums of `mix128` (checksum.py): by a kernel, where runs are aligned as caches are."""
         self._require(address, length)
         if len(address) == 0 or not (kernels.available() and takes(address, length)):
             return mix_on_host(self, address, length)
@@ -180,7 +180,7 @@ class DeviceMemory:
 # 32).
 #
 # A *narrow* lane works alike, in smaller pieces and with a sixteenth of the memory; who gets one
-# and when is in staging_lanes.py.
+# and when follows below.
 # --------------------------------------------------------------------------------------------------
 
 PIECE_BYTES = 16 << 20  # of one kernel: its launch costs 0.1 ms, the bus takes 0.3 for so much
@@ -361,7 +361,7 @@ class StagingLane:
 # --------------------------------------------------------------------------------------------------
 # The staging lanes of one device: a bounded number, kept for the next gather or scatter.
 #
-# A lane has 44 MiB (staging_lane.py), and whoever sends or receives keeps one until the other side
+# A lane has 44 MiB, and whoever sends or receives keeps one until the other side
 # has taken or sent its bytes, which may need a lane over there. So nobody may wait here for ever:
 # two sides whose lanes are all held by transfers that wait for each other would do so. Hence:
 #
@@ -493,7 +493,7 @@ class StagingLanes:
 
 
 # --------------------------------------------------------------------------------------------------
-# `mix128` of a GPU's own memory: one launch for up to 32,768 runs. What it means: mixing.py.
+# `mix128` of a GPU's own memory: one launch for up to 32,768 runs. What it means: checksum.py.
 # --------------------------------------------------------------------------------------------------
 
 GRAIN = 16  # what addresses and lengths are multiples of

@@ -144,7 +144,7 @@ def _move_grains(src, dst, count, FILL: tl.constexpr, MOST: tl.constexpr, GRAIN:
 
 
 # --------------------------------------------------------------------------------------------------
-# The kernel that mixes the words of runs (mixing.py); needs Triton, imported when it is used.
+# The kernel that mixes the words of runs (checksum.py); needs Triton, imported when it is used.
 #
 # As in the copy kernel, runs are cut into chunks, and each program takes `COUNT` of them. Addresses
 # and lengths are multiples of 16. `out` has `SLOTS` pairs of sums, so that few programs add to one.

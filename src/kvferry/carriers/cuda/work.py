@@ -3,7 +3,7 @@
 *Runs* are sums on both sides, `rows[r] + segments[s] + steps[k]`, each of `lengths[s]` bytes; a
 plan's batches are runs as they are, and three arrays of single copies are runs of one row and one
 step. Everything here is NumPy on the host; the same arithmetic from the other side is in the
-kernel (cuda_triton.py).
+kernel (triton_kernels.py).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     make_carrier("nixl", backends=["UCX"])
 
-Copies of one length become batches by index, from lists prepared for each peer (nixl_lists.py);
+Copies of one length become batches by index, from lists prepared for each peer (`SlotLists`);
 others go to NIXL as arrays of descriptors. A transfer can end with a note to the peer
-(nixl_notes.py).
+(`sealed`).
 
 NIXL checks on the initiator's side that descriptors lie in what the peer registered; NICs check
 again (RDMA keys). It authenticates nobody. See `foreign`.

@@ -1,11 +1,10 @@
 """The carrier between any two hosts: one-sided reads and writes over TCP.
 
-The owner of memory runs a `Server` (tcp_server.py); who reads or writes connects to it
-(tcp_client.py). Frames and their authentication are in tcp_frames.py; how an end moves a frame's
-bytes is in tcp_payload.py. A transfer has connections of its own, from a small
-pool per peer, so that cancelling it is closing them, and transfers do not wait for each other. A
-batch is cut into frames that the server's limits allow; a few connections share them, so that one
-asks, gathers or scatters while another one's bytes are on their way. A frame to be read is asked
+The owner of memory runs a `TcpServer` (server.py); who reads or writes connects to it (client.py).
+Frames, their authentication, and how an end moves a frame's bytes are in frames.py. A transfer has
+connections of its own, from a small pool per peer, so that cancelling it is closing them, and
+transfers do not wait for each other. A batch is cut into frames that the server's limits allow; a
+few connections share them, so that one asks, gathers or scatters while another one's bytes are on their way. A frame to be read is asked
 for while the one before it arrives.
 
     cancelled read    nothing is received any more once `cancel` returns

@@ -15,7 +15,7 @@ Every frame is a header of 32 bytes and `body_bytes` more, little-endian:
                                          <----           payload
     APPLIED                              ---->           after every byte is in place
                                          <----  GRANTED  grant, table, payload_bytes: a WRITE into
-                                                         what the owner opened (tcp_grants.py)
+                                                         what the owner opened (server.py)
     ERROR   code u32, text               ---->           in place of any answer
 
     mac_c = HMAC-SHA256(key, "client" | nonce_s | nonce_c | both incarnations)

@@ -59,7 +59,7 @@ class ServerLimits:
     max_pending: int = 64  # connections that have not authenticated yet
     handshake_seconds: float = 5.0
     frame_seconds: float = 10.0  # from a frame's first byte to the end of its table
-    stall_seconds: float = 30.0  # without any progress; see tcp_stream.py for slow progress
+    stall_seconds: float = 30.0  # without any progress; see frames.py for slow progress
     idle_seconds: float = 900.0  # between two requests
     goodbye_seconds: float = 1.0  # for a refused peer to read why
 

@@ -24,10 +24,10 @@ from kvferry.pool.scheduler import (
 )
 from kvferry.pool.weights import NOT_SHARED, Adapters, Asked, adapter_settings, engine_weights
 from kvferry.pool.wrappers import MEANING
+from kvferry.vllm.fingerprint import Prompts, content
 from kvferry.vllm.metadata import FerryHandshake, PoolMetadata, PoolReport
 from kvferry.vllm.model import cache_rank, replicas
 from kvferry.vllm.pool.config import PoolConfig
-from kvferry.vllm.prompts import Prompts, content
 
 log = logging.getLogger("kvferry")
 _numbers = itertools.count()  # of the pools of one engine: several under a MultiConnector
