@@ -12,8 +12,8 @@ wait.
 
     xxh3     every rank has it. Runs are gathered into a buffer first, which makes many short ones
              as fast to digest as one long one; a GPU's go through host memory
-    mix128   a GPU's own memory, by a kernel (carriers/checksum.py). Used between two ranks that both name it
-             in the handshake; else xxh3
+    mix128   a GPU's own memory, by a kernel (carriers/checksum.py). Used between two ranks that
+             both name it in the handshake; else xxh3
 """
 
 from __future__ import annotations

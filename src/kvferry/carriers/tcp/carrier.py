@@ -4,8 +4,8 @@ The owner of memory runs a `TcpServer` (server.py); who reads or writes connects
 Frames, their authentication, and how an end moves a frame's bytes are in frames.py. A transfer has
 connections of its own, from a small pool per peer, so that cancelling it is closing them, and
 transfers do not wait for each other. A batch is cut into frames that the server's limits allow; a
-few connections share them, so that one asks, gathers or scatters while another one's bytes are on their way. A frame to be read is asked
-for while the one before it arrives.
+few connections share them, so that one asks, gathers or scatters while another one's bytes are on
+their way. A frame to be read is asked for while the one before it arrives.
 
     cancelled read    nothing is received any more once `cancel` returns
     cancelled write   this side stops sending and waits until the server has closed: then all that
