@@ -21,9 +21,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from kvferry.layout.shape import EngineShape
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-
 from tiny_models import make_model
 from vllm_engines import Engine, free_port, open_log
 
