@@ -86,7 +86,9 @@ class ConsumerRank:
                 self._caller,
                 self._tally,
             )
-        self.topology = TransferTopology.of(engine.engine_id, model, layout, optional_roles)
+        self.topology = TransferTopology(
+            engine.engine_id, model, layout.shape, layout.rank, optional_roles
+        )
         known = Peers(self._caller, engine, self.topology, layout, list(carriers))
         self._words = HoldClient(reader, model, known, self._caller)
         self._loading = Loading(

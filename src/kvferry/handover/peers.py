@@ -142,7 +142,6 @@ def meet(
         )
     require_same_meaning(ours, welcome.engine)
     shape, model = read_shape(welcome.engine), read_model(welcome.engine)
-    assert topology.model is not None
     require_same_cache(model, topology.model, topology.optional_roles)
     require_plannable(topology.model, shape, layout.shape)
     by_rank = {Rank(info.pp_rank, info.tp_rank): info for info in welcome.ranks}
