@@ -131,7 +131,7 @@ class TransferTopology:
 
 @dataclass(frozen=True, slots=True)
 class EngineTransferInfo:
-    """One pipeline stage of a remote engine, as the handshake told it.
+    """One pipeline stage of a remote engine, as it described itself at the handshake.
 
     The fields down to `remote_dcp_size` are those that vLLM's connectors use.
     """

@@ -87,7 +87,7 @@ def _read(config: str | Path | Config) -> Config:
     except (OSError, ValueError) as error:
         raise DescriptionError(f"cannot read a model configuration from {path}: {error}") from None
     if not isinstance(data, dict):
-        raise DescriptionError(f"{path} holds no JSON object, so it is no model configuration")
+        raise DescriptionError(f"{path} is no model configuration: expected a JSON object")
     return data
 
 
@@ -270,7 +270,7 @@ class ConfigReader:
         self.ssm_dtype = ssm_dtype
         self.layers = self.positive("num_hidden_layers", "n_layer", "num_layers")
         if self.layers > MOST_LAYERS:
-            raise DescriptionError(f"at most {MOST_LAYERS} layers are read, found {self.layers}")
+            raise DescriptionError(f"expected at most {MOST_LAYERS} layers, found {self.layers}")
 
     def integer(self, *names: str, default: int | None = None) -> int:
         for name in names:
@@ -391,7 +391,7 @@ class ConfigReader:
         """Draft layers with the components of the target's first attention group."""
         like = next((g for g in groups if not g.is_state and g.role == "target"), None)
         if like is None:
-            raise DescriptionError("a model without attention layers has no draft layers like them")
+            raise DescriptionError("draft layers copy the target's attention, and it has none")
         return Group("draft", tuple(range(layers)), like.components, role="draft")
 
     def layers_of(self, *kinds: str) -> list[int]:

@@ -98,10 +98,9 @@ class Part:
         numbers = (self.num_blocks, self.block_entries, self.table + 1)
         if min(numbers) < 1 or not self.placements:
             raise DescriptionError(
-                f"group {self.group!r} must have blocks, entries in them, a block table and "
-                f"something placed in them, found {self.num_blocks} blocks of "
-                f"{self.block_entries} entries, table {self.table}, {len(self.placements)} "
-                "components placed"
+                f"group {self.group!r} must have blocks, entries, a block table and placed "
+                f"components, found {self.num_blocks} blocks of {self.block_entries} entries, "
+                f"table {self.table}, {len(self.placements)} components"
             )
         count = len(self.layers)
         if count == 0 or bool((self.layers[1:] <= self.layers[:-1]).any()):
@@ -292,10 +291,10 @@ class _Builder:
             walks.add(self._walk(group, insides[0]))
         if len(walks) > 1:
             raise DescriptionError(
-                f"order {self.shape.order} keeps heads outside blocks, and the groups "
-                f"{[group.name for _, group, _, _ in arranged]} do not have the same: blocks of "
-                "one would overlay parts of several of another; choose an order that begins "
-                "with LB or BL"
+                f"order {self.shape.order} keeps heads outside blocks, and the heads of the groups "
+                f"{[group.name for _, group, _, _ in arranged]} differ: a block of one group would "
+                "overlay parts of several blocks of another; choose an order that begins with LB "
+                "or BL"
             )
         return _round_up(max(pages, default=1), self.shape.page_align)
 
@@ -340,7 +339,18 @@ class _Builder:
                 self.regions.append(Region(name, size))
             rows = np.arange(len(layers), dtype=np.int64) * strides["L"]
             placements += [
-                self._placement(group, place, strides, region, rows) for place in inside.places
+                place_component(
+                    group,
+                    self.shape,
+                    self.rank,
+                    place,
+                    kernel_block_stride=strides["B"],
+                    slot_stride=strides["N"],
+                    unit_stride=strides["H"],
+                    regions=np.full(len(rows), region, dtype=np.int64),
+                    pages=rows,
+                )
+                for place in inside.places
             ]
             if index == 0 and not paged:
                 page = 0
@@ -379,8 +389,8 @@ class _Builder:
     def _refuse_order(self, group: Group) -> None:
         raise DescriptionError(
             f"group {group.name!r}: interior {self.shape.interior_for(group)!r} does not exist in "
-            f"order {self.shape.order}, whose heads lie outside what it arranges; choose "
-            "LBHNC or BLHNC"
+            f"order {self.shape.order}, which keeps heads or slots outside that the interior "
+            "arranges itself; choose LBHNC or BLHNC"
         )
 
     def _strides(
@@ -411,21 +421,6 @@ class _Builder:
             strides[axis] = current
             current *= sizes[axis]
         return strides, current
-
-    def _placement(
-        self, group: Group, place: Place, strides: dict[str, int], region: int, rows: Ints
-    ) -> Placement:
-        return place_component(
-            group,
-            self.shape,
-            self.rank,
-            place,
-            kernel_block_stride=strides["B"],
-            slot_stride=strides["N"],
-            unit_stride=strides["H"],
-            regions=np.full(len(rows), region, dtype=np.int64),
-            pages=rows,
-        )
 
 
 def _round_up(value: int, step: int) -> int:

@@ -111,7 +111,7 @@ class HttpServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop the thread and close all connections. Closing again does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -231,7 +231,7 @@ class HttpServer:
             end = guest.received.find(b"\r\n\r\n", 0, MOST_HEAD)
             if end < 0:
                 if len(guest.received) >= MOST_HEAD:
-                    raise BadRequest(f"a head of more than {MOST_HEAD} bytes")
+                    raise BadRequest(f"the request head has more than {MOST_HEAD} bytes")
                 return None
             guest.asked = read_head(bytes(guest.received[:end]))
             guest.head_bytes = end + 4
@@ -260,7 +260,7 @@ def read_head(head: bytes) -> HttpRequest:
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
         raise BadRequest("a request begins with a method, a path and HTTP/1.1")
     if len(lines) > MOST_HEADERS:
-        raise BadRequest(f"{len(lines)} headers; {MOST_HEADERS} are read")
+        raise BadRequest(f"the request has {len(lines)} headers; expected at most {MOST_HEADERS}")
     headers: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.decode("latin-1").partition(":")
@@ -275,7 +275,7 @@ def read_head(head: bytes) -> HttpRequest:
 def body_bytes(asked: HttpRequest) -> int:
     told = asked.headers.get("content-length", "0")
     if "transfer-encoding" in asked.headers or not (told.isascii() and told.isdigit()):
-        raise BadRequest("a body comes with a Content-Length, in one piece")
+        raise BadRequest("a body needs a Content-Length header, and no Transfer-Encoding")
     if len(told) > 12 or int(told) > MOST_BODY:
-        raise BadRequest(f"a body of {told:.20} bytes; {MOST_BODY} at most are read")
+        raise BadRequest(f"the body has {told:.20} bytes; expected at most {MOST_BODY}")
     return int(told)

@@ -375,7 +375,7 @@ def read_tables(packed: msgspec.Raw) -> list[NDArray[np.int64]]:
     """The tables of an offer, as arrays: lists would take up to thirty times the frame's size."""
     tables = _decode(_tables, packed, MAX_REQUEST_BYTES)
     if sum(map(len, tables)) > MOST_OFFERED_IDS:
-        raise ProtocolError(f"an offer of more than {MOST_OFFERED_IDS} blocks")
+        raise ProtocolError(f"the offer has more than {MOST_OFFERED_IDS} blocks")
     return [np.asarray(table, dtype=np.int64) for table in tables]
 
 
@@ -390,8 +390,8 @@ def read_id(frame: bytes) -> int | None:
 
 def _decode(decoder: Any, frame: bytes | msgspec.Raw, most: int) -> Any:
     if len(frame) > most:
-        raise ProtocolError(f"a message of {len(frame)} bytes; at most {most} are read")
+        raise ProtocolError(f"the message has {len(frame)} bytes; expected at most {most}")
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as e:
-        raise ProtocolError(f"a message that cannot be read: {e}") from None
+        raise ProtocolError(f"the message cannot be read: {e}") from None

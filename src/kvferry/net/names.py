@@ -66,7 +66,7 @@ class Reach:
             )
         if self.admits is not None and not self.admits(host):
             raise AuthenticationError(
-                f"the peer {host!r:.80} is not among the hosts that `peers` names"
+                f"the peer {host!r:.80} is not among the hosts that `peers` names; add it there"
             )
 
     def require_listening(self, host: str) -> None:

@@ -68,32 +68,25 @@ from kvferry.units import require_port
 
 log = logging.getLogger("kvferry")
 
-IDLE_SECONDS = 1.0
+IDLE_SECONDS = 1.0  # the most between two checks of deadlines
 CLOSE_SECONDS = 5.0
-
-
-@dataclass(slots=True)
-class _Call:
-    future: Future[ReplyBody]
-    address: str
-    deadline: float
-    what: str
-
-
-@dataclass(slots=True)
-class _Unresolved:
-    """An address whose name is looked up, and the encoded calls that wait for it."""
-
-    answer: Future[tuple[str, ...]]
-    frames: dict[int, bytes] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Inbox:
-    """Calls for the caller's thread. The lock also guards the socket that wakes the thread."""
-
-    queue: queue.SimpleQueue[tuple[RequestBody, _Call]] = field(default_factory=queue.SimpleQueue)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+CONNECT_SECONDS = 2.0  # for an address with others after it; enough to repeat a lost packet
+LEAST_CONNECT_SECONDS = 0.2  # also if a call has less time: a far address needs it
+# A peer that is silent for three of these is lost with its host. A dead process is noticed at once.
+HEARTBEAT_MS = 10_000
+LINGER_MS = 0  # a closing socket drops unsent messages; deadlines handle the rest
+HANDSHAKE_MS = 20_000  # an overloaded host may need seconds
+READ_AHEAD = 48  # requests of one connection, of up to 1 MiB each, that wait for a server's thread
+MOST_SOCKETS = 65_000  # of a process; three for each peer. ZMQ's default is 1023, its most 65535
+MONITORED = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+)
 
 
 class Caller:
@@ -215,9 +208,8 @@ class Caller:
         """Ask for a lookup of the host's name, or join the lookup that is under way."""
         waiting = self._unresolved.get(call.address)
         if waiting is None or not waiting.answer.done():
-            answer = self._sockets.names.ask(
-                host, call.deadline
-            )  # asking again extends its deadline
+            # asking again extends the lookup's deadline
+            answer = self._sockets.names.ask(host, call.deadline)
             if waiting is None:
                 waiting = self._unresolved[call.address] = _Unresolved(answer)
                 answer.add_done_callback(lambda _: self._look_again())
@@ -345,19 +337,28 @@ class Caller:
                 self._hang_up(address, poller)
 
 
-CONNECT_SECONDS = 2.0  # for an address with others after it; enough to repeat a lost packet
-LEAST_CONNECT_SECONDS = 0.2  # also if a call has less time: a far address needs it
-# A peer that is silent for three of these is lost with its host. A dead process is noticed at once.
-HEARTBEAT_MS = 10_000
-MONITORED = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
-)
+@dataclass(slots=True)
+class _Call:
+    future: Future[ReplyBody]
+    address: str
+    deadline: float
+    what: str
+
+
+@dataclass(slots=True)
+class _Unresolved:
+    """An address whose name is looked up, and the encoded calls that wait for it."""
+
+    answer: Future[tuple[str, ...]]
+    frames: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """Calls for the caller's thread. The lock also guards the socket that wakes the thread."""
+
+    queue: queue.SimpleQueue[tuple[RequestBody, _Call]] = field(default_factory=queue.SimpleQueue)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(slots=True, eq=False)
@@ -433,22 +434,10 @@ class Line:
         self.monitor.close(linger=0)
 
 
-LINGER_MS = 0  # a closing socket drops unsent messages; deadlines handle the rest
-HANDSHAKE_MS = 20_000  # an overloaded host may need seconds
-READ_AHEAD = 48  # requests of one connection, of up to 1 MiB each, that wait for a server's thread
-MOST_SOCKETS = 65_000  # of a process; three for each peer. ZMQ's default is 1023, its most 65535
-
-
 def _context() -> zmq.Context[zmq.Socket[bytes]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)  # must be set before the first socket
     return context
-
-
-def _keypair(key: Key, who: str) -> tuple[bytes, bytes]:
-    """A public and a secret CURVE key, which every process with the key derives alike."""
-    private = z85.encode(key.derive(f"curve {who}"))
-    return zmq.curve_public(private), private
 
 
 @dataclass(slots=True)
@@ -551,6 +540,12 @@ class Sockets:
                 self._authenticator.configure_curve_callback(
                     domain="*", credentials_provider=_OnlyThisKey(public)
                 )
+
+
+def _keypair(key: Key, who: str) -> tuple[bytes, bytes]:
+    """A public and a secret CURVE key, which every process with the key derives alike."""
+    private = z85.encode(key.derive(f"curve {who}"))
+    return zmq.curve_public(private), private
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,7 +235,7 @@ def dump(plan: EdgePlan) -> dict[str, Any]:
 def load(values: dict[str, Any]) -> EdgePlan:
     if values.get("format") != FORMAT:
         raise DescriptionError(
-            f"a plan of format {values.get('format')!r}; this version reads {FORMAT}"
+            f"the plan has format {values.get('format')!r}; this version reads {FORMAT}"
         )
     pieces = tuple(
         Piece(

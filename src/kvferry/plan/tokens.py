@@ -73,7 +73,7 @@ def paging_for(group: Group, shape: EngineShape, tp_rank: int, tile: int = 1) ->
     if interleave % group.tokens_per_entry and context > 1:
         raise DescriptionError(
             f"group {group.name!r} stores one entry per {group.tokens_per_entry} tokens, which "
-            f"dcp with interleave {interleave} would tear apart; use a multiple as interleave"
+            f"dcp with interleave {interleave} would split; use a multiple of it as interleave"
         )
     return Paging(
         block_entries=block,
