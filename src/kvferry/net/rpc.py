@@ -78,6 +78,7 @@ LINGER_MS = 0  # a closing socket drops unsent messages; deadlines handle the re
 HANDSHAKE_MS = 20_000  # an overloaded host may need seconds
 READ_AHEAD = 48  # requests of one connection, of up to 1 MiB each, that wait for a server's thread
 MOST_SOCKETS = 65_000  # of a process; three for each peer. ZMQ's default is 1023, its most 65535
+
 MONITORED = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED

@@ -17,7 +17,6 @@ A peer may be faulty even if it has the key, so its costs are bounded:
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import resource
@@ -71,11 +70,13 @@ FRAME_BYTES = 96  # of a frame on the wire, without its content: more than ZMTP 
 RECEIVED_AT = 128  # offset of tcpi_bytes_received in Linux's tcp_info
 # Of the structs, tuples, list and heap entries around a kept message; measured with tracemalloc.
 ENTRY_BYTES = 1024
+
 FAILED = (  # handshakes
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+
 Packed = zmq.Frame  # an encoded reply, of which many peers share one copy
 
 
@@ -125,7 +126,7 @@ class Server:
         self._waker.close(linger=0)
 
     def _wake(self) -> None:
-        with contextlib.suppress(zmq.Again):  # full: the thread will wake anyway
+        with suppress(zmq.Again):  # full: the thread will wake anyway
             self._waker.send(b"", zmq.NOBLOCK)
 
     # For subclasses
