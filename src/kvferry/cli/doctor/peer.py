@@ -1,4 +1,4 @@
-"""`kvferry doctor --peer`: a running engine's directory, our secret, and what reaches its ranks."""
+"""`kvferry doctor --peer`: ask a running engine's directory, and try the carriers to its ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIRECTORY_SECONDS = 10.0
 
 
 def look_at_peer(address: str, settings: Settings, host: Host) -> Iterator[Finding]:
-    """The directory, every carrier, and what an engine here would use for each rank."""
+    """Findings about the directory, every carrier, and the chosen carrier for each rank."""
     try:
         seen = _ask_directory(address, settings.secret)
     except KvferryError as error:
@@ -80,7 +80,7 @@ def _ask_directory(address: str, secret: str | None) -> Seen:
 
 
 def own_address(peer: str) -> str:
-    """The address of this host that packets to a peer leave from; nothing is sent."""
+    """The address from which this host would send packets to a peer. Nothing is sent."""
     host, _, port = peer.rpartition(":")
     with contextlib.suppress(OSError, ValueError):
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
@@ -92,7 +92,7 @@ def own_address(peer: str) -> str:
 
 
 def _reached(name: str, by_rank: Mapping[str, Tried], must: bool) -> Iterator[Finding]:
-    """A line for each rank, or one where all fail for the same reason."""
+    """A line for each rank, or one line if all fail for the same reason."""
     first = next(iter(by_rank.values()))
     if first.why_not and {tried.why_not for tried in by_rank.values()} == {first.why_not}:
         by_rank = {"all ranks": first}
