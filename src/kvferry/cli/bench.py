@@ -55,7 +55,7 @@ TITLES = [
 ]
 MOVED = ("gpu", "handover", "pool", "stall")  # benchmarks outside the package
 bench = typer.Typer(
-    help="Measure planning and carriers, beside what else is installed.", no_args_is_help=True
+    help="Measure planning and carriers, beside other libraries.", no_args_is_help=True
 )
 
 
@@ -83,7 +83,7 @@ def bench_transport(
     sizes: Annotated[str, typer.Option(help="Descriptor sizes in bytes, with commas.")] = "",
     seconds: Annotated[float, typer.Option(help="Seconds for each size.", min=0)] = 1.0,
     carriers: Annotated[
-        str, typer.Option(help="Which ones, with commas; else all that there are.")
+        str, typer.Option(help="Carriers to measure, with commas (default: all).")
     ] = "",
     as_json: Json = False,
     html: Html = None,

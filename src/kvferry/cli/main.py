@@ -106,7 +106,7 @@ def demo(
     requests: Annotated[int, typer.Option(help="Requests to move.")] = 300,
     gib: Annotated[float, typer.Option(help="GiB to move at least.")] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
-    method: Annotated[str, typer.Option(help="auto, or vm: `local`, and no other.")] = "auto",
+    method: Annotated[str, typer.Option(help="auto, or vm: the carrier `local` only.")] = "auto",
     transport: Annotated[
         str, typer.Option(help="A carrier: auto, local, tcp, mooncake, nixl, cuda.")
     ] = "",

@@ -69,7 +69,7 @@ def stats(directory: Directory = None, disk: Disk = None, as_json: Json = False)
 def list_objects(
     directory: Directory = None,
     disk: Disk = None,
-    limit: Annotated[int, typer.Option(help="At most so many.", min=0)] = 50,
+    limit: Annotated[int, typer.Option(help="Most objects to list.", min=0)] = 50,
     as_json: Json = False,
 ) -> None:
     """List objects, the next to be evicted first."""
@@ -97,8 +97,8 @@ def verify(directory: Directory = None, disk: Disk = None, as_json: Json = False
         print_json({"good": found.good, "corrupt": found.corrupt, "unread": found.unread})
     else:
         print(
-            f"{found.good:,} objects are what was written, {found.corrupt:,} were not and are "
-            "removed" + (f", {found.unread:,} could not be read" if found.unread else "")
+            f"{found.good:,} objects are intact, {found.corrupt:,} were damaged and are removed"
+            + (f", {found.unread:,} could not be read" if found.unread else "")
         )
     if found.why:
         err.print(f"not read: {escape(found.why)}", highlight=False, soft_wrap=True)

@@ -71,7 +71,9 @@ def common(memory: Memory, theirs: Sequence[str]) -> Algorithm:
 def named(name: str, memory: Memory) -> Algorithm:
     """The algorithm that a peer asks for."""
     if name not in offered(memory):
-        raise ProtocolError(f"no checksum {name!r} is made here; {', '.join(offered(memory))} are")
+        raise ProtocolError(
+            f"this rank makes no {name!r} checksum; it makes {', '.join(offered(memory))}"
+        )
     return _ALGORITHMS[name]
 
 
@@ -141,7 +143,7 @@ class Summing:
             try:
                 thread.start()
             except (RuntimeError, MemoryError) as error:
-                log.warning("a checksum is not made: %s", error)
+                log.warning("a checksum cannot be made: %s", error)
                 return False
             self._thread = thread
         bytes_ = max(bytes_, LEAST_WAITING_BYTES)

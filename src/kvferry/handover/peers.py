@@ -110,7 +110,7 @@ class Remote:
         ]
         return (
             f"engine {self.engine.engine_id} ({self.shape.describe()}, incarnation "
-            f"{self.engine.incarnation}): reads from ranks {', '.join(read) or 'none'}; speaks to "
+            f"{self.engine.incarnation}): reads from ranks {', '.join(read) or 'none'}; talks to "
             f"{len(self.sources)}"
         )
 
@@ -443,7 +443,7 @@ def meet(
     missing = sorted(set(shape.ranks) - set(by_rank))
     if missing:
         raise HandoverError(
-            f"engine {welcome.engine.engine_id!r} has not told of its ranks "
+            f"the directory of engine {welcome.engine.engine_id!r} does not know its ranks "
             f"{[tuple(r) for r in missing]} yet"
         )
     name = name or topology_name(topology, ticket.engine_id)

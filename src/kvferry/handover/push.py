@@ -659,7 +659,7 @@ class Offers:
                 continue
             waiting.remove(one)
             if isinstance(reply, Refused) and reply.reason == "unable":
-                log.info("rank %s is read: %s", tuple(one.source.rank), reply.message)
+                log.info("rank %s is read instead: %s", tuple(one.source.rank), reply.message)
                 self._close(one)
                 declined.append(one.source)
                 continue

@@ -238,7 +238,7 @@ class Renewer:
                 self._drop(hold)
         if holds:
             log.info(
-                "%d holds of engine %r are renewed no more: %s", len(holds), key.engine_id, why
+                "%d holds of engine %r are no longer renewed: %s", len(holds), key.engine_id, why
             )
 
     def _failed(self, key: _Key, engine: _Engine, error: KvferryError) -> None:
@@ -246,7 +246,7 @@ class Renewer:
         engine.ranks = []  # the ranks may have moved
         if not engine.asked:
             log.warning(
-                "engine %r at %s does not answer, its holds are renewed no more: %s",
+                "engine %r at %s does not answer; its holds are no longer renewed: %s",
                 key.engine_id,
                 key.directory,
                 error,
@@ -276,7 +276,7 @@ def _ranks(key: _Key, call: Future[ReplyBody]) -> list[_Address]:
     if (reply.engine.engine_id, reply.engine.incarnation) != (key.engine_id, key.incarnation):
         raise StaleTicket("it was restarted since it issued the ticket")
     if not reply.ranks:
-        raise HandoverError("it has not told of its ranks yet")
+        raise HandoverError("its directory does not know its ranks yet")
     return [_Address(info.address, info.incarnation) for info in reply.ranks]
 
 

@@ -68,7 +68,7 @@ class WhenReady:
             try:
                 thread.start()
             except (RuntimeError, MemoryError) as error:  # waiting here keeps the order, too
-                log.warning("a step waits for the device itself: %s", error)
+                log.warning("a step waits for the device, without a thread for it: %s", error)
                 return lambda action: _do(event, action)
             self._thread = thread
         return lambda action: self._queue.put((event, action))
@@ -96,7 +96,7 @@ def _do(event: DeviceEvent, action: Action) -> None:
 
 
 def _why(error: Exception) -> str:
-    log.error("the device failed before it came to what a step said: %s", error)
+    log.error("the device failed before it finished a step's kernels: %s", error)
     return f"the device failed: {error}"
 
 

@@ -440,8 +440,8 @@ class LayoutBook:
             self._counters.add("layouts_published")
             return
         log.error(
-            "all %d layouts that a pool's namespace can have are taken: what this engine saves "
-            "cannot be found by others; give it a `cache_prefix` of its own",
+            "all %d layouts of the pool's namespace are taken: other engines cannot find what this "
+            "engine saves; give it its own `cache_prefix`",
             len(index),
         )
 

@@ -197,7 +197,7 @@ class LookupKeyServer:
         except Exception as error:
             self._open_after = time.monotonic() + OPEN_AGAIN_SECONDS
             self._counters.add("lookup_errors")
-            log.warning("the pool cannot be looked after: %s: %s", type(error).__name__, error)
+            log.warning("the pool's layouts were not read: %s: %s", type(error).__name__, error)
         finally:
             self.busy_until = None
 
@@ -259,7 +259,7 @@ class LookupKeyServer:
             self._watch.look(self._opened(), deadline)
         except Exception as error:
             self._counters.add("lookup_errors")
-            log.warning("a request was not told to the store: %s: %s", type(error).__name__, error)
+            log.warning("the store did not hear of a request: %s: %s", type(error).__name__, error)
         finally:
             self.busy_until = None
 

@@ -121,7 +121,7 @@ class PoolRank:
 
     def _plan(self, layout_id: str) -> ReadPlan:
         if layout_id not in self._records:
-            raise DescriptionError(f"layout {layout_id} was never told to this rank")
+            raise DescriptionError(f"this rank never got the record of layout {layout_id}")
         return plan_read(self._records[layout_id], self._model, self._layout)
 
     def save(self, order: SaveOrder, fence: Fence | None = None) -> None:
@@ -292,7 +292,7 @@ class Saver:
             else:
                 outcomes = self._store.put(names, objects, deadline)
             if len(outcomes) != len(names):
-                raise StoreError(f"a store told {len(outcomes)} of {len(names)} outcomes")
+                raise StoreError(f"a store returned {len(outcomes)} of {len(names)} outcomes")
             for place, outcome in zip(some.tolist(), outcomes, strict=True):
                 self._counters.add(f"save_{outcome.value}")
                 if outcome not in (Outcome.DONE, Outcome.EXISTS):
@@ -394,7 +394,7 @@ class Loader:
             late = [r for r in self._running if not r.hung and now > r.deadline + HUNG_SECONDS]
             for running in late:
                 if not running.begun:
-                    self._give_up(running, "nothing had begun with it by its deadline")
+                    self._give_up(running, "no thread had begun it by its deadline")
                     continue
                 running.hung = True
                 self._counters.add("load_hung")
@@ -430,7 +430,7 @@ class Loader:
     def _run(self, running: _Running, sources: Sources, fence: Fence | None) -> None:
         order, began = running.order, time.monotonic()
         first = _first_token(order)
-        loaded = PoolLoaded(order.request_id, "ended without a word", bad_from=first)
+        loaded = PoolLoaded(order.request_id, "ended without a report", bad_from=first)
         raised = False
         try:
             if fence is not None:  # an earlier step may still write to these blocks
@@ -462,14 +462,14 @@ class Loader:
         self._counters.add("loaded_bytes", loaded.bytes)
         if not loaded.ok:
             self._counters.add("load_failures")
-            log.warning("request %s: not all was loaded: %s", loaded.request_id, loaded.error)
+            log.warning("request %s was not loaded in full: %s", loaded.request_id, loaded.error)
 
     def _load(self, running: _Running, sources: Sources) -> PoolLoaded:
         order, deadline, futures = running.order, running.deadline, running.chunks
         if self._closed:  # the threads that read have stopped
             raise KvferryError("the engine is closing")
         if not order.segments:
-            raise KvferryError("nothing was promised that could be loaded")
+            raise KvferryError("the load has no segments")
         tables = [np.asarray(ids, dtype=np.int64) for ids in order.tables]
         chunks = [c for s in order.segments for c in _cut(s, sources.plan(s.layout_id))]
         try:
@@ -483,7 +483,7 @@ class Loader:
             wait(begun)  # no byte of this load may be written after its end
         ended = [future.result() for future in begun]
         if len(begun) < len(futures):
-            raise KvferryError("the store had not begun with all of it by the load's deadline")
+            raise KvferryError("the store had not begun all of it by the load's deadline")
         bad = sorted((b for c in ended for b in c.bad), key=lambda b: b[1])
         moved = sum(c.bytes for c in ended)
         if not bad:
@@ -521,7 +521,7 @@ class Loader:
             raise KvferryError("the load's deadline has passed")
         outcomes = self._store.get(keys, wanted.slices, deadline)
         if len(outcomes) != len(keys):
-            raise StoreError(f"a store told {len(outcomes)} of {len(keys)} outcomes")
+            raise StoreError(f"a store returned {len(outcomes)} of {len(keys)} outcomes")
         bad = []
         for outcome, start in zip(outcomes, wanted.starts, strict=True):
             self._counters.add(f"load_{outcome.value}")

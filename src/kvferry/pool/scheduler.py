@@ -522,7 +522,7 @@ def segments_to_load(spec: LoadSpec, external: int, full: bool) -> tuple[Segment
     stop = spec.computed + external
     if external > spec.tokens or not full:
         log.error(
-            "the engine asks for %d tokens, the pool promised %d: they are computed",
+            "the engine asks for %d tokens, but the pool promised %d: the engine computes them",
             external,
             spec.tokens,
         )

@@ -115,8 +115,8 @@ def weight_revision(
     if commit and not path.exists():
         return f"hub {model} {commit}"
     log.warning(
-        "kvferry cannot tell which weights %s has: what this engine keeps in the pool is found by "
-        "no other engine, nor by itself after a restart; name them with `weight_revision`",
+        "kvferry cannot tell which weights %s has: no other engine will find what this engine "
+        "saves in the pool, nor will this one after a restart; name them with `weight_revision`",
         model,
     )
     return f"unknown {secrets.token_hex(16)}"
@@ -347,8 +347,8 @@ class Adapters:
         path = Path(adapter.path).expanduser()
         if not path.is_dir() or not weight_files(path):
             raise DescriptionError(
-                "it is no folder with weights on this machine, so that nothing tells which it has; "
-                "download it, and load it from there"
+                "it is not a folder with weights on this machine, so its files are unknown; "
+                "download it, and load it from a folder"
             )
         digest = blake2b((path / CONFIGURATION).read_bytes(), digest_size=16)
         for told in (weight_revision(str(path)), self._settings, adapter.options):

@@ -151,7 +151,7 @@ def take_text(value: Any) -> str:
 
 def take_name(value: Any) -> str:
     if not take_text(value).strip():
-        raise ValueError("leave the key out where there is none")
+        raise ValueError("leave the key out if there is none")
     return str(value)
 
 
@@ -469,8 +469,8 @@ def _take_host(value: Any) -> str:
         return host
     if address.is_unspecified:
         raise ValueError(
-            "tickets name this address and peers dial it: give one of this host's that they reach, "
-            "such as 10.0.0.1"
+            "tickets name this address and peers dial it: give an address of this host that they "
+            "reach, such as 10.0.0.1"
         )
     if not is_host(host):
         raise ValueError("an address with a zone means nothing to peers")

@@ -65,5 +65,5 @@ def _print(sections: Mapping[str, Sequence[Finding]], healthy: bool) -> None:
             said = Text(row.found).append(f"\n→ {row.advice}" if row.advice else "", "cyan")
             state = Text(row.state, STYLES[row.state])
             table.add_row("" if number else section, Text(row.name, overflow="fold"), state, said)
-    verdict = "What must work does." if healthy else "Something that must work does not."
+    verdict = "Everything required works." if healthy else "Something required does not work."
     Console().print(table, Text(f"\n{verdict}", STYLES["ok" if healthy else "broken"]), sep="\n")

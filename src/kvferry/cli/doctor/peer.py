@@ -25,10 +25,10 @@ def look_at_peer(address: str, settings: Settings, host: Host) -> Iterator[Findi
     try:
         seen = _ask_directory(address, settings.secret)
     except KvferryError as error:
-        advice = "is it the directory's port, the same secret, and the same kvferry?"
+        advice = "check the directory's port and the secret, and run the same kvferry on both"
         yield Finding(address, "broken", str(error), advice)
         return
-    taken = "our secret is accepted" if settings.secret else "it is of this user"
+    taken = "our secret is accepted" if settings.secret else "it belongs to this user"
     said = f"engine {seen.engine_id} ({seen.model}), {len(seen.ranks)} ranks; {taken}"
     yield Finding(address, "ok", said)
     if not seen.ranks:
@@ -37,7 +37,7 @@ def look_at_peer(address: str, settings: Settings, host: Host) -> Iterator[Findi
     own = settings.host or own_address(address)
     if not settings.host and not is_loopback(own):
         advice = f'for nixl and mooncake, an engine here needs it: "host": "{own}"'
-        yield Finding("host", "info", f"{own} is how this host reaches it", advice)
+        yield Finding("host", "info", f"this host reaches it from {own}", advice)
     ranks = {f"rank ({rank.pp_rank}, {rank.tp_rank})": rank for rank in seen.ranks}
     names = sorted({name for rank in seen.ranks for name in rank.carriers})
 

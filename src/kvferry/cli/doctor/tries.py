@@ -48,8 +48,8 @@ ADVICE = {
     "namespace and the ptrace permission (--cap-add SYS_PTRACE)",
     "tcp": "allow TCP connections over the loopback interface and between hosts",
     "cuda": "caches on GPUs move by tcp instead, which stages them in host memory and is slower",
-    "nixl": "only needed where it is configured; see --options and --host",
-    "mooncake": "only needed where it is configured; see --options and --host",
+    "nixl": "only needed if it is configured; see --options and --host",
+    "mooncake": "only needed if it is configured; see --options and --host",
 }
 
 
@@ -96,7 +96,7 @@ def finding(what: str, tried: Tried, must: bool, good: str) -> Finding:
     if tried.detour:
         return Finding(what, "missing", f"by tcp only: {why}", advice)
     if tried.flavour:
-        advice = f"the peer's is as by {as_configured(tried)}"
+        advice = f"the peer uses {as_configured(tried)}"
     elif missing(name):
         advice = HOW_TO_INSTALL.get(name, advice)
     return Finding(what, "broken" if must else "missing", why, advice)
