@@ -450,11 +450,8 @@ def _target(text: str, wanted: float, cells: Mapping[Cell, float], sizes: Sequen
     judged = tuple(sorted({size for _, size in cells}))
     left_out = tuple(size for size in sizes if size not in judged)
     met = cells[worst] >= wanted
-    return Target(text, wanted, cells[worst], _show(worst), met, judged, left_out)
-
-
-def _show(cell: Cell) -> str:
-    return f"{cell[0]} {show_bytes(cell[1])}"
+    where = f"{worst[0]} {show_bytes(worst[1])}"
+    return Target(text, wanted, cells[worst], where, met, judged, left_out)
 
 
 def target_lines(targets: Sequence[Target]) -> Iterator[str]:

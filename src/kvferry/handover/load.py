@@ -77,7 +77,7 @@ from kvferry.plan.bind import require_distinct_blocks
 from kvferry.plan.pieces import padded_tokens
 
 WORD_SECONDS = 5.0  # for a last word after a failure
-NOTHING = Arrived(0, 0, (), ())
+NOTHING = Arrived(0, 0, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +127,19 @@ class Loading:
     offering: WriteOffering | None = None  # push mode
     checked: Memory | None = None  # this rank's memory, if digests are compared
 
-    @property
-    def _offers(self) -> bool:
-        """Whether sources may write. A load with checksums always reads."""
-        return self.offering is not None and self.checked is None
-
     def run(self, remote: Remote, load: Load, watch: Deadline, clock: Clock) -> Loaded:
         try:
-            self._require_distinct_blocks(remote, load)
-            written = self._let_write(remote, load, watch, clock) if self._offers else NOTHING
+            require_distinct_blocks(
+                self.model,
+                self.known.layout,
+                remote.shape,
+                tokens=load.ticket.tokens,
+                skip=load.skip,
+                dst_tables=load.tables,
+            )
+            written = NOTHING
+            if self.offering is not None and self.checked is None:  # checksums are for reads
+                written = self._let_write(self.offering, remote, load, watch, clock)
             read = [source for source in remote.sources if source not in written.delivered]
             claimed = self.words.claim(remote, read, load.ticket, watch)
             clock.stop("claim")
@@ -168,19 +172,10 @@ class Loading:
             zeroed_bytes=zeroed,
         )
 
-    def _require_distinct_blocks(self, remote: Remote, load: Load) -> None:
-        require_distinct_blocks(
-            self.model,
-            self.known.layout,
-            remote.shape,
-            tokens=load.ticket.tokens,
-            skip=load.skip,
-            dst_tables=load.tables,
-        )
-
-    def _let_write(self, remote: Remote, load: Load, watch: Deadline, clock: Clock) -> Arrived:
+    def _let_write(
+        self, offering: WriteOffering, remote: Remote, load: Load, watch: Deadline, clock: Clock
+    ) -> Arrived:
         """Let sources write if they can be stopped. No source can write after this returns."""
-        assert self.offering is not None
 
         def answer(call: Future[ReplyBody]) -> ReplyBody:
             reply = self.words.answer(remote, call, watch)
@@ -188,7 +183,7 @@ class Loading:
                 self.known.forget(remote)  # other refusals void the ticket alone
             return reply
 
-        offers = Offers(self.offering, remote, lambda: self.tally.abandoned(load.blocks))
+        offers = Offers(offering, remote, lambda: self.tally.abandoned(load.blocks))
         try:
             offers.open(
                 hold_id=load.ticket.hold_id,

@@ -223,7 +223,9 @@ class ProducerRank(Server):
                 if isinstance(body, Offer):  # a copy, so that the frame's bytes are not kept
                     body = msgspec.structs.replace(body, tables=body.tables.copy())
                 until = time.monotonic() + min(body.patience_seconds, MOST_PATIENCE_SECONDS)
-                return self._claim(_Sender(sender, request.id, body, until))
+                asked = _Sender(sender, request.id, body, until)
+                known = self._table.find(body.hold_id, time.monotonic()) is not None
+                return self._take_up(asked) if known else self._park(asked)
             case Introduce():
                 self._deliveries.introduce(body)
                 return Introduced()
@@ -238,12 +240,6 @@ class ProducerRank(Server):
                     [h for h, hold in found.items() if isinstance(hold, Hold)],
                     [h for h, hold in found.items() if isinstance(hold, str)],
                 )
-
-    def _claim(self, sender: _Sender) -> ReplyBody | Packed | None:
-        """Answer a claim or an offer now, or park it until its hold arrives."""
-        if self._table.find(sender.claim.hold_id, time.monotonic()) is None:
-            return self._park(sender)
-        return self._take_up(sender)
 
     def _take_up(self, sender: _Sender) -> ReplyBody | Packed | None:
         """Answer a claim or an offer whose hold is known. None: a write has begun."""
@@ -270,6 +266,7 @@ class ProducerRank(Server):
         return packed
 
     def _park(self, sender: _Sender) -> ReplyBody | None:
+        """Let a claim or an offer wait until its hold arrives."""
         if not sender.claim.patience_seconds > 0:  # nor NaN
             return Refused("expired", "the hold has not arrived, and the claim does not wait")
         if not self._table.park(
@@ -289,12 +286,13 @@ class ProducerRank(Server):
         """Write to the offered blocks. The answer follows when the write has ended."""
 
         def done(outcome: Pushed | KvferryError) -> None:
-            self.submit(lambda: self._pushed(sender, offer, outcome))
+            def answer() -> None:
+                body = self._deliveries.ended(offer, outcome)
+                self.reply(sender.identity, sender.request_id, body)
+
+            self.submit(answer)
 
         return self._deliveries.start(offer, hold, sender.until - time.monotonic(), done)
-
-    def _pushed(self, sender: _Sender, offer: Offer, outcome: Pushed | KvferryError) -> None:
-        self.reply(sender.identity, sender.request_id, self._deliveries.ended(offer, outcome))
 
     def _complete(self, last: Complete) -> ReplyBody:
         was_open, closed = self._table.last_word(
@@ -439,14 +437,12 @@ class Directory(Server):
         if refused is not None or self.engine is None:
             return refused
         if isinstance(body, Look):
-            return self._seen(self.engine)
+            us = self.engine
+            ranks = [SeenRank(r.pp_rank, r.tp_rank, r.address, r.carriers) for r in self._ranks]
+            return Seen(us.engine_id, us.incarnation, us.model, us.shape, ranks)
         if self._welcome is None:
             self._welcome = pack(Welcome(self.engine, self._ranks))
         return self._welcome
-
-    def _seen(self, us: EngineInfo) -> Seen:
-        ranks = [SeenRank(r.pp_rank, r.tp_rank, r.address, r.carriers) for r in self._ranks]
-        return Seen(us.engine_id, us.incarnation, us.model, us.shape, ranks)
 
     def _verdict(self, sender: bytes, consumer: EngineInfo) -> Refused | None:
         """Judge a description once. All ranks of an engine send the same one."""

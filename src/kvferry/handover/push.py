@@ -540,12 +540,11 @@ class _Offered:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """What sources wrote, and the sources that have to be read instead."""
+    """What sources wrote. The other sources have to be read."""
 
     bytes: int
     descriptors: int
     delivered: tuple[Source, ...]
-    declined: tuple[Source, ...]
     write_seconds: float = 0.0  # of the slowest source, by its own clock
 
 
@@ -596,10 +595,6 @@ class Offers:
         self._offering, self._remote, self._stuck = offering, remote, stuck
         self._offered: list[_Offered] = []
 
-    @property
-    def sources(self) -> set[Source]:
-        return {one.source for one in self._offered}
-
     def open(
         self,
         *,
@@ -645,7 +640,6 @@ class Offers:
         """Wait until every source has written or declined. Raise on the first other answer."""
         waiting = list(self._offered)
         delivered: list[Source] = []
-        declined: list[Source] = []
         moved = descriptors = 0
         seconds = 0.0
         while waiting:
@@ -661,7 +655,6 @@ class Offers:
             if isinstance(reply, Refused) and reply.reason == "unable":
                 log.info("rank %s is read instead: %s", tuple(one.source.rank), reply.message)
                 self._close(one)
-                declined.append(one.source)
                 continue
             said = _delivered(one, reply)
             came = self._close(one)
@@ -673,7 +666,7 @@ class Offers:
             moved, descriptors = moved + came, descriptors + said.descriptors
             seconds = max(seconds, said.write_seconds)
             delivered.append(one.source)
-        return Arrived(moved, descriptors, tuple(delivered), tuple(declined), seconds)
+        return Arrived(moved, descriptors, tuple(delivered), seconds)
 
     def close(self) -> None:
         """Revoke all grants. After this returns, no byte of these offers can arrive."""

@@ -100,21 +100,14 @@ def make_layout(
     """The layout of an engine, from the memory of all its ranks."""
     compacted = [compact(layout, object_memory(model, layout)) for layout in ranks]
     shape = compacted[0].shape
+    nameless = CacheModel("", model.groups, model.total_layers)  # the name is a path
+    compacted.sort(key=lambda layout: layout.rank)
     record = LayoutRecord(
         FORMAT,
-        engine_info("", "", _nameless(model), shape, meaning),
-        [rank_info(r, [0] * len(r.regions), "", "", {}) for r in sorted(compacted, key=_by_rank)],
+        engine_info("", "", nameless, shape, meaning),
+        [rank_info(r, [0] * len(r.regions), "", "", {}) for r in compacted],
     )
     return _ready(msgspec.msgpack.encode(record), record)
-
-
-def _by_rank(layout: RankLayout) -> Rank:
-    return layout.rank
-
-
-def _nameless(model: CacheModel) -> CacheModel:
-    """The model without its name, which is a path and says nothing about bytes."""
-    return CacheModel("", model.groups, model.total_layers)
 
 
 def layout_id(encoded: bytes) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvferry.pool.hits import Segment
@@ -103,11 +102,6 @@ class PoolCounters:
         with self._lock:
             self._total[name] += count
             self._new[name] += count
-
-    def add_all(self, counts: Mapping[str, int]) -> None:
-        with self._lock:
-            self._total.update(counts)
-            self._new.update(counts)
 
     def __getitem__(self, name: str) -> int:
         with self._lock:

@@ -553,9 +553,6 @@ class LoadJobs:
         self._orders: dict[str, LoadOrder] = {}
         self._hung: dict[str, _Hung] = {}
 
-    def __len__(self) -> int:
-        return len(self._orders)
-
     def order(self, order: LoadOrder) -> None:
         self._orders[order.request_id] = order
 
@@ -585,11 +582,6 @@ class LoadJobs:
             if hung.ranks == 0:
                 del self._hung[request_id]
                 self._unpin(hung.block_ids)
-
-    @property
-    def quarantined(self) -> frozenset[str]:
-        """Requests with blocks in quarantine."""
-        return frozenset(self._hung)
 
     @property
     def quarantined_blocks(self) -> int:
