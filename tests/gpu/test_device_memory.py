@@ -11,6 +11,7 @@ from device_peer import DeviceBytes
 
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.carriers.base import Arrays
+from kvferry.carriers.cuda import kernels, staging
 from kvferry.carriers.cuda.buffers import BufferPool
 from kvferry.carriers.cuda.driver import device
 from kvferry.carriers.cuda.kernels import warm
@@ -260,6 +261,26 @@ def test_checksums_of_device_memory_are_those_of_the_same_bytes(buffers, grain, 
     with pytest.raises(OutOfBounds):
         there.mix(np.asarray([src.address + SIZE]), np.asarray([16]))
     there.close()
+
+
+def test_no_request_waits_for_a_compiler(buffers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that zero and mix, and a lane, are there before the first request."""
+    src, _ = buffers
+    memory = DeviceMemory([MemoryRegion(src.address, SIZE)])
+    assert memory.warmed.wait(120)
+    monkeypatch.setattr(kernels, "compile_kernel", lambda *_: pytest.fail("compiled late"))
+    monkeypatch.setattr(staging, "compile_kernel", lambda *_: pytest.fail("compiled late"))
+    for size in (64, 256, 1024, 4096, 65536):
+        slots = src.address + np.arange(0, SIZE, 4 * size)
+        for lengths in (np.full(len(slots), size), np.resize([size, size // 2], len(slots))):
+            src[:] = 7
+            memory.zero(slots, lengths)
+            expected = np.full(SIZE, 7, dtype=np.uint8)
+            for begin, length in zip(slots - src.address, lengths, strict=True):
+                expected[begin : begin + length] = 0
+            assert np.array_equal(src[:], expected)
+            memory.mix(slots, lengths)
+    memory.close()
 
 
 def wait_until_compiled() -> None:

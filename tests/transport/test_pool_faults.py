@@ -304,10 +304,10 @@ def broken(monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException) ->
 
 
 SAVE_POINTS = [
-    "database.ChunkedTokenDatabase.my_turn",
-    "database.ChunkedTokenDatabase.keys",
-    "database.ChunkedTokenDatabase.objects",
-    "database.object_keys",
+    "layout_registry.ChunkedTokenDatabase.my_turn",
+    "layout_registry.ChunkedTokenDatabase.keys",
+    "layout_registry.ChunkedTokenDatabase.objects",
+    "layout_registry.object_keys",
     "objects.ObjectMemory.addresses",
     "fence",
 ]
@@ -346,10 +346,10 @@ def test_an_exception_at_each_point_of_a_save(
 
 LOAD_POINTS = [
     "rank.plan_read",
-    "reader.ReadPlan.bind",
-    "load.object_keys",
-    "load._cut",
-    "load.Loader._read",
+    "layout_registry.ReadPlan.bind",
+    "rank.object_keys",
+    "rank._cut",
+    "rank.Loader._read",
 ]
 
 
@@ -380,10 +380,10 @@ def test_an_exception_at_each_point_of_a_load(
 
 
 LOOKUP_POINTS = [
-    "chain.ContentChain.signature",
-    "chain.ContentChain.digests",
-    "database.Question.answer",
-    "book.LayoutBook.refresh",
+    "keys.ContentChain.signature",
+    "keys.ContentChain.digests",
+    "layout_registry.Question.answer",
+    "layout_registry.LayoutBook.refresh",
     "lookup.longest_hit",
     "lookup.covered_prefix",
 ]

@@ -21,7 +21,6 @@ import os
 import signal
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -68,7 +67,6 @@ LOOPBACK = "127.0.0.1"
 ON_GPU = "cuda"  # the carrier that moves only GPU memory
 PAGE_BYTES = 4096
 MAP_NORESERVE = 0x4000  # because unused blocks are never touched
-LOADS_AT_ONCE = 4  # per consumer rank: while one waits for an answer, others copy
 LOAD_SECONDS = 50.0  # for one load; less than SILENCE_SECONDS, which end the demo
 LEASE_SECONDS = 3600.0  # a request may wait for its turn as long as the demo takes
 
@@ -279,26 +277,21 @@ class DecodeRank(DemoRank):
         self.memory.publish()
 
     def load(self, tickets: list[dict[str, Any]]) -> Moved:
-        """Load every request, a few at once. Tickets come as a router's request parameters."""
-        waiting = deque(zip(self.work.requests, map(Ticket.from_params, tickets), strict=True))
-        running = 0
+        """Load one request after the other. Tickets come as a router's request parameters."""
         with _words_of_auto() as said:
-            while waiting or running:
-                while waiting and running < LOADS_AT_ONCE:
-                    request, ticket = waiting.popleft()
-                    tables = tuple(tuple(table.tolist()) for table in request.dst_tables)
-                    self.consumer.start(
-                        Load(ticket.request_id, ticket, tables, request.skip, LOAD_SECONDS)
-                    )
-                    running += 1
-                self.bell.wait(1.0)
-                for loaded in self.consumer.take_done():
-                    if not loaded.ok:
-                        raise TransferError(f"{loaded.request_id} was not loaded: {loaded.error}")
-                    running -= 1
-                    self.report(loaded.bytes)
-                    if self.fault == "die":
-                        os._exit(3)
+            for request, params in zip(self.work.requests, tickets, strict=True):
+                ticket = Ticket.from_params(params)
+                tables = tuple(tuple(table.tolist()) for table in request.dst_tables)
+                load = Load(ticket.request_id, ticket, tables, request.skip, LOAD_SECONDS)
+                self.consumer.start(load)
+                while not (done := self.consumer.take_done()):
+                    self.bell.wait(1.0)
+                (loaded,) = done
+                if not loaded.ok:
+                    raise TransferError(f"request {request.number}: {loaded.error}")
+                self.report(loaded.bytes)
+                if self.fault == "die":
+                    os._exit(3)
         return Moved(self.consumer.stats(), tuple(said))
 
     def check(self) -> Checked:

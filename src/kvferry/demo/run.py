@@ -54,7 +54,7 @@ class DemoResult:
 
     `gb_per_s` is `bytes` over `transfer_seconds`: the wall time from the tickets' arrival until the
     last decode rank had all its requests, with handshakes, claims, planning and last words.
-    `copy_gb_per_s` is `bytes` over the part of this time that loads spent reading. `method` is how
+    `copy_gb_per_s` is `bytes` over the time that the busiest rank spent reading. `method` is how
     bytes moved: "local, by tcp" if the carrier fell back to tcp.
     """
 
@@ -154,7 +154,6 @@ def run_demo(
         checked: list[Checked] = crew.ask(crew.decode, "check")
     stats = [one.stats for one in moved]
     total = sum(one.bytes for one in stats)
-    reading = max(one.seconds["read"] / sum(one.seconds.values()) for one in stats)
     return DemoResult(
         requests=len(work.requests),
         bytes=total,
@@ -165,7 +164,7 @@ def run_demo(
         asked=transport or method,
         seconds=time.monotonic() - started,
         transfer_seconds=transfer_seconds,
-        copy_gb_per_s=total / (transfer_seconds * reading) / 1e9,
+        copy_gb_per_s=total / max(one.seconds["read"] for one in stats) / 1e9,
         descriptors=sum(one.descriptors for one in stats),
         checked_bytes=sum(c.arrived_bytes for c in checked),
         guarded_bytes=sum(c.guarded_bytes for c in checked),
@@ -225,7 +224,7 @@ class Prefill:
                 tokens=request.tokens,
                 host=LOOPBACK,
                 port=self._directory.port,
-                request_id=f"request {request.number}",
+                request_id=str(request.number),
                 tp_size=work.src.tp,
                 pp_size=work.src.pp,
             )

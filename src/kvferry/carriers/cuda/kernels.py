@@ -53,8 +53,13 @@ class Form:
         return TUNING[self.chunk][0]
 
 
-# What a cache's copies use.
-USUAL = tuple(Form(chunk, search) for search in (False, True) for chunk in TUNING)
+# What a cache's copies use, and then the zeroing of bytes that no copy covers.
+USUAL = tuple(
+    Form(chunk, search, fill)
+    for fill in (False, True)
+    for search in (False, True)
+    for chunk in TUNING
+)
 
 _lock = threading.Lock()
 _functions: dict[tuple[int, Form], Function | None] = {}  # None: the compiler failed

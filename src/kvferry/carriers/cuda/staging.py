@@ -22,6 +22,8 @@ and how many there are, follows below.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -41,6 +43,8 @@ from kvferry.carriers.cuda.work import CudaRuns, best_chunk
 from kvferry.carriers.host import Bytes
 from kvferry.errors import TransferError
 
+log = logging.getLogger(__name__)
+
 
 class DeviceMemory:
     """Regions of one GPU's memory. Implements `memory.StagedMemory`; any number of threads."""
@@ -50,6 +54,7 @@ class DeviceMemory:
         self._regions: list[MemoryRegion] = []
         self._device: Device | None = None
         self._memory = Mapped.of([])
+        self.warmed = threading.Event()  # set when the first use finds kernels and a lane
         self.register(regions)
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
@@ -62,7 +67,7 @@ class DeviceMemory:
             if self._device is None:
                 self._device = device(found.ordinal)
                 self._lanes = StagingLanes(self._device)
-                kernels.warm_aside(self._device)
+                threading.Thread(target=self._warm, name="kvferry-cuda-warm", daemon=True).start()
         self._regions += regions
         self._memory = Mapped.of([(self._regions, 0)])
 
@@ -133,6 +138,21 @@ class DeviceMemory:
         """Gives staging memory back, except what is still in use."""
         if self._lanes is not None:
             self._lanes.close()
+
+    def _warm(self) -> None:
+        """Compile the kernels and make a lane now, so that no request waits for them."""
+        try:
+            if kernels.available():
+                kernels.warm(self._on())
+                with self._on().current():
+                    for chunk, search in itertools.product(TUNING, (False, True)):
+                        _function(self._on(), chunk, search=search)
+            with self._lane():
+                pass
+        except Exception as error:
+            log.warning("the first transfer of device memory will be slow: %s", error)
+        finally:
+            self.warmed.set()
 
     def _gather(self, lane: StagingLane, parts: Iterator[StagedPiece]) -> Iterator[Chunk]:
         """Queue chunk after chunk; whoever asks for one has done with the one of a ring before."""
