@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 from kvferry.carriers.base import TransferState
-from kvferry.errors import Cancelled, DeadlineExceeded, TransferError
+from kvferry.errors import Cancelled, DeadlineExceeded, HandoverError, TransferError
+from kvferry.workers import Threads
 
 T = TypeVar("T")
 
@@ -174,37 +175,25 @@ class Job:
 
 
 class Workers:
-    """Up to `count` daemon threads, started when they are needed, that run jobs in order."""
+    """Up to `count` threads that run the jobs of a carrier, or of one of its peers, in order."""
 
     def __init__(self, name: str, count: int) -> None:
-        self._name, self._count = name, count
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._threads = Threads(name, count)
         self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
         self._live: set[Job] = set()
-        self._closed = False
 
     def submit(self, job: Job) -> Job:
+        """Have it run soon. A job that never will be has failed when this returns."""
         with self._lock:
-            if self._closed:
-                job.request_cancel("the carrier is closed")
-                return job
             self._live.add(job)
-            # one thread for each job that is queued or running, up to the limit
-            if len(self._threads) < min(self._count, len(self._live)):
-                thread = threading.Thread(
-                    target=self._loop, name=f"{self._name}-{len(self._threads)}", daemon=True
-                )
-                try:
-                    thread.start()
-                except RuntimeError as error:
-                    if not self._threads:  # where there is one, it does this job too, later
-                        self._live.discard(job)
-                        job.refuse(TransferError(f"no thread for it can be started: {error}"))
-                        return job
-                else:
-                    self._threads.append(thread)
-            self._queue.put(job)
+        try:
+            self._threads.submit(partial(self._run, job))
+        except Cancelled:
+            job.request_cancel("the carrier is closed")
+            self._forget(job)
+        except HandoverError as error:
+            job.refuse(TransferError(str(error)))
+            self._forget(job)
         return job
 
     @property
@@ -215,24 +204,18 @@ class Workers:
 
     def close(self, seconds: float = CANCEL_SECONDS) -> None:
         """Cancel all jobs and end the threads. Idempotent."""
-        with self._lock:
-            self._closed = True
-            jobs, threads = list(self._live), list(self._threads)
-            for _ in threads:
-                self._queue.put(None)
-        for job in jobs:
+        self._threads.close()
+        for job in self.busy:
             job.request_cancel("the carrier was closed")
-        until = time.monotonic() + seconds
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))
+        self._threads.join(seconds)
 
-    def _loop(self) -> None:
-        while (job := self._queue.get()) is not None:
-            job.run()
-            with self._lock:
-                self._live.discard(job)
-            del job
+    def _run(self, job: Job) -> None:
+        job.run()
+        self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        with self._lock:
+            self._live.discard(job)
 
 
 def share(

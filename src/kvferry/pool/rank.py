@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -43,7 +43,7 @@ from kvferry.pool.orders import (
     TableBlocks,
 )
 from kvferry.pool.store import Outcome, Store
-from kvferry.workers import Crew, Threads
+from kvferry.workers import Call, Threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +340,7 @@ class _Running:
     deadline: float
     begun: bool = False
     hung: bool = False
-    chunks: list[Future[_Chunk]] = field(default_factory=list)
+    chunks: list[Call[_Chunk]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -362,7 +362,7 @@ class Loader:
         self._recovered: deque[str] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._crew = Crew(threads, "kvferry-load", MOST_LOST_THREADS)
+        self._crew = Threads("kvferry-load", threads, most_stuck=MOST_LOST_THREADS)
         self._threads = Threads("kvferry-load-one", MOST_LOADS)
 
     @property
@@ -410,7 +410,8 @@ class Loader:
                 loaded = PoolLoaded(running.order.request_id, error, bad_from=first, hung=True)
                 self._done.append(loaded)
                 self._count(loaded)
-                self._crew.replace(running.chunks)  # others must not wait behind them
+                for chunk in running.chunks:  # others must not wait behind them
+                    self._crew.give_up(chunk)
             done = list(self._done)
             self._done.clear()
             return done
@@ -482,7 +483,7 @@ class Loader:
         try:
             for chunk in chunks:
                 read = partial(self._read, chunk, order.contents, tables, sources, deadline)
-                futures.append(self._crew.submit(read))
+                futures.append(self._crew.call(read))
             seconds = max(0.0, deadline - time.monotonic())
             wait(futures, timeout=seconds, return_when=FIRST_EXCEPTION)
         finally:
