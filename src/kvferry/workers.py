@@ -197,7 +197,7 @@ class Threads:
             lane, work = item
             try:
                 work()
-            except Exception:
+            except BaseException:
                 log.exception("a thread of %s goes on after an error", self._name)
             with self._lock:
                 if self._stuck and isinstance(work, Call) and work in self._stuck:

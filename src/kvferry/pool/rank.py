@@ -15,7 +15,6 @@ from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from queue import SimpleQueue
 
 import numpy as np
 
@@ -170,15 +169,13 @@ class Saver:
 
     def __init__(self, store: Store, counters: PoolCounters) -> None:
         self._store, self._counters = store, counters
-        self._queue: SimpleQueue[tuple[SaveOrder, ChunkedTokenDatabase, Fence | None] | None]
-        self._queue = SimpleQueue()
+        self._threads = Threads("kvferry-save", 1)
         self._done: deque[Saved] = deque()
         self._open: set[int] = set()  # jobs that have no last word yet
         self._lock = threading.Lock()
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._paused_until = 0.0
         self._closed = False
-        self._thread: threading.Thread | None = None
 
     @property
     def unfinished(self) -> int:
@@ -190,18 +187,13 @@ class Saver:
     ) -> None:
         """Take a job; its last word comes from `take_done`."""
         with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                thread = threading.Thread(target=self._run, name="kvferry-save", daemon=True)
-                try:
-                    thread.start()
-                except (RuntimeError, MemoryError) as error:  # the next job tries again
-                    self._counters.add("save_errors")
-                    log.warning("nothing is saved to the pool: %s", error)
-                    self._done.append(Saved(order.job_id, tuple(sorted(_all_blocks(order)))))
-                    return
-                self._thread = thread
             self._open.add(order.job_id)
-        self._queue.put((order, database, fence))
+        try:
+            self._threads.submit(partial(self._run, order, database, fence))
+        except KvferryError as error:  # the next job tries again
+            self._counters.add("save_errors")
+            log.warning("nothing is saved to the pool: %s", error)
+            self._end(order, _all_blocks(order))
 
     def take_done(self) -> list[Saved]:
         done = []
@@ -216,30 +208,28 @@ class Saver:
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Stop; what the store has now gets so long to end."""
         self.stop()
-        self._queue.put(None)
-        if self._thread is not None:
-            self._thread.join(seconds)
+        self._threads.close()
+        self._threads.join(seconds)
 
-    def _run(self) -> None:
-        while True:
-            job = self._queue.get()
-            if job is None:
-                return
-            order, database, fence = job
-            failed = _all_blocks(order)
-            try:
-                if self._closed:
-                    self._counters.add("save_dropped")
-                else:
-                    failed = self._save(order, database, fence)
-            except Exception as error:
-                self._pause()
-                self._counters.add("save_errors")
-                log.warning("saving to the pool failed: %s: %s", type(error).__name__, error)
-            finally:  # also of what is no Exception: the blocks are pinned until this is said
-                with self._lock:
-                    self._open.discard(order.job_id)
-                self._done.append(Saved(order.job_id, tuple(sorted(failed))))
+    def _run(self, order: SaveOrder, database: ChunkedTokenDatabase, fence: Fence | None) -> None:
+        failed = _all_blocks(order)
+        try:
+            if self._closed:
+                self._counters.add("save_dropped")
+            else:
+                failed = self._save(order, database, fence)
+        except Exception as error:
+            self._pause()
+            self._counters.add("save_errors")
+            log.warning("saving to the pool failed: %s: %s", type(error).__name__, error)
+        finally:  # also of what is no Exception: the blocks are pinned until this is said
+            self._end(order, failed)
+
+    def _end(self, order: SaveOrder, failed: set[tuple[int, int]]) -> None:
+        """The job's last word: which blocks were not saved."""
+        with self._lock:
+            self._open.discard(order.job_id)
+        self._done.append(Saved(order.job_id, tuple(sorted(failed))))
 
     def _pause(self) -> None:
         self._paused_until = time.monotonic() + self._pause_seconds
