@@ -74,8 +74,7 @@ def fastest_first(carriers: Sequence[Carrier]) -> list[Carrier]:
     """The same carriers, in the order in which "auto" tries them."""
 
     def place(carrier: Carrier) -> int:
-        flavour = getattr(carrier, "flavour", "")  # of a library: its protocol or backends
-        over_tcp = (carrier.name, flavour) == ("mooncake", "tcp")
+        over_tcp = (carrier.name, carrier.flavour) == ("mooncake", "tcp")
         return FASTEST_FIRST.index("mooncake over tcp" if over_tcp else carrier.name)
 
     return sorted(carriers, key=place)
@@ -104,7 +103,7 @@ def connect(
         except BaseException:
             _let_go(held)
             raise
-        detour = getattr(peer, "detour", "")
+        detour = carrier.detour_to(peer)
         if detour and any(c.name == "tcp" for c in later):
             out.append(f"{carrier.name}: {detour}")
             if held is None:

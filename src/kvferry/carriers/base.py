@@ -38,7 +38,7 @@ tests (tests/transport/test_conformance.py) runs on all carriers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeGuard
@@ -49,6 +49,7 @@ from numpy.typing import NDArray
 from kvferry.errors import OutOfBounds, TransferError
 
 Ints = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
 GRANT_BYTES = 16
 
 
@@ -123,8 +124,12 @@ class Transfer(Protocol):
 
 
 class Carrier(Protocol):
+    """All members are declared here. Carriers inherit the defaults of those that they lack."""
+
     name: str
-    can_revoke: bool  # whether the owner of the memory can stop a peer's writes
+    can_revoke: bool = False  # the owner of memory can stop a peer's writes: a `GrantingCarrier`
+    takes_strided: bool = False  # `read` and `write` take `StridedCopies`, and queue them elsewhere
+    flavour: str = ""  # of a carrier over a library: the protocol or backends that it uses
 
     def register(self, regions: Sequence[MemoryRegion]) -> None: ...
     def endpoint(self) -> bytes: ...
@@ -134,9 +139,20 @@ class Carrier(Protocol):
     def disconnect(self, peer: Any) -> None: ...
     def close(self) -> None: ...
 
+    def detour_to(self, peer: Any) -> str:
+        """Why this peer is reached by tcp instead; empty where it is not."""
+        return ""
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """How often things happened, by name."""
+        return {}
+
 
 class GrantingCarrier(Carrier, Protocol):
     """A carrier whose owner of memory decides what may be written, and until when."""
+
+    can_revoke: bool = True
 
     def open_grant(self, address: Ints, length: Ints) -> bytes:
         """Let these ranges of registered memory be written by who names the id."""
@@ -152,6 +168,53 @@ class GrantingCarrier(Carrier, Protocol):
 
 def is_granting(carrier: Carrier | None) -> TypeGuard[GrantingCarrier]:
     return carrier is not None and carrier.can_revoke
+
+
+class Memory(Protocol):
+    """Registered memory of this process, by address, where the kernel may not reach each run.
+
+        gather    many runs of registered memory, one after another, into a staging buffer
+        scatter   a staging buffer to many runs of registered memory
+        zero      runs that nothing was written to
+
+    Every method returns when it is done: gathered bytes are in `into`, scattered bytes are visible
+    to all users of that memory. Ranges outside of the memory are `OutOfBounds`, and nothing is
+    copied. Several threads may call at once, each with a buffer of its own.
+    """
+
+    is_staged: bool = False  # then it is a `StagedMemory`
+    is_mixing: bool = False  # then it is a `checksum.MixingMemory`
+
+    def gather(self, address: Ints, length: Ints, into: Bytes) -> None: ...
+    def scatter(self, source: Bytes, address: Ints, length: Ints) -> None: ...
+    def zero(self, address: Ints, length: Ints) -> None: ...
+
+    def close(self) -> None:
+        """Give back what it took for itself; the memory is its owner's."""
+        return
+
+
+class StagedMemory(Memory, Protocol):
+    """Memory that hands out chunks of staging memory of its own, and works while one is used.
+
+    A GPU's memory does. Carriers need none of this for host memory: the kernel sends from and
+    receives into the runs themselves. Chunks come in the order of the runs' bytes. Close the
+    generator, also where it did not end: then nothing that it began is under way.
+    """
+
+    is_staged: bool = True
+
+    def outgoing(self, address: Ints, length: Ints) -> Generator[Bytes]:
+        """The runs' bytes; a chunk holds them until the next one is asked for."""
+        ...
+
+    def incoming(self, address: Ints, length: Ints) -> Generator[Bytes]:
+        """Chunks to be filled before the next one is asked for; visible when it has ended."""
+        ...
+
+
+def is_staged(memory: Memory) -> TypeGuard[StagedMemory]:
+    return memory.is_staged
 
 
 # --------------------------------------------------------------------------------------------------

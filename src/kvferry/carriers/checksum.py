@@ -25,8 +25,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvferry.carriers.base import Arrays, slices
-from kvferry.carriers.host import Bytes, Ints, Memory, copy_runs
+from kvferry.carriers.base import Arrays, Bytes, Ints, Memory, slices
+from kvferry.carriers.host import copy_runs
 
 NAME = "mix128"
 WORD_BYTES = 8
@@ -64,11 +64,13 @@ class Mixed:
 class MixingMemory(Memory, Protocol):
     """Memory that mixes by itself."""
 
+    is_mixing: bool = True
+
     def mix(self, address: Ints, length: Ints) -> Mixed: ...
 
 
 def is_mixing(memory: Memory) -> TypeGuard[MixingMemory]:
-    return hasattr(memory, "mix")
+    return memory.is_mixing
 
 
 def mix_on_host(memory: Memory, address: Ints, length: Ints) -> Mixed:

@@ -36,14 +36,17 @@ from kvferry.carriers import host
 from kvferry.carriers.base import (
     WINDOW,
     Arrays,
+    Bytes,
+    Carrier,
     CopyArrays,
+    Ints,
     MemoryRegion,
     RegionTable,
     Transfer,
     require_all,
     slices,
 )
-from kvferry.carriers.host import Bytes, HostMemory, Ints, joined
+from kvferry.carriers.host import HostMemory, joined
 from kvferry.carriers.tcp.carrier import LOOPBACK, TcpCarrier
 from kvferry.carriers.tcp.client import TcpPeer
 from kvferry.carriers.transfer import Job, Workers, share
@@ -134,11 +137,10 @@ class LocalPeer:
             host.read(self.pid, self.regions.starts, where, np.ones(count, dtype=np.int64))
 
 
-class LocalCarrier:
+class LocalCarrier(Carrier):
     """`secret`, `writable` and `admits` are those of the fallback: see `TcpCarrier`."""
 
     name = "local"
-    can_revoke = False
 
     def __init__(
         self,
@@ -219,6 +221,9 @@ class LocalCarrier:
         if peer.tcp is not None:
             return self._tcp.write(peer.tcp, copies)
         return self._submit(peer, copies, reading=False)
+
+    def detour_to(self, peer: LocalPeer) -> str:
+        return peer.detour
 
     def disconnect(self, peer: LocalPeer) -> None:
         peer.connected = False

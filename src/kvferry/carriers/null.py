@@ -25,6 +25,7 @@ import numpy as np
 from kvferry.carriers import host
 from kvferry.carriers.base import (
     Arrays,
+    Carrier,
     CopyArrays,
     MemoryRegion,
     RegionTable,
@@ -82,11 +83,10 @@ class NullPeer:
         return self._carrier.table
 
 
-class NullCarrier:
+class NullCarrier(Carrier):
     """Copies within this process, on worker threads."""
 
     name = "null"
-    can_revoke = False
 
     def __init__(
         self, fabric: Fabric | None = None, *, faults: Faults | None = None, workers: int = 2

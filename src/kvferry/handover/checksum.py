@@ -26,9 +26,8 @@ import numpy as np
 import xxhash
 
 from kvferry.carriers import checksum
-from kvferry.carriers.base import Arrays, slices
+from kvferry.carriers.base import Arrays, Memory, is_staged, slices
 from kvferry.carriers.checksum import is_mixing, mix_on_host
-from kvferry.carriers.host import Memory, is_staged
 from kvferry.errors import KvferryError, ProtocolError
 from kvferry.layout.placement import Ints
 from kvferry.net.messages import MOST_RUNS, RUN_BYTES

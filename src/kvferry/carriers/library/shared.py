@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 
 from kvferry.carriers.base import (
     Arrays,
+    Carrier,
     CopyArrays,
     Ints,
     MemoryRegion,
@@ -266,7 +267,7 @@ def look_at_host(name: str, host: str, everywhere: bool) -> None:
 
 
 class Library(ABC):
-    name: ClassVar[str]
+    name: str
     batch_descriptors: ClassVar[int]
     batch_bytes: ClassVar[int]
     listens_everywhere: ClassVar[bool] = False  # whatever `host` is
@@ -322,12 +323,10 @@ GRACE_SECONDS = 1.0  # a dead peer's data plane may fail before its pulse does
 SCRATCH_BYTES = 4096  # registered, for the byte that `connect` tries
 
 
-class LibraryCarrier(Library):
+class LibraryCarrier(Library, Carrier):
     """`host` is the address that peers reach this one at. The libraries have no use for a `secret`:
     with one, the host may be a network's. `admits` says which hosts may be dialed, of those that
     endpoints name. Both sides must have the same `flavour`."""
-
-    can_revoke = False
 
     def __init__(
         self,

@@ -31,14 +31,17 @@ import msgspec
 from kvferry.carriers.base import (
     Arrays,
     CopyArrays,
+    GrantingCarrier,
     Ints,
+    Memory,
     MemoryRegion,
     RegionTable,
     Transfer,
+    is_staged,
     require_all,
     slices,
 )
-from kvferry.carriers.host import HostMemory, Memory, is_staged
+from kvferry.carriers.host import HostMemory
 from kvferry.carriers.tcp.client import MAX_REGIONS, Own, Streams, TcpEndpoint, TcpPeer
 from kvferry.carriers.tcp.frames import INCARNATION_BYTES, MAX_PAYLOAD_BYTES
 from kvferry.carriers.tcp.server import ServerLimits, TcpServer
@@ -60,7 +63,7 @@ LOOPBACK = "127.0.0.1"
 EVERYWHERE = ("0.0.0.0", "::")
 
 
-class TcpCarrier:
+class TcpCarrier(GrantingCarrier):
     """`host` and `port` say where to listen, `advertise` what peers dial. See the module's text.
 
     `memory` is needed where the memory to be registered is not a host's (`StagedMemory`).
@@ -69,7 +72,6 @@ class TcpCarrier:
     """
 
     name = "tcp"
-    can_revoke = True
 
     def __init__(
         self,

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import msgspec
 
-from kvferry.carriers.base import Arrays, Ints, MemoryRegion, RegionTable
-from kvferry.carriers.host import Memory, joined
+from kvferry.carriers.base import Arrays, Ints, Memory, MemoryRegion, RegionTable
+from kvferry.carriers.host import joined
 from kvferry.carriers.tcp.frames import (
     HEADER,
     HELLO_BYTES,

@@ -53,8 +53,8 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.carriers.base import GRANT_BYTES, Ints
-from kvferry.carriers.host import Memory, Vectors, is_staged, libc
+from kvferry.carriers.base import GRANT_BYTES, Ints, Memory, is_staged
+from kvferry.carriers.host import Vectors, libc
 from kvferry.carriers.liveness import hang_up, ours_alone
 from kvferry.errors import (
     AuthenticationError,

@@ -25,8 +25,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvferry.carriers.base import GRANT_BYTES, Ints, RegionTable
-from kvferry.carriers.host import HostMemory, Memory, joined
+from kvferry.carriers.base import GRANT_BYTES, Ints, Memory, RegionTable
+from kvferry.carriers.host import HostMemory, joined
 from kvferry.carriers.liveness import hang_up, ours_alone
 from kvferry.carriers.tcp.frames import (
     AUTH_BYTES,
