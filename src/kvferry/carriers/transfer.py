@@ -3,10 +3,10 @@
     queued --> running --> done
        |          |------> failed   with the error that `wait` raises
        '--cancel--'------> failed   with `Cancelled`
-                  '------> given up: failed for who waits, and not settled before the work returns
+                  '------> given up: failed for callers, and not settled before the work returns
 
 A job's work is a function of the job. It calls `checkpoint()` between bounded pieces, which raises
-once the job was cancelled; work that blocks in a system call says with `woken_by` what wakes it.
+once the job was cancelled. Work that blocks in a system call names in `woken_by` how to wake it.
 `cancel()` returns when the work has ended, so no byte of it can arrive after that.
 """
 
@@ -26,7 +26,7 @@ from kvferry.workers import Threads
 
 T = TypeVar("T")
 
-CANCEL_SECONDS = 10.0  # the bound of `cancel`; what can be woken takes milliseconds
+CANCEL_SECONDS = 10.0  # the bound of `cancel`; work that can be woken takes milliseconds
 
 
 class Latch:
@@ -89,7 +89,7 @@ class Job:
         return not self._ended.is_set() or self._under_way
 
     def give_up(self, error: TransferError) -> None:
-        """By the work, which goes on: who waits hears at once why it fails."""
+        """By the work, which goes on: callers that wait hear at once why it fails."""
         with self._lock:
             if not self._ended.is_set():
                 self._under_way = True
@@ -131,7 +131,7 @@ class Job:
 
     @contextlib.contextmanager
     def woken_by(self, wake: Callable[[], None]) -> Iterator[None]:
-        """What ends the system call that the work blocks in; must not block itself."""
+        """`wake` ends the system call that the work blocks in, and must not block itself."""
         with self._lock:
             self._wake = wake
         try:
