@@ -248,6 +248,8 @@ class Prompt:
 class MixingMemory(HostMemory):
     """Host memory that has the checksum of a GPU's."""
 
+    is_mixing = True
+
     def mix(self, address: Any, length: Any) -> Mixed:
         return mix_on_host(self, address, length)
 

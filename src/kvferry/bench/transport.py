@@ -193,7 +193,7 @@ class _Measured:
         with ExitStack() as stack:
             movers = {n: self._open(stack, owner, n) for n in wanted.names if n not in ALONE}
             for name, mover in list(movers.items()):
-                if not wanted.require_own_way(name, getattr(mover, "detour", "")):
+                if not wanted.require_own_way(name, mover.detour):
                     del movers[name]
             for size in self.sizes:
                 rounds = self._size(owner, movers, size)
@@ -659,13 +659,18 @@ class Mover(Protocol):
     descriptors, because every new request needs them.
     """
 
+    @property
+    def detour(self) -> str:
+        """Why it goes to its peer by another carrier; empty where it does not."""
+        return ""
+
     def endpoint(self) -> bytes: ...
     def connect(self, endpoint: bytes) -> None: ...
     def prepare(self, op: str, copies: Arrays) -> Callable[[], None]: ...
     def close(self) -> None: ...
 
 
-class OurCarrier:
+class OurCarrier(Mover):
     """A carrier of kvferry."""
 
     def __init__(self, name: str, memory: Bytes) -> None:
@@ -676,8 +681,7 @@ class OurCarrier:
 
     @property
     def detour(self) -> str:
-        """Why it falls back to another carrier; empty if it does not."""
-        return getattr(self._peer, "detour", "")
+        return self._carrier.detour_to(self._peer) if self._peer is not None else ""
 
     def endpoint(self) -> bytes:
         endpoint: bytes = self._carrier.endpoint()
@@ -701,7 +705,7 @@ class OurCarrier:
         self._carrier.close()
 
 
-class RawMooncake:
+class RawMooncake(Mover):
     """Mooncake's engine, with one blocking call after another."""
 
     def __init__(self, memory: Bytes) -> None:
@@ -727,7 +731,7 @@ class RawMooncake:
         self._engine = None
 
 
-class RawNixl:
+class RawNixl(Mover):
     """A NIXL agent with UCX, with a request for each batch, polled until it is done."""
 
     def __init__(self, memory: Bytes) -> None:

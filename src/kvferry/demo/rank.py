@@ -33,7 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.carriers import Carrier, MemoryRegion, auto, make_carrier
-from kvferry.carriers.host import HostMemory, Memory
+from kvferry.carriers.base import Memory
+from kvferry.carriers.host import HostMemory
 from kvferry.demo.cache import (
     ABSENT,
     CANARY,

@@ -19,8 +19,6 @@ do not wait.
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,14 +26,14 @@ import numpy as np
 import xxhash
 
 from kvferry.carriers import checksum
-from kvferry.carriers.base import Arrays, slices
+from kvferry.carriers.base import Arrays, Memory, is_staged, slices
 from kvferry.carriers.checksum import is_mixing, mix_on_host
-from kvferry.carriers.host import Memory, is_staged
-from kvferry.errors import ProtocolError
+from kvferry.errors import KvferryError, ProtocolError
 from kvferry.layout.placement import Ints
 from kvferry.net.messages import MOST_RUNS, RUN_BYTES
 from kvferry.net.server import Budget
 from kvferry.plan import Bound
+from kvferry.workers import Threads
 
 log = logging.getLogger("kvferry")
 
@@ -128,8 +126,7 @@ class Summing:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._queue: queue.SimpleQueue[Callable[[Memory], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._threads = Threads("kvferry-sums", 1)
         self._closed = False
         self._waiting = Budget(WAITING_BYTES, WAITING_BYTES // 2)
 
@@ -138,39 +135,29 @@ class Summing:
 
         `bytes_` is the memory that the work keeps while it waits. One thread calls this method.
         """
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="kvferry-sums", daemon=True)
-            try:
-                thread.start()
-            except (RuntimeError, MemoryError) as error:
-                log.warning("a checksum cannot be made: %s", error)
-                return False
-            self._thread = thread
         bytes_ = max(bytes_, LEAST_WAITING_BYTES)
         if not self._waiting.take(bytes_, sender):
             return False
 
-        def counted(memory: Memory) -> None:
+        def counted() -> None:
             try:
-                work(memory)
+                if not self._closed:
+                    work(self.memory)
+            except Exception:
+                log.exception("a checksum could not be made")
             finally:
                 self._waiting.give_back(bytes_, sender)
 
-        self._queue.put(counted)
+        try:
+            self._threads.submit(counted)
+        except KvferryError as error:
+            self._waiting.give_back(bytes_, sender)
+            log.warning("a checksum is not made: %s", error)
+            return False
         return True
 
     def close(self) -> None:
         """Stop the thread. After this returns, it touches no memory any more."""
         self._closed = True
-        self._queue.put(None)
-        if self._thread is not None:
-            self._thread.join(CLOSE_SECONDS)
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            if self._closed:
-                return
-            try:
-                work(self.memory)
-            except Exception:
-                log.exception("a checksum could not be made")
+        self._threads.close()
+        self._threads.join(CLOSE_SECONDS)

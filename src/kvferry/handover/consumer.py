@@ -26,8 +26,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvferry.carriers.base import Carrier, is_granting
-from kvferry.carriers.host import Memory
+from kvferry.carriers.base import Carrier, Memory, is_granting
 from kvferry.errors import Cancelled, KvferryError
 from kvferry.handover.deadline import Clock, Deadline
 from kvferry.handover.describe import rank_info

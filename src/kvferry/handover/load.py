@@ -45,8 +45,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.carriers.base import Arrays, Transfer
-from kvferry.carriers.host import Memory
+from kvferry.carriers.base import Arrays, Memory, Transfer
 from kvferry.errors import Cancelled, ChecksumError, HandoverError, KvferryError, StaleTicket
 from kvferry.handover.checksum import Algorithm, common, digest, encode_runs, parts
 from kvferry.handover.deadline import Clock, Deadline, await_transfer, end_transfers
@@ -423,7 +422,7 @@ def post_reads(bound: Mapping[Source, Bound], transfers: list[Transfer], watch: 
 
 def _takes_strided(source: Source) -> bool:
     """Whether the source's carrier takes a whole strided batch and queues it itself."""
-    return bool(getattr(source.carrier, "takes_strided", False))
+    return source.carrier is not None and source.carrier.takes_strided
 
 
 def _in_turn(bound: Mapping[Source, Bound]) -> Iterator[tuple[Source, Any]]:

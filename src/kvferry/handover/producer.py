@@ -39,7 +39,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.carriers.host import Memory
+from kvferry.carriers.base import Memory
 from kvferry.errors import KvferryError
 from kvferry.handover.checksum import Summing, decode_runs, digest, named
 from kvferry.handover.describe import (

@@ -21,13 +21,14 @@ import logging
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
-from kvferry.errors import AuthenticationError, DeadlineExceeded, PeerLost
+from kvferry.errors import AuthenticationError, DeadlineExceeded, HandoverError, PeerLost
 from kvferry.net.keys import HOW_TO_MAKE_ONE
+from kvferry.workers import Threads
 
 log = logging.getLogger("kvferry")
 
@@ -115,35 +116,26 @@ class Names:
     def __init__(self, look_up: Callable[[str], tuple[str, ...]] = look_up) -> None:
         self._look_up = look_up
         self._lock = threading.Lock()
-        self._asked: dict[str, _Question] = {}  # names in the queue or in a lookup
-        self._queue: deque[_Question] = deque()
-        self._threads = 0
+        self._asked: dict[str, _Question] = {}  # queued or looked up now
+        self._most_asked = MOST_THREADS + MOST_QUEUED
+        self._threads = Threads("kvferry-names", MOST_THREADS)
 
     def ask(self, host: str, deadline: float) -> Future[tuple[str, ...]]:
-        """A name's addresses, or `PeerLost`. The caller watches its deadline: they may be late."""
-        stranded: list[_Question] = []
-        problem = ""
+        """A name's addresses, or `PeerLost`. May be late: the caller watches its deadline."""
         with self._lock:
             question = self._asked.get(host)
             if question is not None:
                 question.deadline = max(question.deadline, deadline)
                 return question.answer
-            if len(self._queue) >= MOST_QUEUED:
-                full: Future[tuple[str, ...]] = Future()
-                full.set_exception(_unresolved(host, BUSY))
-                return full
-            question = self._asked[host] = _Question(host, deadline)
-            self._queue.append(question)
-            if self._threads < MOST_THREADS:
-                self._threads += 1
+            question, problem = _Question(host, deadline), BUSY
+            if len(self._asked) < self._most_asked:
                 try:
-                    threading.Thread(target=self._run, name="kvferry-names", daemon=True).start()
-                except RuntimeError as error:  # no more threads; the running ones take it
-                    self._threads -= 1
-                    if not self._threads:
-                        stranded, problem = self._take_queue(), str(error)
-        for one in stranded:
-            one.answer.set_exception(_unresolved(one.host, problem))
+                    self._threads.submit(partial(self._answer, question))
+                    self._asked[host] = question
+                    return question.answer
+                except HandoverError as error:
+                    problem = str(error)
+        question.answer.set_exception(_unresolved(host, problem))
         return question.answer
 
     def resolved(self, host: str, deadline: float) -> tuple[str, ...]:
@@ -156,40 +148,28 @@ class Names:
         except TimeoutError:
             raise DeadlineExceeded(f"the host name {host!r:.80} was not resolved in time") from None
 
-    def _take_queue(self) -> list[_Question]:
-        """Empty the queue, because there is no thread for it. The caller holds the lock."""
-        queued = list(self._queue)
-        self._queue.clear()
-        for question in queued:
-            del self._asked[question.host]
-        return queued
-
-    def _run(self) -> None:
-        while True:
+    def _answer(self, question: _Question) -> None:
+        """By one of the threads."""
+        with self._lock:
+            late = question.deadline <= time.monotonic()
+            if late:
+                del self._asked[question.host]  # whoever asks from now on asks anew
+        found: tuple[str, ...] = ()
+        error = BUSY
+        if not late:
+            try:
+                found, error = self._look_up(question.host), "it has no address"
+            except (OSError, UnicodeError, ValueError) as problem:
+                error = str(problem)
+            except Exception as problem:  # ours: whoever waits is told
+                log.exception("the host name %r could not be resolved", question.host)
+                error = repr(problem)
             with self._lock:
-                if not self._queue:
-                    self._threads -= 1
-                    return
-                question = self._queue.popleft()
-                late = question.deadline <= time.monotonic()
-                if late:
-                    del self._asked[question.host]  # a later caller asks anew
-            found: tuple[str, ...] = ()
-            error = BUSY
-            if not late:
-                try:
-                    found, error = self._look_up(question.host), "it has no address"
-                except (OSError, UnicodeError, ValueError) as problem:
-                    error = str(problem)
-                except Exception as problem:  # a bug of ours; the callers get it too
-                    log.exception("the host name %r could not be resolved", question.host)
-                    error = repr(problem)
-                with self._lock:
-                    del self._asked[question.host]
-            if found:
-                question.answer.set_result(found)
-            else:
-                question.answer.set_exception(_unresolved(question.host, error))
+                del self._asked[question.host]
+        if found:
+            question.answer.set_result(found)
+        else:
+            question.answer.set_exception(_unresolved(question.host, error))
 
 
 def dial(host: str, port: int, deadline: float) -> socket.socket:

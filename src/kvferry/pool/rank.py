@@ -30,11 +30,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from queue import SimpleQueue
 
 import numpy as np
 
@@ -62,7 +61,7 @@ from kvferry.pool.orders import (
     TableBlocks,
 )
 from kvferry.pool.store import Outcome, Store
-from kvferry.workers import Crew, Threads
+from kvferry.workers import Call, Threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +174,13 @@ class Saver:
 
     def __init__(self, store: Store, counters: PoolCounters) -> None:
         self._store, self._counters = store, counters
-        self._queue: SimpleQueue[tuple[SaveOrder, ChunkedTokenDatabase, Fence | None] | None]
-        self._queue = SimpleQueue()
+        self._threads = Threads("kvferry-save", 1)
         self._done: deque[Saved] = deque()
         self._open: set[int] = set()  # jobs without a report yet
         self._lock = threading.Lock()
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._paused_until = 0.0
         self._closed = False
-        self._thread: threading.Thread | None = None
 
     @property
     def unfinished(self) -> int:
@@ -195,18 +192,13 @@ class Saver:
     ) -> None:
         """Take a job. `take_done` returns its report later."""
         with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                thread = threading.Thread(target=self._run, name="kvferry-save", daemon=True)
-                try:
-                    thread.start()
-                except (RuntimeError, MemoryError) as error:  # the next job tries again
-                    self._counters.add("save_errors")
-                    log.warning("nothing is saved to the pool: %s", error)
-                    self._done.append(Saved(order.job_id, tuple(sorted(_all_blocks(order)))))
-                    return
-                self._thread = thread
             self._open.add(order.job_id)
-        self._queue.put((order, database, fence))
+        try:
+            self._threads.submit(partial(self._run, order, database, fence))
+        except KvferryError as error:  # the next job tries again
+            self._counters.add("save_errors")
+            log.warning("nothing is saved to the pool: %s", error)
+            self._end(order, _all_blocks(order))
 
     def take_done(self) -> list[Saved]:
         done = []
@@ -221,30 +213,28 @@ class Saver:
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Stop. The store's current call gets this long to end."""
         self.stop()
-        self._queue.put(None)
-        if self._thread is not None:
-            self._thread.join(seconds)
+        self._threads.close()
+        self._threads.join(seconds)
 
-    def _run(self) -> None:
-        while True:
-            job = self._queue.get()
-            if job is None:
-                return
-            order, database, fence = job
-            failed = _all_blocks(order)
-            try:
-                if self._closed:
-                    self._counters.add("save_dropped")
-                else:
-                    failed = self._save(order, database, fence)
-            except Exception as error:
-                self._pause()
-                self._counters.add("save_errors")
-                log.warning("saving to the pool failed: %s: %s", type(error).__name__, error)
-            finally:  # whatever was raised: the blocks stay pinned until this report
-                with self._lock:
-                    self._open.discard(order.job_id)
-                self._done.append(Saved(order.job_id, tuple(sorted(failed))))
+    def _run(self, order: SaveOrder, database: ChunkedTokenDatabase, fence: Fence | None) -> None:
+        failed = _all_blocks(order)
+        try:
+            if self._closed:
+                self._counters.add("save_dropped")
+            else:
+                failed = self._save(order, database, fence)
+        except Exception as error:
+            self._pause()
+            self._counters.add("save_errors")
+            log.warning("saving to the pool failed: %s: %s", type(error).__name__, error)
+        finally:  # whatever was raised: the blocks stay pinned until this report
+            self._end(order, failed)
+
+    def _end(self, order: SaveOrder, failed: set[tuple[int, int]]) -> None:
+        """Report the job, with the blocks that were not saved."""
+        with self._lock:
+            self._open.discard(order.job_id)
+        self._done.append(Saved(order.job_id, tuple(sorted(failed))))
 
     def _pause(self) -> None:
         self._paused_until = time.monotonic() + self._pause_seconds
@@ -333,7 +323,7 @@ class _Running:
     deadline: float
     begun: bool = False
     hung: bool = False
-    chunks: list[Future[_Chunk]] = field(default_factory=list)
+    chunks: list[Call[_Chunk]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -355,7 +345,7 @@ class Loader:
         self._recovered: deque[str] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._crew = Crew(threads, "kvferry-load", MOST_LOST_THREADS)
+        self._crew = Threads("kvferry-load", threads, most_stuck=MOST_LOST_THREADS)
         self._threads = Threads("kvferry-load-one", MOST_LOADS)
 
     @property
@@ -403,7 +393,8 @@ class Loader:
                 loaded = PoolLoaded(running.order.request_id, error, bad_from=first, hung=True)
                 self._done.append(loaded)
                 self._count(loaded)
-                self._crew.replace(running.chunks)  # other loads must not wait behind these
+                for chunk in running.chunks:  # other loads must not wait behind these
+                    self._crew.give_up(chunk)
             done = list(self._done)
             self._done.clear()
             return done
@@ -475,7 +466,7 @@ class Loader:
         try:
             for chunk in chunks:
                 read = partial(self._read, chunk, order.contents, tables, sources, deadline)
-                futures.append(self._crew.submit(read))
+                futures.append(self._crew.call(read))
             seconds = max(0.0, deadline - time.monotonic())
             wait(futures, timeout=seconds, return_when=FIRST_EXCEPTION)
         finally:

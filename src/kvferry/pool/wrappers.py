@@ -23,8 +23,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import xxhash
 
-from kvferry.carriers.base import MemoryRegion, RegionTable
-from kvferry.carriers.host import Bytes, Memory
+from kvferry.carriers.base import Bytes, Memory, MemoryRegion, RegionTable
 from kvferry.errors import TransferError
 from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, Store, StoreStats, move
 
@@ -252,9 +251,7 @@ class StagedStore:
         """Once: by `close`, or by the last call that it has left."""
         self._idle.clear()
         self._outgrown.clear()
-        close = getattr(self._memory, "close", None)
-        if close is not None:
-            close()
+        self._memory.close()
 
 
 def _packed(wanted: Slices, begin: int) -> Slices:

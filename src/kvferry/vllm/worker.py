@@ -17,8 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvferry.carriers import make_carrier
 from kvferry.carriers.auto import AUTO, fastest_first, select
-from kvferry.carriers.base import Carrier, MemoryRegion
-from kvferry.carriers.host import HostMemory, Memory
+from kvferry.carriers.base import Carrier, Memory, MemoryRegion
+from kvferry.carriers.host import HostMemory
 from kvferry.errors import TransferError
 from kvferry.handover.checksum import offered
 from kvferry.handover.consumer import ConsumerRank

@@ -70,6 +70,9 @@ class Tried(msgspec.Struct, frozen=True):
             raise HandoverError(self.why_not)
         return self
 
+    def detour_to(self, peer: Tried) -> str:
+        return self.detour
+
     def disconnect(self, peer: Tried) -> None:
         """Nothing to close."""
 
@@ -192,7 +195,7 @@ def _connect(carrier: Any, endpoint: bytes, until: float, address: int | None) -
         return Tried(name, text_of(error), flavour="" if address else flavour)
     with contextlib.suppress(Exception):
         carrier.disconnect(peer)
-    return Tried(name, "", str(getattr(peer, "detour", "")), flavour, took)
+    return Tried(name, "", carrier.detour_to(peer), flavour, took)
 
 
 def _compare(carrier: Any, peer: Any, address: int, deadline: float) -> None:
