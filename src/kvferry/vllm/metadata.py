@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvferry.handover.holds import HoldOrder
 from kvferry.handover.load import Load
 from kvferry.handover.ticket import Ticket
 from kvferry.pool.orders import EVENTS, PoolLoaded, Saved
@@ -23,17 +24,6 @@ from kvferry.pool.scheduler import PoolOrders
 from kvferry.vllm.multiconnector import Shared
 
 ENDS = ("delivered", "withdrawn", "expired", "failed")  # of holds, from good to bad
-
-
-@dataclass(frozen=True, slots=True)
-class HoldOrder:
-    """Open this hold: the request has finished, and its blocks stay."""
-
-    hold_id: str
-    request_id: str
-    digest: str
-    tokens: int
-    tables: tuple[tuple[int, ...], ...]
 
 
 @dataclass

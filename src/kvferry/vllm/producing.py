@@ -21,12 +21,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.errors import DescriptionError, ProtocolError
+from kvferry.handover.holds import HoldOrder
 from kvferry.handover.ticket import FORMAT, MARK, Ticket, prompt_digest
 from kvferry.pool.weights import Adapters, Asked
 from kvferry.vllm.bootstrap import CHILD, derived_hold, transfer_name
 from kvferry.vllm.config import FerryConfig, Style
 from kvferry.vllm.fingerprint import Prompts, content
-from kvferry.vllm.metadata import FerryMetadata, HoldOrder, worse
+from kvferry.vllm.metadata import FerryMetadata, worse
 from kvferry.vllm.metrics import FerryStats, Spans
 from kvferry.vllm.model import group_spec, is_state
 from kvferry.vllm.multiconnector import CUTTING, CUTTING_ONE, Siblings

@@ -174,8 +174,7 @@ class FerryWorker:
         for hold in orders.holds:
             if why:
                 producer.withdraw(hold.hold_id)  # nobody may read it, and it is still reported
-            tables = [list(table) for table in hold.tables]
-            producer.open_hold(hold.hold_id, hold.request_id, hold.digest, hold.tokens, tables)
+            producer.open_hold(hold)
         for hold_id in orders.withdrawals:
             producer.withdraw(hold_id)
         for request_id in orders.cancels:
