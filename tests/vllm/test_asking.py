@@ -38,8 +38,8 @@ from kvferry.vllm.bootstrap import (
 )
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.consuming import Consuming
-from kvferry.vllm.metadata import FerryMetadata
-from kvferry.vllm.metrics import FerryStats, Here
+from kvferry.vllm.metadata import HandoverOrders
+from kvferry.vllm.metrics import HandoverStats, Here
 from kvferry.vllm.producing import PrefillCut, request_digest
 from vllm_pairs import mooncake_decode, reaches
 
@@ -67,10 +67,10 @@ class Engine:
 
     def __init__(self, config: FerryConfig | None = None) -> None:
         config = config or FerryConfig()
-        self.orders, self.sockets = FerryMetadata(), Sockets()
+        self.orders, self.sockets = HandoverOrders(), Sockets()
         self.rendezvous = Rendezvous(config, self.sockets)
         spans: Any = SimpleNamespace(begin=lambda *_, **__: None, end=lambda *_: None)
-        told_of = (PrefillCut(), lambda: self.orders, FerryStats(), spans)
+        told_of = (PrefillCut(), self.orders, HandoverStats(), spans)
         self.asking = Consuming(config, "mooncake", self.rendezvous, *told_of)
 
     @cached_property

@@ -99,8 +99,8 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
     from kvferry.handover.ticket import Ticket
     from kvferry.vllm.config import FerryConfig
     from kvferry.vllm.consuming import _unfit
-    from kvferry.vllm.metadata import FerryMetadata
-    from kvferry.vllm.metrics import FerryStats
+    from kvferry.vllm.metadata import HandoverOrders
+    from kvferry.vllm.metrics import HandoverStats
     from kvferry.vllm.producing import Producing, request_digest
 
     def request(tokens: int, **params: Any) -> Request:
@@ -108,7 +108,7 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
         made.kv_transfer_params = params
         return made
 
-    facts, orders = PrefillCut(1, (0, None)), FerryMetadata()
+    facts, orders = PrefillCut(1, (0, None)), HandoverOrders()
     offering = Producing(
         FerryConfig(),
         "p",
@@ -118,8 +118,8 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
         (1, 1),
         1,
         facts,
-        lambda: orders,
-        FerryStats(),
+        orders,
+        HandoverStats(),
         Fake(begin=lambda *_, **__: None),
     )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,8 +25,8 @@ from kvferry.pool.weights import Adapters, Asked
 from kvferry.vllm.bootstrap import CHILD, Appointment, Rendezvous, appointment, derived_hold
 from kvferry.vllm.config import FerryConfig, Style
 from kvferry.vllm.fingerprint import Prompts
-from kvferry.vllm.metadata import FerryMetadata
-from kvferry.vllm.metrics import FerryStats, Here, Spans
+from kvferry.vllm.metadata import HandoverOrders
+from kvferry.vllm.metrics import HandoverStats, Here, Spans
 from kvferry.vllm.producing import PrefillCut, adapted, request_digest
 
 # --------------------------------------------------------------------------------------------------
@@ -104,8 +104,8 @@ class Consuming:
     style: Style
     rendezvous: Rendezvous
     handed_over: PrefillCut
-    orders: Callable[[], FerryMetadata]
-    stats: FerryStats
+    orders: HandoverOrders
+    stats: HandoverStats
     spans: Spans
     prompts: Prompts = field(default_factory=Prompts)
     adapters: Adapters = field(default_factory=Adapters)
@@ -167,7 +167,7 @@ class Consuming:
         refusal = ("unfit", unfit) if unfit else _unfit(ticket, request, self.handed_over)
         if refusal is not None:
             self._here(request, *refusal)
-            self.orders().releases.append(ticket)
+            self.orders.releases.append(ticket)
             return
         self._wanted[request_id] = wanted
         self._ticketed(request_id, wanted, ticket)
@@ -295,7 +295,7 @@ class Consuming:
             **{"kvferry.producer": wanted.ticket.engine_id, "kvferry.tokens": external},
         )
         ticket = replace(wanted.ticket, digest=wanted.digest or wanted.ticket.digest)
-        self.orders().loads.append(
+        self.orders.loads.append(
             Load(
                 request_id=request.request_id,
                 ticket=ticket,
@@ -328,7 +328,7 @@ class Consuming:
         wanted = self._wanted.pop(request_id, None)
         if wanted is not None and not wanted.over:
             if wanted.loading:
-                self.orders().cancels.append(request_id)
+                self.orders.cancels.append(request_id)
             if wanted.loading and not wanted.shared and wanted.ticket is not None:
                 self._drop(wanted.ticket)  # the load says the last word
             else:
@@ -339,7 +339,7 @@ class Consuming:
         for request_id, wanted in self._wanted.items():
             if not wanted.over:
                 if wanted.loading:
-                    self.orders().cancels.append(request_id)
+                    self.orders.cancels.append(request_id)
                 else:
                     self.stats.count("computed_here", "reset")
                     self._through(request_id, wanted)
@@ -352,7 +352,7 @@ class Consuming:
                 self._unfound.append(wanted.appointment)
             return
         if not wanted.shared:
-            self.orders().releases.append(wanted.ticket)
+            self.orders.releases.append(wanted.ticket)
             self._drop(wanted.ticket)
             return
         self._siblings.leave(request_id, wanted.ticket)
@@ -371,7 +371,7 @@ class Consuming:
     def settle(self) -> None:
         """Once a step: give back what nobody needs."""
         for unneeded in self._siblings.due():
-            self.orders().releases.append(unneeded)
+            self.orders.releases.append(unneeded)
             self._drop(unneeded)
         for named in list(self._unfound):
             try:
@@ -391,7 +391,7 @@ class Consuming:
                 continue
             if ticket is not None:
                 self._unfound.remove(named)
-                self.orders().releases.append(ticket)
+                self.orders.releases.append(ticket)
 
 
 def _unfit(ticket: Ticket, request: Any, handed_over: PrefillCut) -> tuple[Here, str] | None:

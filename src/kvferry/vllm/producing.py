@@ -16,7 +16,7 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +27,8 @@ from kvferry.pool.weights import Adapters, Asked
 from kvferry.vllm.bootstrap import CHILD, derived_hold, transfer_name
 from kvferry.vllm.config import FerryConfig, Style
 from kvferry.vllm.fingerprint import Prompts, content
-from kvferry.vllm.metadata import FerryMetadata, worse
-from kvferry.vllm.metrics import FerryStats, Spans
+from kvferry.vllm.metadata import HandoverOrders, worse
+from kvferry.vllm.metrics import HandoverStats, Spans
 from kvferry.vllm.model import group_spec, is_state
 from kvferry.vllm.multiconnector import CUTTING, CUTTING_ONE, Siblings
 
@@ -65,8 +65,8 @@ class Producing:
     shape: tuple[int, int]  # tp, pp
     port: int  # of the directory
     handed_over: PrefillCut
-    orders: Callable[[], FerryMetadata]
-    stats: FerryStats
+    orders: HandoverOrders
+    stats: HandoverStats
     spans: Spans
     second: bool = False  # whether a sibling sees requests before us
     prompts: Prompts = field(default_factory=Prompts)
@@ -126,7 +126,7 @@ class Producing:
             return self._unheld(*refusal, hold_id if name is not None else None)
         if digest is None or not completed(request):
             if name is not None:
-                self.orders().withdrawals.append(hold_id)
+                self.orders.withdrawals.append(hold_id)
             return False, None
         if lora is not None:
             adapter = lora.digest
@@ -138,7 +138,26 @@ class Producing:
             return self._unheld("limit", over, hold_id if name is not None else None)
         if name is not None:
             self._names[name].held = True
-        return True, self._hold(request, digest, hold_id, block_ids, blocks)
+        tokens, request_id = len(request.prompt_token_ids), request.request_id
+        tables = self.handed_over.tables(block_ids)
+        self.orders.holds.append(HoldOrder(hold_id, request_id, digest, tokens, tables))
+        self.held[request_id] = blocks
+        self.held_blocks += blocks
+        self._moved = time.monotonic()
+        self.spans.begin("hold", request, **{"kvferry.tokens": tokens, "kvferry.blocks": blocks})
+        ticket = Ticket(
+            engine_id=self.engine_id,
+            incarnation=self.incarnation,
+            hold_id=hold_id,
+            digest=digest,
+            tokens=tokens,
+            host=self.config.host or "127.0.0.1",
+            port=self.port,
+            request_id=request_id,
+            tp_size=self.shape[0],
+            pp_size=self.shape[1],
+        )
+        return True, ticket.to_params(flat=self.flat)
 
     def _over_limit(self, blocks: int) -> str:
         """Why so many more may not be held; empty where they may."""
@@ -153,42 +172,6 @@ class Producing:
             f"({which})"
         )
 
-    def _hold(
-        self,
-        request: Any,
-        digest: str,
-        hold_id: str,
-        block_ids: tuple[list[int], ...],
-        blocks: int,
-    ) -> dict[str, Any]:
-        tokens = len(request.prompt_token_ids)
-        ticket = Ticket(
-            engine_id=self.engine_id,
-            incarnation=self.incarnation,
-            hold_id=hold_id,
-            digest=digest,
-            tokens=tokens,
-            host=self.config.host or "127.0.0.1",
-            port=self.port,
-            request_id=request.request_id,
-            tp_size=self.shape[0],
-            pp_size=self.shape[1],
-        )
-        self.orders().holds.append(
-            HoldOrder(
-                hold_id,
-                request.request_id,
-                ticket.digest,
-                tokens,
-                self.handed_over.tables(block_ids),
-            )
-        )
-        self.held[request.request_id] = blocks
-        self.held_blocks += blocks
-        self._moved = time.monotonic()
-        self.spans.begin("hold", request, **{"kvferry.tokens": tokens, "kvferry.blocks": blocks})
-        return ticket.to_params(flat=self.flat)
-
     def _unheld(
         self, reason: str, message: str, hold_id: str | None
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -196,7 +179,7 @@ class Producing:
         self.stats.count("unheld", reason)
         log.warning("a prefill is not held for a consumer: %s", message)
         if hold_id is not None:
-            self.orders().withdrawals.append(hold_id)
+            self.orders.withdrawals.append(hold_id)
         told: dict[str, Any] = {MARK: {"format": FORMAT, "not_held": message}}
         if self.flat:
             told |= {"do_remote_prefill": False, "do_remote_decode": False}
