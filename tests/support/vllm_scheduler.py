@@ -51,8 +51,8 @@ from kvferry.handover.describe import engine_info, rank_info
 from kvferry.layout import CacheModel, Component, EngineShape, Group, RankLayout, Residency
 from kvferry.pool.rank import PoolRank
 from kvferry.pool.store import Store
+from kvferry.vllm.describe import cache_rank
 from kvferry.vllm.metadata import FerryHandshake, FerryReport, HandoverReport
-from kvferry.vllm.model import cache_rank
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.worker import PoolWorker
 from tiny_models import llama_config

@@ -38,9 +38,10 @@ from kvferry.vllm.bootstrap import (
 )
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.consuming import Consuming
+from kvferry.vllm.fingerprint import request_digest
 from kvferry.vllm.metadata import HandoverOrders
 from kvferry.vllm.metrics import HandoverStats, Here
-from kvferry.vllm.producing import PrefillCut, request_digest
+from kvferry.vllm.producing import PrefillCut
 from vllm_pairs import mooncake_decode, reaches
 
 TOKENS = 40

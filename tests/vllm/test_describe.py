@@ -99,9 +99,10 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
     from kvferry.handover.ticket import Ticket
     from kvferry.vllm.config import FerryConfig
     from kvferry.vllm.consuming import _unfit
+    from kvferry.vllm.fingerprint import request_digest
     from kvferry.vllm.metadata import HandoverOrders
     from kvferry.vllm.metrics import HandoverStats
-    from kvferry.vllm.producing import Producing, request_digest
+    from kvferry.vllm.producing import Producing
 
     def request(tokens: int, **params: Any) -> Request:
         made = Request("r", list(range(3, 3 + tokens)), SamplingParams(max_tokens=9), None)

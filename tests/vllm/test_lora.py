@@ -29,10 +29,10 @@ from kvferry.vllm.bootstrap import derived_hold
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.consuming import Consuming
-from kvferry.vllm.fingerprint import Prompts
+from kvferry.vllm.fingerprint import Prompts, adapted, request_digest
 from kvferry.vllm.metadata import HandoverOrders
 from kvferry.vllm.metrics import HandoverStats
-from kvferry.vllm.producing import PrefillCut, Producing, adapted, request_digest
+from kvferry.vllm.producing import PrefillCut, Producing
 
 TOKENS = list(range(7, 47))
 NAMED = {"transfer_id": "t", "remote_engine_id": "p", "remote_bootstrap_addr": "http://h:1"}

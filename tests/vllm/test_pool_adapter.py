@@ -32,10 +32,9 @@ from kvferry.pool.scheduler import PoolLimits, PoolOrders
 from kvferry.pool.weights import Adapters
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.connector import FerryConnector
-from kvferry.vllm.describe import _interior
+from kvferry.vllm.describe import _interior, cache_rank, replicas
 from kvferry.vllm.fingerprint import Prompts
 from kvferry.vllm.metadata import FerryHandshake, PoolReport
-from kvferry.vllm.model import cache_rank, replicas
 from kvferry.vllm.pool.config import PoolConfig, parse_bytes
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler
 from kvferry.vllm.pool.worker import PoolWorker

@@ -58,12 +58,13 @@ from kvferry.vllm.bootstrap import derived_hold
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.consuming import Consuming
-from kvferry.vllm.fingerprint import Prompts, content, meaning
+from kvferry.vllm.describe import meaning
+from kvferry.vllm.fingerprint import Prompts, content, request_digest
 from kvferry.vllm.metadata import FerryHandshake, HandoverOrders
 from kvferry.vllm.metrics import HandoverStats
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler
-from kvferry.vllm.producing import PrefillCut, Producing, request_digest
+from kvferry.vllm.producing import PrefillCut, Producing
 from workers import Worker
 
 ORIGINAL = 64  # tokens that the model was trained on first

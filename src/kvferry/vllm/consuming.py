@@ -24,16 +24,16 @@ from kvferry.handover.ticket import MARK, Ticket
 from kvferry.pool.weights import Adapters, Asked
 from kvferry.vllm.bootstrap import CHILD, Appointment, Rendezvous, appointment, derived_hold
 from kvferry.vllm.config import FerryConfig, Style
-from kvferry.vllm.fingerprint import Prompts
+from kvferry.vllm.fingerprint import Prompts, adapted, request_digest
 from kvferry.vllm.metadata import HandoverOrders
 from kvferry.vllm.metrics import HandoverStats, Here, Spans
-from kvferry.vllm.producing import PrefillCut, adapted, request_digest
+from kvferry.vllm.producing import PrefillCut
 
-# --------------------------------------------------------------------------------------------------
-# Tickets that several requests came with (`n > 1`): given back when the last one is through.
-# --------------------------------------------------------------------------------------------------
+log = logging.getLogger("kvferry")
 
 SIBLING_SECONDS = 1.0  # samples of one request arrive together; the last within this
+QUESTIONS = 3  # that may go before a request's own, each as long as one may take
+ADAPTER_SECONDS = 2.0  # a request waits for the first reading of its adapter; then it is computed
 
 
 @dataclass(slots=True)
@@ -44,6 +44,8 @@ class _Family:
 
 
 class SharedTickets:
+    """Tickets that several requests came with (`n > 1`): given back when the last is through."""
+
     def __init__(self) -> None:
         self._families: dict[str, _Family] = {}  # by hold
 
@@ -65,7 +67,7 @@ class SharedTickets:
         return any(family.release_at is not None for family in self._families.values())
 
     def due(self) -> list[Ticket]:
-        """Those that nobody needs any more, each once."""
+        """Tickets that no request needs any more, each once."""
         now = time.monotonic()
         over = [
             hold_id
@@ -73,14 +75,6 @@ class SharedTickets:
             if family.release_at is not None and family.release_at <= now
         ]
         return [self._families.pop(hold_id).ticket for hold_id in over]
-
-
-# --------------------------------------------------------------------------------------------------
-
-log = logging.getLogger("kvferry")
-
-QUESTIONS = 3  # that may go before a request's own, each as long as one may take
-ADAPTER_SECONDS = 2.0  # a request waits for the first reading of its adapter; then it is computed
 
 
 @dataclass(slots=True)
@@ -369,7 +363,7 @@ class Consuming:
         return bool(self._unfound) or self._siblings.leaving
 
     def settle(self) -> None:
-        """Once a step: give back what nobody needs."""
+        """Once a step: give back tickets that no request needs."""
         for unneeded in self._siblings.due():
             self.orders.releases.append(unneeded)
             self._drop(unneeded)

@@ -14,7 +14,7 @@ the same key into a response. vLLM tells a child nothing of its siblings, so we 
   of ours reaches a scheduler only where its connector is alone.
 - Beside a connector that speaks in responses too, the ticket is one key, `kvferry`, and no other.
 - Children see a new request one after another, and some in-tree ones shorten its prompt: where it
-  matters, ours must come before them (`prefill`).
+  matters, ours must come before them (`PrefillCut`).
 """
 
 from __future__ import annotations

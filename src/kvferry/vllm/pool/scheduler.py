@@ -25,9 +25,9 @@ from kvferry.pool.scheduler import (
 )
 from kvferry.pool.weights import NOT_SHARED, Adapters, Asked, engine_weights
 from kvferry.pool.wrappers import MEANING
+from kvferry.vllm.describe import cache_rank, replicas
 from kvferry.vllm.fingerprint import Prompts, content
 from kvferry.vllm.metadata import FerryHandshake, PoolReport
-from kvferry.vllm.model import cache_rank, replicas
 from kvferry.vllm.pool.config import PoolConfig
 
 log = logging.getLogger("kvferry")
@@ -144,7 +144,7 @@ class VllmPoolScheduler:
         return count, bool(count)
 
     def elsewhere(self, request: Any, tokens: int) -> None:
-        """Another connector has these tokens of a request; whoever computed them has saved them."""
+        """The hand-over loads these tokens of a request; the engine that computed them saves."""
         tracker = self._tracker(request)
         if tracker is not None:
             tracker.load = None
@@ -265,18 +265,18 @@ def _states(block_state: Any, request_id: str, final: int) -> list[WholeState]:
     ]
 
 
-# --------------------------------------------------------------------------------------------------
-# vLLM's events of the pool's blocks, for routers that send a prompt where its prefix is.
-#
-# stored     blocks that every worker has saved missing    blocks that a load did not find evicted
-# blocks, told of before, that the store has given up
-# --------------------------------------------------------------------------------------------------
-
 MEDIUM = "STORAGE"  # vLLM's word for where a pool's blocks are
 
 
 class PoolEvents:
-    """What is to be told with the next step. A job's tag is vLLM's request."""
+    """vLLM's events of the pool's blocks, for routers that send a prompt where its prefix is.
+
+    stored   blocks that every worker has saved
+    missing  blocks that a load did not find
+    evicted  blocks, told of before, that the store has given up
+
+    Events wait for the next step. A job's tag is vLLM's request.
+    """
 
     def __init__(self, pool: PoolScheduler, *, wanted: bool) -> None:
         self.wanted = wanted

@@ -17,9 +17,8 @@ from kvferry.pool.orders import LoadOrder, PoolLoaded, SaveOrder
 from kvferry.pool.rank import Fence, PoolRank
 from kvferry.pool.scheduler import PoolOrders
 from kvferry.pool.wrappers import CheckedStore, StagedStore
-from kvferry.vllm.describe import describe_worker
+from kvferry.vllm.describe import cache_rank, describe_worker
 from kvferry.vllm.metadata import FerryHandshake, PoolReport
-from kvferry.vllm.model import cache_rank
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.worker import IDLE_STEP_SECONDS, memory_of, on_gpu
 
