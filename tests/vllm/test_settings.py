@@ -354,7 +354,7 @@ class TestPool:
     def test_defaults_of_a_class_stay_where_null_is_given(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        defaults = {"cache_prefix": "team", **kvferry.vllm.MooncakeStoreConnector.defaults}
+        defaults = {"cache_prefix": "team", **kvferry.vllm.MooncakeStoreConnector.POOL_DEFAULTS}
         nulls = dict.fromkeys(("cache_prefix", "store", "save_decode_cache", "lookup_async"))
         with caplog.at_level(logging.INFO, "kvferry"):
             assert PoolConfig.read(nulls, **defaults) == PoolConfig.read({}, **defaults)

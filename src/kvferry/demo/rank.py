@@ -53,7 +53,7 @@ from kvferry.demo.work import DemoRequest, Work
 from kvferry.errors import KvferryError, TransferError
 from kvferry.handover.consumer import ConsumerRank
 from kvferry.handover.describe import engine_info, rank_info
-from kvferry.handover.holds import Closed
+from kvferry.handover.holds import Closed, HoldOrder
 from kvferry.handover.load import Load
 from kvferry.handover.producer import ProducerRank
 from kvferry.handover.stats import ConsumerStats
@@ -236,7 +236,7 @@ class PrefillRank(DemoRank):
         for ticket, request in zip(tickets, self.work.requests, strict=True):
             tables = [table.tolist() for table in request.src_tables]
             self.producer.open_hold(
-                ticket.hold_id, ticket.request_id, ticket.digest, ticket.tokens, tables
+                HoldOrder(ticket.hold_id, ticket.request_id, ticket.digest, ticket.tokens, tables)
             )
 
     def delivered(self) -> int:

@@ -33,7 +33,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from sys import getsizeof
 from typing import Any, Generic, Literal, TypeVar
@@ -55,13 +55,22 @@ SPOKE_BYTES = 256  # for one rank that has spoken: a tuple, two numbers, a place
 STALE_ENTRIES = 64  # dead entries that a heap may keep beyond the number of its live ones
 
 
-@dataclass(slots=True)
-class Hold:
+@dataclass(frozen=True, slots=True)
+class HoldOrder:
+    """Keep this request's blocks: what a scheduler sends to all its ranks."""
+
     hold_id: str
     request_id: str
     digest: str
     tokens: int
-    tables: list[list[int]]
+    tables: Sequence[Sequence[int]]
+
+
+@dataclass(slots=True)
+class Hold:
+    """An order that a rank has opened, and its readers."""
+
+    order: HoldOrder
     expires: float
     budget: Budget  # for readers; all holds of the rank share it
     charged_bytes: int = 0
@@ -162,32 +171,23 @@ class HoldTable(Generic[Parked]):
     _patience: list[tuple[float, int, _Waiting[Parked]]] = field(default_factory=list)
     _number: Iterator[int] = field(default_factory=itertools.count)
 
-    def add(
-        self,
-        hold_id: str,
-        request_id: str,
-        digest: str,
-        tokens: int,
-        tables: list[list[int]],
-        now: float,
-    ) -> tuple[list[Parked], Closed | None]:
+    def add(self, order: HoldOrder, now: float) -> tuple[list[Parked], Closed | None]:
         """Open a hold. Returns the claims that waited for it: answer them, then call `settle`.
 
         A hold that was withdrawn before it arrived closes at once and is returned as closed. So is
         one whose id another request has used.
         """
+        hold_id, request_id = order.hold_id, order.request_id
         if hold_id in self._unborn:
             del self._unborn[hold_id]
             return [], self._bury(Closed(hold_id, request_id, "withdrawn", {}))
         known, buried = self.open.get(hold_id), self._tombstones.get(hold_id)
         if known is not None or buried is not None:  # an id serves one request
-            used_by = hash(known.request_id) if known else buried[1] if buried else 0
+            used_by = hash(known.order.request_id) if known else buried[1] if buried else 0
             other = used_by != hash(request_id)
             return [], Closed("", request_id, "withdrawn", {}) if other else None
         expires = now + self.lease_seconds
-        self.open[hold_id] = Hold(
-            hold_id, request_id, digest, tokens, tables, expires, self._readers_budget
-        )
+        self.open[hold_id] = Hold(order, expires, self._readers_budget)
         heapq.heappush(self._leases, (expires, hold_id))
         return self._unpark(hold_id), None
 
@@ -324,12 +324,13 @@ class HoldTable(Generic[Parked]):
         return self._close(hold, why) if why is not None else None
 
     def _close(self, hold: Hold, why: Why) -> Closed:
-        del self.open[hold.hold_id]
+        order = hold.order
+        del self.open[order.hold_id]
         hold.budget.give_back(hold.charged_bytes)
         if len(self._leases) > 2 * len(self.open) + STALE_ENTRIES:
             self._leases = [entry for entry in self._leases if entry[1] in self.open]
             heapq.heapify(self._leases)
-        return self._bury(Closed(hold.hold_id, hold.request_id, why, dict(hold.outcomes)))
+        return self._bury(Closed(order.hold_id, order.request_id, why, dict(hold.outcomes)))
 
     def _bury(self, closed: Closed) -> Closed:
         self._tombstones[closed.hold_id] = closed.why, hash(closed.request_id)

@@ -48,7 +48,7 @@ from kvferry.handover.describe import (
     require_plannable,
     require_same_meaning,
 )
-from kvferry.handover.holds import Closed, Hold, HoldTable, Why
+from kvferry.handover.holds import Closed, Hold, HoldOrder, HoldTable, Why
 from kvferry.handover.push import CannotWrite, Pushed, Pusher
 from kvferry.handover.stats import ProducerStats
 from kvferry.handover.wakeup import Wakeup
@@ -131,19 +131,16 @@ class ProducerRank(Server):
 
     # Called by the engine
 
-    def open_hold(
-        self, hold_id: str, request_id: str, digest: str, tokens: int, tables: list[list[int]]
-    ) -> None:
-        """Let consumers claim a request's blocks. Its last kernels must have finished writing."""
+    def open_hold(self, order: HoldOrder) -> None:
+        """Make a request's blocks claimable. Its last kernels must have finished writing."""
 
         def work() -> None:
-            now = time.monotonic()
-            waited, closed = self._table.add(hold_id, request_id, digest, tokens, tables, now)
+            waited, closed = self._table.add(order, time.monotonic())
             for sender in waited:
                 body = self._take_up(sender)
                 if body is not None:
                     self.reply(sender.identity, sender.request_id, body)
-            closed = closed or self._table.settle(hold_id)
+            closed = closed or self._table.settle(order.hold_id)
             if closed is not None:
                 self._report(closed)
 
@@ -247,7 +244,7 @@ class ProducerRank(Server):
         hold = self._table.find(claim.hold_id, time.monotonic())
         if not isinstance(hold, Hold):
             return refuse_closed(hold or "withdrawn")
-        if claim.digest != hold.digest:
+        if claim.digest != hold.order.digest:
             return Refused(
                 "digest", "the ticket is for another prompt than the request it came with"
             )
@@ -260,8 +257,8 @@ class ProducerRank(Server):
         self.counters["claims"] += 1
         if isinstance(claim, Offer):
             return self._push(sender, claim, hold)
-        if hold.packed is None:  # the replies to all readers share this copy
-            hold.packed = pack(Claimed(hold.tokens, hold.tables))
+        if hold.packed is None:  # all replies that wait for readers share this one copy
+            hold.packed = pack(Claimed(hold.order.tokens, [list(ids) for ids in hold.order.tables]))
         packed: Packed = hold.packed
         return packed
 
@@ -520,10 +517,10 @@ class Deliveries:
             return Refused("unable", "this engine writes nothing; read")
         if not self.pusher.knows(offer.reader):
             return Refused("unmet", "a rank offers its blocks, but has not introduced itself")
-        if not self.pusher.can_serve(offer.tokens, hold.tokens):
+        if not self.pusher.can_serve(offer.tokens, hold.order.tokens):
             return Refused(
                 "digest",
-                f"the ticket promises {offer.tokens} tokens, this rank holds {hold.tokens}",
+                f"the ticket promises {offer.tokens} tokens, this rank holds {hold.order.tokens}",
             )
         return None
 
@@ -540,8 +537,8 @@ class Deliveries:
         """
         if not patience_seconds > 0:  # nor NaN
             return Refused("expired", "the offer has no time left")
-        assert self.pusher is not None  # `refuse` has checked it
-        if not self.pusher.start(offer, hold.tables, patience_seconds, done):
+        assert self.pusher is not None  # it was not refused
+        if not self.pusher.start(offer, hold.order.tables, patience_seconds, done):
             return Refused("busy", "too many offers wait to be written")
         return None
 

@@ -124,7 +124,7 @@ class _Lane:
 class _Push:
     lane: _Lane
     offer: Offer
-    tables: list[list[int]]  # the hold's blocks
+    tables: Sequence[Sequence[int]]  # of the hold
     watch: Deadline
     done: Callable[[Pushed | KvferryError], None]
 
@@ -186,7 +186,7 @@ class Pusher:
     def start(
         self,
         offer: Offer,
-        tables: list[list[int]],
+        tables: Sequence[Sequence[int]],
         patience_seconds: float,
         done: Callable[[Pushed | KvferryError], None],
     ) -> bool:
