@@ -81,11 +81,16 @@ def test_quoted_messages_are_the_codes_own() -> None:
     assert [text for text in quoted if text not in said] == []
 
 
-def test_files_that_the_design_names_exist() -> None:
+def test_files_and_methods_that_the_design_names_exist() -> None:
     page = (ROOT / "docs" / "design.md").read_text()
     for name in set(re.findall(r"`([\w/]+\.py)`", page)):
         found = [base for base in (ROOT, ROOT / "src" / "kvferry") if (base / name).is_file()]
         assert found, name
+    code = "\n".join(file.read_text() for file in (ROOT / "src").rglob("*.py"))
+    classes = set(re.findall(r"^class (\w+)", code, re.MULTILINE))
+    methods = set(re.findall(r"^    def (\w+)", code, re.MULTILINE))
+    for kind, method in set(re.findall(r"`([A-Z]\w+)\.(\w+)`", page)):
+        assert kind in classes and method in methods, f"{kind}.{method}"
 
 
 def _texts() -> list[str]:
