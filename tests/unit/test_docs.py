@@ -10,12 +10,15 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
+from kvferry.cli.main import app
 from kvferry.pool.orders import EVENTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^()\s]+)\)")
+SPANS = ("hold", "load")  # of traces: `kvferry hold`
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
@@ -43,6 +46,28 @@ def test_links_and_anchors_exist(page: Path) -> None:
         if page.parent.name == "docs":  # the site has nothing outside of it
             assert target.parent == page.parent, link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_exist(page: Path) -> None:
+    inline = re.findall(r"`([^`\n]+)`", prose(page))
+    code = "\n".join([*FENCE.findall(page.read_text()), *inline])
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"^make ([a-z-]+)", code, re.MULTILINE)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    known = {*get_command(app).commands, *SPANS}  # type: ignore[attr-defined]
+    assert set(re.findall(r"^kvferry ([a-z]+)", code, re.MULTILINE)) <= known
+    for module in set(re.findall(r"python -m benchmarks\.(\w+)", code)):
+        assert list((ROOT / "benchmarks").glob(f"{module}*")), module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_sequence_diagrams_have_no_semicolon(page: Path) -> None:
+    """It ends a statement there, and the diagram is not drawn."""
+    for diagram in re.findall(
+        r"^```mermaid\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+    ):
+        assert not diagram.startswith("sequenceDiagram") or ";" not in diagram
 
 
 def test_every_page_is_in_the_site() -> None:
