@@ -9,7 +9,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # More than two failures fail the target, and so does a test that fails again.
 ONCE_MORE := --last-failed --last-failed-no-failures none --retry-at-most 2
 
-.PHONY: chaos fuzz matrix demo demo-vllm test check test-vllm mutants verify bench-plan bench-pool bench-handover bench-stall fixtures golden-plans clean
+.PHONY: chaos fuzz matrix demo demo-vllm test check test-vllm mutants verify bench-plan bench-pool bench-handover bench-stall fixtures golden-plans docs clean
 
 demo: $(VENV)/.done  ## move 1 GiB between engines of different shapes, on this machine
 	$(BIN)/kvferry demo
@@ -62,6 +62,14 @@ fixtures: $(VLLM_VENV)/.done  ## capture cache geometry from real vLLM engines a
 
 golden-plans: $(VENV)/.done  ## keep what `kvferry plan --json` says now; read the difference
 	$(BIN)/python tests/support/golden_plans.py
+
+docs: $(VENV)/.docs  ## the site, in out/site; a link or an anchor that leads nowhere fails it
+	$(BIN)/python scripts/configuration_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+$(VENV)/.docs: $(VENV)/.done
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $@
 
 $(VENV)/.done: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -44,7 +44,7 @@ CAPACITIES = (500, 1000, 3000, 10_000, 30_000, 100_000)
 QUICK_CAPACITIES = (1000, 3000)
 INDEXED = 1_000_000
 ROUNDS, QUICK_ROUNDS = 15, 3
-# What must hold; see docs/pool.md.
+# What must hold; see docs/benchmarks.md.
 SHORT_OF_ROOM = (1000, 3000)
 OVER_LRU = 1.6  # where room is short
 OF_MEMCPY = 0.70  # a load from memory, checksums verified

@@ -109,7 +109,7 @@ def main() -> int:
         f"\n{good} of {PROMPTS} prompts gave the same {TOKENS} tokens as one engine alone "
         f"({time.monotonic() - began:.0f} s)"
     )
-    say(f"look further: {options.logs}/*.log, docs/vllm.md, kvferry plan --from ... --to ...")
+    say(f"look further: {options.logs}/*.log, docs/operating.md, kvferry plan --from ... --to ...")
     return 0 if good == PROMPTS else 1
 
 

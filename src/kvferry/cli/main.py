@@ -167,7 +167,7 @@ def router(
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     limit: Annotated[
         list[str] | None,
-        typer.Option(help="A limit as name=value (docs/vllm.md); may be repeated."),
+        typer.Option(help="A limit as name=value (docs/configuration.md); may be repeated."),
     ] = None,
 ) -> None:
     """Serve an OpenAI-compatible API: prefill on one engine, decode on another."""
