@@ -338,7 +338,8 @@ def memory_regions(layout: RankLayout, memory: RankMemory) -> list[MemoryRegion]
 def _is_counted(thread: str) -> bool:
     """Pools keep their threads, and start one more where none is idle yet: their size is bounded,
     but not told by what they had to do."""
-    return "kvferry" in thread and not thread.startswith(("kvferry-load", "kvferry-push"))
+    kept = ("kvferry-load", "kvferry-push", "kvferry-names")
+    return "kvferry" in thread and not thread.startswith(kept)
 
 
 class Gates:
@@ -817,7 +818,9 @@ def consumer(spec: Spec, source: Spec, *, alone: bool = True) -> Iterator[Consum
         made.close()
     until = time.monotonic() + PATIENCE_SECONDS
     while alone:
-        left = [t.name for t in threading.enumerate() if t not in threads and "kvferry" in t.name]
+        new = [t.name for t in threading.enumerate() if t not in threads]
+        # the threads that look up names belong to the process
+        left = [name for name in new if "kvferry" in name and "kvferry-names" not in name]
         if not left and _sockets() <= sockets:
             return
         assert time.monotonic() < until, f"{left} and {_sockets() - sockets} sockets stayed"
