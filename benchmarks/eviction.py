@@ -46,8 +46,7 @@ from benchmarks.stores import scratch
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import DescriptionError
 from kvferry.pool.embedded.arena import ALIGN
-from kvferry.pool.embedded.eviction import BAR_SECONDS, BATCH_SHARE, FEW_OBJECTS
-from kvferry.pool.embedded.opened import MakePolicy
+from kvferry.pool.embedded.eviction import BAR_SECONDS, BATCH_SHARE, FEW_OBJECTS, MakePolicy
 from kvferry.pool.embedded.policy import (
     LEARNED_FLOATS,
     MOST_CLASSES,
@@ -266,10 +265,10 @@ def replay_store(
 class _Kept:
     """Which rows of the policy's history are kept: admission and eviction without index and memory.
 
-    The rules are those of `embedded_room`: newcomers take free room, the most valuable first; the
-    next displaces the least valuable block that is kept, if that is worth less, else it is
-    declined; where many are kept, victims are taken in batches, and a newcomer that is worth less
-    than the last victim is declined for a while.
+    The rules are those of `kvferry.pool.embedded.eviction`: newcomers take free room, the most
+    valuable first; the next displaces the least valuable block that is kept, if that is worth less,
+    else it is declined; where many are kept, victims are taken in batches, and a newcomer that is
+    worth less than the last victim is declined for a while.
     """
 
     def __init__(self, policy: ConversationPolicy, rows: int, capacity: int) -> None:

@@ -144,6 +144,8 @@ def _ours(config: Any) -> Any:
     from kvferry.handover.describe import engine_info, rank_info
     from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, RankLayout
     from kvferry.pool.scheduler import PoolLimits
+    from kvferry.pool.weights import Adapters
+    from kvferry.vllm.fingerprint import Prompts
     from kvferry.vllm.metadata import FerryHandshake
     from kvferry.vllm.pool.config import PoolConfig
     from kvferry.vllm.pool.scheduler import VllmPoolScheduler
@@ -156,7 +158,8 @@ def _ours(config: Any) -> Any:
         msgspec.msgpack.encode(rank_info(layout, [0] * len(layout.regions), "", "", {})),
     )
     limits = PoolLimits(lookup_seconds=30)
-    scheduler = VllmPoolScheduler(PoolConfig(store="mooncake"), config, limits, events=False)
+    pool, prompts, adapters = PoolConfig(store="mooncake"), Prompts(), Adapters()
+    scheduler = VllmPoolScheduler(pool, config, limits, prompts, adapters, events=False)
     scheduler.set_handshakes({(0, 0): handshake})
     return scheduler
 

@@ -32,6 +32,7 @@ from kvferry.cli.console import Json, libraries_to_stderr, print_json, refusals
 from kvferry.errors import TransferError
 from kvferry.handover.consumer import ConsumerRank
 from kvferry.handover.describe import engine_info, rank_info
+from kvferry.handover.holds import HoldOrder
 from kvferry.handover.load import Load
 from kvferry.handover.producer import Directory, ProducerRank
 from kvferry.handover.ticket import Ticket
@@ -122,7 +123,7 @@ def _ours(
         carrier.register([MemoryRegion(held.ctypes.data, held.nbytes)])
         producer = ProducerRank(sockets, "1")
         producer.start()
-        producer.open_hold("h", "r", "d", blocks * BLOCK, [ids[0].tolist()])
+        producer.open_hold(HoldOrder("h", "r", "d", blocks * BLOCK, [ids[0].tolist()]))
         address = f"127.0.0.1:{producer.port}"
         endpoints = {"local": carrier.endpoint()}
         ranks.append(rank_info(layout, [held.ctypes.data], address, "1", endpoints))

@@ -91,7 +91,7 @@ def lookups(indexed: int) -> tuple[Lookup, list[Lookup]]:
     with scratch() as directory:
         slots = 1 << (2 * indexed - 1).bit_length()
         store = EmbeddedStore(directory, 1 << 20, slots=slots, threads=1)
-        index = store._room.index
+        index = store._tiers.index
         for first in range(0, indexed, 50_000):  # records alone: a lookup touches nothing else
             low, high = ix.hash_keys(keys[first : first + 50_000])
             rows = index.claim(low, high, 0.0)

@@ -148,7 +148,7 @@ class Damage:
         self.gaps = at
         at = -(-(at + 2 * MAX_GAPS * 8) // 64) * 64
         self.fields: dict[str, tuple[int, int]] = {}
-        for name, dtype in ix._FIELDS:
+        for name, dtype in ix.FIELDS:
             size = np.dtype(dtype).itemsize
             self.fields[name] = (at, size)
             at += SLOTS * size

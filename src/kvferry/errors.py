@@ -9,19 +9,19 @@
     │   └── LimitError        more descriptors than the caller allows
     ├── TransferError         a carrier could not move bytes
     │   ├── PermissionDenied  the operating system forbids the access
-    │   ├── OutOfBounds       an address outside of what the peer registered
+    │   ├── OutOfBounds       an address outside the peer's registered memory
     │   ├── PeerLost          the peer died, restarted or closed the connection
-    │   ├── DeadlineExceeded  not done in time
-    │   └── Cancelled         given up by the caller
-    ├── HandoverError         producer and consumer do not come together
+    │   ├── DeadlineExceeded  the transfer missed its deadline
+    │   └── Cancelled         the caller cancelled the transfer
+    ├── HandoverError         a hand-over from producer to consumer failed
     │   ├── AuthenticationError  a peer without the shared secret
     │   ├── StaleTicket       the hold is closed, expired or of another incarnation
-    │   ├── ChecksumError     bytes arrived differently than the source holds them
+    │   ├── ChecksumError     the bytes that arrived differ from the source's
     │   └── ProtocolError     a message that this version does not understand
     ├── StoreError            a pool's store cannot be reached or used
-    └── NotPrivate            a file or directory of ours that other users could read or change
+    └── NotPrivate            other users could read or change a file or directory of kvferry's
 
-Messages say what was expected, what was found on each side, and what to do about it.
+A message says what was expected, what each side has, and what to do about it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class KvferryError(Exception):
 
 
 class DescriptionError(KvferryError, ValueError):
-    """A cache cannot be described as asked."""
+    """A model, shape, interior or tensor cannot be described."""
 
 
 class IncompatibleError(KvferryError):
@@ -40,7 +40,7 @@ class IncompatibleError(KvferryError):
 
 
 class CoverError(KvferryError):
-    """Some byte that the destination needs has no source, or more than one."""
+    """A byte that the destination needs has no source, or several."""
 
 
 class TopologyError(KvferryError):
@@ -64,39 +64,39 @@ class PermissionDenied(TransferError):
 
 
 class OutOfBounds(TransferError):
-    """A copy reaches outside of the regions that the peer registered."""
+    """A copy reaches outside the regions that the peer registered."""
 
 
 class PeerLost(TransferError):
-    """The peer is gone: it died, restarted, or closed the connection."""
+    """The peer died, restarted, or closed the connection."""
 
 
 class DeadlineExceeded(TransferError):
-    """The transfer was not done in time. What it had written stays written."""
+    """The transfer missed its deadline. Bytes that it wrote before stay written."""
 
 
 class Cancelled(TransferError):
-    """The caller gave the transfer up."""
+    """The caller cancelled the transfer."""
 
 
 class HandoverError(KvferryError):
-    """A hand-over from producer to consumer failed before bytes moved, or after."""
+    """A hand-over from producer to consumer failed, before or after bytes moved."""
 
 
 class AuthenticationError(HandoverError):
-    """A peer does not know the shared secret, or none was configured where one is needed."""
+    """A peer does not have the shared secret, or no secret is configured and one is needed."""
 
 
 class StaleTicket(HandoverError):
-    """The hold behind a ticket is closed, expired, or was another incarnation's."""
+    """The ticket's hold is closed or expired, or it belongs to another incarnation."""
 
 
 class ChecksumError(HandoverError):
-    """What arrived is not what the source holds; nothing of it may be used."""
+    """The bytes that arrived differ from the source's. None of them may be used."""
 
 
 class ProtocolError(HandoverError):
-    """A message that cannot be read, or that makes no sense here."""
+    """A message cannot be decoded, or the receiver does not expect it."""
 
 
 class StoreError(KvferryError):
@@ -104,4 +104,4 @@ class StoreError(KvferryError):
 
 
 class NotPrivate(KvferryError):
-    """A file or directory of ours belongs to another user, or other users may read or change it."""
+    """A file or directory belongs to another user, or other users may read or change it."""

@@ -1,10 +1,9 @@
-"""Files and directories that kvferry makes by itself: this user's alone.
+"""Private files and directories: keys, locks, and the pool's tiers.
 
-Keys, the pool's tiers, locks and measured costs are private: a file has mode 0600, a directory
-0700, whatever the umask says. An existing one is used only if it belongs to this user and grants
-nothing to the group and to others. The last part of a path is never followed as a symbolic link.
-Reports that a user asks for by name (`--html out.html`) are that user's own files, and follow the
-umask.
+A new file has mode 0600 and a new directory 0700, whatever the umask is. An existing one is used
+only if it belongs to this user and grants nothing to the group and to others. If the last part of
+a path is a symbolic link, it is refused. Reports that a user names (`--html out.html`) are not
+private: they follow the umask.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from pathlib import Path
 from kvferry.errors import NotPrivate
 
 _OTHERS = 0o077  # permission bits of the group and of all others
-_SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: opening a FIFO returns at once
+_SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: opening a FIFO does not wait
 
 
 def private_directory(path: Path) -> None:
-    """Make the directory and its missing parents, or check the one that is there."""
+    """Make the directory and its missing parents. Check a directory that exists."""
     missing = [path]
     while not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
@@ -40,12 +39,12 @@ def private_directory(path: Path) -> None:
 
 
 def create_private(path: Path) -> int:
-    """A new, empty file, open for both; `FileExistsError` where the name is taken."""
+    """Create a file and open it for reading and writing; `FileExistsError` if it exists."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, 0o600)
 
 
 def open_private(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
-    """An existing file, checked, or with `O_CREAT` a new one."""
+    """Open a file and check that it is private. With `O_CREAT`, create a missing one."""
     try:
         fd = os.open(path, flags | _SAFE, 0o600)
     except OSError:
@@ -64,7 +63,7 @@ def open_private(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
 
 
 def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
-    """Write a file that appears under its name only when it is whole and on the disk.
+    """Write a file. It appears under its name only when it is complete and on the disk.
 
     Without `replace`, the first writer wins, and the others get a `FileExistsError`.
     """
@@ -87,7 +86,7 @@ def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
 
 
 def read_private(path: Path, most: int) -> bytes:
-    """All bytes of a file; `NotPrivate` where others may read or write it, or beyond `most`."""
+    """All bytes of a private file of at most `most` bytes. Any other file is `NotPrivate`."""
     fd = open_private(path, os.O_RDONLY)
     with os.fdopen(fd, "rb") as file:
         data = file.read(most + 1)
@@ -97,7 +96,7 @@ def read_private(path: Path, most: int) -> bytes:
 
 
 def _require_private(found: os.stat_result, path: Path) -> None:
-    """Refuse what belongs to another user, or what other users may enter, read or write."""
+    """Refuse a path that belongs to another user, or that other users may read or write."""
     mode, me = stat.S_IMODE(found.st_mode), os.geteuid()
     if found.st_uid != me:
         raise NotPrivate(
@@ -107,7 +106,7 @@ def _require_private(found: os.stat_result, path: Path) -> None:
     if mode & _OTHERS:
         is_folder = stat.S_ISDIR(found.st_mode)
         what = f"run `chmod {'700' if is_folder else '600'} {path}`"
-        if mode & stat.S_ISVTX:  # a directory for everybody, like /tmp
+        if mode & stat.S_ISVTX:  # a directory for all users, like /tmp
             what = "name a directory inside it"
         raise NotPrivate(f"{path} has mode {mode:04o}, which lets other users in; {what}")
 
@@ -115,5 +114,5 @@ def _require_private(found: os.stat_result, path: Path) -> None:
 def _name(uid: int) -> str:
     try:
         return f"user {pwd.getpwuid(uid).pw_name} ({uid})"
-    except KeyError:  # a container's number that no passwd file knows
+    except KeyError:  # in a container, a user without an entry in /etc/passwd
         return f"user {uid}"

@@ -1,4 +1,4 @@
-"""Amounts as people write them."""
+"""Read amounts that people write, and write amounts for people."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def parse_link(text: str) -> float:
-    """Bytes a second of a link written as 400Gbit, 50GB or 25GB/s."""
-    match = re.fullmatch(
-        r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt])(bit|b|B)(?:/s|ps)?\s*", text, re.IGNORECASE
-    )
+    """Bytes a second of a link that is written as 400Gbit, 50GB or 25GB/s."""
+    match = _LINK.fullmatch(text)
     if match is None:
         raise DescriptionError(f"cannot read the link {text!r}; write 400Gbit or 50GB")
     amount, prefix, unit = match.groups()
@@ -30,7 +28,7 @@ def parse_link(text: str) -> float:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Whole numbers of bytes, with commas."""
+    """Whole numbers of bytes, separated by commas."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         raise DescriptionError(f"cannot read the sizes {text!r}; write bytes as 4096,65536")
@@ -38,7 +36,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def require_port(port: int) -> int:
-    """A port to listen on; 0 lets the system choose one."""
+    """Refuse a number that is no port to listen on. With 0 the system chooses a port."""
     if not 0 <= port <= MOST_PORT:
         raise DescriptionError(
             f"a port to listen on is 1 to {MOST_PORT}, or 0 for any that is free; found {port}"

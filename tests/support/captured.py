@@ -21,6 +21,7 @@ from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.host import HostMemory
 from kvferry.handover.consumer import ConsumerRank
 from kvferry.handover.describe import engine_info, rank_info
+from kvferry.handover.holds import HoldOrder
 from kvferry.handover.load import Load, Loaded
 from kvferry.handover.producer import Directory, ProducerRank
 from kvferry.handover.ticket import Ticket
@@ -250,7 +251,9 @@ class CapturedProducer:
         )
         for rack, server in zip(self.racks, self.ranks, strict=True):
             rack.fill(tables, tokens)
-            server.open_hold(ticket.hold_id, ticket.request_id, ticket.digest, tokens, tables)
+            server.open_hold(
+                HoldOrder(ticket.hold_id, ticket.request_id, ticket.digest, tokens, tables)
+            )
         return ticket
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ from kvferry.layout.model import CacheModel, Component, Group
 from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.net.rpc import Sockets
-from kvferry.vllm.connector import HandoverConnector
+from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.worker import FerryWorker
 from vllm import SamplingParams
 
@@ -155,7 +155,7 @@ class Modelless:
                 )
             ours = getattr(self.worker_side, "sub_connectors", [self.worker_side])
             for child in ours:
-                if isinstance(child, HandoverConnector):
+                if isinstance(child, FerryConnector) and child.worker is not None:
                     self._fill(child.worker, blocks)
             told = self.worker_side.get_handshake_metadata()
             if told is not None:
@@ -212,12 +212,17 @@ class Modelless:
     @property
     def ferry(self) -> Any:
         """Our connector's scheduler side; of several, the first."""
-        return next(c for c in self.children if isinstance(c, HandoverConnector)).scheduler
+        return next(c for c in self.children if isinstance(c, FerryConnector) and c.STYLE).handover
 
     @property
     def _workers(self) -> list[Any]:
         sides = getattr(self.worker_side, "sub_connectors", [self.worker_side])
-        return [c.worker for c in sides if isinstance(c, HandoverConnector)]
+        return [c.worker for c in sides if isinstance(c, FerryConnector) and c.STYLE]
+
+    @property
+    def handovers(self) -> list[dict[str, Any]]:
+        """What was told of hand-overs, step by step."""
+        return [told["handover"] for told in self.stats]
 
     @property
     def parked_claims(self) -> int:

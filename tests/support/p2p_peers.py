@@ -45,7 +45,7 @@ from kvferry.handover import push as push_module
 from kvferry.handover.checksum import offered
 from kvferry.handover.consumer import ConsumerRank
 from kvferry.handover.describe import engine_info, rank_info
-from kvferry.handover.holds import Closed
+from kvferry.handover.holds import Closed, HoldOrder
 from kvferry.handover.load import Load, Loaded
 from kvferry.handover.peers import Peers
 from kvferry.handover.producer import Directory, ProducerRank
@@ -248,6 +248,8 @@ class Prompt:
 class MixingMemory(HostMemory):
     """Host memory that has the checksum of a GPU's."""
 
+    is_mixing = True
+
     def mix(self, address: Any, length: Any) -> Mixed:
         return mix_on_host(self, address, length)
 
@@ -448,7 +450,7 @@ class Producer(Gates):
         ticket = self.ticket(prompt, hold_id)
         for server in [self.ranks[i] for i in ranks] or self.ranks:
             server.open_hold(
-                ticket.hold_id, ticket.request_id, ticket.digest, prompt.tokens, tables
+                HoldOrder(ticket.hold_id, ticket.request_id, ticket.digest, prompt.tokens, tables)
             )
 
     def withdraw(self, hold_id: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.carriers.base import MemoryRegion
-from kvferry.pool.embedded.eviction import Room
+from kvferry.pool.embedded.eviction import Tiers
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
 
@@ -37,9 +37,9 @@ def in_pieces(base: int, length: int, pieces: int) -> Ranges:
     return Ranges(base + cuts[:-1], np.diff(cuts))
 
 
-def room_of(store: EmbeddedStore) -> Room:
+def tiers_of(store: EmbeddedStore) -> Tiers:
     """What processes share of a store: tests damage it, and hold its lock."""
-    return store._room
+    return store._tiers
 
 
 class Peer:
@@ -61,8 +61,8 @@ class Peer:
         self.store.register([MemoryRegion(self.base, self.memory.nbytes)])
 
     @property
-    def room(self) -> Room:
-        return room_of(self.store)
+    def tiers(self) -> Tiers:
+        return tiers_of(self.store)
 
     def put(self, number: int) -> Outcome:
         data = content(number)

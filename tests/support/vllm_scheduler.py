@@ -51,9 +51,8 @@ from kvferry.handover.describe import engine_info, rank_info
 from kvferry.layout import CacheModel, Component, EngineShape, Group, RankLayout, Residency
 from kvferry.pool.rank import PoolRank
 from kvferry.pool.store import Store
-from kvferry.vllm.connector import BothMetadata, BothReport
-from kvferry.vllm.metadata import FerryHandshake, FerryWorkerMetadata
-from kvferry.vllm.model import cache_rank
+from kvferry.vllm.describe import cache_rank
+from kvferry.vllm.metadata import FerryHandshake, FerryReport, HandoverReport
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.worker import PoolWorker
 from tiny_models import llama_config
@@ -203,12 +202,8 @@ class SchedulerEngine:
                 log_stats=True,
             )
         self.connector = self.scheduler.connector
-        half = self.connector
-        if connector == "FerryConnector":
-            half = half.pool
-        elif connector == "MultiConnector":
-            half = half._connectors[1]
-        pool = half.scheduler.pool
+        several = connector == "MultiConnector"
+        pool = (self.connector._connectors[1] if several else self.connector).pool.pool
         pool._open_store = self.open_store = open_store
         self.pool, self.block_size = pool, block_size
         places = [(tp_rank, pcp_rank) for pcp_rank in range(pcp) for tp_rank in range(tp)]
@@ -297,7 +292,7 @@ class SchedulerEngine:
     def step(self) -> None:
         output = self.scheduler.schedule()
         self._execute(output)
-        metadata = getattr(output.kv_connector_metadata, "pool", output.kv_connector_metadata)
+        metadata = output.kv_connector_metadata
         several = isinstance(metadata, MultiKVConnectorMetadata)
         if several:
             metadata = metadata.metadata[1]
@@ -306,7 +301,7 @@ class SchedulerEngine:
         together = None
         ended: dict[str, int] = {}
         for worker in self.workers:
-            worker.start(metadata)
+            worker.start(metadata.pool, idle=metadata.idle)
             worker.save()
             mine = worker.results()
             for name in mine.finished_recving:
@@ -321,12 +316,11 @@ class SchedulerEngine:
             if self._reports[name] == len(self.workers):
                 del self._reports[name]
                 results.finished_recving = (results.finished_recving or set()) | {name}
-        if several and together is not None:
-            sibling = FerryWorkerMetadata(together.handshakes)
-            together = MultiKVConnectorWorkerMetadata((sibling, together))
-        if isinstance(output.kv_connector_metadata, BothMetadata):
-            together = BothReport(None, together)
-        results.kv_connector_worker_meta = together
+        told: Any = FerryReport(pool=together)
+        if several:
+            sibling = HandoverReport(together.handshakes) if together is not None else None
+            told = MultiKVConnectorWorkerMetadata((FerryReport(sibling), told))
+        results.kv_connector_worker_meta = told
         names = list(output.num_scheduled_tokens)
         sampled = []
         for name in names:

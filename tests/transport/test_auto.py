@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from carrier_peer import KINDS, owner, soon
 
-from kvferry.carriers import make_carrier
+from kvferry.carriers import Carrier, make_carrier
 from kvferry.carriers.auto import connect, fastest_first, select
 from kvferry.errors import HandoverError, TransferError
 from p2p_peers import LOOPBACK
@@ -58,7 +58,7 @@ def test_local_by_a_detour_gives_way_to_tcp() -> None:
             tcp.close()
 
 
-class Scripted:
+class Scripted(Carrier):
     """A carrier that raises, or reaches the peer in some way."""
 
     def __init__(self, name: str, outcome: BaseException | str) -> None:
@@ -70,6 +70,9 @@ class Scripted:
             raise self._outcome
         self.peers.append(SimpleNamespace(detour=self._outcome))
         return self.peers[-1]
+
+    def detour_to(self, peer: SimpleNamespace) -> str:
+        return str(peer.detour)
 
     def disconnect(self, peer: SimpleNamespace) -> None:
         self.peers.remove(peer)
@@ -83,13 +86,13 @@ def test_one_carriers_fault_does_not_keep_the_next_from_being_tried(
     first, second = Scripted("local", "a detour"), Scripted("nixl", "another")
     all_of_them: list[Any] = [broken, first, second, tcp]
     offered = dict.fromkeys(("cuda", "local", "nixl", "tcp"), b"")
-    assert connect(offered, all_of_them, soon(), "rank 3")[0] is tcp  # type: ignore[comparison-overlap]
+    assert connect(offered, all_of_them, soon(), "rank 3")[0] is tcp
     assert (len(first.peers), len(second.peers), len(tcp.peers)) == (0, 0, 1)
     assert "ZeroDivisionError" in caplog.text and "rank 3: carrier cuda failed" in caplog.text
     with pytest.raises(HandoverError, match="cuda: ZeroDivisionError: by nothing"):
-        connect(offered, [broken], soon())  # type: ignore[list-item]
+        connect(offered, [broken], soon())
     all_of_them[-1] = Scripted("tcp", OSError("no"))
-    assert connect(offered, all_of_them, soon())[0] is first  # type: ignore[comparison-overlap]
+    assert connect(offered, all_of_them, soon())[0] is first
     assert (len(first.peers), len(second.peers)) == (1, 0)
     first.peers.clear()
     all_of_them[-1] = Scripted("tcp", KeyboardInterrupt())
@@ -100,7 +103,9 @@ def test_one_carriers_fault_does_not_keep_the_next_from_being_tried(
 
 def test_the_order() -> None:
     by_tcp, by_rdma = (SimpleNamespace(name="mooncake", flavour=f) for f in ("tcp", "rdma"))
-    others = {name: SimpleNamespace(name=name) for name in ("tcp", "nixl", "local", "cuda")}
+    others = {
+        name: SimpleNamespace(name=name, flavour="") for name in ("tcp", "nixl", "local", "cuda")
+    }
     given: list[Any] = [by_tcp, *others.values(), by_rdma]
     expected = [others["cuda"], others["local"], others["nixl"], by_rdma, others["tcp"], by_tcp]
     assert fastest_first(given) == expected

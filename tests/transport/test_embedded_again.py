@@ -27,10 +27,10 @@ from test_embedded_troubles import (
 
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
-from kvferry.pool.embedded import access, arena, disk, opened, store
+from kvferry.pool.embedded import arena, disk, eviction, store
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.disk import DiskTier
-from kvferry.pool.embedded.eviction import Room
+from kvferry.pool.embedded.eviction import Tiers
 from kvferry.pool.embedded.store import EmbeddedStore, default_directory
 from kvferry.pool.store import Outcome, Slices
 from waiting import require_for, wait_until
@@ -45,13 +45,13 @@ def row_of(one: Small, key: str) -> int:
 def flip(one: Small, key: str) -> None:
     row = row_of(one, key)
     last = int(one.index.offset[row]) + int(one.index.image_bytes[row]) - 1
-    view = one.room.arena.view(last, 1)
+    view = one.tiers.arena.view(last, 1)
     view[0] ^= 1
 
 
 def no_threads() -> bool:
     """Of a store's own; other tests may leave others that hang for a while."""
-    mine = ("kvferry-files", "kvferry-owed", "kvferry-store")
+    mine = ("kvferry-files", "kvferry-updates", "kvferry-store")
     return not any(t.name.startswith(mine) for t in threading.enumerate())
 
 
@@ -66,7 +66,7 @@ def test_what_is_corrupt_is_removed_when_that_can_be(tmp_path: Path) -> None:
     assert one.store.put_bytes("layout", b"x" * 1000, soon()) is Outcome.DONE
     for key in ("a", "layout"):
         flip(one, key)
-    with stopped.room.lock.held(soon()):
+    with stopped.tiers.lock.held(soon()):
         begun = time.monotonic()
         assert [one.get("a") for _ in range(5)] == [Outcome.CORRUPT] * 5
         assert one.store.get_bytes("layout", soon()) is None
@@ -80,23 +80,23 @@ def test_what_is_corrupt_is_removed_when_that_can_be(tmp_path: Path) -> None:
     one.store.close()
 
 
-def test_what_is_owed_is_paid_without_being_asked(
+def test_updates_are_written_without_being_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Extents that an engine could not give back are nobody's but its own: it may never put again,
     and others need them."""
-    monkeypatch.setattr(opened, "SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(eviction, "UPDATE_SECONDS", 0.05)
     one, other = Small(tmp_path), Small(tmp_path)
     one.put(*(f"a{i}" for i in range(7)), size=120_000)
-    held, reap = other.room.lock.held(soon()), Room._reap
+    held, reap = other.tiers.lock.held(soon()), Tiers._reap
 
-    def too_late(self: Room, deadline: float, *, now: bool = False) -> bool:
-        if self is one.room and not now:
+    def too_late(self: Tiers, *by: float, now: bool = False) -> bool:
+        if self is one.tiers and not now:
             held.__enter__()
-        return reap(self, deadline, now=now)
+        return reap(self, *by, now=now)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Room, "_reap", too_late)
+        patch.setattr(Tiers, "_reap", too_late)
         assert set(one.put("b0", "b1", "b2", "b3", size=60_000, seconds=0.1)) == {Outcome.FAILED}
     assert other.count(ix.WRITING) == 3
     held.__exit__(None, None, None)
@@ -111,9 +111,9 @@ def test_stopped_while_room_is_made_for_a_read(
 ) -> None:
     """An object comes up from disk, another goes down for it, and meanwhile somebody is stopped
     with the lock: the read goes on without it, and nothing stays half-way."""
-    monkeypatch.setattr(opened, "SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(eviction, "UPDATE_SECONDS", 0.05)
     one, two, key = demoted(tmp_path)
-    held, write = two.room.lock.held(soon()), DiskTier.write
+    held, write = two.tiers.lock.held(soon()), DiskTier.write
 
     def stopped(self: DiskTier, *args: Any) -> bool:
         held.__enter__()
@@ -140,10 +140,10 @@ from pathlib import Path
 from test_embedded_troubles import Small, soon
 one = Small(Path({place!r}), disk=64 << 20)
 one.put("mine")
-with one.room.locked(soon()):
+with one.tiers.locked(soon()):
     child = os.fork()
     if child == 0:  # a data loader's worker, say: it has never heard of the store
-        os.write(1, b"%d " % one.room.members.me)
+        os.write(1, b"%d " % one.tiers.members.me)
         os.close(1); os.close(2)
         time.sleep(30)
         os._exit(0)
@@ -165,7 +165,7 @@ def test_a_forked_child_keeps_nothing_of_its_parents(tmp_path: Path) -> None:
     try:
         os.kill(child, 0)
         assert watcher.put("a", seconds=2.0) == [Outcome.DONE]
-        assert not watcher.room.members.alive(member)
+        assert not watcher.tiers.members.alive(member)
         watcher.store.close()
         other = Small(tmp_path, disk=64 << 20, name="other")  # nobody has the disk any more
         other.store.close()
@@ -191,7 +191,7 @@ def test_a_store_that_was_forked_is_refused(tmp_path: Path) -> None:
     os.waitpid(child, 0)
     assert one.put("b") == [Outcome.DONE] and one.get("a") is Outcome.DONE
     again = Small(tmp_path, disk=64 << 20)
-    assert again.room.members.alive(one.room.members.me)
+    assert again.tiers.members.alive(one.tiers.members.me)
     again.store.close()
     one.store.close()
 
@@ -216,16 +216,16 @@ def test_closed_while_a_walk_hangs(
     wait_until(lambda: watcher.index.files_by == 0 == watcher.index.files_due)
     monkeypatch.setattr(DiskTier, "names", hang)
     one = Small(tmp_path, disk=64 << 20)  # whoever opens it looks for files of the dead
-    room, me = one.room, one.room.members.me
+    tiers, me = one.tiers, one.tiers.members.me
     assert inside.wait(5)
     begun = time.monotonic()
     one.store.close()
     assert time.monotonic() - begun < 3
-    assert watcher.room.members.alive(me) and room.arena._fd >= 0
+    assert watcher.tiers.members.alive(me) and tiers.arena._fd >= 0
     with caplog.at_level(logging.WARNING):
         go_on.set()
-        wait_until(lambda: room.arena._fd < 0)
-    assert not watcher.room.members.alive(me)
+        wait_until(lambda: tiers.arena._fd < 0)
+    assert not watcher.tiers.members.alive(me)
     assert "failed" not in caplog.text and watcher.index.files_by == 0
     assert watcher.put("a") == [Outcome.DONE]
     watcher.store.close()
@@ -240,7 +240,7 @@ def test_a_walk_goes_on_when_the_lock_is_back(
     keys = left_behind(tmp_path)
     monkeypatch.setattr(disk, "BATCH_FILES", 4)
     monkeypatch.setattr(disk, "LOCK_SECONDS", 0.1)
-    monkeypatch.setattr(opened, "ADOPT_SECONDS", 0.0)
+    monkeypatch.setattr(eviction, "ADOPT_SECONDS", 0.0)
     header, go_on = DiskTier.header, threading.Semaphore(6)
 
     def slow(self: DiskTier, name: str) -> arena.Image | None:
@@ -250,7 +250,7 @@ def test_a_walk_goes_on_when_the_lock_is_back(
     monkeypatch.setattr(DiskTier, "header", slow)
     one, stopped = Small(tmp_path, disk=64 << 20), Small(tmp_path, disk=64 << 20)
     wait_until(lambda: one.store.stats().objects == 4)
-    with stopped.room.lock.held(soon()):
+    with stopped.tiers.lock.held(soon()):
         go_on.release(10 * len(keys))
         time.sleep(0.4)
     wait_until(lambda: one.index.files_due == 0)
@@ -279,16 +279,16 @@ def test_no_thread_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_part_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool takes work in, and then finds no thread for it: nothing of it is done later, when
     the memory is somebody else's."""
-    monkeypatch.setattr(access, "PARALLEL_BYTES", 0)
+    monkeypatch.setattr(store, "PARALLEL_BYTES", 0)
     one = Small(tmp_path)
     one.store.close()
-    store = EmbeddedStore(tmp_path / "s", 1 << 20, slots=1 << 10, threads=3)
-    store.register([MemoryRegion(one.base, one.memory.nbytes)])
+    many = EmbeddedStore(tmp_path / "s", 1 << 20, slots=1 << 10, threads=3)
+    many.register([MemoryRegion(one.base, one.memory.nbytes)])
     keys = [f"k{n}" for n in range(6)]
     for number, key in enumerate(keys):
-        assert store.put_bytes(key, bytes([number + 1]) * 1000, soon()) is Outcome.DONE
+        assert many.put_bytes(key, bytes([number + 1]) * 1000, soon()) is Outcome.DONE
     start, calls = threading.Thread.start, iter(range(100))
-    real = access.serve
+    real = store.serve
 
     def second_fails(self: threading.Thread) -> None:
         if self.name.startswith("kvferry-store") and next(calls) == 1:
@@ -304,12 +304,12 @@ def test_a_part_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     slices = [Slices(size * 0, size * n + one.base, size) for n in range(6)]
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", second_fails)
-        patch.setattr(access, "serve", slow)
-        assert store.get(keys, slices, soon()) == [Outcome.DONE] * 6
+        patch.setattr(store, "serve", slow)
+        assert many.get(keys, slices, soon()) == [Outcome.DONE] * 6
         assert (one.memory[500:6000:1000] == np.arange(1, 7)).all()
         one.memory[:] = 0  # somebody else's now
         require_for(0.5, lambda: not one.memory.any())
-    store.close()
+    many.close()
 
 
 def test_closed_stores_are_told_nothing(tmp_path: Path) -> None:
@@ -343,17 +343,17 @@ def test_another_brings_it_up_right_after_me(
     def meanwhile(name: str, by: int = 1) -> None:
         count(name, by)
         if name == "promoted":
-            room = two.room
-            with room.locked(soon()):
-                room.index.leave_memory(np.array([row]), ix.DISK)
-                room.index.generation[row] += np.uint32(1)
-                room.index.owner[row] = room.members.me
-                room.index.state[row] = ix.PROMOTING
+            tiers = two.tiers
+            with tiers.locked(soon()):
+                tiers.index.leave_memory(np.array([row]), ix.DISK)
+                tiers.index.generation[row] += np.uint32(1)
+                tiers.index.owner[row] = tiers.members.me
+                tiers.index.state[row] = ix.PROMOTING
 
     with monkeypatch.context() as patch:
         patch.setattr(one.index, "count", meanwhile)
-        assert one.store._reader._promote(row, soon())
-    assert one.index.state[row] == ix.PROMOTING and one.index.owner[row] == two.room.members.me
+        assert one.store._promote(row, soon())
+    assert one.index.state[row] == ix.PROMOTING and one.index.owner[row] == two.tiers.members.me
     two.store.close()
     one.store.close()
 
@@ -434,7 +434,7 @@ def test_parts_of_the_dead_whose_objects_were_removed(tmp_path: Path) -> None:
     one, two, _ = demoted(tmp_path)
     wait_until(lambda: one.index.files_by == 0 == one.index.files_due)
     theirs = tmp_path / "d" / ".part-999-3"
-    mine = tmp_path / "d" / f".part-{one.room.members.me}-999"
+    mine = tmp_path / "d" / f".part-{one.tiers.members.me}-999"
     for part in (theirs, mine):
         part.write_bytes(b"half")
     two.store.close()

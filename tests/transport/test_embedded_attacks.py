@@ -69,8 +69,8 @@ def test_another_user_reads_no_file_of_the_disk_tier(place: Path) -> None:
         return True
 
     image = memoryview(np.full(100_000, 7, dtype=np.uint8))
-    assert peer.room.disk is not None
-    assert peer.room.disk.write("ab" * 16, image, attack)
+    assert peer.tiers.disk is not None
+    assert peer.tiers.disk.write("ab" * 16, image, attack)
     (place / "disk" / "ab").chmod(0o755)
     attack()
     assert read == ["", ""]
@@ -129,11 +129,11 @@ from pathlib import Path
 import numpy as np
 from pool_peers import Peer, content
 from kvferry.errors import StoreError
-from kvferry.pool import embedded_index as ix
+from kvferry.pool.embedded import index as ix
 from kvferry.pool.store import Outcome
 soon = lambda: time.monotonic() + 30
 peer = Peer(Path(sys.argv[1]))
-room, index = peer.room, peer.room.index
+tiers, index = peer.tiers, peer.tiers.index
 def row(key): return int(index.find(*ix.hash_keys([key]))[0])
 """
 
@@ -155,7 +155,7 @@ def test_a_record_that_points_in_front_of_the_arena(place: Path) -> None:
         place,
         """
 peer.put(3)
-index.offset[row("object/3")] -= room.arena.capacity
+index.offset[row("object/3")] -= tiers.arena.capacity
 assert peer.get(3) is Outcome.CORRUPT
 assert peer.put(3) is Outcome.DONE and peer.get(3) is Outcome.DONE
 """,
@@ -168,14 +168,14 @@ def test_a_writer_goes_where_it_was_sent(place: Path, offset: int) -> None:
     damage(
         place,
         f"""
-reserve = room.reserve
+reserve = tiers.reserve
 def changed(*args):
     granted = reserve(*args)
     for at in granted.offsets: index.offset[at] = {offset}
     return granted
-room.reserve = changed
+tiers.reserve = changed
 peer.put(3)
-del room.reserve
+del tiers.reserve
 assert peer.get(3) is not Outcome.DONE
 """,
     )
@@ -221,7 +221,7 @@ def test_a_flipped_length_in_a_record(place: Path, field: str, tier: str, length
 assert peer.store.put_bytes("layout", b"x" * 5000, soon()) is Outcome.DONE
 if {tier!r} == "disk":
     at = np.array([row("layout")])
-    room._evict(at, type("", (), dict(lock_by=lambda self, by: by))(), soon())
+    tiers._evict(at, soon())
     assert index.state[at[0]] == ix.DISK
 index.{field}[row("layout")] = {length}
 assert peer.store.get_bytes("layout", soon()) is None
@@ -253,9 +253,9 @@ def test_work_that_does_not_exist(place: Path) -> None:
         place,
         """
 index._header[14] = 99
-room.files.begin()
-room.files.wait(30)
-assert not room.files._thread.is_alive() and index.files_due == 0
+tiers.disk.begin()
+tiers.disk.wait(30)
+assert not tiers.disk._thread.is_alive() and index.files_due == 0
 """,
     )
 
@@ -304,9 +304,10 @@ index.offset[rows[0]] = 1 << 60
 index.extent[rows[1]] = 1 << 62
 index.extent[rows[2]] = -4096
 index.offset[rows[3]] = index.offset[rows[4]]
-with room.locked(soon()): room.mend()
+with tiers.locked(soon()): tiers.mend()
 starts = index.gap_offset[: index.gaps]
-assert (starts >= 0).all() and (starts + index.gap_bytes[: index.gaps] <= room.arena.capacity).all()
+ends = starts + index.gap_bytes[: index.gaps]
+assert (starts >= 0).all() and (ends <= tiers.arena.capacity).all()
 for n in range(20, 60): peer.put(n)
 for n in range(60): peer.get(n)
 """,

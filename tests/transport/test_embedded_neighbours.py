@@ -16,7 +16,6 @@ import pytest
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
 from kvferry.pool.embedded import index as ix
-from kvferry.pool.embedded.access import ObjectReader
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome
 from pool_peers import DISK, MEMORY, ROOM, Peer, content
@@ -164,15 +163,15 @@ sys.path.insert(0, {str(SUPPORT)!r})
 from pathlib import Path
 import numpy as np
 from pool_peers import Peer, ROOM, in_pieces
-from kvferry.pool import embedded_write
-embedded_write.Writer._write = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
+from kvferry.pool.embedded.store import EmbeddedStore
+EmbeddedStore._write = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
 peer = Peer(Path({str(tmp_path)!r}), disk=False)
 peer.store.put(["a/%d" % i for i in range(5)], [in_pieces(peer.base, 280_000, 2)] * 5, 1e6)
 """
     watcher = Peer(tmp_path, disk=False)
     child = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
     assert child.returncode == -signal.SIGKILL
-    index = watcher.room.index
+    index = watcher.tiers.index
     assert len(index.in_state(ix.WRITING)) == 5
     room = index.geometry.memory_bytes
     data = content(7)
@@ -186,14 +185,14 @@ peer.store.put(["a/%d" % i for i in range(5)], [in_pieces(peer.base, 280_000, 2)
 def test_one_object_larger_than_what_the_living_hold(tmp_path: Path) -> None:
     """Also where nothing can be evicted, because the dead hold all of it."""
     watcher = Peer(tmp_path, disk=False, memory=2 << 20)
-    index = watcher.room.index
+    index = watcher.tiers.index
     assert watcher.put(3) is Outcome.DONE
     row = index.in_state(ix.MEMORY)
-    with watcher.room.locked(soon()):
-        index.extent[row], index.offset[row] = watcher.room.arena.capacity, 0
+    with watcher.tiers.locked(soon()):
+        index.extent[row], index.offset[row] = watcher.tiers.arena.capacity, 0
         index.owner[row] = 999  # a number that nobody has
         index.state[row] = ix.WRITING
-        watcher.room.arena.find_gaps()
+        watcher.tiers.arena.find_gaps()
     assert watcher.put(9) is Outcome.DONE
     watcher.close()
 
@@ -202,9 +201,9 @@ def test_a_slot_that_went_to_another_key(tmp_path: Path) -> None:
     """A writer that was not served is not told that its key exists, when the slot is another's."""
     peer = Peer(tmp_path, disk=False)
     assert peer.put(3) is Outcome.DONE
-    row = int(peer.room.index.in_state(ix.MEMORY)[0])
-    assert peer.store._writer._lost_race("object/3", row) is Outcome.EXISTS
-    assert peer.store._writer._lost_race("object/4", row) is None
+    index = peer.tiers.index
+    row = int(index.in_state(ix.MEMORY)[0])
+    assert index.is_of(row, "object/3") and not index.is_of(row, "object/4")
     peer.close()
 
 
@@ -212,31 +211,31 @@ def test_a_file_that_goes_while_its_object_comes_to_memory(tmp_path: Path) -> No
     """BOTH becomes MEMORY and the file goes, between a reader's look and its read."""
     peer = filled(tmp_path)
     number = on_disk(peer)[0]
-    index = peer.room.index
-    serve_file = ObjectReader._serve_file
+    index = peer.tiers.index
+    read_file = EmbeddedStore._read_file
 
-    def late(self: ObjectReader, key: str | None, row: int, need: object) -> Outcome:
+    def late(self: EmbeddedStore, key: str | None, row: int, need: object) -> Outcome:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(ObjectReader, "_serve_file", serve_file)
+            inner.setattr(EmbeddedStore, "_read_file", read_file)
             assert self._promote(row, soon())  # another thread brings it up
         index.state[row] = ix.MEMORY  # and the disk needed room
-        name = ix.key_name(int(index.low[row]), int(index.high[row]))
-        assert peer.room.disk is not None
-        peer.room.disk.remove(name)
-        return serve_file(self, key, row, need)  # type: ignore[arg-type]
+        name = index.names(np.array([row]))[0]
+        assert peer.tiers.disk is not None
+        peer.tiers.disk.remove([name])
+        return read_file(self, key, row, need)  # type: ignore[arg-type]
 
-    promote = ObjectReader._promote
+    promote = EmbeddedStore._promote
     first = [True]
 
-    def not_the_first(self: ObjectReader, row: int, deadline: float) -> bool:
+    def not_the_first(self: EmbeddedStore, row: int, deadline: float) -> bool:
         if first:
             first.clear()
             return False
         return promote(self, row, deadline)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ObjectReader, "_serve_file", late)
-        patch.setattr(ObjectReader, "_promote", not_the_first)
+        patch.setattr(EmbeddedStore, "_read_file", late)
+        patch.setattr(EmbeddedStore, "_promote", not_the_first)
         assert peer.get(number) is Outcome.DONE
     assert peer.store.counters()["corrupt"] == 0
     assert np.count_nonzero(peer.memory[ROOM:]) > 0

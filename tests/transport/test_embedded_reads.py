@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import StoreError
-from kvferry.pool.embedded import access
+from kvferry.pool.embedded import arena, store
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.store import Outcome, Ranges, Slices
 from pool_peers import ROOM, Peer
@@ -56,16 +56,16 @@ def landed(peer: Peer) -> bool:
 
 
 def row_of(peer: Peer, key: str = "a") -> int:
-    return int(peer.room.index.find(*ix.hash_keys([key]))[0])
+    return int(peer.tiers.index.find(*ix.hash_keys([key]))[0])
 
 
 def on_both_tiers(peer: Peer) -> int:
     """The object's row, with a file as if it had been promoted."""
-    room, row = peer.room, row_of(peer)
-    image = room.arena.view(int(room.index.offset[row]), int(room.index.image_bytes[row]))
-    name = ix.key_name(int(room.index.low[row]), int(room.index.high[row]))
-    assert room.disk is not None and room.disk.write(name, image)
-    room.index.state[row] = ix.BOTH
+    tiers, row = peer.tiers, row_of(peer)
+    image = tiers.arena.view(int(tiers.index.offset[row]), int(tiers.index.image_bytes[row]))
+    name = tiers.index.names(np.array([row]))[0]
+    assert tiers.disk is not None and tiers.disk.write(name, image)
+    tiers.index.state[row] = ix.BOTH
     return row
 
 
@@ -87,14 +87,14 @@ def interrupted(
         return copy
 
     for name in ("spread", "move"):
-        monkeypatch.setattr(access, name, around(getattr(access, name)))
+        monkeypatch.setattr(arena, name, around(getattr(arena, name)))
 
 
 def scribble(peer: Peer, begin: int, end: int) -> None:
-    room, row = peer.room, row_of(peer)
-    head = int(room.index.image_bytes[row]) - WHOLE
-    at = int(room.index.offset[row]) + head
-    room.arena.view(at + begin, end - begin)[:] = bytes(end - begin)
+    tiers, row = peer.tiers, row_of(peer)
+    head = int(tiers.index.image_bytes[row]) - WHOLE
+    at = int(tiers.index.offset[row]) + head
+    tiers.arena.view(at + begin, end - begin)[:] = bytes(end - begin)
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -133,12 +133,12 @@ def test_who_evicted_it_died_before_the_generation(
 ) -> None:
     """Its extent is somebody else's, and nothing of the record changed but its state: the reader
     takes the file, and does not throw out what is there."""
-    row, room = on_both_tiers(peer), peer.room
+    row, tiers = on_both_tiers(peer), peer.tiers
 
     def evicted() -> None:
-        with room.locked(soon()):
-            room.index.state[row] = ix.DISK  # killed here
-            room.mend()
+        with tiers.locked(soon()):
+            tiers.index.state[row] = ix.DISK  # killed here
+            tiers.mend()
         scribble(peer, 0, WHOLE)
 
     interrupted(monkeypatch, 2, evicted)
@@ -150,18 +150,18 @@ def test_who_evicted_it_died_before_the_generation(
 def test_it_came_back_to_where_it_was(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, and another reader has brought it to memory again, to the same place: at the end
     all is as it was, but what was copied in between is not the object."""
-    row, room = on_both_tiers(peer), peer.room
-    offset = int(room.index.offset[row])
+    row, tiers = on_both_tiers(peer), peer.tiers
+    offset = int(tiers.index.offset[row])
 
     def evicted() -> None:
-        with room.locked(soon()):
-            room.index.state[row] = ix.DISK
-            room.mend()
+        with tiers.locked(soon()):
+            tiers.index.state[row] = ix.DISK
+            tiers.mend()
         scribble(peer, 0, WHOLE)
 
     def promoted() -> None:
-        assert peer.store._reader._promote(row, soon())
-        assert int(room.index.offset[row]) == offset and room.index.state[row] == ix.BOTH
+        assert peer.store._promote(row, soon())
+        assert int(tiers.index.offset[row]) == offset and tiers.index.state[row] == ix.BOTH
 
     interrupted(monkeypatch, 2, evicted, promoted)
     assert peer.store.get(["a"], [wanted(peer)], soon()) == [Outcome.DONE]
@@ -185,13 +185,13 @@ def test_a_promotion_ends_while_gaps_are_looked_for(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Owners change states without the lock; their extents are taken before and after."""
-    index, row = peer.room.index, row_of(peer)
+    index, row = peer.tiers.index, row_of(peer)
     index.state[row] = ix.PROMOTING
     monkeypatch.setattr(Flips, "live", index.state)
     monkeypatch.setattr(Flips, "row", row)
     monkeypatch.setattr(index, "state", index.state.view(Flips))
-    with peer.room.locked(soon()):
-        peer.room.arena.find_gaps()
+    with peer.tiers.locked(soon()):
+        peer.tiers.arena.find_gaps()
     assert index.state[row] == ix.BOTH, "it did not change meanwhile"
     gaps = slice(0, index.gaps)
     begin, end = index.gap_offset[gaps], index.gap_offset[gaps] + index.gap_bytes[gaps]
@@ -200,7 +200,7 @@ def test_a_promotion_ends_while_gaps_are_looked_for(
 
 def test_another_keys_bytes(peer: Peer) -> None:
     """A record that names this key over an image of another is damage, and not a miss for ever."""
-    index, row = peer.room.index, row_of(peer)
+    index, row = peer.tiers.index, row_of(peer)
     assert peer.store.put_bytes("b", b"b" * 1000, soon()) is Outcome.DONE
     other = row_of(peer, "b")
     for field in (index.offset, index.extent, index.length, index.image_bytes):
@@ -219,11 +219,11 @@ def test_one_object_fails_among_others(
 ) -> None:
     """It is told with the others, or raised: but only when nobody writes to the memory any more."""
     peer = Peer(tmp_path, threads=2)
-    monkeypatch.setattr(access, "PARALLEL_BYTES", 0)
+    monkeypatch.setattr(store, "PARALLEL_BYTES", 0)
     keys = [f"k{n}" for n in range(6)]
     for number, key in enumerate(keys):
         assert peer.store.put_bytes(key, bytes([number]) * 1000, soon()) is Outcome.DONE
-    real, under_way = access.serve, []
+    real, under_way = store.serve, []
 
     def serve(key: str, *rest: Any) -> Outcome:
         if key == "k0":
@@ -234,7 +234,7 @@ def test_one_object_fails_among_others(
         under_way.remove(key)
         return outcome
 
-    monkeypatch.setattr(access, "serve", serve)
+    monkeypatch.setattr(store, "serve", serve)
     one = np.array([1000])
     slices = [Slices(one * 0, one * n + peer.base + ROOM, one) for n in range(6)]
     if isinstance(error, Exception):
@@ -250,22 +250,22 @@ def test_one_object_fails_among_others(
 
 def test_the_lock_is_not_waited_for(peer: Peer, tmp_path: Path) -> None:
     """Somebody is stopped with it: what lies on disk is read from there, many of them, at once."""
-    room, row = peer.room, on_both_tiers(peer)
+    tiers, row = peer.tiers, on_both_tiers(peer)
     stopped = Peer(tmp_path)
-    with room.locked(soon()):
-        room.index.leave_memory(np.array([row]), ix.DISK)
-        room.index.gaps_stale = True
-    with stopped.room.lock.held(soon()):
+    with tiers.locked(soon()):
+        tiers.index.leave_memory(np.array([row]), ix.DISK)
+        tiers.index.gaps_stale = True
+    with stopped.tiers.lock.held(soon()):
         begun = time.monotonic()
         for _ in range(20):
             peer.memory[ROOM:] = 0
             assert peer.store.get(["a"], [wanted(peer)], soon(5.0)) == [Outcome.DONE]
             assert landed(peer)
         assert time.monotonic() - begun < 2.0
-    assert room.index.state[row] == ix.DISK
-    time.sleep(access.LEAVE_DISK_S)
+    assert tiers.index.state[row] == ix.DISK
+    time.sleep(store.LEAVE_DISK_S)
     assert peer.store.get(["a"], [wanted(peer)], soon()) == [Outcome.DONE]
-    assert room.index.state[row] == ix.BOTH  # and is brought to memory once that can be
+    assert tiers.index.state[row] == ix.BOTH  # and is brought to memory once that can be
     stopped.close()
 
 
@@ -273,15 +273,15 @@ def test_the_lock_is_not_waited_for(peer: Peer, tmp_path: Path) -> None:
 def test_no_place_in_memory_is_no_failure(
     peer: Peer, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    room, row = peer.room, on_both_tiers(peer)
+    tiers, row = peer.tiers, on_both_tiers(peer)
 
     def reserve(*_: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(room, "reserve", reserve)
-    with room.locked(soon()):
-        room.index.leave_memory(np.array([row]), ix.DISK)
-        room.index.gaps_stale = True
+    monkeypatch.setattr(tiers, "reserve", reserve)
+    with tiers.locked(soon()):
+        tiers.index.leave_memory(np.array([row]), ix.DISK)
+        tiers.index.gaps_stale = True
     assert peer.store.get(["a"], [wanted(peer)], soon()) == [Outcome.DONE]
     assert landed(peer)
 
@@ -292,10 +292,10 @@ sys.path.insert(0, {support!r})
 from pathlib import Path
 import numpy as np
 from kvferry.errors import StoreError
-from kvferry.pool import embedded, embedded_serve, embedded_write
+from kvferry.pool.embedded import arena, store
 from kvferry.pool.store import Ranges, Slices
 from pool_peers import ROOM, Peer
-embedded.CLOSE_SECONDS = {patience}
+store.CLOSE_SECONDS = {patience}
 peer, other = Peer(Path({place!r})), Peer(Path({place!r}))
 one = np.array([1000])
 begun, go_on, told = threading.Barrier(3), threading.Event(), []
@@ -307,8 +307,8 @@ def slowly(real):
     return copy
 peer.memory[:] = 7
 print(peer.store.put(["old"], [Ranges(one * 0 + peer.base, one)], time.monotonic() + 5))
-embedded_write.move = slowly(embedded_write.move)
-embedded_serve.spread = slowly(embedded_serve.spread)
+store.move = slowly(store.move)
+arena.spread = slowly(arena.spread)
 def put():
     told.extend(peer.store.put(["new"], [Ranges(one * 0 + peer.base, one)], time.monotonic() + 20))
 def get():
@@ -317,26 +317,26 @@ def get():
 threads = [threading.Thread(target=f) for f in (put, get)]
 for t in threads: t.start()
 begun.wait(10)
-me, room = peer.room.members.me, peer.room
+me, tiers = peer.tiers.members.me, peer.tiers
 if {late}:
     peer.store.close()
-    assert other.room.members.alive(me), "what it writes would be a dead process's"
+    assert other.tiers.members.alive(me), "what it writes would be a dead process's"
     go_on.set()
 else:
     threading.Timer(0.3, go_on.set).start()
     peer.store.close()
-    assert not other.room.members.alive(me)
+    assert not other.tiers.members.alive(me)
 for t in threads: t.join()
 assert [o.value for o in told] == ["done", "done"], told
-assert not other.room.members.alive(me), "nobody has closed it"
-assert room.arena._fd == -1
+assert not other.tiers.members.alive(me), "nobody has closed it"
+assert tiers.arena._fd == -1
 try:
     peer.store.exists(["old"], 0.0)
 except StoreError:
     pass
 else:
     raise SystemExit("a closed store answers")
-embedded_serve.spread = lambda *a: None
+arena.spread = lambda *a: None
 assert other.store.exists(["old", "new"], 0.0).all()
 assert other.store.verify(time.monotonic() + 5)[:3] == (2, 0, 0)
 peer.close()
@@ -362,7 +362,7 @@ def test_what_is_not_begun_when_it_is_closed(peer: Peer, monkeypatch: pytest.Mon
     def close() -> None:
         closing.append(threading.Thread(target=peer.close))
         closing[0].start()
-        wait_until(lambda: peer.store._reader.closing)
+        wait_until(lambda: peer.store._calls.closing.is_set())
 
     interrupted(monkeypatch, 1, close)
     got = peer.store.get(["a"] * 3, [wanted(peer)] * 3, soon())

@@ -23,7 +23,7 @@ from kvferry.pool.embedded import arena
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
-from pool_peers import DISK, MEMORY, OBJECTS, ROOM, Peer, content, in_pieces, room_of
+from pool_peers import DISK, MEMORY, OBJECTS, ROOM, Peer, content, in_pieces, tiers_of
 from waiting import wait_until
 
 PEER = Path(__file__).parents[1] / "support" / "pool_peers.py"
@@ -50,10 +50,10 @@ def start(directory: Path, seed: int, seconds: float) -> subprocess.Popen[str]:
 
 def invariants(store: EmbeddedStore) -> None:
     """What must hold in a store at rest: extents apart, nothing half-done, bounds kept."""
-    room = room_of(store)
-    index, arena = room.index, room.arena
-    with room.locked(soon()):
-        room.mend()
+    tiers = tiers_of(store)
+    index, arena = tiers.index, tiers.arena
+    with tiers.locked(soon()):
+        tiers.mend()
         rows = index.with_extent()
         order = np.argsort(index.offset[rows])
         begin, size = index.offset[rows][order], index.extent[rows][order]
@@ -127,7 +127,7 @@ def test_killed_at_any_point(place: Path) -> None:
     good, bad, *_ = watcher.store.verify(soon())
     assert good > 0 and bad == 0, f"seed {SEED}"
     invariants(watcher.store)
-    files = watcher.room.files
+    files = watcher.tiers.disk
     assert files is not None
     files.begin()  # as the next one who needs room does
     files.wait(30)
@@ -152,7 +152,7 @@ import os, sys, signal, time
 sys.path.insert(0, {support!r})
 from pathlib import Path
 from pool_peers import Peer
-from kvferry.pool import embedded_room, embedded_write, embedded_arena, embedded_disk
+from kvferry.pool.embedded import arena, disk, eviction, store
 def die(*a, **k): os.kill(os.getpid(), signal.SIGKILL)
 target, method = {point!r}
 setattr(eval(target), method, die)
@@ -161,14 +161,14 @@ for n in range(60): peer.put(n)
 for n in range(60): peer.get(n)
 """
     points = [
-        ("embedded_write.Writer", "_write"),  # extent taken, no bytes
-        ("embedded_write", "seal"),  # bytes, no header
-        ("embedded_arena.Arena", "_shorten"),  # gap chosen, list not changed, lock held
-        ("embedded_arena.Arena", "find_gaps"),
-        ("embedded_room.Room", "_demote"),  # chosen for disk, nothing written
-        ("embedded_disk.DiskTier", "write"),
-        ("embedded_disk.DiskTier", "read"),  # promotion begun
-        ("embedded_disk.DiskTier", "remove"),
+        ("store.EmbeddedStore", "_write"),  # extent taken, no bytes
+        ("store", "seal"),  # bytes, no header
+        ("arena.Arena", "_shorten"),  # gap chosen, list not changed, lock held
+        ("arena.Arena", "find_gaps"),
+        ("eviction.Tiers", "_demote"),  # chosen for disk, nothing written
+        ("disk.DiskTier", "write"),
+        ("disk.DiskTier", "read"),  # promotion begun
+        ("disk.DiskTier", "remove"),
     ]
     watcher = Peer(place)
     for number in range(1000, 1060):
@@ -196,15 +196,15 @@ def test_a_flipped_byte(place: Path, tier: str, where: str) -> None:
     if tier == "disk":
         for other in range(100, 180):  # pushes it down
             peer.put(other)
-    index, room = peer.room.index, peer.room
+    index, tiers = peer.tiers.index, peer.tiers
     row = int(index.find(*ix.hash_keys([f"object/{number}"]))[0])
     size = int(index.image_bytes[row])
     at = {"header": 40, "data": size - length // 2, "last": size - 1}[where]
     if tier == "memory":
-        room.arena.view(int(index.offset[row]), size)[at] ^= 1
+        tiers.arena.view(int(index.offset[row]), size)[at] ^= 1
     else:
         assert int(index.state[row]) == ix.DISK
-        path = room.disk.path(ix.key_name(int(index.low[row]), int(index.high[row])))
+        path = tiers.disk.path(index.names(np.array([row]))[0])
         image = bytearray(path.read_bytes())
         image[at] ^= 1
         path.write_bytes(image)
@@ -225,9 +225,9 @@ def test_a_slice_is_checked_by_itself(place: Path, monkeypatch: pytest.MonkeyPat
     number = next(n for n in range(1000) if len(content(n)) > 200_000)
     data = content(number)
     peer.put(number)
-    index = peer.room.index
+    index = peer.tiers.index
     row = int(index.find(*ix.hash_keys([f"object/{number}"]))[0])
-    view = peer.room.arena.view(int(index.offset[row]), int(index.image_bytes[row]))
+    view = peer.tiers.arena.view(int(index.offset[row]), int(index.image_bytes[row]))
     view[-1] ^= 1
     ints = [np.array([x], dtype=np.int64) for x in (70_000, peer.base + ROOM, 1000)]
     assert peer.store.get([f"object/{number}"], [Slices(*ints)], soon()) == [Outcome.DONE]
@@ -241,9 +241,9 @@ def test_a_truncated_file(place: Path) -> None:
     peer = Peer(place)
     for number in range(60):
         peer.put(number)
-    index, disk = peer.room.index, peer.room.disk
+    index, disk = peer.tiers.index, peer.tiers.disk
     row = int(index.in_state(ix.DISK)[0])
-    path = disk.path(ix.key_name(int(index.low[row]), int(index.high[row])))
+    path = disk.path(index.names(np.array([row]))[0])
     path.write_bytes(path.read_bytes()[:-10])
     good, bad, *_ = peer.store.verify(soon())
     assert bad == 1 and good == peer.store.stats().objects
@@ -272,14 +272,14 @@ def test_files_outlive_the_index(place: Path) -> None:
 
 def test_two_writers_of_one_key(place: Path) -> None:
     one, two = Peer(place), Peer(place)
-    room = one.room
+    tiers = one.tiers
     keys, low_high = ["object/5"], ix.hash_keys(["object/5"])
-    with room.locked(soon()):
-        row = int(room.index.claim(*low_high, 0.0)[0])
-        room.index.offset[row] = room.arena.take(1 << 20)
-        room.index.extent[row] = 1 << 20
-        room.index.owner[row] = room.members.me
-        room.index.state[row] = ix.WRITING
+    with tiers.locked(soon()):
+        row = int(tiers.index.claim(*low_high, 0.0)[0])
+        tiers.index.offset[row] = tiers.arena.take(1 << 20)
+        tiers.index.extent[row] = 1 << 20
+        tiers.index.owner[row] = tiers.members.me
+        tiers.index.state[row] = ix.WRITING
     assert two.put(5) is Outcome.EXISTS  # while the first is alive and writes
     assert not two.store.exists(keys, soon())[0]
     one.close()  # it ends without having finished
@@ -359,7 +359,7 @@ sys.path.insert(0, {str(PEER.parent)!r})
 from pathlib import Path
 from pool_peers import Peer
 peer = Peer(Path({str(place)!r}))
-with peer.room.locked(time.monotonic() + 5):
+with peer.tiers.locked(time.monotonic() + 5):
     print("held", flush=True)
     time.sleep(60)
 """

@@ -19,13 +19,13 @@ import xxhash
 
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
-from kvferry.pool.embedded import arena, disk, opened
+from kvferry.pool.embedded import arena, disk, eviction
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.disk import DiskTier
-from kvferry.pool.embedded.eviction import Room
+from kvferry.pool.embedded.eviction import Tiers
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
-from pool_peers import Peer, in_pieces, room_of
+from pool_peers import Peer, in_pieces, tiers_of
 from waiting import wait_until
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -51,8 +51,8 @@ class Small:
         self.memory = np.zeros(1 << 20, dtype=np.uint8)
         self.base = int(self.memory.ctypes.data)
         self.store.register([MemoryRegion(self.base, self.memory.nbytes)])
-        self.room = room_of(self.store)
-        self.index = self.room.index
+        self.tiers = tiers_of(self.store)
+        self.index = self.tiers.index
 
     def put(self, *keys: str, size: int = OBJECT, seconds: float = 20.0) -> list[Outcome]:
         ranges: list[Ranges] = []
@@ -131,19 +131,19 @@ def test_a_demotion_that_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_extents_granted_before_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process gets the lock, and keeps it, between a batch's first extents and the rest."""
-    monkeypatch.setattr(opened, "SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(eviction, "UPDATE_SECONDS", 0.1)
     one, other = Small(tmp_path), Small(tmp_path)
     one.put(*(f"a{i}" for i in range(7)), size=120_000)
-    held = other.room.lock.held(soon())
-    reap = Room._reap
+    held = other.tiers.lock.held(soon())
+    reap = Tiers._reap
 
-    def too_late(self: Room, deadline: float, *, now: bool = False) -> bool:
-        if self is one.room and not now:
+    def too_late(self: Tiers, *by: float, now: bool = False) -> bool:
+        if self is one.tiers and not now:
             held.__enter__()
-        return reap(self, deadline, now=now)
+        return reap(self, *by, now=now)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Room, "_reap", too_late)
+        patch.setattr(Tiers, "_reap", too_late)
         begun = time.monotonic()
         keys = ["b0", "b1", "b2", "b3"]
         assert one.put(*keys, size=60_000, seconds=0.3) == [Outcome.FAILED] * 4
@@ -210,7 +210,7 @@ def test_files_on_their_way_are_counted(tmp_path: Path, monkeypatch: pytest.Monk
     write, go_on, waiting = DiskTier.write, threading.Event(), threading.Event()
 
     def slow(self: DiskTier, *args: Any) -> bool:
-        if self is one.room.disk:
+        if self is one.tiers.disk:
             waiting.set()
             assert go_on.wait(20)
         return write(self, *args)
@@ -359,9 +359,7 @@ def left_behind(place: Path) -> list[str]:
     one.store.close()
     forget_memory(place)
     keys = [f"a{i}" for i in range(40)]
-    names = {
-        ix.key_name(int(a), int(b)): k for k, a, b in zip(keys, *ix.hash_keys(keys), strict=True)
-    }
+    names = {f"{a:016x}{b:016x}": k for k, a, b in zip(keys, *ix.hash_keys(keys), strict=True)}
     return [names[f.name] for f in files_of(place)]
 
 
@@ -369,7 +367,7 @@ def test_taking_in_files_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.Mon
     """While the first process takes in files one by one, others open the store and use it."""
     keys = left_behind(tmp_path)
     monkeypatch.setattr(disk, "BATCH_FILES", 4)
-    monkeypatch.setattr(opened, "ADOPT_SECONDS", 0.1)
+    monkeypatch.setattr(eviction, "ADOPT_SECONDS", 0.1)
     header, go_on, reading = DiskTier.header, threading.Semaphore(6), threading.Event()
 
     def slow(self: DiskTier, name: str) -> arena.Image | None:
@@ -408,13 +406,13 @@ import os, sys
 sys.path[:0] = [{str(SUPPORT)!r}, {str(Path(__file__).parent)!r}]
 from pathlib import Path
 from test_embedded_troubles import Small
-from kvferry.pool import embedded_files
-embedded_files.BATCH_FILES = 4
-real, calls = embedded_files._within, iter(range(9))
+from kvferry.pool.embedded import disk
+disk.BATCH_FILES = 4
+real, calls = disk._within, iter(range(9))
 def die(*args):
     if next(calls) == 2: os.kill(os.getpid(), 9)  # with the lock
     return real(*args)
-embedded_files._within = die
+disk._within = die
 Small(Path({str(tmp_path)!r}), disk={64 << 20})
 """
         child = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
@@ -422,7 +420,7 @@ Small(Path({str(tmp_path)!r}), disk={64 << 20})
     else:
         go_on, header = threading.Semaphore(10), DiskTier.header
         with monkeypatch.context() as patch:
-            patch.setattr(opened, "ADOPT_SECONDS", 0.1)
+            patch.setattr(eviction, "ADOPT_SECONDS", 0.1)
             patch.setattr(
                 DiskTier, "header", lambda self, n: go_on.acquire(timeout=20) and header(self, n)
             )

@@ -593,7 +593,7 @@ def test_a_directory_that_does_not_know_its_ranks_yet() -> None:
         ticket = p.hold(prompt)
         begun = time.monotonic()
         require_failed(
-            d.load(ticket, prompt, seconds=1.0), "has not told of its ranks [(0, 0), (0, 1)] yet"
+            d.load(ticket, prompt, seconds=1.0), "does not know its ranks [(0, 0), (0, 1)] yet"
         )
         assert time.monotonic() - begun < 1.0 + SLACK_SECONDS
         load = d.start(ticket, prompt)

@@ -15,7 +15,7 @@ import pytest
 from test_pool_faults import all_ended, cases, sequence
 
 from dir_store import DirStore, FaultyStore
-from kvferry.carriers.base import MemoryRegion
+from kvferry.carriers.base import Memory, MemoryRegion
 from kvferry.errors import StoreError, TransferError
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
@@ -26,7 +26,7 @@ from pool_engine import SmallEngine
 FAR = 1 << 60  # device addresses are host addresses plus this
 
 
-class FarMemory:
+class FarMemory(Memory):
     """A device: only gather and scatter reach its memory."""
 
     def __init__(self) -> None:

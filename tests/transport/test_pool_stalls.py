@@ -127,7 +127,7 @@ def test_loads_that_have_not_begun_are_not_hung(pair: Pair, monkeypatch: Any) ->
     all_ended(reader)
     before = threading.active_count()
     reader.until(lambda: threading.active_count() <= before)  # those that came back have ended
-    assert all(not rank._loader._crew._lost for rank in reader.ranks.values())
+    assert all(not rank._loader._crew.stuck for rank in reader.ranks.values())
 
 
 def test_too_many_stuck_threads(pair: Pair, monkeypatch: Any) -> None:
@@ -151,12 +151,12 @@ def test_a_process_with_a_hung_load_ends() -> None:
     """Nobody joins a thread that the store keeps."""
     code = """
 import threading, time
-from kvferry.workers import Crew
-crew = Crew(2, "kvferry-load", 4)
-stuck = [crew.submit(threading.Event().wait) for _ in range(2)]
+from kvferry.workers import Threads
+threads = Threads("kvferry-load", 2, most_stuck=4)
+stuck = [threads.call(threading.Event().wait) for _ in range(2)]
 while not all(f.running() for f in stuck): time.sleep(0.01)
-crew.replace(stuck)
-assert crew.submit(lambda: 7).result(5) == 7
+assert all(map(threads.give_up, stuck))
+assert threads.call(lambda: 7).result(5) == 7
 """
     subprocess.run([sys.executable, "-c", code], timeout=10, check=True)
 

@@ -16,7 +16,7 @@ import pytest
 from carrier_peer import copies, soon, threads_left
 
 from kvferry.carriers import MemoryRegion, TransferState
-from kvferry.carriers.base import Arrays, RegionTable, slices
+from kvferry.carriers.base import Arrays, RegionTable, StagedMemory, slices
 from kvferry.carriers.host import HostMemory
 from kvferry.carriers.tcp import client, frames
 from kvferry.carriers.tcp.carrier import STREAMS_PER_TRANSFER, TcpCarrier
@@ -364,7 +364,7 @@ def test_closing_a_grant_stops_its_writers_and_no_others(ends: tuple[End, End]) 
     assert owner.memory[half:].all()
 
 
-class Elsewhere:
+class Elsewhere(StagedMemory):
     """Memory that no pointer reaches, as far as the carrier knows: it hands out chunks."""
 
     CHUNK_BYTES = 1 << 20

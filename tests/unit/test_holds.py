@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from kvferry.handover import holds as module
-from kvferry.handover.holds import Closed, Hold, HoldTable
+from kvferry.handover.holds import Closed, Hold, HoldOrder, HoldTable
 from kvferry.net.messages import VERSION, Claim, Reader
 from kvferry.net.server import ENTRY_BYTES, Budget, kept_bytes
 
@@ -33,19 +33,14 @@ def table() -> HoldTable[str]:
 
 def opened(now: float = 0.0) -> HoldTable[str]:
     made = table()
-    assert made.add("h", "r", "digest", 100, [[1, 2]], now) == ([], None)
+    assert made.add(HoldOrder("h", "r", "digest", 100, [[1, 2]]), now) == ([], None)
     return made
 
 
 def test_an_open_hold_is_found_with_its_blocks() -> None:
     hold = opened().find("h", 1.0)
     assert isinstance(hold, Hold)
-    assert (hold.request_id, hold.digest, hold.tokens, hold.tables) == (
-        "r",
-        "digest",
-        100,
-        [[1, 2]],
-    )
+    assert hold.order == HoldOrder("h", "r", "digest", 100, [[1, 2]])
 
 
 def test_unknown_holds_are_neither_open_nor_closed() -> None:
@@ -61,7 +56,7 @@ def test_claims_wait_until_the_hold_arrives() -> None:
     assert made.park("h", "first", 5.0) and made.park("h", "second", 6.0)
     assert made.park("other", "third", 7.0)
     assert (made.parked, made.next_deadline()) == (3, 5.0)
-    assert made.add("h", "r", "d", 1, [], 1.0) == (["first", "second"], None)
+    assert made.add(HoldOrder("h", "r", "d", 1, []), 1.0) == (["first", "second"], None)
     assert made.parked == 1
     assert made.expire(1e9)[1] == ["third"]
 
@@ -74,7 +69,7 @@ def test_claims_lose_patience_one_by_one() -> None:
     assert made.expire(5.0) == ([], ["first"])
     assert made.expire(5.0) == ([], [])
     assert made.expire(6.0) == ([], ["second"])
-    assert made.add("h", "r", "d", 1, [], 7.0) == ([], None)
+    assert made.add(HoldOrder("h", "r", "d", 1, []), 7.0) == ([], None)
 
 
 def test_parked_claims_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +167,7 @@ def test_a_withdrawn_hold_is_closed_once() -> None:
     assert made.withdraw("h") == (Closed("h", "r", "withdrawn", {}), [])
     assert made.withdraw("h") == (None, [])
     assert made.find("h", 1.0) == "withdrawn"
-    assert made.add("h", "r", "d", 1, [], 1.0) == ([], None)
+    assert made.add(HoldOrder("h", "r", "d", 1, []), 1.0) == ([], None)
     assert not made.open
 
 
@@ -182,22 +177,22 @@ def test_a_hold_withdrawn_before_it_arrives_never_opens_and_is_reported() -> Non
     assert made.withdraw("h") == (None, ["claim"])
     assert made.parked == 0
     assert made.find("h", 1.0) == "withdrawn"
-    assert made.add("h", "r", "d", 1, [], 1.0) == ([], Closed("h", "r", "withdrawn", {}))
-    assert made.add("h", "r", "d", 1, [], 1.0) == ([], None)
+    assert made.add(HoldOrder("h", "r", "d", 1, []), 1.0) == ([], Closed("h", "r", "withdrawn", {}))
+    assert made.add(HoldOrder("h", "r", "d", 1, []), 1.0) == ([], None)
     assert made.find("h", 1.0) == "withdrawn"
 
 
 def test_closed_holds_never_open_again() -> None:
     made = opened()
     made.last_word("h", reader(), 1, "done", 1.0)
-    assert made.add("h", "r", "d", 1, [], 2.0) == ([], None)
+    assert made.add(HoldOrder("h", "r", "d", 1, []), 2.0) == ([], None)
     assert made.find("h", 2.0) == "delivered"
 
 
 def test_opening_a_hold_twice_changes_nothing() -> None:
     made = opened()
-    assert made.add("h", "r", "d2", 1, [], 5.0) == ([], None)
-    assert made.open["h"].digest == "digest"
+    assert made.add(HoldOrder("h", "r", "d2", 1, []), 5.0) == ([], None)
+    assert made.open["h"].order.digest == "digest"
     assert made.next_deadline() == LEASE
 
 
@@ -205,11 +200,11 @@ def test_an_id_that_another_request_has_used_is_reported_at_once() -> None:
     """Its blocks are to be freed: it can never be claimed. The first hold stays as it is."""
     made = opened()
     closed = Closed("", "other", "withdrawn", {})
-    assert made.add("h", "other", "d2", 1, [], 5.0) == ([], closed)
-    assert made.open["h"].request_id == "r" and made.next_deadline() == LEASE
+    assert made.add(HoldOrder("h", "other", "d2", 1, []), 5.0) == ([], closed)
+    assert made.open["h"].order.request_id == "r" and made.next_deadline() == LEASE
     made.withdraw("h")
-    assert made.add("h", "other", "d2", 1, [], 6.0) == ([], closed)
-    assert made.add("h", "r", "d", 1, [], 7.0) == ([], None)  # reported before
+    assert made.add(HoldOrder("h", "other", "d2", 1, []), 6.0) == ([], closed)
+    assert made.add(HoldOrder("h", "r", "d", 1, []), 7.0) == ([], None)  # reported before
 
 
 def test_all_claims_can_be_sent_away() -> None:
@@ -225,7 +220,7 @@ def test_a_word_that_comes_before_the_hold_counts_when_it_arrives(outcome: Any) 
     made = table()
     assert made.last_word("h", reader(0), 2, outcome, 0.0) == (False, None)
     assert made.last_word("h", reader(1), 2, outcome, 0.0) == (False, None)
-    assert made.add("h", "r", "d", 1, [], 1.0) == ([], None)
+    assert made.add(HoldOrder("h", "r", "d", 1, []), 1.0) == ([], None)
     why = "failed" if outcome == "failed" else "delivered"
     assert made.settle("h") == Closed("h", "r", why, {outcome: 2})
     assert made.settle("h") is None
@@ -234,7 +229,7 @@ def test_a_word_that_comes_before_the_hold_counts_when_it_arrives(outcome: Any) 
 def test_done_before_the_hold_arrives_is_not_believed() -> None:
     made = table()
     assert made.last_word("h", reader(0), 1, "done", 0.0) == (False, None)
-    made.add("h", "r", "d", 1, [], 1.0)
+    made.add(HoldOrder("h", "r", "d", 1, []), 1.0)
     assert made.settle("h") is None
     assert "h" in made.open
 
@@ -243,7 +238,7 @@ def test_early_words_of_one_engine_do_not_close_a_hold_that_another_waits_for() 
     made = table()
     made.park("h", "claim of b", 5.0)
     made.last_word("h", reader(0, "a"), 1, "not needed", 0.0)
-    claims, _ = made.add("h", "r", "d", 1, [], 1.0)
+    claims, _ = made.add(HoldOrder("h", "r", "d", 1, []), 1.0)
     assert claims == ["claim of b"]
     made.open["h"].announce(reader(0, "b"), 1)
     assert made.settle("h") is None
@@ -255,10 +250,10 @@ def test_early_words_are_forgotten_in_time_and_bounded(monkeypatch: pytest.Monke
     made = table()
     for name in "abc":
         made.last_word(name, reader(), 1, "failed", 0.0)
-    made.add("a", "r", "d", 1, [], 1.0)
+    made.add(HoldOrder("a", "r", "d", 1, []), 1.0)
     assert made.settle("a") is None  # the oldest was forgotten
     made.expire(LEASE)
-    made.add("b", "r", "d", 1, [], LEASE)
+    made.add(HoldOrder("b", "r", "d", 1, []), LEASE)
     assert made.settle("b") is None
 
 
@@ -266,7 +261,7 @@ def test_tombstones_are_bounded_and_the_oldest_go_first(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "TOMBSTONES", 4)
     made = table()
     for number in range(10):
-        made.add(f"h{number}", "r", "d", 1, [], 0.0)
+        made.add(HoldOrder(f"h{number}", "r", "d", 1, []), 0.0)
         made.withdraw(f"h{number}")
         made.withdraw(f"unborn{number}")
     assert [made.find(f"h{n}", 0.0) for n in (5, 6, 9)] == [None, "withdrawn", "withdrawn"]
@@ -306,7 +301,7 @@ class Histories(RuleBasedStateMachine):
     def arrive(self, hold_id: str) -> None:
         first = hold_id not in self.arrived
         self.arrived.add(hold_id)
-        claims, closed = self.table.add(hold_id, "r", "d", 1, [], self.now)
+        claims, closed = self.table.add(HoldOrder(hold_id, "r", "d", 1, []), self.now)
         assert first or (claims == [] and closed is None)
         for claim in claims:
             self.answer(claim)
@@ -379,7 +374,7 @@ def test_heaps_do_not_grow_with_what_is_gone() -> None:
     for number in range(5_000):
         hold = f"h{number}"
         table.park(hold, number, until=1e9)
-        assert table.add(hold, "r", "d", 1, [[1]], now=float(number))[0] == [number]
+        assert table.add(HoldOrder(hold, "r", "d", 1, [[1]]), now=float(number))[0] == [number]
         table.find(hold, number + 1.0)
         if number % 10:
             table.withdraw(hold)
@@ -419,7 +414,7 @@ def test_readers_of_all_holds_are_charged_until_those_close(
     monkeypatch.setattr(module, "READERS_BYTES", 3 * (ENTRY_BYTES + 512))
     made = table()
     for name in ("one", "two"):
-        made.add(name, "r", "d", 1, [], 0.0)
+        made.add(HoldOrder(name, "r", "d", 1, []), 0.0)
     told = [made.open[hold].announce(reader(0, e), 1) for hold in ("one", "two") for e in "abc"]
     assert told.count(True) in (3, 4) and told[-1] is False
     made.withdraw("one")

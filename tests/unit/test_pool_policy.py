@@ -20,7 +20,7 @@ from kvferry.errors import DescriptionError
 from kvferry.pool.embedded.index import hash_keys
 from kvferry.pool.embedded.policy import LEARNED_FLOATS, ConversationPolicy, History
 from kvferry.pool.embedded.store import EmbeddedStore
-from pool_peers import room_of
+from pool_peers import tiers_of
 
 
 def make(rows: int = 1000) -> tuple[ConversationPolicy, History]:
@@ -123,7 +123,7 @@ def test_ghosts_give_way(tmp_path: Path) -> None:
     soon = time.monotonic() + 30
     for first in range(0, 4000, 40):
         store.access([f"k{n}" for n in range(first, first + 40)], soon)
-    index = room_of(store).index
+    index = tiers_of(store).index
     known = index.find(*hash_keys([f"k{n}" for n in range(3960, 4000)])) >= 0
     assert known.mean() > 0.9
     assert store.counters()["ghosts"] <= 256

@@ -28,7 +28,7 @@ def test_a_call_gets_an_idle_thread() -> None:
     calls, seen = LateCalls("x"), set()
     for _ in range(20):
         seen.add(calls("look", threading.get_ident, soon()))
-        wait_until(lambda: bool(calls._idle))
+        wait_until(lambda: not calls._threads._tasks)
     assert len(seen) == 1 and threading.get_ident() not in seen
     calls.close()
     wait_until(lambda: not any(t.ident in seen for t in threading.enumerate()))

@@ -14,7 +14,7 @@ from kvferry.pool.hits import Segment
 from kvferry.pool.orders import LoadOrder, PoolCounters, Saved, SaveOrder, TableBlocks
 from kvferry.pool.rank import Loader, Saver, Sources
 from kvferry.pool.store import Outcome
-from kvferry.workers import Crew
+from kvferry.workers import Threads
 from no_threads import no_threads
 from waiting import require_for, wait_until
 
@@ -137,12 +137,12 @@ def test_a_load_begins_after_its_fence(loader: Loader, store: Any, monkeypatch: 
 
 
 def test_nobody_takes_the_place_of_a_stuck_thread(monkeypatch: Any) -> None:
-    crew, go_on = Crew(1, "kvferry-load", 4), threading.Event()
-    stuck = crew.submit(lambda: go_on.wait(20))
+    crew, go_on = Threads("kvferry-load", 1, most_stuck=4), threading.Event()
+    stuck = crew.call(lambda: go_on.wait(20))
     wait_until(stuck.running)
+    behind = crew.call(lambda: 7)
     with no_threads(monkeypatch, "kvferry-load"):
-        crew.replace([stuck])
-    behind = crew.submit(lambda: 7)
+        assert not crew.give_up(stuck)
     go_on.set()
     assert behind.result(5) == 7, "the one thread there is goes on"
     crew.close()

@@ -141,3 +141,38 @@ def test_checksums_go_on_after_a_thread_did_not_start(monkeypatch: pytest.Monkey
     assert summing.submit(lambda memory: made.set())
     assert made.wait(SECONDS)
     summing.close()
+
+
+FORKED = """
+import os, threading
+from kvferry.workers import Threads
+threads, gate = Threads("forked", 2), threading.Event()
+assert threads.call(lambda: 3).result(10) == 3
+stuck = threads.call(lambda: gate.wait(60))
+child = os.fork()
+if not child:
+    assert threads.free == 2 and threads.call(lambda: 7).result(10) == 7
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+gate.set()
+assert stuck.result(10)
+"""
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=30, check=True)
+
+
+def test_a_thread_that_is_given_up_ends_when_its_call_does() -> None:
+    threads, gate = Threads("stuck", 1, most_stuck=1), threading.Event()
+    calls = [threads.call(lambda: gate.wait(SECONDS)) for _ in range(2)]
+    wait_until(calls[0].running)
+    assert not threads.give_up(calls[1])  # it has not begun
+    assert threads.give_up(calls[0]) and not threads.give_up(calls[0])
+    wait_until(calls[1].running)  # on another thread
+    assert not threads.give_up(calls[1]) and threads.stuck == 1  # too many
+    gate.set()
+    wait_until(lambda: not threads.stuck and threads.free == 1)
+    threads.close()
+    threads.join(SECONDS)
+    assert not [t for t in threading.enumerate() if t.name.startswith("stuck")]

@@ -191,8 +191,7 @@ def test_models_with_another_number_of_layers() -> None:
         plan_pair(longer, EngineShape(), EngineShape(pp=2), dst_model=MODEL)
     assert longer.fingerprint() != MODEL.fingerprint()
     assert replace(MODEL, total_layers=0).fingerprint() == MODEL.fingerprint()
-    layout = RankLayout.build(MODEL, SRC, FIRST, 2)
-    topology = TransferTopology.of("d", MODEL, layout)
+    topology = TransferTopology("d", MODEL, SRC, FIRST)
     topology._pair(EngineShape())
     with pytest.raises(IncompatibleError, match="1000"):
         topology._pair(EngineShape(), remote_model=longer)

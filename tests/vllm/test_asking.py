@@ -38,9 +38,10 @@ from kvferry.vllm.bootstrap import (
 )
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.consuming import Consuming
-from kvferry.vllm.metadata import FerryMetadata
-from kvferry.vllm.metrics import FerryStats, Here
-from kvferry.vllm.producing import PrefillCut, request_digest
+from kvferry.vllm.fingerprint import request_digest
+from kvferry.vllm.metadata import HandoverOrders
+from kvferry.vllm.metrics import HandoverStats, Here
+from kvferry.vllm.producing import PrefillCut
 from vllm_pairs import mooncake_decode, reaches
 
 TOKENS = 40
@@ -67,10 +68,10 @@ class Engine:
 
     def __init__(self, config: FerryConfig | None = None) -> None:
         config = config or FerryConfig()
-        self.orders, self.sockets = FerryMetadata(), Sockets()
+        self.orders, self.sockets = HandoverOrders(), Sockets()
         self.rendezvous = Rendezvous(config, self.sockets)
         spans: Any = SimpleNamespace(begin=lambda *_, **__: None, end=lambda *_: None)
-        told_of = (PrefillCut(), lambda: self.orders, FerryStats(), spans)
+        told_of = (PrefillCut(), self.orders, HandoverStats(), spans)
         self.asking = Consuming(config, "mooncake", self.rendezvous, *told_of)
 
     @cached_property

@@ -45,7 +45,12 @@ def theirs(rank: int, tp: int, heads: int, mla: bool = False, mamba: bool = Fals
 
 
 def ours(rank: int, tp: int, heads: int, mla: bool = False, mamba: bool = False):
-    return TransferTopology(rank, tp, 16, "local", mla, mamba, heads)
+    model = one_layer(heads, mla)
+    if mamba:
+        channels = Component("ssm", 1 << 16, (1,), 1)  # more than ranks: each holds some
+        state = Group("state", (0,), (channels,), Residency("state"))
+        model = CacheModel("hybrid", (*model.groups, state))
+    return TransferTopology("local", model, EngineShape(tp=tp), Rank(0, rank))
 
 
 def info(tp: int) -> EngineTransferInfo:
@@ -77,9 +82,6 @@ def test_rank_lists_are_vllms_where_nothing_is_replicated() -> None:
                 assert mine.target_remote_ranks("p"), "sizes that do not divide have an answer too"
                 continue
             answered += 1
-            assert mine.is_kv_replicated("p") == vllms.is_kv_replicated("p")
-            assert mine.replicates_kv_cache("p") == vllms.replicates_kv_cache("p")
-            assert mine.local_replicates_kv_cache == vllms.local_replicates_kv_cache
             if local <= heads and remote <= heads:
                 assert (
                     mine.target_remote_ranks("p"),
@@ -96,7 +98,6 @@ def test_every_remote_rank_hears_from_someone() -> None:
 
 
 def held_heads(topology: TransferTopology, tp: int, ranks: list[int]) -> set[int]:
-    assert topology.model is not None
     group = topology.model.groups[0]
     spans = [EngineShape(tp=tp).units(group, group.components[0], r) for r in ranks]
     return {unit for span in spans for unit in range(*span)}
@@ -130,12 +131,20 @@ def test_hybrid_mapping_reads_states_from_all_ranks() -> None:
                 theirs(rank, local, heads, mamba=True), remote, (FullAttentionSpec, MambaSpec)
             )
             mine = ours(rank, local, heads, mamba=True)
-            registered = mine.register_remote_engine("p", info(remote))
-            assert registered.remote_num_mamba_reads == len(mapping.source_ranks_per_group[1])
+            mine.register_remote_engine("p", info(remote))
+            read = {
+                name: tuple(
+                    edge.src.tp
+                    for edge in mine.pair_with("p").edges
+                    if edge.dst == mine.rank and name in {share.group for share in edge.shares}
+                )
+                for name in ("attention", "state")
+            }
+            assert len(read["state"]) == len(mapping.source_ranks_per_group[1])
             if local <= heads and remote <= heads:
-                assert registered.remote_all_source_ranks == mapping.all_source_ranks
-                assert registered.remote_fa_source_ranks == mapping.source_ranks_per_group[0]
-            assert set(registered.remote_fa_source_ranks) <= set(registered.remote_all_source_ranks)
+                assert tuple(mine.target_remote_ranks("p")) == mapping.all_source_ranks
+                assert read["attention"] == mapping.source_ranks_per_group[0]
+            assert set(read["attention"]) <= set(mine.target_remote_ranks("p"))
 
 
 def one_layer(heads: int, mla: bool = False) -> CacheModel:

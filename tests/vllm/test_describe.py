@@ -99,16 +99,17 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
     from kvferry.handover.ticket import Ticket
     from kvferry.vllm.config import FerryConfig
     from kvferry.vllm.consuming import _unfit
-    from kvferry.vllm.metadata import FerryMetadata
-    from kvferry.vllm.metrics import FerryStats
-    from kvferry.vllm.producing import Producing, request_digest
+    from kvferry.vllm.fingerprint import request_digest
+    from kvferry.vllm.metadata import HandoverOrders
+    from kvferry.vllm.metrics import HandoverStats
+    from kvferry.vllm.producing import Producing
 
     def request(tokens: int, **params: Any) -> Request:
         made = Request("r", list(range(3, 3 + tokens)), SamplingParams(max_tokens=9), None)
         made.kv_transfer_params = params
         return made
 
-    facts, orders = PrefillCut(1, (0, None)), FerryMetadata()
+    facts, orders = PrefillCut(1, (0, None)), HandoverOrders()
     offering = Producing(
         FerryConfig(),
         "p",
@@ -118,8 +119,8 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
         (1, 1),
         1,
         facts,
-        lambda: orders,
-        FerryStats(),
+        orders,
+        HandoverStats(),
         Fake(begin=lambda *_, **__: None),
     )
 

@@ -47,7 +47,6 @@ from kvferry.vllm import (
     MooncakeConnector,
     NixlConnector,
     NixlPushConnector,
-    connector,
 )
 from kvferry.vllm import bootstrap as registration_module
 from kvferry.vllm import bootstrap as rendezvous_module
@@ -66,8 +65,8 @@ from kvferry.vllm.bootstrap import (
     transfer_name,
 )
 from kvferry.vllm.config import FerryConfig, host_port
-from kvferry.vllm.metadata import FerryMetadata
-from kvferry.vllm.metrics import FerryStats, as_stats, levels
+from kvferry.vllm.metadata import HandoverOrders
+from kvferry.vllm.metrics import HandoverStats, levels
 from kvferry.vllm.multiconnector import Family, Siblings
 from kvferry.vllm.plugin import NAMES
 from kvferry.vllm.producing import PrefillCut, Producing
@@ -186,12 +185,12 @@ class TestFamily:
         def read(transfer: dict[str, Any], index: int) -> Siblings | None:
             config: Any = SimpleNamespace(kv_transfer_config=KVTransferConfig(**transfer))
             with set_current_vllm_config(config):
-                return Siblings.of(connector.HandoverConnector, index)
+                return Siblings.of(index)
 
         assert read(multi(ours, theirs, multi(pool, ours)), 0) == Siblings(names)
         assert read(multi(ours, theirs, multi(pool, ours)), 1) == Siblings(names, names)
         assert read(multi(ours), 0) == Siblings() and read(ours, 0) is None
-        assert Siblings.of(connector.HandoverConnector, 0) is None, "no engine here"
+        assert Siblings.of(0) is None, "no engine here"
 
     def test_a_ticket_beside_one_that_speaks_in_responses_too(self) -> None:
         assert Siblings().flat and Siblings(("ExampleConnector", "OffloadingConnector")).flat
@@ -222,8 +221,8 @@ class Spanless:
     def end(self, *_: Any) -> None: ...
 
 
-def offering(style: Any, **config: Any) -> tuple[Producing, FerryMetadata]:
-    orders = FerryMetadata()
+def offering(style: Any, **config: Any) -> tuple[Producing, HandoverOrders]:
+    orders = HandoverOrders()
     made = Producing(
         FerryConfig(**config),
         "e",
@@ -233,8 +232,8 @@ def offering(style: Any, **config: Any) -> tuple[Producing, FerryMetadata]:
         (1, 1),
         1234,
         PrefillCut(),
-        lambda: orders,
-        FerryStats(),
+        orders,
+        HandoverStats(),
         Spanless(),  # type: ignore[arg-type]
     )
     return made, orders
@@ -592,7 +591,7 @@ class TestStats:
     def test_over_ranks_and_over_time(self) -> None:
         ranks = []
         for rank in range(2):
-            stats = FerryStats()
+            stats = HandoverStats()
             steps = {"meet": 1.0, "claim": 2.0, "bind": 0.5}
             stats.loaded(Loaded("r", "", 100, 3, seconds=steps))
             steps = {"meet": 0.5, "offer": 0.5, "wait": 2.0, "push": 0.25}
@@ -601,13 +600,13 @@ class TestStats:
             stats.level(f"0/0.{rank}", claims_parked=rank + 1)
             taken = stats.take()
             assert taken is not None and stats.take() is None
-            ranks.append(as_stats(json.loads(json.dumps(taken.to_dict()))))  # as vLLM sends them
+            ranks.append(HandoverStats(json.loads(json.dumps(taken.data))))  # as vLLM sends them
         both = ranks[0].aggregate(ranks[1])
         assert both.data["claim_seconds"] == [3.0] * 4
         assert both.data["transfer_seconds"] == [0.0, 0.25] * 2  # waiting is no transfer
         assert both.data["failures"] == {"StaleTicket": 2}
         assert levels(both.data["levels"])["claims_parked"] == 3
-        later = FerryStats()
+        later = HandoverStats()
         later.level("0/0.1", claims_parked=0)
         line = both.aggregate(later).reduce()
         assert line["claims_parked"] == 1 and line["failed: StaleTicket"] == 2
@@ -616,7 +615,8 @@ class TestStats:
     def test_children_of_a_multi_connector_share_metrics(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram, generate_latest
 
-        config = SimpleNamespace(kv_transfer_config=None, instance_id="one")
+        transfer = SimpleNamespace(kv_connector_extra_config=None)
+        config = SimpleNamespace(kv_transfer_config=transfer, instance_id="one")
         values: dict[int, list[object]] = {0: ["m", "0"]}
         kinds = {c: c for c in (Counter, Gauge, Histogram)}
         made = [
@@ -624,10 +624,10 @@ class TestStats:
             for cls in (MooncakeConnector, NixlConnector)
         ]
         for child, metrics in enumerate(made):
-            stats = FerryStats()
+            stats = HandoverStats()
             stats.level(f"{child}/scheduler", held_blocks=child + 1)
-            metrics.observe(stats.to_dict(), 0)
-        gauge = made[0]._metrics.levels["held_blocks"].labels("m", "0")
+            metrics.observe({"handover": stats.data}, 0)
+        gauge = made[0].handover.levels["held_blocks"].labels("m", "0")
         assert gauge._value.get() == 3
         exposed = set(re.findall(r"^([a-z_:]+?)(?:\{| )", generate_latest().decode(), re.M))
         dashboard = (ROOT / "dashboards" / "kvferry.json").read_text()

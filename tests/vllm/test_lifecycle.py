@@ -28,8 +28,8 @@ with warnings.catch_warnings():  # torch and vLLM warn of themselves
 from ipv6 import has_ipv6
 from kvferry.errors import DescriptionError
 from kvferry.vllm.bootstrap import Bootstrap
-from kvferry.vllm.metadata import FerryWorkerMetadata
-from kvferry.vllm.scheduler import NOT_FOR_OTHERS
+from kvferry.vllm.connector import NOT_FOR_OTHERS
+from kvferry.vllm.metadata import HandoverReport
 from tiny_models import make_model
 from vllm_engines import free_port
 from vllm_pairs import mooncake_decode, post, reaches
@@ -40,7 +40,7 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 def wanted_by(ferry: Any) -> dict[str, Any]:
     """Of each request that has a ticket, what is to be loaded."""
-    return ferry.asking._wanted
+    return ferry.consuming._wanted
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +71,10 @@ def make(folder: Path, request: pytest.FixtureRequest) -> Iterator[Pairs]:
         run(*pairs.engines, until=lambda: not any(e.used_blocks for e in pairs.engines))
         for engine in pairs.engines:
             assert not engine.scheduler.requests
-            for ferry in [c.scheduler for c in engine.children if hasattr(c, "STYLE")]:
-                assert ferry.offering.held_blocks == 0 and not ferry.offering.held
+            for ferry in [c.handover for c in engine.children if getattr(c, "STYLE", None)]:
+                assert ferry.producing.held_blocks == 0 and not ferry.producing.held
                 assert not wanted_by(ferry)
-                run(engine, until=lambda: not ferry.asking._siblings._families)  # noqa: B023
+                run(engine, until=lambda: not ferry.consuming._siblings._families)  # noqa: B023
     finally:
         for engine in pairs.engines:
             engine.close()
@@ -91,7 +91,7 @@ def prefilled(engine: Modelless, name: str, tokens: list[int], **params: Any) ->
 
 
 def loads(engine: Modelless) -> int:
-    return sum(len(told["bytes"]) for told in engine.stats)
+    return sum(len(told["bytes"]) for told in engine.handovers)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -133,7 +133,7 @@ def test_what_is_here_already_is_not_loaded(make: Pairs) -> None:
     run(p, d, until=lambda: {"full", "partial"} <= set(d.ended))
     assert d.tokens["full"] == expected(tokens, 3)
     assert d.tokens["partial"] == expected(longer, 3)
-    moved = [b for told in d.stats for b in told["bytes"]]
+    moved = [b for told in d.handovers for b in told["bytes"]]
     assert sum(moved) <= (8 + 50 + 8) * 8 * 2  # never what was here
     run(p, d, until=lambda: p.used_blocks == 0)
 
@@ -361,7 +361,7 @@ def test_a_limit_of_held_blocks(make: Pairs) -> None:
     told = [prefilled(p, f"p{i}", prompt(50 + i, 60)) for i in range(3)]  # four blocks each
     assert ["not_held" in params["kvferry"] for params in told] == [False, False, True]
     assert p.connector.has_pending_block_frees()
-    levels = [told["levels"]["0/scheduler"] for told in p.stats if told["levels"]]
+    levels = [told["levels"]["0/scheduler"] for told in p.handovers if told["levels"]]
     assert levels[-1] == {"holds_open": 2, "held_blocks": 8}
     for i, params in enumerate(told):
         d.add(f"d{i}", prompt(50 + i, 60), 3, **params)
@@ -432,7 +432,7 @@ def test_a_failed_load_fails_the_request_where_asked(make: Pairs) -> None:
         d.scheduler.reset_prefix_cache()
     assert d.tokens["first"] == expected(tokens, 3)
     assert d.tokens["second"] == [] and str(d.ended["second"]) == "error"
-    failures = [told["failures"] for told in d.stats if told["failures"]]
+    failures = [told["failures"] for told in d.handovers if told["failures"]]
     assert failures == [{"StaleTicket": 1}]
 
 
@@ -448,15 +448,15 @@ def test_a_hold_that_was_not_loaded_is_not_counted_as_delivered(make: Pairs) -> 
         run(p, d, until=lambda: name in d.ended and not p.used_blocks)  # noqa: B023
         assert d.tokens[name] == expected(tokens, 3)
         d.scheduler.reset_prefix_cache()
-        told = [one["holds"] for one in p.stats if one["holds"]]
+        told = [one["holds"] for one in p.handovers if one["holds"]]
         assert told[-1] == {why: 1} and len(told) == (1 if why == "delivered" else 2)
 
 
 def test_a_hold_ends_as_its_worst_part_did(make: Pairs) -> None:
     p, _ = make.pair()
-    offering, stats = p.ferry.offering, p.ferry.stats
-    one = FerryWorkerMetadata([], {"a": "delivered", "b": "failed"})
-    both = one.aggregate(FerryWorkerMetadata([], {"a": "failed", "b": "delivered", "c": "expired"}))
+    offering, stats = p.ferry.producing, p.ferry.stats
+    one = HandoverReport([], {"a": "delivered", "b": "failed"})
+    both = one.aggregate(HandoverReport([], {"a": "failed", "b": "delivered", "c": "expired"}))
     offering.closed(both.closed)
     offering.closed({"c": "delivered", "d": "delivered"})  # another rank, a step later
     offering.sent(["a", "b", "c"])
@@ -592,7 +592,7 @@ class TestMulti:
         assert d.tokens["by ticket"] == expected(first, 4)
         assert d.tokens["by id"] == expected(second, 4)
         for name in ("FerryMooncakeConnector", "FerryNixlConnector"):
-            told = [step[name] for step in d.stats if name in step]
+            told = [step[name]["handover"] for step in d.stats if name in step]
             assert sum(len(one["bytes"]) for one in told) == 1
         whole = MultiConnector.build_kv_connector_stats(d.stats[0])
         for step in d.stats[1:]:

@@ -27,12 +27,12 @@ from kvferry.pool import weights
 from kvferry.pool.weights import Adapters
 from kvferry.vllm.bootstrap import derived_hold
 from kvferry.vllm.config import FerryConfig
+from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.consuming import Consuming
-from kvferry.vllm.fingerprint import Prompts
-from kvferry.vllm.metadata import FerryMetadata
-from kvferry.vllm.metrics import FerryStats
-from kvferry.vllm.producing import PrefillCut, Producing, adapted, request_digest
-from kvferry.vllm.scheduler import FerryScheduler
+from kvferry.vllm.fingerprint import Prompts, adapted, request_digest
+from kvferry.vllm.metadata import HandoverOrders
+from kvferry.vllm.metrics import HandoverStats
+from kvferry.vllm.producing import PrefillCut, Producing
 
 TOKENS = list(range(7, 47))
 NAMED = {"transfer_id": "t", "remote_engine_id": "p", "remote_bootstrap_addr": "http://h:1"}
@@ -60,9 +60,9 @@ class Engine:
 
     def __init__(self, settings: str = "") -> None:
         self.adapters = Adapters(settings, "are not handed over")
-        self.orders = FerryMetadata()
+        self.orders = HandoverOrders()
         spans: Any = Fake(begin=lambda *_, **__: None, end=lambda *_: None)
-        told_of = (PrefillCut(), lambda: self.orders, FerryStats(), spans)
+        told_of = (PrefillCut(), self.orders, HandoverStats(), spans)
         self.offering = Producing(
             FerryConfig(), "p", "i", "mooncake", True, (1, 1), 9, *told_of, adapters=self.adapters
         )
@@ -209,9 +209,8 @@ def test_engines_that_get_a_request_at_once(tmp_path: Path, made: Any, same: boo
 def test_a_number_that_stood_for_another_adapter(tmp_path: Path, made: Any) -> None:
     """A request that nobody handed over was the first: workers have its files under the number."""
     engine = made()
-    scheduler: Any = Fake(_prompts=Prompts(), produces=True, consumes=True)
-    scheduler._adapters = engine.adapters
-    FerryScheduler.on_new_request(scheduler, request(folder(tmp_path / "first", b"b" * 100)))
+    connector: Any = Fake(handover=None, pool=None, _prompts=Prompts(), _adapters=engine.adapters)
+    FerryConnector.on_new_request(connector, request(folder(tmp_path / "first", b"b" * 100)))
     path = folder(tmp_path / "v1")
     assert not engine.ended(engine.accepted(request(path, do_remote_decode=True)))[0]
     assert engine.matched(request(path, **made().ticket(path))) == 0

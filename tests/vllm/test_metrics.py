@@ -20,9 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from kvferry.pool.orders import EVENTS
-from kvferry.vllm.connector import BothPromMetrics
-from kvferry.vllm.metadata import PoolStats
-from kvferry.vllm.metrics import FerryStats, Here
+from kvferry.vllm.metrics import FerryStats, HandoverStats, Here, PoolStats
 from vllm_pairs import OURS
 
 QUARANTINE = "vllm:kvferry_pool_blocks_quarantined"
@@ -65,7 +63,7 @@ def test_pools_under_one_multi_connector_share_metrics() -> None:
     assert shown.values(QUARANTINE) == {"": 0}
     for told in (
         {both: {"pool": {"loads": 1, "levels": {"0": 7}}}},
-        {pool: {"loads": 2, "levels": {"1": 5}}, store: {"save_errors": 4}},
+        {pool: {"pool": {"loads": 2, "levels": {"1": 5}}}, store: {"pool": {"save_errors": 4}}},
     ):
         metrics.observe(told, 0)
     events = shown.values("vllm:kvferry_pool_total")
@@ -81,9 +79,9 @@ def test_another_logger_has_metrics_of_its_own() -> None:
         shown = Exposed()
         transfer = SimpleNamespace(kv_connector_extra_config={"pool": {}})
         metrics = shown.build(kvferry.vllm.FerryConnector, transfer)
-        stats = FerryStats()
+        stats = HandoverStats()
         stats.count("computed_here", "no ticket", 2)
-        metrics.observe({"ferry": stats.to_dict(), "pool": {"loads": 1}}, 0)
+        metrics.observe({"handover": stats.data, "pool": {"loads": 1}}, 0)
         here = shown.values("vllm:kvferry_requests_computed_here_total")
         assert here == {reason: 2 * (reason == "no ticket") for reason in get_args(Here)}
         assert shown.values("vllm:kvferry_pool_total")["loads"] == 1
@@ -97,14 +95,33 @@ def test_a_pool_is_shown_where_there_is_one(extra: dict[str, Any], pooled: int) 
     made = shown.build(
         kvferry.vllm.FerryConnector, SimpleNamespace(kv_connector_extra_config=extra)
     )
-    assert isinstance(made, BothPromMetrics) == bool(shown.values(QUARANTINE)) == bool(pooled)
+    assert (made.pool is not None) == bool(shown.values(QUARANTINE)) == bool(pooled)
 
 
 def test_the_pool_s_line_of_log() -> None:
     """Counts add up; levels are those that were told last."""
-    stats = PoolStats(data={"loads": 1, "levels": {"0": 7}})
-    stats = stats.aggregate(PoolStats(data={"loads": 2, "save_done": 1, "levels": {"1": 2}}))
+    stats = PoolStats({"loads": 1, "levels": {"0": 7}})
+    stats = stats.aggregate(PoolStats({"loads": 2, "save_done": 1, "levels": {"1": 2}}))
     assert stats.reduce() == {"loads": 3, "save_done": 1, "blocks_quarantined": 9}
-    stats = stats.aggregate(PoolStats(data={"levels": {"0": 0}}))
+    stats = stats.aggregate(PoolStats({"levels": {"0": 0}}))
     assert stats.reduce()["blocks_quarantined"] == 2
-    assert stats.aggregate(PoolStats(data={"levels": {"1": 0}})).reduce() == stats.counts
+    assert stats.aggregate(PoolStats({"levels": {"1": 0}})).reduce() == stats.counts
+
+
+def test_halves_add_up_apart() -> None:
+    """Either may be missing in a report; the line of log tells them apart."""
+    mine = HandoverStats()
+    mine.count("computed_here", "no ticket", 2)
+    told = [
+        FerryStats.of(mine.take(), {}),
+        FerryStats.of(None, {"loads": 3}),
+        FerryStats.of(None, {}),
+    ]
+    assert told[2] is None
+    both = kvferry.vllm.FerryConnector.build_kv_connector_stats(None)
+    assert both.is_empty()
+    for one in (told[0], told[1], told[1]):
+        assert one is not None
+        both = both.aggregate(one)
+    line = both.reduce()
+    assert (line["computed here: no ticket"], line["pool loads"]) == (2, 6)

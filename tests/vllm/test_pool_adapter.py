@@ -29,11 +29,12 @@ from kvferry.handover.describe import engine_info, rank_info
 from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, RankLayout
 from kvferry.pool.orders import LoadOrder, PoolLoaded, Saved
 from kvferry.pool.scheduler import PoolLimits, PoolOrders
+from kvferry.pool.weights import Adapters
 from kvferry.vllm.config import FerryConfig
-from kvferry.vllm.connector import HandoverConnector
-from kvferry.vllm.describe import _interior
-from kvferry.vllm.metadata import FerryHandshake, PoolMetadata, PoolReport
-from kvferry.vllm.model import cache_rank, replicas
+from kvferry.vllm.connector import FerryConnector
+from kvferry.vllm.describe import _interior, cache_rank, replicas
+from kvferry.vllm.fingerprint import Prompts
+from kvferry.vllm.metadata import FerryHandshake, PoolReport
 from kvferry.vllm.pool.config import PoolConfig, parse_bytes
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler
 from kvferry.vllm.pool.worker import PoolWorker
@@ -72,7 +73,7 @@ def test_loads_wait_for_a_step_under_way(monkeypatch: pytest.MonkeyPatch) -> Non
         worker._rank, worker._orders, worker._on_device = Rank(), {}, on_device  # type: ignore[assignment]
         loads = [LoadOrder(name, (), {}, (), 1.0) for name in names]
         events.clear()
-        worker.start(PoolMetadata(PoolOrders(loads=loads)))
+        worker.start(PoolOrders(loads=loads))
         assert list(worker._orders) == list(names)
         return list(events)
 
@@ -91,7 +92,7 @@ def test_configuration_of_the_connector_in_vllm_is_understood() -> None:
         "enable_group_semantics": False,
         "lookup_async": True,
     }
-    config = PoolConfig.read(extra, **kvferry.vllm.MooncakeStoreConnector.defaults)
+    config = PoolConfig.read(extra, **kvferry.vllm.MooncakeStoreConnector.POOL_DEFAULTS)
     assert (config.store, config.cache_prefix, config.save_decode_cache) == (
         "mooncake",
         "team",
@@ -120,7 +121,7 @@ def test_configuration_of_the_connector_in_vllm_is_understood() -> None:
 def test_roles_mean_what_they_mean_to_vllm(name: str, role: str, told: Any, saves: bool) -> None:
     """All look up unless told not to: a prefill engine gains most. Consumers save if told to."""
     extra = {} if told is None else {"save_decode_cache": told}
-    config = PoolConfig.read(extra, **getattr(kvferry.vllm, name).defaults)
+    config = PoolConfig.read(extra, **getattr(kvferry.vllm, name).POOL_DEFAULTS)
     limits = config.limits(100, produces=role != "kv_consumer")
     assert (limits.lookup, limits.save) == (True, saves)
     off = PoolConfig.read({**extra, "enable_lookup": False})
@@ -143,21 +144,18 @@ def test_unknown_backends_are_told_apart() -> None:
     assert _interior(layer("CPU_ATTN", "vec")) == "cpu"
 
 
-def test_a_pool_section_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(HandoverConnector, "__init__", lambda _, config, *__: told.append(config))
-
-    def made(section: Any) -> Any:
+def test_a_pool_section_that_is_off() -> None:
+    def sections(section: Any) -> Any:
         extra = {"pool": section, "lease_seconds": 7}
-        transfer = SimpleNamespace(kv_connector_extra_config=extra)
-        return kvferry.vllm.FerryConnector(SimpleNamespace(kv_transfer_config=transfer), None, None)
+        return FerryConnector._sections(SimpleNamespace(kv_connector_extra_config=extra))
 
     for off in (False, None):
-        assert made(off).pool is None
-        extra = told.pop().kv_transfer_config.kv_connector_extra_config
+        extra, pool = sections(off)
+        assert pool is None
         assert FerryConfig.read(extra, "ferry", {}).lease_seconds == 7  # and refuses no key
+    assert [sections(on)[1] for on in (True, {}, {"size": 1})] == [{}, {}, {"size": 1}]
     with pytest.raises(DescriptionError, match="'yes'"):
-        made("yes")
+        sections("yes")
 
 
 def test_names() -> None:
@@ -228,7 +226,9 @@ def made(tmp_path: Path) -> Iterator[tuple[VllmPoolScheduler, Blocks]]:
             prefill_context_parallel_size=1, decode_context_parallel_size=1
         ),
     )
-    scheduler = VllmPoolScheduler(config, vllm_config, PoolLimits(), events=True)
+    scheduler = VllmPoolScheduler(
+        config, vllm_config, PoolLimits(), Prompts(), Adapters(), events=True
+    )
     blocks = Blocks()
     scheduler.bind_blocks(blocks)
     scheduler.set_handshakes(handshakes())
@@ -241,7 +241,7 @@ def test_events_wait_for_all_workers(made: tuple[VllmPoolScheduler, Blocks]) -> 
     asked = request(40)
     scheduler.on_new_request(asked)
     metadata = scheduler.step(step("r", 0, 40, [5, 7, 9]))
-    (save,) = metadata.orders.saves
+    (save,) = metadata.saves
     assert save.tables[0].block_ids == (5, 7)  # whole blocks only
     assert blocks.references[5] == blocks.references[7] == 1 and blocks.references[9] == 0
     scheduler.finished(asked)
@@ -265,7 +265,7 @@ def test_an_evicted_block_is_told(
     scheduler, _ = made
     asked = request(40)
     scheduler.on_new_request(asked)
-    (save,) = scheduler.step(step("r", 0, 40, [5, 7, 9])).orders.saves
+    (save,) = scheduler.step(step("r", 0, 40, [5, 7, 9])).saves
     store, soon = scheduler.config.opener()(), time.monotonic() + 30
     keys = scheduler.pool.keys_of(0, save.tables[0].contents)
     assert [len(of_block) for of_block in keys] == [2, 2]  # one of each rank
@@ -307,11 +307,11 @@ def test_chunks_decode_and_drafts(made: tuple[VllmPoolScheduler, Blocks]) -> Non
     table = [5, 7, 9, 11]
     ordered = []
     for computed, scheduled in ((0, 20), (20, 20), (40, 12)):  # the last: 1 token and 11 drafts
-        orders = scheduler.step(step("r", computed, scheduled, table)).orders
+        orders = scheduler.step(step("r", computed, scheduled, table))
         ordered += [list(b.block_ids) for s in orders.saves for b in s.tables]
     assert ordered == [[5], [7]]
     asked.all_token_ids += range(40, 49)
-    orders = scheduler.step(step("r", 48, 1, table)).orders
+    orders = scheduler.step(step("r", 48, 1, table))
     assert [list(b.block_ids) for s in orders.saves for b in s.tables] == [[9]]
 
 
@@ -323,7 +323,7 @@ def test_requests_without_token_ids_are_left_alone(
     asked.prompt_token_ids = None
     scheduler.on_new_request(asked)
     assert scheduler.matched(asked, 0) == (0, False)
-    assert scheduler.step(step("r", 0, 40, [1, 2, 3])).orders.saves == []
+    assert scheduler.step(step("r", 0, 40, [1, 2, 3])).saves == []
 
 
 def parallel(tp: int, pcp: int, dcp: int) -> Any:

@@ -137,10 +137,25 @@ def test_no_table_is_longer_than_its_class_and_rules_are_demanded() -> None:
         rules(Forgetful)
 
 
-def test_packing_is_accepted_and_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
-    assert read(FerryConfig, {"packing": "packed"}) == read(FerryConfig, {})
-    (said,) = caplog.records
-    assert said.getMessage() == "kvferry: `packing` has no effect any more; remove it"
+@pytest.mark.parametrize("kind", [FerryConfig, PoolConfig])
+@pytest.mark.parametrize(
+    "name, value, became",
+    [
+        ("packing", "packed", "has no effect any more"),
+        (
+            "lora_files_final",
+            True,
+            "has no effect any more: an engine reads an adapter's files once, when it first serves "
+            "the adapter",
+        ),
+    ],
+)
+def test_a_key_of_an_earlier_version_is_answered_by_one_line(
+    kind: Any, name: str, value: Any, became: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read(kind, {name: value}) == read(kind, {})
+    assert [r.getMessage() for r in caplog.records] == [f"kvferry: `{name}` {became}; remove it"]
+    assert read(kind, {name: None}) == read(kind, {}) and len(caplog.records) == 1
 
 
 class TestSecret:
@@ -339,7 +354,7 @@ class TestPool:
     def test_defaults_of_a_class_stay_where_null_is_given(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        defaults = {"cache_prefix": "team", **kvferry.vllm.MooncakeStoreConnector.defaults}
+        defaults = {"cache_prefix": "team", **kvferry.vllm.MooncakeStoreConnector.POOL_DEFAULTS}
         nulls = dict.fromkeys(("cache_prefix", "store", "save_decode_cache", "lookup_async"))
         with caplog.at_level(logging.INFO, "kvferry"):
             assert PoolConfig.read(nulls, **defaults) == PoolConfig.read({}, **defaults)

@@ -56,14 +56,15 @@ from kvferry.pool.weights import Adapters
 from kvferry.vllm import fingerprint
 from kvferry.vllm.bootstrap import derived_hold
 from kvferry.vllm.config import FerryConfig
+from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.consuming import Consuming
-from kvferry.vllm.fingerprint import Prompts, content, meaning
-from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
-from kvferry.vllm.metrics import FerryStats
+from kvferry.vllm.describe import meaning
+from kvferry.vllm.fingerprint import Prompts, content, request_digest
+from kvferry.vllm.metadata import FerryHandshake, HandoverOrders
+from kvferry.vllm.metrics import HandoverStats
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler
-from kvferry.vllm.producing import PrefillCut, Producing, request_digest
-from kvferry.vllm.scheduler import FerryScheduler
+from kvferry.vllm.producing import PrefillCut, Producing
 from workers import Worker
 
 ORIGINAL = 64  # tokens that the model was trained on first
@@ -273,7 +274,8 @@ UNFIT: dict[str, Callable[[], Request]] = {
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[VllmPoolScheduler]:
     config = PoolConfig.read({"path": str(tmp_path / "store"), "size": "4MiB"})
-    made = VllmPoolScheduler(config, engine_config(), PoolLimits(), events=False)
+    told = engine_config()
+    made = VllmPoolScheduler(config, told, PoolLimits(), Prompts.of(told), Adapters(), events=False)
     made.bind_blocks(Fake(blocks=list(range(100)), touch=lambda _: None, free_blocks=lambda _: ()))
     engine = golden("llama-tp1")
     layout = engine.layout(Rank(0, 0))
@@ -300,7 +302,7 @@ def ordered(pool: VllmPoolScheduler, asked: Request) -> list[SaveOrder]:
         num_scheduled_tokens={"r": count},
         total_num_scheduled_tokens=count,
     )
-    return list(pool.step(output).orders.saves)
+    return list(pool.step(output).saves)
 
 
 class TestPool:
@@ -330,8 +332,8 @@ class Ends:
     def __init__(self) -> None:
         prompts = Prompts.of(engine_config())
         spans: Any = Fake(begin=lambda *_, **__: None)
-        self.orders = FerryMetadata()
-        told_of = (PrefillCut(), lambda: self.orders, FerryStats(), spans)
+        self.orders = HandoverOrders()
+        told_of = (PrefillCut(), self.orders, HandoverStats(), spans)
         self.offering = Producing(
             FerryConfig(), "e", "i", "mooncake", True, (1, 1), 1234, *told_of, prompts=prompts
         )
@@ -447,11 +449,10 @@ class TestImagesNamedByClients:
         asked = [hashed(names[0], FIRST), hashed(names[1], SECOND), hashed("other", FIRST.clone())]
         before = [list(each.block_hashes) for each in asked]
         assert before[0] == before[1] != before[2]
-        arrived = pool.on_new_request
-        if connector == "handover":
-            idle: Any = Fake(_prompts=Prompts(), produces=False, consumes=False)
-            idle._adapters = Adapters()
-            arrived = functools.partial(FerryScheduler.on_new_request, idle)
+        idle: Any = Fake(handover=None, pool=None, _prompts=Prompts(), _adapters=Adapters())
+        if connector == "pool":
+            idle.pool = pool
+        arrived = functools.partial(FerryConnector.on_new_request, idle)
         for each in asked:
             each.kv_transfer_params = None
             arrived(each)

@@ -1,8 +1,8 @@
 """`kvferry bench plan`: planning speed, beside vLLM's planner in the same run.
 
 Every case is one request on one edge. `kvferry_ms` is the time from block ids to three arrays in
-reused buffers, `strided_ms` the time to strided runs; `vllm_ms` is vLLM's planner on the same ids.
-Medians of several runs. Ratios are vLLM's time over ours.
+reused buffers. `strided_ms` is the time to strided runs. `vllm_ms` is the time of vLLM's planner
+with the same ids. Our times are medians of several runs. Ratios are vLLM's time over ours.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvferry.layout.shape import EngineShape
 from kvferry.plan import Bound, Copies, EdgePlan, bind, plan_pair
 
 REPEATS = 9
-VLLM_REPEATS = 2  # seconds each
+VLLM_REPEATS = 2  # each takes seconds
 CURVE_BLOCKS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -163,7 +163,7 @@ def run(progress: Callable[[str], None] = lambda _: None, *, quick: bool = False
 
 
 def timed(action: Callable[[], Any], repeats: int) -> float:
-    """Median milliseconds of some runs after one that warms up."""
+    """Median milliseconds of `repeats` runs, after one to warm up."""
     action()
     taken = []
     for _ in range(repeats):
@@ -237,7 +237,7 @@ def _vllm(setup: Setup, repeats: int) -> tuple[float, Copies]:
 
 
 def same_bytes(a: Copies, b: Copies) -> bool:
-    """Whether two lists of copies move the same bytes, however they cut them."""
+    """Whether two lists of copies move the same bytes, however they are cut."""
     return _canonical(a) == _canonical(b)
 
 
@@ -252,7 +252,7 @@ def _canonical(copies: Copies) -> bytes:
 
 
 def _peak(setup: Setup) -> int:
-    """Bytes allocated at most while binding into fresh arrays."""
+    """Peak bytes allocated while binding into fresh arrays."""
     tracemalloc.start()
     try:
         copies = setup.bind().copies()
@@ -264,7 +264,7 @@ def _peak(setup: Setup) -> int:
 
 
 def _nixl(copies: Copies) -> float | None:
-    """Time to hand both ends over to NIXL as arrays."""
+    """Milliseconds to pass both ends to NIXL as arrays."""
     try:
         from nixl._api import nixl_agent, nixl_agent_config
     except ImportError:
@@ -282,9 +282,9 @@ def _nixl(copies: Copies) -> float | None:
 
 
 def _mooncake(copies: Copies) -> tuple[float | None, float | None]:
-    """Time to make lists, and time in Mooncake's binding before it looks for its peer.
+    """Milliseconds to make lists, and in Mooncake's binding before it looks for its peer.
 
-    The peer is a closed port, so the call ends as soon as its arguments are converted.
+    The peer is a closed port, so the call ends once its arguments are converted.
     """
     try:
         from mooncake.engine import TransferEngine
@@ -325,7 +325,7 @@ def _curve(model: CacheModel, blocks: tuple[int, ...]) -> Iterator[tuple[int, fl
         yield count, timed(arrays, REPEATS), timed(setup.bind, REPEATS)
 
 
-# --- vLLM's planner, driven outside an engine -----------------------------------------------------
+# vLLM's planner, driven outside an engine
 
 
 def vllm_installed() -> bool:
@@ -335,7 +335,7 @@ def vllm_installed() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class VllmSide:
-    """One rank as vLLM's Mooncake connector sees it: a region a layer."""
+    """One rank as vLLM's Mooncake connector sees it: one region per layer."""
 
     tp_rank: int
     tp_size: int
@@ -350,10 +350,10 @@ def prepare_vllm_worker(
     src_ids: list[int],
     dst_ids: list[int],
 ) -> tuple[Any, Callable[[], Any]]:
-    """A worker of vLLM's, and the coroutine with which it plans one request.
+    """A worker of vLLM, and the coroutine with which it plans one request.
 
     `MooncakeConnectorWorker._build_transfer_params` turns block ids into three lists of integers,
-    one entry a copy. It needs little of its worker; that little is set by hand here.
+    one entry per copy. It uses few attributes of its worker, which are set by hand here.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as module
 
@@ -369,7 +369,7 @@ def prepare_vllm_worker(
                 total_num_kv_heads=total_kv_heads,
             )
 
-        def __del__(self) -> None:  # nothing was started, so nothing is shut down
+        def __del__(self) -> None:  # nothing was started
             pass
 
     def regions(side: VllmSide) -> list[Any]:

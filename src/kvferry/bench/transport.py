@@ -1,23 +1,23 @@
-"""`kvferry bench transport`: what the carriers move, beside their libraries, memcpy and a socket.
+"""`kvferry bench transport`: speed of the carriers, beside their libraries, memcpy and a socket.
 
-Two processes: the owner holds the memory that is read and written, this process moves. A batch is
-scattered descriptors of one size, from random slots of one buffer to random slots of the other. In
-the same run and on the same memory:
+There are two processes: the owner holds the memory, and this process reads and writes it. A batch
+consists of scattered descriptors of one size, from random slots of one buffer to random slots of
+the other. In the same run and on the same memory:
 
     memcpy_gb_s          one long memcpy, one thread
     scatter_memcpy_gb_s  memcpy over the same scatter inside one process, at `SCATTER_BYTES` (or the
                          nearest size asked for); all sizes are in `results` as carrier "memcpy"
     socket_gb_s          one TCP stream over loopback, `sendall` to `recv_into`, the whole buffer
 
-Each number is the best of several rounds in which all take turns: on a shared machine, that is what
-compares. `of_baseline` is the ratio to memcpy over the same scatter (local), to the socket (tcp),
-or to the library as its own examples use it (mooncake, nixl), all at that size. memcpy has one
-thread; `local` uses two for a large transfer. `missing` holds the carriers that are not installed,
-and `local` where the system makes it go by tcp, each with the reason. A carrier that was named and
-cannot be measured is refused.
+Each number is the best of several rounds in which all take turns, because only such numbers can be
+compared on a shared machine. `of_baseline` is the ratio to memcpy over the same scatter (local), to
+the socket (tcp), or to the library as its own examples use it (mooncake, nixl), all at that size.
+memcpy has one thread; `local` uses two for a large transfer. `missing` has the carriers that are
+not installed, and `local` if the system makes it fall back to tcp, each with the reason. A named
+carrier that cannot be measured is an error.
 
-`paired` says what the carriers over libraries add to them, measured in pairs on one engine.
-`targets` judges all of it.
+`paired` is the overhead of carriers over their libraries, measured in pairs on one engine.
+`targets` judges the results.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ KIB = 1 << 10
 SIZES = tuple(256 << (2 * step) for step in range(9))  # of descriptors: 256 B to 16 MiB
 SCATTER_BYTES = 64 << 10
 LEAST_ROUNDS = 4
-TAKE_BELOW_BYTES = 16 << 10  # under it, a memmove per descriptor would measure Python
-BUFFER_BYTES = 256 << 20  # per side: beyond the caches
+TAKE_BELOW_BYTES = 16 << 10  # below, a memmove per descriptor would measure Python
+BUFFER_BYTES = 256 << 20  # per side, more than the processor's caches
 MAX_DESCRIPTORS = 1 << 17
-# Of one batch: what the slower ones move in about a tenth of a second.
+# In one batch: what the slower movers move in about a tenth of a second.
 MOST_DESCRIPTORS = {
     "mooncake": 1 << 11,
     "raw-mooncake": 1 << 11,
     "nixl": 1 << 15,
     "raw-nixl": 1 << 15,
 }
-# A turn takes some 50 ms of either library, of which a carrier's own 0.5 ms are a hundredth.
+# A turn takes either library about 50 ms, so that a carrier's own 0.5 ms are a hundredth of it.
 PAIR_DESCRIPTORS = {"mooncake": 1 << 10, "nixl": 1 << 14}
 PAIR_BYTES = {"mooncake": 64 << 20, "nixl": BUFFER_BYTES}
 LEAST_PAIRS, MOST_PAIRS = 61, 101
@@ -70,9 +70,9 @@ BASELINES = {
     "mooncake": "raw-mooncake",
     "nixl": "raw-nixl",
 }
-# Opened by their owners for pairs with their libraries, over one engine.
+# Measured in pairs with their libraries, over one engine.
 IN_PAIRS = ("mooncake", "nixl")
-# The progress threads of plain NIXL agents spin, on both sides, whoever moves: measured alone.
+# Measured alone, because the progress threads of plain NIXL agents spin on both sides all the time.
 ALONE = ("raw-nixl",)
 OPS = ("read", "write")
 GB = 1e9
@@ -81,7 +81,7 @@ WAIT_SECONDS = 60.0
 QUIET = {"MC_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
 Bytes = NDArray[np.uint8]
 Task = Callable[[], None]
-Timed = Callable[[], float]  # does it once, and tells the seconds
+Timed = Callable[[], float]  # runs once, and returns the seconds
 Cell = tuple[str, int]  # direction, bytes of a descriptor
 
 
@@ -92,7 +92,7 @@ class CarrierResult:
     descriptor_bytes: int
     gb_s: float
     descriptors_s: float
-    of_baseline: float | None  # None for what is a baseline itself
+    of_baseline: float | None  # None for a baseline itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +102,10 @@ class PairedRow:
     descriptor_bytes: int
     pairs: int
     library_gb_s: float  # the median
-    of_library: float  # median of the pairs' ratios; above one, the carrier is faster
+    of_library: float  # median of the pairs' ratios; above 1 the carrier is faster
     lower_quartile: float
     upper_quartile: float
-    mode: str = "direct"  # the only one; results of earlier versions had another
+    mode: str = "direct"  # the only mode; results of earlier versions had another
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,9 @@ class Target:
     wanted: float
     found: float | None  # None: not measured in this run
     where: str  # the worst cell
-    met: bool | None  # in all cells that were judged
-    judged_bytes: tuple[int, ...] = ()  # sizes of descriptors
-    left_out_bytes: tuple[int, ...] = ()  # of `SIZES`, where the target holds too
+    met: bool | None  # in all judged cells
+    judged_bytes: tuple[int, ...] = ()  # judged sizes of descriptors
+    left_out_bytes: tuple[int, ...] = ()  # other `SIZES` for which the target holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def lines(result: TransportResult) -> Iterator[str]:
     yield from target_lines(result.targets)
 
 
-# --- rounds of all that take turns ----------------------------------------------------------------
+# Rounds in which all movers take turns
 
 
 @dataclass(slots=True)
@@ -193,7 +193,7 @@ class _Measured:
         with ExitStack() as stack:
             movers = {n: self._open(stack, owner, n) for n in wanted.names if n not in ALONE}
             for name, mover in list(movers.items()):
-                if not wanted.require_own_way(name, getattr(mover, "detour", "")):
+                if not wanted.require_own_way(name, mover.detour):
                     del movers[name]
             for size in self.sizes:
                 rounds = self._size(owner, movers, size)
@@ -203,7 +203,7 @@ class _Measured:
                         self._size(owner, one, size, rounds)
 
     def _open(self, stack: ExitStack, owner: Owner, name: str) -> Mover:
-        """A mover on both sides."""
+        """Open a mover on both sides."""
         mover = stack.enter_context(closing(MOVERS[name](self.landing)))
         endpoint = owner.open(name)
         stack.callback(owner.close, name)
@@ -211,7 +211,7 @@ class _Measured:
         return mover
 
     def _size(self, owner: Owner, movers: dict[str, Mover], size: int, only_rounds: int = 0) -> int:
-        """Rounds of all that take turns, and the limits with them; or so many of a single one."""
+        """Run rounds of all movers and the limits, or `only_rounds` rounds of a single mover."""
         src, dst = slots(size)
         limits = not only_rounds
         tasks: dict[tuple[str, str], tuple[Task, int]] = {}
@@ -270,7 +270,7 @@ def _scattered_memcpy(
     source: NDArray[np.uint8], landing: NDArray[np.uint8], src: Ints, dst: Ints, size: int
 ) -> Task:
     if size < TAKE_BELOW_BYTES:
-        # NumPy's loop over rows: the same reads, and the writes in order
+        # NumPy's loop over rows: the same reads, with writes in order.
         rows = source[: BUFFER_BYTES // size * size].reshape(-1, size)
         into = landing[: len(src) * size].reshape(-1, size)
         which = src // size
@@ -305,7 +305,7 @@ def seconds_of(task: Task) -> float:
     return time.perf_counter() - begin
 
 
-# --- pairs: a carrier and its library, in turns ---------------------------------------------------
+# Pairs: a carrier and its library, in turns
 
 
 def paired(
@@ -316,12 +316,12 @@ def paired(
     ops: Sequence[str],
     seconds: float,
 ) -> list[PairedRow]:
-    """What the carriers `mooncake` and `nixl` add to their libraries.
+    """The overhead of the carriers `mooncake` and `nixl` over their libraries.
 
-    Two engines of one library in the same two processes differ by a factor of two, by luck: which
-    threads serve which connections. So the carrier and its library, called directly with the same
-    batches, move the same copies over the *same* engine in turns: library, carrier, library, ...
-    The median of the turns' ratios counts, with their quartiles as the spread.
+    Two engines of one library in the same two processes can differ by a factor of two, depending on
+    which threads serve which connections. So the carrier, and its library called directly with the
+    same batches, move the same copies over the *same* engine in turns: library, carrier, library,
+    ... The result is the median of the turns' ratios, with their quartiles as the spread.
     """
     rows: list[PairedRow] = []
     for name in names:
@@ -380,8 +380,8 @@ def paired_lines(rows: Sequence[PairedRow]) -> Iterator[str]:
 def in_turns(
     ours: Timed, theirs: Timed, least: int, most: int = 0, seconds: float = 0.0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Their seconds, and for each turn of ours how fast it was: the mean of their turns before and
-    after it, over its own. At least so many turns; up to `most` while there is time."""
+    """Their seconds, and a ratio for each turn of ours: the mean of their turns before and after
+    it, over its own. There are at least `least` turns, and up to `most` while there is time."""
     mine: list[float] = []
     others = [theirs()]
     until = time.monotonic() + seconds
@@ -392,7 +392,7 @@ def in_turns(
     return found, (found[1:] + found[:-1]) / 2 / np.array(mine)
 
 
-# --- targets --------------------------------------------------------------------------------------
+# Targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,7 +424,7 @@ OF_THE_LIBRARY = 0.95
 def judge(
     rates: Mapping[tuple[str, str, int], float], pairs: Sequence[PairedRow]
 ) -> tuple[Target, ...]:
-    """`rates`: by carrier, direction and size."""
+    """Judge all targets. `rates` is by carrier, direction and size."""
     found = []
     for want in BESIDE:
         cells = {
@@ -450,11 +450,8 @@ def _target(text: str, wanted: float, cells: Mapping[Cell, float], sizes: Sequen
     judged = tuple(sorted({size for _, size in cells}))
     left_out = tuple(size for size in sizes if size not in judged)
     met = cells[worst] >= wanted
-    return Target(text, wanted, cells[worst], _show(worst), met, judged, left_out)
-
-
-def _show(cell: Cell) -> str:
-    return f"{cell[0]} {show_bytes(cell[1])}"
+    where = f"{worst[0]} {show_bytes(worst[1])}"
+    return Target(text, wanted, cells[worst], where, met, judged, left_out)
 
 
 def target_lines(targets: Sequence[Target]) -> Iterator[str]:
@@ -472,20 +469,20 @@ def target_lines(targets: Sequence[Target]) -> Iterator[str]:
         )
 
 
-# --- which carriers -------------------------------------------------------------------------------
+# Which movers are measured
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """Which movers are measured."""
+    """Movers to measure."""
 
     names: list[str]
     missing: dict[str, str]  # movers that are left out, and why
-    named: bool  # the user named the carriers, so none is left out
+    named: bool  # the user named the carriers, so none may be left out
 
     @classmethod
     def of(cls, named: Sequence[str]) -> _Wanted:
-        """Those that are named, or all that are installed."""
+        """The named movers, or all that are installed."""
         for name in named:
             if name not in MOVERS:
                 raise TransferError(
@@ -501,7 +498,7 @@ class _Wanted:
         return cls([name for name in MOVERS if name not in missing], missing, False)
 
     def require_own_way(self, name: str, detour: str) -> bool:
-        """False where it is left out: what goes by another carrier is not measured as itself."""
+        """Leave out a carrier that falls back to another one; then returns False."""
         if not detour:
             return True
         why = f"it goes by tcp here, which is measured as tcp: {detour}"
@@ -529,25 +526,25 @@ def _why_not_installed() -> dict[str, str]:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """The libraries log every connection unless told otherwise before they are loaded."""
+    """Set the libraries' log levels before they are loaded; they log every connection otherwise."""
     ours = {name: value for name, value in QUIET.items() if name not in os.environ}
     with shared.environment(ours):
         yield
 
 
-# --- the process that owns the memory -------------------------------------------------------------
+# The process that owns the memory
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The other process: owns the memory that is read and written."""
+    """The other process, which owns the memory that is read and written."""
 
     address: int
     commands: IO[str]
     stream: socket.socket
 
     def open(self, name: str) -> bytes:
-        """Its side of a mover, ready to be reached."""
+        """Open its side of a mover. Returns the endpoint."""
         self._say(f"open {name}")
         return bytes.fromhex(_line(self.stream))
 
@@ -556,7 +553,7 @@ class Owner:
         _line(self.stream)
 
     def stream_seconds(self, landing: NDArray[np.uint8]) -> float:
-        """How long its buffer takes over one plain connection."""
+        """Seconds for its whole buffer over one plain connection."""
         view = memoryview(landing.data)
         begin = time.perf_counter()
         self._say("stream")
@@ -588,8 +585,8 @@ def _line(stream: socket.socket) -> str:
 
 @contextmanager
 def owner() -> Iterator[Owner]:
-    """The process is told what to do on its standard input, and answers on a socket: its standard
-    output belongs to the libraries."""
+    """Start the owner. It gets commands on its standard input and answers on a socket, because
+    libraries print to its standard output."""
     code = "from kvferry.bench.transport import own; own()"
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
@@ -617,7 +614,7 @@ def owner() -> Iterator[Owner]:
 
 
 def own() -> None:
-    """The other process's program."""
+    """The owner's program."""
     port = int(sys.stdin.readline())
     memory = buffer(3)
     movers: dict[str, Mover] = {}
@@ -640,27 +637,32 @@ def own() -> None:
                 case ["close", name]:
                     movers.pop(name).close()
                     answer(value="closed")
-    os._exit(0)  # whatever the libraries' threads do
+    os._exit(0)  # without waiting for the libraries' threads
 
 
 def buffer(seed: int) -> NDArray[np.uint8]:
-    """Memory whose pages exist."""
+    """Memory whose pages are touched already."""
     made = np.empty(BUFFER_BYTES, dtype=np.uint8)
     made[:] = seed
     return made
 
 
-# --- carriers, and the libraries called directly --------------------------------------------------
+# Carriers, and the libraries called directly
 
 
 class Mover(Protocol):
     """Moves bytes between two processes; each makes one on its own memory.
 
-    The owner's mover tells its endpoint. The other one connects and prepares batches, so that only
-    moving is timed. `raw-mooncake` and `raw-nixl` are the libraries as their own examples use them,
-    with the batches that our carriers make; the lists or descriptors that a library takes are made
-    by its own functions while the clock runs, as for every new request.
+    The owner's mover gives its endpoint. The other mover connects and prepares batches, so that the
+    clock covers only moving. `raw-mooncake` and `raw-nixl` are the libraries as their own examples
+    use them, with the batches of our carriers. The clock includes making a library's lists or
+    descriptors, because every new request needs them.
     """
+
+    @property
+    def detour(self) -> str:
+        """Why it goes to its peer by another carrier; empty where it does not."""
+        return ""
 
     def endpoint(self) -> bytes: ...
     def connect(self, endpoint: bytes) -> None: ...
@@ -668,8 +670,8 @@ class Mover(Protocol):
     def close(self) -> None: ...
 
 
-class OurCarrier:
-    """One of kvferry's."""
+class OurCarrier(Mover):
+    """A carrier of kvferry."""
 
     def __init__(self, name: str, memory: Bytes) -> None:
         options = {"writable": True} if name in ("local", "tcp") else {}
@@ -679,8 +681,7 @@ class OurCarrier:
 
     @property
     def detour(self) -> str:
-        """Why it goes to its peer by another carrier; empty where it does not."""
-        return getattr(self._peer, "detour", "")
+        return self._carrier.detour_to(self._peer) if self._peer is not None else ""
 
     def endpoint(self) -> bytes:
         endpoint: bytes = self._carrier.endpoint()
@@ -694,7 +695,7 @@ class OurCarrier:
         return lambda: start(self._peer, copies).wait(time.monotonic() + WAIT_SECONDS)
 
     def library(self, op: str, copies: Arrays) -> Callable[[], None]:
-        """The same over the library alone: the carrier's own engine, called directly."""
+        """The same copies by the library alone, called directly on the carrier's engine."""
         carrier, peer = self._carrier, self._peer.handle.name
         if carrier.name == "mooncake":
             return mooncake_calls(carrier._engine, peer, op, copies)
@@ -704,8 +705,8 @@ class OurCarrier:
         self._carrier.close()
 
 
-class RawMooncake:
-    """Mooncake's engine: one blocking call after another."""
+class RawMooncake(Mover):
+    """Mooncake's engine, with one blocking call after another."""
 
     def __init__(self, memory: Bytes) -> None:
         self._engine = mooncake.engine_class()()
@@ -730,8 +731,8 @@ class RawMooncake:
         self._engine = None
 
 
-class RawNixl:
-    """A NIXL agent with UCX: a request for each batch, asked about until it is done."""
+class RawNixl(Mover):
+    """A NIXL agent with UCX, with a request for each batch, polled until it is done."""
 
     def __init__(self, memory: Bytes) -> None:
         api = nixl.api()
@@ -795,7 +796,7 @@ def nixl_calls(agent: Any, peer: Any, op: str, copies: Arrays) -> Callable[[], N
 
 
 def _sides(op: str, part: Arrays) -> tuple[Ints, Ints]:
-    """Addresses here and there."""
+    """Local and remote addresses."""
     return (part.dst, part.src) if op == "read" else (part.src, part.dst)
 
 
@@ -803,7 +804,7 @@ def _ours(name: str) -> Callable[[Bytes], Mover]:
     return lambda memory: OurCarrier(name, memory)
 
 
-# In the order of their turns: a carrier and its library side by side.
+# In the order of their turns: a carrier next to its library.
 MOVERS: dict[str, Callable[[Bytes], Mover]] = {
     "local": _ours("local"),
     "tcp": _ours("tcp"),

@@ -2,8 +2,8 @@
 
 `carriers` in the configuration is a list of names, in order of preference, or "auto". With "auto",
 an engine opens every carrier that could serve its memory, and a consumer rank tries them, the
-fastest first, until one that the peer offers too connects. What was chosen, and what was ruled out
-and why, is said once per peer.
+fastest first, until one that the peer offers too connects. The log says once per peer which carrier
+was chosen, and which were ruled out and why.
 
     cuda             memory on a GPU
     local            host memory, one host; only where the system permits it. Its own way over tcp
@@ -52,7 +52,7 @@ class Selected:
 def select(
     asked: Sequence[str], *, device: bool = False, configured: Sequence[str] = ()
 ) -> list[Selected]:
-    """What `carriers` stands for: the names as they are, or what "auto" opens and leaves out."""
+    """The carriers that `carriers` names, or those that "auto" opens and leaves out."""
     if list(asked) != [AUTO]:
         return [Selected(name) for name in asked]
     found = []
@@ -74,8 +74,7 @@ def fastest_first(carriers: Sequence[Carrier]) -> list[Carrier]:
     """The same carriers, in the order in which "auto" tries them."""
 
     def place(carrier: Carrier) -> int:
-        flavour = getattr(carrier, "flavour", "")  # of a library: its protocol or backends
-        over_tcp = (carrier.name, flavour) == ("mooncake", "tcp")
+        over_tcp = (carrier.name, carrier.flavour) == ("mooncake", "tcp")
         return FASTEST_FIRST.index("mooncake over tcp" if over_tcp else carrier.name)
 
     return sorted(carriers, key=place)
@@ -104,7 +103,7 @@ def connect(
         except BaseException:
             _let_go(held)
             raise
-        detour = getattr(peer, "detour", "")
+        detour = carrier.detour_to(peer)
         if detour and any(c.name == "tcp" for c in later):
             out.append(f"{carrier.name}: {detour}")
             if held is None:
@@ -149,11 +148,7 @@ def _say(who: str, carrier: Carrier, out: list[str], detour: str) -> None:
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# Carriers by name.
-# --------------------------------------------------------------------------------------------------
-
-# A class, or where it is: module and name, for those that need a library of their own.
+# By name: a class, or its module and name for carriers that need a library of their own.
 CARRIERS: dict[str, type[Any] | tuple[str, str]] = {
     "null": NullCarrier,
     "local": LocalCarrier,
@@ -188,11 +183,6 @@ def make_carrier(name: str, **options: Any) -> Carrier:
     return carrier
 
 
-# --------------------------------------------------------------------------------------------------
-# Options of single carriers, as an operator writes them: `carrier_options`, by carrier.
-# --------------------------------------------------------------------------------------------------
-
-
 def require_carriers(carriers: Sequence[str]) -> None:
     unknown = sorted(set(carriers) - set(CARRIERS) - {AUTO})
     if unknown or not carriers or (AUTO in carriers and len(carriers) > 1):
@@ -202,7 +192,7 @@ def require_carriers(carriers: Sequence[str]) -> None:
 
 
 def require_options(carriers: Sequence[str], options: Any) -> None:
-    """Refuse what is no mapping of mappings, and options of carriers that are never opened."""
+    """Check `carrier_options`: a mapping of mappings, for carriers that may be opened."""
     if not isinstance(options, Mapping) or not all(
         isinstance(of_one, Mapping) for of_one in options.values()
     ):
@@ -222,7 +212,7 @@ def require_options(carriers: Sequence[str], options: Any) -> None:
             f"carrier_options has {ours}, which all carriers share; configure secret_file and peers"
         )
     unused = sorted(set(options) - set(carriers))
-    if unused and list(carriers) != [AUTO]:  # which opens what has options
+    if unused and list(carriers) != [AUTO]:  # "auto" opens carriers that have options
         raise DescriptionError(
             f"carrier_options are for {unused}, but carriers are {list(carriers)}; add them there, "
             "or drop the options"

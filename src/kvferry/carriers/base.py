@@ -1,7 +1,7 @@
-"""What a carrier has to give: one-sided reads and writes over registered memory.
+"""The protocol of carriers: one-sided reads and writes over registered memory.
 
     carrier.register(regions)                   make own memory reachable, before any peer connects
-    carrier.endpoint()                          what a peer needs to reach it; plain bytes
+    carrier.endpoint()                          how a peer reaches it; plain bytes
     peer = carrier.connect(endpoint, deadline)  once per peer
     transfer = carrier.read(peer, copies)       remote `src` to local `dst`; returns at once
     transfer = carrier.write(peer, copies)      local `src` to remote `dst`; returns at once
@@ -10,22 +10,21 @@
     carrier.close()                             idempotent; ends all transfers
 
 Addresses are absolute, each in the address space of the process that owns it. Every remote range
-must lie inside one region that the peer registered, and every local one inside one of this
-carrier's own; who checks that differs by carrier (tcp: the peer; local and cuda: the initiator,
-against what the owner has vouched for), that it is checked does not. All are checked before the
-first byte moves. *Done* means visible at the destination. Deadlines are absolute, on
-`time.monotonic()`.
+must lie inside one region that the peer registered, and every local range inside one of this
+carrier's own. All ranges are checked before the first byte moves: by the peer for tcp, by the
+initiator for local and cuda, against regions that their owner has vouched for. *Done* means visible
+at the destination. Deadlines are absolute, on `time.monotonic()`.
 
 Errors of the copies themselves come from `wait`, as all others do. The arrays must stay as they are
 until the transfer has ended. Copies of one batch may be done in any order.
 
-A transfer ends *abandoned* where it was given up and nobody can tell that its bytes have stopped: a
-library that cannot take back what it has begun, a peer that does not confirm. Then `cancel` raises
-`DeadlineExceeded`, each time; while `poll` says RUNNING, the memory is in use, and whoever owns it
-must not give it to anyone else. Carriers that can come to this count it (`counters["abandoned"]`,
+A transfer ends *abandoned* where it was given up and its bytes may still arrive: a library cannot
+take back a batch that it has begun, or a peer does not confirm. Then `cancel` raises
+`DeadlineExceeded`, each time. While `settled` is false, the memory is in use, and its owner must
+not give it to another request. Carriers that can come to this count it (`counters["abandoned"]`,
 and `abandoned_now` for those that still run).
 
-Where the owner of memory can take back what a peer may write (`can_revoke`), the carrier is a
+Where the owner of memory can take back a peer's right to write (`can_revoke`), the carrier is a
 `GrantingCarrier` too:
 
     grant = carrier.open_grant(address, length)           own ranges, and an unguessable id for them
@@ -38,7 +37,7 @@ tests (tests/transport/test_conformance.py) runs on all carriers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeGuard
@@ -49,6 +48,7 @@ from numpy.typing import NDArray
 from kvferry.errors import OutOfBounds, TransferError
 
 Ints = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
 GRANT_BYTES = 16
 
 
@@ -123,8 +123,12 @@ class Transfer(Protocol):
 
 
 class Carrier(Protocol):
+    """All members are declared here. Carriers inherit the defaults of those that they lack."""
+
     name: str
-    can_revoke: bool  # whether the owner of the memory can stop a peer's writes
+    can_revoke: bool = False  # the owner of memory can stop a peer's writes: a `GrantingCarrier`
+    takes_strided: bool = False  # `read` and `write` take `StridedCopies`, and queue them elsewhere
+    flavour: str = ""  # of a carrier over a library: the protocol or backends that it uses
 
     def register(self, regions: Sequence[MemoryRegion]) -> None: ...
     def endpoint(self) -> bytes: ...
@@ -134,12 +138,23 @@ class Carrier(Protocol):
     def disconnect(self, peer: Any) -> None: ...
     def close(self) -> None: ...
 
+    def detour_to(self, peer: Any) -> str:
+        """Why this peer is reached by tcp instead; empty where it is not."""
+        return ""
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """How often things happened, by name."""
+        return {}
+
 
 class GrantingCarrier(Carrier, Protocol):
-    """A carrier whose owner of memory decides what may be written, and until when."""
+    """A carrier whose owner of memory decides which ranges may be written, and until when."""
+
+    can_revoke: bool = True
 
     def open_grant(self, address: Ints, length: Ints) -> bytes:
-        """Let these ranges of registered memory be written by who names the id."""
+        """Let peers that name the id write these ranges of registered memory."""
 
     def close_grant(self, grant: bytes, seconds: float) -> int:
         """Bytes that were written under it; none arrives after this returns. Idempotent.
@@ -154,14 +169,56 @@ def is_granting(carrier: Carrier | None) -> TypeGuard[GrantingCarrier]:
     return carrier is not None and carrier.can_revoke
 
 
-# --------------------------------------------------------------------------------------------------
-# Copies and the memory they may touch: checked in whole arrays, cut into bounded slices.
-#
-# Everything here works on windows of at most `WINDOW` descriptors, so that no NumPy call holds the
-# interpreter's lock for long, however many copies a batch has.
-# --------------------------------------------------------------------------------------------------
+class Memory(Protocol):
+    """Registered memory of this process, by address, where the kernel may not reach each run.
 
-WINDOW = 1 << 15  # descriptors that one NumPy call looks at: well under a millisecond each
+        gather    many runs of registered memory, one after another, into a staging buffer
+        scatter   a staging buffer to many runs of registered memory
+        zero      runs that nothing was written to
+
+    Every method returns when it is done: gathered bytes are in `into`, scattered bytes are visible
+    to all users of that memory. Ranges outside of the memory are `OutOfBounds`, and nothing is
+    copied. Several threads may call at once, each with a buffer of its own.
+    """
+
+    is_staged: bool = False  # then it is a `StagedMemory`
+    is_mixing: bool = False  # then it is a `checksum.MixingMemory`
+
+    def gather(self, address: Ints, length: Ints, into: Bytes) -> None: ...
+    def scatter(self, source: Bytes, address: Ints, length: Ints) -> None: ...
+    def zero(self, address: Ints, length: Ints) -> None: ...
+
+    def close(self) -> None:
+        """Give back the buffers that it made for itself."""
+        return
+
+
+class StagedMemory(Memory, Protocol):
+    """Memory that hands out chunks of staging memory of its own, and works while one is used.
+
+    A GPU's memory does. Carriers need none of this for host memory: the kernel sends from and
+    receives into the runs themselves. Chunks come in the order of the runs' bytes. Close the
+    generator, also where it did not end: then nothing that it began is under way.
+    """
+
+    is_staged: bool = True
+
+    def outgoing(self, address: Ints, length: Ints) -> Generator[Bytes]:
+        """The runs' bytes; a chunk holds them until the next one is asked for."""
+        ...
+
+    def incoming(self, address: Ints, length: Ints) -> Generator[Bytes]:
+        """Chunks to be filled before the next one is asked for; visible when it has ended."""
+        ...
+
+
+def is_staged(memory: Memory) -> TypeGuard[StagedMemory]:
+    return memory.is_staged
+
+
+# Copies are checked and cut in windows of at most so many descriptors: well under a millisecond
+# each. So no NumPy call holds the interpreter's lock for long, however many copies a batch has.
+WINDOW = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +230,7 @@ class RegionTable:
 
     @classmethod
     def of(cls, regions: Sequence[MemoryRegion]) -> RegionTable:
-        """The table of these regions; refuses what cannot be memory."""
+        """The table of these regions; refuses addresses that no memory has."""
         merged: list[list[int]] = []
         for region in sorted(regions, key=lambda r: r.address):
             end = region.address + region.bytes
@@ -263,7 +320,7 @@ class Arrays:
                 "copies are arrays of integers, found "
                 f"src {src.dtype}, dst {dst.dtype}, length {length.dtype}"
             )
-        # what does not fit becomes negative, and is refused as out of bounds
+        # a number that does not fit becomes negative, and is refused as out of bounds
         return cls(*(a.astype(np.int64, copy=False) for a in arrays))
 
     def __len__(self) -> int:
@@ -307,7 +364,7 @@ def slices(copies: Arrays, max_bytes: int) -> Iterator[Arrays]:
     for window in copies.windows():
         longest = int(window.length.max())
         if 0 < longest <= max_bytes and longest == int(window.length.min()):
-            step = max_bytes // longest  # adding up is what would take longest here
+            step = max_bytes // longest  # quicker than adding up the lengths
             for first in range(0, len(window), step):
                 some = slice(first, first + step)
                 yield Arrays(window.src[some], window.dst[some], window.length[some])

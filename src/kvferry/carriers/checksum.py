@@ -1,7 +1,7 @@
 """`mix128`: a checksum that a GPU makes of its own memory, as fast as it reads it.
 
 xxh3 goes through bytes one after another. Here every 8 bytes are mixed with their position by
-themselves, and what comes out is added up, so that any number of threads take part, in any order:
+themselves, and the results are added up, so that any number of threads take part, in any order:
 
     runs are padded with zeros to whole words; words are numbered through all runs
     h = scramble(word ^ (number x A + B))      one to one for each number: one wrong word is seen
@@ -10,9 +10,9 @@ themselves, and what comes out is added up, so that any number of threads take p
 
 Words that change places, runs that change lengths and bits that flip change it; that two lists of
 words have both sums in common is as likely as for any hash of 128 bits. It finds accidents, not
-malice: whoever wants to can construct words that go unseen.
+malice: an attacker can construct words that go unseen.
 
-A GPU does it in cuda/staging.py; here is what it means, in NumPy, for memory of any kind.
+A GPU computes it in cuda/staging.py; this module defines it in NumPy, for memory of any kind.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvferry.carriers.base import Arrays, slices
-from kvferry.carriers.host import Bytes, Ints, Memory, copy_runs
+from kvferry.carriers.base import Arrays, Bytes, Ints, Memory, slices
+from kvferry.carriers.host import copy_runs
 
 NAME = "mix128"
 WORD_BYTES = 8
@@ -64,15 +64,17 @@ class Mixed:
 class MixingMemory(Memory, Protocol):
     """Memory that mixes by itself."""
 
+    is_mixing: bool = True
+
     def mix(self, address: Ints, length: Ints) -> Mixed: ...
 
 
 def is_mixing(memory: Memory) -> TypeGuard[MixingMemory]:
-    return hasattr(memory, "mix")
+    return memory.is_mixing
 
 
 def mix_on_host(memory: Memory, address: Ints, length: Ints) -> Mixed:
-    """What `MixingMemory.mix` says of the same bytes."""
+    """The result of `MixingMemory.mix` for the same bytes."""
     total = Mixed()
     buffer = np.empty(_CHUNK_BYTES, dtype=np.uint8)
     for part in slices(Arrays(address, address, length), _CHUNK_BYTES):

@@ -1,7 +1,30 @@
-"""This process's own memory, by address: gathered, scattered and zeroed without a Python loop.
+"""Host memory: this process's own, by address, and that of other processes of this host.
 
-All regions are seen as one array of bytes that spans them, gaps included; ranges are checked
-against the regions first, so nothing in a gap is ever touched.
+`HostMemory` gathers, scatters and zeroes without a Python loop. It sees all regions as one array of
+bytes that spans them, gaps included. Ranges are checked against the regions first, so no byte in a
+gap is ever touched.
+
+`copy_runs` copies inside one process: runs to a buffer, a buffer to runs, runs to runs. It needs no
+system call and no permission. Copies of one length go together: seen through a dtype of that many
+bytes and a stride of one byte, a memory is an array in which every byte begins an element, and
+NumPy's indexing moves whole elements from anywhere to anywhere. So Python runs once per distinct
+length and chunk, and alignment does not matter. Where many lengths are mixed, each run is cut into
+powers of two, so that there are never more than a few groups. A gather whose runs lie a multiple of
+their length apart is one `np.take` straight into its buffer, which needs no intermediate array and
+is twice as fast.
+
+`Vectors` is a table of (address, length) as the kernel takes it: a stream of bytes, the ranges one
+after another. A system call takes at most `VECTORS_PER_CALL` of them and moves as much as it likes.
+`Vectors` remembers how far the stream has come, and cuts the range in which it stopped. Python runs
+once per call, never per range.
+
+`read` and `write` copy between processes by `process_vm_readv` and `process_vm_writev`. They are
+one-sided: the other process takes no part, and only needs to stay alive. Each side's neighbours are
+joined before anything is issued: the kernel pins pages once per remote vector, so heads that lie
+together at the source and apart at the destination cost one pin, not one each (twice the rate at
+256 bytes a descriptor). Both tables always describe the same stream of bytes; a call moves as much
+of it as both of its lists cover, and the next call resumes there, in the middle of a vector where
+need be. The kernel checks every address on both sides: a wrong one is an error, never a crash.
 """
 
 from __future__ import annotations
@@ -11,33 +34,19 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvferry.carriers.base import WINDOW, MemoryRegion, RegionTable
+from kvferry.carriers.base import WINDOW, Bytes, Ints, Memory, MemoryRegion, RegionTable
 from kvferry.errors import OutOfBounds, PeerLost, PermissionDenied, TransferError
-
-# --------------------------------------------------------------------------------------------------
-# Scattered copies inside one process: runs to a buffer, a buffer to runs, runs to runs.
-#
-# No system call and no permission is needed. Copies of one length go together: seen through a dtype
-# of that many bytes and a stride of one byte, a memory is an array in which every byte begins an
-# element, and NumPy's indexing moves whole elements from anywhere to anywhere. So Python runs once
-# per distinct length and chunk, and alignment does not matter. Where many lengths are mixed, each
-# run is cut into powers of two, so that there are never more than a few groups.
-#
-# A gather whose runs lie a multiple of their length apart is one `np.take` straight into its
-# buffer, which needs no intermediate array and is twice as fast.
-# --------------------------------------------------------------------------------------------------
 
 CHUNK_BYTES = 1 << 18  # moved by one NumPy call: a tenth of a millisecond, and it stays cached
 # Longer runs are copied in pieces of this. Times the widest address space (2**48), it still fits 63
-# bits, which is what NumPy allows an array that spans all of it.
+# bits, which is the limit of NumPy for an array that spans all of it.
 PIECE_BYTES = 1 << 14
 PIECES_AT_A_TIME = 1 << 15
 MOST_LENGTHS = 8  # distinct ones, each copied as it is; beyond, runs are cut into powers of two
@@ -175,13 +184,11 @@ def _require_inside(name: str, memory: Bytes, offsets: Ints, lengths: Ints) -> N
         )
 
 
-# --------------------------------------------------------------------------------------------------
-
 ZEROS = np.zeros(CHUNK_BYTES, dtype=np.uint8)
 
 
-class HostMemory:
-    """Regions of host memory. Implements `memory.Memory`."""
+class HostMemory(Memory):
+    """Regions of host memory."""
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
         self._table = RegionTable.of(regions)
@@ -260,14 +267,6 @@ def _some(address: Ints, length: Ints, first: int) -> tuple[Ints, Ints]:
     return joined(runs, sizes)
 
 
-# --------------------------------------------------------------------------------------------------
-# Tables of (address, length) as the kernel takes them, made by NumPy and resumed anywhere.
-#
-# A table describes a stream of bytes: the ranges one after another. A system call takes at most
-# `VECTORS_PER_CALL` of them and moves what it likes; `Vectors` remembers how far the stream has
-# come and cuts the range that it stopped in. Python runs once per call, never per range.
-# --------------------------------------------------------------------------------------------------
-
 VECTORS_PER_CALL = 1024  # Linux's UIO_MAXIOV
 IOVEC_BYTES = 16
 SAMPLE = 512  # pairs of neighbours looked at before all are
@@ -338,27 +337,11 @@ def libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-# --------------------------------------------------------------------------------------------------
-# Same-host memory copies by `process_vm_readv` and `process_vm_writev`.
-#
-# One-sided: the other process takes no part, and only needs to stay alive. Copies come as three
-# integer arrays and leave as iovec tables, at most 1,024 a system call, so that Python runs once
-# per call and never per descriptor.
-#
-# Each side's neighbours are joined before anything is issued: the kernel pins pages once per remote
-# vector, so heads that lie together at the source and apart at the destination cost one pin, not
-# one each (twice the rate at 256 bytes a descriptor). Both tables always describe the same stream
-# of bytes; a call moves as much of it as both of its lists cover, and the next one resumes there,
-# in the middle of a vector where need be. A short transfer is therefore nothing special.
-#
-# The kernel checks every address on both sides: a wrong one is an error here, never a crash.
-# --------------------------------------------------------------------------------------------------
-
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 # pid, local table, local count, remote table, remote count -> bytes moved, or -1 with errno set
-Call = Callable[[int, int, int, int, int], int]
+SystemCall = Callable[[int, int, int, int, int], int]
 
 
 def read(pid: int, src: ArrayLike, dst: ArrayLike, length: ArrayLike) -> int:
@@ -382,7 +365,9 @@ def allow_any_reader() -> bool:
     return bool(prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0) == 0)
 
 
-def move(call: Call, pid: int, *, local: ArrayLike, remote: ArrayLike, length: ArrayLike) -> int:
+def move(
+    call: SystemCall, pid: int, *, local: ArrayLike, remote: ArrayLike, length: ArrayLike
+) -> int:
     """Move all copies through `call`, however little it moves at a time."""
     ours, theirs, lengths = (np.asarray(a, dtype=np.int64) for a in (local, remote, length))
     if not ours.shape == theirs.shape == lengths.shape or lengths.ndim != 1:
@@ -410,7 +395,7 @@ def move(call: Call, pid: int, *, local: ArrayLike, remote: ArrayLike, length: A
 
 
 @cache
-def system_call(name: str) -> Call:
+def system_call(name: str) -> SystemCall:
     """`process_vm_readv` or `process_vm_writev` of this system's C library, typed."""
     try:
         function = getattr(libc(), name)
@@ -456,50 +441,3 @@ def _error(code: int, pid: int, done: int, total: int) -> TransferError:
                 f"process {pid}: the system moved nothing, without error ({after})"
             )
     return TransferError(f"process {pid}: {os.strerror(code)} ({after})")
-
-
-# --------------------------------------------------------------------------------------------------
-# What is needed of memory that the kernel does not reach run by run.
-#
-#     gather    many runs of registered memory, one after another, into a staging buffer
-#     scatter   a staging buffer to many runs of registered memory
-#     zero      runs that nothing was written to
-#
-# For carriers, host memory needs none of it: the kernel sends from and receives into the runs
-# themselves. A GPU's memory hands out chunks (`StagedMemory`).
-#
-# Every method returns when it is done: what was gathered is in `into`, what was scattered is
-# visible to whoever uses that memory. Ranges outside of the memory are `OutOfBounds`, and nothing
-# is copied. Several threads may call at once, each with a buffer of its own.
-# --------------------------------------------------------------------------------------------------
-
-Ints = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
-
-
-class Memory(Protocol):
-    """Registered memory of this process, by address."""
-
-    def gather(self, address: Ints, length: Ints, into: Bytes) -> None: ...
-    def scatter(self, source: Bytes, address: Ints, length: Ints) -> None: ...
-    def zero(self, address: Ints, length: Ints) -> None: ...
-
-
-class StagedMemory(Memory, Protocol):
-    """Memory that hands out chunks of staging memory of its own, and works while one is used.
-
-    Chunks come in the order of the runs' bytes. Close the generator, also where it did not end:
-    then nothing that it began is under way.
-    """
-
-    def outgoing(self, address: Ints, length: Ints) -> Generator[Bytes]:
-        """The runs' bytes; a chunk holds them until the next one is asked for."""
-        ...
-
-    def incoming(self, address: Ints, length: Ints) -> Generator[Bytes]:
-        """Chunks to be filled before the next one is asked for; visible when it has ended."""
-        ...
-
-
-def is_staged(memory: Memory) -> TypeGuard[StagedMemory]:
-    return hasattr(memory, "outgoing")

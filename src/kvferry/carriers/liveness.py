@@ -1,22 +1,29 @@
 """Whether a peer still lives, told by one idle TCP connection.
 
-The data planes of foreign engines say late, vaguely or never that a peer is gone. So the owner of
-memory listens beside them, and who connects keeps that connection open. The kernel closes it when
-the process ends, however it ends; a host that vanishes is noticed by keep-alive within
+The data planes of libraries say late, vaguely or never that a peer is gone. So the owner of memory
+listens beside them, and a visitor keeps its connection open. The kernel closes it when the process
+ends, however it ends; keep-alive notices a host that vanishes within
 `IDLE_SECONDS + PROBES * PROBE_SECONDS`. This is all that is ever sent on it:
 
     visitor  -> owner    MAGIC, the token that the endpoint names
     owner    -> visitor  the incarnation that the endpoint names
     owner    -> visitor  GOODBYE, where its carrier is being closed
 
-Whoever hears a goodbye, or anything else, takes the peer for lost. That is not to say that none of
-its bytes are under way: its library may still be at work. The connection's end says that, because
-an owner lets go of it after its library, and the kernel with all others of the process. A network
-that fails says nothing.
+A visitor that reads a goodbye, or anything else, takes the peer for lost. Bytes of the peer may
+still be under way then, because its library may still be at work. Only the end of the connection
+says that none are: an owner closes it after its library, and the kernel with all other connections
+of the process. A network that fails says nothing.
 
-Neither side takes the other for somebody else: another process that got the same port has neither.
-A child that either side forks keeps no copy of the connection: it would outlive its end.
-The two are capabilities, not secrets on the wire: the connection is not encrypted.
+Neither side takes another process for its peer: a process that got the same port has neither the
+token nor the incarnation. Both are capabilities, not secrets on the wire: the connection is not
+encrypted.
+
+No forked child keeps a copy of these sockets. A connection ends, and a port is free, once the last
+process that has it lets go; while a child lived, peers would take its dead parent for alive. So a
+child closes its copies before it does anything else. It only closes them, which its parent does not
+notice; a shutdown would end them for both. Programs that are started by `exec` get none of these
+descriptors. `hang_up` shuts a connection down first: that holds for all copies, also for one that a
+child got in the microseconds before the socket was named here.
 """
 
 from __future__ import annotations
@@ -139,7 +146,7 @@ class PulseServer:
             self._drop(selector, visitor)
 
     def _pause(self) -> float | None:
-        """Seconds until something has to be done, though nobody says anything."""
+        """Seconds until something has to be done, though no visitor says anything."""
         if self._deaf_until:
             return max(0.0, self._deaf_until - time.monotonic())
         return 1.0 if any(until for _, until in self._visitors.values()) else None
@@ -297,31 +304,18 @@ def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
 
 
-# --------------------------------------------------------------------------------------------------
-# Sockets that no forked child keeps.
-#
-# A connection ends, and a port is free, once the last process that has it lets go. A forked child
-# has copies that it knows nothing of: as long as it lived, peers would take its dead parent for
-# alive. So a child closes its copies before it does anything else. It only closes them, which its
-# parent does not notice; to shut them down would end them for both. (Programs that are started by
-# `exec` get none of these descriptors anyway.)
-#
-# Who ends a connection for good shuts it down first: that holds for all copies, also for one that a
-# child got in the microseconds before it was named here.
-# --------------------------------------------------------------------------------------------------
-
 _ours: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def ours_alone(sock: socket.socket) -> socket.socket:
-    """The same, which children of this process close."""
+    """The same socket, which forked children of this process close."""
     _ours.add(sock)
     return sock
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Close it, whoever else has a copy. Idempotent."""
-    with contextlib.suppress(OSError):  # nobody is connected any more
+    """End the connection, also where another process has a copy of it. Idempotent."""
+    with contextlib.suppress(OSError):  # it was not connected any more
         sock.shutdown(socket.SHUT_RDWR)
     sock.close()
 

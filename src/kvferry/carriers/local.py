@@ -1,21 +1,27 @@
 """The carrier on one host: the kernel copies between the two processes, one-sided.
 
 `register` lets processes of the same user reach this one's memory. `connect` first has the owner
-vouch for the endpoint (vouch.py): the kernel says which process that is, and the process that it
-made the endpoint. So no peer can have this process read memory that its owner has not registered,
-and least of all its own, whatever an endpoint names. `connect` then reads the owner's *token*,
-sixteen random bytes, and a byte of every region. The token is read again before and after every
-transfer. A process that died, a recycled pid, a carrier that was closed: none of them has it at
-that address, so none can be taken for the peer.
+vouch for the endpoint (vouch.py): the kernel says which process answers, and that process says that
+it made the endpoint. So no peer can have this process read memory that its owner has not
+registered, least of all its own, whatever an endpoint names. `connect` then reads the owner's
+*token*, sixteen random bytes, and a byte of every region. The token is read again before and after
+every transfer. A process that died, a recycled pid, a carrier that was closed: none of them has the
+token at that address, so none can be taken for the peer.
 
 Where this is not possible (Yama, seccomp, another pid namespace, user or host, a carrier of this
-very process), the carrier falls back to tcp by itself and says so once. Whoever connects must know
-the secret, or be of the same user where none is configured; the endpoint holds no secret.
+very process), the carrier falls back to tcp by itself and says so once. A process that connects
+then must know the secret, or be of the same user where none is configured. The endpoint holds no
+secret.
 
-Short runs that lie close together go through a buffer of the initiator's.
+A slice moves run by run, or short runs go through a buffer of the initiator's. The kernel takes
+longer for one more run than for a kilobyte more. So a read of short runs that lie close together at
+the peer takes the long ranges that *cover* them into a buffer, and places the runs from there. Both
+ends of a cover lie in the same registered region, so a cover never leaves it. A write of covers
+would destroy the bytes between the runs. But where short runs touch at the peer and lie apart here,
+a write gathers them first, and writes them as one.
 
-The owner cannot stop a peer's writes here (`can_revoke` is false), and the kernel checks addresses
-but not regions: the initiator does, against what the owner has vouched for.
+The owner cannot stop a peer's writes here (`can_revoke` is false). The kernel checks addresses, but
+not regions: the initiator does, against those that the owner has vouched for.
 """
 
 from __future__ import annotations
@@ -36,14 +42,17 @@ from kvferry.carriers import host
 from kvferry.carriers.base import (
     WINDOW,
     Arrays,
+    Bytes,
+    Carrier,
     CopyArrays,
+    Ints,
     MemoryRegion,
     RegionTable,
     Transfer,
     require_all,
     slices,
 )
-from kvferry.carriers.host import Bytes, HostMemory, Ints, joined
+from kvferry.carriers.host import HostMemory, joined
 from kvferry.carriers.tcp.carrier import LOOPBACK, TcpCarrier
 from kvferry.carriers.tcp.client import TcpPeer
 from kvferry.carriers.transfer import Job, Workers, share
@@ -134,11 +143,10 @@ class LocalPeer:
             host.read(self.pid, self.regions.starts, where, np.ones(count, dtype=np.int64))
 
 
-class LocalCarrier:
+class LocalCarrier(Carrier):
     """`secret`, `writable` and `admits` are those of the fallback: see `TcpCarrier`."""
 
     name = "local"
-    can_revoke = False
 
     def __init__(
         self,
@@ -167,7 +175,7 @@ class LocalCarrier:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """What peers that fell back to tcp were served."""
+        """Counts of the tcp server, for peers that fell back to it."""
         return self._tcp.counters
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
@@ -220,6 +228,9 @@ class LocalCarrier:
             return self._tcp.write(peer.tcp, copies)
         return self._submit(peer, copies, reading=False)
 
+    def detour_to(self, peer: LocalPeer) -> str:
+        return peer.detour
+
     def disconnect(self, peer: LocalPeer) -> None:
         peer.connected = False
         if peer.tcp is not None:
@@ -236,7 +247,7 @@ class LocalCarrier:
     def _why_not_directly(
         self, endpoint: LocalEndpoint, peer: LocalPeer, raw: bytes, deadline: float
     ) -> str:
-        """What stands between this process and the peer's memory; raises if the peer is gone."""
+        """Why this process cannot reach the peer's memory; raises if the peer is gone."""
         if self._force_fallback:
             return "it was told to"
         if endpoint.boot != _boot():
@@ -307,20 +318,10 @@ def _text(path: str) -> str:
         return ""
 
 
-# --------------------------------------------------------------------------------------------------
-# How `local` moves a slice: run by run, or short runs through a buffer.
-#
-# The kernel takes longer for one more run than for a kilobyte more. So a read of short runs that
-# lie close together over there takes the long ranges that *cover* them into a buffer, and places
-# the runs from there. Both ends of a cover lie in the same registered region, so a cover never
-# leaves it. A write would destroy what lies between the runs; but where short runs touch over there
-# and lie apart here, it gathers them first, and writes them as one.
-# --------------------------------------------------------------------------------------------------
-
-# Of reads: from the beginning of one run to that of the next (docs/benchmarks.md, "Carriers"). Runs
-# that touch win nothing.
+# Of covered reads: from the beginning of one run to that of the next (docs/benchmarks.md,
+# "Carriers"). Runs that touch win nothing.
 MOST_STEP_BYTES = 1 << 10
-MOST_GATHERED_BYTES = 128  # of writes: a run's
+MOST_GATHERED_BYTES = 128  # of a run in a gathered write
 BUFFER_BYTES = WINDOW * MOST_GATHERED_BYTES  # of each thread: a slice of runs that are gathered
 COVERED_RUNS = BUFFER_BYTES // MOST_STEP_BYTES  # at a time
 
@@ -330,7 +331,7 @@ class LocalMover:
 
     def __init__(self) -> None:
         self._mine = threading.local()
-        self.memory = HostMemory([])  # set by who owns the regions
+        self.memory = HostMemory([])  # set by the carrier, which knows the regions
 
     def move(self, pid: int, regions: RegionTable, part: Arrays, *, reading: bool) -> None:
         """One of `slices`: at most `WINDOW` copies, none of them empty."""
@@ -371,7 +372,7 @@ def covers_pay(part: Arrays) -> bool:
 
 
 def gathering_pays(part: Arrays) -> bool:
-    """Whether most runs are short, and touch the one before them over there, but not here."""
+    """Whether most runs are short, and touch the one before them at the peer, but not here."""
     if int(part.length.max()) > MOST_GATHERED_BYTES:
         return False
     here, there = (a[1:] == a[:-1] + part.length[:-1] for a in (part.src, part.dst))

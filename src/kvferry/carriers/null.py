@@ -25,6 +25,7 @@ import numpy as np
 from kvferry.carriers import host
 from kvferry.carriers.base import (
     Arrays,
+    Carrier,
     CopyArrays,
     MemoryRegion,
     RegionTable,
@@ -41,7 +42,7 @@ STALL_TICK_SECONDS = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What goes wrong, once each. Copies count from 1, from when the faults were set."""
+    """Faults that happen once each. Copies count from 1, from when the faults were set."""
 
     fail_at: int | None = None  # the transfer ends with `TransferError` before this copy
     lose_peer_at: int | None = None  # ... or with `PeerLost`
@@ -56,7 +57,7 @@ class Faults:
 
 @dataclass
 class Fabric:
-    """What connects the null carriers of one process."""
+    """The null carriers of one process that reach each other."""
 
     carriers: dict[bytes, NullCarrier] = field(default_factory=dict)
 
@@ -82,11 +83,10 @@ class NullPeer:
         return self._carrier.table
 
 
-class NullCarrier:
+class NullCarrier(Carrier):
     """Copies within this process, on worker threads."""
 
     name = "null"
-    can_revoke = False
 
     def __init__(
         self, fabric: Fabric | None = None, *, faults: Faults | None = None, workers: int = 2

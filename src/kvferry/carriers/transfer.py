@@ -3,10 +3,10 @@
     queued --> running --> done
        |          |------> failed   with the error that `wait` raises
        '--cancel--'------> failed   with `Cancelled`
-                  '------> given up: failed for who waits, and not settled before the work returns
+                  '------> given up: failed for callers, and not settled before the work returns
 
 A job's work is a function of the job. It calls `checkpoint()` between bounded pieces, which raises
-once the job was cancelled; work that blocks in a system call says with `woken_by` what wakes it.
+once the job was cancelled. Work that blocks in a system call names in `woken_by` how to wake it.
 `cancel()` returns when the work has ended, so no byte of it can arrive after that.
 """
 
@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 from kvferry.carriers.base import TransferState
-from kvferry.errors import Cancelled, DeadlineExceeded, TransferError
+from kvferry.errors import Cancelled, DeadlineExceeded, HandoverError, TransferError
+from kvferry.workers import Threads
 
 T = TypeVar("T")
 
-CANCEL_SECONDS = 10.0  # the bound of `cancel`; what can be woken takes milliseconds
+CANCEL_SECONDS = 10.0  # the bound of `cancel`; work that can be woken takes milliseconds
 
 
 class Latch:
@@ -88,7 +89,7 @@ class Job:
         return not self._ended.is_set() or self._under_way
 
     def give_up(self, error: TransferError) -> None:
-        """By the work, which goes on: who waits hears at once why it fails."""
+        """By the work, which goes on: callers that wait hear at once why it fails."""
         with self._lock:
             if not self._ended.is_set():
                 self._under_way = True
@@ -130,7 +131,7 @@ class Job:
 
     @contextlib.contextmanager
     def woken_by(self, wake: Callable[[], None]) -> Iterator[None]:
-        """What ends the system call that the work blocks in; must not block itself."""
+        """`wake` ends the system call that the work blocks in, and must not block itself."""
         with self._lock:
             self._wake = wake
         try:
@@ -174,37 +175,25 @@ class Job:
 
 
 class Workers:
-    """Up to `count` daemon threads, started when they are needed, that run jobs in order."""
+    """Up to `count` threads that run the jobs of a carrier, or of one of its peers, in order."""
 
     def __init__(self, name: str, count: int) -> None:
-        self._name, self._count = name, count
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._threads = Threads(name, count)
         self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
         self._live: set[Job] = set()
-        self._closed = False
 
     def submit(self, job: Job) -> Job:
+        """Have it run soon. A job that never will be has failed when this returns."""
         with self._lock:
-            if self._closed:
-                job.request_cancel("the carrier is closed")
-                return job
             self._live.add(job)
-            # one thread for each job that is queued or running, up to the limit
-            if len(self._threads) < min(self._count, len(self._live)):
-                thread = threading.Thread(
-                    target=self._loop, name=f"{self._name}-{len(self._threads)}", daemon=True
-                )
-                try:
-                    thread.start()
-                except RuntimeError as error:
-                    if not self._threads:  # where there is one, it does this job too, later
-                        self._live.discard(job)
-                        job.refuse(TransferError(f"no thread for it can be started: {error}"))
-                        return job
-                else:
-                    self._threads.append(thread)
-            self._queue.put(job)
+        try:
+            self._threads.submit(partial(self._run, job))
+        except Cancelled:
+            job.request_cancel("the carrier is closed")
+            self._forget(job)
+        except HandoverError as error:
+            job.refuse(TransferError(str(error)))
+            self._forget(job)
         return job
 
     @property
@@ -215,24 +204,18 @@ class Workers:
 
     def close(self, seconds: float = CANCEL_SECONDS) -> None:
         """Cancel all jobs and end the threads. Idempotent."""
-        with self._lock:
-            self._closed = True
-            jobs, threads = list(self._live), list(self._threads)
-            for _ in threads:
-                self._queue.put(None)
-        for job in jobs:
+        self._threads.close()
+        for job in self.busy:
             job.request_cancel("the carrier was closed")
-        until = time.monotonic() + seconds
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))
+        self._threads.join(seconds)
 
-    def _loop(self) -> None:
-        while (job := self._queue.get()) is not None:
-            job.run()
-            with self._lock:
-                self._live.discard(job)
-            del job
+    def _run(self, job: Job) -> None:
+        job.run()
+        self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        with self._lock:
+            self._live.discard(job)
 
 
 def share(

@@ -2,15 +2,15 @@
 
 An endpoint of `local` or `cuda` names memory: a process and its regions, or handles of a GPU's
 allocations. It comes from a peer, and a peer may lie: it may name this very process, or regions
-that nobody registered. So whoever is about to reach that memory asks the owner first, on a socket
-that only processes of this user can open:
+that were never registered. So a process that is about to reach that memory asks the owner first, on
+a socket that only processes of this user can open:
 
     reader  -> owner   SHA-256 of the endpoint, as it was received
     owner   -> reader  YES where one of its open carriers made exactly that endpoint, else NO
 
-The kernel says which process answered, and which user's it is (`SO_PEERCRED`). What the endpoint
-says then is what that process itself says: regions that it registered, and where its token lies.
-A peer of another user or on another host cannot answer here, whatever secrets it knows.
+The kernel says which process answered, and which user's it is (`SO_PEERCRED`). The endpoint's
+content is then that process's own word: regions that it registered, and where its token lies. A
+peer of another user or on another host cannot answer here, whatever secrets it knows.
 
 Each process has one such socket while it has such carriers, and one thread that answers. Sockets
 lie in the runtime directory of the user (`keys.py`); an endpoint names the file, never a path.
@@ -41,7 +41,7 @@ YES, NO = b"\1", b"\0"
 DIGEST_BYTES = 32
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 ASK_SECONDS = 5.0  # the owner's thread only compares: a process that takes longer is stopped
-ANSWER_SECONDS = 1.0  # for one of ours to say what it asks
+ANSWER_SECONDS = 1.0  # for a process of this user to send its question
 PREFIX = "vouch-"
 _NAME = re.compile(PREFIX + r"[0-9a-f]{32}")
 
@@ -135,7 +135,7 @@ def forget(endpoints: Iterable[bytes]) -> None:
 
 
 class _Voucher:
-    """The socket of this process, and what it vouches for."""
+    """The socket of this process, and the endpoints that it vouches for."""
 
     def __init__(self) -> None:
         self.name = PREFIX + secrets.token_hex(16)
@@ -147,7 +147,7 @@ class _Voucher:
             self._listener.bind(str(unheard))
             self._listener.listen(128)
             threading.Thread(target=self._answer_all, name="kvferry-vouch", daemon=True).start()
-            unheard.rename(self._path)  # whoever sees it finds somebody who listens
+            unheard.rename(self._path)  # a process that sees it finds a listener
         except BaseException:
             hang_up(self._listener)
             unheard.unlink(missing_ok=True)
@@ -178,7 +178,7 @@ _lock = threading.Lock()
 
 
 def _begin_anew() -> None:
-    """In a forked child: what its parent vouches for is the parent's."""
+    """In a forked child: the parent vouches for its own endpoints."""
     global _voucher, _lock
     _voucher, _lock = None, threading.Lock()
 
@@ -193,7 +193,7 @@ def _sweep() -> None:
             probe.settimeout(ANSWER_SECONDS)
             try:
                 probe.connect(str(path))
-            except ConnectionRefusedError:  # nobody listens any more
+            except ConnectionRefusedError:  # its process is gone
                 path.unlink(missing_ok=True)
 
 

@@ -53,9 +53,9 @@ TITLES = [
     "ns each",
     "same bytes",
 ]
-MOVED = ("gpu", "handover", "pool", "stall")  # benchmarks of the repository, not of the package
+MOVED = ("gpu", "handover", "pool", "stall")  # benchmarks outside the package
 bench = typer.Typer(
-    help="Measure planning and carriers, beside what else is installed.", no_args_is_help=True
+    help="Measure planning and carriers, beside other libraries.", no_args_is_help=True
 )
 
 
@@ -65,7 +65,7 @@ def bench_plan(
     html: Html = None,
     quick: Annotated[bool, typer.Option(help="Fewer cases and repeats.")] = False,
 ) -> None:
-    """Planning speed, beside vLLM's planner where it is installed."""
+    """Measure planning speed, beside vLLM's planner if it is installed."""
     from kvferry.bench.plan import run
 
     with libraries_to_stderr():
@@ -83,12 +83,12 @@ def bench_transport(
     sizes: Annotated[str, typer.Option(help="Descriptor sizes in bytes, with commas.")] = "",
     seconds: Annotated[float, typer.Option(help="Seconds for each size.", min=0)] = 1.0,
     carriers: Annotated[
-        str, typer.Option(help="Which ones, with commas; else all that there are.")
+        str, typer.Option(help="Carriers to measure, with commas (default: all).")
     ] = "",
     as_json: Json = False,
     html: Html = None,
 ) -> None:
-    """What the carriers move, beside their libraries, memcpy and a plain socket in one run."""
+    """Measure the carriers, beside their libraries, memcpy and a plain socket in one run."""
     from kvferry.bench.transport import SIZES, lines, run
 
     with refusals():
@@ -108,7 +108,7 @@ def bench_transport(
 
 
 def _moved(name: str) -> None:
-    """A hidden command that names the one which replaced it, whatever its arguments are."""
+    """A hidden command that names its replacement, whatever its arguments are."""
     anything = {"ignore_unknown_options": True, "allow_extra_args": True}
 
     @bench.command(name, hidden=True, add_help_option=False, context_settings=anything)
@@ -206,7 +206,7 @@ def _notes(result: BenchResult) -> list[str]:
 
 
 def transport_bench_page(result: TransportResult) -> str:
-    """One self-contained page: what each carrier moves by descriptor size, for each direction."""
+    """One self-contained page: each carrier's rates by descriptor size, for each direction."""
     from kvferry.bench.transport import target_lines
 
     sizes = sorted({row.descriptor_bytes for row in result.results})
@@ -283,7 +283,7 @@ class Line:
     name: str
     colour: str
     points: Sequence[tuple[float, float]]
-    dash: str = ""  # of SVG; a limit, drawn without points
+    dash: str = ""  # an SVG dash pattern; such a line is a limit, drawn without points
 
 
 def _log_plot(

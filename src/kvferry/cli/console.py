@@ -1,4 +1,4 @@
-"""What all commands share: where they print, and how they refuse."""
+"""Printing and error messages of all commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Html = Annotated[Path | None, typer.Option("--html", help="Write a self-containe
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Errors of ours are for people: one paragraph, no stack trace."""
+    """Print kvferry's errors as one paragraph without a stack trace, and exit with status 2."""
     try:
         yield
     except (KvferryError, MemoryError) as error:
@@ -36,7 +36,7 @@ def refusals() -> Iterator[None]:
 
 @contextmanager
 def libraries_to_stderr() -> Iterator[None]:
-    """Keep standard output for results: what libraries print goes to standard error instead."""
+    """Send what libraries print to standard error, so that standard output has only results."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""`kvferry demo` on a terminal: progress, result, and where the picture is."""
+"""`kvferry demo` on a terminal: progress, result, and the picture's path."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Bars(Watch):
 
     def phase(self, name: str, total_bytes: int) -> None:
         done = self.progress.tasks[-1].total
-        if done is None:  # starting has no bytes to show
+        if done is None:  # the start phase has no bytes to show
             self.progress.remove_task(self.task)
         else:
             self.progress.update(self.task, completed=done)
@@ -71,7 +71,7 @@ def demo(
     as_json: bool = False,
     html: Path | None = PICTURE,
 ) -> int:
-    """Run the demo on a terminal; 0 when every byte is right, 1 when not."""
+    """Run the demo on a terminal. Returns 0 if every byte is right, else 1."""
     progress_console = Console(stderr=True)
     columns = (TextColumn("{task.description:6}"), BarColumn(), DownloadColumn(binary_units=True))
     with ExitStack() as stack:

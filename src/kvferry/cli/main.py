@@ -16,7 +16,7 @@ from kvferry.cli.console import Html, Json, keep_page, print_json, refusals
 from kvferry.errors import DescriptionError
 from kvferry.layout.shape import EngineShape
 
-MOST_TOKENS = 1 << 27  # more than any model's context; `plan` makes block tables for all of them
+MOST_TOKENS = 1 << 27  # more than any model's context; `plan` makes block tables for this many
 
 app = typer.Typer(
     help="Moves and shares KV caches between LLM engines of any shape.",
@@ -71,7 +71,7 @@ def plan(
     as_json: Json = False,
     html: Html = None,
 ) -> None:
-    """Who sends what to whom, and what it costs, before anything runs."""
+    """Show which rank sends what to which rank, and what it costs, before anything runs."""
     from kvferry.cli.plan import print_plan
     from kvferry.layout.presets import load_model
     from kvferry.plan.report import report
@@ -106,7 +106,7 @@ def demo(
     requests: Annotated[int, typer.Option(help="Requests to move.")] = 300,
     gib: Annotated[float, typer.Option(help="GiB to move at least.")] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
-    method: Annotated[str, typer.Option(help="auto, or vm: `local`, and no other.")] = "auto",
+    method: Annotated[str, typer.Option(help="auto, or vm: the carrier `local` only.")] = "auto",
     transport: Annotated[
         str, typer.Option(help="A carrier: auto, local, tcp, mooncake, nixl, cuda.")
     ] = "",
@@ -170,7 +170,7 @@ def router(
         typer.Option(help="A limit as name=value (docs/configuration.md); may be repeated."),
     ] = None,
 ) -> None:
-    """An OpenAI-compatible front door: prefill on one engine, decode on another."""
+    """Serve an OpenAI-compatible API: prefill on one engine, decode on another."""
     with refusals():
         try:
             from kvferry.router.api import Limits
@@ -197,7 +197,7 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What is installed, permitted and reachable, and what to do about what is missing."""
+    """Show what is installed, permitted and reachable, with advice for what is missing."""
     from kvferry.cli.doctor import doctor as examine
     from kvferry.cli.doctor.checks import Settings
 

@@ -1,4 +1,8 @@
-"""Plans and models as terminal tables."""
+"""Plans and models as terminal tables, and a plan's picture as one HTML page.
+
+The page contains its style, script and data, so that it opens from a file, can be mailed, and
+loads nothing from a server. The template `plan.html` does all the drawing.
+"""
 
 from __future__ import annotations
 
@@ -91,22 +95,15 @@ def _summary(report: PlanReport, link_bytes_per_s: float | None) -> list[str]:
     return lines
 
 
-# --------------------------------------------------------------------------------------------------
-# The picture of a plan: one HTML page that draws who sends which layers and heads to whom.
-#
-# The page is complete in itself: style, script and data are inside, so that it opens from a file,
-# can be mailed, and asks no server for anything. All drawing is done by the template, `plan.html`.
-# --------------------------------------------------------------------------------------------------
-
 PLACEHOLDER = "__PLAN_DATA__"
-# Inside <script>, HTML ends the data at "</" and opens a comment at "<!--", whatever JSON says;
-# U+2028 and U+2029 are line ends to older script parsers. As escapes all are plain JSON.
+# Inside <script>, HTML ends the data at "</" and opens a comment at "<!--", even in a JSON string.
+# Older script parsers take U+2028 and U+2029 for line ends. As escapes, all are plain JSON.
 _ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
 
 def plan_page(report: PlanReport, link_bytes_per_s: float | None) -> str:
-    """A self-contained HTML page for `report`; with a link's rate it also shows the time."""
-    # Ranks that carry nothing have no edge, so the page gets all ranks from the shapes.
+    """A self-contained HTML page for `report`. With a link's rate it also shows the time."""
+    # Ranks without bytes have no edge, so the page gets all ranks from the shapes.
     ranks = {
         "src": [list(rank) for rank in EngineShape.parse(report.src).ranks],
         "dst": [list(rank) for rank in EngineShape.parse(report.dst).ranks],
@@ -119,7 +116,7 @@ def plan_page(report: PlanReport, link_bytes_per_s: float | None) -> str:
 
 
 def write_page(path: Path, page: str, what: str) -> None:
-    """Keep a page in a file, whose folders are made."""
+    """Write a page to a file, and make its folders."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")

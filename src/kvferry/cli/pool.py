@@ -1,4 +1,4 @@
-"""`kvferry pool`: look at the embedded store of this host, and change it, while engines use it."""
+"""`kvferry pool`: show and change the embedded store of this host while engines use it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LONG_SECONDS = 3600.0
 
 @contextmanager
 def _opened(directory: Path | None, disk: Path | None) -> Iterator[EmbeddedStore]:
-    """An existing store, with the sizes that it has; never creates one."""
+    """Open an existing store with its own sizes. Never creates a store."""
     with refusals():
         place = directory or default_directory()
         found = peek(place / "index")
@@ -54,7 +54,7 @@ def _opened(directory: Path | None, disk: Path | None) -> Iterator[EmbeddedStore
 
 @app.command()
 def stats(directory: Directory = None, disk: Disk = None, as_json: Json = False) -> None:
-    """What it holds, and what has happened to it."""
+    """Show what the store holds, and its counters."""
     with _opened(directory, disk) as store:
         values = {**asdict(store.stats()), **store.counters(), "policy": store.learned()}
     if as_json:
@@ -69,10 +69,10 @@ def stats(directory: Directory = None, disk: Disk = None, as_json: Json = False)
 def list_objects(
     directory: Directory = None,
     disk: Disk = None,
-    limit: Annotated[int, typer.Option(help="At most so many.", min=0)] = 50,
+    limit: Annotated[int, typer.Option(help="Most objects to list.", min=0)] = 50,
     as_json: Json = False,
 ) -> None:
-    """Objects, the next to be evicted first."""
+    """List objects, the next to be evicted first."""
     with _opened(directory, disk) as store:
         listed = list(itertools.islice(store.listed(), limit))
     if as_json:
@@ -89,16 +89,16 @@ def list_objects(
 
 @app.command()
 def verify(directory: Directory = None, disk: Disk = None, as_json: Json = False) -> None:
-    """Read every object and check it; what is wrong is removed. Status 1 where something was, 2
-    where nothing was, but something could not be read."""
+    """Read and check every object, and remove damaged ones. Status 1: some were damaged. Status 2:
+    none was, but some could not be read."""
     with _opened(directory, disk) as store:
         found = store.verify(time.monotonic() + LONG_SECONDS)
     if as_json:
         print_json({"good": found.good, "corrupt": found.corrupt, "unread": found.unread})
     else:
         print(
-            f"{found.good:,} objects are what was written, {found.corrupt:,} were not and are "
-            "removed" + (f", {found.unread:,} could not be read" if found.unread else "")
+            f"{found.good:,} objects are intact, {found.corrupt:,} were damaged and are removed"
+            + (f", {found.unread:,} could not be read" if found.unread else "")
         )
     if found.why:
         err.print(f"not read: {escape(found.why)}", highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`kvferry verify`: the sweep, with progress, for people and for programs."""
+"""`kvferry verify`: the sweep with a progress bar, and its result as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN_MISMATCHES = 5
 
 
 def run_sweep(pairs: int, seed: int, processes: int, replay: int | None, as_json: bool) -> bool:
-    """Whether everything agreed."""
+    """Run the sweep, or replay one pair. Returns whether all pairs agreed."""
     console = Console(stderr=as_json)
     if replay is not None:
         result = check(seed, replay)

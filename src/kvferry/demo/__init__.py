@@ -1,1 +1,1 @@
-"""Two engines on one machine: real processes, real memory, every byte checked."""
+"""A hand-over between two engines of different shape on one machine, with every byte checked."""

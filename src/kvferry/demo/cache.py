@@ -1,10 +1,10 @@
-"""What every byte of the demo's caches should be, found without the planner.
+"""The expected value of every byte of the demo's caches, computed without the planner.
 
-Each logical byte (request, group, component, layer, entry, unit, byte of the unit) has a value of
-its own, from a hash. Producers write these values, and consumers look for them, through plain NumPy
-views of a rank's memory: the memory is reshaped in the engine's physical order and transposed to
-the logical one. No placement, stride or address of the layout and plan rooms is used, so that a
-mistake there cannot hide itself here.
+A hash gives each logical byte (request, group, component, layer, entry, unit, byte of the unit) its
+own value. Producers write these values and consumers look for them, through plain NumPy views of a
+rank's memory: the memory is reshaped in the engine's physical order and transposed to the logical
+one. These views use no placement, stride or address of `layout` and `plan`, so that the check finds
+mistakes there.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Words = NDArray[np.uint64]
 
 POISON = 0x5A  # source bytes that belong to no request
 CANARY = 0xA5  # destination bytes that nothing may write
-CHUNK_BYTES = 2 << 20  # of values made at a time: stays in the cache
-ABSENT = -1  # entry of a slot that holds none
+CHUNK_BYTES = 2 << 20  # of values made at a time, so that they stay in the processor's cache
+ABSENT = -1  # stands for the entry of an empty slot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
     """One component on one rank.
 
-    `array` has the axes layer, block, kernel block, slot, unit and then what a unit is made of, in
+    `array` has the axes layer, block, kernel block, slot, unit, and then the axes of a unit, in
     logical order, as unsigned words of one size.
     """
 
@@ -55,7 +55,7 @@ class View:
         return (slice(start, start + step) for start in range(0, len(ids), step))
 
 
-# --- content -----------------------------------------------------------------------------------
+# Content
 
 
 def _mix(values: Words) -> Words:
@@ -68,7 +68,8 @@ def _mix(values: Words) -> Words:
 def content(view: View, key: tuple[int, ...], entries: Ints) -> NDArray[Any]:
     """Values of these entries (blocks x kernel blocks x slots) in the form of `view.array`.
 
-    `key` says whose they are; absent entries get values too, to be overwritten by the caller.
+    `key` names the request and the component. Absent entries get values too; the caller overwrites
+    them.
     """
     seed = np.asarray(np.random.SeedSequence(key).generate_state(1, np.uint64))
     layers = _mix(np.asarray(view.layers, dtype=np.uint64) + seed)
@@ -87,7 +88,7 @@ def content(view: View, key: tuple[int, ...], entries: Ints) -> NDArray[Any]:
 
 
 def write_entries(view: View, key: tuple[int, ...], ids: Ints, entries: Ints) -> int:
-    """Store entries in blocks `ids`, poison in their slots without one; say how many bytes."""
+    """Write entries into blocks `ids`, and poison into empty slots. Returns the number of bytes."""
     for part in view.chunks(ids):
         values = content(view, key, entries[part])
         values[:, entries[part] == ABSENT] = _repeated(POISON, view.array.dtype)
@@ -96,7 +97,7 @@ def write_entries(view: View, key: tuple[int, ...], ids: Ints, entries: Ints) ->
 
 
 def wrong_entries(view: View, key: tuple[int, ...], ids: Ints, entries: Ints) -> int:
-    """Bytes of blocks `ids` that are not these entries, or not zero where there is none."""
+    """Number of wrong bytes in blocks `ids`. Empty slots must be zero."""
     wrong = 0
     for part in view.chunks(ids):
         values = content(view, key, entries[part])
@@ -111,7 +112,7 @@ def write_byte(view: View, ids: Ints, byte: int) -> None:
 
 
 def wrong_byte(view: View, ids: Ints, byte: int) -> int:
-    """Bytes of blocks `ids` that are not `byte`."""
+    """Number of bytes in blocks `ids` that are not `byte`."""
     wrong = 0
     for part in view.chunks(ids):
         found = view.array[:, ids[part]]
@@ -130,11 +131,11 @@ def _differing(found: NDArray[Any], expected: NDArray[Any]) -> int:
     return int(np.count_nonzero(a != b))
 
 
-# --- which entry lies in which slot --------------------------------------------------------------
+# Which entry lies in which slot
 
 
 def slot_entries(group: Group, shape: EngineShape, tp_rank: int, blocks: Span, held: Span) -> Ints:
-    """Entry in each slot (blocks x kernel blocks x slots) of a request's blocks on one rank."""
+    """The entry in each slot (blocks x kernel blocks x slots) of a request's blocks on one rank."""
     block, kernel = shape.entries(group)
     per = max(1, shape.interleave // group.tokens_per_entry)
     ranks = shape.dcp_for(group)
@@ -151,16 +152,16 @@ def slot_entries(group: Group, shape: EngineShape, tp_rank: int, blocks: Span, h
     return entries.reshape(-1, block // kernel, kernel)
 
 
-# --- which entries a request has, on both sides ------------------------------------------------
+# Which entries a request has, on both sides
 
 
 def block_span(group: Group, shape: EngineShape) -> int:
-    """Entries that one block stands for, over the ranks that share them."""
+    """Entries that one block covers, over the ranks that share them."""
     return shape.entries(group)[0] * shape.dcp_for(group)
 
 
 def is_single(group: Group) -> bool:
-    """One block a request, whatever its length; never part of a held prefix."""
+    """Whether the group has one block per request, whatever its length. Never in a held prefix."""
     return group.residency.kind in ("state", "ring")
 
 
@@ -168,14 +169,14 @@ def is_single(group: Group) -> bool:
 class Extent:
     """Entries of one group of a request, in blocks of one side."""
 
-    blocks: int  # that the request's table has
-    first_held: int  # block number; those before it were dropped
+    blocks: int  # in the request's table
+    first_held: int  # block number; the blocks before it were dropped
     entries: Span  # that lie in the blocks
-    first_loaded: int = 0  # block number; those before it are not to be touched
+    first_loaded: int = 0  # block number; a load must not touch the blocks before it
 
 
 def source_extent(group: Group, src: EngineShape, tokens: int) -> Extent:
-    """What the source holds of a request."""
+    """The entries that the source holds of a request."""
     stop, needed = _stop_and_needed(group, tokens)
     if is_single(group):
         return Extent(1, 0, Span(needed, stop))
@@ -188,8 +189,10 @@ def source_extent(group: Group, src: EngineShape, tokens: int) -> Extent:
 def destination_extent(
     group: Group, src: EngineShape, dst: EngineShape, tokens: int, skip: int
 ) -> Extent:
-    """What the destination should hold after loading a request: what it lacks, as whole blocks,
-    as far as the source still has it."""
+    """The entries that the destination should hold after a load.
+
+    It loads what it lacks, in whole blocks, as far as the source still has it.
+    """
     given = source_extent(group, src, tokens)
     if is_single(group):
         return given
@@ -205,7 +208,7 @@ def destination_extent(
 
 
 def _stop_and_needed(group: Group, tokens: int) -> tuple[int, int]:
-    """End of the entries that exist, and the first one that the next token reads."""
+    """The end of the existing entries, and the first entry that the next token reads."""
     if group.is_state:
         return 1, 0
     per = group.tokens_per_entry
@@ -213,7 +216,7 @@ def _stop_and_needed(group: Group, tokens: int) -> tuple[int, int]:
     return stop, group.residency.needed_from(tokens) // per
 
 
-# --- views of memory -----------------------------------------------------------------------------
+# Views of memory
 
 
 def make_views(
@@ -223,7 +226,7 @@ def make_views(
     num_blocks: int,
     regions: dict[str, Bytes],
 ) -> list[View]:
-    """All components that a rank holds. `regions` is its memory, by the names of its layout."""
+    """Views of all components on a rank. `regions` is its memory, by the names of its layout."""
     held = {g.name: shape.layers(model, g, rank.pp) for g in model.groups}
     most = max(map(len, held.values()))
     views = []
@@ -246,11 +249,11 @@ class _Pager:
     layers: int
 
     def components(self, regions: dict[str, Bytes]) -> Iterator[tuple[Component, Bytes]]:
-        """Bytes with the axes layer, block, kernel block, slot, unit, and what is in a unit."""
+        """Bytes with the axes layer, block, kernel block, slot, unit, and the axes of a unit."""
         interior = self.shape.interior_for(self.group)
         if interior.partition(":")[0] == "opaque":
             raise DescriptionError(
-                f"group {self.group.name!r}: what lies inside an opaque page is not known, so it "
+                f"group {self.group.name!r}: the content of an opaque page is not known, so it "
                 "cannot be checked; choose another interior"
             )
         if interior == "split" and len(self.group.components) > 1:
@@ -281,10 +284,10 @@ class _Pager:
         return self.shape.units(self.group, component, self.rank.tp).size
 
     def _grid(self, memory: Bytes, order: str, sizes: dict[str, int]) -> Bytes:
-        """Memory in this physical order, axes sorted L, B, N, H, C; B is split in two."""
+        """Memory of this physical order, with axes sorted L, B, N, H, C; B is split in two."""
         ratio, _ = self._split
         sizes = {"L": self.layers, "B": self.num_blocks * ratio} | sizes
-        if sizes.get("H") == 1:  # one head lies wherever the order would put it
+        if sizes.get("H") == 1:  # with one head, the place of its axis makes no difference
             order = order.replace("H", "").replace("C", "HC")
         lengths = [sizes[axis] for axis in order]
         if set(order[:2]) == {"L", "B"}:  # pages may be padded
@@ -355,7 +358,7 @@ class _Pager:
 
 
 def _same_memory(before: Bytes, after: Bytes) -> Bytes:
-    """A reshape that had to copy would be a view of nothing."""
+    """Require that a reshape made a view, not a copy."""
     assert np.may_share_memory(before, after)
     return after
 

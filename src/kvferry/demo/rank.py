@@ -1,16 +1,16 @@
-"""One rank of the demo, in a process of its own: a producer or a consumer of the hand-over.
+"""One rank of the demo, in its own process: a producer or a consumer of the hand-over.
 
-The demo tells its ranks over a pipe which of these methods to call, one at a time:
+The demo's main process tells its ranks over a pipe which of these methods to call, one at a time:
 
     (start)          -> RankInfo    a rank describes itself, as an engine's worker does
-    fill()                          write what is to be moved, or what must not change
-    hold(tickets)                   producer: the requests are prefilled, let them be claimed
+    fill()                          producer: write the requests; consumer: write canaries
+    hold(tickets)                   producer: open a hold for every request
     load(tickets)    -> Moved       consumer: load every request by its ticket
-    delivered()      -> int         producer: holds that all readers have closed
-    check()          -> Checked     consumer: compare every byte with what it should be
+    delivered()      -> int         producer: number of holds that closed as delivered
+    check()          -> Checked     consumer: compare every byte with its expected value
 
-While a rank works it reports bytes done. It ends when the pipe closes. Producers do nothing while
-consumers load: reading is one-sided.
+A working rank reports the bytes that it has done. It ends when the pipe closes. Producers are idle
+while consumers load, because reading is one-sided.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.carriers import Carrier, MemoryRegion, auto, make_carrier
-from kvferry.carriers.host import HostMemory, Memory
+from kvferry.carriers.base import Memory
+from kvferry.carriers.host import HostMemory
 from kvferry.demo.cache import (
     ABSENT,
     CANARY,
@@ -52,7 +53,7 @@ from kvferry.demo.work import DemoRequest, Work
 from kvferry.errors import KvferryError, TransferError
 from kvferry.handover.consumer import ConsumerRank
 from kvferry.handover.describe import engine_info, rank_info
-from kvferry.handover.holds import Closed
+from kvferry.handover.holds import Closed, HoldOrder
 from kvferry.handover.load import Load
 from kvferry.handover.producer import ProducerRank
 from kvferry.handover.stats import ConsumerStats
@@ -64,11 +65,11 @@ from kvferry.net.messages import EngineInfo, RankInfo
 from kvferry.net.rpc import Sockets
 
 LOOPBACK = "127.0.0.1"
-ON_GPU = "cuda"  # the carrier that moves nothing but a GPU's memory
+ON_GPU = "cuda"  # the carrier that moves only GPU memory
 PAGE_BYTES = 4096
-MAP_NORESERVE = 0x4000  # blocks that no request uses are never touched
-LOAD_SECONDS = 50.0  # for one load; below the silence that ends the demo
-LEASE_SECONDS = 3600.0  # requests wait for their turn as long as the whole demo takes
+MAP_NORESERVE = 0x4000  # because unused blocks are never touched
+LOAD_SECONDS = 50.0  # for one load; less than SILENCE_SECONDS, which end the demo
+LEASE_SECONDS = 3600.0  # a request may wait for its turn as long as the demo takes
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
@@ -84,7 +85,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a consumer rank loaded, and what its log says of how it reaches each source."""
+    """What a consumer rank loaded, and its log lines about the carrier to each source."""
 
     stats: ConsumerStats
     links: tuple[str, ...]
@@ -92,27 +93,27 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    arrived_bytes: int  # compared with their own values
-    guarded_bytes: int  # had to be zero, or unchanged
+    arrived_bytes: int  # compared with their expected values
+    guarded_bytes: int  # that had to be zero or unchanged
     wrong_bytes: int
 
 
 def describe_engine(work: Work, *, producer: bool) -> EngineInfo:
-    """An engine as the two sides introduce themselves."""
+    """The description of one of the two engines."""
     name, shape = ("prefill", work.src) if producer else ("decode", work.dst)
     return engine_info(name, "demo", work.model, shape, {"model": work.model.name})
 
 
 class RankMemory:
-    """One mapping that holds all regions of a rank; or a GPU's memory, with a copy on the host.
+    """All regions of a rank in one mapping, or in GPU memory with a copy on the host.
 
-    `bytes` is what the demo writes and compares. Carriers reach `address`.
+    The demo writes and compares `bytes`. Carriers use `address`.
     """
 
     def __init__(self, layout: RankLayout, *, on_gpu: bool = False) -> None:
         sizes = [-(-region.bytes // PAGE_BYTES) * PAGE_BYTES for region in layout.regions]
         starts = np.cumsum([0, *sizes], dtype=np.int64)
-        total = max(int(starts[-1]), PAGE_BYTES)  # a stage may cache nothing
+        total = max(int(starts[-1]), PAGE_BYTES)  # a stage may have no cache
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self.bytes: Bytes = np.frombuffer(mmap.mmap(-1, total, flags=flags), dtype=np.uint8)
         self.regions = {
@@ -139,12 +140,12 @@ class RankMemory:
         return MemoryRegion(self.address, self.bytes.nbytes)
 
     def publish(self) -> None:
-        """Carriers find what was written to `bytes`."""
+        """Copy `bytes` to the memory that carriers read."""
         if self._on_gpu:
             self.reach.scatter(self.bytes, *self._whole())
 
     def fetch(self) -> None:
-        """`bytes` has what carriers wrote."""
+        """Copy the memory that carriers wrote to `bytes`."""
         if self._on_gpu:
             self.reach.gather(*self._whole(), self.bytes)
 
@@ -153,7 +154,7 @@ class RankMemory:
 
 
 class DemoRank:
-    """What producers and consumers do alike: memory, views of it, and carriers."""
+    """The common part of producers and consumers: memory, views of it, and carriers."""
 
     def __init__(
         self, work: Work, rank: Rank, transport: str, report: Report, *, producer: bool
@@ -179,12 +180,12 @@ class DemoRank:
         return self.work.model.groups.index(view.group)
 
     def blocks_but(self, view: View, used: Sequence[Ints]) -> Ints:
-        """Ids of all blocks that a view's group may use, and of the null block, without these."""
+        """Ids of the null block and of all blocks of the view's group, except for these."""
         pool = self.pools[self.group_of(view)]
         return np.setdiff1d(np.arange(pool[-1] + 1), np.concatenate([np.zeros(0, np.int64), *used]))
 
     def key_of(self, request: DemoRequest, view: View) -> tuple[int, ...]:
-        """What distinguishes one component of one request from all others."""
+        """The key of one component of one request."""
         component = view.group.components.index(view.component)
         return (self.work.seed, request.number, self.group_of(view), component)
 
@@ -195,7 +196,7 @@ class DemoRank:
 
 
 def open_carriers(transport: str, memory: RankMemory) -> list[Carrier]:
-    """The carrier that is named, or all that an engine with such memory opens for "auto"."""
+    """The named carrier, or all carriers that an engine opens for "auto"."""
     names = [chosen.name for chosen in auto.select([transport]) if not chosen.why_not]
     carriers = [make_carrier(name, host=LOOPBACK) for name in names]
     for carrier in carriers:
@@ -235,7 +236,7 @@ class PrefillRank(DemoRank):
         for ticket, request in zip(tickets, self.work.requests, strict=True):
             tables = [table.tolist() for table in request.src_tables]
             self.producer.open_hold(
-                ticket.hold_id, ticket.request_id, ticket.digest, ticket.tokens, tables
+                HoldOrder(ticket.hold_id, ticket.request_id, ticket.digest, ticket.tokens, tables)
             )
 
     def delivered(self) -> int:
@@ -277,7 +278,7 @@ class DecodeRank(DemoRank):
         self.memory.publish()
 
     def load(self, tickets: list[dict[str, Any]]) -> Moved:
-        """Load one request after the other. Tickets come as a router passes them on."""
+        """Load one request after the other. Tickets come as a router's request parameters."""
         with _words_of_auto() as said:
             for request, params in zip(self.work.requests, tickets, strict=True):
                 ticket = Ticket.from_params(params)
@@ -324,7 +325,7 @@ class DecodeRank(DemoRank):
         return Checked(arrived, guarded, wrong)
 
     def _corrupt(self) -> None:
-        """Do what a broken copy would, where a test asks for it."""
+        """Damage bytes like a broken copy, if a test asks for it."""
         if self.fault not in ("flip", "stray"):
             return
         view = self.views[0]
@@ -342,7 +343,7 @@ class DecodeRank(DemoRank):
 
 @contextmanager
 def _words_of_auto() -> Iterator[list[str]]:
-    """What the hand-over logs of the carrier that it chooses for a source."""
+    """Collect the log lines about the carrier chosen for each source."""
     said: list[str] = []
 
     class Hear(logging.Handler):
@@ -364,7 +365,7 @@ def rank_main(
     work: Work, producer: bool, rank: Rank, transport: str, fault: str, pipe: Connection
 ) -> None:
     """Body of a rank's process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the demo itself decides, and closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it, and closes the pipe
     with ExitStack() as stack, suppress(EOFError, ConnectionError):
 
         def make() -> PrefillRank | DecodeRank:
@@ -384,7 +385,7 @@ def rank_main(
 
 
 def _answer(call: Callable[[], Any]) -> Done | KvferryError:
-    """What a call returns, or the error that the demo is to raise."""
+    """A call's result, or the error for the main process to raise."""
     try:
         return Done(call())
     except KvferryError as error:

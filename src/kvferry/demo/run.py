@@ -1,16 +1,16 @@
-"""The demo itself: a hand-over between two engines of unlike shape, every byte checked.
+"""The demo's main process: a hand-over between two engines of different shape, every byte checked.
 
-Every rank is a process. This one is what stands around them: the schedulers, which decide who has
-which blocks; the prefill engine's directory; and the router, which passes tickets on.
+Every rank is a process. The main process stands for the rest: the schedulers, which assign blocks;
+the prefill engine's directory; and the router, which passes tickets on.
 
-1. The prefill ranks describe themselves to the directory, and fill the blocks of some hundred
-   requests with bytes that tell where they belong (cache.py). Each request gets a hold at every
+1. The prefill ranks describe themselves to the directory. They fill the blocks of some hundred
+   requests with bytes that show where they belong (cache.py). Each request gets a hold at every
    rank, and a ticket.
-2. The decode ranks get the tickets, and nothing else. They ask the directory who the ranks are,
-   plan for themselves, claim the holds, read each request out of the prefill ranks' memory by a
-   carrier, and say their last word. That is `kvferry.handover`, as engines use it.
-3. Every byte that arrived is compared with what it logically is, and every byte that nothing should
-   have written with what it was.
+2. The decode ranks get only the tickets. They ask the directory for the prefill ranks, plan, claim
+   the holds, read each request from the prefill ranks' memory by a carrier, and send their last
+   words. This is `kvferry.handover` as engines use it.
+3. The decode ranks compare every byte that arrived with its expected value, and check that all
+   other bytes are unchanged.
 
 However the demo ends, its processes end with it.
 """
@@ -40,12 +40,12 @@ from kvferry.net.messages import RankInfo
 from kvferry.net.rpc import Sockets
 from kvferry.units import show_bytes
 
-METHODS = {"auto": AUTO, "vm": "local"}  # and the carriers that they stand for
-# The null carrier stays in one process.
+METHODS = {"auto": AUTO, "vm": "local"}  # carriers by method
+# The null carrier works inside one process only.
 TRANSPORTS = (AUTO, *(name for name in CARRIERS if name != "null"))
-MEMORY_PART = 0.8  # of the memory that is free may be used
-SILENCE_SECONDS = 60.0  # a rank that works reports many times a second
-FAREWELL_SECONDS = 2.0  # for a rank to end by itself, before it is made to
+MEMORY_PART = 0.8  # of the free memory that the demo may use
+SILENCE_SECONDS = 60.0  # a working rank reports many times a second
+FAREWELL_SECONDS = 2.0  # for a rank to end by itself, before it is terminated
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class DemoResult:
 
     `gb_per_s` is `bytes` over `transfer_seconds`: the wall time from the tickets' arrival until the
     last decode rank had all its requests, with handshakes, claims, planning and last words.
-    `copy_gb_per_s` is over the time that the busiest rank spent reading. `method` is how bytes
-    moved: "local, by tcp" where a carrier did not go its own way.
+    `copy_gb_per_s` is `bytes` over the time that the busiest rank spent reading. `method` is how
+    bytes moved: "local, by tcp" if the carrier fell back to tcp.
     """
 
     requests: int
@@ -63,14 +63,14 @@ class DemoResult:
     mismatched_bytes: int
     gb_per_s: float
     method: str
-    why: str  # the method
-    asked: str  # method or transport
-    seconds: float  # in all, with starting processes, filling and checking
+    why: str  # the reason for the method
+    asked: str  # the requested method or transport
+    seconds: float  # of the whole run, with starting processes, filling and checking
     transfer_seconds: float
     copy_gb_per_s: float
     descriptors: int
-    checked_bytes: int  # arrived, and compared with their own values
-    guarded_bytes: int  # had to be zero or unchanged
+    checked_bytes: int  # that arrived, and were compared with their expected values
+    guarded_bytes: int  # that had to be zero or unchanged
     tokens: int
     skipped_tokens: int
     model: str
@@ -88,7 +88,7 @@ class DemoResult:
 
 
 class Watch:
-    """Is told how a demo goes on; this one shows nothing."""
+    """Shows the demo's progress. This base class shows nothing."""
 
     def say(self, text: str) -> None: ...
     def phase(self, name: str, total_bytes: int) -> None: ...
@@ -108,10 +108,10 @@ def run_demo(
     progress: Watch | None = None,
     fault: str = "",
 ) -> DemoResult:
-    """Run the whole demo, and say what it found.
+    """Run the whole demo, and return what it found.
 
     `fault` breaks the first decode rank, for tests: "flip" damages three bytes that arrived,
-    "stray" three that nothing may write, "die" ends it while it loads.
+    "stray" damages three bytes that no load may write, "die" ends the rank while it loads.
     """
     if method not in METHODS:
         raise DescriptionError(f"method must be one of {', '.join(METHODS)}, found {method!r}")
@@ -122,7 +122,7 @@ def run_demo(
         )
     watch = progress or Watch()
     started = time.monotonic()
-    _require_memory(2 * min_bytes)  # before block tables are made for it
+    _require_memory(2 * min_bytes)  # before block tables of that size are made
     src, dst = EngineShape.parse(from_shape), EngineShape.parse(to_shape)
     work = make_work(
         find_model(model_name), src, dst, min_bytes=min_bytes, requests=requests, seed=seed
@@ -179,7 +179,7 @@ def run_demo(
 
 
 def _reached(transport: str, links: Sequence[str]) -> tuple[str, str]:
-    """How carriers move bytes, and why so: of each way, in the words of the first that goes it."""
+    """The carriers that moved bytes, and the reason for each, from the first log line about it."""
     ways: dict[str, str] = {}
     for link in links:
         words = link.partition(": carrier ")[2]
@@ -205,7 +205,7 @@ def _require_memory(needed: int) -> None:
 
 
 class Prefill:
-    """The prefill engine beside its ranks: its directory, and the tickets that it issues."""
+    """The prefill engine without its ranks: its directory, and the tickets that it issues."""
 
     def __init__(self, work: Work) -> None:
         self._stack = ExitStack()
@@ -235,7 +235,7 @@ class Prefill:
         self._directory.set_ranks(ranks)
 
     def passed_on(self) -> list[dict[str, Any]]:
-        """The tickets as a router passes them on: plain parameters of a request."""
+        """The tickets as request parameters, like a router passes them on."""
         return [ticket.to_params() for ticket in self.tickets]
 
     def __enter__(self) -> Prefill:
@@ -256,13 +256,13 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class Crew:
-    """All ranks. Leaving the context ends every process, in whatever state it is.
+    """All ranks. Leaving the context ends every process, in any state.
 
-    Every wait has a deadline: a rank that has died, hangs or fails ends the demo with an error that
-    names it, and all others with it.
+    Every wait has a deadline. If a rank dies, hangs or fails, the demo ends with an error that
+    names the rank, and all other ranks end too.
     """
 
-    advance: Callable[[int], None]  # told of bytes that a rank reports
+    advance: Callable[[int], None]  # called with the bytes that a rank reports
     prefill: list[Member] = field(default_factory=list)
     decode: list[Member] = field(default_factory=list)
 
@@ -271,9 +271,9 @@ class Crew:
         return [*self.prefill, *self.decode]
 
     def start(self, work: Work, transport: str, fault: str) -> list[RankInfo]:
-        """Start all ranks; what they say of themselves."""
+        """Start all ranks. Returns their descriptions."""
         context = multiprocessing.get_context("forkserver")
-        # What ranks import is imported once; a rank is then a fork that has begun nothing yet.
+        # The fork server imports the modules of ranks once. A rank is then a fork of it.
         context.set_forkserver_preload(["kvferry.demo.rank", "kvferry.cli.main"])
 
         def member(producer: bool, rank: Rank, fault: str) -> Member:
@@ -297,7 +297,7 @@ class Crew:
         return infos
 
     def ask(self, members: Sequence[Member], name: str, *arguments: Any) -> Any:
-        """Have all of them call this method; what they return, in their order."""
+        """Let these ranks call a method. Returns their results in the same order."""
         for member in members:
             try:
                 member.pipe.send((name, arguments))
@@ -341,11 +341,11 @@ class Crew:
 
     def __exit__(self, kind: object, *_: object) -> None:
         for member in self.everyone:
-            member.pipe.close()  # a rank that is idle ends now
+            member.pipe.close()  # an idle rank ends now
         deadline = time.monotonic() + FAREWELL_SECONDS
         for end in (BaseProcess.terminate, BaseProcess.kill):
             for member in self.everyone:
-                if kind is None:  # all is well: no hurry
+                if kind is None:  # after a good run, ranks get time to end by themselves
                     member.process.join(max(0.0, deadline - time.monotonic()))
                 if member.process.is_alive():
                     end(member.process)

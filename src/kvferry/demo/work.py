@@ -1,4 +1,4 @@
-"""The demo's work: a model, two shapes, and requests with block tables on both engines."""
+"""The demo's input: a model, two shapes, and requests with block tables on both engines."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Ints = NDArray[np.int64]
 Cost = Callable[[int, int], int]  # tokens, skip -> bytes that all destination ranks need
 
 DEMO_MODEL = "demo"
-# Nothing divides: 12 heads over tp 2 and 3, blocks of 16 and 24 tokens, 7 layers over 2 stages.
-# The source keeps all blocks of the window: without full=1, it would drop the heads of blocks that
-# the destination wants whole, and the hand-over would refuse the pair.
+# Few numbers divide each other: 12 heads over tp 2 and 3, blocks of 16 and 24 tokens, 7 layers over
+# 2 stages. The source keeps all blocks of the window (full=1). Otherwise it would drop blocks whose
+# tokens the destination needs for its larger blocks, and the hand-over would refuse the pair.
 DEMO_FROM = "tp=2,pp=2,block=16,order=LBNHC,full=1"
 DEMO_TO = "tp=3,block=24,order=LBHNC"
-SKIP_PART = 0.25  # of the requests find a prefix at the destination
-SPARE_PART = 0.05  # of the blocks belong to no request, and must not change
+SKIP_PART = 0.25  # share of requests with a prefix at the destination
+SPARE_PART = 0.05  # share of blocks that belong to no request, and must not change
 TOKENS_SPREAD = 1.0  # standard deviation of the logarithm of a request's length
-ROUNDS = 12  # of growing requests towards the bytes that were asked for
+ROUNDS = 12  # attempts to scale requests to the wanted bytes
 
 
 def demo_model() -> CacheModel:
-    """Small, but with all that makes pairing hard: 12 heads, 7 layers, two kinds of attention."""
+    """A small model that is hard to pair: 12 heads, 7 layers, two kinds of attention."""
     kv = tuple(Component(name, 12, (128,), 2, content="bf16") for name in ("k", "v"))
     window = Residency("window", 128)
     return CacheModel(
@@ -50,21 +50,21 @@ def find_model(name: str) -> CacheModel:
 class DemoRequest:
     number: int
     tokens: int
-    skip: int  # tokens at the front that the destination already holds
-    src_tables: tuple[Ints, ...]  # of each group; dropped blocks have the null id
+    skip: int  # leading tokens that the destination already holds
+    src_tables: tuple[Ints, ...]  # one for each group; dropped blocks have the null id
     dst_tables: tuple[Ints, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """What the two engines' schedulers have decided: who has which blocks."""
+    """The requests and their blocks, as the two engines' schedulers would assign them."""
 
     model: CacheModel
     src: EngineShape
     dst: EngineShape
     seed: int
     requests: tuple[DemoRequest, ...]
-    src_pools: tuple[Ints, ...]  # of each group: ids that may be in use
+    src_pools: tuple[Ints, ...]  # for each group, the ids that requests may use
     dst_pools: tuple[Ints, ...]
     bytes: int  # that the destination ranks need
 
@@ -85,7 +85,7 @@ class Work:
         return sum(self._bytes(shape, [len(pool) for pool in pools]) for shape, pools in sides)
 
     def _bytes(self, shape: EngineShape, blocks: list[int]) -> int:
-        """Bytes of that many blocks of each group, on all ranks."""
+        """Bytes on all ranks of this many blocks of each group."""
         return sum(
             count
             * len(shape.layers(self.model, group, rank.pp))
@@ -107,9 +107,8 @@ def make_work(
 ) -> Work:
     """Requests of varied lengths that together move at least `min_bytes`.
 
-    Their number differs from `requests` only where the model leaves no choice: states that are
-    large by themselves allow fewer, caches that do not grow with the tokens need more. Pairs of
-    shapes that the hand-over refuses are refused here, before anything is filled.
+    Their number is `requests`, except for some models: large states allow fewer, and caches that do
+    not grow with the tokens need more. Raises for pairs of shapes that the hand-over refuses.
     """
     if requests < 1 or min_bytes < 1:
         raise DescriptionError(f"expected requests and bytes, found {requests=}, {min_bytes=}")
@@ -129,7 +128,7 @@ def make_work(
         drawn, total = _draw(rng, requests, align, min_bytes, cost)
     for tokens, skip in drawn:
         for group in model.groups:
-            moved(group, src, dst, tokens, skip)  # raises where the source has dropped too much
+            moved(group, src, dst, tokens, skip)  # raises if the source has dropped too much
     held = [[source_extent(g, src, t) for g in model.groups] for t, _ in drawn]
     due = [[destination_extent(g, src, dst, t, s) for g in model.groups] for t, s in drawn]
     src_tables, src_pools = _tables(src, held, rng)
@@ -144,10 +143,10 @@ def make_work(
 def _draw(
     rng: np.random.Generator, requests: int, align: int, min_bytes: int, cost: Cost
 ) -> tuple[list[tuple[int, int]], int]:
-    """Lengths and held prefixes, scaled until they move enough (or more would not help)."""
+    """Lengths and held prefixes, scaled until they move enough, or until scaling has no effect."""
     weights = rng.lognormal(0.0, TOKENS_SPREAD, requests)
     prefixes = np.where(rng.random(requests) < SKIP_PART, rng.random(requests), 0.0)
-    scale, before = 1.0, 0  # tokens of a request of middling length
+    scale, before = 1.0, 0  # scale: tokens of a request of median length
     for _ in range(ROUNDS):
         lengths = np.maximum(1, np.ceil(weights * scale)).astype(np.int64)
         skips = (prefixes * lengths).astype(np.int64) // align * align
@@ -167,7 +166,7 @@ def _tables(
     """Scattered block ids for all requests, and the ids of each group's pool."""
     null = shape.null_block or 0
     counts = np.asarray([[e.blocks - e.first_held for e in row] for row in extents])
-    # With an overlay, all groups share one pool: it is one column of ids, request by request.
+    # With an overlay, all groups share one pool: one column of ids, request by request.
     columns = counts.reshape(-1, 1) if shape.overlay else counts
     pools, ids = [], []
     for column in columns.T:

@@ -1,26 +1,24 @@
-"""Checksums over what was read, optional: the bytes that arrived are the bytes that the source has.
+"""Optional checksums: a consumer rank compares the bytes that it read with those of the source.
 
-After its last byte and before its last word, a consumer rank asks each source rank for the digest
-of the runs that it read there, in the order in which it read them, and takes that of its own runs
-meanwhile. A difference fails the load. The order matters: an open hold means that the source's
-bytes are still those that were read, and the last word that follows proves that it was open.
+After the last byte and before the last word, the consumer rank asks each source rank for a digest
+of the runs that it read there, in the order of reading. Meanwhile it digests its own runs. If the
+digests differ, the load fails. This order is sound: while the hold is open, the source's bytes stay
+as they were read, and the answer to the last word proves that the hold was open.
 
-The runs travel as a table, at most `MOST_RUNS` and the algorithm's `slice_bytes` a message. The
-source checks that its hold is open, that the table is well formed and that every run lies in its
-registered memory, and digests on a thread of its own (`Summing`), so that other messages do not
-wait.
+The runs travel as a table, with at most `MOST_RUNS` runs and the algorithm's `slice_bytes` per
+message. The source checks that its hold is open, that the table is well formed, and that every run
+lies in its registered memory. It digests on a separate thread (`Summing`), so that other messages
+do not wait.
 
-    xxh3     every rank has it. Runs are gathered into a buffer first, which makes many short ones
-             as fast to digest as one long one; a GPU's go through host memory
-    mix128   a GPU's own memory, by a kernel (carriers/checksum.py). Used between two ranks that
-             both name it in the handshake; else xxh3
+    xxh3     every rank has it. Runs are gathered into a buffer first, so that many short runs are
+             as fast as one long run. Runs in GPU memory go through host memory
+    mix128   a kernel digests GPU memory in place (carriers/checksum.py). Two ranks use it if both
+             name it in the handshake
 """
 
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,14 +26,14 @@ import numpy as np
 import xxhash
 
 from kvferry.carriers import checksum
-from kvferry.carriers.base import Arrays, slices
+from kvferry.carriers.base import Arrays, Memory, is_staged, slices
 from kvferry.carriers.checksum import is_mixing, mix_on_host
-from kvferry.carriers.host import Memory, is_staged
-from kvferry.errors import ProtocolError
+from kvferry.errors import KvferryError, ProtocolError
 from kvferry.layout.placement import Ints
 from kvferry.net.messages import MOST_RUNS, RUN_BYTES
 from kvferry.net.server import Budget
 from kvferry.plan import Bound
+from kvferry.workers import Threads
 
 log = logging.getLogger("kvferry")
 
@@ -43,7 +41,7 @@ log = logging.getLogger("kvferry")
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     name: str
-    slice_bytes: int  # digested for one message
+    slice_bytes: int  # most bytes digested for one message
 
 
 XXH3 = Algorithm("xxh3", 64 << 20)  # some milliseconds
@@ -52,30 +50,33 @@ _ALGORITHMS = {one.name: one for one in (XXH3, MIX128)}
 
 CHUNK_BYTES = 1 << 20  # gathered at a time
 CLOSE_SECONDS = 5.0
-# Of tables that wait for one source rank: 512 of the largest. A connection (one reader) has half.
+# For tables that wait at one source rank: 512 of the largest. A connection (one reader) may use
+# half.
 WAITING_BYTES = 256 << 20
-LEAST_WAITING_BYTES = WAITING_BYTES >> 10  # charged for each: 1,024 slices may wait, some ms each
+LEAST_WAITING_BYTES = WAITING_BYTES >> 10  # charged for each, so that at most 1,024 slices wait
 
 
 def offered(memory: Memory) -> tuple[str, ...]:
-    """The algorithms that a rank with this memory names, the quickest first."""
+    """The algorithms that a rank with this memory offers, the fastest first."""
     return (MIX128.name, XXH3.name) if is_mixing(memory) else (XXH3.name,)
 
 
 def common(memory: Memory, theirs: Sequence[str]) -> Algorithm:
-    """The quickest that both ends have; every rank has xxh3."""
+    """The fastest algorithm that both ranks have; every rank has xxh3."""
     return _ALGORITHMS[next((name for name in offered(memory) if name in theirs), XXH3.name)]
 
 
 def named(name: str, memory: Memory) -> Algorithm:
     """The algorithm that a peer asks for."""
     if name not in offered(memory):
-        raise ProtocolError(f"no checksum {name!r} is made here; {', '.join(offered(memory))} are")
+        raise ProtocolError(
+            f"this rank makes no {name!r} checksum; it makes {', '.join(offered(memory))}"
+        )
     return _ALGORITHMS[name]
 
 
 def digest(memory: Memory, address: Ints, length: Ints, algorithm: Algorithm = XXH3) -> bytes:
-    """128 bits of the runs' bytes, one after another."""
+    """A digest of 128 bits over the bytes of all runs, in order."""
     if algorithm is MIX128:
         mixed = memory.mix(address, length) if is_mixing(memory) else None
         return (mixed or mix_on_host(memory, address, length)).digest(length)
@@ -93,7 +94,7 @@ def digest(memory: Memory, address: Ints, length: Ints, algorithm: Algorithm = X
 
 
 def parts(bound: Bound, algorithm: Algorithm) -> Iterator[Arrays]:
-    """An edge's copies, in the order in which they are read, as messages take them."""
+    """An edge's copies in the order of reading, cut to the size of messages."""
     for piece in bound.slices(MOST_RUNS):
         mine = Arrays(piece.src.copy(), piece.dst.copy(), piece.length.copy())
         yield from slices(mine, algorithm.slice_bytes)
@@ -107,7 +108,7 @@ def encode_runs(address: Ints, length: Ints) -> bytes:
 
 
 def decode_runs(raw: bytes, algorithm: Algorithm = XXH3) -> tuple[Ints, Ints]:
-    """A table that a peer sent. Whether the runs are ours to read, `gather` sees."""
+    """A table that a peer sent. `Memory.gather` checks later that the runs are registered."""
     if len(raw) % RUN_BYTES or not raw:
         raise ProtocolError(f"{len(raw)} bytes are not a table of runs")
     table = np.frombuffer(raw, dtype="<i8").reshape(-1, 2).astype(np.int64)
@@ -121,53 +122,42 @@ def decode_runs(raw: bytes, algorithm: Algorithm = XXH3) -> tuple[Ints, Ints]:
 
 
 class Summing:
-    """The thread that digests for readers; started when the first one asks."""
+    """The thread that digests for readers. It starts with the first question."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._queue: queue.SimpleQueue[Callable[[Memory], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._threads = Threads("kvferry-sums", 1)
         self._closed = False
         self._waiting = Budget(WAITING_BYTES, WAITING_BYTES // 2)
 
     def submit(self, work: Callable[[Memory], None], bytes_: int = 0, sender: bytes = b"") -> bool:
-        """By one thread; false where too much waits already, or no thread can be started.
+        """Queue work; false if too much waits already, or if no thread can start.
 
-        `bytes_`: what the work keeps while it waits.
+        `bytes_` is the memory that the work keeps while it waits. One thread calls this method.
         """
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="kvferry-sums", daemon=True)
-            try:
-                thread.start()
-            except (RuntimeError, MemoryError) as error:
-                log.warning("a checksum is not made: %s", error)
-                return False
-            self._thread = thread
         bytes_ = max(bytes_, LEAST_WAITING_BYTES)
         if not self._waiting.take(bytes_, sender):
             return False
 
-        def counted(memory: Memory) -> None:
+        def counted() -> None:
             try:
-                work(memory)
+                if not self._closed:
+                    work(self.memory)
+            except Exception:
+                log.exception("a checksum could not be made")
             finally:
                 self._waiting.give_back(bytes_, sender)
 
-        self._queue.put(counted)
+        try:
+            self._threads.submit(counted)
+        except KvferryError as error:
+            self._waiting.give_back(bytes_, sender)
+            log.warning("a checksum is not made: %s", error)
+            return False
         return True
 
     def close(self) -> None:
-        """Returns when no memory is touched any more."""
+        """Stop the thread. After this returns, it touches no memory any more."""
         self._closed = True
-        self._queue.put(None)
-        if self._thread is not None:
-            self._thread.join(CLOSE_SECONDS)
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            if self._closed:
-                return
-            try:
-                work(self.memory)
-            except Exception:
-                log.exception("a checksum could not be made")
+        self._threads.close()
+        self._threads.join(CLOSE_SECONDS)

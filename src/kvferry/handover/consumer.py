@@ -1,12 +1,18 @@
-"""A consumer rank: loads requests out of producers' memory, each on a thread of its own.
+"""A consumer rank: loads requests' caches from producers' memory, each load on its own thread.
 
-`load` says what a load does, step by step. Here is what its engine sees: loads begin without
-waiting, each is reported exactly once, failed with a reason or good, and never before its last byte
-can have arrived. `release` sends the last word about a ticket that nobody needs (any more).
+`load.py` has the steps of one load. This module is what the engine calls:
 
-Whoever may send requests may name any directory, also one that never answers. So an engine is met
-on other threads (`meetings`), and only a load whose engine is met takes a load thread. The loads of
-one directory have half of these at most (`threads`), however long its claims are parked.
+    start     begins a load and returns at once
+    take_done returns the loads that ended, each exactly once, good or failed with a reason
+    cancel    gives a load up; it still appears in `take_done`, as failed
+    release   sends the last word about a ticket that needs no load
+
+A load appears in `take_done` only when no byte of it can arrive any more. The engine may reuse its
+blocks right after. If the producer dies or stalls, the load fails at its deadline at the latest.
+
+A client of the API may name any directory, also one that never answers. So separate threads do the
+handshakes (`peers.Meetings`), and a load takes a load thread only once its engine is met. The loads
+of one directory use at most half of the load threads, however long their claims are parked.
 """
 
 from __future__ import annotations
@@ -20,8 +26,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvferry.carriers.base import Carrier, is_granting
-from kvferry.carriers.host import Memory
+from kvferry.carriers.base import Carrier, Memory, is_granting
 from kvferry.errors import Cancelled, KvferryError
 from kvferry.handover.deadline import Clock, Deadline
 from kvferry.handover.describe import rank_info
@@ -42,7 +47,7 @@ from kvferry.workers import Threads
 log = logging.getLogger("kvferry")
 
 Mode = Literal["pull", "push"]
-# Started when needed. Most wait, some for a prefill that is not done, and hold up no others.
+# Started when needed. Most of them wait, for example for a prefill that still runs.
 LOAD_THREADS = 512
 
 
@@ -62,11 +67,10 @@ class ConsumerRank:
         checked: Memory | None = None,
         bell: Wakeup | None = None,
     ) -> None:
-        """What sources do, and how far they are trusted.
+        """`mode` "push": sources write if their carrier can revoke writes; otherwise we read.
 
-        `mode` "push": sources write, where their carrier lets us stop them; else we read.
-        `checked`: compare what arrives in this memory with checksums of the sources'; it is read,
-        whatever the mode. `bell`: rung when a load has ended.
+        `checked`: compare what arrives in this memory with checksums of the sources. Such loads
+        read in both modes. `bell`: rung when a load has ended. `zero` clears runs of our memory.
         """
         self.engine, self.model, self.layout = engine, model, layout
         self._caller = Caller(sockets)
@@ -86,7 +90,9 @@ class ConsumerRank:
                 self._caller,
                 self._tally,
             )
-        self.topology = TransferTopology.of(engine.engine_id, model, layout, optional_roles)
+        self.topology = TransferTopology(
+            engine.engine_id, model, layout.shape, layout.rank, optional_roles
+        )
         known = Peers(self._caller, engine, self.topology, layout, list(carriers))
         self._words = HoldClient(reader, model, known, self._caller)
         self._loading = Loading(
@@ -118,25 +124,28 @@ class ConsumerRank:
             self.fail(load, f"{type(error).__name__}: it did not begin: {error}")
 
     def fail(self, load: Load, why: str) -> None:
-        """Report a load that must not begin as failed, and tell its sources."""
+        """Report a load as failed before it begins, and tell its sources."""
         if not load.keep_open:
             self.release(load.ticket, "failed")
         self._end(Loaded(load.request_id, why))
 
     def cancel(self, request_id: str) -> None:
-        """Give a load up; it is still reported, as failed."""
+        """Give a load up. It is still reported, as failed."""
         with self._lock:
             if request_id in self._running:
                 self._running[request_id].give_up()
 
     def release(self, ticket: Ticket, outcome: Outcome, seconds: float = WORD_SECONDS) -> None:
-        """Say our last word about a ticket without loading: not needed, or not needed any more."""
+        """Send this rank's last word about a ticket without a load. Nothing waits for the answer.
+
+        If it does not get through, the hold expires at the producer.
+        """
         watch = Deadline(time.monotonic() + seconds)
         try:
             self._once_met(ticket, watch, partial(self._release, ticket, outcome, watch), _expires)
         except KvferryError as error:
             _expires(error)
-        except Exception:  # nobody looks at what becomes of it
+        except Exception:  # the caller does not wait for the result
             log.exception("the hold of a ticket was not released, and will expire")
 
     def take_done(self) -> list[Loaded]:
@@ -151,13 +160,13 @@ class ConsumerRank:
         return bool(self._running)
 
     def stats(self) -> ConsumerStats:
-        """What this rank has loaded and what it has not. Safe from any thread."""
+        """Counts of loads. Safe from any thread."""
         with self._lock:
             running = len(self._running)
         return self._tally.snapshot(running)
 
     def close(self) -> None:
-        """Give all loads up; their threads end soon after."""
+        """Give all loads up. Their threads end soon after."""
         with self._lock:
             for watch in self._running.values():
                 watch.give_up()
@@ -174,7 +183,7 @@ class ConsumerRank:
         work: Callable[[Remote], None],
         fail: Callable[[KvferryError], None],
     ) -> None:
-        """Have work done on a load thread when a ticket's engine is met; `fail`: it will not be."""
+        """Run `work` on a load thread once the ticket's engine is met, or else call `fail`."""
         everyone = self._loading.known
 
         def run(known: Known) -> None:
@@ -237,7 +246,7 @@ class ConsumerRank:
                 self._words.answer(remote, call, watch)
         except KvferryError as error:
             _expires(error)
-        except Exception:  # nobody looks at what becomes of it
+        except Exception:  # no caller waits for the result
             log.exception("the hold of a ticket was not released, and will expire")
 
 

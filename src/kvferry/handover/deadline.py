@@ -1,4 +1,4 @@
-"""How long something is wanted, and where its time went."""
+"""Deadlines of loads and writes, the time their steps took, and how their transfers end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """How long something is wanted: until a deadline, or until it is given up."""
+    """A load or a write is wanted until its deadline, or until it is given up."""
 
     deadline: float
     given_up: Future[None] = field(default_factory=Future)
 
     def give_up(self) -> None:
-        """Once; the caller sees to it that nobody else does so at the same time."""
+        """Give up. The caller's lock prevents two calls at the same time."""
         if not self.given_up.done():
             self.given_up.set_result(None)
 
@@ -43,7 +43,7 @@ class Deadline:
         self.require_wanted()
 
     def first(self, futures: Sequence[Future[T]]) -> Future[T]:
-        """Whichever of these is done first."""
+        """The first of these futures that is done."""
         either: list[Future[Any]] = [*futures, self.given_up]
         left = max(0.0, self.deadline - time.monotonic())
         wait_any(either, timeout=left, return_when=FIRST_COMPLETED)
@@ -54,7 +54,7 @@ class Deadline:
         raise DeadlineExceeded("the peer did not answer in time")
 
     def result(self, future: Future[T]) -> T:
-        """A future's result, or the error that ended the wait for it."""
+        """A future's result. Raises if the wait is given up or runs out of time."""
         either: list[Future[Any]] = [future, self.given_up]
         left = max(0.0, self.deadline - time.monotonic())
         wait_any(either, timeout=left, return_when=FIRST_COMPLETED)
@@ -65,7 +65,7 @@ class Deadline:
 
 
 class Clock:
-    """Seconds spent, by step."""
+    """Seconds spent on each step."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
@@ -77,25 +77,21 @@ class Clock:
         self._last = now
 
     def split(self, first: str, second: str, seconds: float) -> None:
-        """Two steps end: the second took this long, as somebody else says; the first, the rest."""
+        """Two steps have ended. A peer says how long the second took; the first gets the rest."""
         self.stop(first)
         whole = self.spent[first]
-        self.spent[second] = min(whole, seconds) if seconds > 0 else 0.0  # nor NaN
+        self.spent[second] = min(whole, seconds) if seconds > 0 else 0.0  # also for NaN
         self.spent[first] = whole - self.spent[second]
 
 
-# --------------------------------------------------------------------------------------------------
-# Waiting for a carrier's transfers, and ending them for good.
-# --------------------------------------------------------------------------------------------------
-
 log = logging.getLogger("kvferry")
 
-STUCK_LOOK_SECONDS = 1.0  # between two tries to end a transfer
-TRANSFER_LOOK_SECONDS = 0.1  # between two looks at whether a transfer is still wanted
+STUCK_LOOK_SECONDS = 1.0  # between two attempts to end a transfer
+TRANSFER_LOOK_SECONDS = 0.1  # between two checks whether a transfer is still wanted
 
 
 def await_transfer(transfer: Transfer, watch: Deadline) -> None:
-    """Wait for a transfer, and look now and then whether anyone still wants it."""
+    """Wait for a transfer while it is wanted."""
     while True:
         watch.require_wanted()
         try:
@@ -110,10 +106,10 @@ Stuck = Callable[[], AbstractContextManager[None]]
 
 
 def end_for_good(end: Callable[[], bool], stuck: Stuck) -> None:
-    """Call `end` until it is true: only then can no byte arrive any more.
+    """Call `end` until it returns true. Only then can no byte arrive any more.
 
-    `stuck` is entered once that has failed, for as long as it takes: whoever counts what is stuck
-    sees it. There is no way out but the end, because the memory must not be used before.
+    After the first failure, `stuck` is entered until the end; it counts the stuck load. This does
+    not return earlier, because the engine must not reuse the memory before.
     """
     with contextlib.ExitStack() as stack:
         tries = 0
@@ -124,7 +120,7 @@ def end_for_good(end: Callable[[], bool], stuck: Stuck) -> None:
 
 
 def end_transfers(transfers: Sequence[Transfer], stuck: Stuck) -> None:
-    """Cancel all. Returns only when no byte of any can arrive: their blocks are used again."""
+    """Cancel all transfers. Returns only when no byte can arrive, so that blocks may be reused."""
     left = list(transfers)
 
     def end() -> bool:
@@ -143,10 +139,10 @@ def end_transfers(transfers: Sequence[Transfer], stuck: Stuck) -> None:
 
 
 def _look_at(transfer: Transfer) -> None:
-    """Until it ends, but not for long; it may end however it likes."""
+    """Wait a short time for a cancelled transfer to end, in success or failure."""
     try:
         transfer.wait(time.monotonic() + STUCK_LOOK_SECONDS)
     except DeadlineExceeded:
-        pass  # it goes on, as was said
+        pass  # it is still running; the caller has logged that
     except KvferryError as error:
         log.info("a transfer that was cancelled has failed: %s", error)

@@ -1,7 +1,7 @@
-"""Engines as they describe themselves at the handshake, and back.
+"""Turns models, shapes and layouts into messages of the handshake, and back.
 
-The structs of `wire` are plain values; here they become models, shapes and layouts again, with
-every check that a model made by hand would pass.
+The structs of `net.messages` are plain values from a peer that may send anything. Reading them runs
+the same checks as a description made by hand, and limits the time and memory of planning.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from kvferry.net.messages import (
     RegionInfo,
 )
 
-# Planning takes time and memory in these, and a peer may say anything.
-MOST_NAMES = 4096  # of groups that something is said about
+# The time and memory of planning grow with these.
+MOST_NAMES = 4096  # groups with their own block size or interior
 MOST_ROLES = 16
 MOST_DCP = 64
 MOST_INTERLEAVE = 1024
 MOST_BLOCK_TOKENS = 1 << 24  # a state's block may span the longest sequence of its engine
-# Steps of Python that sharing a cache out may take: less than a second. 8 to 64 ranks with ten
-# groups need a hundredth of that, 1,024 ranks with 60 groups of one layer half.
+# Steps of Python for one plan, less than a second. 8 to 64 ranks with ten groups need a hundredth
+# of this; 1,024 ranks with 60 groups of one layer need half.
 MOST_PLAN_STEPS = 10_000_000
-SHARE_STEPS = 100  # for what one rank gets of one stage
+SHARE_STEPS = 100  # for the share of one rank in one stage
 
 
 def engine_info(
@@ -60,7 +60,7 @@ def engine_info(
         )
         for g in model.groups
     ]
-    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(shape))  # as a peer will read it
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(shape))  # as plain values
     return EngineInfo(
         engine_id, incarnation, model.name, groups, model.total_layers, plain, dict(meaning)
     )
@@ -88,8 +88,8 @@ def read_model(info: EngineInfo) -> CacheModel:
         ) from None
 
 
-# msgspec (0.22) learns about a dataclass when it first converts to it, and crashes the process if
-# two threads are the first. So it learns here, where only one thread is.
+# msgspec (0.22) inspects a dataclass when it first converts to it, and crashes the process if two
+# threads do so at once. So the first conversion is here, while one thread imports this module.
 msgspec.convert({}, EngineShape)
 
 
@@ -122,17 +122,17 @@ def read_shape(info: EngineInfo) -> EngineShape:
 
 
 def plan_steps(model: CacheModel, src: EngineShape, dst: EngineShape) -> int:
-    """About how many steps `plan.assign` takes: it walks ranks at every cut of units, and stages.
+    """An estimate of the steps of `plan.assign`: it walks ranks at every cut of units, and stages.
 
-    Where both sides share tokens out, it also looks at every token of their common period.
+    If both sides use context parallelism, it also looks at every token of their common period.
     """
     steps = 0
     if src.dcp > 1 and dst.dcp > 1:
         period = lcm(src.dcp * src.interleave, dst.dcp * dst.interleave)
-        steps += src.dcp * dst.dcp * period // 8  # NumPy's, which are quicker
+        steps += src.dcp * dst.dcp * period // 8  # these steps are NumPy's, and faster
     for group in model.groups:
         layers, src_dcp, dst_dcp = len(group.layers), src.dcp_for(group), dst.dcp_for(group)
-        meeting = min(src.pp + dst.pp, layers)  # pairs of stages that have layers in common
+        meeting = min(src.pp + dst.pp, layers)  # pairs of stages with common layers
         for units in {(c.units, c.sharding): c.units for c in group.components}.values():
             cuts = min(units, src.tp + dst.tp)
             steps += cuts * src_dcp * (src.tp + dst_dcp * dst.tp)
@@ -143,7 +143,7 @@ def plan_steps(model: CacheModel, src: EngineShape, dst: EngineShape) -> int:
 
 
 def require_plannable(model: CacheModel, src: EngineShape, dst: EngineShape) -> None:
-    """Refuse a pair of shapes, one of them a peer's, before their plan takes seconds."""
+    """Refuse a pair of shapes whose plan would take seconds. One of them is a peer's."""
     steps = plan_steps(model, src, dst)
     if steps > MOST_PLAN_STEPS:
         raise ProtocolError(
@@ -254,9 +254,9 @@ def _layout(info: RankInfo, shape: EngineShape, rank: Rank) -> RankLayout:
 
 
 def _require_inside(part: Part, p: Placement, regions: Sequence[Region]) -> None:
-    """A block of each layer must lie in its region; so no sum of these strides is too large, too.
+    """Require that a block of each layer lies in its region, which also bounds its strides.
 
-    The first block only: objects of a pool are described by one region a table, of one object.
+    Only the first block is checked: a pool's objects have one region per table, of one object.
     """
     axes = [
         (part.block_entries // p.tile_slots, p.tile_stride),
@@ -296,7 +296,7 @@ def _placement(p: PlacementInfo) -> Placement:
 
 
 def require_same_meaning(ours: EngineInfo, theirs: EngineInfo) -> None:
-    """Refuse engines whose bytes mean different things though their shapes may fit."""
+    """Refuse engines whose bytes have another meaning, even if their shapes fit."""
     for key in sorted({*ours.meaning, *theirs.meaning}):
         a, b = ours.meaning.get(key), theirs.meaning.get(key)
         if a != b:

@@ -1,28 +1,31 @@
-"""Holds: a producer rank's promise to keep a request's blocks untouched until it is closed.
+"""Holds: a producer rank promises to leave a request's blocks untouched while its hold is open.
 
-vLLM reuses no block of a finished request until every rank has reported it sent. So the hold, not
-the block, is the fence of every transfer: a rank closes a hold *before* it reports, and a load
-counts only if the hold was still open after its last byte.
+vLLM reuses the blocks of a finished request once every rank has reported the request as sent. A
+producer rank closes a hold before it sends that report. A load counts only if the hold was still
+open after the load's last byte. So the hold, not the block, guards every transfer.
 
 A hold's life on one rank:
 
-    (unknown) --claim------> parked, until the hold arrives or the claim's patience ends
-    (unknown) --last word--> kept until the hold arrives (failed, or not needed: never done)
+    (unknown) --claim------> the claim is parked until the hold arrives or its patience ends
+    (unknown) --last word--> "failed" and "not needed" are kept until the hold arrives
     (unknown) --withdrawn--> CLOSED "withdrawn" as soon as it arrives; parked claims are refused
-    (unknown) --open-------> OPEN, claims are answered with its blocks; then early words count
-    OPEN --all readers spoke--> CLOSED "delivered", or "failed" if any of them said so
-    OPEN --lease ran out------> CLOSED "expired"
-    OPEN --withdrawn----------> CLOSED "withdrawn" (aborted, preempted, shut down)
-    CLOSED: claims and last words are stale; a closed hold never opens again
+    (unknown) --open-------> OPEN: claims are answered with its blocks, then early words count
+    OPEN --all readers have spoken--> CLOSED "delivered", or "failed" if one reader failed
+    OPEN --lease ran out------------> CLOSED "expired"
+    OPEN --withdrawn----------------> CLOSED "withdrawn" (aborted, preempted, shut down)
+    CLOSED: claims and last words are refused; a closed hold never opens again
 
-Readers are counted by distinct (engine, incarnation, rank). Each sends exactly one last word; an
-engine is through when as many ranks as it announced have spoken; the hold closes when all engines
-that showed up are through. The lease is renewed by consumers' schedulers, and by every claim. No
-clock but this rank's own is read. What peers can make a rank remember is bounded, in bytes.
+Counting readers. A reader is one rank of one incarnation of a consumer engine. Each reader sends
+one last word. An engine is finished when as many of its ranks have spoken as it announced. The hold
+closes when all engines that claimed it are finished.
 
-This module is the state machine alone: no sockets, no threads, time is passed in. Deadlines lie in
-heaps, so that a look at the clock costs the same with ten holds and with ten thousand (4 µs; a walk
-over 10,000 took 1.2 ms after every message).
+Failure path. A decode engine that dies in the middle of a load sends no last word and renews
+nothing. Its hold stays open until the lease runs out, and then closes as "expired". Consumers'
+schedulers renew leases while requests queue; every claim renews one too.
+
+This module is the state machine alone: it has no sockets and no threads, and callers pass the time
+in. Only this rank's clock counts. Peers can make a rank remember a bounded number of bytes.
+Deadlines lie in heaps: a check takes 4 µs with 10,000 holds, where a walk over them took 1.2 ms.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from sys import getsizeof
 from typing import Any, Generic, Literal, TypeVar
@@ -42,33 +45,43 @@ Why = Literal["delivered", "failed", "expired", "withdrawn"]
 Parked = TypeVar("Parked")
 
 TOMBSTONES = 65_536  # closed holds remembered, so that late claims are refused at once
-# Of claims and offers that wait: 10,000 offers of 128,000 tokens in blocks of 16. A connection (one
-# consumer rank) has half.
+# For parked claims and offers: 10,000 offers of 128,000 tokens in blocks of 16. One connection (one
+# consumer rank) may use half.
 PARKED_BYTES = 256 << 20
-EARLY_BYTES = 16 << 20  # of words about holds that have not arrived; the oldest are forgotten
-READERS_BYTES = 64 << 20  # of engines and ranks that open holds remember: 30,000 of them
-MOST_ENGINES = 64  # that may read one hold
-SPOKE_BYTES = 256  # of a rank that has spoken: a tuple, two numbers, its place in a set
-STALE_ENTRIES = 64  # of a heap that may lie around, beyond as many as are alive
+EARLY_BYTES = 16 << 20  # for last words that came before their hold; the oldest are dropped
+READERS_BYTES = 64 << 20  # for the engines and ranks that open holds remember, about 30,000
+MOST_ENGINES = 64  # engines that may read one hold
+SPOKE_BYTES = 256  # for one rank that has spoken: a tuple, two numbers, a place in a set
+STALE_ENTRIES = 64  # dead entries that a heap may keep beyond the number of its live ones
 
 
-@dataclass(slots=True)
-class Hold:
+@dataclass(frozen=True, slots=True)
+class HoldOrder:
+    """Keep this request's blocks: what a scheduler sends to all its ranks."""
+
     hold_id: str
     request_id: str
     digest: str
     tokens: int
-    tables: list[list[int]]
+    tables: Sequence[Sequence[int]]
+
+
+@dataclass(slots=True)
+class Hold:
+    """An order that a rank has opened, and its readers."""
+
+    order: HoldOrder
     expires: float
-    budget: Budget  # of readers, of all holds
+    budget: Budget  # for readers; all holds of the rank share it
     charged_bytes: int = 0
-    packed: Any = None  # the answer to its claims, kept by the server
-    expected: dict[tuple[str, str], int] = field(default_factory=dict)  # readers of an engine
+    packed: Any = None  # the encoded answer to claims, which the server keeps here
+    # Both by (engine id, incarnation): ranks announced, and ranks that have spoken.
+    expected: dict[tuple[str, str], int] = field(default_factory=dict)
     spoke: dict[tuple[str, str], set[tuple[int, int]]] = field(default_factory=dict)
     outcomes: dict[Outcome, int] = field(default_factory=dict)
 
     def announce(self, reader: Reader, readers: int) -> bool:
-        """Count on a reader's engine; False where too many engines came."""
+        """Expect last words from the reader's engine; False if too many engines read already."""
         engine = (reader.engine_id, reader.incarnation)
         if engine not in self.expected:
             full = len(self.expected) >= MOST_ENGINES
@@ -79,7 +92,7 @@ class Hold:
         return True
 
     def hear(self, reader: Reader, readers: int, outcome: Outcome) -> None:
-        """A reader's last word; only its first counts."""
+        """Count a reader's last word; only its first one counts."""
         if self.announce(reader, readers):
             spoke = self.spoke[reader.engine_id, reader.incarnation]
             rank = (reader.pp_rank, reader.tp_rank)
@@ -94,7 +107,7 @@ class Hold:
 
     @property
     def over(self) -> Why | None:
-        """How it ended, when all readers have spoken; one that failed counts more than the rest."""
+        """How the hold ended, or None while readers are missing. One failure makes it failed."""
         if not self.expected or any(
             len(self.spoke[engine]) < count for engine, count in self.expected.items()
         ):
@@ -104,7 +117,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A hold that has just been closed; to be reported once."""
+    """A hold that has just closed. The rank reports it once."""
 
     hold_id: str
     request_id: str
@@ -124,7 +137,7 @@ class _Waiting(Generic[Parked]):
 
 @dataclass(frozen=True, slots=True)
 class _Early:
-    """A last word about a hold that has not arrived."""
+    """A last word that came before its hold."""
 
     hold_id: str
     reader: Reader
@@ -143,52 +156,43 @@ class HoldTable(Generic[Parked]):
 
     lease_seconds: float
     open: dict[str, Hold] = field(default_factory=dict)
-    parked: int = 0  # claims that wait
-    # Why a hold was closed, and the hash of its request: clients may name requests at length.
+    parked: int = 0  # number of waiting claims
+    # Why each hold closed, and a hash of its request id: clients may send long request ids.
     _tombstones: OrderedDict[str, tuple[Why, int]] = field(default_factory=OrderedDict)
-    _unborn: OrderedDict[str, None] = field(default_factory=OrderedDict)  # withdrawn, not arrived
+    _unborn: OrderedDict[str, None] = field(default_factory=OrderedDict)  # withdrawn before arrival
     _parked: dict[str, dict[_Waiting[Parked], None]] = field(default_factory=dict)
     _early: deque[_Early] = field(default_factory=deque)  # oldest first
     _early_bytes: int = 0
     _parked_budget: Budget = field(default_factory=lambda: Budget(PARKED_BYTES, PARKED_BYTES // 2))
     _readers_budget: Budget = field(default_factory=lambda: Budget(READERS_BYTES))
-    # Heaps. A hold has one entry, at or before its expiry: renewing does not touch it. Entries of
-    # what is gone stay until they come up, or until there are too many of them.
+    # Heaps. A hold has one entry, at or before its expiry, which a renewal leaves alone. An entry
+    # of a closed hold stays until it reaches the top, or until there are too many.
     _leases: list[tuple[float, str]] = field(default_factory=list)
     _patience: list[tuple[float, int, _Waiting[Parked]]] = field(default_factory=list)
     _number: Iterator[int] = field(default_factory=itertools.count)
 
-    def add(
-        self,
-        hold_id: str,
-        request_id: str,
-        digest: str,
-        tokens: int,
-        tables: list[list[int]],
-        now: float,
-    ) -> tuple[list[Parked], Closed | None]:
+    def add(self, order: HoldOrder, now: float) -> tuple[list[Parked], Closed | None]:
         """Open a hold. Returns the claims that waited for it: answer them, then call `settle`.
 
-        A hold that was withdrawn before it arrived, or whose id was used before, is closed at once,
-        and returned as such.
+        A hold that was withdrawn before it arrived closes at once and is returned as closed. So is
+        one whose id another request has used.
         """
+        hold_id, request_id = order.hold_id, order.request_id
         if hold_id in self._unborn:
             del self._unborn[hold_id]
             return [], self._bury(Closed(hold_id, request_id, "withdrawn", {}))
         known, buried = self.open.get(hold_id), self._tombstones.get(hold_id)
         if known is not None or buried is not None:  # an id serves one request
-            used_by = hash(known.request_id) if known else buried[1] if buried else 0
+            used_by = hash(known.order.request_id) if known else buried[1] if buried else 0
             other = used_by != hash(request_id)
             return [], Closed("", request_id, "withdrawn", {}) if other else None
         expires = now + self.lease_seconds
-        self.open[hold_id] = Hold(
-            hold_id, request_id, digest, tokens, tables, expires, self._readers_budget
-        )
+        self.open[hold_id] = Hold(order, expires, self._readers_budget)
         heapq.heappush(self._leases, (expires, hold_id))
         return self._unpark(hold_id), None
 
     def settle(self, hold_id: str) -> Closed | None:
-        """Count the words that came before the hold did; the hold, if they close it."""
+        """Count the last words that came before the hold. Returns the hold if they close it."""
         early = [word for word in self._early if word.hold_id == hold_id]
         hold = self.open.get(hold_id)
         if hold is None or not early:
@@ -200,7 +204,7 @@ class HoldTable(Generic[Parked]):
         return self._close_if_over(hold)
 
     def find(self, hold_id: str, now: float) -> Hold | Why | None:
-        """An open hold (its lease renewed), why it is closed, or None where it is not known yet."""
+        """The open hold with its lease renewed, why it closed, or None if it has not arrived."""
         hold = self.open.get(hold_id)
         if hold is None:
             buried = self._tombstones.get(hold_id)
@@ -217,7 +221,7 @@ class HoldTable(Generic[Parked]):
         bytes_: int = ENTRY_BYTES,
         sender: bytes = b"",
     ) -> bool:
-        """Let a claim of so many bytes wait for its hold; False where too much waits."""
+        """Let a claim of this size wait for its hold; False if too many bytes wait already."""
         if not self._parked_budget.take(bytes_, sender):
             return False
         waiting = _Waiting(hold_id, claim, until, bytes_, sender)
@@ -232,7 +236,7 @@ class HoldTable(Generic[Parked]):
     def last_word(
         self, hold_id: str, reader: Reader, readers: int, outcome: Outcome, now: float
     ) -> tuple[bool, Closed | None]:
-        """Whether the hold was open when a reader spoke, and the hold if that closed it."""
+        """Whether the hold was open when the reader spoke, and the hold if this closed it."""
         hold = self.open.get(hold_id)
         if hold is None:
             if outcome != "done" and self.find(hold_id, now) is None:
@@ -247,7 +251,7 @@ class HoldTable(Generic[Parked]):
         return True, self._close_if_over(hold)
 
     def withdraw(self, hold_id: str) -> tuple[Closed | None, list[Parked]]:
-        """Close a hold, or keep it from opening; then also the claims that waited for it."""
+        """Close a hold, or prevent it from opening; then also return the claims that waited."""
         hold = self.open.get(hold_id)
         if hold is not None:
             return self._close(hold, "withdrawn"), []
@@ -258,11 +262,11 @@ class HoldTable(Generic[Parked]):
         return None, self._unpark(hold_id)
 
     def unpark_all(self) -> list[Parked]:
-        """All claims that wait, which then wait no more."""
+        """Remove and return all parked claims."""
         return [claim for hold_id in list(self._parked) for claim in self._unpark(hold_id)]
 
     def expire(self, now: float) -> tuple[list[Closed], list[Parked]]:
-        """Holds whose lease ran out, and claims whose patience did."""
+        """Close holds whose lease ran out, and remove claims whose patience ended."""
         closed, impatient = [], []
         while (hold := self._first_to_expire()) is not None and hold.expires <= now:
             closed.append(self._close(hold, "expired"))
@@ -277,14 +281,14 @@ class HoldTable(Generic[Parked]):
         return closed, impatient
 
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do; early words can wait."""
+        """When `expire` is next due. Early last words need no exact time."""
         hold, waiting = self._first_to_expire(), self._least_patient()
         if hold is None or waiting is None:
             return waiting.until if waiting is not None else hold.expires if hold else None
         return min(hold.expires, waiting.until)
 
     def _first_to_expire(self) -> Hold | None:
-        """The open hold whose lease runs out first; brings the top of the heap up to date."""
+        """The open hold whose lease runs out first. Updates stale entries at the heap's top."""
         while self._leases:
             when, hold_id = self._leases[0]
             hold = self.open.get(hold_id)
@@ -320,12 +324,13 @@ class HoldTable(Generic[Parked]):
         return self._close(hold, why) if why is not None else None
 
     def _close(self, hold: Hold, why: Why) -> Closed:
-        del self.open[hold.hold_id]
+        order = hold.order
+        del self.open[order.hold_id]
         hold.budget.give_back(hold.charged_bytes)
         if len(self._leases) > 2 * len(self.open) + STALE_ENTRIES:
             self._leases = [entry for entry in self._leases if entry[1] in self.open]
             heapq.heapify(self._leases)
-        return self._bury(Closed(hold.hold_id, hold.request_id, why, dict(hold.outcomes)))
+        return self._bury(Closed(order.hold_id, order.request_id, why, dict(hold.outcomes)))
 
     def _bury(self, closed: Closed) -> Closed:
         self._tombstones[closed.hold_id] = closed.why, hash(closed.request_id)

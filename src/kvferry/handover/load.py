@@ -1,21 +1,40 @@
-"""One load: a request's cache out of producers' memory, step by step, on a thread of its own.
+"""One load: a consumer rank fetches a request's cache from producer ranks, on one load thread.
 
-1. **meet** the remote engine: the directory's welcome, plans, connections. Once per incarnation,
-   and on another thread (`meetings`), so that an engine that never answers holds up no load.
-   In push mode, sources that can be stopped now **write** (`offers`); the rest is for the others.
-2. **claim** the hold at every source rank that concerns us, all at once. A claim may be parked.
-3. **read** by carrier, edge by edge, all at once, in slices.
-4. **check**, where that was asked for: digests of what was read, compared with the sources' own.
-5. the **last word**, `done`, to every source rank; and while it travels,
-6. **zero** the bytes of loaded blocks that nothing covers, and layers that the source has not. Only
-   if all sources answer that the hold was still open is the load good: the bytes were read from
-   blocks that nobody reused meanwhile.
+The steps:
 
-What is said to sources, and what their answers mean, is in `words`. Whatever fails, they are told
-`failed` (best effort, nobody waits for their answers). Every step ends by the load's deadline, or
-when the load is cancelled. `Loading.run` returns or raises only when no byte of its transfers can
-arrive any more: the blocks may be used again right after. A load that shares its ticket with other
-requests (`keep_open`) asks whether the hold is open instead of closing it.
+1. **meet** the producer engine: its directory's welcome, the plans, the connections. This happens
+   once per incarnation, on a thread of `peers.Meetings`, so that an engine that never answers
+   delays no load.
+2. **offer** (push mode only): let sources write if their carrier can revoke writes (`push.Offers`).
+   The following steps concern the other sources.
+3. **claim** the hold at every source rank, all at once. A source parks a claim whose hold has not
+   arrived yet.
+4. **read** by carrier from all sources at once, in slices.
+5. **check** (optional): compare digests of the bytes that arrived with digests from the sources.
+6. send the **last word**, `done`, to every source rank, also to those that nothing is read from.
+7. meanwhile, **zero** bytes of the loaded blocks that no source covers, and layers that the
+   producer lacks.
+8. **confirm**: the load is good only if every source answers that the hold was still open. Then no
+   other request can have reused the blocks while they were read.
+
+A load that shares its ticket with other requests (`keep_open`) sends `Renew` instead of a last
+word, which leaves the hold open.
+
+What happens when something fails:
+
+    a source answers                   the load
+    stale                              fails; the engine is forgotten, the ticket is void
+    closed, expired                    fails; the ticket is void
+    another refusal, or nonsense       fails
+    nothing in time, or disconnects    fails; the engine is forgotten, the next load meets it again
+
+If this engine cancels the load, the load fails. If this engine dies during the load, sources hear
+nothing more from it, and the hold expires at the producer (`producer.py`).
+
+A load that fails sends `failed` to all its sources, unless other requests share its ticket. It does
+not wait for their answers. Every step ends at the load's deadline, or when the load is cancelled.
+`Loading.run` returns or raises only when no byte of its transfers can arrive any more, because the
+engine may reuse the blocks then.
 """
 
 from __future__ import annotations
@@ -26,8 +45,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.carriers.base import Arrays, Transfer
-from kvferry.carriers.host import Memory
+from kvferry.carriers.base import Arrays, Memory, Transfer
 from kvferry.errors import Cancelled, ChecksumError, HandoverError, KvferryError, StaleTicket
 from kvferry.handover.checksum import Algorithm, common, digest, encode_runs, parts
 from kvferry.handover.deadline import Clock, Deadline, await_transfer, end_transfers
@@ -57,20 +75,20 @@ from kvferry.plan import Bound, Copies, EdgePlan, Uncovered, bind, uncovered, wh
 from kvferry.plan.bind import require_distinct_blocks
 from kvferry.plan.pieces import padded_tokens
 
-WORD_SECONDS = 5.0  # for a last word after something failed
-NOTHING = Arrived(0, 0, (), ())
+WORD_SECONDS = 5.0  # for a last word after a failure
+NOTHING = Arrived(0, 0, ())
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the scheduler asks a rank to load."""
+    """The scheduler's order to load a request's cache into one rank."""
 
     request_id: str
     ticket: Ticket
-    tables: tuple[tuple[int, ...], ...]  # this engine's blocks, for each of its tables
-    skip: int
-    seconds: float  # from now to its deadline
-    keep_open: bool = False
+    tables: tuple[tuple[int, ...], ...]  # this engine's block ids, by block table
+    skip: int  # leading tokens that this engine has already
+    seconds: float  # from now to the deadline
+    keep_open: bool = False  # other requests share the ticket
 
     @property
     def blocks(self) -> int:
@@ -82,12 +100,12 @@ class Loaded:
     """How a load ended."""
 
     request_id: str
-    error: str = ""  # empty: all bytes are there
+    error: str = ""  # empty: the load is good
     bytes: int = 0
     descriptors: int = 0
     pushed: bool = False  # whether a source wrote any of it
     seconds: dict[str, float] = field(default_factory=dict)  # by step
-    zeroed_bytes: int = 0  # of layers that the source does not have
+    zeroed_bytes: int = 0  # in layers that the producer lacks
 
     @property
     def ok(self) -> bool:
@@ -96,27 +114,31 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loading:
-    """The steps of loads into one rank's memory; holds no state of any single load."""
+    """The steps of loads into one rank's memory. It keeps no state of a single load."""
 
     model: CacheModel
     known: Peers
     words: HoldClient
-    bases: Ints  # of this rank's regions
-    everything: EdgePlan  # all that this rank's blocks hold
+    bases: Ints  # addresses of this rank's regions
+    everything: EdgePlan  # covers all bytes of this rank's blocks
     zero: Callable[[Ints, Ints], None]
     tally: ConsumerTally
-    offering: WriteOffering | None = None  # where sources are let write
-    checked: Memory | None = None  # where digests are compared, the memory that is read into
-
-    @property
-    def _offers(self) -> bool:
-        """Whether sources are let write. What is compared by digests is read."""
-        return self.offering is not None and self.checked is None
+    offering: WriteOffering | None = None  # push mode
+    checked: Memory | None = None  # this rank's memory, if digests are compared
 
     def run(self, remote: Remote, load: Load, watch: Deadline, clock: Clock) -> Loaded:
         try:
-            self._require_distinct_blocks(remote, load)
-            written = self._let_write(remote, load, watch, clock) if self._offers else NOTHING
+            require_distinct_blocks(
+                self.model,
+                self.known.layout,
+                remote.shape,
+                tokens=load.ticket.tokens,
+                skip=load.skip,
+                dst_tables=load.tables,
+            )
+            written = NOTHING
+            if self.offering is not None and self.checked is None:  # checksums are for reads
+                written = self._let_write(self.offering, remote, load, watch, clock)
             read = [source for source in remote.sources if source not in written.delivered]
             claimed = self.words.claim(remote, read, load.ticket, watch)
             clock.stop("claim")
@@ -130,7 +152,7 @@ class Loading:
                 self.tally.checked(moved)
                 clock.stop("check")
             words = self._last_words(read, load, watch)
-            zeroed = self._zero_rest(rest)  # while they travel
+            zeroed = self._zero_rest(rest)  # while the last words travel
             clock.stop("zero")
             self.words.require_open(remote, load.ticket, words, watch)
             clock.stop("confirm")
@@ -149,27 +171,18 @@ class Loading:
             zeroed_bytes=zeroed,
         )
 
-    def _require_distinct_blocks(self, remote: Remote, load: Load) -> None:
-        require_distinct_blocks(
-            self.model,
-            self.known.layout,
-            remote.shape,
-            tokens=load.ticket.tokens,
-            skip=load.skip,
-            dst_tables=load.tables,
-        )
-
-    def _let_write(self, remote: Remote, load: Load, watch: Deadline, clock: Clock) -> Arrived:
-        """Let those sources write that can be stopped. However it ends, none can write any more."""
-        assert self.offering is not None
+    def _let_write(
+        self, offering: WriteOffering, remote: Remote, load: Load, watch: Deadline, clock: Clock
+    ) -> Arrived:
+        """Let sources write if they can be stopped. No source can write after this returns."""
 
         def answer(call: Future[ReplyBody]) -> ReplyBody:
             reply = self.words.answer(remote, call, watch)
             if isinstance(reply, Refused) and reply.reason == "stale":
-                self.known.forget(remote)  # else, only the ticket is void
+                self.known.forget(remote)  # other refusals void the ticket alone
             return reply
 
-        offers = Offers(self.offering, remote, lambda: self.tally.abandoned(load.blocks))
+        offers = Offers(offering, remote, lambda: self.tally.abandoned(load.blocks))
         try:
             offers.open(
                 hold_id=load.ticket.hold_id,
@@ -190,7 +203,7 @@ class Loading:
     def _bind(
         self, remote: Remote, load: Load, claimed: dict[Source, Claimed]
     ) -> dict[Source, Bound]:
-        """What is to be read, by source; small, whatever the number of copies."""
+        """Bind each source's plan to block addresses. The copies themselves are made later."""
         tokens = padded_tokens(
             remote.pair.model, remote.shape, self.known.layout.shape, load.ticket.tokens
         )
@@ -216,7 +229,7 @@ class Loading:
         watch: Deadline,
         clock: Clock,
     ) -> list[Uncovered]:
-        """Read all of it; meanwhile, find what is to be zeroed."""
+        """Read all copies. Meanwhile, find the bytes to zero."""
         transfers: list[Transfer] = []
         try:
             post_reads(bound, transfers, watch)
@@ -253,7 +266,7 @@ class Loading:
             raise
 
     def _rest(self, remote: Remote, load: Load) -> list[Uncovered]:
-        """What nothing covers, and what is of layers that the source has not."""
+        """Bytes that no source covers, then the layers that the producer lacks."""
         where: dict[str, Any] = {
             "skip": load.skip,
             "dst_tables": load.tables,
@@ -266,142 +279,30 @@ class Loading:
         return rest
 
     def _zero_rest(self, rest: list[Uncovered]) -> int:
-        """Zero it; how much of that is of layers that the source has not."""
+        """Zero these bytes. Returns how many lie in layers that the producer lacks."""
         for part in rest:
             if len(part.address):
                 self.zero(part.address, part.length)
         return sum(part.bytes for part in rest[1:])
 
     def _last_words(self, sources: Sequence[Source], load: Load, watch: Deadline) -> Calls:
-        """To every source that was read; one that wrote has said its own already."""
+        """Tell every source that was read. A source that wrote has counted its own last word."""
         if load.keep_open:
             return self.words.ask_open(sources, load.ticket, watch.deadline)
         return self.words.say(sources, load.ticket, "done", watch.deadline)
 
-
-# --------------------------------------------------------------------------------------------------
-# What a load reads, piece by piece, and how many of them at once.
-#
-# A piece is what a carrier is given in one call: a slice of copies, bound when it is asked for, so
-# that no NumPy call takes long; or a whole strided batch, where the carrier takes it as it is.
-# --------------------------------------------------------------------------------------------------
-
-SLICE_DESCRIPTORS = 65_536
-# Slices under way at once, if there are not more sources. Each keeps a carrier's threads busy, and
-# an engine's step waits for the interpreter behind all of them (benchmarks/stall.py).
-LEAST_FLYING = 2
-
-
-def post_reads(bound: Mapping[Source, Bound], transfers: list[Transfer], watch: Deadline) -> None:
-    """Have all of it read; what was begun is in `transfers`, also where this raises."""
-    most = max(LEAST_FLYING, len(bound))
-    for source, piece in _in_turn(bound):
-        assert source.carrier is not None
-        if len(transfers) >= most and not _takes_strided(source):
-            await_transfer(transfers[-most], watch)
-        transfers.append(source.carrier.read(source.peer, piece))
-
-
-def _takes_strided(source: Source) -> bool:
-    """Whether its carrier takes a whole batch as it is, and queues it elsewhere than here."""
-    return bool(getattr(source.carrier, "takes_strided", False))
-
-
-def _in_turn(bound: Mapping[Source, Bound]) -> Iterator[tuple[Source, Any]]:
-    """A piece of each source after the other."""
-    left = [(source, _pieces(source, copies)) for source, copies in bound.items()]
-    while left:
-        for turn in list(left):
-            piece = next(turn[1], None)
-            if piece is None:
-                left.remove(turn)
-            else:
-                yield turn[0], piece
-
-
-def _pieces(source: Source, copies: Bound) -> Iterator[Any]:
-    if _takes_strided(source):
-        yield from copies.batches
-        return
-    for piece in copies.slices(SLICE_DESCRIPTORS):
-        yield Copies(piece.src.copy(), piece.dst.copy(), piece.length.copy())
-
-
-# --------------------------------------------------------------------------------------------------
-# A consumer's side of checksums: what arrived, compared with what each source holds.
-#
-# Slice by slice: all sources digest theirs while we digest ours. `checksum` says why this is sound.
-# --------------------------------------------------------------------------------------------------
-
-Asked = tuple[Source, Arrays, Future[ReplyBody]]
-
-
-def require_equal(
-    caller: Caller,
-    hold_id: str,
-    bound: Mapping[Source, Bound],
-    memory: Memory,
-    deadline: float,
-    answer: Callable[[Future[ReplyBody]], ReplyBody],
-) -> None:
-    """`ChecksumError` where bytes differ from their source's, as long as the hold is open."""
-    by = {source: common(memory, source.sums) for source in bound}
-    left = {source: parts(copies, by[source]) for source, copies in bound.items()}
-    while left:
-        asked: list[Asked] = []
-        for source, more in list(left.items()):
-            part = next(more, None)
-            if part is None:
-                del left[source]
-                continue
-            runs = encode_runs(part.src, part.length)
-            question = Sum(VERSION, source.incarnation, hold_id, runs, by[source].name)
-            call = caller.call(source.address, question, deadline)
-            asked.append((source, part, call))
-        for source, part, call in asked:
-            ours = digest(memory, part.dst, part.length, by[source])
-            _require_same(source, part, by[source], ours, answer(call))
-
-
-def _require_same(
-    source: Source, part: Arrays, by: Algorithm, ours: bytes, reply: ReplyBody
-) -> None:
-    who = f"rank {tuple(source.rank)}"
-    if not isinstance(reply, Summed):
-        why = reply.message if isinstance(reply, Refused) else type(reply).__name__
-        raise HandoverError(f"{who} gives no checksum: {why}")
-    if reply.digest != ours:
-        raise ChecksumError(
-            f"{who}: {len(part)} runs of {int(part.length.sum())} bytes arrived differently than "
-            f"the source holds them ({by.name} {reply.digest.hex()} there, {ours.hex()} here); "
-            "nothing of this load is used. The carrier or the network between the two engines "
-            "damages bytes"
-        )
-
-
-# --------------------------------------------------------------------------------------------------
-# What a consumer rank says to a hold's sources, and what it makes of their answers.
-#
-# A **claim** asks every source at once for the hold's blocks; it may be parked there until the hold
-# arrives. The **last word** goes to every source, also to those that nothing is read from: `done`,
-# `failed` or `not needed`. Its answer says whether the hold was open, which alone makes a load
-# count. Where other requests share the ticket, the same is asked without closing the hold.
-#
-#     a source answers                    what follows
-#     stale                               the engine is forgotten, the ticket is void
-#     closed, expired                     the ticket is void
-#     refused otherwise, or nonsense      the load fails
-#     nothing in time, or is gone         the load fails; the engine is forgotten, and met again
-# --------------------------------------------------------------------------------------------------
 
 Calls = dict[Source, Future[ReplyBody]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HoldClient:
-    """One rank's; holds no state of any single load."""
+    """Sends claims and last words of one rank, and judges the answers (see the module's table).
 
-    reader: Reader  # who we are, to producers
+    It keeps no state of a single load.
+    """
+
+    reader: Reader  # this rank, as producers count it
     model: CacheModel
     known: Peers
     caller: Caller
@@ -412,13 +313,13 @@ class HoldClient:
         except Cancelled:
             raise
         except KvferryError:
-            self.known.forget(remote)  # the peer may have restarted: meet it again next time
+            self.known.forget(remote)  # the peer may have restarted; the next load meets it again
             raise
 
     def claim(
         self, remote: Remote, sources: Sequence[Source], ticket: Ticket, watch: Deadline
     ) -> dict[Source, Claimed]:
-        """What each of these sources holds, when all have answered."""
+        """Claim the hold at these sources. Returns when all have answered."""
         patience = max(0.0, watch.deadline - time.monotonic())
         calls = {
             source: self.caller.call(
@@ -460,7 +361,7 @@ class HoldClient:
     def say(
         self, sources: Sequence[Source], ticket: Ticket, outcome: Outcome, deadline: float
     ) -> Calls:
-        """Send our last word to these sources."""
+        """Send this rank's last word to these sources."""
         return {
             source: self.caller.call(
                 source.address,
@@ -478,7 +379,7 @@ class HoldClient:
         }
 
     def ask_open(self, sources: Sequence[Source], ticket: Ticket, deadline: float) -> Calls:
-        """Ask these sources whether the hold is open, and leave it so."""
+        """Ask these sources whether the hold is open, and leave it open."""
         return {
             source: self.caller.call(
                 source.address, Renew(VERSION, source.incarnation, [ticket.hold_id]), deadline
@@ -487,7 +388,7 @@ class HoldClient:
         }
 
     def require_open(self, remote: Remote, ticket: Ticket, calls: Calls, watch: Deadline) -> None:
-        """Whichever was asked: every source kept the hold open until after the last byte."""
+        """Require of every answer that the hold was open. Takes answers to `say` or `ask_open`."""
         for source, call in calls.items():
             reply = self.answer(remote, call, watch)
             was_open = isinstance(reply, Closing) and reply.was_open
@@ -497,3 +398,97 @@ class HoldClient:
                     f"rank {tuple(source.rank)} closed the hold before the load was over; what was "
                     "read is discarded"
                 )
+
+
+# Reading. A carrier gets one piece per call: a slice of copies, or a whole strided batch if the
+# carrier takes those. A slice is bound just before its call, so that no NumPy call takes long.
+
+SLICE_DESCRIPTORS = 65_536
+# Slices in flight at once, or one per source if there are more sources. Each slice keeps a
+# carrier's threads busy, and the engine's step competes with them for the interpreter
+# (benchmarks/stall.py).
+LEAST_FLYING = 2
+
+
+def post_reads(bound: Mapping[Source, Bound], transfers: list[Transfer], watch: Deadline) -> None:
+    """Start all reads. `transfers` has those that were started, even if this raises."""
+    most = max(LEAST_FLYING, len(bound))
+    for source, piece in _in_turn(bound):
+        assert source.carrier is not None
+        if len(transfers) >= most and not _takes_strided(source):
+            await_transfer(transfers[-most], watch)
+        transfers.append(source.carrier.read(source.peer, piece))
+
+
+def _takes_strided(source: Source) -> bool:
+    """Whether the source's carrier takes a whole strided batch and queues it itself."""
+    return source.carrier is not None and source.carrier.takes_strided
+
+
+def _in_turn(bound: Mapping[Source, Bound]) -> Iterator[tuple[Source, Any]]:
+    """Pieces of all sources, one source after the other in turn."""
+    left = [(source, _pieces(source, copies)) for source, copies in bound.items()]
+    while left:
+        for turn in list(left):
+            piece = next(turn[1], None)
+            if piece is None:
+                left.remove(turn)
+            else:
+                yield turn[0], piece
+
+
+def _pieces(source: Source, copies: Bound) -> Iterator[Any]:
+    if _takes_strided(source):
+        yield from copies.batches
+        return
+    for piece in copies.slices(SLICE_DESCRIPTORS):
+        yield Copies(piece.src.copy(), piece.dst.copy(), piece.length.copy())
+
+
+# Checking. Slice by slice, all sources digest their bytes while this rank digests its own.
+# `checksum.py` says why this is sound.
+
+Asked = tuple[Source, Arrays, Future[ReplyBody]]
+
+
+def require_equal(
+    caller: Caller,
+    hold_id: str,
+    bound: Mapping[Source, Bound],
+    memory: Memory,
+    deadline: float,
+    answer: Callable[[Future[ReplyBody]], ReplyBody],
+) -> None:
+    """Raise `ChecksumError` if bytes here differ from the source's. The hold must be open."""
+    by = {source: common(memory, source.sums) for source in bound}
+    left = {source: parts(copies, by[source]) for source, copies in bound.items()}
+    while left:
+        asked: list[Asked] = []
+        for source, more in list(left.items()):
+            part = next(more, None)
+            if part is None:
+                del left[source]
+                continue
+            runs = encode_runs(part.src, part.length)
+            question = Sum(VERSION, source.incarnation, hold_id, runs, by[source].name)
+            call = caller.call(source.address, question, deadline)
+            asked.append((source, part, call))
+        for source, part, call in asked:
+            ours = digest(memory, part.dst, part.length, by[source])
+            _require_same(source, part, by[source], ours, answer(call))
+
+
+def _require_same(
+    source: Source, part: Arrays, by: Algorithm, ours: bytes, reply: ReplyBody
+) -> None:
+    who = f"rank {tuple(source.rank)}"
+    if not isinstance(reply, Summed):
+        why = reply.message if isinstance(reply, Refused) else type(reply).__name__
+        raise HandoverError(f"{who} gives no checksum: {why}")
+    if reply.digest != ours:
+        raise ChecksumError(
+            f"{who}: {len(part)} runs of {int(part.length.sum())} bytes arrived differently than "
+            f"the source holds them ({by.name} {reply.digest.hex()} there, {ours.hex()} here); "
+            "nothing of this load is used. The carrier or the network between the two engines "
+            "damages bytes"
+        )

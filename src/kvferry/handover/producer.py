@@ -1,22 +1,29 @@
-"""A producer: the directory of an engine, and the rank that holds blocks for readers.
+"""The producer: a rank that holds blocks for readers, and its engine's directory.
 
 What happens when a request finishes prefill:
 
-1. The scheduler issues a `Ticket` (engine, incarnation, an unguessable hold id, a digest of the
-   prompt) into the response, and sends the hold with its blocks to all workers with the next step.
-2. Each worker calls `ProducerRank.open_hold`. Claims that came earlier were parked, and are
-   answered now; a claim of another incarnation or of a closed hold is refused at once.
-3. Consumer ranks read the blocks by a carrier, without any help from here, and then each sends one
-   last word. The answer says whether the hold was still open: only that makes a load count. Or they
-   offer their own blocks, which are written from here (`deliveries`): then the answer to the offer
-   is the last word, and it says `delivered` only if the hold was open until after the last byte.
-4. When all readers have spoken, or the lease ran out, the hold is closed, and only then appears in
-   `take_closed`, which the engine reports so that the blocks are freed.
+1. The scheduler puts a `Ticket` into the response: engine, incarnation, an unguessable hold id and
+   a digest of the prompt. With the next step it sends the hold and its blocks to all workers.
+2. Each worker calls `ProducerRank.open_hold`. The rank then answers claims that came earlier and
+   were parked. It refuses claims of another incarnation or of a closed hold at once.
+3. Consumer ranks read the blocks by a carrier, without help from this process. Each then sends one
+   last word. The answer says whether the hold was still open; only then does the load count.
+   In push mode, a consumer rank offers its own blocks instead and this rank writes them
+   (`Deliveries`). Its answer to the offer then stands for the last word: it is `Delivered` only if
+   the hold was open until after the last byte.
+4. The rank closes the hold when all readers have spoken, or when the lease has run out. Only then
+   does the hold appear in `take_closed`. The engine reports it, and vLLM frees the blocks.
 
-When a consumer dies, its holds run out. When it stalls past the lease, the hold is closed before
-the blocks are reused, and its last word is refused, so that it discards what it read. When this
-process dies, consumers lose their connection; a new one has another incarnation, which voids old
-tickets.
+What happens when something fails:
+
+    a decode engine dies in    no renewal and no last word comes; the hold closes as "expired", and
+    the middle of a load       its blocks are freed. A write to that engine ends when its connection
+                               breaks, or when the hold closes
+    a consumer stalls longer   the hold closes before its blocks are reused; the late last word is
+    than the lease             refused, and the consumer discards what it read
+    this process dies          consumers lose their connections and fail their loads; the next
+                               process has a new incarnation, which voids the old tickets
+    this process stalls        consumers' loads fail at their deadlines
 """
 
 from __future__ import annotations
@@ -32,7 +39,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.carriers.host import Memory
+from kvferry.carriers.base import Memory
 from kvferry.errors import KvferryError
 from kvferry.handover.checksum import Summing, decode_runs, digest, named
 from kvferry.handover.describe import (
@@ -41,7 +48,7 @@ from kvferry.handover.describe import (
     require_plannable,
     require_same_meaning,
 )
-from kvferry.handover.holds import Closed, Hold, HoldTable, Why
+from kvferry.handover.holds import Closed, Hold, HoldOrder, HoldTable, Why
 from kvferry.handover.push import CannotWrite, Pushed, Pusher
 from kvferry.handover.stats import ProducerStats
 from kvferry.handover.wakeup import Wakeup
@@ -79,19 +86,19 @@ from kvferry.net.server import ENTRY_BYTES, Packed, Server, kept_bytes, pack
 from kvferry.plan.assign import assign
 
 DEFAULT_LEASE_SECONDS = 60.0
-MOST_PATIENCE_SECONDS = 600.0  # of claims and offers
+MOST_PATIENCE_SECONDS = 600.0  # for parked claims and offers
 
 log = logging.getLogger("kvferry")
 
 
 @dataclass(frozen=True, slots=True)
 class _Sender:
-    """Where a parked claim is to be answered."""
+    """Where to send the answer to a claim or an offer that waits."""
 
     identity: bytes
     request_id: int
     claim: Claim | Offer
-    until: float  # by our clock; parked or under way
+    until: float  # by this rank's clock
 
 
 class ProducerRank(Server):
@@ -109,11 +116,10 @@ class ProducerRank(Server):
         memory: Memory | None = None,
         bell: Wakeup | None = None,
     ) -> None:
-        """What the rank can do for consumers beside holding.
+        """`pusher` writes to offered blocks; without one, consumers are told to read.
 
-        `pusher` writes what they offer; without one, they are told to read. `memory`: what
-        checksums are made of; without it, readers that ask are refused. `bell`: rung when a hold
-        has closed.
+        `memory` is what checksums cover; without it, requests for checksums are refused. `bell` is
+        rung when a hold has closed.
         """
         super().__init__(sockets, host, port, "kvferry-producer")
         self._summing = Summing(memory) if memory is not None else None
@@ -125,26 +131,23 @@ class ProducerRank(Server):
 
     # Called by the engine
 
-    def open_hold(
-        self, hold_id: str, request_id: str, digest: str, tokens: int, tables: list[list[int]]
-    ) -> None:
+    def open_hold(self, order: HoldOrder) -> None:
         """Make a request's blocks claimable. Its last kernels must have finished writing."""
 
         def work() -> None:
-            now = time.monotonic()
-            waited, closed = self._table.add(hold_id, request_id, digest, tokens, tables, now)
+            waited, closed = self._table.add(order, time.monotonic())
             for sender in waited:
                 body = self._take_up(sender)
                 if body is not None:
                     self.reply(sender.identity, sender.request_id, body)
-            closed = closed or self._table.settle(hold_id)
+            closed = closed or self._table.settle(order.hold_id)
             if closed is not None:
                 self._report(closed)
 
         self.submit(work)
 
     def withdraw(self, hold_id: str) -> None:
-        """Close a hold now, or when it arrives: its request was aborted, or preempted."""
+        """Close a hold now, or when it arrives. The request was aborted or preempted."""
 
         def work() -> None:
             closed, waited = self._table.withdraw(hold_id)
@@ -156,7 +159,7 @@ class ProducerRank(Server):
         self.submit(work)
 
     def reset(self, incarnation: str) -> None:
-        """Be another one from now on: all holds are withdrawn, all tickets are void."""
+        """Start a new incarnation: withdraw all holds, and void all tickets."""
 
         def work() -> None:
             self.incarnation = incarnation
@@ -176,7 +179,7 @@ class ProducerRank(Server):
         return closed
 
     def stats(self) -> ProducerStats:
-        """What this rank holds, and how its holds ended. Safe from any thread."""
+        """Counts of open holds and of how holds ended. Safe from any thread."""
         return ProducerStats(
             holds_open=len(self._table.open),
             parked=self._table.parked,
@@ -214,10 +217,12 @@ class ProducerRank(Server):
             )
         match body:
             case Claim() | Offer():
-                if isinstance(body, Offer):  # without the frame, which may be longer
+                if isinstance(body, Offer):  # a copy, so that the frame's bytes are not kept
                     body = msgspec.structs.replace(body, tables=body.tables.copy())
                 until = time.monotonic() + min(body.patience_seconds, MOST_PATIENCE_SECONDS)
-                return self._claim(_Sender(sender, request.id, body, until))
+                asked = _Sender(sender, request.id, body, until)
+                known = self._table.find(body.hold_id, time.monotonic()) is not None
+                return self._take_up(asked) if known else self._park(asked)
             case Introduce():
                 self._deliveries.introduce(body)
                 return Introduced()
@@ -233,19 +238,13 @@ class ProducerRank(Server):
                     [h for h, hold in found.items() if isinstance(hold, str)],
                 )
 
-    def _claim(self, sender: _Sender) -> ReplyBody | Packed | None:
-        """Answer a claim or an offer now, or park it until its hold arrives."""
-        if self._table.find(sender.claim.hold_id, time.monotonic()) is None:
-            return self._park(sender)
-        return self._take_up(sender)
-
     def _take_up(self, sender: _Sender) -> ReplyBody | Packed | None:
-        """The answer about a hold that is known; None where a push has begun."""
+        """Answer a claim or an offer whose hold is known. None: a write has begun."""
         claim = sender.claim
         hold = self._table.find(claim.hold_id, time.monotonic())
         if not isinstance(hold, Hold):
             return refuse_closed(hold or "withdrawn")
-        if claim.digest != hold.digest:
+        if claim.digest != hold.order.digest:
             return Refused(
                 "digest", "the ticket is for another prompt than the request it came with"
             )
@@ -259,11 +258,12 @@ class ProducerRank(Server):
         if isinstance(claim, Offer):
             return self._push(sender, claim, hold)
         if hold.packed is None:  # all replies that wait for readers share this one copy
-            hold.packed = pack(Claimed(hold.tokens, hold.tables))
+            hold.packed = pack(Claimed(hold.order.tokens, [list(ids) for ids in hold.order.tables]))
         packed: Packed = hold.packed
         return packed
 
     def _park(self, sender: _Sender) -> ReplyBody | None:
+        """Let a claim or an offer wait until its hold arrives."""
         if not sender.claim.patience_seconds > 0:  # nor NaN
             return Refused("expired", "the hold has not arrived, and the claim does not wait")
         if not self._table.park(
@@ -280,28 +280,29 @@ class ProducerRank(Server):
     # Offers
 
     def _push(self, sender: _Sender, offer: Offer, hold: Hold) -> ReplyBody | None:
-        """Have the offered blocks written; the answer comes when they are."""
+        """Write to the offered blocks. The answer follows when the write has ended."""
 
         def done(outcome: Pushed | KvferryError) -> None:
-            self.submit(lambda: self._pushed(sender, offer, outcome))
+            def answer() -> None:
+                body = self._deliveries.ended(offer, outcome)
+                self.reply(sender.identity, sender.request_id, body)
+
+            self.submit(answer)
 
         return self._deliveries.start(offer, hold, sender.until - time.monotonic(), done)
-
-    def _pushed(self, sender: _Sender, offer: Offer, outcome: Pushed | KvferryError) -> None:
-        self.reply(sender.identity, sender.request_id, self._deliveries.ended(offer, outcome))
 
     def _complete(self, last: Complete) -> ReplyBody:
         was_open, closed = self._table.last_word(
             last.hold_id, last.reader, last.readers, last.outcome, time.monotonic()
         )
         self.counters[f"last words: {last.outcome}"] += 1
-        self._deliveries.cancel(last.hold_id, last.reader)  # it wants nothing any more
+        self._deliveries.cancel(last.hold_id, last.reader)  # this reader is finished
         if closed is not None:
             self._report(closed)
         return Closing(was_open)
 
     def _sum(self, sender: bytes, request_id: int, asked: Sum) -> ReplyBody | None:
-        """Checked here, made on the other thread, answered from here again."""
+        """Check the question here, digest on the checksum thread, and answer from here again."""
         if self._summing is None:
             return Refused("malformed", "this rank makes no checksums")
         algorithm = named(asked.algorithm, self._summing.memory)
@@ -310,7 +311,7 @@ class ProducerRank(Server):
         if not isinstance(hold, Hold):
             return refuse_closed(hold or "withdrawn")
 
-        hold_id = asked.hold_id  # so that the frame's runs are not kept a second time
+        hold_id = asked.hold_id  # so that `work` does not keep `asked` and its runs
 
         def work(memory: Memory) -> None:
             reply: ReplyBody
@@ -318,7 +319,7 @@ class ProducerRank(Server):
                 reply = Summed(digest(memory, address, length, algorithm))
             except KvferryError as error:  # a run outside of the registered memory
                 reply = refusal("malformed", error)
-            except Exception as error:  # the reader waits: it is told, whatever it was
+            except Exception as error:  # the reader waits for an answer, whatever failed
                 self.complain("sum", "a checksum could not be made: %.200r", error)
                 reply = refusal("busy", f"the checksum could not be made: {error!r}")
             self.submit(lambda: self._summed(sender, request_id, hold_id, reply))
@@ -330,7 +331,7 @@ class ProducerRank(Server):
 
     def _summed(self, sender: bytes, request_id: int, hold_id: str, reply: ReplyBody) -> None:
         hold = self._table.find(hold_id, time.monotonic())
-        if not isinstance(hold, Hold):  # the bytes may be another request's by now
+        if not isinstance(hold, Hold):  # another request may have overwritten the bytes
             reply = refuse_closed(hold or "withdrawn")
         self.counters["sums" if isinstance(reply, Summed) else "refused sums"] += 1
         self.reply(sender, request_id, reply)
@@ -358,23 +359,15 @@ class ProducerRank(Server):
 
     def _report(self, closed: Closed) -> None:
         self.counters[f"closed: {closed.why}"] += 1
-        self._deliveries.cancel(closed.hold_id)  # its blocks are about to be used again
+        self._deliveries.cancel(closed.hold_id)  # the engine may reuse its blocks soon
         with self._closed_lock:
             self._closed.append(closed)
         self._bell.ring()
 
 
-# --------------------------------------------------------------------------------------------------
-# An engine's directory: tells consumers who its ranks are; runs beside the scheduler.
-#
-# A consumer says `hello` once per incarnation and is told all ranks, or refused with the reason:
-# another version, another model, bytes that mean something else. What the consumer would refuse is
-# refused here too, so that both logs say it. A doctor may `look` without being judged.
-# --------------------------------------------------------------------------------------------------
-
 MOST_JUDGED = 256  # verdicts about consumers that the directory remembers
-# What a connection may have of this thread for judging, in a minute. An engine is judged once, in
-# some milliseconds; one that describes itself anew all the time is told to ask again.
+# How long the directory's thread judges descriptions of one connection, per minute. One judgement
+# takes a few milliseconds. A peer that sends new descriptions all the time is told to ask later.
 JUDGING_SECONDS = 1.0
 JUDGING_PERIOD_SECONDS = 60.0
 
@@ -389,7 +382,12 @@ def refuse_version(version: int) -> Refused | None:
 
 
 class Directory(Server):
-    """Tells consumers who the engine's ranks are; runs beside the scheduler."""
+    """Tells consumers where the engine's ranks are. It runs in the scheduler's process.
+
+    A consumer says `Hello` once per incarnation. The directory answers with all ranks, or refuses
+    with a reason: another version, another model, or bytes with another meaning. `kvferry doctor`
+    sends a `Look`, which needs no description of an engine.
+    """
 
     def __init__(
         self,
@@ -400,14 +398,15 @@ class Directory(Server):
         port: int = 0,
     ) -> None:
         super().__init__(sockets, host, port, "kvferry-directory")
-        self.engine = engine  # None: not described yet; callers ask again
+        self.engine = engine  # None until the engine is described; callers ask again
         self._ranks: list[RankInfo] = []
         self._welcome: Packed | None = None
         self._judged: OrderedDict[bytes, Refused | None] = OrderedDict()
-        self._judging: OrderedDict[bytes, tuple[float, float]] = OrderedDict()  # since when, spent
+        # By connection: the start of its minute, and the seconds spent on it since.
+        self._judging: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
 
     def set_ranks(self, ranks: list[RankInfo]) -> None:
-        """All workers' own descriptions, of all stages."""
+        """Set the descriptions of all workers, of all pipeline stages."""
 
         def work() -> None:
             self._ranks, self._welcome = list(ranks), None
@@ -415,7 +414,7 @@ class Directory(Server):
         self.submit(work)
 
     def set_engine(self, engine: EngineInfo, ranks: list[RankInfo]) -> None:
-        """Who the engine is, from now on: its first description, or a new incarnation."""
+        """Set the engine's first description, or that of a new incarnation."""
 
         def work() -> None:
             self.engine, self._ranks, self._welcome = engine, list(ranks), None
@@ -435,17 +434,15 @@ class Directory(Server):
         if refused is not None or self.engine is None:
             return refused
         if isinstance(body, Look):
-            return self._seen(self.engine)
+            us = self.engine
+            ranks = [SeenRank(r.pp_rank, r.tp_rank, r.address, r.carriers) for r in self._ranks]
+            return Seen(us.engine_id, us.incarnation, us.model, us.shape, ranks)
         if self._welcome is None:
             self._welcome = pack(Welcome(self.engine, self._ranks))
         return self._welcome
 
-    def _seen(self, us: EngineInfo) -> Seen:
-        ranks = [SeenRank(r.pp_rank, r.tp_rank, r.address, r.carriers) for r in self._ranks]
-        return Seen(us.engine_id, us.incarnation, us.model, us.shape, ranks)
-
     def _verdict(self, sender: bytes, consumer: EngineInfo) -> Refused | None:
-        """Judge a description once; all ranks of an engine send the same."""
+        """Judge a description once. All ranks of an engine send the same one."""
         key = hashlib.sha256(msgspec.msgpack.encode(consumer)).digest()
         if key not in self._judged:
             begun = time.monotonic()
@@ -466,7 +463,7 @@ class Directory(Server):
         return self._judged[key]
 
     def _judge(self, consumer: EngineInfo) -> Refused | None:
-        """Refuse here what the consumer would refuse, so that both logs say it."""
+        """Refuse what the consumer would refuse too, so that both logs name the reason."""
         assert self.engine is not None
         try:
             require_same_meaning(self.engine, consumer)
@@ -480,26 +477,22 @@ class Directory(Server):
         return None
 
 
-# --------------------------------------------------------------------------------------------------
-# What a producer rank makes of offers: who may be written to, and whether a write has counted.
-#
-# The `Pusher` writes, on threads of its own, and knows nothing of holds. Here, on the server's
-# thread, is what surrounds it:
-#
-#     an offer comes    a rank that cannot write does not know the consumer, or holds something else
-#                        than the offer asks for, refuses; else the write begins, or is queued
-#     a write has ended it counts only if its hold is open still, after the last byte; unless others
-#                        share the ticket, that is the reader's last word, and may close the hold
-#     a hold is closed   what is being written of it is given up: its blocks will be used again
-# --------------------------------------------------------------------------------------------------
-
-
 def refuse_closed(why: Why) -> Refused:
     return Refused("closed", f"the hold is closed ({why}); prefill again")
 
 
 class Deliveries:
-    """Of one rank, for its server's thread alone; without a pusher, offers are refused."""
+    """Decides which offers of consumers are written, and which writes count.
+
+    The `Pusher` writes on its own threads and knows nothing about holds. This class runs on the
+    rank's server thread:
+
+        an offer comes     refused if this rank has no pusher, does not know the consumer, or holds
+                           other tokens than the offer wants; otherwise the write begins or queues
+        a write has ended  it counts only if the hold is still open. It is also the reader's last
+                           word and may close the hold, unless other requests share the ticket
+        a hold closes      its writes are given up, because its blocks will be reused
+    """
 
     def __init__(
         self,
@@ -519,15 +512,15 @@ class Deliveries:
             self.pusher.introduce(body.engine, body.rank)
 
     def refuse(self, offer: Offer, hold: Hold) -> Refused | None:
-        """Why an offer cannot be taken; None where it can."""
+        """Why the offer is refused, or None."""
         if self.pusher is None:
             return Refused("unable", "this engine writes nothing; read")
         if not self.pusher.knows(offer.reader):
             return Refused("unmet", "a rank offers its blocks, but has not introduced itself")
-        if not self.pusher.can_serve(offer.tokens, hold.tokens):
+        if not self.pusher.can_serve(offer.tokens, hold.order.tokens):
             return Refused(
                 "digest",
-                f"the ticket promises {offer.tokens} tokens, this rank holds {hold.tokens}",
+                f"the ticket promises {offer.tokens} tokens, this rank holds {hold.order.tokens}",
             )
         return None
 
@@ -538,19 +531,19 @@ class Deliveries:
         patience_seconds: float,
         done: Callable[[Pushed | KvferryError], None],
     ) -> Refused | None:
-        """Have the offered blocks written; `done` is called from another thread.
+        """Write to the offered blocks. A writing thread calls `done`.
 
-        `patience_seconds` is what is left of the offer's: it may have been parked for most of them.
+        `patience_seconds` is the rest of the offer's time: it may have been parked before.
         """
         if not patience_seconds > 0:  # nor NaN
             return Refused("expired", "the offer has no time left")
         assert self.pusher is not None  # it was not refused
-        if not self.pusher.start(offer, hold.tables, patience_seconds, done):
+        if not self.pusher.start(offer, hold.order.tables, patience_seconds, done):
             return Refused("busy", "too many offers wait to be written")
         return None
 
     def ended(self, offer: Offer, outcome: Pushed | KvferryError) -> Delivered | Refused:
-        """A write has ended; what its reader is told."""
+        """Count a write that has ended. Returns the answer to its reader."""
         body: Delivered | Refused
         if isinstance(outcome, KvferryError):
             reason: Reason = "unable" if isinstance(outcome, CannotWrite) else "transfer"
@@ -577,7 +570,7 @@ class Deliveries:
         return was_open
 
     def cancel(self, hold_id: str, reader: Reader | None = None) -> None:
-        """Give up what is written of a hold, to one reader or to all."""
+        """Give up the writes of a hold, to one reader or to all."""
         if self.pusher is not None:
             self.pusher.cancel(hold_id, reader)
 

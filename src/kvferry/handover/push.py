@@ -1,19 +1,35 @@
-"""A producer rank that writes: consumers' blocks are filled from here, where they can be revoked.
+"""Push mode: producer ranks write into blocks that consumer ranks offer, and can revoke.
 
-A consumer rank introduces itself once (its engine, its layout, its carriers' endpoints), and then
-offers blocks: a grant of its carrier, its block tables, how much it has already. What happens to an
-offer, on a thread of its own:
+Two sides, in this order below: the producer rank (`Pusher`, `Target`) and the consumer rank
+(`WriteOffering`, `Offers`).
 
-    plan      the edge from this rank to that one, once; both sides compute it alike (`targets`)
-    connect   by the carrier that the offer names, once; in a part of the offer's time (`targets`)
+**The consumer offers.** For every source whose carrier can revoke writes, a load opens a *grant* of
+exactly the bytes that the source's edge covers, and offers it. Carriers that cannot revoke (shared
+memory of one host, CUDA IPC, RDMA) get no offer; the consumer reads through them.
+
+    the source answers      the load
+    delivered               counts the source as done, if as many bytes arrived under the grant as
+                            the plan says and the source claims
+    refused: unable         claims and reads from that source instead
+    refused: unmet          introduces itself again, and offers once more
+    refused: anything else  fails
+    nothing                 fails at its deadline, or when the connection breaks
+
+The consumer closes all grants of a load before it reports the load, without help from the source.
+A source that is stopped, gone or lying cannot write after that, so the blocks may be reused.
+
+**The producer writes.** A consumer rank introduces itself once (engine, layout, endpoints of its
+carriers). Each of its offers then runs on a thread of the producer rank:
+
+    plan      the edge from this rank to that one, once; both sides compute the same
+    connect   by the carrier that the offer names, once, within part of the offer's time
     bind      the hold's blocks to the offered ones
-    write     in slices, under the grant; each is checked against it over there, before its bytes
-    report    to the producer's server, which alone knows whether the hold was open all the time
+    write     in slices; the consumer checks each against the grant before it takes the bytes
+    report    to the producer's server, which knows whether the hold was open all the time
 
-A write ends early when the hold is closed, when the consumer gives up, and when the consumer takes
-its grant back, which needs no word from here: this side may be stopped or gone. A consumer rank has
-few threads at a time, so that one that is stopped does not hold up others; its connections are
-given back when it has offered nothing for a while.
+A write ends early when the hold closes, when the consumer gives up, and when the consumer dies or
+revokes its grant. One consumer rank gets few threads at a time, so that a stopped one does not
+delay others. Its connections are closed when it has offered nothing for a while.
 """
 
 from __future__ import annotations
@@ -71,12 +87,12 @@ from kvferry.workers import Threads
 log = logging.getLogger("kvferry")
 
 PUSH_THREADS = 256  # started when needed
-THREADS_PER_TARGET = 4  # at a time; as many transfers as a peer of the tcp carrier has
-IDLE_SECONDS = 60.0  # without an offer, before connections are given back; plans are kept
-MOST_TARGETS = 1024  # consumer ranks that are remembered; others introduce themselves again
-TARGETS_BYTES = 256 << 20  # of what they told: 1,024 with 100 layers in 10 groups are 30 MB
-MOST_PUSHES = 4096  # offers that are queued or under way
-PUSHES_BYTES = 256 << 20  # of their tables, as for those that wait for holds
+THREADS_PER_TARGET = 4  # at a time; a peer of the tcp carrier has as many transfers
+IDLE_SECONDS = 60.0  # without an offer; then connections are closed, and plans are kept
+MOST_TARGETS = 1024  # consumer ranks remembered; forgotten ones introduce themselves again
+TARGETS_BYTES = 256 << 20  # for descriptions; 1,024 ranks of 100 layers in 10 groups need 30 MB
+MOST_PUSHES = 4096  # offers queued or under way
+PUSHES_BYTES = 256 << 20  # for the block tables of these offers
 SLICE_DESCRIPTORS = 65_536  # bound at a time, so that no NumPy call takes long
 
 
@@ -84,7 +100,7 @@ SLICE_DESCRIPTORS = 65_536  # bound at a time, so that no NumPy call takes long
 class Pushed:
     bytes: int
     descriptors: int
-    seconds: float  # of writing alone: not of the queue, nor of planning and connecting
+    seconds: float  # spent on writing, without queueing, planning and connecting
 
 
 Key = tuple[str, str, int, int]  # engine, incarnation, pp, tp
@@ -96,11 +112,11 @@ def key_of(reader: Reader) -> Key:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """The way to one target: what is written to it, and what waits for that."""
+    """The writes to one target: those that run, and those that wait."""
 
     target: Target
     running: int = 0
-    queue: deque[_Push] = field(default_factory=deque)  # empty, unless something runs
+    queue: deque[_Push] = field(default_factory=deque)  # empty while nothing runs
     used: float = field(default_factory=time.monotonic)
 
 
@@ -108,13 +124,13 @@ class _Lane:
 class _Push:
     lane: _Lane
     offer: Offer
-    tables: list[list[int]]  # of the hold
+    tables: Sequence[Sequence[int]]  # of the hold
     watch: Deadline
     done: Callable[[Pushed | KvferryError], None]
 
 
 class Pusher:
-    """Writes for one producer rank. Any method, from any thread; none waits."""
+    """Writes for one producer rank. Any method, from any thread; no method waits."""
 
     def __init__(
         self,
@@ -161,7 +177,7 @@ class Pusher:
         self._give_back_later()
 
     def can_serve(self, tokens: int, held: int) -> bool:
-        """Whether a hold of so many tokens has what an offer of so many wants."""
+        """Whether a hold of `held` tokens can serve an offer for `tokens`."""
         return tokens == held if self._origin.model.of_one_length else tokens <= held
 
     def knows(self, reader: Reader) -> bool:
@@ -170,11 +186,14 @@ class Pusher:
     def start(
         self,
         offer: Offer,
-        tables: list[list[int]],
+        tables: Sequence[Sequence[int]],
         patience_seconds: float,
         done: Callable[[Pushed | KvferryError], None],
     ) -> bool:
-        """Write a hold's blocks; False: too many. `done` is called once, and must not wait."""
+        """Write a hold's blocks; False if too many writes wait. `done` is called once.
+
+        `done` must not wait.
+        """
         watch = Deadline(time.monotonic() + patience_seconds)
         with self._lock:
             lane = self._targets.get(key_of(offer.reader))
@@ -189,7 +208,7 @@ class Pusher:
             refused: KvferryError | None = None
             try:
                 self._start_next(lane)
-            except KvferryError as error:  # no thread at all: nothing runs, nothing else is queued
+            except KvferryError as error:  # no thread can start, so nothing else is queued
                 refused = error
                 lane.queue.clear()
                 self._leave(push)
@@ -198,13 +217,13 @@ class Pusher:
         return True
 
     def _leave(self, push: _Push) -> None:
-        """With the lock held: a push has ended."""
+        """Count a push as ended. Call it with the lock held."""
         if push in self._pushes:
             self._pushes.remove(push)
             self._pushes_bytes -= len(push.offer.tables)
 
     def _start_next(self, lane: _Lane) -> None:
-        """With the lock held: put a target's next push on a thread, if it may have one more."""
+        """Start a target's next push if it may use one more thread. Call it with the lock held."""
         lane.used = time.monotonic()
         if lane.queue and lane.running < THREADS_PER_TARGET and not self._closed:
             self._threads.submit(partial(self._run, lane.queue[0]))
@@ -212,7 +231,7 @@ class Pusher:
             lane.running += 1
 
     def cancel(self, hold_id: str, reader: Reader | None = None) -> None:
-        """Give up what is written of a hold, to one reader or to all."""
+        """Give up the writes of a hold, to one reader or to all."""
         with self._lock:
             for push in self._pushes:
                 offer = push.offer
@@ -220,14 +239,14 @@ class Pusher:
                     push.watch.give_up()
 
     def tidy(self, now: float) -> None:
-        """Give back connections that were not used for a while; called now and then."""
+        """Close connections that were unused for a while. The server calls this now and then."""
         if now < self._next_tidy:
             return
         self._next_tidy = now + IDLE_SECONDS / 2
         with self._lock:
             if self._closed:
                 return
-            for lane in self._targets.values():  # a push that comes now connects again
+            for lane in self._targets.values():  # a later push connects again
                 if not lane.running and lane.used + IDLE_SECONDS <= now:
                     self._unused += lane.target.take_peers()
         self._give_back_later()
@@ -258,7 +277,7 @@ class Pusher:
             with self._lock:
                 self._leave(push)
                 push.lane.running -= 1
-                self._start_next(push.lane)  # this thread, at least, can do it
+                self._start_next(push.lane)  # this thread at least is free for it
         finally:
             push.done(outcome)
 
@@ -293,10 +312,10 @@ class Pusher:
             raise
         return Pushed(bound.bytes, bound.descriptors, time.monotonic() - begun)
 
-    # Targets that are left
+    # Targets that are dropped
 
     def _drop(self, lane: _Lane) -> None:
-        """Forget a target; what was queued for it ends here, what runs ends by itself."""
+        """Forget a target. Its queued pushes end here, its running ones end by themselves."""
         with self._lock:
             orphans = list(lane.queue)
             lane.queue.clear()
@@ -310,13 +329,13 @@ class Pusher:
             push.done(Cancelled("the consumer restarted, or this engine is shutting down"))
 
     def _give_back_later(self) -> None:
-        """On a thread that may wait for a peer to let go."""
+        """Close unused connections on a push thread, because a peer may be slow to let go."""
         if self._closed or not self._unused:
             return
         try:
             self._threads.submit(self._give_back)
         except KvferryError as error:
-            log.warning("connections that are not used are kept for now: %s", error)
+            log.warning("unused connections stay open for now: %s", error)
 
     def _give_back(self) -> None:
         with self._lock:
@@ -324,34 +343,22 @@ class Pusher:
         for one in unused:
             try:
                 self._carriers[one.carrier].disconnect(one.peer)
-            except Exception:  # nobody looks at what becomes of it
+            except Exception:  # no caller waits for the result
                 log.exception("connections to %s were not given back", one.engine_id)
 
 
 def _supersedes(new: Key, old: Key) -> bool:
-    """Whether a rank's engine lives another life than before."""
+    """Whether the new key's engine has restarted since the old key."""
     return new[0] == old[0] and new[1] != old[1] and not are_siblings(new[1], old[1])
 
 
-# --------------------------------------------------------------------------------------------------
-# A consumer rank that a producer rank writes to: planned and connected to when first needed.
-#
-# A connection is made by the push that needs it first; others that come meanwhile wait for it, and
-# can be given up. Making one takes a part of an offer's time and no more: where a firewall drops
-# what we send, the consumer is told so while it can still read. For some seconds after that, others
-# are told at once.
-#
-# A target is dropped when its engine restarted or this one ends. Nobody waits for a connection that
-# is being made just then: whoever makes it gives it back.
-# --------------------------------------------------------------------------------------------------
-
-CONNECT_SECONDS = 2.0  # for a connection, where the offer has them: a lost packet is sent again
-MOST_CONNECT_SECONDS = 10.0  # a peer that is reached at all is reached within these
-RETRY_SECONDS = 30.0  # after a connection failed; until then, consumers read
+CONNECT_SECONDS = 2.0  # for a connection, if the offer allows: enough to resend a lost packet
+MOST_CONNECT_SECONDS = 10.0  # a peer that can be reached is reached within this time
+RETRY_SECONDS = 30.0  # after a failed connection; until then, consumers are told to read
 
 
 class CannotWrite(HandoverError):
-    """This rank cannot write to that consumer; it may read instead."""
+    """This rank cannot write to that consumer. The consumer may read instead."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -366,7 +373,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetEdge:
-    """What goes from the origin to a target, and where the target's regions lie."""
+    """The plan from the origin to a target, and the addresses of the target's regions."""
 
     plan: EdgePlan
     bases: tuple[int, ...]
@@ -374,7 +381,7 @@ class TargetEdge:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unused:
-    """A connection that is to be given back."""
+    """A connection to close."""
 
     engine_id: str
     carrier: str
@@ -383,16 +390,25 @@ class Unused:
 
 @dataclass(slots=True, eq=False)
 class Target:
-    """Any method, from any thread. What the rank told of itself stays packed until it is needed."""
+    """A consumer rank that this rank writes to. Any method, from any thread.
+
+    Its description stays encoded until it is needed. The push that needs a connection first makes
+    it; other pushes wait for that, and can be given up meanwhile. Connecting takes only part of an
+    offer's time: if a firewall drops packets, the consumer learns it while it can still read. For
+    some seconds after such a failure, other pushes fail at once.
+
+    A target is dropped when its engine has restarted or this engine shuts down. If a push is
+    connecting at that moment, that push closes the new connection.
+    """
 
     engine_id: str
     packed_engine: bytes
     packed_info: bytes
     _edge: TargetEdge | None = None
     _planning: threading.Lock = field(default_factory=threading.Lock)
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # held for moments
-    _peers: dict[str, Future[Any]] = field(default_factory=dict)  # by carrier; made, or being made
-    _failed: dict[str, tuple[float, str]] = field(default_factory=dict)  # when, and why
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # never held while waiting
+    _peers: dict[str, Future[Any]] = field(default_factory=dict)  # connections, by carrier
+    _failed: dict[str, tuple[float, str]] = field(default_factory=dict)  # by carrier: when, and why
     _dropped: bool = False
 
     @classmethod
@@ -413,7 +429,7 @@ class Target:
         return mine == (theirs, other.packed_info)
 
     def edge(self, origin: Origin) -> TargetEdge:
-        """Planned once; both sides compute it alike."""
+        """The plan of what this rank writes there. Both sides compute the same one."""
         with self._planning:
             if self._edge is None:
                 engine = msgspec.msgpack.decode(self.packed_engine, type=EngineInfo)
@@ -435,7 +451,7 @@ class Target:
             return self._edge
 
     def peer(self, carrier: GrantingCarrier, watch: Deadline) -> Any:
-        """The connection by this carrier. `Unreachable` comes while there is time to read."""
+        """The connection by this carrier. `CannotWrite` is raised while there is time to read."""
         now = time.monotonic()
         left = watch.deadline - now
         wait = min(max(CONNECT_SECONDS, left / 4), left / 2, MOST_CONNECT_SECONDS)
@@ -453,13 +469,13 @@ class Target:
                 return made.result()
             try:
                 return patience.result(made)
-            except CannotWrite:  # if only because the other had less time, try ourselves
+            except CannotWrite:  # the other push may have had less time; try again
                 continue
             except DeadlineExceeded:
                 raise CannotWrite(f"{carrier.name} has not reached the consumer yet") from None
 
     def take_peers(self, *, drop: bool = False) -> list[Unused]:
-        """Its connections, for the caller to give back; dropped, it gets no others."""
+        """Remove and return the connections; the caller closes them. `drop`: allow no new ones."""
         with self._lock:
             self._dropped |= drop
             made = [name for name, peer in self._peers.items() if peer.done()]
@@ -506,27 +522,9 @@ class Target:
         return peer
 
 
-# --------------------------------------------------------------------------------------------------
-# A consumer rank that lets producers write: it opens its blocks, and takes them back.
-#
-# For every source whose carrier can be revoked, a load opens a *grant* of exactly the bytes that
-# the source's edge covers, and offers it. The source writes, and answers `delivered`; the load
-# counts that source as done if as many bytes arrived here, under that grant, as the plan says, and
-# as the source claims. Where a carrier cannot be revoked (same-host memory, CUDA IPC, RDMA) nothing
-# is offered: the answer to a parked claim is the signal, and the consumer reads.
-#
-# Whatever happens, all grants of a load are closed before it is reported, by this side alone. A
-# source that is stopped, gone or lying cannot write after that; its blocks may be used again.
-#
-#     source answers         the load
-#     delivered              counts it, after its own count of bytes
-#     refused: unable        claims and reads from that source instead
-#     refused: unmet         introduces itself again, and offers once more
-#     refused: anything else fails
-#     nothing                fails at its deadline, or when the connection breaks
-# --------------------------------------------------------------------------------------------------
+# The consumer's side
 
-CLOSE_GRANT_SECONDS = 5.0  # for a writer to leave; its connection is shut down, so it is at once
+CLOSE_GRANT_SECONDS = 5.0  # for a writer to stop; closing its connection usually does it at once
 INTRODUCE_SECONDS = 10.0
 
 
@@ -534,30 +532,29 @@ INTRODUCE_SECONDS = 10.0
 class _Offered:
     source: Source
     offer: Offer
-    bytes: int  # that are due
+    bytes: int  # that the source has to write
     call: Future[ReplyBody]
     open: bool = True
-    again: bool = False  # whether it was offered twice
+    again: bool = False  # offered a second time
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """What sources wrote, and those that would rather be read."""
+    """What sources wrote. The other sources have to be read."""
 
     bytes: int
     descriptors: int
     delivered: tuple[Source, ...]
-    declined: tuple[Source, ...]
-    write_seconds: float = 0.0  # of the source that wrote longest, as it says
+    write_seconds: float = 0.0  # of the slowest source, by its own clock
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteOffering:
-    """How one consumer rank offers its blocks."""
+    """What one consumer rank needs to offer its blocks."""
 
     reader: Reader
     engine: EngineInfo
-    info: RankInfo  # our own memory, as producers have to know it
+    info: RankInfo  # describes this rank's memory to producers
     bases: Ints
     caller: Caller
     tally: ConsumerTally
@@ -569,9 +566,12 @@ class WriteOffering:
         return source.plan is not None and is_granting(source.carrier) and ids <= MOST_OFFERED_IDS
 
     def introduce(self, source: Source) -> None:
-        """Sent ahead of the offer on the same connection, so that nobody waits for its answer."""
+        """Introduce this rank to a source, once. No answer is awaited.
+
+        The offer follows on the same connection, so it arrives after the introduction.
+        """
         key = (source.address, source.incarnation)
-        with self._lock:  # so that no other load's offer comes before it
+        with self._lock:  # so that no other load's offer overtakes it
             if key in self._introduced:
                 return
             self._introduced.add(key)
@@ -584,7 +584,7 @@ class WriteOffering:
 
 
 class Offers:
-    """The offers of one load. Close them, whatever happens."""
+    """The offers of one load. The caller must call `close`, whatever happens."""
 
     def __init__(
         self,
@@ -594,10 +594,6 @@ class Offers:
     ) -> None:
         self._offering, self._remote, self._stuck = offering, remote, stuck
         self._offered: list[_Offered] = []
-
-    @property
-    def sources(self) -> set[Source]:
-        return {one.source for one in self._offered}
 
     def open(
         self,
@@ -610,7 +606,7 @@ class Offers:
         keep_open: bool,
         watch: Deadline,
     ) -> None:
-        """Open and offer what each source that can be revoked is to write."""
+        """Open a grant for each source that can be revoked, and offer it."""
         offering = self._offering
         packed = pack_tables(tables)
         for source in self._remote.sources:
@@ -637,14 +633,13 @@ class Offers:
                 keep_open,
             )
             one = _Offered(source, offer, land.bytes, Future())
-            self._offered.append(one)  # from here on it is closed, whatever happens
+            self._offered.append(one)  # from here on, `close` closes the grant
             self._call(one, watch)
 
     def arrive(self, watch: Deadline, answer: Callable[[Future[ReplyBody]], ReplyBody]) -> Arrived:
-        """Wait until every source has written or declined; raise the first other answer."""
+        """Wait until every source has written or declined. Raise on the first other answer."""
         waiting = list(self._offered)
         delivered: list[Source] = []
-        declined: list[Source] = []
         moved = descriptors = 0
         seconds = 0.0
         while waiting:
@@ -658,9 +653,8 @@ class Offers:
                 continue
             waiting.remove(one)
             if isinstance(reply, Refused) and reply.reason == "unable":
-                log.info("rank %s is read: %s", tuple(one.source.rank), reply.message)
+                log.info("rank %s is read instead: %s", tuple(one.source.rank), reply.message)
                 self._close(one)
-                declined.append(one.source)
                 continue
             said = _delivered(one, reply)
             came = self._close(one)
@@ -672,10 +666,10 @@ class Offers:
             moved, descriptors = moved + came, descriptors + said.descriptors
             seconds = max(seconds, said.write_seconds)
             delivered.append(one.source)
-        return Arrived(moved, descriptors, tuple(delivered), tuple(declined), seconds)
+        return Arrived(moved, descriptors, tuple(delivered), seconds)
 
     def close(self) -> None:
-        """Take all grants back. No byte of any arrives after this returns."""
+        """Revoke all grants. After this returns, no byte of these offers can arrive."""
         for one in self._offered:
             if one.open:
                 self._offering.tally.revoked()
@@ -686,7 +680,7 @@ class Offers:
         one.call = self._offering.caller.call(one.source.address, one.offer, watch.deadline)
 
     def _close(self, one: _Offered) -> int:
-        """Bytes that came under a grant, when no more can."""
+        """Close a grant. Returns how many bytes came under it."""
         carrier, came = one.source.carrier, 0
         assert is_granting(carrier)
 

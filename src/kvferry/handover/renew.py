@@ -1,19 +1,22 @@
-"""Keeps holds open while a consumer's requests queue, on a thread that no engine step delays.
+"""A decode engine's scheduler keeps holds open while its requests queue.
 
-A scheduler that sees a request with a ticket calls `watch`, and `drop` when the request's load has
-ended or it is over. In between, every rank of the producer hears a `Renew` now and then, first
-soon: a request that is loaded right away is never renewed, for its claim is as good. The producer's
-directory is asked for its ranks once per incarnation.
+The scheduler calls `watch` for a request with a ticket, and `drop` when the request's load has
+ended or the request is over. In between, the renewer's thread sends a `Renew` to every rank of the
+producer now and then. Long engine steps do not delay this thread. The first `Renew` comes soon, but
+a request that is loaded right away needs none, because its claim renews the lease. The renewer asks
+the producer's directory for its ranks once per incarnation.
 
-    watched --renewed by all ranks--> watched
-    watched --closed at all ranks---> forgotten: there is nothing left to renew
-    watched --engine restarted------> forgotten: its ticket is stale
-    watched --no answer, several times in a row--> kept, but its engine is asked no more (said once)
-                                      until a new ticket of it shows that it is alive
+    watched --renewed at all ranks--> watched
+    watched --closed at all ranks---> forgotten
+    watched --engine restarted------> forgotten: the ticket is stale
+    watched --several failures in a row--> kept, but its engine is asked no more until a new ticket
+                                           of that engine comes; one line in the log says so
 
-Nothing here decides about a load: a hold that could not be renewed expires at the producer, and the
-load then fails there. A producer that does not answer delays the renewals of others by two calls'
-time at most. Of directories that have not answered yet, a few are asked at a time.
+The renewer never fails a load. A hold without renewals expires at the producer, and the load then
+fails there. When this engine dies, its renewals stop, and its holds expire.
+
+A silent producer delays the renewals of others by two calls at most. Directories that have not
+answered yet are asked a few at a time.
 """
 
 from __future__ import annotations
@@ -44,12 +47,12 @@ from kvferry.net.rpc import Caller, Sockets
 
 log = logging.getLogger("kvferry")
 
-DEFAULT_INTERVAL_SECONDS = DEFAULT_LEASE_SECONDS / 4  # three may be lost before a lease runs out
+DEFAULT_INTERVAL_SECONDS = DEFAULT_LEASE_SECONDS / 4  # a lease survives three lost renewals
 CALL_SECONDS = 5.0
-FIRST_RENEWAL = 1 / 8  # of the interval, after a ticket came
-MOST_FAILURES = 3  # in a row, before a producer is taken for dead
-MOST_HELLOS = 64  # directories asked in one round: each has sockets, and some may be silent
-MOST_HOLDS_PER_CALL = 4096  # ids of 32 characters: far below what a request may have
+FIRST_RENEWAL = 1 / 8  # of the interval, after a new ticket
+MOST_FAILURES = 3  # in a row; then the producer counts as dead
+MOST_HELLOS = 64  # directories asked in one round: each needs sockets, and some may be silent
+MOST_HOLDS_PER_CALL = 4096  # ids of 32 characters, far below the size limit of a message
 CLOSE_SECONDS = 5.0
 
 
@@ -74,10 +77,10 @@ class _Key:
 
 @dataclass(slots=True)
 class _Engine:
-    """A producer, and which of its holds are closed at which of its ranks."""
+    """A producer engine."""
 
-    holds: dict[str, set[_Address]] = field(default_factory=dict)
-    ranks: list[_Address] = field(default_factory=list)  # empty: not asked yet
+    holds: dict[str, set[_Address]] = field(default_factory=dict)  # ranks that closed each hold
+    ranks: list[_Address] = field(default_factory=list)  # empty: ask the directory
     failures: int = 0
 
     @property
@@ -102,7 +105,7 @@ class Renewer:
         self._engines: dict[_Key, _Engine] = {}
         self._of_hold: dict[str, _Key] = {}
         self._condition = threading.Condition()
-        self._due = time.monotonic()  # when holds are to be renewed
+        self._due = time.monotonic()  # time of the next round
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="kvferry-renewer", daemon=True)
         self._thread.start()
@@ -125,7 +128,7 @@ class Renewer:
                 self._condition.notify()
 
     def drop(self, hold_id: str) -> None:
-        """Renew a hold no more. One that is not watched is no error."""
+        """Stop renewing a hold. An unknown hold is no error."""
         with self._condition:
             self._drop(hold_id)
 
@@ -138,7 +141,7 @@ class Renewer:
         with self._condition:
             self._stopped = True
             self._condition.notify()
-        self._caller.close()  # ends the calls that the thread waits for
+        self._caller.close()  # ends the calls for which the thread waits
         self._thread.join(CLOSE_SECONDS)
 
     def _drop(self, hold_id: str) -> None:
@@ -166,7 +169,7 @@ class Renewer:
                 log.exception("kvferry's renewer goes on after an error")
 
     def _round(self, engines: dict[_Key, _Engine]) -> None:
-        """Renew at all known ranks and ask directories for the others', all at once."""
+        """Renew at all known ranks, and ask directories for the ranks of other engines."""
         known = {key: engine for key, engine in engines.items() if engine.ranks}
         unknown = {key: engine for key, engine in engines.items() if not engine.ranks}
         renewals = self._renew(known)
@@ -210,7 +213,7 @@ class Renewer:
         return self._caller.call(address, body, time.monotonic() + self._call_seconds)
 
     def _wait(self, calls: Iterable[Future[ReplyBody]]) -> None:
-        wait_all(list(calls), timeout=self._call_seconds + 1.0)  # the calls end before
+        wait_all(list(calls), timeout=self._call_seconds + 1.0)  # the calls end earlier themselves
 
     def _open_at(self, engine: _Engine, rank: _Address) -> list[list[str]]:
         with self._condition:
@@ -219,7 +222,7 @@ class Renewer:
         return [holds[start : start + step] for start in range(0, len(holds), step)]
 
     def _note(self, key: _Key, rank: _Address, renewed: Renewed) -> None:
-        """Forget holds that are closed everywhere."""
+        """Note which holds are closed at this rank. Forget those that all ranks have closed."""
         with self._condition:
             engine = self._engines.get(key)
             for hold in renewed.closed if engine is not None else ():
@@ -235,15 +238,15 @@ class Renewer:
                 self._drop(hold)
         if holds:
             log.info(
-                "%d holds of engine %r are renewed no more: %s", len(holds), key.engine_id, why
+                "%d holds of engine %r are no longer renewed: %s", len(holds), key.engine_id, why
             )
 
     def _failed(self, key: _Key, engine: _Engine, error: KvferryError) -> None:
         engine.failures += 1
-        engine.ranks = []  # they may be elsewhere now
+        engine.ranks = []  # the ranks may have moved
         if not engine.asked:
             log.warning(
-                "engine %r at %s does not answer, its holds are renewed no more: %s",
+                "engine %r at %s does not answer; its holds are no longer renewed: %s",
                 key.engine_id,
                 key.directory,
                 error,
@@ -251,7 +254,7 @@ class Renewer:
 
 
 def _some(unknown: dict[_Key, _Engine]) -> list[str]:
-    """Directories to ask now: those that failed least, hosts in turn."""
+    """Directories to ask in this round: those with the fewest failures first, hosts in turn."""
     failures = {key.directory: engine.failures for key, engine in unknown.items()}
     turns: Counter[str] = Counter()
     order: list[tuple[int, int, str]] = []
@@ -264,7 +267,7 @@ def _some(unknown: dict[_Key, _Engine]) -> list[str]:
 
 def _ranks(key: _Key, call: Future[ReplyBody]) -> list[_Address]:
     reply = _reply(call)
-    if isinstance(reply, Refused) and reply.reason == "busy":  # it has not described itself yet
+    if isinstance(reply, Refused) and reply.reason == "busy":  # the engine is still starting
         raise HandoverError(reply.message)
     if isinstance(reply, Refused):
         raise StaleTicket(f"it refuses us: {reply.message}")
@@ -273,7 +276,7 @@ def _ranks(key: _Key, call: Future[ReplyBody]) -> list[_Address]:
     if (reply.engine.engine_id, reply.engine.incarnation) != (key.engine_id, key.incarnation):
         raise StaleTicket("it was restarted since it issued the ticket")
     if not reply.ranks:
-        raise HandoverError("it has not told of its ranks yet")
+        raise HandoverError("its directory does not know its ranks yet")
     return [_Address(info.address, info.incarnation) for info in reply.ranks]
 
 

@@ -1,8 +1,8 @@
-"""What producers and consumers count. A snapshot is a value; the tallies behind it are locked.
+"""Counts of producer and consumer ranks.
 
-A consumer's counts only ever rise, but for `abandoned_now`, loads that are over for their caller
-and still not reported, because bytes of them may yet arrive (their carrier could not confirm a
-cancel), and `quarantined_blocks`, the blocks that those keep. Both are zero where all is well.
+Most counts only rise. Two of a consumer should be zero: `abandoned_now` counts loads that are over
+but cannot be reported, because their carrier has not confirmed the cancel and bytes may still
+arrive. `quarantined_blocks` counts the blocks that these loads keep.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class ConsumerStats:
 
     loads_done: int = 0
     loads_failed: Mapping[str, int] = field(default_factory=dict)  # by the error's name
-    loads_pushed: int = 0  # of those done, where at least one source wrote
-    abandoned_now: int = 0  # loads that ended and cannot be reported yet
-    quarantined_blocks: int = 0  # blocks of those
-    revoked: int = 0  # grants that were taken back before their source said that it was through
+    loads_pushed: int = 0  # good loads in which at least one source wrote
+    abandoned_now: int = 0
+    quarantined_blocks: int = 0
+    revoked: int = 0  # grants closed before their source had answered
     bytes: int = 0
     descriptors: int = 0
-    checked_bytes: int = 0  # that were compared by checksum
-    seconds: Mapping[str, float] = field(default_factory=dict)  # by step, of loads that ended
+    checked_bytes: int = 0  # compared by checksum
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of all ended loads, by step
     running: int = 0  # loads under way
 
 
@@ -38,7 +38,7 @@ class ProducerStats:
     holds_open: int = 0
     parked: int = 0  # claims and offers that wait for their hold
     holds_delivered: int = 0
-    holds_failed: int = 0  # a reader said that its load failed
+    holds_failed: int = 0  # a reader reported a failed load
     holds_expired: int = 0
     holds_withdrawn: int = 0
     claims: int = 0
@@ -83,7 +83,7 @@ class ConsumerTally:
 
     @contextlib.contextmanager
     def abandoned(self, blocks: int) -> Iterator[None]:
-        """While a load that is over keeps its blocks."""
+        """Count a load that is over while it keeps its blocks."""
         with self._lock:
             self._abandoned += 1
             self._quarantined += blocks

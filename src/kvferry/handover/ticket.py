@@ -1,9 +1,14 @@
-"""Tickets: what a consumer gets to claim a hold, as request parameters that proxies pass on.
+"""Tickets: a consumer claims a hold with a ticket, which proxies pass on as request parameters.
 
-The names that in-tree connectors use for the same things are kept (`do_remote_prefill`,
-`remote_engine_id`, `remote_host`, `remote_port`, `remote_request_id`, `tp_size`), so that proxies
-which pass parameters through work as they are. The ticket names no blocks: block ids that arrive in
-a message are never trusted.
+The prefill engine puts a ticket into its response. The proxy sends it to the decode engine with the
+same request. Keys that vLLM's own connectors use keep their names (`do_remote_prefill`,
+`remote_engine_id`, `remote_host`, `remote_port`, `remote_request_id`, `tp_size`), so that existing
+proxies work unchanged. A ticket names no blocks: block ids in a message are never trusted.
+
+A ticket is void once its engine's incarnation has changed. An incarnation names one life of an
+engine: every start has a new one. Several connectors in one engine (children of vLLM's
+MultiConnector) append their number and live side by side. A reset of the caches appends a random
+word.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ class Ticket:
         return f"{self.host}:{self.port}"
 
     def to_params(self, *, flat: bool = True) -> dict[str, Any]:
-        """As request parameters. Not flat: all under our own key, beside another connector's."""
+        """The ticket as request parameters. Not flat: everything lies under our own key."""
         ours = {
             "format": FORMAT,
             "incarnation": self.incarnation,
@@ -63,13 +68,13 @@ class Ticket:
         if not flat:
             return {MARK: {**ours, **where}}
         flags = {"do_remote_prefill": True, "do_remote_decode": False}
-        # an in-tree NixlConnector without block ids here would end its engine; with some, it asks
-        # our directory, which does not answer it
+        # Without block ids, vLLM's NixlConnector would end its engine. With these it asks our
+        # directory, which does not answer it.
         return {**flags, **where, "remote_block_ids": [[]], MARK: ours}
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Ticket:
-        """Read a ticket that came with a request, from any client of the API: trust nothing."""
+        """Read and check a ticket. Any client of the API may have written it."""
         ours = params.get(MARK) if isinstance(params, Mapping) else None
         if not isinstance(ours, Mapping):
             raise ProtocolError(
@@ -81,7 +86,7 @@ class Ticket:
                 f"the ticket has format {ours.get('format')!r:.40}, this engine reads {FORMAT}; "
                 "run the same kvferry version on both sides"
             )
-        if "remote_engine_id" in ours:  # all of it lies under our key
+        if "remote_engine_id" in ours:  # not flat
             params = ours
         return cls(
             engine_id=_text(params, "remote_engine_id"),
@@ -98,7 +103,7 @@ class Ticket:
 
 
 def is_text(value: Any) -> bool:
-    """Whether it can be an id, and be sent: JSON also spells texts that have no bytes."""
+    """Whether the value can be an id in a message. JSON can spell texts that UTF-8 cannot."""
     if not isinstance(value, str) or not 0 < len(value) <= MOST_TEXT:
         return False
     try:
@@ -144,9 +149,9 @@ def _damaged(key: str, expected: str, found: Any) -> ProtocolError:
 
 
 def prompt_digest(token_ids: Iterable[int], extra: Iterable[str] = ()) -> str:
-    """Digest of what was computed: tokens, and what else decides the cache (LoRA, images, salt).
+    """Digest of the tokens and of all else that decides the cache (LoRA, images, salt).
 
-    Every item is led by its length, so that no two different prompts are spelled alike.
+    Each item follows its length, so that two different prompts never give the same bytes.
     """
     hasher = hashlib.sha256()
     tokens = np.fromiter(token_ids, dtype=np.int64).tobytes()
@@ -155,27 +160,22 @@ def prompt_digest(token_ids: Iterable[int], extra: Iterable[str] = ()) -> str:
     return hasher.hexdigest()
 
 
-# --------------------------------------------------------------------------------------------------
-# Names of an engine's lives. A new one voids all that was known of those before it.
-#
-# An engine that starts has a name of its own. Several connectors of ours in one engine (children of
-# vLLM's MultiConnector) add their number to it, and live side by side; a reset of the caches adds a
-# random word.
-# --------------------------------------------------------------------------------------------------
+# Incarnations
 
 _CHILD = re.compile(r"^(?P<engine>.*)\.(?P<child>\d{1,2})(\.[0-9a-f]{8})?$")
 
 
 def child(engine: str, index: int) -> str:
+    """The incarnation of one connector among several in an engine."""
     return f"{engine}.{index}"
 
 
 def after_reset(first: str) -> str:
-    """Another one, of an engine or a child whose first is given."""
+    """A new incarnation for an engine or a child, made from its first one."""
     return f"{first}.{secrets.token_hex(4)}"
 
 
 def are_siblings(one: str, other: str) -> bool:
-    """Whether both belong to one engine that lives, as different children of it."""
+    """Whether both belong to different children of the same life of one engine."""
     a, b = _CHILD.match(one), _CHILD.match(other)
     return bool(a and b and a["engine"] == b["engine"] and a["child"] != b["child"])

@@ -1,11 +1,14 @@
-"""When the device has come to what an engine's step said.
+"""Two signals: the device has finished a step's kernels, and a rank has something to report.
 
-Kernels run after their launch returned. So what a step says of its blocks (a hold may be read, a
-load may be written) is true only once the device has come to that point: a rank passes it on when
-an event recorded at that moment has completed. On host memory that is at once.
+`WhenReady`. Kernels run after their launch has returned. So a step's orders (open this hold, begin
+this load) are valid only once the device has finished the kernels launched before them. A rank
+records an event with each step, and passes the step's orders on when the event has completed. With
+host memory this is at once. If the device fails first, the orders are passed on as failed, because
+no other part of the engine would report them.
 
-Where the device fails before it has come there, nothing of the step is true. That is passed on too,
-in the same turn, so that what the step asked for ends as failed: nobody else would ever say so.
+`Wakeup`. vLLM keeps stepping while a request waits for its cache, or while the blocks of a finished
+one are held. Thousands of empty steps would take processor time from the threads that end the wait.
+So a step that computes nothing waits until its rank has something to report.
 """
 
 from __future__ import annotations
@@ -18,16 +21,17 @@ from typing import Any, Protocol
 
 log = logging.getLogger("kvferry")
 
-Action = Callable[[str], None]  # gets why the device failed; empty: it has come to that point
+# Called with the device's error, or with an empty string once the event has completed.
+Action = Callable[[str], None]
 
 
 class DeviceEvent(Protocol):
-    """A mark in what a device does."""
+    """An event in a device's stream."""
 
     def record(self) -> Any: ...
 
     def synchronize(self) -> Any:
-        """Until the device has come to it; raises where it never will."""
+        """Wait until the device has reached the event; raises if it never will."""
         ...
 
 
@@ -40,7 +44,7 @@ def _torch_event() -> DeviceEvent:
 
 
 class WhenReady:
-    """Does things in the order in which they were asked for, when the device has come to each.
+    """Calls actions in the order of their events, each once its event has completed.
 
     Each action is called exactly once, and must not raise.
     """
@@ -51,7 +55,7 @@ class WhenReady:
         self._thread: threading.Thread | None = None
 
     def mark(self) -> Callable[[Action], None]:
-        """What is passed to the answer is done once all that was launched so far has run."""
+        """Record an event. The returned function calls an action once that event has completed."""
         if not self._gpu:
             return lambda action: action("")
         try:
@@ -63,8 +67,8 @@ class WhenReady:
             thread = threading.Thread(target=self._run, name="kvferry-ready", daemon=True)
             try:
                 thread.start()
-            except (RuntimeError, MemoryError) as error:  # nothing waits: this keeps the order
-                log.warning("a step waits for the device itself: %s", error)
+            except (RuntimeError, MemoryError) as error:  # waiting here keeps the order, too
+                log.warning("a step waits for the device, without a thread for it: %s", error)
                 return lambda action: _do(event, action)
             self._thread = thread
         return lambda action: self._queue.put((event, action))
@@ -87,25 +91,18 @@ def _do(event: DeviceEvent, action: Action) -> None:
         why = _why(error)
     try:
         action(why)
-    except Exception:  # the orders after it are passed on
+    except Exception:  # later orders must still be passed on
         log.exception("an order of a step could not be passed on")
 
 
 def _why(error: Exception) -> str:
-    log.error("the device failed before it came to what a step said: %s", error)
+    log.error("the device failed before it finished a step's kernels: %s", error)
     return f"the device failed: {error}"
 
 
-# --------------------------------------------------------------------------------------------------
-# Rung when a rank has something to report, so that an idle engine need not look all the time.
-#
-# vLLM steps as long as a request waits for its cache, or a finished one's blocks are held:
-# thousands of empty steps, which take processor time from those who are to end the wait. A step
-# that computes nothing waits for the bell instead.
-# --------------------------------------------------------------------------------------------------
-
-
 class Wakeup:
+    """Rung by threads of a rank; an idle engine step waits for it."""
+
     def __init__(self) -> None:
         self._rung = threading.Event()
 
@@ -113,6 +110,6 @@ class Wakeup:
         self._rung.set()
 
     def wait(self, seconds: float) -> None:
-        """Until it rings, or rang since the last wait; at most so long."""
+        """Wait until it rings or has rung since the last wait, at most `seconds`."""
         self._rung.wait(seconds)
-        self._rung.clear()  # before what it rang for is taken: a later ring is not lost
+        self._rung.clear()  # before the caller takes the reports, so that no later ring is lost

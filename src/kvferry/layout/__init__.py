@@ -1,4 +1,4 @@
-"""Describe: components, groups, shapes, interiors, and where each rank keeps its part."""
+"""Descriptions of caches: models, engine shapes, page interiors, and each rank's memory."""
 
 from kvferry.layout.model import CacheModel, Component, Group, Residency, require_same_cache
 from kvferry.layout.placement import Part, Placement, RankLayout, Region

@@ -1,7 +1,8 @@
 """A model's cache from its Hugging Face `config.json`.
 
-Each family of architectures is one function from the configuration to groups. What is not
-recognised is refused, never guessed: a wrong description would copy wrong bytes.
+One function for each family of architectures makes the groups from a `ConfigReader`, whose methods
+describe one kind of layer each. An unknown architecture is refused, never guessed: a wrong
+description would copy wrong bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,18 @@ from typing import Any
 
 from kvferry.errors import DescriptionError
 from kvferry.layout.model import CacheModel, Component, Group, Residency
+
+Config = Mapping[str, Any]
+MOST_LAYERS = 1 << 16
+ELEMENT_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "fp8": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "int8": 1,
+}
 
 
 def model_from_config(
@@ -74,7 +87,7 @@ def _read(config: str | Path | Config) -> Config:
     except (OSError, ValueError) as error:
         raise DescriptionError(f"cannot read a model configuration from {path}: {error}") from None
     if not isinstance(data, dict):
-        raise DescriptionError(f"{path} holds no JSON object, so it is no model configuration")
+        raise DescriptionError(f"{path} is no model configuration: expected a JSON object")
     return data
 
 
@@ -87,7 +100,7 @@ def _known_dtype(dtype: str) -> str:
 
 
 def _dense(r: ConfigReader) -> list[Group]:
-    """Llama and its like; a sliding window on all, some or no layers."""
+    """Llama and similar models, with a sliding window on all, some or no layers."""
     window = r.config.get("sliding_window")
     if r.config.get("use_sliding_window") is False or not window:
         return r.attention("attention", range(r.layers))
@@ -245,29 +258,8 @@ FAMILIES: dict[str, Callable[[ConfigReader], list[Group]]] = {
 }
 
 
-# --------------------------------------------------------------------------------------------------
-# One model configuration, read with care: what is asked for must be there, and possible.
-#
-# Each method that gives groups describes one kind of layer; which kinds a family of architectures
-# has is said in hf.py.
-# --------------------------------------------------------------------------------------------------
-
-Config = Mapping[str, Any]
-MOST_LAYERS = 1 << 16
-
-ELEMENT_BYTES = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "fp8": 1,
-    "fp8_e4m3": 1,
-    "fp8_e5m2": 1,
-    "int8": 1,
-}
-
-
 class ConfigReader:
-    """Reads a configuration; each method describes one kind of layer."""
+    """Reads a model configuration, and refuses values that are missing or impossible."""
 
     def __init__(
         self, config: Config, *, cache_dtype: str, conv_dtype: str, ssm_dtype: str
@@ -278,7 +270,7 @@ class ConfigReader:
         self.ssm_dtype = ssm_dtype
         self.layers = self.positive("num_hidden_layers", "n_layer", "num_layers")
         if self.layers > MOST_LAYERS:
-            raise DescriptionError(f"at most {MOST_LAYERS} layers are read, found {self.layers}")
+            raise DescriptionError(f"expected at most {MOST_LAYERS} layers, found {self.layers}")
 
     def integer(self, *names: str, default: int | None = None) -> int:
         for name in names:
@@ -301,7 +293,7 @@ class ConfigReader:
         return value
 
     def per_layer(self, name: str, kind: type) -> list[Any]:
-        """A list with one value a layer; empty where the configuration has none."""
+        """A list with one value for each layer; empty if the configuration has none."""
         values = self.config.get(name)
         if values is None or values in ([], ()):
             return []
@@ -321,7 +313,7 @@ class ConfigReader:
         return Component(name, units, dims, ELEMENT_BYTES[dtype], content=dtype, **options)
 
     def conv(self, name: str, units: int, *dims: int, **options: Any) -> Component:
-        """A section of the convolution state: (channels of a unit, rows)."""
+        """A section of the convolution state. Its dims are the channels of a unit, and rows."""
         return self.component(name, units, *dims, dtype=self.conv_dtype, **options)
 
     @property
@@ -336,7 +328,7 @@ class ConfigReader:
     def attention(
         self, name: str, layers: Iterable[int], residency: Residency | None = None
     ) -> list[Group]:
-        """K and V of some layers; nothing for no layers."""
+        """K and V of these layers; no group if there are none."""
         held = tuple(layers)
         if not held:
             return []
@@ -347,13 +339,13 @@ class ConfigReader:
         return self.attention("window", layers, Residency("window", self.integer(key)))
 
     def latent(self) -> list[Group]:
-        """MLA: one latent of kv_lora_rank and the shared rope part, replicated over ranks."""
+        """MLA: one latent of kv_lora_rank and the shared rope part, on every rank."""
         width = self.integer("kv_lora_rank") + self.integer("qk_rope_head_dim")
         component = self.component("latent", 1, width, sharding="replicated")
         return [Group("mla", tuple(range(self.layers)), (component,))]
 
     def indexer(self) -> list[Group]:
-        """Sparse attention's index keys: fp8 with one fp32 scale per 128 values, replicated."""
+        """Index keys of sparse attention: fp8 with an fp32 scale per 128 values, on every rank."""
         width = self.integer("index_head_dim")
         component = Component(
             "index", 1, (width + 4 * width // 128,), 1, "replicated", "fp8_with_scale"
@@ -363,7 +355,7 @@ class ConfigReader:
     def mamba2(
         self, layers: Sequence[int], heads: int, head_dim: int, groups: int, state: int, conv: int
     ) -> list[Group]:
-        """x | B | C convolution sections and the SSM state. One group of B and C is replicated."""
+        """Convolution sections x | B | C and the SSM state. A single B and C is replicated."""
         shared = "replicated" if groups == 1 else "split"
         components = (
             self.conv("conv_x", heads, head_dim, conv - 1),
@@ -381,7 +373,7 @@ class ConfigReader:
         return [Group("state", tuple(layers), components, Residency("state"))] if layers else []
 
     def delta_net(self, layers: Sequence[int]) -> list[Group]:
-        """Gated delta net: q | k | v convolution sections and one matrix state a value head."""
+        """Gated delta net: convolution sections q | k | v, and one matrix state per value head."""
         k_heads = self.integer("linear_num_key_heads")
         v_heads = self.integer("linear_num_value_heads")
         k_dim = self.integer("linear_key_head_dim")
@@ -396,13 +388,13 @@ class ConfigReader:
         return [Group("state", tuple(layers), components, Residency("state"))] if layers else []
 
     def draft(self, groups: Sequence[Group], layers: int) -> Group:
-        """Draft layers that cache what the target's first attention group caches."""
+        """Draft layers with the components of the target's first attention group."""
         like = next((g for g in groups if not g.is_state and g.role == "target"), None)
         if like is None:
-            raise DescriptionError("a model without attention layers has no draft layers like them")
+            raise DescriptionError("draft layers copy the target's attention, and it has none")
         return Group("draft", tuple(range(layers)), like.components, role="draft")
 
     def layers_of(self, *kinds: str) -> list[int]:
-        """Ordinals whose `layer_types` entry is one of `kinds`."""
+        """Layers whose `layer_types` entry is one of `kinds`."""
         types = self.per_layer("layer_types", str)
         return [i for i, kind in enumerate(types) if kind in kinds]

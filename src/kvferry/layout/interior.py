@@ -1,9 +1,9 @@
-"""What lies inside a page, by name.
+"""Interiors: how the bytes inside a page are arranged, by name.
 
-Strides that an engine registers say where a page begins, not what is in it: vLLM's CPU attention
-registers `[block, head, slot, 2 * head_dim]` and keeps K transposed inside. So an interior is told
-by the attention backend and never guessed. Each has a *level*: how much of `[head, slot, content]`
-it arranges by itself, the rest following the engine's memory order.
+An engine's strides say where a page begins, not how its inside is arranged. vLLM's CPU attention,
+for example, registers `[block, head, slot, 2 * head_dim]` and keeps K transposed inside. So the
+attention backend names the interior; kvferry never guesses it. Each interior has a *level*: how
+much of `[head, slot, content]` it arranges itself. The engine's memory order arranges the rest.
 
     name        level  inside
     joined      cell   per head and slot, the components side by side (K|V, K|scale|V|scale)
@@ -15,8 +15,8 @@ it arranges by itself, the rest following the engine's memory order.
     nvfp4       page   planes K data, K scale, V data, V scale
     mla_scaled  page   planes latent, scale
     state       page   convolution state (sections side by side in channels), then the other states
-    opaque      page   unknown: moved whole, between identical pages only; `opaque:NAME` says
-                       whose, and pages with different names are not identical
+    opaque      page   unknown: moves whole, between identical pages only. In `opaque:NAME` the
+                       name says whose pages they are; different names are never identical
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from kvferry.errors import DescriptionError
 from kvferry.layout.model import Component, Group
 
 Level = Literal["cell", "head", "page"]
-OPAQUE = "*"  # the one component of an opaque page
+OPAQUE = "*"  # name of the only component of an opaque page
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a component lies within what its interior arranges. Strides in bytes."""
+    """Where a component lies inside a cell, a head or a page. Strides are in bytes."""
 
     component: str
     offset: int
@@ -44,23 +44,23 @@ class Place:
     dim_strides: tuple[int, ...]
     slot_stride: int = 0  # 0: set by the engine's order
     unit_stride: int = 0  # 0: set by the engine's order
-    tile_slots: int = 0  # > 0: slots come in tiles of so many, `tile_stride` apart
+    tile_slots: int = 0  # > 0: slots come in tiles of this many, `tile_stride` bytes apart
     tile_stride: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """One array's share of a page: `bytes` of a cell, of a head or of the whole page."""
+    """One array's part of a page. `bytes` is the size of one cell, one head or the page."""
 
     level: Level
     bytes: int
-    units: int  # heads that the engine's order walks; 1 where the page arranges them itself
+    units: int  # heads that the engine's order walks; 1 if the page arranges them itself
     places: tuple[Place, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PageQuestion:
-    """What an interior may depend on."""
+    """All that the arrangement of a page depends on."""
 
     group: Group
     units: tuple[int, ...]  # units of each component on this rank
@@ -126,7 +126,7 @@ def _cpu(q: PageQuestion) -> tuple[Inside, ...]:
     return (Inside("head", size, q.common_units("cpu"), places),)
 
 
-AMX_TILE = 16  # rows of an AMX tile; a row holds pairs of elements
+AMX_TILE = 16  # rows of an AMX tile; each row holds pairs of elements
 
 
 def _cpu_amx(q: PageQuestion) -> tuple[Inside, ...]:
@@ -184,7 +184,7 @@ def _named_planes(name: str, expected: list[str]) -> Callable[[PageQuestion], tu
 
 
 def _state(q: PageQuestion) -> tuple[Inside, ...]:
-    """Convolution sections (named conv_*) share one channels x rows array; the rest follows it."""
+    """Convolution sections (conv_*) share one channels x rows array. The other states follow."""
     pairs = list(zip(q.group.components, q.units, strict=True))
     conv = [(c, units) for c, units in pairs if c.name.startswith("conv_")]
     channels = sum(units * c.dims[0] for c, units in conv)
@@ -235,6 +235,6 @@ def arrange(interior: str, question: PageQuestion) -> tuple[Inside, ...]:
     if name not in INTERIORS or (whose and name != "opaque"):
         raise DescriptionError(
             f"interior {interior!r} is not known; name one of {', '.join(INTERIORS)}. "
-            "A page whose inside is unknown is 'opaque': it moves whole, between identical pages"
+            "Name an unknown interior 'opaque': its pages move whole, between identical pages"
         )
     return INTERIORS[name](question)

@@ -1,13 +1,13 @@
-"""What a model caches, before any engine cuts it: components, groups of layers, residency.
+"""The logical cache of a model: components, groups of layers, residency.
 
 A *component* is one stored thing of one layer: K, V, an MLA latent, a section of a convolution
 state, an SSM state. Logically it is an array
 
     entries x units x dims x element
 
-where an entry is a token (or a group of tokens, or a whole state), a unit is what tensor
-parallelism cuts (a head, a channel, a group of channels), and dims are what stays together. Every
-engine holds the same logical array; shapes only say who holds which part and where it lies.
+An entry is a token, a group of tokens, or a whole state. Tensor parallelism cuts between units:
+heads, channels, or groups of channels. It never cuts inside the dims of one unit. All engines that
+serve a model have the same logical array; an engine's shape says which rank holds which part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Sharding = Literal["split", "replicated"]
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """What of a sequence a group still holds after `tokens` tokens, and what the next step needs.
+    """Which tokens of a sequence the next step still reads, and so a group must still hold.
 
     full    every token
     window  the last `span - 1` tokens, so that the next token sees `span` with itself
@@ -47,7 +47,7 @@ class Residency:
             )
 
     def needed_from(self, tokens: int) -> int:
-        """First token position that computing token number `tokens` still reads."""
+        """First position that the computation of token number `tokens` reads."""
         match self.kind:
             case "window":
                 return max(0, tokens - self.span + 1)
@@ -61,14 +61,14 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One stored thing of one layer, over all ranks."""
+    """One stored thing of one layer, over all ranks of the engine."""
 
     name: str
     units: int  # heads, channels or groups in the whole model
     dims: tuple[int, ...]  # elements inside one unit, outermost first
     element_bytes: int
     sharding: Sharding = "split"
-    content: str = ""  # what the bytes mean ("bf16", "fp8_e4m3"): compared, never converted
+    content: str = ""  # number format ("bf16", "fp8_e4m3"): compared, never converted
 
     def __post_init__(self) -> None:
         if self.units < 1 or not self.dims or min(self.dims) < 1:
@@ -100,8 +100,8 @@ class Group:
     components: tuple[Component, ...]
     residency: Residency = field(default_factory=Residency)
     role: str = "target"
-    tokens_per_entry: int = 1  # > 1: one stored entry stands for this many tokens
-    partial_entries: bool = False  # whether an entry exists before all its tokens do
+    tokens_per_entry: int = 1  # tokens that one stored entry stands for
+    partial_entries: bool = False  # whether an entry is stored before all its tokens are computed
     context_parallel: bool = True  # whether dcp cuts this group's tokens
 
     def __post_init__(self) -> None:
@@ -147,11 +147,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class CacheModel:
-    """The logical cache of a model: what all engines that serve it have in common."""
+    """The logical cache that all engines which serve a model have in common."""
 
     name: str
     groups: tuple[Group, ...]
-    total_layers: int = 0  # target layers, where the last ones cache nothing; 0: as the groups say
+    total_layers: int = 0  # target layers, if the last ones cache nothing; 0: as the groups say
 
     def __post_init__(self) -> None:
         names = [g.name for g in self.groups]
@@ -162,7 +162,7 @@ class CacheModel:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the target model: what pipeline stages divide."""
+        """Layers of the target model. Pipeline stages divide them."""
         cached = 1 + max((max(g.layers) for g in self.groups if g.role != "draft"), default=0)
         return max(cached, self.total_layers)
 
@@ -175,11 +175,11 @@ class CacheModel:
         )
 
     def without(self, *roles: str) -> CacheModel:
-        """The same model with all groups of these roles left out."""
+        """The same model without the groups of these roles."""
         return replace(self, groups=tuple(g for g in self.groups if g.role not in roles))
 
     def beyond(self, other: CacheModel) -> CacheModel | None:
-        """What this model has and the other one has not; None where that is nothing."""
+        """Layers that only this model has, as a model of their own, or None."""
         theirs = {g.name: set(g.layers) for g in other.groups}
         groups = []
         for group in self.groups:
@@ -190,11 +190,11 @@ class CacheModel:
 
     @property
     def of_one_length(self) -> bool:
-        """Whether a cache is of one number of tokens: a state or a ring cannot be cut shorter."""
+        """Whether a cache cannot be cut to fewer tokens, because of a state or a ring."""
         return any(g.residency.kind in ("state", "ring") for g in self.groups)
 
     def token_bytes(self) -> int:
-        """Bytes that one token adds over all layers and ranks (states and rings excluded)."""
+        """Bytes that one token adds, over all layers and ranks. States and rings add none."""
         return sum(
             len(g.layers) * g.entry_bytes // g.tokens_per_entry
             for g in self.groups
@@ -202,7 +202,7 @@ class CacheModel:
         )
 
     def fingerprint(self) -> str:
-        """Digest of what the bytes mean. The name is not part of it: weights are the caller's."""
+        """Digest of the cache format. The name is left out: the caller compares the weights."""
         groups = [asdict(g) for g in sorted(self.groups, key=lambda g: g.name)]
         told = [self.num_layers, groups]
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
@@ -211,7 +211,7 @@ class CacheModel:
 def require_same_cache(
     src: CacheModel, dst: CacheModel, optional_roles: frozenset[str] = frozenset()
 ) -> None:
-    """Refuse two models whose caches differ in meaning; the error names both values.
+    """Refuse two models whose cache formats differ. The error names both values.
 
     Layers that only one side has are an error unless their role is in `optional_roles`.
     """
@@ -261,5 +261,5 @@ def require_same_cache(
                         getattr(ca, attribute),
                         getattr(cb, attribute),
                     )
-    if src.num_layers != dst.num_layers:  # stages would be cut elsewhere than the engines cut them
+    if src.num_layers != dst.num_layers:  # pipeline stages would be cut at other layers
         refuse("layers of the whole model", src.num_layers, dst.num_layers)

@@ -5,8 +5,11 @@ The byte of (layer, block b, slot s, unit u, dims d...) of a component lies at
     offsets[layer] + b * block_stride + s // tile_slots * tile_stride + s % tile_slots * slot_stride
                    + (u - units.start) * unit_stride + d . dim_strides
 
-in region `regions[layer]`. A tile is a kernel's block, where that is smaller than the engine's, or
-what the interior keeps together. Regions are numbered, not addressed: addresses are bound later.
+in region `regions[layer]`. A tile is a kernel's block, if the engine's blocks are larger, or the
+slots that the interior keeps together. Regions have numbers; their addresses are bound later.
+
+A layout comes from an engine's tensors (`tensors.layout_from_tensors`), from a peer, or from the
+shape alone (`RankLayout.build`).
 """
 
 from __future__ import annotations
@@ -24,52 +27,54 @@ from kvferry.layout.model import CacheModel, Group
 from kvferry.layout.shape import EngineShape, Rank, Span
 
 Ints = NDArray[np.int64]
-MOST_STRIDE_BYTES = 1 << 56  # more than processors address, and small enough to calculate with
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """One allocation that a rank registers."""
-
-    name: str
-    bytes: int
+MOST_STRIDE_BYTES = 1 << 56  # more than processors address; products of it fit into 64 bits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placement:
-    """One component of some layers on one rank. Strides in bytes."""
+class RankLayout:
+    """All that one rank holds. `tables` counts the block tables of a request on its engine."""
 
-    component: str
-    units: Span
-    block_stride: int
-    tile_slots: int
-    tile_stride: int
-    slot_stride: int
-    unit_stride: int
-    dim_sizes: tuple[int, ...]
-    dim_strides: tuple[int, ...]
-    regions: Ints  # of each layer
-    offsets: Ints  # of each layer: block 0, slot 0, first unit held
+    rank: Rank
+    shape: EngineShape
+    parts: tuple[Part, ...]
+    regions: tuple[Region, ...]
+    tables: int
 
     def __post_init__(self) -> None:
-        sizes, strides = self.dim_sizes, self.dim_strides
-        if not sizes or len(sizes) != len(strides) or min(sizes) < 1:
-            self._refuse(
-                "dims of at least one element each, with one stride each",
-                f"sizes {sizes} and strides {strides}",
-            )
-        if self.tile_slots < 1:
-            self._refuse("tiles of at least one slot", self.tile_slots)
-        if not 0 <= self.units.start < self.units.stop:
-            self._refuse("a range of units", tuple(self.units))
-        outer = (self.block_stride, self.tile_stride, self.slot_stride, self.unit_stride)
-        if min(*outer, *strides) < 0 or max(*outer, *strides) > MOST_STRIDE_BYTES:
-            self._refuse(f"strides of 0 to {MOST_STRIDE_BYTES} bytes", (*outer, *strides))
+        held: dict[str, list[Ints]] = {}
+        for part in self.parts:
+            if part.table >= self.tables:
+                raise DescriptionError(
+                    f"group {part.group!r} has its blocks in table {part.table}, but a request has "
+                    f"only {self.tables} tables"
+                )
+            held.setdefault(part.group, []).append(part.layers)
+        for group, parts in held.items():
+            if len(parts) == 1:
+                continue  # a part's own layers are distinct
+            layers, times = np.unique(np.concatenate(parts), return_counts=True)
+            twice = layers[times > 1]
+            if len(twice):
+                raise DescriptionError(
+                    f"layers of group {group!r} must lie in one place on a rank, found "
+                    f"{len(twice)} in several parts of its memory: {twice[:8].tolist()}"
+                )
 
-    def _refuse(self, expected: str, found: object) -> None:
-        raise DescriptionError(
-            f"component {self.component!r} must be placed with {expected}, found {found}"
-        )
+    @property
+    def total_bytes(self) -> int:
+        return sum(region.bytes for region in self.regions)
+
+    def parts_of(self, group: str) -> tuple[Part, ...]:
+        return tuple(part for part in self.parts if part.group == group)
+
+    @classmethod
+    def build(
+        cls, model: CacheModel, shape: EngineShape, rank: Rank, num_blocks: int
+    ) -> RankLayout:
+        """The layout that the shape alone implies: one array per group, dense but for padding."""
+        builder = _Builder(model, shape, rank, num_blocks)
+        parts = builder.build()
+        return cls(rank, shape, parts, tuple(builder.regions), len(model.groups))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,25 +83,24 @@ class Part:
 
     group: str
     layers: Ints  # ordinals, ascending
-    table: int  # which of the request's block tables names its blocks
-    pool: int  # tables of one pool share memory, so one request never uses a block in two of them
+    table: int  # number of the request's block table that names its blocks
+    pool: int  # tables of one pool share memory: a request uses each block in one table only
     num_blocks: int
     block_entries: int
-    page_bytes: int  # used bytes of one page of all heads; 0 where a page is not contiguous
-    page_slack: int  # bytes after a page that belong to nobody
+    page_bytes: int  # used bytes of one page of all heads; 0 if a page is not contiguous
+    page_slack: int  # unused bytes after a page
     interior: str
     placements: tuple[Placement, ...]
-    # bytes from the first placement to each other one, where the same for all layers; else None
+    # bytes from the first placement to each other one, if equal in all layers; else None
     shifts: tuple[int | None, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         numbers = (self.num_blocks, self.block_entries, self.table + 1)
         if min(numbers) < 1 or not self.placements:
             raise DescriptionError(
-                f"group {self.group!r} must have blocks, entries in them, a block table and "
-                f"something placed in them, found {self.num_blocks} blocks of "
-                f"{self.block_entries} entries, table {self.table}, {len(self.placements)} "
-                "components placed"
+                f"group {self.group!r} must have blocks, entries, a block table and placed "
+                f"components, found {self.num_blocks} blocks of {self.block_entries} entries, "
+                f"table {self.table}, {len(self.placements)} components"
             )
         count = len(self.layers)
         if count == 0 or bool((self.layers[1:] <= self.layers[:-1]).any()):
@@ -132,6 +136,51 @@ class Part:
         return self.placements[self.index(component)]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """One component of some layers on one rank. Strides are in bytes."""
+
+    component: str
+    units: Span
+    block_stride: int
+    tile_slots: int
+    tile_stride: int
+    slot_stride: int
+    unit_stride: int
+    dim_sizes: tuple[int, ...]
+    dim_strides: tuple[int, ...]
+    regions: Ints  # of each layer
+    offsets: Ints  # of each layer: block 0, slot 0, first unit held
+
+    def __post_init__(self) -> None:
+        sizes, strides = self.dim_sizes, self.dim_strides
+        if not sizes or len(sizes) != len(strides) or min(sizes) < 1:
+            self._refuse(
+                "dims of at least one element each, with one stride each",
+                f"sizes {sizes} and strides {strides}",
+            )
+        if self.tile_slots < 1:
+            self._refuse("tiles of at least one slot", self.tile_slots)
+        if not 0 <= self.units.start < self.units.stop:
+            self._refuse("a range of units", tuple(self.units))
+        outer = (self.block_stride, self.tile_stride, self.slot_stride, self.unit_stride)
+        if min(*outer, *strides) < 0 or max(*outer, *strides) > MOST_STRIDE_BYTES:
+            self._refuse(f"strides of 0 to {MOST_STRIDE_BYTES} bytes", (*outer, *strides))
+
+    def _refuse(self, expected: str, found: object) -> None:
+        raise DescriptionError(
+            f"component {self.component!r} must be placed with {expected}, found {found}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One allocation that a rank registers."""
+
+    name: str
+    bytes: int
+
+
 def _constant_shift(origin: Placement, other: Placement) -> int | None:
     if other is origin:
         return 0
@@ -141,7 +190,7 @@ def _constant_shift(origin: Placement, other: Placement) -> int | None:
 
 
 def page_question(group: Group, shape: EngineShape, rank: Rank) -> PageQuestion:
-    """What the interior of this group's pages depends on, on this rank."""
+    """All that the interior of a group's pages on a rank depends on."""
     return PageQuestion(
         group=group,
         units=tuple(shape.units(group, c, rank.tp).size for c in group.components),
@@ -149,12 +198,6 @@ def page_question(group: Group, shape: EngineShape, rank: Rank) -> PageQuestion:
         token_major=shape.order.index("N") < shape.order.index("H"),
         conv_order=shape.conv_order,
     )
-
-
-def _held_units(group: Group, shape: EngineShape, rank: Rank, component: str) -> Span:
-    """Units a placement holds; of an opaque page, those of the group's first component."""
-    known = group.components[0] if component == OPAQUE else group.component(component)
-    return shape.units(group, known, rank.tp)
 
 
 def place_component(
@@ -169,9 +212,9 @@ def place_component(
     regions: Ints,
     pages: Ints,
 ) -> Placement:
-    """A component's placement, given the strides around its page and where page 0 of each layer is.
+    """A component's placement, from the strides around its page and page 0 of each layer.
 
-    The interior's own strides win over those of the engine's order.
+    Strides that the interior sets win over those of the engine's order.
     """
     block, kernel = shape.entries(group)
     if place.tile_slots and block != kernel:
@@ -197,88 +240,28 @@ def place_component(
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# All that one rank holds: parts of groups, and the regions that they lie in.
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RankLayout:
-    """All that one rank holds. `tables` counts the block tables a request has on its engine."""
-
-    rank: Rank
-    shape: EngineShape
-    parts: tuple[Part, ...]
-    regions: tuple[Region, ...]
-    tables: int
-
-    def __post_init__(self) -> None:
-        held: dict[str, list[Ints]] = {}
-        for part in self.parts:
-            if part.table >= self.tables:
-                raise DescriptionError(
-                    f"group {part.group!r} has its blocks in table {part.table}, but a request has "
-                    f"only {self.tables} tables"
-                )
-            held.setdefault(part.group, []).append(part.layers)
-        for group, parts in held.items():
-            if len(parts) == 1:
-                continue  # whose layers are distinct
-            layers, times = np.unique(np.concatenate(parts), return_counts=True)
-            twice = layers[times > 1]
-            if len(twice):
-                raise DescriptionError(
-                    f"layers of group {group!r} must lie in one place on a rank, found "
-                    f"{len(twice)} in several parts of its memory: {twice[:8].tolist()}"
-                )
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(region.bytes for region in self.regions)
-
-    def parts_of(self, group: str) -> tuple[Part, ...]:
-        return tuple(part for part in self.parts if part.group == group)
-
-    @classmethod
-    def build(
-        cls, model: CacheModel, shape: EngineShape, rank: Rank, num_blocks: int
-    ) -> RankLayout:
-        """The layout that the shape itself implies: one array a group, dense but for padding."""
-        built = build_parts(model, shape, rank, num_blocks)
-        return cls(rank, shape, built.parts, built.regions, len(model.groups))
-
-
-# --------------------------------------------------------------------------------------------------
-# The memory that a shape implies, where no tensors say otherwise: one array a group.
-#
-# Arrays are dense but for padding. The engine's order walks layers, blocks, heads and slots around
-# what the interior arranges; with `overlay` all groups lie over each other in one storage, whose
-# pages are as large as the largest. What an order, an interior and a padding cannot be together is
-# refused here.
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """What one rank holds, and where."""
-
-    parts: tuple[Part, ...]
-    regions: tuple[Region, ...]
-
-
-def build_parts(model: CacheModel, shape: EngineShape, rank: Rank, num_blocks: int) -> Built:
-    return _Builder(model, shape, rank, num_blocks).build()
+def _held_units(group: Group, shape: EngineShape, rank: Rank, component: str) -> Span:
+    """Units that a placement holds. For an opaque page, those of the group's first component."""
+    known = group.components[0] if component == OPAQUE else group.component(component)
+    return shape.units(group, known, rank.tp)
 
 
 @dataclass(slots=True)
 class _Builder:
+    """Builds the memory that a shape implies.
+
+    The engine's order walks layers, blocks, heads and slots around the interior. With `overlay`,
+    all groups share one storage, whose pages are as large as the largest group's. Combinations of
+    order, interior and padding that do not exist are refused.
+    """
+
     model: CacheModel
     shape: EngineShape
     rank: Rank
     num_blocks: int
     regions: list[Region] = field(default_factory=list)
 
-    def build(self) -> Built:
+    def build(self) -> tuple[Part, ...]:
         if self.num_blocks < 1:
             raise DescriptionError(f"num_blocks must be at least 1, found {self.num_blocks}")
         arranged = []
@@ -293,7 +276,7 @@ class _Builder:
         parts = []
         for table, group, layers, insides in arranged:
             parts.append(self._part(table, group, layers, insides, shared_page, most_layers))
-        return Built(tuple(parts), tuple(self.regions))
+        return tuple(parts)
 
     def _shared_page(self, arranged: list[tuple[int, Group, Any, tuple[Inside, ...]]]) -> int:
         pages, walks = [], set()
@@ -308,15 +291,15 @@ class _Builder:
             walks.add(self._walk(group, insides[0]))
         if len(walks) > 1:
             raise DescriptionError(
-                f"order {self.shape.order} keeps heads outside blocks, and the groups "
-                f"{[group.name for _, group, _, _ in arranged]} do not have the same: blocks of "
-                "one would overlay parts of several of another; choose an order that begins "
-                "with LB or BL"
+                f"order {self.shape.order} keeps heads outside blocks, and the heads of the groups "
+                f"{[group.name for _, group, _, _ in arranged]} differ: a block of one group would "
+                "overlay parts of several blocks of another; choose an order that begins with LB "
+                "or BL"
             )
         return _round_up(max(pages, default=1), self.shape.page_align)
 
     def _walk(self, group: Group, inside: Inside) -> tuple[str, int]:
-        """How the blocks of one array lie: axes outside of them, and heads among these."""
+        """The axes outside the blocks of one array, and the number of heads among these axes."""
         outer = self._grid(group, inside).partition("B")[0]
         return outer, inside.units if "H" in outer else 1
 
@@ -356,7 +339,18 @@ class _Builder:
                 self.regions.append(Region(name, size))
             rows = np.arange(len(layers), dtype=np.int64) * strides["L"]
             placements += [
-                self._placement(group, place, strides, region, rows) for place in inside.places
+                place_component(
+                    group,
+                    self.shape,
+                    self.rank,
+                    place,
+                    kernel_block_stride=strides["B"],
+                    slot_stride=strides["N"],
+                    unit_stride=strides["H"],
+                    regions=np.full(len(rows), region, dtype=np.int64),
+                    pages=rows,
+                )
+                for place in inside.places
             ]
             if index == 0 and not paged:
                 page = 0
@@ -377,7 +371,7 @@ class _Builder:
         """Axes that the engine's order walks around this interior, outermost first."""
         order = self.shape.order.removesuffix("C")
         if inside.level == "page" or inside.units == 1:
-            # heads that the page arranges itself (or a single one) take no part in the order
+            # the order does not walk a single head, or heads that the page arranges itself
             crossed = inside.level == "page" and order[:2] not in ("LB", "BL")
             if (
                 crossed
@@ -395,8 +389,8 @@ class _Builder:
     def _refuse_order(self, group: Group) -> None:
         raise DescriptionError(
             f"group {group.name!r}: interior {self.shape.interior_for(group)!r} does not exist in "
-            f"order {self.shape.order}, whose heads lie outside what it arranges; choose "
-            "LBHNC or BLHNC"
+            f"order {self.shape.order}, which keeps heads or slots outside that the interior "
+            "arranges itself; choose LBHNC or BLHNC"
         )
 
     def _strides(
@@ -427,21 +421,6 @@ class _Builder:
             strides[axis] = current
             current *= sizes[axis]
         return strides, current
-
-    def _placement(
-        self, group: Group, place: Place, strides: dict[str, int], region: int, rows: Ints
-    ) -> Placement:
-        return place_component(
-            group,
-            self.shape,
-            self.rank,
-            place,
-            kernel_block_stride=strides["B"],
-            slot_stride=strides["N"],
-            unit_stride=strides["H"],
-            regions=np.full(len(rows), region, dtype=np.int64),
-            pages=rows,
-        )
 
 
 def _round_up(value: int, step: int) -> int:

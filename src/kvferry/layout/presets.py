@@ -1,4 +1,4 @@
-"""Caches of well-known models, so that nothing needs to be downloaded to plan with them."""
+"""Caches of well-known models, to plan with them without a download."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvferry.layout.model import CacheModel
 
 @cache
 def presets() -> dict[str, dict[str, Any]]:
-    """What the cache depends on in each model's public configuration, by name."""
+    """By name, the parts of each model's public configuration that its cache depends on."""
     text = files("kvferry.layout").joinpath("presets.json").read_text()
     loaded: dict[str, dict[str, Any]] = json.loads(text)
     return loaded
 
 
 def load_model(name: str, **options: Any) -> CacheModel:
-    """A preset by name, or a model by the path of its `config.json` or folder.
+    """A preset, or the model at the path of a `config.json` or its folder.
 
-    Options are those of `model_from_config`.
+    The options are those of `model_from_config`.
     """
     if name in presets():
         return model_from_config(presets()[name], name=name, **options)

@@ -1,13 +1,13 @@
-"""An engine's shape: how it cuts the logical cache over ranks, and how it pages and orders it.
+"""An engine's shape: how it cuts the logical cache over ranks, pages it, and orders it in memory.
 
-Everything here is a pure function of the shape; no address is known yet. The rules are vLLM's
-where vLLM has one, continued in the natural way where it would refuse:
+Everything here is a pure function of the shape; there are no addresses yet. The rules are vLLM's.
+Where vLLM would refuse a size, the rule is continued:
 
-- units (heads, channels) are split evenly; where they are fewer than the ranks, neighbouring ranks
-  replicate them; where they do not divide, the split is balanced;
-- pipeline stages take consecutive layers; a remainder goes to the stages before the last;
-- with decode context parallelism (dcp), rank r of a dcp group holds the tokens whose
-  `position // interleave % dcp` is `r % dcp`; a block then spans `block_size * dcp` positions.
+- Units (heads, channels) are split evenly over ranks. If there are fewer units than ranks,
+  neighbouring ranks hold the same unit. If the numbers do not divide, the split is balanced.
+- Pipeline stages take consecutive layers. A remainder goes to the stages before the last.
+- With decode context parallelism (dcp), rank r of a dcp group holds the tokens whose
+  `position // interleave % dcp` is `r % dcp`. A block then spans `block_size * dcp` positions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
 class Rank(NamedTuple):
-    """A worker of an engine. Sorts by stage, then by tensor parallel rank."""
+    """A worker of an engine. Ranks sort by stage, then by tensor parallel rank."""
 
     pp: int
     tp: int
@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
 
 def shard(units: int, parts: int, part: int) -> Span:
-    """Units that one of `parts` ranks holds: balanced, replicated where units are fewer."""
+    """Units that one of `parts` ranks holds."""
     if units >= parts:
         return Span(part * units // parts, (part + 1) * units // parts)
     held = part * units // parts
@@ -49,7 +49,7 @@ def shard(units: int, parts: int, part: int) -> Span:
 
 
 def even_stages(layers: int, pp: int) -> tuple[int, ...]:
-    """Layers a stage; the remainder goes to the stages before the last, from the back."""
+    """Layers of each stage. The remainder goes to the stages before the last, from the back."""
     counts = [layers // pp] * pp
     for i in range(layers % pp):
         counts[-2 - i] += 1
@@ -71,8 +71,8 @@ class EngineShape:
     role_tp: tuple[tuple[str, int], ...] = ()  # a draft model's own tp: (("draft", 1),)
     block_size: int = 16  # tokens in a block
     block_size_of: tuple[tuple[str, int], ...] = ()
-    kernel_block_size: int = 0  # tokens in a kernel's block; 0: the same
-    kernel_block_size_of: tuple[tuple[str, int], ...] = ()  # backends differ: main and draft model
+    kernel_block_size: int = 0  # tokens in a kernel's block; 0: as in the engine's
+    kernel_block_size_of: tuple[tuple[str, int], ...] = ()  # a draft model may have another backend
     order: str = "LBHNC"
     interior: str = "joined"  # of attention groups; states are always "state"
     interior_of: tuple[tuple[str, str], ...] = ()
@@ -113,7 +113,7 @@ class EngineShape:
             )
 
     def _require_sizes(self) -> None:
-        """Sizes of single groups: each named once, and possible."""
+        """Refuse a group that is named twice, or a size that is too small."""
         for word, pairs, least in (
             ("block", self.block_size_of, 1),
             ("kernel", (("", self.kernel_block_size), *self.kernel_block_size_of), 0),
@@ -139,7 +139,7 @@ class EngineShape:
         return (self.block_size, self.kernel_block_size, *(size for _, size in named))
 
     def require_names_of(self, model: CacheModel) -> None:
-        """Refuse a shape that says something about groups or roles that the model does not have."""
+        """Refuse a shape that names groups or roles which the model does not have."""
         sizes = (*self.block_size_of, *self.kernel_block_size_of, *self.interior_of)
         for what, named, known in (
             ("group", [name for name, _ in sizes], [g.name for g in model.groups]),
@@ -181,14 +181,14 @@ class EngineShape:
         return Span(start, start + counts[pp_rank])
 
     def layers(self, model: CacheModel, group: Group, pp_rank: int) -> tuple[int, ...]:
-        """Ordinals of a group that a stage holds. A draft model runs on the last stage."""
+        """Layers of a group that a stage holds. A draft model runs on the last stage."""
         if group.role == "draft":
             return group.layers if pp_rank == self.pp - 1 else ()
         held = self.stage_layers(model, pp_rank)
         return tuple(layer for layer in group.layers if held.start <= layer < held.stop)
 
     def block_tokens(self, group: Group) -> int:
-        """Tokens of a group in one block of one rank (a ring's capacity)."""
+        """Tokens of a group in one block of one rank. For a ring, its capacity."""
         return dict(self.block_size_of).get(group.name, self.block_size)
 
     def entries(self, group: Group) -> tuple[int, int]:
@@ -199,7 +199,7 @@ class EngineShape:
         sizes = dict(self.kernel_block_size_of)
         kernel = sizes.get(group.name, self.kernel_block_size) or tokens
         if tokens % kernel:
-            kernel = tokens  # a group whose blocks the kernel does not split
+            kernel = tokens  # the kernel does not split this group's blocks
         per = group.tokens_per_entry
         if tokens % per or kernel % per:
             raise DescriptionError(
@@ -214,7 +214,7 @@ class EngineShape:
         return dict(self.interior_of).get(group.name, self.interior)
 
     def describe(self) -> str:
-        """One line, in the words that `parse` takes."""
+        """One line that `parse` reads."""
         words = [f"tp={self.tp}"]
         if self.pp > 1:
             words.append(f"pp={'+'.join(map(str, self.stages)) if self.stages else self.pp}")
@@ -269,7 +269,7 @@ class _Parser:
                 self._refuse(word)
             if key in seen:
                 raise DescriptionError(
-                    f"the shape {self.text!r} says {key} twice; each word is given once"
+                    f"the shape {self.text!r} says {key} twice; give each word once"
                 )
             seen.add(key)
             self._take(key, value)

@@ -1,7 +1,7 @@
-"""A rank's layout from the tensors that its engine registered.
+"""A rank's layout, read from the tensors that its engine registered.
 
-Outer strides (layers, blocks, heads, slots) are read off the tensors; what lies inside a page comes
-from the interior that the shape names. Where the two contradict each other, the cache is refused.
+The tensors give the outer strides: layers, blocks, heads, slots. The interior that the shape names
+gives the arrangement inside a page. If the two contradict each other, the cache is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvferry.layout.shape import EngineShape, Rank
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """One layer's cache as `[kernel block, head, slot, content]`. Strides in elements."""
+    """One layer's cache as `[kernel block, head, slot, content]`. Strides are in elements."""
 
     region: int
     offset: int  # bytes from the start of the region
@@ -45,7 +45,7 @@ class TensorView:
         return math.prod(self.shape[1:]) * self.element_bytes
 
     def inner_is_dense(self, axis: int) -> bool:
-        """Whether everything from `axis` inwards lies in a row."""
+        """Whether all bytes from `axis` inwards are contiguous."""
         expected = 1
         for size, stride in zip(
             reversed(self.shape[axis:]), reversed(self.strides[axis:]), strict=True
@@ -69,11 +69,11 @@ def layout_from_tensors(
     tables: Mapping[LayerKey, int] | None = None,
     padded_page_bytes: Mapping[str, int] | None = None,
 ) -> RankLayout:
-    """Describe real memory.
+    """Describe a rank's real memory.
 
-    tensors            for each layer, its tensor; with interior `split`, one a component
-    tables             which block table names each layer's blocks; default: one a group
-    padded_page_bytes  by group, the size to which the engine pads a page
+    tensors            for each layer, its tensor; with interior `split`, one for each component
+    tables             for each layer, its block table; default: one table for each group
+    padded_page_bytes  for each group, the size to which the engine pads a page
     """
     table_of = _table_of(model, tensors, tables)
     pools = _pools(tensors, table_of)
@@ -158,7 +158,7 @@ def _table_of(
     if wrong:
         raise DescriptionError(
             f"tables must give the number of a block table for every layer that has tensors, found "
-            f"{wrong}; leave tables out where each group has a table of its own"
+            f"{wrong}; leave tables out if each group has a table of its own"
         )
     return told
 
@@ -166,7 +166,7 @@ def _table_of(
 def _pools(
     tensors: Mapping[LayerKey, Sequence[TensorView]], table_of: Mapping[LayerKey, int]
 ) -> dict[int, int]:
-    """Tables whose layers share a region share a pool: one block of it is one table's at a time."""
+    """The pool of each table. Tables whose layers share a region share a pool."""
     pool = {table: table for table in table_of.values()}
     owner: dict[int, int] = {}
     for key, views in tensors.items():
@@ -192,7 +192,7 @@ def _require_fit(
     insides: tuple[Inside, ...],
     views: Sequence[TensorView],
 ) -> None:
-    """Refuse a tensor that cannot hold what the interior says."""
+    """Refuse a tensor that does not fit the interior."""
 
     def refuse(what: str, expected: object, found: object) -> None:
         raise DescriptionError(

@@ -1,1 +1,1 @@
-"""Wire: every message, its version, and the sockets that carry it."""
+"""Messages between engines, and the authenticated calls and servers that carry them."""

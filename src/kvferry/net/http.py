@@ -1,14 +1,15 @@
-"""A small HTTP server on one thread: one request a connection, answered at once.
+"""A small HTTP server on one thread: one request for each connection, answered at once.
 
-Whoever connects may send a byte now and then, or never read. So nobody has a thread, and
+A client may send a byte now and then, or never read. So no client has a thread of its own, and a
+connection ends in one of these ways:
 
-    accepted --its request is there--> answered --all of it is sent--> closed
-       |--it is no good, or too large--> refused, and not read on --it closes--> closed
-       '--its time is over; or the places of its address, or all, are taken, and it has waited
-          longest--> closed
+    accepted --its request is complete--> answered --the answer is sent--> closed
+       |--its request is bad or too large--> refused, and read no further --it closes--> closed
+       |--its time is over--> closed
+       '--too many connections, of its address or in all, and it is the oldest--> closed
 
-A request that comes whole is answered in the turn in which it is read. So those that have waited
-longest are the ones to close: a good request is never among them for long.
+The server answers a complete request in the turn in which it reads it. So the oldest connections
+are never good requests, and closing them harms no good client.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from kvferry.carriers.liveness import ours_alone
 
 log = logging.getLogger("kvferry")
 
-REQUEST_SECONDS = 5.0  # from a connection's begin to its answer's end, however busy it looks
+REQUEST_SECONDS = 5.0  # from the accepted connection to the end of the answer
 MOST_OPEN = 256  # connections
-MOST_PER_ADDRESS = 128  # of these; a proxy asks a few times a second, each for a millisecond
-MOST_HEAD = 16 << 10  # bytes of a request's line and headers
+MOST_PER_ADDRESS = 128  # connections; a proxy asks a few times a second, for a millisecond each
+MOST_HEAD = 16 << 10  # bytes of the request line and the headers
 MOST_HEADERS = 64
 MOST_BODY = 1 << 20
 MOST_RECEIVED = 8 << 20  # bytes of all unfinished requests together
-TURN_BYTES = 64 << 10  # read from one connection before it is another one's turn
+TURN_BYTES = 64 << 10  # read from one connection in its turn
 TURN_ACCEPTS = 64
-PAUSE_SECONDS = 0.1  # before connections are accepted again, where there are no descriptors
+PAUSE_SECONDS = 0.1  # before the next accept, if the process has no descriptors left
 
 
 class BadRequest(ValueError):
-    """Answered with status 400 and its message."""
+    """The server answers it with status 400 and its message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class HttpRequest:
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """What is sent; `json` is a text already."""
+    """A status, and an encoded JSON body."""
 
     status: int
     json: bytes
@@ -81,15 +82,15 @@ class _Guest:
     address: str
     deadline: float
     received: bytearray = field(default_factory=bytearray)
-    asked: HttpRequest | None = None  # its head, once that is there
+    asked: HttpRequest | None = None  # the head of its request, once it is complete
     head_bytes: int = 0
     body_bytes: int = 0
     unsent: memoryview | None = None
-    refused: bool = False  # it may go on sending: to close at once would take our answer from it
+    refused: bool = False  # the client may still send; closing at once could discard our answer
 
 
 class HttpServer:
-    """Listens at a bound socket; `answer` is called on its thread, and must not wait."""
+    """Serves a bound socket. Its thread calls `answer`, which must not wait."""
 
     def __init__(
         self, listener: socket.socket, answer: Callable[[HttpRequest], HttpAnswer], name: str
@@ -97,9 +98,9 @@ class HttpServer:
         self._listener, self._answer = listener, answer
         listener.setblocking(False)
         ours_alone(listener)
-        self._guests: dict[int, _Guest] = {}  # by descriptor, the one that came first first
+        self._guests: dict[int, _Guest] = {}  # by descriptor, the oldest first
         self._addresses: Counter[str] = Counter()
-        self._received = 0  # bytes of all guests
+        self._received = 0  # bytes of all guests' unanswered requests
         self._accepting, self._accept_at = True, 0.0
         self._closed = False
         self._selector = selectors.DefaultSelector()
@@ -110,7 +111,7 @@ class HttpServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop the thread and close all connections. Closing again does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -135,7 +136,7 @@ class HttpServer:
 
     def _turn(self) -> None:
         now = time.monotonic()
-        for late in list(self._guests.values()):  # in the order of their deadlines
+        for late in list(self._guests.values()):  # in order of their deadlines
             if late.deadline > now:
                 break
             self._hang_up(late)
@@ -160,7 +161,7 @@ class HttpServer:
                 return
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    continue  # that connection broke before it was taken
+                    continue  # the connection broke before it was accepted
                 log.warning("%s: %s", self._thread.name, os.strerror(error.errno))
                 if self._guests:
                     self._hang_up(next(iter(self._guests.values())))
@@ -181,7 +182,7 @@ class HttpServer:
         self._guests[connection.fileno()] = guest
         self._addresses[address] += 1
         self._selector.register(connection, selectors.EVENT_READ)
-        self._serve(guest, selectors.EVENT_READ)  # most have said all by now
+        self._serve(guest, selectors.EVENT_READ)  # most requests are complete by now
 
     def _serve(self, guest: _Guest, events: int) -> None:
         try:
@@ -198,7 +199,7 @@ class HttpServer:
                 self._hang_up(guest)
         except BlockingIOError:
             pass
-        except OSError:  # it is gone
+        except OSError:  # the client is gone
             self._hang_up(guest)
 
     def _read(self, guest: _Guest) -> None:
@@ -212,25 +213,25 @@ class HttpServer:
             answer = self._heard(guest)
         except BadRequest as error:
             guest.refused, answer = True, HttpAnswer.of(400, {"detail": str(error)})
-        except Exception:  # ours
+        except Exception:  # a bug of ours
             log.exception("%s could not answer", self._thread.name)
-            answer = HttpAnswer.of(500, {"detail": "an error of this server; its log has it"})
+            answer = HttpAnswer.of(500, {"detail": "an error of this server; see its log"})
         if answer is not None:
             self._received -= len(guest.received)
             guest.received.clear()
             guest.unsent = memoryview(answer.spelled())
             self._selector.modify(guest.connection, selectors.EVENT_WRITE)
             return
-        while self._received > MOST_RECEIVED:  # whoever waits longest with a body makes room
+        while self._received > MOST_RECEIVED:  # the oldest unfinished request makes room
             self._hang_up(next(one for one in self._guests.values() if one.received))
 
     def _heard(self, guest: _Guest) -> HttpAnswer | None:
-        """The answer to a request; None while it is not all there."""
+        """The answer to a request, or None while it is incomplete."""
         if guest.asked is None:
             end = guest.received.find(b"\r\n\r\n", 0, MOST_HEAD)
             if end < 0:
                 if len(guest.received) >= MOST_HEAD:
-                    raise BadRequest(f"a head of more than {MOST_HEAD} bytes")
+                    raise BadRequest(f"the request head has more than {MOST_HEAD} bytes")
                 return None
             guest.asked = read_head(bytes(guest.received[:end]))
             guest.head_bytes = end + 4
@@ -253,13 +254,13 @@ class HttpServer:
 
 
 def read_head(head: bytes) -> HttpRequest:
-    """A request without its body."""
+    """A request without its body, or BadRequest."""
     first, *lines = head.split(b"\r\n")
     words = first.decode("latin-1").split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
         raise BadRequest("a request begins with a method, a path and HTTP/1.1")
     if len(lines) > MOST_HEADERS:
-        raise BadRequest(f"{len(lines)} headers; {MOST_HEADERS} are read")
+        raise BadRequest(f"the request has {len(lines)} headers; expected at most {MOST_HEADERS}")
     headers: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.decode("latin-1").partition(":")
@@ -267,14 +268,14 @@ def read_head(head: bytes) -> HttpRequest:
             raise BadRequest("a header is a name, a colon and a value")
         name, value = name.lower(), value.strip()
         if headers.setdefault(name, value) != value and name == "content-length":
-            raise BadRequest("two lengths of one body")
+            raise BadRequest("two different Content-Length headers")
     return HttpRequest(words[0], words[1].partition("?")[0], headers, b"")
 
 
 def body_bytes(asked: HttpRequest) -> int:
     told = asked.headers.get("content-length", "0")
     if "transfer-encoding" in asked.headers or not (told.isascii() and told.isdigit()):
-        raise BadRequest("a body comes with a Content-Length, in one piece")
+        raise BadRequest("a body needs a Content-Length header, and no Transfer-Encoding")
     if len(told) > 12 or int(told) > MOST_BODY:
-        raise BadRequest(f"a body of {told:.20} bytes; {MOST_BODY} at most are read")
+        raise BadRequest(f"the body has {told:.20} bytes; expected at most {MOST_BODY}")
     return int(told)

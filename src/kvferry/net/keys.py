@@ -1,18 +1,18 @@
-"""Keys: what proves that a peer is one of ours.
+"""Keys: a peer proves with a key that it may speak to this engine.
 
-Every channel is authenticated, always, by a key that is derived from one of two things:
+Every channel is authenticated by a key that is derived from one of these:
 
-    a secret that was configured   peers on any host that have the same secret
-    the key of this user           peers of the same user on this host: 32 random bytes in a file
-                                   that no other user can read, made when it is first needed
+    a configured secret    for peers on any host that have the same secret
+    the key of this user   for peers of the same user on this host: 32 random bytes in a file that
+                           no other user can read; the first process that needs it makes it
 
-Without a secret, nothing listens outside of loopback, and nothing outside of loopback is dialed.
-Other users of the host are strangers: they do not have the file.
+Without a secret, a process listens on loopback only and dials loopback only. Other users of the
+host cannot read the file, so they are refused.
 
-All channels derive from the key in one way. scrypt stretches it once, so that whoever records a
-handshake cannot try millions of secrets a second; each purpose then has a key of its own, and none
-of them leads back to the secret or to another one. Short secrets are refused: no stretching makes
-them safe.
+All channels derive their keys in the same way. scrypt stretches the secret once, so that an
+attacker who records a handshake cannot try millions of secrets a second. Each purpose then gets a
+key of its own, from which neither the secret nor another key can be computed. Short secrets are
+refused: stretching does not make them safe.
 
 A `Key` cannot be written into a message: no codec knows its type, and it refuses to be pickled.
 """
@@ -34,9 +34,9 @@ from kvferry.private_files import private_directory, read_private, write_private
 LEAST_SECRET_BYTES = 16
 HOW_TO_MAKE_ONE = "make one with `openssl rand -hex 32`, and give all engines the same"
 USER_KEY_BYTES = 32
-# 16 MiB and some 50 ms: nothing for an engine's start, much for one who guesses.
+# 16 MiB and about 50 ms: little for the start of an engine, much for each guess of an attacker.
 SCRYPT = {"n": 1 << 14, "r": 8, "p": 1, "dklen": 32}
-RUNTIME_DIRECTORY = "KVFERRY_RUNTIME_DIR"  # variable that names another one
+RUNTIME_DIRECTORY = "KVFERRY_RUNTIME_DIR"  # environment variable that names another directory
 
 
 class Key:
@@ -44,11 +44,11 @@ class Key:
 
     def __init__(self, material: bytes, *, configured: bool) -> None:
         self._material = material
-        self.configured = configured  # by an operator: peers may be on other hosts
+        self.configured = configured  # by the operator, so peers may be on other hosts
 
     @classmethod
     def of(cls, secret: str | bytes | None) -> Key:
-        """The key of a secret; of this user where there is none."""
+        """The key of a secret. Without a secret, the key of this user."""
         if secret is None:
             return cls(_user_key(), configured=False)
         material = secret.encode() if isinstance(secret, str) else secret
@@ -60,7 +60,7 @@ class Key:
         return cls(material, configured=True)
 
     def derive(self, purpose: str) -> bytes:
-        """32 bytes for one purpose; the same for all that have the same key."""
+        """32 bytes for one purpose. Processes with the same key derive the same bytes."""
         return hmac.digest(self._root, f"kvferry 2 {purpose}".encode(), hashlib.sha256)
 
     @cached_property
@@ -75,16 +75,17 @@ class Key:
         return f"<a {'configured' if self.configured else 'user'} key>"
 
     def __reduce__(self) -> Any:
-        raise TypeError("a key does not leave its process")
+        raise TypeError("a key must not leave its process")
 
 
-_stretched: dict[bytes, bytes] = {}  # an engine has one secret, and several channels
+_stretched: dict[bytes, bytes] = {}  # an engine has one secret and several channels
 
 
 def runtime_directory() -> Path:
-    """Where processes of this user on this host find each other; private, made when needed.
+    """The private directory in which processes of this user on this host find each other.
 
-    It lies in shared memory: containers that share their IPC namespace share it.
+    It is made when it is needed. It lies in shared memory, so containers that share /dev/shm share
+    it.
     """
     named = os.environ.get(RUNTIME_DIRECTORY)
     base = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
@@ -93,7 +94,7 @@ def runtime_directory() -> Path:
         private_directory(path)
     except (OSError, NotPrivate) as error:
         raise DescriptionError(
-            f"{path} cannot be used, where processes of this user find each other: {error}; name "
+            f"{path}, where processes of this user find each other, cannot be used: {error}; name "
             f"another directory in the variable {RUNTIME_DIRECTORY}, the same for all engines, or "
             "configure a secret (`secret_file`)"
         ) from None
@@ -104,7 +105,7 @@ def _user_key() -> bytes:
     path = runtime_directory() / "key"
     try:
         if not path.exists():
-            with contextlib.suppress(FileExistsError):  # another process of ours was quicker
+            with contextlib.suppress(FileExistsError):  # another process of this user was faster
                 write_private(path, secrets.token_bytes(USER_KEY_BYTES), replace=False)
         key = read_private(path, USER_KEY_BYTES)
     except (OSError, KvferryError) as error:

@@ -1,21 +1,24 @@
 """Every message between producers and consumers, and its version.
 
-A request is one frame with a `Request`, answered by one frame with a `Reply` of the same `id`.
-Messages are msgspec structs in MessagePack, told apart by a tag. A message that cannot be decoded
-is answered with `Refused` where its id can be read, and counted; it never ends a server. Texts,
-lists and counts have bounds, several times what real engines need: a frame may become thirty times
-its size in memory, and peers may be faulty. What a server keeps for long stays packed (`Raw`).
+A request is one frame with a `Request`. Its answer is one frame with a `Reply` of the same `id`.
+Messages are msgspec structs in MessagePack; a tag names the type. If a server cannot decode a
+message, it counts it, and answers `Refused` if it can read the id. It never stops because of a
+message.
 
-    Hello     -> Welcome           the directory: who this engine is, and all its ranks
+Texts, lists and counts have bounds, because a peer may be faulty and a decoded frame may take
+thirty times its size. The bounds are several times what real engines need. Block tables that a
+server keeps for long stay packed (`Raw`).
+
+    Hello     -> Welcome           the directory describes its engine and all ranks
     Claim     -> Claimed | Refused a consumer rank asks for a hold; answered when it is readable
-    Complete  -> Closing           its one last word: done, failed or not needed
-    Renew     -> Renewed           a consumer's scheduler keeps holds open while it queues
-    Introduce -> Introduced        a consumer rank says where its own memory lies, before it offers
+    Complete  -> Closing           the consumer rank's last message: done, failed or not needed
+    Renew     -> Renewed           a consumer's scheduler keeps holds open while requests queue
+    Introduce -> Introduced        a consumer rank describes its own memory, before it offers
     Offer     -> Delivered | Refused  it opens blocks for a hold; answered when they are written
     Sum       -> Summed | Refused  the digest of runs that a consumer rank has read, if it checks
-    Look      -> Seen              the directory: who this is and how to reach it, for a doctor
+    Look      -> Seen              the directory says how to reach its engine, for a doctor
 
-Version 2 added the last ones, from Introduce on.
+Version 2 added the messages from Introduce on.
 """
 
 from __future__ import annotations
@@ -32,17 +35,17 @@ from kvferry.errors import ProtocolError
 VERSION = 2
 MAX_REQUEST_BYTES = 1 << 20  # an engine of 100 groups with 100 layers each is below 100 kB
 MAX_REPLY_BYTES = 64 << 20  # a directory of 64 ranks with 100 layers each is below 1 MB
-MAX_SMALL_REPLY_BYTES = 8 << 20  # all but a directory's: 2^20 block ids are 5 MiB
+MAX_SMALL_REPLY_BYTES = 8 << 20  # of all replies but a directory's: 2^20 block ids are 5 MiB
 MOST_RANKS = 1024  # of one engine
 MAX_READERS = MOST_RANKS
-MOST_GROUPS = 1024  # also roles, tables and parts: vLLM makes about ten, a layer a group at most
+MOST_GROUPS = 1024  # also of tables and parts; vLLM makes about ten, at most one for each layer
 MOST_LAYERS = 4096  # of one group
-MOST_REGIONS = 16_384  # of one rank: K and V apart in each layer, and room for more
+MOST_REGIONS = 16_384  # of one rank; two for each layer if K and V are apart
 MOST_IDS = 1 << 20  # of one table: 2^24 tokens in blocks of 16
-MOST_OFFERED_IDS = 1 << 17  # in all tables of one offer; requests with more are read
+MOST_OFFERED_IDS = 1 << 17  # in all tables of one offer; the consumer reads larger requests
 MOST_RENEWED = 4096  # holds of one Renew
-MAX_ENDPOINT_BYTES = 512 << 10  # NIXL's grow with the regions: some 100 bytes for each
-MAX_REFUSAL_CHARS = 2000  # of a Refused's text; what is longer is cut
+MAX_ENDPOINT_BYTES = 512 << 10  # NIXL's have about 100 bytes for each region
+MAX_REFUSAL_CHARS = 2000  # of the text of a Refused; a longer text is cut
 MOST_RUNS = 1 << 15  # of one Sum: half a MiB
 RUN_BYTES = 16  # address and length, little-endian
 
@@ -56,20 +59,20 @@ Reason = Literal[
     "expired",
     "closed",
     "busy",
-    "unmet",  # an offer of a rank that has not introduced itself (to this incarnation)
-    "unable",  # this producer does not write, or its carrier does not reach the consumer: read
+    "unmet",  # the offering rank has not introduced itself to this incarnation
+    "unable",  # the producer cannot write to this consumer: the consumer must read
     "transfer",  # a write failed
 ]
 ResidencyName = Literal["full", "window", "chunk", "ring", "state"]
 ShardingName = Literal["split", "replicated"]
 Text = Annotated[str, msgspec.Meta(max_length=512)]  # an id, a digest, an address, a name
-LongText = Annotated[str, msgspec.Meta(max_length=4096)]  # a path, what a setting means
+LongText = Annotated[str, msgspec.Meta(max_length=4096)]  # a path, the value of a setting
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 Some = Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
 Stride = Annotated[int, msgspec.Meta(ge=0, le=1 << 56)]  # more bytes than processors address
 Dims = Annotated[tuple[Some, ...], msgspec.Meta(min_length=1, max_length=16)]
 DimStrides = Annotated[tuple[Stride, ...], msgspec.Meta(min_length=1, max_length=16)]
-# Any number that an array of 64-bit integers takes: -1 may mean "no block".
+# Any number that fits into 64 bits: -1 may mean "no block".
 BlockId = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=(1 << 62) - 1)]
 Grant = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
 Endpoints = Annotated[
@@ -80,7 +83,7 @@ Layers = Annotated[list[Count], msgspec.Meta(max_length=MOST_LAYERS)]
 Table = Annotated[list[BlockId], msgspec.Meta(max_length=MOST_IDS)]
 Tables = Annotated[list[Table], msgspec.Meta(max_length=MOST_GROUPS)]
 RankNumber = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
-# What fields of an `EngineShape` are; `read_shape` knows them one by one.
+# The types of fields of an `EngineShape`; `read_shape` checks each field.
 _Pair = Annotated[list[int | Text], msgspec.Meta(max_length=2)]
 _Pairs = Annotated[list[int | _Pair], msgspec.Meta(max_length=MOST_LAYERS)]
 Shape = Annotated[dict[Text, bool | int | Text | _Pairs | None], msgspec.Meta(max_length=64)]
@@ -122,7 +125,7 @@ class PartInfo(msgspec.Struct, frozen=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One worker of an engine: where to ask it, how to reach its memory, what lies there."""
+    """One rank of an engine: its server, its carriers, and the layout of its memory."""
 
     pp_rank: RankNumber
     tp_rank: RankNumber
@@ -132,7 +135,7 @@ class RankInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     regions: Annotated[list[RegionInfo], msgspec.Meta(max_length=MOST_REGIONS)]
     parts: Annotated[list[PartInfo], msgspec.Meta(max_length=MOST_GROUPS)]
     tables: Count
-    # checksums that it makes, the quickest first
+    # checksum algorithms of this rank, the fastest first
     sums: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ("xxh3",)
 
 
@@ -157,7 +160,7 @@ class GroupInfo(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What an engine tells about itself at the handshake."""
+    """How an engine describes itself at the handshake."""
 
     engine_id: Text
     incarnation: Text
@@ -165,13 +168,13 @@ class EngineInfo(msgspec.Struct, frozen=True):
     groups: Annotated[list[GroupInfo], msgspec.Meta(max_length=MOST_GROUPS)]
     total_layers: Count
     shape: Shape
-    # what else must be equal for bytes to mean the same
+    # other settings that must be equal, or the bytes would mean something else
     meaning: Annotated[dict[Text, LongText], msgspec.Meta(max_length=256)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     version: int
-    engine: EngineInfo  # the consumer's: the producer refuses what it cannot serve, too
+    engine: EngineInfo  # the consumer's, which the producer may refuse
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -180,7 +183,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """From one who holds no cache, and so is not judged."""
+    """The request of a doctor. It has no cache, so the directory compares nothing."""
 
     version: int
 
@@ -201,7 +204,7 @@ class Seen(msgspec.Struct, frozen=True, tag="seen"):
 
 
 class Reader(msgspec.Struct, frozen=True):
-    """A consumer rank, as holds count them."""
+    """A consumer rank. A hold counts its readers."""
 
     engine_id: Text
     incarnation: Text
@@ -211,12 +214,12 @@ class Reader(msgspec.Struct, frozen=True):
 
 class Claim(msgspec.Struct, frozen=True, tag="claim"):
     version: int
-    incarnation: Text  # of the producer, as the ticket says
+    incarnation: Text  # of the producer, from the ticket
     hold_id: Text
     digest: Text
     reader: Reader
-    readers: Readers  # ranks of that engine that will speak to this producer rank
-    patience_seconds: float  # how long the claim may be parked
+    readers: Readers  # number of ranks of that engine that will speak to this producer rank
+    patience_seconds: float  # how long the producer may wait until the hold is readable
 
 
 class Claimed(msgspec.Struct, frozen=True, tag="claimed"):
@@ -244,9 +247,9 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
 
 
 class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
-    # those that are, and were renewed
+    # holds that are open, and were renewed
     open: Annotated[list[Text], msgspec.Meta(max_length=MOST_RENEWED)]
-    # those that are not any more; what is in neither list is not known yet
+    # holds that are closed; the producer does not know those in neither list yet
     closed: Annotated[list[Text], msgspec.Meta(max_length=MOST_RENEWED)]
 
 
@@ -254,7 +257,7 @@ class Introduce(msgspec.Struct, frozen=True, tag="introduce"):
     version: int
     incarnation: Text
     engine: EngineInfo  # the consumer's
-    rank: RankInfo  # the one that will offer
+    rank: RankInfo  # the rank that will offer
 
 
 class Introduced(msgspec.Struct, frozen=True, tag="introduced"):
@@ -262,30 +265,30 @@ class Introduced(msgspec.Struct, frozen=True, tag="introduced"):
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
-    """Blocks of a consumer rank, open to one producer rank for one hold until the grant closes."""
+    """A consumer rank opens blocks to one producer rank, for one hold, until the grant closes."""
 
     version: int
-    incarnation: Text  # of the producer, as the ticket says
+    incarnation: Text  # of the producer, from the ticket
     hold_id: Text
     digest: Text
     reader: Reader
     readers: Readers
-    patience_seconds: float  # to the offer's end: parked or under way
+    patience_seconds: float  # until the offer ends, waiting or under way
     carrier: Text
     grant: Grant
     tokens: Count
     skip: Count
-    tables: msgspec.Raw  # the consumer's: `pack_tables`, read by `read_tables`
-    keep_open: bool  # whether other requests share the ticket: delivering is no last word then
+    tables: msgspec.Raw  # the consumer's; see `pack_tables` and `read_tables`
+    keep_open: bool  # whether the hold stays open after delivery, for requests with the same ticket
 
 
 class Delivered(msgspec.Struct, frozen=True, tag="delivered"):
-    """All bytes of an offer are in place, and the hold was open until after the last one."""
+    """All bytes of an offer are written, and the hold was open until the last one was."""
 
     grant: Grant
     bytes: Count
     descriptors: int
-    write_seconds: float = 0.0  # how long they took to write; before that, the offer waited
+    write_seconds: float = 0.0  # without the time that the offer waited
 
 
 class Sum(msgspec.Struct, frozen=True, tag="sum"):
@@ -293,11 +296,11 @@ class Sum(msgspec.Struct, frozen=True, tag="sum"):
     incarnation: Text
     hold_id: Text
     runs: Runs  # rows of (address, length) in the source's memory
-    algorithm: Text = "xxh3"  # one of those that the source has named
+    algorithm: Text = "xxh3"  # one of the source's `sums`
 
 
 class Summed(msgspec.Struct, frozen=True, tag="summed"):
-    # 128 bits of the runs' bytes in their order
+    # of the runs' bytes, in the order of the runs
     digest: Annotated[bytes, msgspec.Meta(max_length=64)]
 
 
@@ -307,7 +310,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 def refusal(reason: Reason, why: object) -> Refused:
-    """With a text that may hold what a peer said, so that its length is bounded."""
+    """A Refused with a bounded text, because the text may repeat a peer's words."""
     text = str(why)
     cut = len(text) > MAX_REFUSAL_CHARS
     return Refused(reason, text[:MAX_REFUSAL_CHARS] + " ..." if cut else text)
@@ -333,7 +336,7 @@ class _LargeReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Envelope(msgspec.Struct, array_like=True):
-    """A request whose body is not looked at."""
+    """A request whose body stays encoded."""
 
     id: int
     body: msgspec.Raw
@@ -369,15 +372,15 @@ def pack_tables(tables: Sequence[Sequence[int]]) -> msgspec.Raw:
 
 
 def read_tables(packed: msgspec.Raw) -> list[NDArray[np.int64]]:
-    """An offer's tables. As arrays: lists of numbers take up to thirty times their frame."""
+    """The tables of an offer, as arrays: lists would take up to thirty times the frame's size."""
     tables = _decode(_tables, packed, MAX_REQUEST_BYTES)
     if sum(map(len, tables)) > MOST_OFFERED_IDS:
-        raise ProtocolError(f"an offer of more than {MOST_OFFERED_IDS} blocks")
+        raise ProtocolError(f"the offer has more than {MOST_OFFERED_IDS} blocks")
     return [np.asarray(table, dtype=np.int64) for table in tables]
 
 
 def read_id(frame: bytes) -> int | None:
-    """The id of a request that cannot be decoded, so that its sender learns of it; or None."""
+    """The id of a request that cannot be decoded, for the refusal; or None."""
     try:
         envelope: _Envelope = _decode(_envelopes, frame, MAX_REQUEST_BYTES)
     except ProtocolError:
@@ -387,8 +390,8 @@ def read_id(frame: bytes) -> int | None:
 
 def _decode(decoder: Any, frame: bytes | msgspec.Raw, most: int) -> Any:
     if len(frame) > most:
-        raise ProtocolError(f"a message of {len(frame)} bytes; at most {most} are read")
+        raise ProtocolError(f"the message has {len(frame)} bytes; expected at most {most}")
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as e:
-        raise ProtocolError(f"a message that cannot be read: {e}") from None
+        raise ProtocolError(f"the message cannot be read: {e}") from None

@@ -1,13 +1,28 @@
-"""Calls to servers of peers: many at once, one thread, every call with a deadline.
+"""Calls to servers of peers: many at once, on one thread, each with a deadline.
 
-A call ends with the peer's reply, or with an error: `DeadlineExceeded`, `PeerLost` where nobody
-listens or the connection broke, `AuthenticationError` where the peer does not take our secret. A
-connection, a line, is made by the first call to an address and kept. Only what comes on that line
-answers a call: a reply to another line's call is dropped and counted.
+A `Caller` makes the calls. A call ends with the peer's reply or with an error: `DeadlineExceeded`,
+`PeerLost` if the peer does not listen or the connection broke, `AuthenticationError` if the peer
+does not accept our key. The first call to an address opens a connection, a `Line`, which is kept.
+A reply counts only if it comes on the line of its call; any other is dropped and counted.
 
-An address whose host is a name waits for its line until the name is resolved, on a thread of
-`wire.names`; calls to others go on. Where a name has several addresses, they are tried in order,
-each for a part of the time (`lines`).
+If the host is a name, the calls to it wait until the name is resolved, on a thread of `net.names`.
+Calls to other addresses go on. The addresses of a name are tried in order:
+
+    opened --the peer accepts the connection--> connected --the keys fit--> greeted
+       |                                            '--it breaks, or the keys differ--> over
+       '--the address refuses, or its time to connect is over--> the next address; if there is no
+                                                                 other: over
+
+An address that refuses does so at once. An address that drops packets never answers, and the system
+would try it for minutes. So if there are other addresses, each gets a part of the time of the
+calls that wait. No request was sent on a line that is not connected, so its calls can be sent on
+another line. The last address has all the time that is left. So has a connected one, because an
+overloaded host may need seconds for the handshake.
+
+`Sockets` makes the ZMQ sockets. Both ends derive CURVE keys from the secret, or from the key of
+this user (`net.keys`). A client reaches only a server with the right key, and a server admits only
+clients with the right key. So every message is authenticated and encrypted, and cannot be replayed.
+Without a secret, servers listen on loopback, and clients do not leave it.
 """
 
 from __future__ import annotations
@@ -53,35 +68,31 @@ from kvferry.units import require_port
 
 log = logging.getLogger("kvferry")
 
-IDLE_SECONDS = 1.0
+IDLE_SECONDS = 1.0  # the most between two checks of deadlines
 CLOSE_SECONDS = 5.0
+CONNECT_SECONDS = 2.0  # for an address with others after it; enough to repeat a lost packet
+LEAST_CONNECT_SECONDS = 0.2  # also if a call has less time: a far address needs it
+# A peer that is silent for three of these is lost with its host. A dead process is noticed at once.
+HEARTBEAT_MS = 10_000
+LINGER_MS = 0  # a closing socket drops unsent messages; deadlines handle the rest
+HANDSHAKE_MS = 20_000  # an overloaded host may need seconds
+READ_AHEAD = 48  # requests of one connection, of up to 1 MiB each, that wait for a server's thread
+MOST_SOCKETS = 65_000  # of a process; three for each peer. ZMQ's default is 1023, its most 65535
 
-
-@dataclass(slots=True)
-class _Call:
-    future: Future[ReplyBody]
-    address: str
-    deadline: float
-    what: str
-
-
-@dataclass(slots=True)
-class _Unresolved:
-    """An address whose name is being looked up, and the calls that wait for it."""
-
-    answer: Future[tuple[str, ...]]
-    frames: dict[int, bytes] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Inbox:
-    """Work for the caller's thread, and the socket that wakes it."""
-
-    queue: queue.SimpleQueue[tuple[RequestBody, _Call]] = field(default_factory=queue.SimpleQueue)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+MONITORED = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+)
 
 
 class Caller:
+    """Makes calls. Any thread may call `call` and `close`; one thread of its own does the rest."""
+
     def __init__(self, sockets: Sockets) -> None:
         self._sockets = sockets
         self._inbox = _Inbox()
@@ -99,13 +110,13 @@ class Caller:
         self._thread = threading.Thread(target=self._run, name="kvferry-caller", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # there are too many already
+        except RuntimeError:  # the process has too many threads
             self._woken.close(linger=0)
             self._waker.close(linger=0)
             raise
 
     def call(self, address: str, body: RequestBody, deadline: float) -> Future[ReplyBody]:
-        """Send a request to `host:port`; the future ends by the deadline in every case."""
+        """Send a request to `host:port`. The future always ends by the deadline."""
         future: Future[ReplyBody] = Future()
         call = _Call(future, address, deadline, type(body).__name__.lower())
         with self._inbox.lock:
@@ -126,7 +137,7 @@ class Caller:
         self._waker.close(linger=0)
 
     def _wake(self) -> None:
-        with contextlib.suppress(zmq.Again):  # it has many wakes before it already
+        with contextlib.suppress(zmq.Again):  # full: the thread will wake anyway
             self._waker.send(b"", zmq.NOBLOCK)
 
     # The thread
@@ -195,17 +206,18 @@ class Caller:
         line.send(number, frame, call.deadline)
 
     def _resolve(self, host: str, call: _Call) -> _Unresolved:
-        """Have a host's name looked up, or let one more call wait for that."""
+        """Ask for a lookup of the host's name, or join the lookup that is under way."""
         waiting = self._unresolved.get(call.address)
         if waiting is None or not waiting.answer.done():
-            answer = self._sockets.names.ask(host, call.deadline)  # asked already: wanted longer
+            # asking again extends the lookup's deadline
+            answer = self._sockets.names.ask(host, call.deadline)
             if waiting is None:
                 waiting = self._unresolved[call.address] = _Unresolved(answer)
                 answer.add_done_callback(lambda _: self._look_again())
         return waiting
 
     def _look_again(self) -> None:
-        """A name was resolved; called by the thread that did so."""
+        """Wake the caller's thread. Called by the thread that has resolved a name."""
         with self._inbox.lock:
             if not self._stop.is_set():
                 self._wake()
@@ -222,7 +234,7 @@ class Caller:
     def _open(
         self, address: str, found: list[str], frames: dict[int, bytes], poller: zmq.Poller
     ) -> None:
-        """Make a line, and send what waited for it; some of those calls may be over by now."""
+        """Open a line, and send the calls that waited for it and have not ended meanwhile."""
         wanted = {number: frame for number, frame in frames.items() if number in self._calls}
         try:
             self._connect(address, found, poller)
@@ -235,12 +247,12 @@ class Caller:
     def _not_sent(self, number: int, error: Exception) -> None:
         call = self._calls.pop(number, None)
         if call is None:
-            return  # it ended meanwhile
+            return  # the call has ended meanwhile
         if isinstance(error, KvferryError):
             call.future.set_exception(error)
-        elif isinstance(error, (zmq.ZMQError, OSError, ValueError)):  # no address, a full queue
+        elif isinstance(error, (zmq.ZMQError, OSError, ValueError)):  # a bad address, a full queue
             call.future.set_exception(PeerLost(f"{call.address} cannot be reached: {error}"))
-        else:  # ours, not the peer's; whoever waits is told at once
+        else:  # a bug of ours; the caller learns of it at once
             log.error("a %s could not be sent", call.what, exc_info=error)
             call.future.set_exception(HandoverError(f"internal error: {error!r}"))
 
@@ -252,7 +264,7 @@ class Caller:
 
     def _receive(self, line: Line) -> None:
         while line.socket.poll(0):
-            frame = b"".join(line.socket.recv_multipart())  # several frames are no reply of ours
+            frame = b"".join(line.socket.recv_multipart())  # a large reply comes in two frames
             try:
                 reply = decode_reply(frame)
             except ProtocolError as error:
@@ -261,7 +273,7 @@ class Caller:
             call = self._calls.get(reply.id)
             if call is None:
                 self.counters["late replies"] += 1
-            elif call.address != line.address:  # it answers for somebody else
+            elif call.address != line.address:  # the peer answers another peer's call
                 if not self.counters["misdirected replies"]:
                     log.warning(
                         "%s answers a call to %s; this and others of the kind are dropped",
@@ -274,7 +286,7 @@ class Caller:
                 call.future.set_result(reply.body)
 
     def _watch(self, address: str, line: Line, poller: zmq.Poller) -> None:
-        """End the calls of a connection that broke; the next call makes a new one."""
+        """End the calls of a line that is over. The next call to its address opens a new line."""
         error = line.hear()
         if isinstance(error, PeerLost) and not line.greeted and line.others:
             self._try_next(address, line, poller)
@@ -283,7 +295,7 @@ class Caller:
             self._end_calls(address, error)
 
     def _move_on(self, poller: zmq.Poller) -> None:
-        """Leave addresses that were not reached in their time."""
+        """Leave addresses whose time to connect is over."""
         now = time.monotonic()
         for address, line in list(self._lines.items()):
             if line.not_reached(now):
@@ -319,60 +331,53 @@ class Caller:
                 else:
                     why = f"{call.address} did not answer a {call.what} in time"
                 call.future.set_exception(DeadlineExceeded(why))
-        # a line on which nobody ever spoke, and nobody waits, is not worth its descriptors
+        # close lines that never connected and that no call waits for: they cost descriptors
         for address in late - {call.address for call in self._calls.values()} if late else ():
             self._unresolved.pop(address, None)
             if address in self._lines and not self._lines[address].greeted:
                 self._hang_up(address, poller)
 
 
-# --------------------------------------------------------------------------------------------------
-# A line: the connection of a `Caller` to one address, and what became of it.
-#
-#     opened --somebody takes the connection--> connected --the secret is right--> greeted
-#       |                                          '--it breaks, or is none of ours--> over
-#       '--nobody listens, or its time to connect is over--> the next address of its name; over,
-#                                                            where there is no other
-#
-# An address that refuses says so at once. One that drops what it is sent says nothing, and the
-# system would try for minutes; so where a name has other addresses, it gets a part of the time of
-# the calls that wait. Nothing was said on a line that is not connected: its calls can be said again
-# elsewhere. The last address has all the time that is left, and so has one that is connected: who
-# is overloaded may take seconds to greet.
-# --------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class _Call:
+    future: Future[ReplyBody]
+    address: str
+    deadline: float
+    what: str
 
-CONNECT_SECONDS = 2.0  # for an address that has others after it: a lost packet is sent again
-LEAST_CONNECT_SECONDS = 0.2  # one call in haste does not keep others from an address far away
-HEARTBEAT_MS = (
-    10_000  # silent for three of these: its host is lost (a dead process is noticed at once)
-)
-MONITORED = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
-)
+
+@dataclass(slots=True)
+class _Unresolved:
+    """An address whose name is looked up, and the encoded calls that wait for it."""
+
+    answer: Future[tuple[str, ...]]
+    frames: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """Calls for the caller's thread. The lock also guards the socket that wakes the thread."""
+
+    queue: queue.SimpleQueue[tuple[RequestBody, _Call]] = field(default_factory=queue.SimpleQueue)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """For its caller's thread alone."""
+    """The connection of a `Caller` to one address. Only the caller's thread uses it."""
 
-    address: str  # as it was called, by a name or not
+    address: str  # as in the call: a name or an address
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    others: list[str]  # that its name also stands for, to try if this one is not reached
-    unsaid: dict[int, bytes] = field(default_factory=dict)  # sent before there was anyone
-    connect_by: float = math.inf  # or else the others are tried
+    others: list[str]  # the other addresses of its name, to try if this one is not reached
+    unsaid: dict[int, bytes] = field(default_factory=dict)  # calls sent before it was greeted
+    connect_by: float = math.inf  # after that, the next address is tried
     connected: bool = False
-    greeted: bool = False  # whether its handshake ever succeeded
+    greeted: bool = False  # whether its handshake succeeded
 
     @classmethod
     def open(cls, sockets: Sockets, address: str, found: list[str]) -> Line:
-        """To the first of these addresses; connecting goes on in the background."""
+        """A line to the first of these addresses. libzmq connects in the background."""
         monitors: list[zmq.Socket[bytes]] = []
 
         def prepare(socket: zmq.Socket[bytes]) -> None:
@@ -389,7 +394,7 @@ class Line:
         return cls(address, socket, monitors[0], found[1:])
 
     def send(self, number: int, frame: bytes, deadline: float) -> None:
-        """Send a call, or have it wait for the connection; `deadline` is the call's."""
+        """Send a call, or queue it until the line connects. `deadline` is the call's."""
         self.socket.send(frame, zmq.NOBLOCK)
         if not self.others or self.greeted:
             return
@@ -400,11 +405,11 @@ class Line:
             self.connect_by = min(self.connect_by, now + max(LEAST_CONNECT_SECONDS, share))
 
     def not_reached(self, now: float) -> bool:
-        """Whether its time to connect is over; not while there is news of it, to be heard first."""
+        """Whether its time to connect is over. False while it has events that `hear` must read."""
         return self.connect_by <= now and not self.monitor.poll(0)
 
     def hear(self) -> KvferryError | None:
-        """Take in what became of it; why it is over, where it is."""
+        """Read the line's events. Return an error if the line is over, else None."""
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)["event"]
             if event == zmq.EVENT_CONNECTED:
@@ -430,44 +435,23 @@ class Line:
         self.monitor.close(linger=0)
 
 
-# --------------------------------------------------------------------------------------------------
-# ZMQ sockets that talk to those who have our key, and to nobody else.
-#
-# Both ends derive CURVE keys from the secret, or from the key of this user where none is configured
-# (keys.py): a client reaches only a server with the right key, and the server admits only clients
-# with the right key, so every message is authenticated, encrypted and cannot be replayed. Without a
-# secret, servers listen on loopback, and clients do not leave it.
-# --------------------------------------------------------------------------------------------------
-
-LINGER_MS = 0  # a closing socket drops what it could not send; deadlines handle the rest
-HANDSHAKE_MS = 20_000  # a host that is overloaded may take seconds
-READ_AHEAD = 48  # requests of one connection that wait for a server's thread, of up to 1 MiB each
-MOST_SOCKETS = 65_000  # of a process; three for each peer. ZMQ's own limit is 1023 (and 65535)
-
-
 def _context() -> zmq.Context[zmq.Socket[bytes]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)  # counts only before its first socket
+    context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)  # must be set before the first socket
     return context
-
-
-def _keypair(key: Key, who: str) -> tuple[bytes, bytes]:
-    """Public and secret CURVE key that everybody who has the key can derive."""
-    private = z85.encode(key.derive(f"curve {who}"))
-    return zmq.curve_public(private), private
 
 
 @dataclass(slots=True)
 class Sockets:
-    """Makes sockets of one process, all with the same key: the secret's, or this user's.
+    """Makes the sockets of one process, all with the key of the secret or of this user.
 
-    `admits` says which hosts may be called, of those that peers name.
+    `admits` says which of the hosts that peers name may be called.
     """
 
     secret: str | None = field(default=None, repr=False)
     admits: Admits | None = None
     context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=_context)
-    names: Names = NAMES  # of hosts
+    names: Names = NAMES
     _authenticator: ThreadAuthenticator | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _key: Key = field(init=False)
@@ -480,8 +464,8 @@ class Sockets:
 
     def server(self, host: str | None, port: int = 0) -> tuple[zmq.Socket[bytes], int]:
         """A bound ROUTER socket and its port. `host` None: loopback."""
-        require_port(port)  # libzmq takes others too, and listens somewhere else
-        bound = LOCALHOST if host in (None, "localhost") else host  # as `names` has it
+        require_port(port)  # libzmq accepts larger numbers, and listens at another port
+        bound = LOCALHOST if host in (None, "localhost") else host  # as in `net.names`
         assert bound is not None
         self._reach.require_listening(bound)
         socket = self.context.socket(zmq.ROUTER)
@@ -504,10 +488,10 @@ class Sockets:
     def client(
         self, address: str, prepare: Callable[[zmq.Socket[bytes]], None] | None = None
     ) -> zmq.Socket[bytes]:
-        """A DEALER socket to `host:port`; connecting goes on in the background.
+        """A DEALER socket to `host:port`. libzmq connects it in the background.
 
-        The host is an address: a name would be resolved by the thread that moves all messages.
-        `prepare` sets options and monitors, which count only if set before connecting.
+        The host must be an address: libzmq would resolve a name on its I/O thread. `prepare` sets
+        options and monitors, which must be set before the socket connects.
         """
         Reach(self._key.configured).require(address.rpartition(":")[0])
         socket = self.context.socket(zmq.DEALER)
@@ -518,13 +502,13 @@ class Sockets:
             if prepare is not None:
                 prepare(socket)
             socket.connect(f"tcp://{address}")
-        except BaseException:  # also an interrupt: nobody else would close it
+        except BaseException:  # also an interrupt: no other code would close the socket
             socket.close(linger=0)
             raise
         return socket
 
     def require_trusted(self, address: str) -> None:
-        """Refuse hosts that may not be called; by what they are called, not resolved."""
+        """Refuse a host that must not be called. Its name is judged without a lookup."""
         self._reach.require(address.rpartition(":")[0])
 
     def close(self) -> None:
@@ -536,7 +520,7 @@ class Sockets:
 
     def _prepare(self, socket: zmq.Socket[bytes], most_bytes: int) -> None:
         socket.setsockopt(zmq.LINGER, LINGER_MS)
-        socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)  # a peer that sends more is cut off
+        socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)  # libzmq disconnects a peer that sends more
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.IPV6, 1)
@@ -548,7 +532,7 @@ class Sockets:
             return self._keys[who]
 
     def _admit(self) -> None:
-        """Start the thread that admits clients with the derived key, once."""
+        """Start the thread that admits clients with the derived key, if it does not run yet."""
         public, _ = self._pair("client")
         with self._lock:
             if self._authenticator is None:
@@ -557,6 +541,12 @@ class Sockets:
                 self._authenticator.configure_curve_callback(
                     domain="*", credentials_provider=_OnlyThisKey(public)
                 )
+
+
+def _keypair(key: Key, who: str) -> tuple[bytes, bytes]:
+    """A public and a secret CURVE key, which every process with the key derives alike."""
+    private = z85.encode(key.derive(f"curve {who}"))
+    return zmq.curve_public(private), private
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,22 @@
-"""A thread that answers messages, and never dies of one.
+"""A server: one thread that answers messages, and never stops because of one.
 
-Subclasses answer a request with a reply, or with None and answer later. Work of other threads is
-handed in through `submit`, so that all state belongs to this one thread and needs no locks.
+A subclass answers a request with a reply, or with None if it replies later. Other threads hand work
+to the server's thread through `submit`. So all state belongs to this thread and needs no locks.
 
-A peer that sends and does not read has few of its requests read ahead, and long replies that wait
-for it share one copy (`pack`). A line of the log that a peer can cause is written once in a while.
-Connections on which nobody has proved the secret and asked are few: see `Door`.
+A peer may be faulty even if it has the key, so its costs are bounded:
+
+- If a peer sends and does not read, the server reads few of its requests ahead. Long replies that
+  wait for several peers share one copy (`pack`).
+- Log lines that a peer can cause are written once a minute (`complain`).
+- Connections that have made no request yet are few, and so are the bytes that libzmq holds for a
+  connection (`ConnectionLimit`).
+- Requests and other things that the server keeps for a peer are charged to a `Budget` first. If it
+  has no room, the request is refused as `busy`. So neither one connection nor all of them together
+  can fill the engine's memory.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import resource
@@ -47,14 +53,31 @@ from kvferry.net.rpc import Sockets
 
 log = logging.getLogger("kvferry")
 
-IDLE_SECONDS = 1.0  # at most between two looks at deadlines
-MOST_FRAMES = 256  # answered before deadlines are looked at again
+IDLE_SECONDS = 1.0  # the most between two checks of deadlines
+MOST_FRAMES = 256  # requests to answer before the next check of deadlines
 CLOSE_SECONDS = 5.0
-SHARED_BYTES = 16 << 10  # of a reply's body; a shorter one is copied quicker than sent apart
-COMPLAIN_SECONDS = 60.0  # between two lines of the log about one thing
-MOST_COMPLAINTS = 20  # lines in that time, about all things
+SHARED_BYTES = 16 << 10  # of a reply's body; a shorter one is faster copied than shared
+COMPLAIN_SECONDS = 60.0  # between two log lines about the same thing
+MOST_COMPLAINTS = 20  # log lines in that time, about all things
+MOST_WAITING = 256  # connections without a request; more than engines that start at one moment
+SHARE_OF_DESCRIPTORS = 8  # at most one in this many descriptors: the engine needs the others
+UNREAD_BYTES = 64 << 20  # of one connection: 48 requests of 1 MiB that are read ahead, and buffers
+ALL_UNREAD_BYTES = 512 << 20  # of all connections
+MOST_WAITING_FRAMES = 8  # kept of a message; kvferry's messages have two
+MOST_EVENTS = 256  # events to read before the next requests
+LOOK_SECONDS = 0.25  # between two checks of unread bytes
+FRAME_BYTES = 96  # of a frame on the wire, without its content: more than ZMTP and CURVE add
+RECEIVED_AT = 128  # offset of tcpi_bytes_received in Linux's tcp_info
+# Of the structs, tuples, list and heap entries around a kept message; measured with tracemalloc.
+ENTRY_BYTES = 1024
 
-Packed = zmq.Frame  # a reply's body; sent to many, it is in memory once
+FAILED = (  # handshakes
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+Packed = zmq.Frame  # an encoded reply, of which many peers share one copy
 
 
 def pack(body: ReplyBody) -> Packed:
@@ -84,7 +107,7 @@ class Server:
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Have the server's thread do something soon."""
+        """Have the server's thread do this work soon. Any thread may call it."""
         self._work.put(work)
         with self._wake_lock:
             if not self._stop.is_set():
@@ -96,43 +119,43 @@ class Server:
                 return
             self._stop.set()
             self._wake()
-        if self._thread.ident is None:  # it was never started
+        if self._thread.ident is None:  # the thread was never started
             self._close_sockets()
         else:
             self._thread.join(CLOSE_SECONDS)
         self._waker.close(linger=0)
 
     def _wake(self) -> None:
-        with contextlib.suppress(zmq.Again):  # it has many wakes before it already
+        with suppress(zmq.Again):  # full: the thread will wake anyway
             self._waker.send(b"", zmq.NOBLOCK)
 
-    # What a server does
+    # For subclasses
 
     def answer(self, sender: bytes, request: Request) -> ReplyBody | Packed | None:
         """The reply, or None to reply later."""
-        raise ProtocolError("this server answers nothing")
+        raise ProtocolError("this server answers no requests")
 
     def tick(self, now: float) -> None:
-        """Look at deadlines."""
+        """End work whose deadline is over."""
 
     def next_deadline(self) -> float | None:
         return None
 
     def reply(self, sender: bytes, request_id: int, body: ReplyBody | Packed) -> None:
-        """Send a reply; a peer that is gone is not worth waiting for."""
+        """Send a reply. If the peer does not take it, drop it."""
         if not isinstance(body, zmq.Frame):
             self._send([sender, encode(Reply(request_id, body))])
             return
         head = b"\x92" + msgspec.msgpack.encode(request_id)  # an array of two: id, body
         if len(body) < SHARED_BYTES:
             self._send([sender, head + body.bytes])
-        else:  # two frames that are one message of MessagePack
+        else:  # two frames, which together are one MessagePack message
             self._send([sender, head, body])
 
     def complain(self, what: str, message: str, *values: object) -> None:
-        """Log a warning that a peer can cause; any thread.
+        """Log a warning that a peer can cause. Any thread may call it.
 
-        At most one a minute about `what`, and at most `MOST_COMPLAINTS` about all.
+        There is at most one a minute about `what`, and at most `MOST_COMPLAINTS` about all things.
         """
         now = time.monotonic()
         recent = {k: when for k, when in self._complained.items() if now < when + COMPLAIN_SECONDS}
@@ -201,7 +224,7 @@ class Server:
             self.counters["silent connections closed"] += turned_away
             self.complain(
                 "door",
-                "%s closes connections on which nobody says anything, because there are more than "
+                "%s closes connections without a request, because there are more than "
                 "%d: does something scan its port, or use another secret?",
                 self._thread.name,
                 most_waiting(),
@@ -220,7 +243,7 @@ class Server:
     def _patience_ms(self) -> int:
         due = self.next_deadline()
         seconds = IDLE_SECONDS if due is None else min(IDLE_SECONDS, due - time.monotonic())
-        return max(0, int(seconds * 1000) + 1)  # not before the deadline
+        return max(0, int(seconds * 1000) + 1)  # rounded up, so not before the deadline
 
     def _drain_wakes(self) -> None:
         while self._woken.poll(0):
@@ -264,66 +287,34 @@ class Server:
             self.reply(sender, request.id, body)
 
 
-# --------------------------------------------------------------------------------------------------
-# A server's connections, as the system sees them: those that libzmq itself does not limit.
-#
-# Whoever reaches the port can open connections, say nothing, and use up the process's descriptors;
-# libzmq drops them only after its handshake's time. So where more connections than a share of the
-# descriptors *wait*, the oldest are shut down. A peer that knows the secret is greeted within
-# milliseconds and then asks at once; from its first request on it does not wait any more.
-#
-# A message of many frames is kept by libzmq until its last one, however many there are, and only
-# finished messages count for its limits. So what a connection has received is compared with what
-# the server's thread got of it, now and then, and where too much lies between, it is shut down,
-# too.
-# --------------------------------------------------------------------------------------------------
-
-MOST_WAITING = 256  # connections; more than engines that start at the same moment
-SHARE_OF_DESCRIPTORS = 8  # one of so many parts, where that is less: engines need the others
-UNREAD_BYTES = 64 << 20  # of one connection: 48 requests of 1 MiB that are read ahead, and buffers
-ALL_UNREAD_BYTES = 512 << 20  # of all connections
-MOST_WAITING_FRAMES = 8  # kept of a message; ours have two
-MOST_EVENTS = 256  # taken in before requests are looked at again
-LOOK_SECONDS = 0.25  # between two looks at what is unread
-FRAME_BYTES = 96  # of one frame on the wire, beside its content: more than ZMTP and CURVE add
-RECEIVED_AT = 128  # offset of tcpi_bytes_received in Linux's tcp_info
-FAILED = (  # handshakes
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-
-
-def most_waiting() -> int:
-    """By the limit that the process has now: engines raise it when they start."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    part = MOST_WAITING if limit == resource.RLIM_INFINITY else limit // SHARE_OF_DESCRIPTORS
-    return max(8, min(MOST_WAITING, part))
-
-
-@dataclass(slots=True)
-class _Caller:
-    peer: Any  # address, by which a descriptor that was used again is noticed
-    taken_bytes: int = 0
-
-
 class ConnectionLimit:
-    """For the thread of its server alone."""
+    """Shuts down connections that libzmq does not limit. Only its server's thread uses it.
+
+    A client without the key can open connections, send nothing, and use up the process's
+    descriptors; libzmq drops it only when its handshake times out. So if too many connections
+    wait, the oldest are shut down. A connection waits until its first request. A peer with the key
+    does not wait long: its handshake takes milliseconds, and then it sends a request.
+
+    libzmq keeps a message of many frames until the last frame comes, and its limits count complete
+    messages only. So `look_at_unread` compares the bytes that each connection has received with the
+    bytes that the server's thread got. If the difference is too large, it shuts the connection
+    down.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], port: int) -> None:
         self._socket, self._port = socket, port
         self._guests: dict[int, _Caller] = {}  # by descriptor
-        self._waiting: OrderedDict[int, None] = OrderedDict()  # those of them, oldest first
+        self._waiting: OrderedDict[int, None] = OrderedDict()  # without a request, the oldest first
         self._next_look = time.monotonic()
-        self.strangers = 0  # whose handshake failed
+        self.strangers = 0  # failed handshakes
         address = f"inproc://door-{id(self)}"
         socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | FAILED)
         self.events = socket.context.socket(zmq.PAIR)
-        self.events.setsockopt(zmq.RCVHWM, 0)  # libzmq's thread must not wait for this one
+        self.events.setsockopt(zmq.RCVHWM, 0)  # libzmq's thread must not wait for this thread
         self.events.connect(address)
 
     def receive(self) -> list[bytes]:
-        """A message that is there; its sender waits no more."""
+        """Receive a message. From now on its connection does not count as waiting."""
         sender = self._socket.recv(copy=False)
         try:
             descriptor = sender.get(zmq.SRCFD)
@@ -336,14 +327,14 @@ class ConnectionLimit:
             if len(frames) < MOST_WAITING_FRAMES:
                 frames.append(frame)
             elif guest is not None and descriptor in self._guests:
-                self._shut(descriptor)  # no message of ours has as many
+                self._shut(descriptor)  # no message of kvferry has this many
         if guest is not None:
             self._waiting.pop(descriptor, None)
             guest.taken_bytes += sum(map(len, frames[1:])) + FRAME_BYTES * len(frames)
         return frames
 
     def look(self) -> int:
-        """Take in who came and went; how many were shut down because too many wait."""
+        """Read connection events. Return how many connections were shut down as too many wait."""
         for _ in range(MOST_EVENTS):
             if not self.events.poll(0):
                 break
@@ -361,7 +352,7 @@ class ConnectionLimit:
         return sum(self._shut(descriptor) for descriptor in too_many)
 
     def look_at_unread(self) -> int:
-        """How many were shut down because too much of what they sent is in no request."""
+        """Shut down connections with too many unread bytes, and return how many there were."""
         now = time.monotonic()
         if now < self._next_look:
             return 0
@@ -385,12 +376,15 @@ class ConnectionLimit:
         with suppress(OSError), _Borrowed(descriptor) as connection:
             told = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, RECEIVED_AT + 8)
             received = int.from_bytes(told[RECEIVED_AT:], "little")
-            guest.taken_bytes = min(guest.taken_bytes, received)  # frames were counted generously
+            guest.taken_bytes = min(guest.taken_bytes, received)  # FRAME_BYTES is an upper bound
             return received - guest.taken_bytes
         return 0
 
     def _shut(self, descriptor: int) -> bool:
-        """Only if it is still the connection that was accepted; libzmq closes it then."""
+        """Shut a connection down, if its descriptor is still the same connection's.
+
+        libzmq then closes it.
+        """
         guest = self._guests[descriptor]
         self._forget(descriptor)
         with suppress(OSError), _Borrowed(descriptor) as connection:
@@ -404,8 +398,21 @@ class ConnectionLimit:
         self._waiting.pop(descriptor, None)
 
 
+def most_waiting() -> int:
+    """How many connections may wait. The process's limit is read anew: engines raise it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    part = MOST_WAITING if limit == resource.RLIM_INFINITY else limit // SHARE_OF_DESCRIPTORS
+    return max(8, min(MOST_WAITING, part))
+
+
+@dataclass(slots=True)
+class _Caller:
+    peer: Any  # its address; a reused descriptor has another one
+    taken_bytes: int = 0  # that the server's thread has received
+
+
 class _Borrowed:
-    """A descriptor of libzmq's as a socket, for a moment; it needs no descriptor of its own."""
+    """One of libzmq's descriptors as a Python socket, without a duplicate descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = sockets.socket(sockets.AF_INET6, sockets.SOCK_STREAM, 0, descriptor)
@@ -417,30 +424,18 @@ class _Borrowed:
         self._socket.detach()
 
 
-# --------------------------------------------------------------------------------------------------
-# What peers can have a server keep, counted in bytes.
-#
-# A peer that holds the secret may still be faulty. Whatever stays in memory because it asked for it
-# is charged here first, and refused as `busy` where there is no room: neither one connection nor
-# all of them together can fill the engine's memory.
-# --------------------------------------------------------------------------------------------------
-
-# Of structs, tuples, list and heap entries around what is counted; measured with tracemalloc.
-ENTRY_BYTES = 1024
-
-
 @dataclass(slots=True, eq=False)
 class Budget:
-    """Bytes in all and of one sender; any thread."""
+    """Bounds the bytes of all senders and of each sender. Any thread may use it."""
 
     limit_bytes: int
-    share_bytes: int = 0  # of one sender; 0: all
+    share_bytes: int = 0  # of one sender; 0: no bound of its own
     used_bytes: int = 0
     _senders: dict[bytes, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, count: int, sender: bytes = b"") -> bool:
-        """Charge so many bytes; False, and nothing is charged, where they are too many."""
+        """Charge this many bytes. If they are too many, charge nothing and return False."""
         with self._lock:
             mine = self._senders.get(sender, 0) + count
             if self.used_bytes + count > self.limit_bytes or mine > (
@@ -460,7 +455,7 @@ class Budget:
 
 
 def kept_bytes(kept: Claim | Offer | Complete) -> int:
-    """What a message takes while it waits; a text of 512 characters may take 2 KiB."""
+    """Bytes that a message takes while it waits. A text of 512 characters may take 2 KiB."""
     texts = [kept.incarnation, kept.hold_id]
     if not isinstance(kept, Complete):
         texts.append(kept.digest)

@@ -1,4 +1,4 @@
-"""Plan: which bytes of one engine go where in another."""
+"""Plans: which bytes of one engine go where in another."""
 
 from kvferry.plan.assign import Edge, Share
 from kvferry.plan.bind import Batch, Bound, Copies, bind

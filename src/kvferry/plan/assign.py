@@ -1,12 +1,15 @@
-"""Who sends what to whom, from the two shapes alone.
+"""Edges: which source rank sends what to which destination rank, from the two shapes alone.
 
 Layers are intersected stage by stage, units at every boundary of either side, tokens by dcp rank.
-Where several source ranks hold the same bytes, all that is wanted of them is laid out on one line,
-ordered by destination rank and layer, and the line is cut into equal parts, one a holder. So load
-is even to within a layer, a rank talks to few others, and both sides find the same cuts without
-talking, because everything is integer arithmetic on the two shapes. What is small beside the bytes
-that have only one holder (a Mamba layer's shared B and C beside its heads) rides along with
-partners that are needed anyway, so that it opens no connections of its own.
+
+If several source ranks hold the same bytes, the demands for these bytes are put on one line,
+ordered by destination rank and layer. The line is cut into equal parts, one for each holder. So
+the load is even to within a layer, and a rank speaks to few others. Both engines compute the same
+cuts on their own, because all of it is integer arithmetic on the two shapes.
+
+Replicated bytes may be few beside the bytes with one holder: a Mamba layer's shared B and C, for
+example, beside its heads. Such bytes come from ranks that the destination reads from anyway, so
+that they need no connections of their own.
 """
 
 from __future__ import annotations
@@ -25,17 +28,18 @@ from kvferry.layout.model import CacheModel, Component, Group
 from kvferry.layout.placement import Ints
 from kvferry.layout.shape import EngineShape, Rank, Span
 
-# A state counts like this many tokens when load is spread; any constant keeps both sides agreeing.
+# Entries that a group of states and a group of tokens count for when the load is spread. Both
+# engines must use the same numbers.
 STATE_WEIGHT_ENTRIES = 1
 TOKEN_WEIGHT_ENTRIES = 4096
-# Replicated bytes ride along when they are at most this part of a stage's bytes with one holder:
-# then even the worst spread among partners adds little to the busiest rank.
+# Replicated bytes ride along if a stage's bytes with one holder are at least this many times as
+# many. Then even the worst spread among partners adds little to the busiest rank's load.
 RIDE_ALONG_PART = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """Some components, units and layers of one group that an edge carries."""
+    """Components, units and layers of one group that an edge carries."""
 
     group: str
     components: tuple[str, ...]
@@ -45,7 +49,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edge:
-    """A source rank and a destination rank that exchange bytes."""
+    """A source rank, a destination rank, and what the first sends to the second."""
 
     src: Rank
     dst: Rank
@@ -54,7 +58,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class _Atom:
-    """Units that no boundary of either side cuts, for one pair of dcp ranks."""
+    """Units between two boundaries of either side, for one pair of dcp ranks."""
 
     components: tuple[str, ...]
     units: Span
@@ -80,7 +84,7 @@ class _Demand:
 
 
 def assign(model: CacheModel, src: EngineShape, dst: EngineShape) -> tuple[Edge, ...]:
-    """All edges between two engines that serve `model`, ordered by destination, then source."""
+    """All edges between two engines that serve `model`, by destination rank, then source rank."""
     atoms = [tuple(_atoms(group, src, dst)) for group in model.groups]
     shares: dict[tuple[Rank, Rank], list[Share]] = defaultdict(list)
     dst_layers = [[dst.layers(model, g, p) for g in model.groups] for p in range(dst.pp)]
@@ -107,7 +111,7 @@ def assign(model: CacheModel, src: EngineShape, dst: EngineShape) -> tuple[Edge,
 def _demands(
     index: int, layers: Ints, dst_stage: int, atoms: tuple[_Atom, ...]
 ) -> Iterator[tuple[tuple[int, ...], _Demand]]:
-    """What each destination rank of a stage wants, by the source ranks that could give it."""
+    """What each destination rank of a stage needs, with the source ranks that hold it."""
     wanted: dict[tuple[tuple[int, ...], int], list[_Atom]] = defaultdict(list)
     for atom in atoms:
         for rank in atom.wanted_by:
@@ -142,11 +146,11 @@ def _spread(
 
 
 def _cut(demands: list[_Demand], holders: tuple[int, ...]) -> Iterator[tuple[int, _Demand, Ints]]:
-    """Cut the line of demands into equal parts, one a holder, at layer boundaries."""
+    """Cut the line of demands at layer boundaries into equal parts, one for each holder."""
     weights = np.asarray([d.layer_weight for d in demands], dtype=np.int64)
     item_weights = np.repeat(weights, [len(d.layers) for d in demands])
     ends = np.cumsum(item_weights)
-    middles = 2 * ends - item_weights  # twice the middle of each layer's stretch of the line
+    middles = 2 * ends - item_weights  # twice the middle of each layer's part of the line
     owner = middles * len(holders) // (2 * ends[-1])
     start = 0
     for demand in demands:

@@ -1,9 +1,18 @@
-"""Binding: a plan, block ids and base addresses in; strided batches or copies out.
+"""Binding: a plan, block ids and base addresses become strided batches, or arrays of copies.
 
-Everything is checked before anything is emitted: tables long enough, ids in range, no hole in what
-moves, no destination block twice. Then the work is per *segment* (a block or less of one layer):
-ids become byte offsets, neighbours merge, and rows (layers) are multiplied in only at the end
-(`bound`). There is no loop over blocks, layers or tokens.
+All checks come before the result: tables must be long enough, ids in range, no hole where bytes
+move, no destination block twice. The work is done for each *segment* (a block or less of one
+layer): block ids become byte offsets, and neighbours merge. Rows (layers) are multiplied in last.
+There is no loop over blocks, layers or tokens.
+
+Strided batches (`Bound.batches`) are the primary form: a few numbers for each segment, which some
+carriers and kernels take as they are. `Bound.copies` and `Bound.slices` write the same as arrays
+into the caller's buffers, with one broadcast for each batch.
+
+`landing` says where an edge's bytes land, without the source's block ids. A destination that lets
+a source write opens exactly these ranges, and expects exactly this many bytes. The ranges are a
+little coarse: they may include parts of the same blocks that other edges of the request write,
+but never another block.
 """
 
 from __future__ import annotations
@@ -41,7 +50,7 @@ def bind(
     *_tables     for each block table of that side, the request's block ids from its first block on
     *_bases      address of each region of that rank
     skip         tokens at the front that the destination already holds
-    limit        most descriptors allowed
+    limit        the most descriptors allowed
     allow_uncacheable  see `kvferry.plan.tokens.moved`
     """
     binder = Binder(
@@ -70,23 +79,207 @@ def bind(
     return Bound(tuple(batches), sum(batch.bytes for batch in batches), descriptors)
 
 
-def moved_span(plan: EdgePlan, piece: Piece, range_: Moved) -> Span:
-    """Entries of a piece to move; an opaque page is one entry, and moves whole."""
-    if not piece.opaque:
-        return range_.range
-    group = plan.groups[piece.group]
-    if group.is_state or group.residency.kind == "ring":
-        return Span(0, 1)
-    block, _ = plan.dst_shape.entries(group)
-    per_block = block * plan.dst_shape.dcp_for(group)
-    if range_.range.size <= 0:
-        return Span(0, 0)
-    return Span(range_.range.start // per_block, -(-range_.range.stop // per_block))
+@dataclass(frozen=True, slots=True, eq=False)
+class Bound:
+    """A request's share of one edge, bound to memory."""
+
+    batches: tuple[Batch, ...]
+    bytes: int
+    descriptors: int
+
+    @property
+    def entries(self) -> int:
+        """Strided runs of all batches."""
+        return sum(batch.entries for batch in self.batches)
+
+    def copies(self, out: Copies | None = None) -> Copies:
+        """All copies as arrays, in plan order. They are written into `out` if it is given."""
+        if out is None:
+            out = Copies.empty(self.descriptors)
+        if len(out) < self.descriptors:
+            raise BindError(
+                f"the buffer holds {len(out)} copies, but this request needs {self.descriptors}; "
+                "give a larger one, or take slices"
+            )
+        done = 0
+        for batch in self.batches:
+            rest = Copies(out.src[done:], out.dst[done:], out.length[done:])
+            whole = Span(0, len(batch.src_rows)), Span(0, len(batch.src_segments))
+            done += batch.fill(rest, *whole, Span(0, len(batch.src_steps)))
+        return out.head(done)
+
+    def slices(self, most: int, out: Copies | None = None) -> Iterator[Copies]:
+        """The same copies in the same order, at most `most` at a time, in one reused buffer."""
+        if most < 1:
+            raise BindError(f"a slice holds at least one copy, found {most}")
+        if out is None:
+            out = Copies.empty(min(most, self.descriptors))
+        most = min(most, len(out))
+        if most < 1 <= self.descriptors:
+            raise BindError("the buffer for slices holds no copy; give one with room for some")
+        for batch in self.batches:
+            for rows, segments, steps in _tiles(batch, most):
+                yield out.head(batch.fill(out, rows, segments, steps))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Strided runs: one copy for each row r, segment s and repetition k.
+
+    Its source is src_rows[r] + src_segments[s] + src_steps[k], its destination likewise, and its
+    length lengths[s]. `axes` has the same steps as counts and strides, for carriers and kernels
+    that take strides.
+    """
+
+    src_rows: Ints
+    dst_rows: Ints
+    src_segments: Ints
+    dst_segments: Ints
+    lengths: Ints  # of each segment; with a stride of zero if all are equal
+    axes: tuple[Axis, ...]
+    src_steps: Ints
+    dst_steps: Ints
+
+    @property
+    def entries(self) -> int:
+        """Strided runs in this batch."""
+        return len(self.src_rows) * len(self.src_segments)
+
+    @property
+    def descriptors(self) -> int:
+        return self.entries * len(self.src_steps)
+
+    @property
+    def bytes(self) -> int:
+        lengths = self.lengths
+        one = int(lengths[0]) * len(lengths) if lengths.strides == (0,) else int(lengths.sum())
+        return one * len(self.src_rows) * len(self.src_steps)
+
+    def fill(self, out: Copies, rows: Span, segments: Span, steps: Span) -> int:
+        """Write the copies of a sub-batch to the front of `out`, and return their number."""
+        shape = (rows.size, segments.size, steps.size)
+        count = shape[0] * shape[1] * shape[2]
+        _outer_sum(
+            out.src[:count].reshape(shape),
+            self.src_rows[rows.start : rows.stop],
+            self.src_segments[segments.start : segments.stop],
+            self.src_steps[steps.start : steps.stop],
+        )
+        _outer_sum(
+            out.dst[:count].reshape(shape),
+            self.dst_rows[rows.start : rows.stop],
+            self.dst_segments[segments.start : segments.stop],
+            self.dst_steps[steps.start : steps.stop],
+        )
+        lengths = self.lengths[segments.start : segments.stop]
+        out.length[:count].reshape(shape)[...] = lengths[None, :, None]
+        return count
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """`length[i]` bytes from address `src[i]` to address `dst[i]`."""
+
+    src: Ints
+    dst: Ints
+    length: Ints
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    @classmethod
+    def empty(cls, capacity: int) -> Copies:
+        """A buffer for `Bound.copies` and `Bound.slices`, which may be used again."""
+        src, dst, length = np.empty((3, capacity), dtype=np.int64)
+        return cls(src, dst, length)
+
+    def head(self, count: int) -> Copies:
+        return Copies(self.src[:count], self.dst[:count], self.length[:count])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Landing:
+    """Ranges of the destination's memory, and the number of bytes that arrive in them."""
+
+    address: Ints
+    length: Ints
+    bytes: int
+
+
+def landing(
+    plan: EdgePlan,
+    *,
+    tokens: int,
+    dst_tables: Sequence[ArrayLike],
+    dst_bases: ArrayLike,
+    skip: int = 0,
+) -> Landing:
+    """Where a request's share of an edge lands. It checks the destination's tables like `bind`."""
+    sides = [piece.src for piece in plan.pieces]
+    binder = Binder(
+        _any_tables(sides, tokens),
+        [np.asarray(t, dtype=np.int64) for t in dst_tables],
+        np.zeros(max((int(s.regions.max()) for s in sides), default=-1) + 1, dtype=np.int64),
+        np.asarray(dst_bases, dtype=np.int64),
+    )
+    address: list[Ints] = []
+    length: list[Ints] = []
+    total = 0
+    ranges = {
+        name: moved(group, plan.src_shape, plan.dst_shape, tokens, skip)
+        for name, group in plan.groups.items()
+    }
+    for piece in plan.pieces:
+        for batch in binder.batches(piece, moved_span(plan, piece, ranges[piece.group])):
+            at, count = _hulls(batch, piece.dst.block_stride)
+            address.append(at)
+            length.append(count)
+            total += batch.bytes
+    binder.require_distinct_destinations()
+    nothing = np.zeros(0, dtype=np.int64)
+    return Landing(
+        np.concatenate(address) if address else nothing,
+        np.concatenate(length) if length else nothing,
+        total,
+    )
+
+
+def require_distinct_blocks(
+    model: CacheModel,
+    layout: RankLayout,
+    src: EngineShape,
+    *,
+    tokens: int,
+    dst_tables: Sequence[ArrayLike],
+    skip: int = 0,
+) -> None:
+    """Refuse a block that a request uses twice in one memory pool, whichever edges write it.
+
+    `bind` sees the tables of one edge. Groups that are overlaid in one pool may come over several
+    edges, from different pipeline stages for example. Only this check sees all of them.
+    """
+    tables = [np.asarray(t, dtype=np.int64) for t in dst_tables]
+    written: dict[int, dict[int, Ints]] = {}
+    for part in layout.parts:
+        group = model.group(part.group)
+        range_ = moved(group, src, layout.shape, tokens, skip).range
+        if range_.size <= 0 or part.table >= len(tables):
+            continue
+        paging = paging_for(group, layout.shape, layout.rank.tp)
+        first, last = range_.start // paging.span, -(-range_.stop // paging.span)
+        if paging.ring or group.is_state:
+            first, last = 0, 1
+        ids = tables[part.table][first:last]
+        ids = ids[ids != layout.shape.null_block] if layout.shape.null_block is not None else ids
+        known = written.setdefault(part.pool, {}).get(part.table)
+        if known is None or len(ids) > len(known):
+            written[part.pool][part.table] = ids
+    _require_once(written)
 
 
 @dataclass(slots=True)
 class Binder:
-    """What pieces of one request share while they are bound: tables, checks, walks."""
+    """Binds the pieces of one request. Pieces share its tables, checks and walks."""
 
     src_tables: list[Ints]
     dst_tables: list[Ints]
@@ -114,7 +307,7 @@ class Binder:
         ]
 
     def _note_written(self, side: Side, ids: Ints) -> None:
-        """Remember the most blocks a table has: its groups write different bytes of them."""
+        """Remember a table's longest list of blocks. Its groups write different bytes of them."""
         tables = self._written.setdefault(side.pool, {})
         if side.table not in tables or len(ids) > len(tables[side.table]):
             tables[side.table] = ids
@@ -132,7 +325,7 @@ class Binder:
                 )
 
     def _block_ids(self, name: str, side: Side, blocks: Ints, key: object) -> Ints:
-        """Ids of the blocks that the segments use, checked."""
+        """The checked ids of the blocks that the segments use."""
         cached = self._ids.get((name, side.table, key))
         if cached is not None:
             return cached
@@ -172,15 +365,8 @@ class Binder:
         return ids
 
     def require_distinct_destinations(self) -> None:
-        """No destination block may be written twice, also not through two overlaid tables."""
-        for pool, tables in self._written.items():
-            ids = np.sort(np.concatenate(list(tables.values())))
-            twice = ids[1:][ids[1:] == ids[:-1]]
-            if len(twice):
-                raise BindError(
-                    f"destination block {int(twice[0])} appears twice in block tables "
-                    f"{sorted(tables)} (pool {pool}); each block of a request is written once"
-                )
+        """Refuse a destination block that is written twice, also through two overlaid tables."""
+        _require_once(self._written)
 
     def _batch(
         self,
@@ -212,8 +398,22 @@ class Binder:
         )
 
 
+def moved_span(plan: EdgePlan, piece: Piece, range_: Moved) -> Span:
+    """Entries of a piece to move. An opaque page is one entry."""
+    if not piece.opaque:
+        return range_.range
+    group = plan.groups[piece.group]
+    if group.is_state or group.residency.kind == "ring":
+        return Span(0, 1)
+    block, _ = plan.dst_shape.entries(group)
+    per_block = block * plan.dst_shape.dcp_for(group)
+    if range_.range.size <= 0:
+        return Span(0, 0)
+    return Span(range_.range.start // per_block, -(-range_.range.stop // per_block))
+
+
 def _by_template(piece: Piece, segments: Segments) -> Iterator[tuple[Runs, Ints | slice]]:
-    """Runs, each with the segments that it moves. Templates that say the same go together."""
+    """Runs, each with the segments that it moves. Equal templates go together."""
     alike: dict[tuple[object, ...], tuple[tuple[Runs, ...], list[int]]] = {}
     for kind, form in enumerate(segments.forms.tolist()):
         template = piece.template((form[0], form[1], form[2], form[3]))
@@ -245,14 +445,14 @@ def _offsets(side: Side, ids: Ints, slots: Ints, slot_stride: int) -> Ints:
 
 
 def _constant(value: int, count: int) -> Ints:
-    """One number as often as needed, at one place: its stride of zero says so to who looks."""
+    """An array of one repeated number. A stride of zero marks the repeated axis."""
     numbers: Ints = np.ndarray((count,), np.int64, np.array([value], dtype=np.int64), 0, (0,))
     numbers.flags.writeable = False
     return numbers
 
 
 def _join(src: Ints, dst: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:
-    """Merge segments of which one begins where the one before it ends, on both sides."""
+    """Merge neighbours: on both sides, the second segment begins where the first ends."""
     if len(src) < 2:
         return src, dst, lengths
     apart = (src[1:] - src[:-1] != lengths[:-1]) | (dst[1:] - dst[:-1] != lengths[:-1])
@@ -262,94 +462,22 @@ def _join(src: Ints, dst: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:
     return src[heads], dst[heads], np.add.reduceat(lengths, heads)
 
 
-# --------------------------------------------------------------------------------------------------
-# A plan bound to memory: strided batches, and the same as arrays of copies.
-#
-# Strided batches are the primary form, a few numbers for each segment; carriers and kernels that
-# can take them as they are. Arrays are one broadcast per batch into the caller's buffers, whole or
-# in slices. There is no loop over blocks, layers or tokens.
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Copies:
-    """`length[i]` bytes from address `src[i]` to address `dst[i]`."""
-
-    src: Ints
-    dst: Ints
-    length: Ints
-
-    def __len__(self) -> int:
-        return len(self.src)
-
-    @classmethod
-    def empty(cls, capacity: int) -> Copies:
-        """A buffer to bind into, again and again."""
-        src, dst, length = np.empty((3, capacity), dtype=np.int64)
-        return cls(src, dst, length)
-
-    def head(self, count: int) -> Copies:
-        return Copies(self.src[:count], self.dst[:count], self.length[:count])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """Strided runs: for each row, segment and repetition, one copy.
-
-    src address = src_rows[r] + src_segments[s] + src_steps[k], and likewise for dst; its length is
-    lengths[s]. `axes` says the same as the steps, as counts and strides, for carriers and kernels
-    that take strides.
-    """
-
-    src_rows: Ints
-    dst_rows: Ints
-    src_segments: Ints
-    dst_segments: Ints
-    lengths: Ints  # of each segment; one number with a stride of zero where they are equal
-    axes: tuple[Axis, ...]
-    src_steps: Ints
-    dst_steps: Ints
-
-    @property
-    def entries(self) -> int:
-        """Strided runs in this batch."""
-        return len(self.src_rows) * len(self.src_segments)
-
-    @property
-    def descriptors(self) -> int:
-        return self.entries * len(self.src_steps)
-
-    @property
-    def bytes(self) -> int:
-        lengths = self.lengths
-        one = int(lengths[0]) * len(lengths) if lengths.strides == (0,) else int(lengths.sum())
-        return one * len(self.src_rows) * len(self.src_steps)
-
-    def fill(self, out: Copies, rows: Span, segments: Span, steps: Span) -> int:
-        """Write the copies of a sub-batch to the front of `out`; say how many."""
-        shape = (rows.size, segments.size, steps.size)
-        count = shape[0] * shape[1] * shape[2]
-        _outer_sum(
-            out.src[:count].reshape(shape),
-            self.src_rows[rows.start : rows.stop],
-            self.src_segments[segments.start : segments.stop],
-            self.src_steps[steps.start : steps.stop],
-        )
-        _outer_sum(
-            out.dst[:count].reshape(shape),
-            self.dst_rows[rows.start : rows.stop],
-            self.dst_segments[segments.start : segments.stop],
-            self.dst_steps[steps.start : steps.stop],
-        )
-        lengths = self.lengths[segments.start : segments.stop]
-        out.length[:count].reshape(shape)[...] = lengths[None, :, None]
-        return count
+def _require_once(written: dict[int, dict[int, Ints]]) -> None:
+    """Refuse a block that occurs twice in one pool; `written` has its blocks by pool and table."""
+    for pool, tables in written.items():
+        ids = np.sort(np.concatenate(list(tables.values())))
+        twice = ids[1:][ids[1:] == ids[:-1]]
+        if len(twice):
+            raise BindError(
+                f"destination block {int(twice[0])} appears twice in block tables "
+                f"{sorted(tables)} (pool {pool}); each block of a request is written once"
+            )
 
 
 def _outer_sum(
     out: np.ndarray[tuple[int, ...], np.dtype[np.int64]], a: Ints, b: Ints, c: Ints
 ) -> None:
-    """out[i, j, k] = a[i] + b[j] + c[k], with no memory but `out`."""
+    """out[i, j, k] = a[i] + b[j] + c[k], without temporary arrays of that size."""
     if len(c) == 1:
         np.add(a[:, None], (b + c[0])[None, :], out=out[:, :, 0])
         return
@@ -358,51 +486,8 @@ def _outer_sum(
     out[0] += a[0]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Bound:
-    """A request's share of one edge, bound to memory."""
-
-    batches: tuple[Batch, ...]
-    bytes: int
-    descriptors: int
-
-    @property
-    def entries(self) -> int:
-        """Strided runs in all."""
-        return sum(batch.entries for batch in self.batches)
-
-    def copies(self, out: Copies | None = None) -> Copies:
-        """All copies as arrays, in plan order; into `out` where it is given."""
-        if out is None:
-            out = Copies.empty(self.descriptors)
-        if len(out) < self.descriptors:
-            raise BindError(
-                f"the buffer holds {len(out)} copies, but this request needs {self.descriptors}; "
-                "give a larger one, or take slices"
-            )
-        done = 0
-        for batch in self.batches:
-            rest = Copies(out.src[done:], out.dst[done:], out.length[done:])
-            whole = Span(0, len(batch.src_rows)), Span(0, len(batch.src_segments))
-            done += batch.fill(rest, *whole, Span(0, len(batch.src_steps)))
-        return out.head(done)
-
-    def slices(self, most: int, out: Copies | None = None) -> Iterator[Copies]:
-        """The same copies in the same order, at most `most` at a time, each in the same buffer."""
-        if most < 1:
-            raise BindError(f"a slice holds at least one copy, found {most}")
-        if out is None:
-            out = Copies.empty(min(most, self.descriptors))
-        most = min(most, len(out))
-        if most < 1 <= self.descriptors:
-            raise BindError("the buffer for slices holds no copy; give one with room for some")
-        for batch in self.batches:
-            for rows, segments, steps in _tiles(batch, most):
-                yield out.head(batch.fill(out, rows, segments, steps))
-
-
 def _tiles(batch: Batch, most: int) -> Iterator[tuple[Span, Span, Span]]:
-    """Cut rows x segments x steps into boxes of at most `most`, keeping the order."""
+    """Cut rows x segments x steps into boxes of at most `most` copies, in the same order."""
     sizes = (len(batch.src_rows), len(batch.src_segments), len(batch.src_steps))
     steps = min(sizes[2], most)
     segments = min(sizes[1], most // steps) if steps == sizes[2] else 1
@@ -417,64 +502,8 @@ def _tiles(batch: Batch, most: int) -> Iterator[tuple[Span, Span, Span]]:
                 )
 
 
-# --------------------------------------------------------------------------------------------------
-# Where an edge's bytes land, as the destination alone can say: it knows no block of the source.
-#
-# A destination that lets a source write opens exactly this much of its memory, and expects exactly
-# this many bytes. Ranges are a little coarse: parts of the same blocks that belong to other edges
-# of the request may be inside, no other block ever is.
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Landing:
-    """Ranges of the destination's memory, and how many bytes come into them."""
-
-    address: Ints
-    length: Ints
-    bytes: int
-
-
-def landing(
-    plan: EdgePlan,
-    *,
-    tokens: int,
-    dst_tables: Sequence[ArrayLike],
-    dst_bases: ArrayLike,
-    skip: int = 0,
-) -> Landing:
-    """Where a request's share of an edge lands. Checks the destination's tables as `bind` does."""
-    sides = [piece.src for piece in plan.pieces]
-    binder = Binder(
-        _any_tables(sides, tokens),
-        [np.asarray(t, dtype=np.int64) for t in dst_tables],
-        np.zeros(max((int(s.regions.max()) for s in sides), default=-1) + 1, dtype=np.int64),
-        np.asarray(dst_bases, dtype=np.int64),
-    )
-    address: list[Ints] = []
-    length: list[Ints] = []
-    total = 0
-    ranges = {
-        name: moved(group, plan.src_shape, plan.dst_shape, tokens, skip)
-        for name, group in plan.groups.items()
-    }
-    for piece in plan.pieces:
-        for batch in binder.batches(piece, moved_span(plan, piece, ranges[piece.group])):
-            at, count = _hulls(batch, piece.dst.block_stride)
-            address.append(at)
-            length.append(count)
-            total += batch.bytes
-    binder.require_distinct_destinations()
-    nothing = np.zeros(0, dtype=np.int64)
-    return Landing(
-        np.concatenate(address) if address else nothing,
-        np.concatenate(length) if length else nothing,
-        total,
-    )
-
-
 def _any_tables(sides: Sequence[Side], tokens: int) -> list[Ints]:
-    """Tables that stand for the source's: long enough, of a block that exists."""
+    """Stand-ins for the source's tables: long enough, and full of one block that exists."""
     found = {side.table: side for side in sides}
     return [
         np.full(tokens + 1, min(1, found[table].num_blocks - 1) if table in found else 0)
@@ -483,7 +512,7 @@ def _any_tables(sides: Sequence[Side], tokens: int) -> list[Ints]:
 
 
 def _hulls(batch: Batch, block_stride: int) -> tuple[Ints, Ints]:
-    """Ranges around the steps of each row and segment; steps a block or more apart stay apart."""
+    """Ranges around the steps of each row and segment. Steps of different blocks stay apart."""
     steps = np.unique(batch.dst_steps)
     heads = np.flatnonzero(np.append(True, np.diff(steps) >= block_stride))
     first, last = steps[heads], steps[np.append(heads[1:], len(steps)) - 1]
@@ -492,43 +521,3 @@ def _hulls(batch: Batch, block_stride: int) -> tuple[Ints, Ints]:
     )
     length = batch.lengths[None, :, None] + (last - first)[None, None, :]
     return address.ravel(), np.broadcast_to(length, address.shape).ravel()
-
-
-def require_distinct_blocks(
-    model: CacheModel,
-    layout: RankLayout,
-    src: EngineShape,
-    *,
-    tokens: int,
-    dst_tables: Sequence[ArrayLike],
-    skip: int = 0,
-) -> None:
-    """No block of one memory pool in two places of a request, whichever edges write them.
-
-    `bind` sees the tables of one edge only. Groups that are overlaid in one pool and come from
-    different sources (of a pipeline, say) meet nowhere but here.
-    """
-    tables = [np.asarray(t, dtype=np.int64) for t in dst_tables]
-    written: dict[int, dict[int, Ints]] = {}
-    for part in layout.parts:
-        group = model.group(part.group)
-        range_ = moved(group, src, layout.shape, tokens, skip).range
-        if range_.size <= 0 or part.table >= len(tables):
-            continue
-        paging = paging_for(group, layout.shape, layout.rank.tp)
-        first, last = range_.start // paging.span, -(-range_.stop // paging.span)
-        if paging.ring or group.is_state:
-            first, last = 0, 1
-        ids = tables[part.table][first:last]
-        ids = ids[ids != layout.shape.null_block] if layout.shape.null_block is not None else ids
-        known = written.setdefault(part.pool, {}).get(part.table)
-        if known is None or len(ids) > len(known):
-            written[part.pool][part.table] = ids
-    for pool, by_table in written.items():
-        ids = np.sort(np.concatenate(list(by_table.values())))
-        twice = ids[1:][ids[1:] == ids[:-1]]
-        if len(twice):
-            raise BindError(
-                f"destination block {int(twice[0])} appears twice in block tables "
-                f"{sorted(by_table)} (pool {pool}); each block of a request is written once"
-            )

@@ -1,9 +1,9 @@
-"""Proof of exact cover, and the names of what a load leaves uncovered.
+"""Proof of exact cover, and the bytes of loaded blocks that a load leaves uncovered.
 
-`require_exact_cover` counts, from the edges alone, how often each (layer, unit, dcp class) that a
-destination rank holds is assigned; anything but once is refused. It shares nothing with the code
-that made the edges but the shapes. `uncovered` names the bytes of loaded blocks that no source
-writes (the tail after the last token), so that the destination can zero them.
+`require_exact_cover` counts how often the edges assign each (layer, unit, dcp class) that a
+destination rank holds, and refuses any count but one. It shares only the shapes with the code that
+made the edges. `uncovered` finds the bytes of loaded blocks that no source writes, such as the tail
+after the last token, so that the destination can zero them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvferry.plan.tokens import Moved, Paging, moved, paging_for
 def require_exact_cover(
     model: CacheModel, src: EngineShape, dst: EngineShape, edges: Sequence[Edge]
 ) -> None:
-    """Refuse edges that leave out or repeat anything that some destination rank holds."""
+    """Refuse edges that leave out or repeat a part of what a destination rank holds."""
     counts: dict[tuple[Rank, str, str], tuple[Ints, Ints, Ints]] = {}
     boundaries = {
         (g.name, c.name): _boundaries(g, c, src) | _boundaries(g, c, dst)
@@ -73,12 +73,12 @@ def require_exact_cover(
 
 
 def _boundaries(group: Group, component: Component, shape: EngineShape) -> set[int]:
-    """Where the units of some rank begin or end."""
+    """Units at which some rank's share begins or ends."""
     return {edge for r in range(shape.tp) for edge in shape.units(group, component, r)}
 
 
 def _expected(group: Group, src: EngineShape, dst: EngineShape, rank: Rank) -> Ints:
-    """How often each dcp class of the source is due: once where the two have tokens in common."""
+    """How often each dcp class of the source is due: once if it shares tokens with the rank."""
     src_dcp, dst_dcp = src.dcp_for(group), dst.dcp_for(group)
     mine = rank.tp % dst_dcp
     due = [
@@ -90,11 +90,11 @@ def _expected(group: Group, src: EngineShape, dst: EngineShape, rank: Rank) -> I
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Uncovered:
-    """Bytes of loaded destination blocks that the load does not write, and blocks not to hash."""
+    """Ranges of loaded destination blocks that the load does not write, and blocks not to hash."""
 
     address: Ints
     length: Ints
-    uncacheable: dict[str, Span]  # by group: numbers of blocks whose head the source has dropped
+    uncacheable: dict[str, Span]  # by group: numbers of blocks whose head the source dropped
 
     @property
     def bytes(self) -> int:
@@ -102,9 +102,9 @@ class Uncovered:
 
 
 def everything_plan(model: CacheModel, layout: RankLayout) -> EdgePlan:
-    """A plan from a rank to itself over all that it holds, in its own slots; made once, kept.
+    """A plan from a rank to itself, over all that both the rank and `model` have.
 
-    What it holds but `model` does not have is left out.
+    The rank makes it once, and keeps it for `uncovered` and `whole_blocks`.
     """
     shares = [
         Share(group.name, (c.name,), layout.shape.units(group, c, layout.rank.tp), layers)
@@ -119,7 +119,7 @@ def everything_plan(model: CacheModel, layout: RankLayout) -> EdgePlan:
 
 
 def _without_context(piece: Piece) -> Piece:
-    """Local slots stand for themselves: no dcp, no ring."""
+    """The piece with local slots as positions: without dcp and rings."""
     paging = piece.dst.paging
     local = Paging(paging.block_entries, paging.tile)
     src, dst = (replace(side, paging=local) for side in (piece.src, piece.dst))
@@ -136,7 +136,7 @@ def uncovered(
     skip: int = 0,
     allow_uncacheable: bool = False,
 ) -> Uncovered:
-    """What a load of this request leaves unwritten on the rank of `plan` (an `everything_plan`)."""
+    """What a load of this request leaves unwritten on a rank. `plan` is its `everything_plan`."""
     dst = plan.dst_shape
     spans: dict[str, list[Span]] = {}
     uncacheable: dict[str, Span] = {}
@@ -159,9 +159,9 @@ def whole_blocks(
     dst_bases: ArrayLike,
     skip: int = 0,
 ) -> Uncovered:
-    """All that a load of this request would fill on the rank of `plan`, and the tail behind it.
+    """All that a load of this request would fill on the rank of `plan`, and the tail after it.
 
-    For layers that the source does not have: nothing arrives for them, and nothing must stay.
+    For layers that the source does not have: no bytes arrive for them, so the rank zeroes them.
     """
     dst = plan.dst_shape
     spans: dict[str, list[Span]] = {}
@@ -207,7 +207,7 @@ def _gaps(group: Group, dst: EngineShape, paging: Paging, range_: Moved, tokens:
     tail = Span(paging.local_count(range_.range.stop), blocks * capacity)
     gaps = [tail] if tail.size > 0 else []
     if range_.lacks_head:
-        # from `wanted` on: what lies before it in the same block, the destination already has
+        # the destination already has the entries before `wanted` in the same block
         first = paging.local_count(range_.wanted)
         head = Span(first, paging.local_count(range_.range.start))
         gaps += [head] if head.size > 0 else []
@@ -215,7 +215,7 @@ def _gaps(group: Group, dst: EngineShape, paging: Paging, range_: Moved, tokens:
 
 
 def _ring_gaps(paging: Paging, held: Span) -> list[Span]:
-    """The free slots of a ring: on both sides of what it holds, and between with dcp."""
+    """The free slots of a ring: around the entries that it holds, and with dcp between them."""
     positions = np.arange(held.start, held.stop, dtype=np.int64)
     free = np.ones(paging.block_entries, dtype=np.int64)
     free[paging.local(positions[paging.holds(positions)])] = 0

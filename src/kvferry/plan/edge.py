@@ -1,8 +1,9 @@
-"""The address-free plan of one pair of ranks: their layouts, intersected into pieces.
+"""The address-free plan of one pair of ranks: their two layouts, intersected into pieces.
 
-An `EdgePlan` is a list of pieces. Components that lie at constant distances on both sides go into
-one; axes that the two sides cut differently are refined. A layout that was read off real memory, or
-told by a peer, may not be what its shape says: what it lacks is refused.
+Components that lie at constant distances on both sides go into one piece. If the two sides cut an
+axis differently, it is refined. A layout that comes from real memory or from a peer may contradict
+its shape. If it lacks layers, units or elements that the edge needs, it is refused: they would
+silently stay unwritten.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvferry.plan.tokens import Paging, paging_for
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EdgePlan:
-    """Which bytes of rank `src` go where in rank `dst`, for any request; `bind` it to one."""
+    """Which bytes of rank `src` go where in rank `dst`. `bind` binds it to a request."""
 
     src: Rank
     dst: Rank
@@ -33,15 +34,11 @@ class EdgePlan:
 
 
 def plan_edge(model: CacheModel, edge: Edge, src: RankLayout, dst: RankLayout) -> EdgePlan:
-    """Intersect two ranks' layouts over what the edge assigns to them.
-
-    Both must hold all of it: a layout that was read off real memory, or told by a peer, may not be
-    what the shape says, and what it lacks would silently stay unwritten.
-    """
+    """Intersect two ranks' layouts over what the edge assigns. Both must hold all of it."""
     pieces: list[Piece] = []
     for share in edge.shares:
         group = model.group(share.group)
-        missing = len(share.layers)  # parts have no layer in common, so counting them is enough
+        missing = len(share.layers)  # parts of a rank have no layer in common, so a count is enough
         for a in src.parts_of(share.group):
             for b in dst.parts_of(share.group):
                 layers = _held(b.layers, _held(a.layers, share.layers))
@@ -82,7 +79,7 @@ def _pieces(
     opaque = a.is_opaque or b.is_opaque
     if opaque:
         if group.components[0].name not in share.components:
-            return []  # the page moves whole, once: with its first component
+            return []  # the page moves once, with its first component
         _require_identical_pages(group, share, a, b, src, dst)
     # components that lie at constant distances on both sides go into one piece
     made: dict[tuple[object, ...], tuple[Side, Side, list[Slab]]] = {}
@@ -97,20 +94,20 @@ def _pieces(
 
 
 def _held(held: Ints, wanted: Ints) -> Ints:
-    """The wanted layers that are held; both ascending."""
+    """The wanted layers that are held. Both are in ascending order."""
     found = held.take(held.searchsorted(wanted), mode="clip") == wanted
     return wanted if found.all() else wanted[found]
 
 
 def _array_key(part: Part, index: int) -> tuple[object, ...]:
-    """Equal for components of a part whose pages have one origin and one set of outer strides."""
+    """Equal for components of a part whose pages share an origin and the outer strides."""
     p = part.placements[index]
     origin = 0 if part.shifts[index] is not None else index
     return (origin, p.block_stride, p.tile_slots, p.tile_stride, _tile(part, p))
 
 
 def _tile(part: Part, placement: Placement) -> int:
-    """Slots in a tile, or 1 where tiles follow each other so evenly that they do not matter."""
+    """Slots in a tile, or 1 if all slots of a block are evenly spaced."""
     even = placement.tile_stride == placement.tile_slots * placement.slot_stride
     return 1 if even or part.block_entries == placement.tile_slots else placement.tile_slots
 
@@ -118,7 +115,7 @@ def _tile(part: Part, placement: Placement) -> int:
 def _side(group: Group, part: Part, index: int, rows: Ints, rank: RankLayout, opaque: bool) -> Side:
     placement = part.placements[index]
     origin = part.placements[0] if part.shifts[index] is not None else placement
-    if opaque:  # the unit of movement is a block: one entry in a block of one
+    if opaque:  # whole blocks move: a block is one entry
         paging = Paging(1)
     else:
         paging = paging_for(group, rank.shape, rank.rank.tp, _tile(part, placement))
@@ -169,7 +166,7 @@ def _slab(group: Group, units: Span, a: Part, i: int, b: Part, j: int, opaque: b
 def _require_component(
     group: Group, component: Component, units: Span, placed: Placement, side: str
 ) -> None:
-    """A placement must hold the units that are due, and all elements of each."""
+    """Refuse a placement that lacks units that are due, or elements of a unit."""
     due, held = component.dims, placed.dim_sizes
     if held != due and math.prod(held) != math.prod(due):
         raise IncompatibleError(

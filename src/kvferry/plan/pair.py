@@ -1,9 +1,9 @@
-"""Two engines, planned: the entry to this room.
+"""The plan of two engines, and how a caller uses it.
 
 pair = plan_pair(model, EngineShape(tp=4), EngineShape(tp=8))
-for edge in pair.edges:                                   # who talks to whom, from shapes alone
-    plan = pair.plan(edge, src_layout, dst_layout)        # address-free, made once, kept
-    bound = bind(plan, tokens=..., src_tables=..., ...)   # per request
+for edge in pair.edges:                                   # pairs of ranks, from shapes alone
+    plan = pair.plan(edge, src_layout, dst_layout)        # without addresses: made once, kept
+    bound = bind(plan, tokens=..., src_tables=..., ...)   # for each request
     bound.copies() or bound.batches
 """
 
@@ -23,7 +23,7 @@ from kvferry.plan.edge import EdgePlan, plan_edge
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairPlan:
-    """All edges between two engines; `model` is what both hold."""
+    """All edges between two engines. `model` has the layers that both hold."""
 
     model: CacheModel
     src: EngineShape
@@ -61,7 +61,7 @@ def plan_pair(
 ) -> PairPlan:
     """Plan two engines, or refuse them with the reason.
 
-    Give `dst_model` where the destination described its cache itself; the two must then agree in
+    Give `dst_model` if the destination described its own cache. The two models must then agree in
     everything but the layers of `optional_roles`.
     """
     common = model
@@ -75,7 +75,7 @@ def plan_pair(
 
 
 def _common(a: CacheModel, b: CacheModel) -> CacheModel:
-    """What both sides hold, in the source's order of groups."""
+    """The layers that both sides hold, in the source's order of groups."""
     theirs = {g.name: set(g.layers) for g in b.groups}
     groups = []
     for group in a.groups:

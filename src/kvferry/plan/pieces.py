@@ -1,8 +1,17 @@
-"""What moves in one go: some components of some layers of one group, from one rank to another.
+"""Pieces: components of some layers of one group that move together from one rank to another.
 
-On both sides a piece has one block table and one set of strides. What it needs per kind of segment
-(so many entries, once or folded) is worked out once, as a *template* of strided runs over rows;
-a row is one place per layer, or one for all of them where both memories allow it.
+On both sides a piece has one block table and one set of strides. For each kind of segment (its
+number of entries, single or folded) a piece computes a *template* once: strided runs over rows. A
+row is one place for each layer, or one place for all layers if both memories allow it.
+
+The runs come from boxes of bytes. A box is `length` contiguous bytes that repeat over axes; each
+axis has a count and a stride on both sides. Two rules coalesce the boxes, until nothing changes:
+
+- If an axis has a stride equal to the length on both sides, the length absorbs it.
+- If two boxes have equal axes, and one ends where the other begins on both sides, they become one.
+
+So K and V fuse if they lie side by side, then slots, then heads, then layers: as far as the two
+memories have the same arrangement.
 """
 
 from __future__ import annotations
@@ -20,7 +29,7 @@ from kvferry.layout.placement import Ints
 from kvferry.layout.shape import EngineShape
 from kvferry.plan.tokens import Paging, whole_tiles
 
-IRREGULAR = -1  # stride of layers that have none; no run ever matches it
+IRREGULAR = -1  # stride of layers at irregular distances; no run has this length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +51,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """One component as a piece moves it: offsets from the page, axes within it."""
+    """One component of a piece: its offsets from the page, and its axes."""
 
     src_offset: int
     dst_offset: int
@@ -71,7 +80,7 @@ class Runs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
-    """How one kind of segment moves. Linear templates of different lengths are one and the same."""
+    """How one kind of segment moves. Linear templates differ in their lengths only."""
 
     runs: tuple[Runs, ...]
     signature: tuple[object, ...]
@@ -129,7 +138,7 @@ class Piece:
         return Template(runs, (tuple(by_key), offsets, 0 if linear else entries), linear)
 
     def _entry_axes(self, slab: Slab, entries: int) -> list[Axis]:
-        """A segment's entries: evenly spaced slots, or whole tiles of them."""
+        """The axes of a segment's entries: evenly spaced slots, or whole tiles of slots."""
         src, dst = self.src, self.dst
         whole = whole_tiles(src.paging, dst.paging)
         if whole <= 1 or entries % whole:
@@ -146,7 +155,7 @@ class Piece:
         )
 
     def _pad(self, pattern: Pattern, pinned: Pinned) -> Pattern:
-        """Let a whole page take its padding along, so that neighbouring pages become one run."""
+        """Extend a whole page over its padding, so that neighbouring pages become one run."""
         src, dst = self.src, self.dst
         whole = (
             all(pinned)
@@ -184,7 +193,7 @@ class Piece:
 
 
 def _layer_stride(side: Side) -> int:
-    """Constant distance between layers in one region, if there is one."""
+    """The constant distance between layers of one region, or IRREGULAR."""
     if len(side.offsets) == 1:
         return 0
     if (side.regions != side.regions[0]).any():
@@ -193,43 +202,29 @@ def _layer_stride(side: Side) -> int:
     return int(steps[0]) if (steps == steps[0]).all() else IRREGULAR
 
 
-# --------------------------------------------------------------------------------------------------
-# Strided runs: boxes of bytes that are affine on both sides, made as few and as long as possible.
-#
-# A box is `length` contiguous bytes repeated over axes, each with a count and a stride on both
-# sides. Two rules, applied until nothing changes, do all the coalescing:
-#
-# - an axis whose stride equals the length on both sides is swallowed by the length;
-# - two boxes with equal axes, of which one ends where the other begins on both sides, become one.
-#
-# So K and V fuse where they lie side by side, then slots, then heads, then layers: whatever both
-# memories have in common, and nothing else.
-# --------------------------------------------------------------------------------------------------
-
-
 class Axis(NamedTuple):
     times: int
     src_stride: int
     dst_stride: int
-    role: str = ""  # "entries" and "layers" are told apart: they vary per request and per row
+    role: str = ""  # "entries" (their number varies by request), "layers" (rows), or ""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Bytes of some components of one layer, for one run of entries."""
+    """Bytes of one or more components, for one run of entries."""
 
     src_offset: int
     dst_offset: int
     length: int
     axes: tuple[Axis, ...]
-    src_slot: int = 0  # bytes from one slot to the next: where a run begins that starts mid-block
+    src_slot: int = 0  # bytes from one slot to the next, for runs that begin inside a block
     dst_slot: int = 0
-    entry_bytes: int = 0  # > 0: `length` is this times the entries, and nothing was merged since
+    entry_bytes: int = 0  # > 0: `length` is this many bytes times the entries
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """One box as it is moved: axes outermost first, the layer axis taken out if it remains."""
+    """A box in its final form: axes outermost first, without a layer axis."""
 
     src_offset: int
     dst_offset: int
@@ -238,16 +233,16 @@ class Pattern:
     src_slot: int
     dst_slot: int
     entry_bytes: int
-    spans_layers: bool  # the length covers all layers at once
+    spans_layers: bool  # whether the length covers all layers
 
     def shape_key(self) -> tuple[object, ...]:
-        """Patterns with equal keys differ in offsets only, and are bound together."""
+        """Patterns with equal keys differ in their offsets only, and are bound together."""
         size = ("per entry", self.entry_bytes) if self.entry_bytes else self.length
         return (self.axes, size, self.src_slot, self.dst_slot, self.spans_layers)
 
 
 class Pinned(NamedTuple):
-    """Whether every run begins at slot 0 on a side, so that slot strides do not matter there."""
+    """On each side, whether every run begins at slot 0, so that slot strides do not matter."""
 
     src: bool
     dst: bool
@@ -264,7 +259,7 @@ def merge(boxes: Sequence[Box], pinned: Pinned) -> tuple[Pattern, ...]:
 
 
 def _swallow(box: Box) -> Box:
-    """Let the length absorb every axis that continues it on both sides."""
+    """Absorb into the length every axis that continues it on both sides."""
     axes = [a for a in box.axes if a.times > 1 or a.role == "entries"]
     length, entry_bytes = box.length, box.entry_bytes
     found = True
@@ -281,7 +276,7 @@ def _swallow(box: Box) -> Box:
 
 
 def _fuse(boxes: list[Box], pinned: Pinned) -> list[Box]:
-    """Join boxes that touch on both sides. A joined length is no multiple of entries any more."""
+    """Join boxes that touch on both sides. A joined length is no longer a multiple of entries."""
     fused: list[Box] = []
     for box in sorted(boxes, key=lambda b: (b.dst_offset, b.src_offset)):
         last = fused[-1] if fused else None
@@ -306,14 +301,14 @@ def _fuse(boxes: list[Box], pinned: Pinned) -> list[Box]:
 
 
 def _finish(box: Box) -> Pattern:
-    """Merge neighbouring axes, order them for locality, and take the layer axis out."""
+    """Merge neighbouring axes, order them for locality, and remove the layer axis."""
     spans_layers = not any(a.role == "layers" for a in box.axes)
     axes = sorted(
         (a._replace(role="") for a in box.axes if a.role != "layers" and a.times > 1),
         key=lambda a: (a.src_stride, a.dst_stride),
     )
     merged: list[Axis] = []
-    for axis in axes:  # ascending strides: each may continue the one before it
+    for axis in axes:  # in ascending order of strides: each may continue the one before it
         if merged:
             inner = merged[-1]
             if (
@@ -336,10 +331,10 @@ def _finish(box: Box) -> Pattern:
 
 
 def refine(src: Sequence[tuple[int, int]], dst: Sequence[tuple[int, int]]) -> list[Axis]:
-    """Axes that both sides walk alike, from (size, stride) pairs of one extent, outermost first.
+    """Axes for both sides, from the (size, stride) pairs of each side, outermost first.
 
-    Where one side keeps 64 elements in a row and the other 32 pairs, both are 32 pairs. Both must
-    end together: what only one of them walks would be left out.
+    If one side has an axis of 64 elements and the other 32 pairs, both get 32 pairs. Both sides
+    must have the same number of elements, or some would be left out.
     """
     ours, theirs = list(src), list(dst)
     axes: list[Axis] = []
@@ -366,7 +361,7 @@ def refine(src: Sequence[tuple[int, int]], dst: Sequence[tuple[int, int]]) -> li
 
 
 def axis_offsets(axes: Sequence[Axis], side: str) -> Ints:
-    """Offsets of all repetitions of a run, outermost axis slowest."""
+    """Offsets of all repetitions of a run. The outermost axis varies slowest."""
     offsets = np.zeros(1, dtype=np.int64)
     for axis in axes:
         stride = axis.src_stride if side == "src" else axis.dst_stride
@@ -375,21 +370,19 @@ def axis_offsets(axes: Sequence[Axis], side: str) -> Ints:
     return offsets
 
 
-# --------------------------------------------------------------------------------------------------
-# The last block of a request, moved whole.
-#
-# Most prompts end inside a block. Where the inside of a page runs across its slots (K of vLLM's CPU
-# attention: one run a head and dimension), moving the tokens of that block alone takes hundreds of
-# short runs, and moving all of it takes one. What comes too much lies in blocks of this request,
-# and is zeroed with the rest of the tail that nothing covers.
-# --------------------------------------------------------------------------------------------------
-
-MOST_PADDING = 1 / 8  # of the request; beyond it, bytes cost more than runs
+MOST_PADDING = 1 / 8  # of the request; beyond it, the extra bytes cost more than the runs save
 
 
 def padded_tokens(model: CacheModel, src: EngineShape, dst: EngineShape, tokens: int) -> int:
-    """Up to where to move: the end of both sides' last blocks, if that is one and near; else
-    `tokens`. Windows and states depend on where a request ends: they are left as they are."""
+    """How many tokens to move: up to the end of the last block if it pays, else `tokens`.
+
+    Most prompts end inside a block. If the page keeps slots innermost (K of vLLM's CPU attention),
+    the tokens of that block are hundreds of short runs, and the whole block is one run. The extra
+    bytes land in blocks of this request, which the destination zeroes after the last token.
+
+    Both sides' last blocks must end at the same token. Models with windows or states are never
+    padded, because what they move depends on the token at which a request ends.
+    """
     if any(group.residency.kind != "full" for group in model.groups):
         return tokens
     spans = {s.block_tokens(g) * s.dcp_for(g) for g in model.groups for s in (src, dst)}

@@ -1,7 +1,10 @@
-"""What a pairing of two engines costs, before any of them runs.
+"""The costs of a pair of engines before either runs, and plans as plain values.
 
-Every edge is planned and bound for one synthetic request, so that the numbers are those of the
-real thing: bytes, strided runs, descriptors. The lower bounds come from the shapes alone.
+`report` plans every edge and binds it for one synthetic request, so its bytes, strided runs and
+descriptors are those of a real request. The lower bounds come from the shapes alone.
+
+`dump` turns a plan into values for JSON, and `load` turns them back into the plan. Two plans are
+equal exactly if their `digest`s are.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ class EdgeReport:
     src: Rank
     dst: Rank
     bytes: int
-    runs: int  # strided
+    runs: int  # strided runs
     descriptors: int
     shares: tuple[ShareReport, ...]
 
@@ -59,18 +62,18 @@ class PlanReport:
     skip: int
     edges: tuple[EdgeReport, ...]
     total_bytes: int
-    lower_bound_bytes: int  # what the destination ranks need, counted from the shapes
+    lower_bound_bytes: int  # that the destination ranks need, counted from the shapes
     busiest_source_bytes: int
-    ideal_source_bytes: int  # no choice of replicas can make the busiest source carry less
+    ideal_source_bytes: int  # the least load of the busiest source, over all choices of replicas
     busiest_destination_bytes: int
 
     @property
     def imbalance(self) -> float:
-        """The busiest source's load over the least possible; 1.0 is perfect."""
+        """The busiest source's load, divided by the least possible load."""
         return self.busiest_source_bytes / self.ideal_source_bytes if self.total_bytes else 1.0
 
     def seconds(self, link_bytes_per_s: float) -> float:
-        """Time on the wire when every rank has one link, and all links run at once."""
+        """Time on the wire if every rank has one link and all links run at once."""
         busiest = max(self.busiest_source_bytes, self.busiest_destination_bytes)
         return busiest / link_bytes_per_s
 
@@ -151,7 +154,7 @@ def report(
 def synthetic_tables(
     model: CacheModel, shape: EngineShape, tokens: int, scattered: bool, seed: int
 ) -> tuple[list[Ints], int]:
-    """Block tables for one request (distinct ids over all groups), and the blocks they need."""
+    """Block tables for one request, with distinct ids in all groups, and the blocks they need."""
     counts = []
     for group in model.groups:
         one = group.is_state or group.residency.kind == "ring"
@@ -198,21 +201,14 @@ def _loads(edges: list[EdgeReport]) -> tuple[dict[Rank, int], dict[Rank, int]]:
 
 
 def _ideal(pair: PairPlan, by_src: dict[Rank, int]) -> int:
-    """Each stage's bytes spread evenly over its ranks: the least load of the busiest one."""
+    """The load of the busiest rank if each stage's bytes were spread evenly over its ranks."""
     stages: dict[int, int] = defaultdict(int)
     for rank, load in by_src.items():
         stages[rank.pp] += load
     return max((-(-load // pair.src.tp) for load in stages.values()), default=1) or 1
 
 
-# --------------------------------------------------------------------------------------------------
-# Plans as plain values: to keep, to send, to compare.
-#
-# `dump` gives JSON-able values and `load` the same plan again. `digest` is equal on two sides
-# exactly when their plans are.
-# --------------------------------------------------------------------------------------------------
-
-FORMAT = 1
+FORMAT = 1  # of dumped plans
 
 
 def dump(plan: EdgePlan) -> dict[str, Any]:
@@ -239,7 +235,7 @@ def dump(plan: EdgePlan) -> dict[str, Any]:
 def load(values: dict[str, Any]) -> EdgePlan:
     if values.get("format") != FORMAT:
         raise DescriptionError(
-            f"a plan of format {values.get('format')!r}; this version reads {FORMAT}"
+            f"the plan has format {values.get('format')!r}; this version reads {FORMAT}"
         )
     pieces = tuple(
         Piece(

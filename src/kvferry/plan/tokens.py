@@ -1,9 +1,9 @@
-"""The token axis: which entries move, and how both pagings cut them.
+"""The token axis: which entries move, and how the two pagings cut them.
 
-`moved` decides the range of entries from the residencies of both sides; `walk` cuts it at every
-block and interleave boundary of either side, and at tiles (kernel blocks) where a segment does not
-consist of whole ones, so that within a segment both sides are plain strides. Both are arithmetic
-on the request's length; block ids come later.
+`moved` takes the range of entries from the residencies of both sides. `walk` cuts the range at
+every block and interleave boundary of either side. It also cuts at tiles (kernel blocks), unless a
+segment consists of whole tiles. So within a segment both sides have plain strides. Both functions
+are arithmetic on the request's length; block ids come later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Paging:
     """How one rank pages the entries of a group."""
 
     block_entries: int
-    tile: int = 1  # entries between which slots are evenly spaced; 1: in the whole block
+    tile: int = 1  # entries in a tile, whose slots are evenly spaced; 1: the whole block's are
     context: int = 1  # dcp ranks that share the entries
     context_rank: int = 0
     interleave: int = 1  # consecutive entries of one dcp rank
@@ -38,7 +38,7 @@ class Paging:
 
     @property
     def step(self) -> int:
-        """Positions within which slots are consecutive in one block: every multiple is a cut."""
+        """Every multiple of this many positions is a cut: slots in between are consecutive."""
         if self.context == 1:
             return self.block_entries
         return gcd(self.tile, self.interleave) if self.tile > 1 else self.interleave
@@ -50,7 +50,7 @@ class Paging:
         return held
 
     def local(self, positions: Ints) -> Ints:
-        """Index among this rank's own entries."""
+        """Index of each position among this rank's own entries."""
         if self.ring:
             return positions % self.block_entries
         if self.context == 1:
@@ -66,14 +66,14 @@ class Paging:
 
 
 def paging_for(group: Group, shape: EngineShape, tp_rank: int, tile: int = 1) -> Paging:
-    """How a rank pages a group; `tile` where the slots of a block are not evenly spaced."""
+    """How a rank pages a group. Give `tile` if the slots of a block are not evenly spaced."""
     block, _ = shape.entries(group)
     context = shape.dcp_for(group)
     interleave = shape.interleave if context > 1 else 1
     if interleave % group.tokens_per_entry and context > 1:
         raise DescriptionError(
             f"group {group.name!r} stores one entry per {group.tokens_per_entry} tokens, which "
-            f"dcp with interleave {interleave} would tear apart; use a multiple as interleave"
+            f"dcp with interleave {interleave} would split; use a multiple of it as interleave"
         )
     return Paging(
         block_entries=block,
@@ -87,14 +87,14 @@ def paging_for(group: Group, shape: EngineShape, tp_rank: int, tile: int = 1) ->
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Entries `range` of a group move; whole destination blocks from entry `wanted` on were due."""
+    """Entries `range` of a group move; the destination wanted the entries from `wanted` on."""
 
     range: Span
     wanted: int
 
     @property
     def lacks_head(self) -> bool:
-        """The destination's first loaded block misses entries that the source has dropped."""
+        """Whether the destination's first block lacks entries that the source dropped."""
         return self.wanted < self.range.start
 
 
@@ -106,12 +106,12 @@ def moved(
     skip: int,
     allow_uncacheable: bool = False,
 ) -> Moved:
-    """Entries of a request of `tokens` tokens to move when the destination has `skip` already.
+    """Entries to move of a request of `tokens` tokens, of which the destination has `skip`.
 
-    Windows and chunks move every destination block that touches what is needed, whole, because
-    the destination will hash it whole. Where the source no longer holds the head of such a block,
-    that is refused, unless the caller promises to keep those blocks out of its prefix cache.
-    States and rings are never skipped: a prefix of them is something else.
+    For windows and chunks, every destination block with a needed token moves whole, because the
+    destination hashes whole blocks. If the source has dropped the head of such a block, the request
+    is refused, unless the caller keeps those blocks out of its prefix cache (`allow_uncacheable`).
+    States and rings always move: they depend on all tokens of the request.
     """
     if tokens < 1 or not 0 <= skip <= tokens:
         raise BindError(f"expected 0 <= skip <= tokens and tokens >= 1, found {skip=}, {tokens=}")
@@ -139,13 +139,13 @@ def moved(
         )
     per = group.tokens_per_entry
     stop = -(-tokens // per) if group.partial_entries else tokens // per
-    # where no token moves, neither does the entry that the last one is only a part of
+    # if no token moves, the entry that the last token is a part of does not move either
     first = stop if start == tokens else min(start // per, stop)
     return Moved(Span(first, stop), wanted // per if start > wanted else first)
 
 
 def _block_floor(group: Group, shape: EngineShape, token: int) -> int:
-    """First token that a side keeps in whole blocks, when `token` and later ones are needed."""
+    """First token of the block with `token`, or 0 on a side that keeps every block."""
     if shape.full_residency:
         return 0
     span = shape.block_tokens(group) * shape.dcp_for(group)
@@ -154,17 +154,17 @@ def _block_floor(group: Group, shape: EngineShape, token: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Runs of entries that are consecutive slots on both sides, in ascending order of position.
+    """Runs of entries with consecutive slots on both sides, in ascending order of position.
 
-    A segment is `repeats` pieces of `entries` entries, `src_step` and `dst_step` slots apart. It is
-    made of whole tiles of both sides, or lies within one tile of each.
+    A segment is `repeats` pieces of `entries` entries, `src_step` and `dst_step` slots apart. It
+    consists of whole tiles of both sides, or lies within one tile of each.
     """
 
     src_block: Ints
     src_slot: Ints
     dst_block: Ints
     dst_slot: Ints
-    kinds: Ints  # of each segment: row of `forms`
+    kinds: Ints  # of each segment: its row of `forms`
     forms: Ints  # (kinds, 4): entries, repeats, src_step, dst_step
 
     @property
@@ -173,18 +173,18 @@ class Segments:
 
     @cached_property
     def dst_heads(self) -> Ints | slice:
-        """The first segment of each stretch that lies in one destination block."""
+        """The first segment of each run of segments in one destination block."""
         if len(self.dst_block) < 2 or bool((self.dst_block[1:] != self.dst_block[:-1]).all()):
             return slice(None)
         return np.flatnonzero(np.diff(self.dst_block, prepend=-1))
 
 
-# The edges of one request walk alike, and so do requests of one length; a long one has a megabyte.
+# Edges of one request, and requests of one length, share a walk. A long one takes a megabyte.
 @lru_cache(maxsize=16)
 def walk(src: Paging, dst: Paging, span: Span) -> Segments:
-    """Cut the positions of `span` at every boundary of both sides; keep what both ranks hold.
+    """Cut the positions of `span` at every boundary of both sides; keep those that both ranks hold.
 
-    Who asks again gets the same arrays: they cannot be written to.
+    Callers share the arrays, so they are read-only.
     """
     found = _walk(src, dst, span)
     for array in (found.src_block, found.src_slot, found.dst_block, found.dst_slot):
@@ -209,11 +209,11 @@ def _walk(src: Paging, dst: Paging, span: Span) -> Segments:
 
 
 def _cut(src: Paging, dst: Paging, span: Span) -> tuple[Ints, Ints]:
-    """Starts and lengths of the pieces of `span` between all boundaries."""
+    """Starts and lengths of the pieces of `span` between the boundaries of both sides."""
     whole = whole_tiles(src, dst)
     if not whole:
         return _between(_steps(src) + _steps(dst), span)
-    # only what is left over at the ends of the span is less than whole tiles
+    # only the two ends of the span are less than whole tiles
     body = Span(-(-span.start // whole) * whole, span.stop // whole * whole)
     if body.size <= 0:
         return _between(_steps(src) + _steps(dst), span)
@@ -227,9 +227,10 @@ def _cut(src: Paging, dst: Paging, span: Span) -> tuple[Ints, Ints]:
 
 
 def whole_tiles(src: Paging, dst: Paging) -> int:
-    """Entries that are whole tiles of both sides wherever a block of either begins; 0: none.
+    """Entries in a tile of the side with the larger tiles, if the two tilings fit; else 0.
 
-    One tile must divide the other, or no set of even axes walks both.
+    They fit if one tile divides the other and both sides' blocks consist of whole tiles; with dcp,
+    only if there are no tiles. Otherwise no set of even axes walks both sides.
     """
     tiles = lcm(src.tile, dst.tile)
     if tiles not in (src.tile, dst.tile):
@@ -262,7 +263,7 @@ def _between(steps: list[int], span: Span) -> tuple[Ints, Ints]:
 
 
 def _distinct(values: Ints) -> tuple[Ints, Ints]:
-    """np.unique with inverse, without the sort where all values are equal, as they often are."""
+    """np.unique with inverse. It does not sort equal values, which are the usual case."""
     if len(values) == 0 or bool((values == values[0]).all()):
         return values[:1].copy(), np.zeros(len(values), dtype=np.int64)
     distinct, kinds = np.unique(values, return_inverse=True)
@@ -280,7 +281,7 @@ def _fold(
 ) -> Segments:
     """Fold segments that repeat at constant distances inside one tile of both sides.
 
-    Context parallelism scatters single tokens; folded, a block is one strided run again.
+    Context parallelism scatters single tokens. Folding makes a block one strided run again.
     """
     linked = entries[1:] == entries[:-1]
     for axis in (src_block, dst_block):

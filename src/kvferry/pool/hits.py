@@ -1,10 +1,13 @@
-"""The hit: how much of a sequence can be had from the pool, and from which layouts.
+"""The hit: how much of a sequence the pool holds, and in which layouts.
 
-Every group of layers needs its own: full attention every token up to the hit, a window or chunk the
-blocks that the next token still reads, a recurrent state the one state at exactly that token. The
-hit is the longest prefix for which all of it exists. Where several layouts hold a part, runs are
-taken from the one that reaches furthest, so a conversation that moved between engines of different
-shapes is read from all of them. Arithmetic on small arrays: one value a unit of tokens.
+Each group of layers has its own need. Full attention needs every token up to the hit. A window or a
+chunk needs the blocks that the next token still reads. A recurrent state needs the one state at
+exactly that token. The hit is the longest prefix for which all of this exists.
+
+Several layouts may hold parts of a sequence. A run is taken from the layout that reaches furthest.
+So a conversation that moved between engines of different shapes is read from all their layouts.
+
+This is arithmetic on small arrays with one value per unit of tokens.
 """
 
 from __future__ import annotations
@@ -23,17 +26,17 @@ Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What the reader keeps of one group."""
+    """What the reading engine keeps of one group."""
 
     group: str
     residency: Residency
     block_tokens: int  # of the reader
-    full_residency: bool = False  # the reader keeps every block, whatever the residency
+    full_residency: bool = False  # the reader keeps every block, also of windows and chunks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """Which blocks of one group a layout has in the pool, from the first on."""
+    """Which blocks of one group the pool has in one layout, from the first block on."""
 
     layout_id: str
     group: str
@@ -43,7 +46,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens of one group that come from one layout. Of a state: the one at `stop`."""
+    """Tokens of one group that come from one layout. For a state: the state at `stop`."""
 
     layout_id: str
     group: str
@@ -53,7 +56,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """`tokens` are in the pool; `segments` say where those after the local ones come from."""
+    """`tokens` are in the pool. `segments` say where those that the reader lacks come from."""
 
     tokens: int = 0
     segments: tuple[Segment, ...] = ()
@@ -70,8 +73,8 @@ def longest_hit(
 ) -> Hit:
     """The longest hit of at most `most_tokens`, a multiple of `align_tokens`.
 
-    computed   tokens at the front that the reader has already
-    preferred  layout to read from where it reaches as far as any other
+    computed   leading tokens that the reader has already
+    preferred  layout to read from if it reaches as far as any other
     """
     most = most_tokens // align_tokens * align_tokens
     if most <= computed or not needs:
@@ -117,13 +120,13 @@ def _needed_from(need: Need, ends: Ints) -> Ints:
             first = ends // span * span
         case _:
             first = np.zeros_like(ends)
-    # the reader fills and hashes its blocks whole
+    # The reader fills and hashes whole blocks.
     found: Ints = first // need.block_tokens * need.block_tokens
     return found
 
 
 def _covers(need: Need, held: Sequence[Held], unit: int, units: int) -> dict[str, Bools]:
-    """By layout: which units of the sequence it has; of a state, at which units' ends."""
+    """By layout: which units of the sequence it has. For a state: at which units' ends."""
     found: dict[str, Bools] = {}
     for h in held:
         if h.group != need.group:
@@ -162,13 +165,13 @@ def _segments(
 
 
 def _run_ends(cover: Bools) -> Ints:
-    """For each unit: where the run of covered units that it is in ends; itself if not covered."""
+    """For each unit, the end of its run of covered units; the unit itself if it is not covered."""
     gaps = np.where(cover, len(cover), np.arange(len(cover)))
     return np.minimum.accumulate(gaps[::-1])[::-1]
 
 
 def covered_prefix(held: Sequence[Held], layout_id: str) -> int:
-    """Tokens at the front that one layout has, of all groups."""
+    """Leading tokens that one layout has in all groups."""
     ends = [
         (len(h.exists) if h.exists.all() else int(np.argmin(h.exists))) * h.block_tokens
         for h in held

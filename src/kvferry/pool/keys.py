@@ -1,16 +1,23 @@
-"""Names of objects: what the bytes mean, who laid them out how, which part, and of which content.
+"""Names of objects in the pool, and the content hashes in them.
 
     kvferry1 / tenant / namespace / layout / part / content
 
-The *namespace* is a digest of all that decides what bytes mean and that no shape can bridge:
-tenant, model fingerprint, what engines compare at a handshake, weight revision. The *layout* is the
-id of a record that tells where in the object each byte lies; engines of other shapes read it. The
-*part* is the writer's block table and rank. The *content* is a digest of every token up to the
-block's end.
+The *namespace* is a digest of everything that must be equal for bytes to have the same meaning:
+tenant, model fingerprint, the facts that engines compare at a handshake, weight revision. The
+*layout* is the id of a record that says where in the object each byte lies; engines of other shapes
+read it. The *part* is the writer's block table and rank. The *content* is a digest of every token
+up to the block's end.
 
-Digests are BLAKE2b. Content comes from users, who may look for collisions on purpose: a fast hash
-that is not made to resist them (xxh3, or vLLM's own seeded hashes) would let one user's prompt hit
-another's cache. 192 bits put a birthday attack at 2^96.
+Content hashes. A digest covers all tokens of a prefix, so equal digests mean equal prefixes, and a
+block's digest names all blocks before it. LoRA and cache salt come first in the hashed stream; an
+image comes where its placeholder tokens begin. A token is four bytes below `MARK`; anything else is
+`MARK`, its length and its bytes, so that nothing can pass for something else. Digests depend on
+content and block size alone, not on PYTHONHASHSEED or the process. They are extended as tokens
+come. One pass hashes 128,000 tokens in about 10 ms, on a thread for which no step waits.
+
+Digests are BLAKE2b. Users choose the content and may search for collisions. A fast hash that does
+not resist them (xxh3, vLLM's own seeded hashes) would let one user's prompt hit another's cache.
+With 192 bits, a birthday attack takes 2^96 steps.
 """
 
 from __future__ import annotations
@@ -31,18 +38,18 @@ from kvferry.layout.placement import Ints
 ROOT = "kvferry1"  # also the version of this format
 CONTENT_BYTES = 24
 NAMESPACE_BYTES = 12
-INDEX_SLOTS = 32  # layouts that one namespace can have at a time
+INDEX_SLOTS = 32  # layouts that one namespace can have at once
 
 
 @dataclass(frozen=True, slots=True)
 class KeyMetadata:
-    """What must be equal for bytes to mean the same, whatever their shape."""
+    """The facts that must be equal for bytes to have the same meaning, in any shape."""
 
     tenant: str
     model: str  # fingerprint of the cache's description
-    meaning: tuple[tuple[str, str], ...]  # what engines compare at a handshake, sorted
-    weights: str = ""  # revision of the weights, where known
-    epoch: str = ""  # changed when weights are replaced in a running engine
+    meaning: tuple[tuple[str, str], ...]  # facts that engines compare at a handshake, sorted
+    weights: str = ""  # revision of the weights, if known
+    epoch: str = ""  # changes when weights are replaced in a running engine
 
     @classmethod
     def of(
@@ -66,11 +73,11 @@ class KeyMetadata:
         return f"{ROOT}/{quote(self.tenant, safe='')}/{self.namespace}"
 
     def record_key(self, layout_id: str) -> str:
-        """Where a layout's record is kept."""
+        """The key of a layout's record."""
         return f"{self.root}/layout/{layout_id}"
 
     def index_keys(self) -> list[str]:
-        """Slots that name the layouts of this namespace; each is written once."""
+        """Keys of the slots that name the layouts of this namespace; each is written once."""
         return [f"{self.root}/index/{slot}" for slot in range(INDEX_SLOTS)]
 
 
@@ -89,7 +96,7 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class PoolKey:
-    """One object, spelled out: for tools and tests. Requests build whole batches by `prefix`."""
+    """One object's key in parts, for tools and tests. Requests use `object_keys`."""
 
     tenant: str
     namespace: str
@@ -126,25 +133,12 @@ def object_keys(
     return [prefix + content for content in contents]
 
 
-# --------------------------------------------------------------------------------------------------
-# Content hashes: a digest of every token up to a block's end, and of all else that shaped it.
-#
-# A prefix's digest covers its tokens from the first one on, so equal digests mean equal prefixes,
-# and a block's digest names all blocks before it. LoRA and cache salt go in first; an image goes in
-# where its placeholder tokens begin. The stream is framed so that nothing can pass for something
-# else: a token is four bytes below `MARK`, everything else is `MARK`, its length, its bytes.
-#
-# Digests depend on content and block size alone: not on PYTHONHASHSEED, not on the process. They
-# are extended as tokens come, never computed again; one pass hashes 128 k tokens in about 10 ms, on
-# a thread that no step waits for.
-# --------------------------------------------------------------------------------------------------
-
-MARK = 0xFFFFFFFF  # no token id
+MARK = 0xFFFFFFFF  # no token has this id
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extra:
-    """What else the cache depends on, from this token on."""
+    """A key besides the tokens on which the cache depends, from this token on."""
 
     position: int
     text: str
@@ -166,7 +160,7 @@ class _Walk:
 
 
 class ContentChain:
-    """The content hashes of one sequence; grows with it. May be used from any thread."""
+    """The content hashes of one sequence, which grow with it. Any method, from any thread."""
 
     def __init__(self, extras: Sequence[Extra] = ()) -> None:
         self._extras = sorted(extras)
@@ -190,7 +184,7 @@ class ContentChain:
         self._stream += ids.astype("<u4").tobytes()
 
     def signature(self) -> str:
-        """A digest of everything, also of what fills no block."""
+        """A digest of the whole sequence, also of tokens that fill no block."""
         with self._lock:
             whole = blake2b(self._stream, digest_size=CONTENT_BYTES)
             for extra in self._extras:
@@ -198,12 +192,12 @@ class ContentChain:
             return whole.hexdigest()
 
     def cover(self, tokens: Sequence[int], count: int) -> None:
-        """Append what is missing of the first `count` of all tokens of the sequence."""
+        """Append the missing part of the first `count` tokens. `tokens` is the whole sequence."""
         while (have := self.tokens) < count:
             ids = np.asarray(tokens[have:count], dtype=np.int64)
             if not ids.size:
                 raise DescriptionError(f"the sequence has {have} tokens, expected {count}")
-            with self._lock:  # somebody else may have appended them meanwhile
+            with self._lock:  # another thread may have appended them meanwhile
                 if self.tokens == have:
                     self._append(ids)
 

@@ -1,9 +1,20 @@
-"""Layout records: how a writer's objects are laid out, for readers of any shape.
+"""Layouts of objects in the pool: records of them, reading another shape's objects, their registry.
 
-A record holds the model's description, what engines compare at a handshake, the writer's shape and
-the layout of each of its ranks. Its id is a digest of these, so engines of one shape have one id,
-and a record that was changed is noticed. Ranks that hold the same bytes of a table (replicated
-heads, latents) are one *fragment*, named after the first of them; they write in turns, by block.
+**Records.** A record holds the model's description, the facts that engines compare at a handshake,
+the writer's shape, and the layout of each of its ranks. Its id is a digest of these. So engines of
+one shape share an id, and a damaged record is noticed. Ranks that hold the same bytes of a table
+(replicated heads, latents) form one *fragment*, named after the first of them. They write its
+blocks in turns.
+
+**Reading** (`ReadPlan`). For each layout in the pool, a rank plans once, as if the writer were
+another engine. A read binds the plan to tokens. The writer's blocks are numbered by their place in
+the sequence, so a source address is an object and an offset in it. The result is one list of slices
+for each object, with only the bytes that are needed.
+
+**The registry** (`LayoutBook`). A namespace has a fixed number of index slots. A writer puts its
+record under the layout's id, and the id into the first free slot. Nothing is ever changed, so two
+writers cannot damage each other's entries. If the store has evicted a slot or a record, its owner
+writes it again. Until then, engines that do not know the layout miss its objects.
 """
 
 from __future__ import annotations
@@ -45,14 +56,14 @@ ID_BYTES = 12
 
 
 class LayoutRecord(msgspec.Struct, frozen=True):
-    """What is stored."""
+    """A layout as the store keeps it."""
 
     format: int
     engine: EngineInfo
     ranks: list[RankInfo]
 
 
-_records = msgspec.msgpack.Decoder(LayoutRecord)  # made once: its first use is on many threads
+_records = msgspec.msgpack.Decoder(LayoutRecord)  # made at import: many threads use it at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,11 +75,11 @@ class PoolLayout:
     model: CacheModel
     meaning: dict[str, str]
     shape: EngineShape
-    ranks: dict[Rank, RankLayout]  # compact: of objects
+    ranks: dict[Rank, RankLayout]  # compact layouts, of objects
     kinds: tuple[TableKind, ...]
     fragments: tuple[Fragment, ...]
-    owner: dict[tuple[int, Rank], Fragment] = field(repr=False)  # of each table on each rank
-    turns: dict[Fragment, tuple[Rank, ...]] = field(repr=False)  # ranks that write it
+    owner: dict[tuple[int, Rank], Fragment] = field(repr=False)  # by table and rank
+    turns: dict[Fragment, tuple[Rank, ...]] = field(repr=False)  # ranks that write the fragment
 
     def kind(self, table: int) -> TableKind:
         return next(kind for kind in self.kinds if kind.table == table)
@@ -89,21 +100,14 @@ def make_layout(
     """The layout of an engine, from the memory of all its ranks."""
     compacted = [compact(layout, object_memory(model, layout)) for layout in ranks]
     shape = compacted[0].shape
+    nameless = CacheModel("", model.groups, model.total_layers)  # the name is a path
+    compacted.sort(key=lambda layout: layout.rank)
     record = LayoutRecord(
         FORMAT,
-        engine_info("", "", _nameless(model), shape, meaning),
-        [rank_info(r, [0] * len(r.regions), "", "", {}) for r in sorted(compacted, key=_by_rank)],
+        engine_info("", "", nameless, shape, meaning),
+        [rank_info(r, [0] * len(r.regions), "", "", {}) for r in compacted],
     )
     return _ready(msgspec.msgpack.encode(record), record)
-
-
-def _by_rank(layout: RankLayout) -> Rank:
-    return layout.rank
-
-
-def _nameless(model: CacheModel) -> CacheModel:
-    """A model's name is a path, and says nothing about bytes."""
-    return CacheModel("", model.groups, model.total_layers)
 
 
 def layout_id(encoded: bytes) -> str:
@@ -111,7 +115,7 @@ def layout_id(encoded: bytes) -> str:
 
 
 def read_record(encoded: bytes, expected_id: str) -> PoolLayout:
-    """A record from a store, checked; raises a `KvferryError` that says what is wrong with it."""
+    """Check and read a record from a store. Raises a `KvferryError` with the reason."""
     if len(encoded) > MOST_RECORD_BYTES or layout_id(encoded) != expected_id:
         raise ProtocolError(
             f"the record of layout {expected_id} has {len(encoded)} bytes and the digest "
@@ -159,7 +163,7 @@ def _ready(encoded: bytes, record: LayoutRecord) -> PoolLayout:
 def _replicas(
     ranks: Mapping[Rank, RankLayout],
 ) -> tuple[dict[tuple[int, Rank], Fragment], dict[Fragment, tuple[Rank, ...]]]:
-    """Ranks whose objects of a table hold the very same bytes are one fragment."""
+    """Group ranks whose objects of a table hold the same bytes into fragments."""
     first: dict[object, Fragment] = {}
     owner: dict[tuple[int, Rank], Fragment] = {}
     turns: dict[Fragment, list[Rank]] = {}
@@ -176,7 +180,7 @@ def _replicas(
                 for part in layout.parts
                 if part.table == table
             )
-            # of opaque pages nobody knows what they hold: they are nobody's replicas
+            # The content of opaque pages is unknown, so they have no replicas.
             opaque = any(part.is_opaque for part in layout.parts if part.table == table)
             phase = rank.tp if opaque else rank.tp % layout.shape.dcp
             held = (table, rank.pp, phase, parts)
@@ -187,7 +191,7 @@ def _replicas(
 
 
 def require_readable(ours: PoolLayout, theirs: PoolLayout) -> None:
-    """Refuse a record whose bytes mean something else, though its key says that they do not."""
+    """Refuse a record whose bytes have another meaning, although its key says the same."""
     require_same_cache(theirs.model, ours.model)
     if theirs.meaning != ours.meaning:
         raise IncompatibleError(
@@ -196,7 +200,7 @@ def require_readable(ours: PoolLayout, theirs: PoolLayout) -> None:
 
 
 def is_usable(ours: PoolLayout, theirs: PoolLayout) -> str:
-    """Why a layout cannot be read here; empty where it can."""
+    """Why a layout cannot be read here; empty if it can."""
     try:
         require_readable(ours, theirs)
     except KvferryError as error:
@@ -204,16 +208,7 @@ def is_usable(ours: PoolLayout, theirs: PoolLayout) -> str:
     return ""
 
 
-# --------------------------------------------------------------------------------------------------
-# Reading another shape's objects: the planner's copies, turned into parts of objects.
-#
-# For each layout in the pool, a rank plans once: every writer rank that holds something of ours, as
-# the planner sees any other engine. A read binds these plans to tokens: blocks of the writer are
-# numbered by their place in the sequence, so an address on the source side *is* an object and an
-# offset in it. The result is one list of slices an object, with only the bytes that are needed.
-# --------------------------------------------------------------------------------------------------
-
-TABLE_SHIFT = 52  # a source address here is table << 52 | block * stride | offset
+TABLE_SHIFT = 52  # a source address of a ReadPlan is table << 52 | block * stride | offset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,7 +217,7 @@ class WantedParts:
 
     fragments: list[Fragment]
     blocks: list[int]
-    starts: list[int]  # first token of each that was asked for
+    starts: list[int]  # first wanted token of each
     slices: list[Slices]
 
     @property
@@ -232,14 +227,14 @@ class WantedParts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPlan:
-    """How one rank reads one layout; made once, kept."""
+    """How one rank reads one layout. It is made once and kept."""
 
     theirs: PoolLayout
     ours: RankLayout
     plans: tuple[EdgePlan, ...]
 
     def bind(self, segment: Segment, tables: Sequence[Ints], bases: Ints) -> WantedParts:
-        """What to read for a segment into these blocks."""
+        """The parts of objects to read for a segment, into these blocks."""
         src_bases = np.arange(self._tables, dtype=np.int64) << TABLE_SHIFT
         made: list[tuple[Ints, Ints, Ints, Ints]] = []
         fragments: list[Fragment] = []
@@ -276,7 +271,7 @@ class ReadPlan:
         return max(layout.tables for layout in self.theirs.ranks.values())
 
     def _state_block(self, table: int, segment: Segment, tables: Sequence[Ints]) -> Ints:
-        """A state lies in the block that its last token is in."""
+        """The block of a state is the one of its last token."""
         for part in self.ours.parts_of(segment.group):
             if part.table == table:
                 group = self.theirs.model.group(segment.group)
@@ -290,7 +285,7 @@ class ReadPlan:
         return tables[table]
 
     def _span(self, plan: EdgePlan, piece: Piece, segment: Segment) -> Span:
-        """Entries of a piece; a state or an opaque page is one entry."""
+        """The entries of a piece. A state or an opaque page is one entry."""
         group = plan.groups[piece.group]
         if group.is_state:
             return Span(0, 1)
@@ -308,7 +303,7 @@ class ReadPlan:
         made: list[tuple[Ints, Ints, Ints, Ints]],
         fragments: list[Fragment],
     ) -> WantedParts:
-        """One list of slices an object, objects in the order of their blocks."""
+        """Group copies by object, in the order of blocks."""
         if not made:
             return WantedParts([], [], [], [])
         distinct = sorted(set(fragments))
@@ -333,7 +328,7 @@ class ReadPlan:
 
 
 def _slices(offset: Ints, address: Ints, length: Ints, heads: Ints) -> list[Slices]:
-    """Cut before each head. Objects of which the same is wanted, as most are, share its arrays."""
+    """Cut before each head. Objects with the same wanted parts (most of them) share arrays."""
     count, per = len(heads), len(offset) // len(heads)
     if np.array_equal(heads, np.arange(count) * per) and count * per == len(offset):
         offsets, lengths = offset.reshape(count, per), length.reshape(count, per)
@@ -348,7 +343,7 @@ def _slices(offset: Ints, address: Ints, length: Ints, heads: Ints) -> list[Slic
 
 
 def plan_read(theirs: PoolLayout, model: CacheModel, ours: RankLayout) -> ReadPlan:
-    """Plan all that a rank can read of a layout, or refuse with the planner's reason."""
+    """Plan all that a rank can read of a layout. Raises the planner's reason if it cannot."""
     pair = plan_pair(theirs.model, theirs.shape, ours.shape, dst_model=model)
     plans = [
         pair.plan(edge, theirs.ranks[edge.src], ours)
@@ -358,23 +353,13 @@ def plan_read(theirs: PoolLayout, model: CacheModel, ours: RankLayout) -> ReadPl
     return ReadPlan(theirs, ours, tuple(plans))
 
 
-# --------------------------------------------------------------------------------------------------
-# The layouts of a namespace: ours published, others' found.
-#
-# A namespace has a fixed number of index slots. A writer puts its layout's record under the
-# layout's id, and the id into the first free slot; nothing is ever changed, so nothing can be torn
-# or lost by two writers at once. A slot or a record that the store evicted is written again by
-# whoever finds it missing and owns it; until then, to engines that do not know it yet, that layout
-# is a miss.
-# --------------------------------------------------------------------------------------------------
-
 log = logging.getLogger("kvferry")
 
-REFRESH_SECONDS = 2.0  # a new shape is noticed within this
+REFRESH_SECONDS = 2.0  # a new layout is noticed within this time
 
 
 class LayoutBook:
-    """Used by one thread at a time."""
+    """The layouts of one namespace: publishes our own, and finds others. For one thread."""
 
     def __init__(self, metadata: KeyMetadata, ours: PoolLayout, counters: PoolCounters) -> None:
         self.metadata, self.ours = metadata, ours
@@ -389,14 +374,14 @@ class LayoutBook:
         return list(self._known.values())
 
     def refresh(self, store: Store, deadline: float, now: float | None = None) -> None:
-        """Look for new layouts, and publish ours where it is missing; now and then."""
+        """Every few seconds, look for new layouts, and publish ours if it is missing."""
         now = time.monotonic() if now is None else now
         if now < self._next:
             return
         index = self.metadata.index_keys()
         record = self.metadata.record_key(self.ours.id)
         found = store.exists([*index, record], deadline)
-        self._slots.clear()  # a slot that was evicted may be another's by now
+        self._slots.clear()  # another layout may have an evicted slot by now
         for key, here in zip(index, found.tolist(), strict=False):
             name = store.get_bytes(key, deadline) if here else None
             if name is not None:
@@ -417,7 +402,7 @@ class LayoutBook:
         try:
             layout = read_record(encoded, layout_id)
             why = is_usable(self.ours, layout)
-            if not why:  # what no rank could read must not be promised
+            if not why:  # the scheduler must not promise what a rank cannot read
                 for rank in self.ours.ranks.values():
                     plan_read(layout, self.ours.model, rank)
         except KvferryError as error:
@@ -437,7 +422,7 @@ class LayoutBook:
             if key in self._slots:
                 continue
             outcome = store.put_bytes(key, self.ours.id.encode(), deadline)
-            if outcome is Outcome.EXISTS:  # somebody was faster: whose is it?
+            if outcome is Outcome.EXISTS:  # another engine was faster, perhaps with our layout
                 name = store.get_bytes(key, deadline)
                 if name != self.ours.id.encode():
                     continue
@@ -448,8 +433,8 @@ class LayoutBook:
             self._counters.add("layouts_published")
             return
         log.error(
-            "all %d layouts that a pool's namespace can have are taken: what this engine saves "
-            "cannot be found by others; give it a `cache_prefix` of its own",
+            "all %d layouts of the pool's namespace are taken: other engines cannot find what this "
+            "engine saves; give it its own `cache_prefix`",
             len(index),
         )
 
@@ -458,20 +443,12 @@ class LayoutBook:
             self._counters.add("layouts_unpublished")
 
 
-# --------------------------------------------------------------------------------------------------
-# From tokens to keys and addresses: one place that knows how the two are made.
-#
-# A reader asks for the content hashes of a sequence once for each published layout, at that
-# layout's block sizes; a writer finds the memory of its blocks and the keys that they go under.
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """All fragments of all blocks of a sequence, in all known layouts."""
+    """The keys of all fragments of all blocks of a sequence, in all known layouts."""
 
     keys: list[str]
-    parts: tuple[tuple[PoolLayout, Fragment, int], ...]  # with how many keys each
+    parts: tuple[tuple[PoolLayout, Fragment, int], ...]  # with the number of keys of each
 
     def by_fragment(self) -> Iterator[tuple[Fragment, list[str]]]:
         start = 0
@@ -480,7 +457,7 @@ class Question:
             start += count
 
     def answer(self, found: Bools) -> list[Held]:
-        """By layout and group: which blocks exist with *every* fragment, from whatever rank."""
+        """By layout and group: the blocks of which every fragment exists."""
         if len(found) != len(self.keys):
             raise StoreError(f"a store answered {len(found)} of {len(self.keys)} questions")
         by_layout: dict[str, dict[int, Bools]] = {}
@@ -508,14 +485,14 @@ class Question:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkedTokenDatabase:
-    """Keys of one namespace; with a rank's memory, also the addresses of its blocks."""
+    """From tokens to keys of one namespace and, with a rank's memory, to addresses of blocks."""
 
     metadata: KeyMetadata
     layout: PoolLayout  # our own
     rank: Rank | None = None
     memory: Mapping[int, ObjectMemory] = field(default_factory=dict)  # by table
     bases: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    replica: int = 0  # among workers with the same rank and the same bytes
+    replica: int = 0  # this worker's number among those with the same rank and bytes
     replicas: int = 1
 
     def question(self, chain: ContentChain, layouts: Sequence[PoolLayout]) -> Question:
@@ -529,7 +506,7 @@ class ChunkedTokenDatabase:
         return Question(keys, tuple(parts))
 
     def my_turn(self, table: int, numbers: Ints) -> Ints:
-        """Which of these blocks this rank writes, as indices: replicas take turns."""
+        """Indices of those blocks that this rank writes. Replicas take turns."""
         assert self.rank is not None
         turns = self.layout.turns[self.layout.owner[table, self.rank]]
         turn = turns.index(self.rank) + len(turns) * self.replica

@@ -1,10 +1,23 @@
-"""Lookups off the scheduler's critical path: a server on a thread of its own.
+"""Lookups: what the pool holds of a sequence. The scheduler asks, and never waits.
 
-It turns tokens into content hashes, asks the store one batched question for all fragments of all
-known layouts, and finds the hit. What goes wrong in it (the store cannot be reached, answers
-nonsense, raises anything) is a miss, and counted. Between questions it keeps our own layout
-published, and looks whether blocks that routers were told of are still there. Who asks it, and what
-becomes of a server that is stuck, is in `lookup_client`.
+**The server** (`LookupKeyServer`) is a thread with its own store. It turns tokens into content
+hashes, asks the store one batched question about all fragments in all known layouts, and finds the
+hit. Any error of the store is a miss, and counted. Between questions, the thread keeps our own
+layout published, and checks whether blocks that routers know of still exist (`EvictionWatch`).
+
+**The client** (`LookupKeyClient`) belongs to the scheduler's thread, which asks once per step. The
+first time, the client passes the question on. It answers `None` while the server works, and a miss
+once the deadline has passed.
+
+    the server's thread dies, or is stuck     a new server with its own store replaces it, and takes
+    in the store past its deadline            over the waiting questions
+    too many servers are stuck                lookups are misses at once, until one comes back
+    the server is still opening its store     lookups are misses meanwhile: opening Mooncake's store
+                                              can take a minute, which no question waits for
+
+**Evictions.** A store evicts without a message. An engine that told a router about a block has to
+notice by itself that the block is gone. So the server's thread asks for these blocks in turn, some
+at a time, and the scheduler's thread takes those that are gone and tells the router once.
 """
 
 from __future__ import annotations
@@ -29,15 +42,15 @@ from kvferry.pool.store import Store
 
 log = logging.getLogger("kvferry")
 
-CACHE_SECONDS = 1.0  # an answer may be this old: evictions are noticed by the load
+CACHE_SECONDS = 1.0  # an answer may be this old; the load notices evictions
 CACHED_ANSWERS = 256
-IDLE_SECONDS = 2.0  # between two looks at published layouts while nobody asks
-OPEN_AGAIN_SECONDS = 1.0  # a store that could not be opened is tried again after this
+IDLE_SECONDS = 2.0  # between two checks of published layouts while no question comes
+OPEN_AGAIN_SECONDS = 1.0  # after a failure to open the store
 
 
 @dataclass(frozen=True, slots=True)
 class LookupReader:
-    """What a hit depends on at the reader."""
+    """The reader's facts on which a hit depends."""
 
     needs: tuple[Need, ...]
     align_tokens: int
@@ -51,7 +64,7 @@ class LookupAnswer:
     hit: Hit = field(default_factory=Hit)
     held: tuple[Held, ...] = ()
     layouts: dict[str, PoolLayout] = field(default_factory=dict)
-    saved_tokens: int = 0  # at the front, in our own layout
+    saved_tokens: int = 0  # leading tokens that the pool has in our own layout
     failed: bool = False
     at: float = field(default_factory=time.monotonic)
 
@@ -71,20 +84,20 @@ class LookupAnswer:
 
 @dataclass(slots=True, eq=False)
 class LookupQuestion:
-    """A question on its way."""
+    """A question, and its answer once the server or the deadline has set it."""
 
     chain: ContentChain
     tokens: Sequence[int]
     count: int
     most_tokens: int
     deadline: float
-    first: bool = True  # not asked again because the answer grew old
+    first: bool = True  # False: asked again, because the first answer was too old
     answer: LookupAnswer | None = None
-    given_at: float | None = None  # when the scheduler got it
+    given_at: float | None = None  # when the scheduler got the answer
 
 
 class LookupKeyServer:
-    """One thread with one store. `ask` returns at once; answers appear in what was asked."""
+    """One thread with one store. `ask` returns at once; the thread sets the question's answer."""
 
     def __init__(
         self,
@@ -104,12 +117,12 @@ class LookupKeyServer:
         self._open_after = 0.0
         self._recent: OrderedDict[tuple[str, int], LookupAnswer] = OrderedDict()
         self._closed = False
-        self.busy_until: float | None = None  # deadline of what it does now
+        self.busy_until: float | None = None  # deadline of its current call of the store
         self.opening_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-lookup", daemon=True)
         try:
             self._thread.start()
-        except (RuntimeError, MemoryError) as error:  # not alive: it is replaced, as a dead one is
+        except (RuntimeError, MemoryError) as error:  # the client replaces it like a dead one
             log.warning("a lookup server does not start: %s", error)
 
     @property
@@ -120,7 +133,7 @@ class LookupKeyServer:
         self._queue.put(asked)
 
     def drain(self) -> list[LookupQuestion]:
-        """Questions that nobody has begun to answer."""
+        """Remove and return the questions that still wait."""
         left: list[LookupQuestion] = []
         while True:
             try:
@@ -131,7 +144,7 @@ class LookupKeyServer:
                 left.append(asked)
 
     def close(self, seconds: float = 0.0) -> None:
-        """Let the thread end as soon as the store lets it."""
+        """Let the thread end as soon as its call of the store returns."""
         self._closed = True
         self._queue.put(None)
         if seconds and self.alive:
@@ -148,7 +161,7 @@ class LookupKeyServer:
                     continue
                 if asked is not None:
                     answer = self._answer(asked)
-                    if asked.answer is None:  # else the client gave it up
+                    if asked.answer is None:  # otherwise the client gave it up
                         asked.answer = answer
                     if asked.first and not answer.failed:
                         self._tell(asked, answer)
@@ -157,7 +170,7 @@ class LookupKeyServer:
                 self._store.close()
 
     def _opened(self) -> Store:
-        """The store; no deadline runs while it is opened."""
+        """The store. No deadline runs while it is being opened."""
         if self._store is None:
             now = time.monotonic()
             if now < self._open_after:
@@ -173,7 +186,7 @@ class LookupKeyServer:
         return self._store
 
     def _tend(self) -> None:
-        """Keep our layout published, and know the others'."""
+        """Keep our layout published, learn others, and look for evictions."""
         if time.monotonic() < self._open_after:
             return
         try:
@@ -184,12 +197,12 @@ class LookupKeyServer:
         except Exception as error:
             self._open_after = time.monotonic() + OPEN_AGAIN_SECONDS
             self._counters.add("lookup_errors")
-            log.warning("the pool cannot be looked after: %s: %s", type(error).__name__, error)
+            log.warning("the pool's layouts were not read: %s: %s", type(error).__name__, error)
         finally:
             self.busy_until = None
 
     def _answer(self, asked: LookupQuestion) -> LookupAnswer:
-        """Always an answer: whatever goes wrong is a miss."""
+        """Answer a question. Any error is a miss."""
         try:
             self._opened()
             if time.monotonic() >= asked.deadline:
@@ -232,11 +245,11 @@ class LookupKeyServer:
         return answer
 
     def _tell(self, asked: LookupQuestion, answer: LookupAnswer) -> None:
-        """Tell the store about a request, once, when it has its answer: eviction learns from it."""
+        """Tell the store about an answered request, once, so that its eviction can learn."""
         ours, align = self._book.ours, self._reader.align_tokens
         used = {s.layout_id for s in answer.hit.segments}
         if not used or answer.hit.tokens < asked.most_tokens // align * align:
-            used.add(ours.id)  # what is missing will be put in our own layout
+            used.add(ours.id)  # this engine will save the rest in its own layout
         deadline = self.busy_until = time.monotonic() + IDLE_SECONDS
         try:
             for layout_id in sorted(used):
@@ -246,35 +259,22 @@ class LookupKeyServer:
             self._watch.look(self._opened(), deadline)
         except Exception as error:
             self._counters.add("lookup_errors")
-            log.warning("a request was not told to the store: %s: %s", type(error).__name__, error)
+            log.warning("the store did not hear of a request: %s: %s", type(error).__name__, error)
         finally:
             self.busy_until = None
 
 
-# --------------------------------------------------------------------------------------------------
-# Who asks lookup servers: a client that never waits.
-#
-# It is asked once a step. It passes a question on the first time, answers `None` while the server
-# works, and a miss when the deadline has passed. A server whose thread died, or that is stuck in
-# the store past its deadline, is replaced by a new one with a store of its own; the questions that
-# waited behind it move over. When too many are stuck, there is no point in more: lookups are misses
-# at once until one of them comes back.
-#
-# Opening a store may take far longer than a lookup may (Mooncake's set-up: a minute). That is no
-# question's time: a server that opens its store is left to it, and lookups are misses meanwhile.
-# --------------------------------------------------------------------------------------------------
-
-OLDEST_ANSWER_SECONDS = 10.0  # of a request that queued; longer than any step
-STUCK_SECONDS = 1.0  # after its deadline, a server is given up
-OPEN_SECONDS = 180.0  # a server that has not opened its store by then is given up, too
+OLDEST_ANSWER_SECONDS = 10.0  # for a request that queued; longer than any step
+STUCK_SECONDS = 1.0  # past its deadline; then a server counts as stuck
+OPEN_SECONDS = 180.0  # for opening its store; after that, a server counts as stuck too
 MOST_STUCK = 4
 
 
 def _stale(asked: LookupQuestion, now: float) -> bool:
     """Whether an answer is too old to promise anything.
 
-    One that nobody took in time is asked for once more. That answer is given to the scheduler
-    however slow its steps are, or a request could wait for ever for one that is always too old.
+    An answer that the scheduler did not take in time is asked for once more. The second answer
+    counts however slow the scheduler's steps are, or a request could wait for ever.
     """
     if asked.answer is None or asked.answer.failed:
         return False
@@ -284,7 +284,7 @@ def _stale(asked: LookupQuestion, now: float) -> bool:
 
 
 class LookupKeyClient:
-    """Asks for requests, by id; never waits. Used by the scheduler's thread alone."""
+    """Asks on behalf of requests, and never waits. For the scheduler's thread alone."""
 
     def __init__(
         self,
@@ -309,7 +309,7 @@ class LookupKeyClient:
         count: int,
         most_tokens: int,
     ) -> LookupAnswer | None:
-        """What the pool holds; None: ask again."""
+        """What the pool holds of the sequence, or None: ask again in the next step."""
         now = time.monotonic()
         asked = self._asked.get(request_id)
         if asked is None or asked.most_tokens != most_tokens or _stale(asked, now):
@@ -333,7 +333,7 @@ class LookupKeyClient:
         return asked.answer
 
     def _opens_slowly(self, server: LookupKeyServer, now: float) -> bool:
-        """Whether there is no point in waiting: the store is not there, and may not be for long."""
+        """Whether the store has been opening for longer than a lookup may take."""
         opening = server.opening_since
         return opening is not None and now > opening + self._seconds
 
@@ -341,7 +341,7 @@ class LookupKeyClient:
         self._asked.pop(request_id, None)
 
     def _able_server(self, now: float) -> LookupKeyServer | None:
-        """The server, or a new one where it is dead or stuck; None: too many are stuck."""
+        """The server, or a new one if it is dead or stuck. None: too many are stuck."""
         self._stuck = [s for s in self._stuck if s.alive]
         server = self._server
         if server is None:
@@ -371,7 +371,7 @@ class LookupKeyClient:
         return self._server
 
     def replace(self, make_server: Callable[[], LookupKeyServer]) -> None:
-        """Forget all answers: the namespace has changed."""
+        """Forget all answers, because the namespace has changed."""
         if self._server is not None:
             self._server.close()
         self._make = make_server
@@ -385,22 +385,16 @@ class LookupKeyClient:
         self._asked.clear()
 
 
-# --------------------------------------------------------------------------------------------------
-# Blocks that others were told of, looked at again in turn; what is gone is told once.
-#
-# A store evicts without asking anybody, so whoever has told a router about a block must notice by
-# itself that it went. Blocks are asked for round after round, some at a time, by the lookup
-# server's thread; the scheduler's thread adds them and takes what is gone.
-# --------------------------------------------------------------------------------------------------
-
 Name = TypeVar("Name", bound=Hashable)
 
 PERIOD_SECONDS = 2.0
 BLOCKS_AT_A_TIME = 1024
-MOST_BLOCKS = 1 << 18  # the oldest are forgotten beyond: they are not told as gone
+MOST_BLOCKS = 1 << 18  # beyond, the oldest are forgotten, and never reported as gone
 
 
 class EvictionWatch(Generic[Name]):
+    """Blocks that routers know of, checked in turn; see the module. Any method, from any thread."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._blocks: OrderedDict[Name, tuple[str, ...]] = OrderedDict()
@@ -408,14 +402,14 @@ class EvictionWatch(Generic[Name]):
         self._next_at = 0.0
 
     def add(self, name: Name, keys: Sequence[str]) -> None:
-        """A block was told of; it is there while all these objects are."""
+        """Watch a block. It exists while all these objects exist."""
         with self._lock:
             self._blocks[name] = tuple(keys)
             if len(self._blocks) > MOST_BLOCKS:
                 self._blocks.popitem(last=False)
 
     def discard(self, name: Name) -> None:
-        """It was told as gone already."""
+        """Stop watching a block that was reported as gone already."""
         with self._lock:
             self._blocks.pop(name, None)
 
@@ -435,7 +429,7 @@ class EvictionWatch(Generic[Name]):
             return gone
 
     def look(self, store: Store, deadline: float) -> None:
-        """Ask for the next blocks, if it is time; raises what the store raises."""
+        """Ask the store about the next blocks, if it is time. Raises the store's errors."""
         now = time.monotonic()
         with self._lock:
             if now < self._next_at or not self._blocks:

@@ -3,13 +3,23 @@
 A put hands the ranges of all objects to the client in one call. A get reads whole objects by one
 call as well; for parts it opens a session (one question to the master), reads ranges straight into
 their places, and ends it. Nothing is copied on our side. The client reconnects by itself when its
-master comes back; what the old master knew is then a miss.
+master comes back; objects that the old master knew are misses then.
 
-The client's calls take no deadline and may block for seconds when the master is gone: they run as
-`late_calls`.
+The client's calls take no deadline and may block for seconds when the master is gone: they run in
+`LateCalls`. Mooncake keeps no checksums: a byte that flips in its memory is not seen here. Lengths
+are checked, and an object is readable only after it was put whole.
 
-Mooncake keeps no checksums: a byte that flips in its memory is not seen here. Lengths are checked,
-and an object is readable only after it was put whole.
+`MooncakeStoreConfig` comes from the JSON file that `MOONCAKE_CONFIG_PATH` names, or from
+`MOONCAKE_*` variables, which win over the file. A variable is the field in capitals
+(`MOONCAKE_GLOBAL_SEGMENT_SIZE=80GB`), or Mooncake's own name for it, which wins where both are set:
+`MOONCAKE_MASTER`, `MOONCAKE_DEVICE`, `MOONCAKE_TE_META_DATA_SERVER`, `MOONCAKE_OFFLOAD_ENABLED`.
+Sizes are written as 80GB, 512 MB or a number of bytes; as in Mooncake and vLLM, a GB is 2^30 bytes.
+A file that names no protocol means rdma, as it does to vLLM; variables alone mean tcp. null means
+that the key is not there, and unknown keys are named once in the log.
+
+Others must reach this process under the name that it gives itself: vLLM's
+MOONCAKE_REQUESTER_LOCAL_HOSTNAME, a `local_hostname`, VLLM_HOST_IP, or else the address from which
+this host reaches the master. A host's own name often means 127.0.1.1.
 """
 
 from __future__ import annotations
@@ -45,6 +55,16 @@ SETUP_SECONDS = 60.0
 CLOSE_SECONDS = 10.0
 NO_ROOM, NOT_FOUND, EXISTS_ALREADY, RPC_FAILED = -200, -704, -705, -900  # Mooncake's codes
 OTHER_SIZE = (-600, -800)  # buffers shorter, or longer, than the object
+_UNITS = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40}
+_MODES = ("embedded", "standalone-store")
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "enable": True}
+_WORDS |= {"0": False, "false": False, "no": False, "off": False, "disable": False, "": False}
+_THEIRS = {  # variables that Mooncake's own processes read
+    "master_server_address": "MOONCAKE_MASTER",
+    "device_name": "MOONCAKE_DEVICE",
+    "metadata_server": "MOONCAKE_TE_META_DATA_SERVER",
+    "enable_offload": "MOONCAKE_OFFLOAD_ENABLED",
+}
 
 
 class MooncakeStore:
@@ -93,8 +113,6 @@ class MooncakeStore:
                 f"Mooncake's client could not be set up with the master at "
                 f"{c.master_server_address} (code {code}); is mooncake_master running there?"
             )
-
-    # --- the protocol --------------------------------------------------------------------------
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         for region in regions:
@@ -213,7 +231,7 @@ class MooncakeStore:
         return sum(code == 0 for code in codes)
 
     def stats(self) -> StoreStats:
-        """What this client put, and what it gives to the pool: a client cannot see more."""
+        """The objects that this client put, and the memory that it gives: it cannot see more."""
         return StoreStats(self._puts, self._put_bytes, self.config.global_segment_size)
 
     def close(self) -> None:
@@ -232,8 +250,6 @@ class MooncakeStore:
         except StoreError as error:
             _log.warning("Mooncake's client did not close: %s", error)
         self.calls.close()
-
-    # --- helpers -------------------------------------------------------------------------------
 
     def _call(
         self,
@@ -275,7 +291,7 @@ class MooncakeStore:
 
 
 def _require_listening(address: str) -> None:
-    """A master that is not there: said at once, where the client would try for minutes."""
+    """Fail at once where no master listens; the client would try for minutes."""
     host, _, port = address.rpartition(":")
     if "/" in address or not port.isdigit():  # a directory of masters, which the client resolves
         return
@@ -312,39 +328,9 @@ def _get_outcome(count: int, expected: int) -> Outcome:
     return Outcome.FAILED
 
 
-# --------------------------------------------------------------------------------------------------
-# Mooncake Store's configuration, under the names that its users know.
-#
-# From the JSON file that `MOONCAKE_CONFIG_PATH` names, or from `MOONCAKE_*` variables, which also
-# win over the file. Variables are the field in capitals (`MOONCAKE_GLOBAL_SEGMENT_SIZE=80GB`), or
-# what Mooncake itself calls it, which wins where both are set: `MOONCAKE_MASTER`,
-# `MOONCAKE_DEVICE`, `MOONCAKE_TE_META_DATA_SERVER`, `MOONCAKE_OFFLOAD_ENABLED`. Sizes are written
-# as 80GB, 512 MB or a number of bytes; as in Mooncake and vLLM, a GB is 2^30 bytes. A file that
-# names no protocol means rdma, as it does to vLLM; variables alone mean tcp. null is as if the key
-# were not there, and keys that we do not know are named once in the log.
-#
-# Others must reach this process under the name that it gives itself: vLLM's
-# MOONCAKE_REQUESTER_LOCAL_HOSTNAME, a `local_hostname`, VLLM_HOST_IP, or else the address from
-# which this host reaches the master. What a host calls itself is often 127.0.1.1.
-# --------------------------------------------------------------------------------------------------
-
-_UNITS = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40}
-_MODES = ("embedded", "standalone-store")
-_WORDS = {"1": True, "true": True, "yes": True, "on": True, "enable": True}
-_WORDS |= {"0": False, "false": False, "no": False, "off": False, "disable": False, "": False}
-_THEIRS = {  # variables that Mooncake's own processes read
-    "master_server_address": "MOONCAKE_MASTER",
-    "device_name": "MOONCAKE_DEVICE",
-    "metadata_server": "MOONCAKE_TE_META_DATA_SERVER",
-    "enable_offload": "MOONCAKE_OFFLOAD_ENABLED",
-}
-
-log = logging.getLogger("kvferry")
-
-
 @dataclass(frozen=True, slots=True)
 class MooncakeStoreConfig:
-    """How to reach a master, and what this process gives to the pool."""
+    """How to reach a master, and the memory that this process gives to the pool."""
 
     master_server_address: str
     metadata_server: str = "P2PHANDSHAKE"
@@ -401,7 +387,7 @@ class MooncakeStoreConfig:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> MooncakeStoreConfig:
-        """From values as files and users write them; null, and what we do not know, is left out."""
+        """From values as files and users write them; null and unknown keys are left out."""
         known: dict[str, Any] = {
             f.name: values[f.name] for f in fields(cls) if values.get(f.name) is not None
         }
@@ -437,7 +423,7 @@ _FIELDS = tuple(f.name for f in fields(MooncakeStoreConfig))
 @lru_cache(maxsize=64)  # each process opens several stores
 def _name_unknown(path: str, names: frozenset[str]) -> None:
     if names:
-        log.warning(
+        _log.warning(
             "kvferry: %s in MOONCAKE_CONFIG_PATH=%s have no meaning here; known are %s",
             ", ".join(sorted(names)),
             path,
@@ -485,13 +471,10 @@ def parse_size(value: Any) -> int:
     return int(float(match.group(1)) * _UNITS[unit])
 
 
-# --------------------------------------------------------------------------------------------------
-# Blocks as Mooncake's client takes them: lists of integers, made in as few steps as can be.
-#
-# Blocks stream through the processor's caches and leave nothing of Python in them, so a step around
-# a call of the client costs several times what it costs in a loop of its own: with a few steps for
-# each of 64 objects of 1 MiB, 0.6 ms a load and 0.25 ms a save, which take 10 to 15 ms.
-# --------------------------------------------------------------------------------------------------
+# Blocks as the client takes them: lists of integers, made in as few steps as can be. Blocks stream
+# through the processor's caches and leave nothing of Python in them, so a step around a call of the
+# client costs several times what it costs in a loop of its own: with a few steps for each of 64
+# objects of 1 MiB, 0.6 ms a load and 0.25 ms a save, which take 10 to 15 ms.
 
 
 def lists(arrays: Sequence[Ints]) -> list[list[int]]:
@@ -507,7 +490,7 @@ def lists(arrays: Sequence[Ints]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What is wanted of some objects."""
+    """The wanted parts of some objects."""
 
     addresses: list[list[int]]
     lengths: list[list[int]]
@@ -516,9 +499,9 @@ class Parts:
 
 
 def parts_of(wanted: Sequence[Slices]) -> Parts:
-    """Lists for the client. What it can read whole, it reads several times faster.
+    """Lists for the client. It reads whole objects several times faster than ranges.
 
-    Where one is only its object's beginning, the client says so before it writes anything.
+    Where the wanted part is only the object's beginning, the client says so before it writes.
     """
     first = wanted[0]
     addresses = lists([w.address for w in wanted])

@@ -1,10 +1,11 @@
-"""A block as an object: which memory makes it up, and where in the object each byte lies.
+"""A block as an object: the memory that it consists of, and where in the object each byte lies.
 
 An object is the memory of one block of one block table on one rank: its ranges in ascending order,
-one after the other, so that it is stored as it lies, without a copy of our own. To the planner, an
-object is a block of a rank whose memory is nothing but such blocks: `compact` gives that rank's
-layout, with the same axes and the strides that they have inside the object. It depends on the shape
-alone, not on how many blocks an engine has: engines of one shape share one layout.
+one after the other. The store takes it as it lies, so kvferry makes no copy of its own.
+
+To the planner, an object is a block of a rank whose memory consists of such blocks. `compact` gives
+that rank's layout, with the same axes, and with strides inside the object. The layout depends on
+the shape alone, not on the number of blocks, so engines of one shape share one layout.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from kvferry.plan.bind import Binder, Bound
 from kvferry.plan.cover import everything_plan
 from kvferry.plan.pieces import Piece
 
-REGION_SHIFT = 44  # an address here is region << 44 | offset
-MANY_BLOCKS = 1 << 40  # ids of objects are numbers of blocks in a sequence
-GUARD_BYTES = 64  # between objects, so that no run of the planner spans two of them
+REGION_SHIFT = 44  # an address in this module is region << 44 | offset
+MANY_BLOCKS = 1 << 40  # an object's block id is its block number in the sequence
+GUARD_BYTES = 64  # between objects, so that no run of the planner spans two
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,13 @@ class TableKind:
 
     table: int
     groups: tuple[str, ...]
-    block_tokens: int  # positions that one block covers, over all context parallel ranks
+    block_tokens: int  # positions that one block covers over all context parallel ranks
     residency: Residency
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObjectMemory:
-    """Where the objects of one table lie in this rank's memory; block b is b strides further."""
+    """The ranges of block 0 of one table in this rank's memory. Block b is b strides further."""
 
     regions: Ints
     offsets: Ints
@@ -58,7 +59,7 @@ class ObjectMemory:
         return found
 
     def position(self, regions: Ints, offsets: Ints) -> Ints:
-        """Place in the object of bytes of block 0."""
+        """Offsets in the object of bytes of block 0."""
         known = (self.regions << REGION_SHIFT) + self.offsets
         asked = (regions << REGION_SHIFT) + offsets
         index = np.maximum(np.searchsorted(known, asked, side="right") - 1, 0)
@@ -72,7 +73,7 @@ class ObjectMemory:
 def table_kinds(
     model: CacheModel, shape: EngineShape, tables: dict[int, set[str]]
 ) -> list[TableKind]:
-    """What each table holds, or the reason why it cannot be kept in a pool."""
+    """What each table holds. Raises the reason why a table cannot be kept in a pool."""
     kinds = []
     for table, names in sorted(tables.items()):
         groups = [model.group(name) for name in sorted(names)]
@@ -98,7 +99,7 @@ def block_span(group: Group, shape: EngineShape) -> int:
 
 
 def object_memory(model: CacheModel, layout: RankLayout) -> dict[int, ObjectMemory]:
-    """The memory of block 0 of each table that this rank has layers of."""
+    """The memory of block 0, for each table of which this rank has layers."""
     found: dict[int, list[tuple[Ints, Ints, int]]] = {}
     anywhere = replace(layout.shape, null_block=None)
     plan = everything_plan(model, replace(layout, shape=anywhere))
@@ -125,7 +126,7 @@ def _one_block(piece: Piece) -> Piece:
 
 
 def _merged(table: int, ranges: list[tuple[Ints, Ints, int]]) -> ObjectMemory:
-    """Sort by address and join what touches."""
+    """Sort ranges by address and join neighbours."""
     at = np.concatenate([r[0] for r in ranges])
     lengths = np.concatenate([r[1] for r in ranges])
     strides = np.concatenate([np.full(len(r[0]), r[2], dtype=np.int64) for r in ranges])
@@ -149,13 +150,13 @@ def compact(layout: RankLayout, memory: dict[int, ObjectMemory]) -> RankLayout:
         Region(f"table {t}", memory[t].object_bytes if t in memory else 0)
         for t in range(layout.tables)
     )
-    # a pool keeps blocks of windows as long as any others
+    # A pool keeps blocks of windows as long as others.
     shape = replace(layout.shape, null_block=None, full_residency=True, overlay=False, page_align=1)
     return RankLayout(layout.rank, shape, parts, regions, layout.tables)
 
 
 def object_stride(memory: ObjectMemory | int) -> int:
-    """Virtual distance between objects."""
+    """The distance between objects in the compact layout."""
     size = memory if isinstance(memory, int) else memory.object_bytes
     return size + GUARD_BYTES
 
@@ -175,7 +176,7 @@ def _compact_placement(part: Part, p: Placement, memory: ObjectMemory) -> Placem
     offsets = memory.position(p.regions, p.offsets)
 
     def inner(stride: int, times: int) -> int:
-        """A stride as it is in the object."""
+        """The stride inside the object."""
         if times < 2:
             return 0
         step = memory.position(p.regions[:1], p.offsets[:1] + stride) - offsets[:1]
@@ -203,7 +204,7 @@ def _compact_placement(part: Part, p: Placement, memory: ObjectMemory) -> Placem
 
 
 def _require_affine(part: Part, p: Placement, made: Placement, memory: ObjectMemory) -> None:
-    """The object's strides must lead to the same bytes as memory's, at the ends of every axis."""
+    """Require that strides in the object lead to the same bytes as in memory, on every axis."""
     tiles = part.block_entries // p.tile_slots
     axes = [
         (tiles, p.tile_stride, made.tile_stride),

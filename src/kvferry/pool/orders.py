@@ -1,10 +1,12 @@
-"""What a scheduler asks of the ranks, and what they report: values that any engine can send."""
+"""The scheduler's orders to its ranks, their reports, and the pool's counters.
+
+Orders and reports are plain values, which any engine can send between its processes.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvferry.pool.hits import Segment
@@ -16,14 +18,14 @@ class TableBlocks:
     """Whole blocks of one block table."""
 
     table: int
-    numbers: tuple[int, ...]  # of the blocks in the sequence
+    numbers: tuple[int, ...]  # positions of the blocks in the sequence
     block_ids: tuple[int, ...]
     contents: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """Save these blocks. They stay as they are until every rank has reported the job."""
+    """Save these blocks. They stay unchanged until every rank has reported the job."""
 
     job_id: int
     tables: tuple[TableBlocks, ...]
@@ -32,10 +34,10 @@ class SaveOrder:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A rank's last word about a job."""
+    """A rank's final report about a save job."""
 
     job_id: int
-    failed: tuple[tuple[int, int], ...] = ()  # (table, number of the block) that are not stored
+    failed: tuple[tuple[int, int], ...] = ()  # blocks not stored, as (table, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,11 @@ class PoolLoaded:
 
     request_id: str
     error: str = ""  # empty: all bytes are there
-    bad_from: int | None = None  # first token that is not there; tokens before it are
-    hung: bool = False  # the store may still write: the blocks must not be used again yet
+    bad_from: int | None = None  # first token that was not loaded; those before it were
+    hung: bool = False  # the store may still write, so the blocks must not be reused yet
     bytes: int = 0
     seconds: float = 0.0
-    missing: tuple[tuple[str, int], ...] = ()  # (group, first token) that the store had no more
+    missing: tuple[tuple[str, int], ...] = ()  # objects gone from the store: (group, first token)
 
     @property
     def ok(self) -> bool:
@@ -68,18 +70,14 @@ class PoolLoaded:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What keys are made of; sent when it changes."""
+    """What ranks need to make keys. The scheduler sends it when it changes."""
 
     metadata: KeyMetadata
     layout_id: str  # our own
     records: dict[str, bytes] = field(default_factory=dict)  # layouts that ranks may need
 
 
-# --------------------------------------------------------------------------------------------------
-# Counters of a pool's user: what was asked, moved, and what went wrong, each thing once.
-# --------------------------------------------------------------------------------------------------
-
-# All that is counted. Metrics show each from the start, so that an alert has a series to look at.
+# All counters. Metrics show each from the start, so that alerts find their series.
 NAMES = """
 lookups lookup_keys lookup_cached lookup_errors lookup_timeouts lookup_refused
 lookup_servers_replaced hit_tokens
@@ -93,7 +91,7 @@ EVENTS = tuple(NAMES.split())
 
 
 class PoolCounters:
-    """Named counts that any thread may add to. `take` gives what was added since the last time."""
+    """Named counts. Any method, from any thread. `take` returns the counts since its last call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -104,11 +102,6 @@ class PoolCounters:
         with self._lock:
             self._total[name] += count
             self._new[name] += count
-
-    def add_all(self, counts: Mapping[str, int]) -> None:
-        with self._lock:
-            self._total.update(counts)
-            self._new.update(counts)
 
     def __getitem__(self, name: str) -> int:
         with self._lock:

@@ -1,7 +1,26 @@
-"""One rank's side of the pool, for any engine: orders in, reports out, nothing waits.
+"""One rank's side of the pool, for any engine: it takes orders, returns reports, and never waits.
 
-`tell` gives it the scope (keys, our own layout, others' records); `save` and `load` start work;
-`take` collects what ended since. Every save and every load is reported exactly once.
+`tell` gives it the scope (keys, our own layout, records of others). `save` and `load` start work.
+`take` returns what has ended. Every save and every load is reported exactly once.
+
+**Saving** (`Saver`, one thread). A job names whole blocks whose tokens are final. The scheduler
+keeps them pinned until every rank has reported the job. A rank reports a job only when the store no
+longer reads the blocks' memory. It writes its own fragment of each block, unless a replica has the
+turn or the store has the object already. An object is stored whole or not at all. A block with a
+failed fragment is never found, because a lookup asks for all fragments. If the store is full, slow
+or broken, the thread leaves it alone for a while, twice as long each time. Jobs that come meanwhile
+are reported at once, with nothing saved, and counted.
+
+**Loading** (`Loader`, several threads). A load is cut into chunks of tokens, and each chunk is read
+on its own. An object that is missing, short or damaged is reported with its first token, and no
+token from there on is trusted.
+
+    all chunks have ended               the load is reported, good or failed
+    the store had not begun by the      failed; nothing was written
+    deadline, or no thread was free
+    the store is past the deadline      *hung*: failed for the engine, but its blocks must not be
+                                        reused, because the store may still write into them
+    the store ends a hung load          its request is reported as recovered; blocks may be reused
 """
 
 from __future__ import annotations
@@ -11,11 +30,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from queue import SimpleQueue
 
 import numpy as np
 
@@ -43,12 +61,12 @@ from kvferry.pool.orders import (
     TableBlocks,
 )
 from kvferry.pool.store import Outcome, Store
-from kvferry.workers import Crew, Threads
+from kvferry.workers import Call, Threads
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What ended since the last time."""
+    """What has ended since the last call."""
 
     saved: list[Saved] = field(default_factory=list)
     loaded: list[PoolLoaded] = field(default_factory=list)
@@ -67,7 +85,7 @@ class PoolRank:
         replica: int = 0,
         replicas: int = 1,
     ) -> None:
-        """replica, replicas  among workers that the layout does not tell apart"""
+        """`replica` of `replicas`: this worker among those with the same rank and bytes."""
         self.counters = counters or PoolCounters()
         self._replica, self._replicas = replica, replicas
         self._store, self._model, self._layout = store, model, layout
@@ -86,7 +104,7 @@ class PoolRank:
         self._loader = Loader(store, self.counters)
 
     def tell(self, scope: Scope) -> None:
-        """Learn what keys are made of."""
+        """Take the scope from which keys are made."""
         for layout_id, encoded in scope.records.items():
             if layout_id not in self._records:
                 self._records[layout_id] = read_record(encoded, layout_id)
@@ -102,7 +120,7 @@ class PoolRank:
 
     def _plan(self, layout_id: str) -> ReadPlan:
         if layout_id not in self._records:
-            raise DescriptionError(f"layout {layout_id} was never told to this rank")
+            raise DescriptionError(f"this rank never got the record of layout {layout_id}")
         return plan_read(self._records[layout_id], self._model, self._layout)
 
     def save(self, order: SaveOrder, fence: Fence | None = None) -> None:
@@ -115,7 +133,7 @@ class PoolRank:
         self._loader.start(order, sources, fence)
 
     def wait_done(self, seconds: float) -> None:
-        """Wait for a load to end, or leave the processor to saves and lookups; but not long."""
+        """Wait a short time for a load to end, or leave the processor to saves and lookups."""
         if self._loader.running:
             self._loader.wait_done(seconds)
         else:
@@ -131,7 +149,7 @@ class PoolRank:
         )
 
     def close(self) -> None:
-        """What is under way gets a while to end, all of it together."""
+        """Close. Running saves and loads share a time limit to end."""
         deadline = time.monotonic() + CLOSE_SECONDS
         self._saver.stop()
         self._loader.stop()
@@ -140,29 +158,15 @@ class PoolRank:
         self._store.close()
 
 
-# --------------------------------------------------------------------------------------------------
-# Saving: blocks into the store, on a thread of its own, while the engine goes on.
-#
-# A job names whole blocks whose tokens are final. The scheduler keeps them pinned until every rank
-# has reported the job; a rank reports every job exactly once, whatever happens in the store, and
-# only when the store no longer reads the blocks' memory. Of each block a rank writes its own
-# fragment, or none where a replica has the turn. What the store has already is not written again.
-# Objects are whole or not there; a block of which one fragment failed is never found: a lookup asks
-# for all.
-#
-# A store that is full, slow or broken is left alone for a while (twice as long each time): jobs
-# that come meanwhile are reported at once, with nothing saved, and counted.
-# --------------------------------------------------------------------------------------------------
-
 log = logging.getLogger("kvferry")
 
-BATCH_OBJECTS = 64  # put at a time, so that a deadline is looked at between
-CLOSE_SECONDS = 5.0  # for what is under way when the engine ends
+BATCH_OBJECTS = 64  # put at a time; the deadline is checked in between
+CLOSE_SECONDS = 5.0  # for running saves and loads when the engine ends
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 8.0
 
 
-Fence = Callable[[], None]  # returns when the device has done what it was asked until then
+Fence = Callable[[], None]  # returns when the device has finished all earlier work
 
 
 class Saver:
@@ -170,15 +174,13 @@ class Saver:
 
     def __init__(self, store: Store, counters: PoolCounters) -> None:
         self._store, self._counters = store, counters
-        self._queue: SimpleQueue[tuple[SaveOrder, ChunkedTokenDatabase, Fence | None] | None]
-        self._queue = SimpleQueue()
+        self._threads = Threads("kvferry-save", 1)
         self._done: deque[Saved] = deque()
-        self._open: set[int] = set()  # jobs that have no last word yet
+        self._open: set[int] = set()  # jobs without a report yet
         self._lock = threading.Lock()
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._paused_until = 0.0
         self._closed = False
-        self._thread: threading.Thread | None = None
 
     @property
     def unfinished(self) -> int:
@@ -188,20 +190,15 @@ class Saver:
     def start(
         self, order: SaveOrder, database: ChunkedTokenDatabase, fence: Fence | None = None
     ) -> None:
-        """Take a job; its last word comes from `take_done`."""
+        """Take a job. `take_done` returns its report later."""
         with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                thread = threading.Thread(target=self._run, name="kvferry-save", daemon=True)
-                try:
-                    thread.start()
-                except (RuntimeError, MemoryError) as error:  # the next job tries again
-                    self._counters.add("save_errors")
-                    log.warning("nothing is saved to the pool: %s", error)
-                    self._done.append(Saved(order.job_id, tuple(sorted(_all_blocks(order)))))
-                    return
-                self._thread = thread
             self._open.add(order.job_id)
-        self._queue.put((order, database, fence))
+        try:
+            self._threads.submit(partial(self._run, order, database, fence))
+        except KvferryError as error:  # the next job tries again
+            self._counters.add("save_errors")
+            log.warning("nothing is saved to the pool: %s", error)
+            self._end(order, _all_blocks(order))
 
     def take_done(self) -> list[Saved]:
         done = []
@@ -210,36 +207,34 @@ class Saver:
         return done
 
     def stop(self) -> None:
-        """Begin nothing more: what the store was not given yet is reported as not saved."""
+        """Give the store nothing more. The rest is reported as not saved."""
         self._closed = True
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Stop; what the store has now gets so long to end."""
+        """Stop. The store's current call gets this long to end."""
         self.stop()
-        self._queue.put(None)
-        if self._thread is not None:
-            self._thread.join(seconds)
+        self._threads.close()
+        self._threads.join(seconds)
 
-    def _run(self) -> None:
-        while True:
-            job = self._queue.get()
-            if job is None:
-                return
-            order, database, fence = job
-            failed = _all_blocks(order)
-            try:
-                if self._closed:
-                    self._counters.add("save_dropped")
-                else:
-                    failed = self._save(order, database, fence)
-            except Exception as error:
-                self._pause()
-                self._counters.add("save_errors")
-                log.warning("saving to the pool failed: %s: %s", type(error).__name__, error)
-            finally:  # also of what is no Exception: the blocks are pinned until this is said
-                with self._lock:
-                    self._open.discard(order.job_id)
-                self._done.append(Saved(order.job_id, tuple(sorted(failed))))
+    def _run(self, order: SaveOrder, database: ChunkedTokenDatabase, fence: Fence | None) -> None:
+        failed = _all_blocks(order)
+        try:
+            if self._closed:
+                self._counters.add("save_dropped")
+            else:
+                failed = self._save(order, database, fence)
+        except Exception as error:
+            self._pause()
+            self._counters.add("save_errors")
+            log.warning("saving to the pool failed: %s: %s", type(error).__name__, error)
+        finally:  # whatever was raised: the blocks stay pinned until this report
+            self._end(order, failed)
+
+    def _end(self, order: SaveOrder, failed: set[tuple[int, int]]) -> None:
+        """Report the job, with the blocks that were not saved."""
+        with self._lock:
+            self._open.discard(order.job_id)
+        self._done.append(Saved(order.job_id, tuple(sorted(failed))))
 
     def _pause(self) -> None:
         self._paused_until = time.monotonic() + self._pause_seconds
@@ -248,7 +243,7 @@ class Saver:
     def _save(
         self, order: SaveOrder, database: ChunkedTokenDatabase, fence: Fence | None
     ) -> set[tuple[int, int]]:
-        """Blocks that are not stored."""
+        """Save a job's blocks. Returns those that are not stored."""
         if time.monotonic() < self._paused_until:
             self._counters.add("save_dropped")
             return _all_blocks(order)
@@ -287,7 +282,7 @@ class Saver:
             else:
                 outcomes = self._store.put(names, objects, deadline)
             if len(outcomes) != len(names):
-                raise StoreError(f"a store told {len(outcomes)} of {len(names)} outcomes")
+                raise StoreError(f"a store returned {len(outcomes)} of {len(names)} outcomes")
             for place, outcome in zip(some.tolist(), outcomes, strict=True):
                 self._counters.add(f"save_{outcome.value}")
                 if outcome not in (Outcome.DONE, Outcome.EXISTS):
@@ -296,7 +291,7 @@ class Saver:
             object_bytes = database.memory[blocks.table].object_bytes
             self._counters.add("saved_bytes", done * object_bytes)
             if Outcome.FULL in outcomes or Outcome.FAILED in outcomes:
-                self._pause()  # and there is no point in trying the rest
+                self._pause()  # the rest would fail too
                 left = new[start + BATCH_OBJECTS :]
                 failed |= {(blocks.table, n) for n in numbers[mine[left]].tolist()}
                 break
@@ -307,23 +302,11 @@ def _all_blocks(order: SaveOrder) -> set[tuple[int, int]]:
     return {(b.table, number) for b in order.tables for number in b.numbers}
 
 
-# --------------------------------------------------------------------------------------------------
-# Loading: parts of objects into a request's blocks, in parallel, while the engine goes on.
-#
-# A load is cut into chunks of tokens, each bound and read on its own. Every object that is missing,
-# short or damaged is told with the first token that it leaves unwritten; nothing after the first
-# such token is trusted. A load ends exactly once: when all its chunks have ended, or, where the
-# store does not keep its deadline, as *hung*: failed for the engine, but its blocks must stay
-# unused, because the store may still write into them. When it comes back after all, that is told
-# too. What the store has not begun by the deadline has written nothing: such a load has just
-# failed. So has one that no thread was free for.
-# --------------------------------------------------------------------------------------------------
-
-CHUNK_TOKENS = 2048  # read at a time: bounds memory for descriptors, and shares work among threads
-HUNG_SECONDS = 2.0  # after its deadline, a load that the store does not end is given up
+CHUNK_TOKENS = 2048  # read at a time; bounds memory for descriptors, and spreads work over threads
+HUNG_SECONDS = 2.0  # past its deadline; then a load counts as hung
 THREADS = 4
 MOST_LOADS = 64  # at once; each has a thread that waits for its chunks
-MOST_LOST_THREADS = 32  # stuck in the store; beyond, loads wait for those that are left, and fail
+MOST_LOST_THREADS = 32  # stuck in the store; beyond, loads wait for the other threads, and fail
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -331,7 +314,7 @@ class _Chunk:
     """How one chunk ended."""
 
     bytes: int
-    bad: tuple[tuple[str, int, str], ...] = ()  # group, first token, what happened
+    bad: tuple[tuple[str, int, str], ...] = ()  # group, first token, outcome
 
 
 @dataclass(slots=True, eq=False)
@@ -340,12 +323,12 @@ class _Running:
     deadline: float
     begun: bool = False
     hung: bool = False
-    chunks: list[Future[_Chunk]] = field(default_factory=list)
+    chunks: list[Call[_Chunk]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sources:
-    """What a load needs to know of the pool."""
+    """What a load needs to read from the pool."""
 
     metadata: KeyMetadata
     plan: Callable[[str], ReadPlan]  # by layout id; raises a KvferryError
@@ -353,7 +336,7 @@ class Sources:
 
 
 class Loader:
-    """Runs loads; `take_done` tells their ends, each once."""
+    """Runs loads. `take_done` reports each exactly once."""
 
     def __init__(self, store: Store, counters: PoolCounters, threads: int = THREADS) -> None:
         self._store, self._counters = store, counters
@@ -362,7 +345,7 @@ class Loader:
         self._recovered: deque[str] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._crew = Crew(threads, "kvferry-load", MOST_LOST_THREADS)
+        self._crew = Threads("kvferry-load", threads, most_stuck=MOST_LOST_THREADS)
         self._threads = Threads("kvferry-load-one", MOST_LOADS)
 
     @property
@@ -371,7 +354,7 @@ class Loader:
             return len(self._running)
 
     def start(self, order: LoadOrder, sources: Sources, fence: Fence | None = None) -> None:
-        """Begin a load, once `fence` has returned; never raises, never waits."""
+        """Begin a load once `fence` has returned. This never raises and never waits."""
         running = _Running(order, time.monotonic() + order.seconds)
         with self._changed:
             self._running.add(running)
@@ -382,7 +365,7 @@ class Loader:
                 self._give_up(running, f"it did not begin: {error}")
 
     def _give_up(self, running: _Running, why: str) -> None:
-        """With the lock: it has written nothing, and never will."""
+        """Report a load that has written nothing and never will. Call it with the lock held."""
         self._running.discard(running)
         loaded = PoolLoaded(running.order.request_id, why, bad_from=_first_token(running.order))
         self._done.append(loaded)
@@ -390,7 +373,7 @@ class Loader:
         self._count(loaded)
 
     def wait_done(self, seconds: float) -> None:
-        """Wait until something has ended, but not long."""
+        """Wait until a load has ended, at most `seconds`."""
         with self._changed:
             if self._running and not self._done:
                 self._changed.wait(seconds)
@@ -401,7 +384,7 @@ class Loader:
             late = [r for r in self._running if not r.hung and now > r.deadline + HUNG_SECONDS]
             for running in late:
                 if not running.begun:
-                    self._give_up(running, "nothing had begun with it by its deadline")
+                    self._give_up(running, "no thread had begun it by its deadline")
                     continue
                 running.hung = True
                 self._counters.add("load_hung")
@@ -410,26 +393,27 @@ class Loader:
                 loaded = PoolLoaded(running.order.request_id, error, bad_from=first, hung=True)
                 self._done.append(loaded)
                 self._count(loaded)
-                self._crew.replace(running.chunks)  # others must not wait behind them
+                for chunk in running.chunks:  # other loads must not wait behind these
+                    self._crew.give_up(chunk)
             done = list(self._done)
             self._done.clear()
             return done
 
     def take_recovered(self) -> list[str]:
-        """Requests whose hung loads have ended after all: their blocks are nobody's any more."""
+        """Requests whose hung loads have ended after all. Their blocks may be reused."""
         with self._changed:
             recovered = list(self._recovered)
             self._recovered.clear()
             return recovered
 
     def stop(self) -> None:
-        """Begin nothing more: what the store has not yet been asked for fails."""
+        """Ask the store for nothing more. The rest fails."""
         self._closed = True
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Stop; what the store has now gets so long to end."""
+        """Stop. The store's current calls get this long to end."""
         self.stop()
-        with self._changed:  # those that hang had their time
+        with self._changed:  # hung loads had their time
             self._changed.wait_for(lambda: all(r.hung for r in self._running), seconds)
         self._crew.close()
         self._threads.close()
@@ -437,10 +421,10 @@ class Loader:
     def _run(self, running: _Running, sources: Sources, fence: Fence | None) -> None:
         order, began = running.order, time.monotonic()
         first = _first_token(order)
-        loaded = PoolLoaded(order.request_id, "ended without a word", bad_from=first)
+        loaded = PoolLoaded(order.request_id, "ended without a report", bad_from=first)
         raised = False
         try:
-            if fence is not None:  # a step under way may write what was given away meanwhile
+            if fence is not None:  # an earlier step may still write to these blocks
                 fence()
             with self._changed:
                 if running not in self._running:
@@ -450,7 +434,7 @@ class Loader:
         except Exception as error:
             raised = True
             loaded = replace(loaded, error=f"{type(error).__name__}: {error}")
-        finally:  # also of what is no Exception: the request waits until this is said
+        finally:  # whatever was raised: the request waits for this report
             loaded = replace(loaded, seconds=time.monotonic() - began)
             with self._changed:
                 reported = running not in self._running
@@ -464,33 +448,33 @@ class Loader:
                 self._changed.notify_all()
 
     def _count(self, loaded: PoolLoaded) -> None:
-        """With the lock, as the engine is told: what comes back late was counted when it hung."""
+        """Count a report. Call it with the lock held. A hung load is counted when it hangs."""
         self._counters.add("loads")
         self._counters.add("loaded_bytes", loaded.bytes)
         if not loaded.ok:
             self._counters.add("load_failures")
-            log.warning("request %s: not all was loaded: %s", loaded.request_id, loaded.error)
+            log.warning("request %s was not loaded in full: %s", loaded.request_id, loaded.error)
 
     def _load(self, running: _Running, sources: Sources) -> PoolLoaded:
         order, deadline, futures = running.order, running.deadline, running.chunks
-        if self._closed:  # nobody is left who would read
+        if self._closed:  # the threads that read have stopped
             raise KvferryError("the engine is closing")
         if not order.segments:
-            raise KvferryError("nothing was promised that could be loaded")
+            raise KvferryError("the load has no segments")
         tables = [np.asarray(ids, dtype=np.int64) for ids in order.tables]
         chunks = [c for s in order.segments for c in _cut(s, sources.plan(s.layout_id))]
         try:
             for chunk in chunks:
                 read = partial(self._read, chunk, order.contents, tables, sources, deadline)
-                futures.append(self._crew.submit(read))
+                futures.append(self._crew.call(read))
             seconds = max(0.0, deadline - time.monotonic())
             wait(futures, timeout=seconds, return_when=FIRST_EXCEPTION)
         finally:
             begun = [future for future in futures if not future.cancel()]
-            wait(begun)  # nothing of this load may be written after it has ended
+            wait(begun)  # no byte of this load may be written after its end
         ended = [future.result() for future in begun]
         if len(begun) < len(futures):
-            raise KvferryError("the store had not begun with all of it by the load's deadline")
+            raise KvferryError("the store had not begun all of it by the load's deadline")
         bad = sorted((b for c in ended for b in c.bad), key=lambda b: b[1])
         moved = sum(c.bytes for c in ended)
         if not bad:
@@ -528,7 +512,7 @@ class Loader:
             raise KvferryError("the load's deadline has passed")
         outcomes = self._store.get(keys, wanted.slices, deadline)
         if len(outcomes) != len(keys):
-            raise StoreError(f"a store told {len(outcomes)} of {len(keys)} outcomes")
+            raise StoreError(f"a store returned {len(outcomes)} of {len(keys)} outcomes")
         bad = []
         for outcome, start in zip(outcomes, wanted.starts, strict=True):
             self._counters.add(f"load_{outcome.value}")
@@ -547,7 +531,7 @@ def _first_token(order: LoadOrder) -> int:
 
 
 def _cut(segment: Segment, plan: ReadPlan) -> list[Segment]:
-    """Chunks of a segment that end where objects do."""
+    """Cut a segment into chunks that end where objects end."""
     if segment.start == segment.stop:  # a state
         return [segment]
     span = plan.theirs.block_tokens(segment.group)

@@ -1,19 +1,22 @@
 """The scheduler's side of the pool, for any engine: what to look up, load, save and pin.
 
-A request is tracked from its first lookup to its end, through chunked prefill, preemption, abort.
+A request is tracked from its first lookup to its end, through chunked prefill, preemption and
+abort.
 
-- *match*: how many tokens beyond the local ones the pool has. Whole blocks only, and never the last
-  token: one is left to compute. `None` while the lookup is under way.
-- *load*: ordered when blocks are there. A load that failed makes its request never match again. One
-  that hangs keeps its blocks from everybody, also when its request is long gone.
-- *save*: a block is ordered in the step that fills it, once its tokens are final, and pinned until
-  every rank has reported the job. Where too much is pinned already, nothing is ordered; the request
-  tries again with its next step.
+- *match*: how many tokens beyond the local ones the pool has, in whole blocks. The last token is
+  never among them, because one has to be computed. `None` while the lookup is under way.
+- *load*: ordered once the request has blocks. After a failed load, the request never matches again.
+  A load is over when every rank has ended it, even if its request is gone. If it hangs on a rank,
+  the store may still write into its blocks. They stay pinned, in quarantine, until the last rank
+  has ended it.
+- *save*: a block of tokens is ordered in the step that makes its last token final. Only the engine
+  knows when a recurrent state is whole, and names its block then. Blocks are pinned until every
+  rank has reported the job. If too many are pinned already, nothing is ordered, and the request
+  tries again in its next step.
+- *reset*: the weights have changed. Blocks computed before are never saved under the new namespace:
+  neither those of running requests, nor those that the engine keeps and hits again.
 
-- *reset*: weights are not what they were. What was computed before is never saved under the new
-  namespace: neither of requests that run on, nor of blocks that the engine keeps and hits again.
-
-All methods are called by the scheduler's thread, take plain values, and never wait for the store.
+The scheduler's thread calls all methods. They take plain values, and never wait for the store.
 """
 
 from __future__ import annotations
@@ -59,11 +62,11 @@ class PoolScheduler:
         self._open_store = open_store
         self._null = null_block
         self._client: LookupKeyClient | None = None
-        self._epoch = ""  # of a reset before the start
+        self._epoch = ""  # set by a reset before the start
         self._trackers: dict[str, RequestTracker] = {}
         self._jobs = SaveJobs(pin, unpin, limits.most_pinned_blocks)
         self._loads = LoadJobs(pin, unpin, null_block)
-        self._keeps_old = False  # the engine may have blocks that replaced weights computed
+        self._keeps_old = False  # the engine's own cache may hold blocks of replaced weights
         self._orders = PoolOrders()
         self._told: set[str] = set()
         self.watch: EvictionWatch[tuple[Any, int]] = EvictionWatch()  # by hash and table
@@ -78,7 +81,7 @@ class PoolScheduler:
         *,
         full_residency: bool = False,
     ) -> None:
-        """Begin, when all ranks have described themselves.
+        """Begin, once all ranks have described themselves.
 
         full_residency  the engine keeps every block, also of layers with a window
         """
@@ -117,7 +120,7 @@ class PoolScheduler:
         )
 
     def keys_of(self, table: int, contents: Sequence[str]) -> list[list[str]]:
-        """Keys of all parts of each of these blocks of ours."""
+        """For each of these blocks, the keys of all its fragments in our layout."""
         of_fragment = [
             object_keys(self._metadata, self._ours.id, fragment, contents)
             for fragment in self._ours.fragments
@@ -126,17 +129,17 @@ class PoolScheduler:
         return [list(keys) for keys in zip(*of_fragment, strict=True)]
 
     def _tell(self, layouts: dict[str, PoolLayout]) -> None:
-        """Send ranks the records that they do not have."""
+        """Send ranks the layout records that they lack."""
         new = {name: layout.encoded for name, layout in layouts.items() if name not in self._told}
         self._told |= set(new)
         before = self._orders.scope.records if self._orders.scope is not None else {}
         self._orders.scope = Scope(self._metadata, self._ours.id, {**before, **new})
 
     def reset(self, *, keeps_blocks: bool = False) -> None:
-        """Forget all that the pool holds for this engine: its weights are not what they were.
+        """Use a new namespace, because the engine's weights have changed.
 
-        keeps_blocks  the engine's own cache was not emptied: until a reset that finds it empty,
-                      what a request finds there is not saved, nor what it computes on top of it
+        keeps_blocks  the engine's own cache was not emptied. Until a reset that finds it empty, a
+                      request that hits it saves nothing
         """
         epoch = secrets.token_hex(8)
         log.info("the pool's namespace changes (epoch %s)", epoch)
@@ -170,7 +173,7 @@ class PoolScheduler:
     ) -> int | None:
         """Tokens beyond the computed ones that the pool has; None: ask again."""
         tracker.load = None
-        # all of it is computed from here on, but for what the engine has
+        # The request computes everything from here on, except for its local hit.
         tracker.old = self._keeps_old and (tracker.old or computed > 0)
         count = len(tokens)
         if (
@@ -197,7 +200,7 @@ class PoolScheduler:
         return tracker is not None and tracker.load is not None
 
     def allocated(self, request_id: str, tables: Tables, external: int) -> None:
-        """Blocks are there. `external` tokens are to be loaded; 0: none after all."""
+        """The request has blocks. Load `external` tokens into them; 0: load nothing after all."""
         tracker = self._trackers.get(request_id)
         spec = tracker.load if tracker is not None else None
         if tracker is None or spec is None:
@@ -231,9 +234,9 @@ class PoolScheduler:
         states: Sequence[WholeState] = (),
         tag: Any = None,
     ) -> None:
-        """After this step, `final` tokens of a request are computed: save the blocks they fill.
+        """After this step, `final` tokens of a request are computed. Save the blocks they fill.
 
-        states  that this step leaves behind
+        states  recurrent states that are whole after this step
         """
         tracker = self._trackers.get(request_id)
         if tracker is None or tracker.old or self._client is None or not self.limits.save:
@@ -258,7 +261,7 @@ class PoolScheduler:
             self.counters.add("save_jobs")
 
     def finished(self, request_id: str) -> None:
-        """A request is over, well or not. Its pinned blocks stay until their jobs have ended."""
+        """A request is over. Its pinned blocks stay pinned until their jobs have ended."""
         self._trackers.pop(request_id, None)
         if self._client is not None:
             self._client.discard(request_id)
@@ -270,15 +273,15 @@ class PoolScheduler:
         return orders
 
     def saved(self, reports: Iterable[Saved]) -> list[SavedBlocks]:
-        """Ranks' last words about save jobs; those that are over now."""
+        """Take ranks' reports about save jobs. Returns the jobs that are over now."""
         return self._jobs.reported(reports)
 
     def loaded(self, reports: Iterable[PoolLoaded]) -> None:
-        """One rank's ends of loads."""
+        """Take one rank's reports about loads."""
         for report in reports:
             tracker = self._trackers.get(report.request_id)
             if not report.ok and tracker is not None:
-                tracker.over = True  # what is computed again is saved again
+                tracker.over = True  # it computes the rest, and saves that again
                 tracker.saved_tokens = min(tracker.saved_tokens, report.bad_from or 0)
             if report.hung:
                 self._loads.hung(report.request_id)
@@ -289,7 +292,7 @@ class PoolScheduler:
         tracker = self._trackers.get(request_id)
         if tracker is not None and tracker.loading is not None:
             stop = max((s.stop for s in tracker.loading.segments), default=0)
-            if not tracker.over:  # it came from the pool: it need not go there again
+            if not tracker.over:  # these blocks came from the pool, and need no save
                 tracker.saved_tokens = max(
                     tracker.saved_tokens, stop // self.align_tokens * self.align_tokens
                 )
@@ -305,12 +308,12 @@ class PoolScheduler:
 
     @property
     def quarantined_blocks(self) -> int:
-        """Of loads that hang: kept from everybody until the store has let go of them."""
+        """Blocks of loads that hang. The engine must not reuse them until the loads have ended."""
         return self._loads.quarantined_blocks
 
     @property
     def has_work(self) -> bool:
-        """Whether steps are needed to hear of ends."""
+        """Whether the engine must keep stepping to hear of ended jobs."""
         return bool(self._jobs or self._orders.saves or self._orders.loads)
 
     def close(self) -> None:
@@ -319,14 +322,9 @@ class PoolScheduler:
             self._client = None
 
 
-# --------------------------------------------------------------------------------------------------
-# What the scheduler keeps of a request, what it may order, and what it has ordered.
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """How long things may take, and how much may be pinned."""
+    """Time limits of lookups, loads and saves, and how many blocks may be pinned."""
 
     lookup_seconds: float = 2.0
     load_seconds: float = 60.0
@@ -339,7 +337,7 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """What a request was promised from the pool."""
+    """The promise to a request: tokens that it can load from the pool."""
 
     hit: Hit
     computed: int
@@ -352,14 +350,14 @@ class LoadSpec:
 
 @dataclass(slots=True)
 class RequestTracker:
-    """What the pool knows of one request."""
+    """The pool's state of one request."""
 
     chain: ContentChain
-    saved_tokens: int = 0  # at the front: in the pool, or ordered
+    saved_tokens: int = 0  # leading tokens that are in the pool, or ordered to be saved
     load: LoadSpec | None = None  # promised, not yet ordered
     loading: LoadOrder | None = None
-    over: bool = False  # a load failed: never matched again
-    old: bool = False  # holds what weights computed that are replaced now: never saved
+    over: bool = False  # a load failed: the request never matches again
+    old: bool = False  # it holds blocks of replaced weights, and saves nothing
 
 
 @dataclass(slots=True)
@@ -369,22 +367,15 @@ class PoolOrders:
     loads: list[LoadOrder] = field(default_factory=list)
 
 
-# --------------------------------------------------------------------------------------------------
-# Saves as the scheduler sees them: which blocks a step has filled, and who still needs them.
-#
-# A block of tokens can be saved when its last token is final. When a recurrent state is whole, only
-# the engine knows: it names the block that holds the state after so many tokens.
-#
-# A job's blocks are pinned until every rank has reported it.
-# --------------------------------------------------------------------------------------------------
+# Saves
 
-MOST_JOBS = 64  # saves under way; more wait for nothing but the store
+MOST_JOBS = 64  # saves under way; more would only wait for the store
 Tables = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class WholeState:
-    """A block that holds the state after exactly so many tokens, and stays as it is."""
+    """A block that holds the state after exactly `tokens` tokens, and stays unchanged."""
 
     table: int
     block_id: int
@@ -399,7 +390,7 @@ def blocks_to_save(
     tables: Tables,
     null_block: int | None,
 ) -> Iterator[TableBlocks]:
-    """Blocks of tokens of each table, full and still there."""
+    """The full blocks of tokens of each table that the request still has."""
     for kind in kinds:
         if kind.residency.kind == "state" or kind.table >= len(tables):
             continue
@@ -422,7 +413,7 @@ def states_to_save(
     states: Sequence[WholeState],
     null_block: int | None,
 ) -> Iterator[TableBlocks]:
-    """States at the ends of blocks; others cannot be found again."""
+    """The states at the ends of blocks. No lookup would find other states."""
     for kind in kinds:
         span = kind.block_tokens
         mine = [
@@ -447,7 +438,7 @@ def states_to_save(
 
 @dataclass(slots=True)
 class _Job:
-    """A save that not all ranks have reported."""
+    """A save job that some rank has not reported."""
 
     block_ids: list[int]
     tables: tuple[TableBlocks, ...]
@@ -458,7 +449,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class SavedBlocks:
-    """A job that all ranks have reported: what is stored in full, with the caller's tag."""
+    """A save job that all ranks have reported, with the caller's tag."""
 
     tables: tuple[TableBlocks, ...]
     failed: frozenset[tuple[int, int]]
@@ -489,7 +480,7 @@ class SaveJobs:
     def order(
         self, tables: tuple[TableBlocks, ...], ranks: int, seconds: float, tag: Any
     ) -> SaveOrder | None:
-        """A job for these blocks; None where there are none."""
+        """A job for these blocks; None if there are none."""
         ids = [i for blocks in tables for i in blocks.block_ids]
         if not ids:
             return None
@@ -500,7 +491,7 @@ class SaveJobs:
         return SaveOrder(job_id, tables, seconds)
 
     def reported(self, reports: Iterable[Saved]) -> list[SavedBlocks]:
-        """Ranks' last words about jobs. Jobs that all have reported are over, and unpinned."""
+        """Take ranks' reports. Unpins and returns the jobs that all ranks have reported."""
         over = []
         for report in reports:
             job = self._jobs.get(report.job_id)
@@ -517,30 +508,25 @@ class SaveJobs:
         return over
 
 
-# --------------------------------------------------------------------------------------------------
-# Loads as the scheduler sees them: what is ordered of a promise, and which loads hang.
-#
-# A load outlives its request: it is over when every rank has ended it. One that hangs on some ranks
-# may still be written, so its blocks stay pinned, in quarantine, until the last of these ended it.
-# --------------------------------------------------------------------------------------------------
+# Loads
 
 
 def segments_to_load(spec: LoadSpec, external: int, full: bool) -> tuple[Segment, ...]:
-    """What of a promise is loaded where the engine takes `external` tokens of it.
+    """The segments to load if the engine takes `external` tokens of a promise.
 
     full  all groups keep all of their tokens
     """
     if external == spec.tokens:
         return spec.hit.segments
-    # an engine that takes less than it was offered gets what a hit of that length needs
+    # An engine that takes fewer tokens gets the segments of a shorter hit.
     stop = spec.computed + external
     if external > spec.tokens or not full:
         log.error(
-            "the engine asks for %d tokens, the pool promised %d: they are computed",
+            "the engine asks for %d tokens, but the pool promised %d: the engine computes them",
             external,
             spec.tokens,
         )
-        return ()  # a load of nothing fails
+        return ()  # a load without segments fails
     return tuple(
         Segment(s.layout_id, s.group, s.start, min(s.stop, stop))
         for s in spec.hit.segments
@@ -551,11 +537,11 @@ def segments_to_load(spec: LoadSpec, external: int, full: bool) -> tuple[Segment
 @dataclass(slots=True)
 class _Hung:
     block_ids: list[int]
-    ranks: int = 0  # on which it has not ended
+    ranks: int = 0  # ranks on which it has not ended
 
 
 class LoadJobs:
-    """Loads that some rank has not ended, and the pins of those that hang."""
+    """Loads that some rank has not ended, and the pinned blocks of those that hang."""
 
     def __init__(
         self,
@@ -567,14 +553,11 @@ class LoadJobs:
         self._orders: dict[str, LoadOrder] = {}
         self._hung: dict[str, _Hung] = {}
 
-    def __len__(self) -> int:
-        return len(self._orders)
-
     def order(self, order: LoadOrder) -> None:
         self._orders[order.request_id] = order
 
     def over(self, request_id: str) -> None:
-        """All ranks have ended it, or left it hanging."""
+        """All ranks have reported the load, as ended or as hung."""
         self._orders.pop(request_id, None)
 
     def hung(self, request_id: str) -> None:
@@ -599,11 +582,6 @@ class LoadJobs:
             if hung.ranks == 0:
                 del self._hung[request_id]
                 self._unpin(hung.block_ids)
-
-    @property
-    def quarantined(self) -> frozenset[str]:
-        """Requests whose blocks are kept from everybody."""
-        return frozenset(self._hung)
 
     @property
     def quarantined_blocks(self) -> int:

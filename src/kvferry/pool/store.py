@@ -1,19 +1,26 @@
 """What a store has to give: objects of bytes by key, written once, read whole or in ranges.
 
 An object is all that one rank wrote of one block of one group; its bytes never change. Bytes come
-from and go to registered memory of this process, by address, so that nothing is copied on the way
-that need not be. All methods take batches, may be called from any thread, and end by their deadline
-(absolute, on `time.monotonic()`). One object's failure is its own: it is told in the outcome, and
-the rest of the batch goes on. Only what fails as a whole (the store cannot be reached) raises
-`StoreError`.
+from and go to registered memory of this process, by address, so that no byte is copied more often
+than it must be. All methods take batches, may be called from any thread, and end by their deadline
+(absolute, on `time.monotonic()`). Where one object fails, its outcome says so, and the rest of the
+batch goes on. Only a failure of the whole call (the store cannot be reached) raises `StoreError`.
 
 A store keeps whole objects only: after a crash at any point, an object is there with all its bytes
 or not at all, and a range that is read was checked against what was written.
+
+`spread` and `move` copy bytes between scattered memory of this process and one contiguous place.
+Seen through a dtype as long as a range and a stride of one byte, memory is an array in which every
+byte begins an element. Ranges of one length then move in one call, each by one memcpy, and Python
+runs once per distinct length. Long ranges move by one call each, which is faster (91 % of memcpy
+with checksums, against 73 %, at 64 KiB), because NumPy's own copy of a long element is not memcpy.
+The caller checks the addresses.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -22,7 +29,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.carriers.base import MemoryRegion
+from kvferry.carriers.base import MemoryRegion, RegionTable
+
+_log = logging.getLogger(__name__)
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -49,7 +58,7 @@ class Slices:
 
 class Outcome(Enum):
     DONE = "done"
-    EXISTS = "exists"  # put: somebody wrote it before
+    EXISTS = "exists"  # put: it was written before, or another process writes it now
     MISSING = "missing"  # get: it is not here (any more)
     CORRUPT = "corrupt"  # get: its bytes are not what was written
     FULL = "full"  # put: no room, and nothing that may be evicted
@@ -74,8 +83,8 @@ class Store(Protocol):
     def access(self, keys: Sequence[str], deadline: float) -> None:
         """One request came: its keys in prefix order, whether they are here or not.
 
-        This is what eviction learns from, so it is told once per request and fragment (one rank's
-        objects of one group), before the request's objects are got or put. Never raises: a store
+        Eviction learns from this, so the caller tells it once per request and fragment (one rank's
+        objects of one group), before it gets or puts the request's objects. Never raises: a store
         that has no use for it does nothing.
         """
 
@@ -103,15 +112,18 @@ class Store(Protocol):
         """Idempotent."""
 
 
-# --------------------------------------------------------------------------------------------------
-# Bytes between scattered memory of this process and one contiguous place, by NumPy.
-#
-# Seen through a dtype as long as a range and a stride of one byte, memory is an array in which
-# every byte begins an element. Ranges of one length then move in one call, each by one memcpy, and
-# Python runs once per distinct length. Long ranges move by one call each, which is faster (91 % of
-# memcpy with checksums, against 73 %, at 64 KiB), because NumPy's own copy of a long element is not
-# memcpy. Addresses must have been checked before.
-# --------------------------------------------------------------------------------------------------
+def inside(regions: RegionTable, parts: Sequence[Ranges] | Sequence[Slices]) -> list[bool]:
+    """Whether each object's memory is registered; looked at one by one only if one is not."""
+    if not parts:
+        return []
+    address = np.concatenate([p.address for p in parts])
+    length = np.concatenate([p.length for p in parts])
+    bad = regions.first_outside(address, length)
+    if bad < 0:
+        return [True] * len(parts)
+    _log.warning("%d bytes at %#x are not inside the registered memory", length[bad], address[bad])
+    return [regions.first_outside(p.address, p.length) < 0 for p in parts]
+
 
 STEP_BYTES = 1 << 20  # through an intermediate array, where both sides are scattered
 LONG_RANGE_BYTES = 32 << 10  # copying takes ten times as long as the call; below, NumPy is faster
@@ -143,7 +155,7 @@ def _row(address: int, count: int, size: int) -> NDArray[Any]:
 
 def spread(src: int, dst: Ints, size: int) -> None:
     """`size` bytes each, from one place on, to addresses `dst`."""
-    if size >= LONG_RANGE_BYTES:
+    if size >= LONG_RANGE_BYTES or len(dst) == 1:
         for to in dst.tolist():
             ctypes.memmove(to, src, size)
             src += size
@@ -154,41 +166,35 @@ def spread(src: int, dst: Ints, size: int) -> None:
 
 def move(src: Ints, dst: Ints, length: Ints) -> None:
     """`length[i]` bytes from address `src[i]` to address `dst[i]`; the two never overlap."""
-    if len(length) <= 1:
-        for a, b, size in zip(src.tolist(), dst.tolist(), length.tolist(), strict=True):
-            ctypes.memmove(b, a, size)
+    if len(length) and bool((length == length[0]).all()):
+        _move_equal(src, dst, int(length[0]))
         return
-    sizes = [int(length[0])] if bool((length == length[0]).all()) else np.unique(length).tolist()
-    for size in sizes:
-        if size == 0:
-            continue
-        if len(sizes) == 1:
-            _move_equal(src, dst, size)
-        else:
-            same = np.flatnonzero(length == size)
-            _move_equal(src[same], dst[same], size)
+    for size in np.unique(length).tolist():
+        same = np.flatnonzero(length == size)
+        _move_equal(src[same], dst[same], size)
 
 
 def _move_equal(src: Ints, dst: Ints, size: int) -> None:
+    if size == 0:
+        return
+    if _in_a_row(src, size):
+        spread(int(src[0]), dst, size)
+        return
     if size >= LONG_RANGE_BYTES:
         for a, b in zip(src.tolist(), dst.tolist(), strict=True):
             ctypes.memmove(b, a, size)
-        return
-    count = len(src)
-    windows_dst = _windows(int(dst.min()), int(dst.max()) + size, size)
-    where = dst - dst.min()
-    if _in_a_row(src, size):
-        windows_dst[where] = _row(int(src[0]), count, size)
         return
     low = int(src.min())
     what = src - low
     if _in_a_row(dst, size) and not bool((what % size).any()):
         slots = _row(low, int(what.max()) // size + 1, size)
-        np.take(slots, what // size, out=_row(int(dst[0]), count, size), mode="clip")
+        np.take(slots, what // size, out=_row(int(dst[0]), len(dst), size), mode="clip")
         return
+    where = dst - dst.min()
     windows_src = _windows(low, int(src.max()) + size, size)
+    windows_dst = _windows(int(dst.min()), int(dst.max()) + size, size)
     step = max(1, STEP_BYTES // size)
-    for first in range(0, count, step):
+    for first in range(0, len(src), step):
         part = slice(first, first + step)
         windows_dst[where[part]] = windows_src[what[part]]
 

@@ -1,17 +1,36 @@
-"""A name for the weights that an engine runs: what other weights computed must never be found.
+"""Names for weights and LoRA adapters. Caches are shared only between engines with equal names.
 
-The first of these that is known:
+**Weights.** The name is the first of these that is known:
 
     named      the operator's `weight_revision`
-    hub        a repository of the Hub and the commit in it, also of a snapshot in the Hub's cache
-    files      what all files of weights hold, where that is at most 256 MiB, as of LoRA adapters;
-               of more, each one's size, and the SHA-256 that the Hub's client noted when it
-               downloaded it; else when it was last changed, its table of contents, and samples
-    unknown    nothing of the above: the engine shares with nobody, nor with itself once restarted
+    hub        a repository of the Hub and its commit, also for a snapshot in the Hub's cache
+    files      a digest of the files. Up to 256 MiB they are read whole, like those of LoRA
+               adapters. For larger ones the digest covers each file's size, and the SHA-256 that
+               the Hub's client noted when it downloaded the file. Without that note, it covers the
+               time of the last change, the table of contents, and samples
+    unknown    a random name: the engine shares with no other engine, nor with itself after a
+               restart
 
-Large files are not read whole, which takes minutes. Samples alone would miss a change between
-them, so the time of the last change counts too: copies share what they computed only where the copy
-kept that time (`cp -p`, `rsync -t`, images), or where they have a name.
+To read large files whole would take minutes. Samples alone would miss a change between them, so the
+time of the last change counts too. Copies of unnamed weights therefore share caches only if the
+copy kept that time (`cp -p`, `rsync -t`, images).
+
+**LoRA adapters.** An adapter's *digest* covers its weights, its `adapter_config.json`, and the
+engine's settings that change what it computes. The pool's keys and the tickets of a hand-over
+contain it. The scheduler's process takes it once, when the engine first serves the adapter, and it
+is valid until the engine ends. Copies of the files have the same digest. Name and number are not in
+it: on another engine they may mean other files. Files that change in place under a running engine,
+or that differ between its hosts, are the operator's mistake.
+
+vLLM knows an adapter by its number. It keeps the files that it first loaded under a number, unless
+a request says to load them in place, which vLLM then does in every step. So these adapters have no
+digest, and the caches of their requests are not shared:
+
+- an adapter that is loaded in place;
+- all adapters of a number that has come with two paths: vLLM may have loaded either;
+- an adapter whose path is not a folder with weights and configuration on this machine.
+
+Each reason is logged once. One thread reads files, and schedulers never wait for it.
 """
 
 from __future__ import annotations
@@ -38,18 +57,18 @@ log = logging.getLogger("kvferry")
 
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 SAMPLE_BYTES = 4096
-SAMPLE_EVERY_BYTES = 1 << 20  # or further apart, so that there are no more than
-MOST_SAMPLES = 1 << 15  # of all files: seconds, also where each takes a round trip to a file server
+SAMPLE_EVERY_BYTES = 1 << 20  # or further apart, so that there are at most
+MOST_SAMPLES = 1 << 15  # in all files: seconds, even with a round trip to a file server for each
 THREADS = 8
 MOST_HEADER_BYTES = 100 << 20
-WHOLE_BYTES = 256 << 20  # up to so many, all are read: some tenths of a second
+WHOLE_BYTES = 256 << 20  # files of up to this size in all are read whole, in tenths of a second
 READ_BYTES = 1 << 20
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def engine_weights(vllm_config: Any, configured: str = "") -> str:
-    """Of the model, and of the draft model whose cache lies beside its own."""
+    """The name of the model's weights, and of its draft model's if that has its own."""
     model = vllm_config.model_config
     name = weight_revision(
         str(model.model),
@@ -68,7 +87,7 @@ def engine_weights(vllm_config: Any, configured: str = "") -> str:
 
 
 def _commit(config: Any) -> str:
-    """What a branch's name was resolved to; a branch itself moves."""
+    """The commit to which a branch's name was resolved; a branch itself moves."""
     hub = getattr(config, "hf_config", None)
     told = (getattr(hub, "_commit_hash", None), getattr(config, "revision", None))
     return next((c for c in told if isinstance(c, str) and _COMMIT.fullmatch(c)), "")
@@ -77,10 +96,10 @@ def _commit(config: Any) -> str:
 def weight_revision(
     model: str, configured: str = "", *, commit: str = "", elsewhere: bool = False
 ) -> str:
-    """The name; see the module.
+    """The name of a model's weights; see the module.
 
-    commit     of the Hub, for a model that is named and not a path
-    elsewhere  the weights are not where the model's configuration is
+    commit     of the Hub, for a model that is a repository's name and not a path
+    elsewhere  the weights are not beside the model's configuration
     """
     if configured:
         return f"named {configured}"
@@ -96,8 +115,8 @@ def weight_revision(
     if commit and not path.exists():
         return f"hub {model} {commit}"
     log.warning(
-        "kvferry cannot tell which weights %s has: what this engine keeps in the pool is found by "
-        "no other engine, nor by itself after a restart; name them with `weight_revision`",
+        "kvferry cannot tell which weights %s has: no other engine will find what this engine "
+        "saves in the pool, nor will this one after a restart; name them with `weight_revision`",
         model,
     )
     return f"unknown {secrets.token_hex(16)}"
@@ -128,13 +147,13 @@ def _blob(file: Path) -> str | None:
 
 
 def _noted(file: Path) -> str | None:
-    """What the Hub's client noted beside a file that it downloaded, if it is still that file."""
+    """The SHA-256 that the Hub's client noted for a download, if the file is unchanged since."""
     note = file.parent / ".cache/huggingface/download" / f"{file.name}.metadata"
     with contextlib.suppress(OSError, ValueError, IndexError):
         _, digest, when = note.read_text().split()[:3]
         stat = file.stat()
-        # other weights may have been put there with a time from before (`cp -p`, `rsync -t`); the
-        # time at which that was done cannot be set
+        # Other weights may have been copied there with an older mtime (`cp -p`, `rsync -t`). The
+        # ctime cannot be set, and shows that.
         changed = max(stat.st_mtime, stat.st_ctime)
         if _SHA256.fullmatch(digest) and changed - 1 <= float(when):
             return digest
@@ -185,7 +204,7 @@ def _content(file: Path) -> str:
 
 
 def _contents_table(file: Path, fd: int) -> bytes:
-    """The header of a safetensors file: names, shapes and places of all tensors."""
+    """The header of a safetensors file: names, shapes and offsets of all tensors."""
     if file.suffix != ".safetensors":
         return b""
     size = int.from_bytes(os.pread(fd, 8, 0), "little")
@@ -199,40 +218,21 @@ def _sample(fd: int, places: Sequence[int]) -> bytes:
     return digest.digest()
 
 
-# --------------------------------------------------------------------------------------------------
-# LoRA adapters by what their files hold: the pool's keys and a hand-over's tickets know them so.
-#
-# An adapter's *digest* covers its weights (see `weights`), its `adapter_config.json`, and the
-# settings of the engine that change what it computes. The scheduler's process takes it once, when
-# the engine first serves the adapter, and it stands until the engine ends. Copies of the files have
-# the same digest. Name and number are no part of it: on another engine they may mean other files.
-# Files that change in place under a running engine, or that differ between its hosts, are the
-# operator's mistake.
-#
-# vLLM knows an adapter by its number. It keeps the files that it first loaded under a number,
-# unless a request says to load them in place, which it then does in every step. So these adapters
-# have no digest, and the caches of their requests are not shared:
-#
-# - an adapter that is loaded in place;
-# - all adapters of a number that has come with two paths: vLLM may have loaded either;
-# - an adapter whose path is not a folder with weights and configuration on this machine.
-#
-# Each reason is logged once. One thread reads files; schedulers never wait for it.
-# --------------------------------------------------------------------------------------------------
+# LoRA adapters
 
 NOT_SHARED = ""  # in place of a digest: the caches of this adapter's requests stay on this engine
-CONFIGURATION = "adapter_config.json"  # rank, scale and targets: they change what is computed
+CONFIGURATION = "adapter_config.json"  # has rank, scale and targets, which change the results
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What a request of vLLM says of its adapter."""
+    """The adapter of a vLLM request."""
 
     number: int
     path: str
-    name: str = field(default="", compare=False)  # for people
+    name: str = field(default="", compare=False)  # for messages
     in_place: bool = False
-    options: str = ""  # whatever else changes how its files are read
+    options: str = ""  # other options that change how its files are read
 
     @classmethod
     def of(cls, lora: Any) -> Adapter:
@@ -272,7 +272,7 @@ class Asked:
 
     @property
     def unknown(self) -> str:
-        """Why there is no digest, for clients, who need not know where files are."""
+        """Why there is no digest. Clients read this, so it names no paths."""
         return (
             f"it is not known which files its LoRA adapter {self.adapter.name!r:.100} was loaded "
             "from; the log of this engine has the reason"
@@ -282,8 +282,8 @@ class Asked:
 class Adapters:
     """The adapters of one engine.
 
-    settings  of the engine, that change what adapters compute (`adapter_settings`)
-    outcome   for requests whose adapter has no digest, for the log
+    settings  the engine's settings that change what adapters compute (`adapter_settings`)
+    outcome   what happens to requests whose adapter has no digest, for the log
     """
 
     def __init__(self, settings: str = "", outcome: str = "are kept out of the pool") -> None:
@@ -294,9 +294,9 @@ class Adapters:
         self._thread: threading.Thread | None = None
 
     def ask(self, request: Any, seconds: float = math.inf) -> Asked | None:
-        """What adapter a request of vLLM has; None: it has none.
+        """Ask for the adapter of a vLLM request; None if it has none.
 
-        Every request must come here when it arrives, shared or not: the first one of a number
+        Every request must come here when it arrives, shared or not: the first request of a number
         decides which files the number stands for.
 
         seconds  after which an adapter that is still being read counts as `NOT_SHARED`
@@ -313,7 +313,7 @@ class Adapters:
                 f"its number, {adapter.number}, was first used for {reading.adapter.path}, and "
                 "vLLM may have loaded either; load other weights under a new name",
             )
-        elif reading is None or reading.digest == NOT_SHARED:  # what failed is tried again
+        elif reading is None or reading.digest == NOT_SHARED:  # after a failure, read again
             reading = self._readings[adapter.number] = _Reading(adapter)
             self._begin(reading)
         return Asked(adapter, reading, time.monotonic() + seconds)
@@ -322,7 +322,7 @@ class Adapters:
         self._queue.put(None)
 
     def _begin(self, reading: _Reading) -> None:
-        if self._thread is None:  # a daemon: a file server that hangs must not keep a process
+        if self._thread is None:  # a daemon, so that a hanging file server does not block the exit
             thread = threading.Thread(target=self._serve, name="kvferry-lora", daemon=True)
             try:
                 thread.start()
@@ -337,7 +337,7 @@ class Adapters:
         while (reading := self._queue.get()) is not None:
             try:
                 reading.digest = self._digest(reading.adapter)
-            except Exception as error:  # whatever files come up with: other adapters ask, too
+            except Exception as error:  # bad files must not end the thread
                 self._tell(reading.adapter, str(error))
                 reading.digest = NOT_SHARED
 
@@ -347,8 +347,8 @@ class Adapters:
         path = Path(adapter.path).expanduser()
         if not path.is_dir() or not weight_files(path):
             raise DescriptionError(
-                "it is no folder with weights on this machine, so that nothing tells which it has; "
-                "download it, and load it from there"
+                "it is not a folder with weights on this machine, so its files are unknown; "
+                "download it, and load it from a folder"
             )
         digest = blake2b((path / CONFIGURATION).read_bytes(), digest_size=16)
         for told in (weight_revision(str(path)), self._settings, adapter.options):
@@ -364,7 +364,7 @@ class Adapters:
 
 
 def adapter_settings(vllm_config: Any) -> str:
-    """What of an engine's settings changes the values that an adapter's files give."""
+    """The engine's settings that change what an adapter computes."""
     lora = getattr(vllm_config, "lora_config", None)
     names = ("lora_dtype", "target_modules", "enable_moe_shared_loras")
     return "" if lora is None else repr([(n, getattr(lora, n, None)) for n in names])

@@ -1,14 +1,29 @@
-"""A store of host memory for a cache on a device: by way of buffers that the device reaches fast.
+"""Stores over another store: `StagedStore` for a cache on a device, `CheckedStore` for checksums.
+
+StagedStore moves a device's memory through buffers that the device reaches fast:
 
     put    the device gathers whole objects into a buffer; the store takes them from there
-    get    the store fills a buffer with what is wanted, checked; the device scatters what is whole
+    get    the store fills a buffer with the wanted parts; the device scatters those that are DONE
 
 Buffers are plain memory; the device crosses the bus by pinned chunks of its own. Each call has a
-buffer to itself, from a few; a call that gets none by its deadline has failed, and nothing was
-moved. Only what the store calls DONE is ever written to the device. A store must be done with a
-buffer when its call ends, in whichever way: the embedded one is, Mooncake's with `hold_memory`.
-Closing it closes the store first, which may give up waiting for calls; buffers and the device's
-staging memory go after the last call that has any of them.
+buffer to itself, from a few. A call that gets no buffer by its deadline fails, and nothing was
+moved. Only parts that the store calls DONE are ever written to the device. A store must be done
+with a buffer when its call ends, in any way: the embedded one is, Mooncake's with `hold_memory`.
+`close` closes the store first, which may give up waiting for calls. Buffers and the device's
+staging memory are freed after the last call that uses any of them.
+
+CheckedStore adds checksums to a store that keeps none: each object lies behind a header that proves
+it.
+
+    magic 8 `KVFSUM01`   length 8   xxh3 8, of the bytes   xxh3 8, of these 24   zeros up to 64
+
+A put gathers whole objects into a buffer, and stores them with their headers. A get reads the
+headers, then whole objects into a buffer, and brings the wanted parts of the right ones to their
+place. The others are CORRUPT, and nothing of them is moved. The key seeds both checksums, so one
+key's bytes under another key are wrong, too. This has a price: ranges cannot be proven alone, so
+whole objects are read where a reader of another shape wants a part; and objects that a store moves
+without a copy (Mooncake) are copied and hashed by the host. Objects with headers and objects
+without are never in one namespace.
 """
 
 from __future__ import annotations
@@ -18,15 +33,15 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import xxhash
 
-from kvferry.carriers.base import MemoryRegion, RegionTable
-from kvferry.carriers.host import Bytes, Memory
+from kvferry.carriers.base import Bytes, Memory, MemoryRegion, RegionTable
+from kvferry.carriers.host import joined
 from kvferry.errors import TransferError
-from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, Store, StoreStats, move
+from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, Store, StoreStats, inside, move
 
 log = logging.getLogger("kvferry")
 
@@ -51,7 +66,7 @@ class StagedStore:
         self._regions = RegionTable.of([])
         self._changed = threading.Condition()
         self._idle: list[Bytes | None] = [None] * buffers  # None: not made yet
-        self._outgrown: list[Bytes] = []  # stores know them: their addresses must not come again
+        self._outgrown: list[Bytes] = []  # registered, so their addresses must not come again
         self._in_use = 0  # buffers that calls have
         self._closed = False
         self._may_free = False  # the store is closed, too
@@ -61,19 +76,14 @@ class StagedStore:
         self._regions = RegionTable.of(self._registered)
 
     def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
-        inside = self._inside(objects)
-        sizes = [int(o.length.sum()) for o in objects]
-        outcomes = [Outcome.FAILED] * len(keys)
-        for part in self._parts(sizes, inside):
+        sizes = _sizes(objects)
+
+        def put_some(part: list[int]) -> list[Outcome]:
             some = [objects[i] for i in part]
-            length = np.array([sizes[i] for i in part], dtype=np.int64)
-            try:
-                told = self._put_some([keys[i] for i in part], some, length, deadline)
-            except TransferError as error:
-                log.warning("blocks could not be taken from their memory: %s", error)
-                continue
-            for i, outcome in zip(part, told, strict=True):
-                outcomes[i] = outcome
+            return self._put_some([keys[i] for i in part], some, sizes[part], deadline)
+
+        outcomes = [Outcome.FAILED] * len(keys)
+        self._in_parts(sizes, inside(self._regions, objects), put_some, outcomes)
         return outcomes
 
     def _put_some(
@@ -81,8 +91,6 @@ class StagedStore:
     ) -> list[Outcome]:
         total = int(sizes.sum())
         with self._buffer(total, deadline) as buffer:
-            if buffer is None:
-                return [Outcome.FAILED] * len(keys)
             self._gather(objects, buffer[:total])
             begin = buffer.ctypes.data + np.cumsum(sizes) - sizes
             ranges = [Ranges(begin[k : k + 1], sizes[k : k + 1]) for k in range(len(keys))]
@@ -96,30 +104,22 @@ class StagedStore:
         )
 
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
-        inside = self._inside(wanted)
-        sizes = [int(w.length.sum()) for w in wanted]
-        outcomes = [Outcome.FAILED] * len(keys)
-        for part in self._parts(sizes, inside):
-            some = [wanted[i] for i in part]
-            length = np.array([sizes[i] for i in part], dtype=np.int64)
-            told = self._get_some([keys[i] for i in part], some, length, deadline)
-            for i, outcome in zip(part, told, strict=True):
-                outcomes[i] = outcome
-        return outcomes
+        sizes = _sizes(wanted)
 
-    def _get_some(
-        self, keys: Sequence[str], wanted: Sequence[Slices], sizes: Ints, deadline: float
-    ) -> list[Outcome]:
-        with self._buffer(int(sizes.sum()), deadline) as buffer:
-            if buffer is None:
-                return [Outcome.FAILED] * len(keys)
-            begins = np.cumsum(sizes) - sizes
-            staged = [
-                _packed(need, buffer.ctypes.data + begin)
-                for need, begin in zip(wanted, begins.tolist(), strict=True)
-            ]
-            outcomes = list(self._store.get(keys, staged, deadline))
-            return self._scatter(wanted, buffer, begins, sizes, outcomes)
+        def get_some(part: list[int]) -> list[Outcome]:
+            some, lengths = [wanted[i] for i in part], sizes[part]
+            with self._buffer(int(lengths.sum()), deadline) as buffer:
+                begins = np.cumsum(lengths) - lengths
+                staged = [
+                    _packed(need, buffer.ctypes.data + begin)
+                    for need, begin in zip(some, begins.tolist(), strict=True)
+                ]
+                told = list(self._store.get([keys[i] for i in part], staged, deadline))
+                return self._scatter(some, buffer, begins, lengths, told)
+
+        outcomes = [Outcome.FAILED] * len(keys)
+        self._in_parts(sizes, inside(self._regions, wanted), get_some, outcomes)
+        return outcomes
 
     def _scatter(
         self,
@@ -129,7 +129,7 @@ class StagedStore:
         sizes: Ints,
         outcomes: list[Outcome],
     ) -> list[Outcome]:
-        """What is DONE to its place; objects lie in the buffer one after another."""
+        """Bring DONE objects, which lie in the buffer one after another, to their places."""
         ends = begins + sizes
         try:
             for first, last in _runs([outcome is Outcome.DONE for outcome in outcomes]):
@@ -144,48 +144,44 @@ class StagedStore:
             return [Outcome.FAILED if o is Outcome.DONE else o for o in outcomes]
         return outcomes
 
-    def _parts(self, sizes: Sequence[int], inside: Sequence[bool]) -> Iterator[list[int]]:
-        """Places in a batch that fit a buffer together; one that is larger has one to itself."""
-        part: list[int] = []
-        total = 0
-        for at, size in enumerate(sizes):
-            if not inside[at]:
+    def _in_parts(
+        self,
+        sizes: Ints,
+        good: Sequence[bool],
+        work: Callable[[list[int]], list[Outcome]],
+        outcomes: list[Outcome],
+    ) -> None:
+        """Work on the good objects of a batch, as many at a time as fit a buffer together; a larger
+        object has one to itself. A part that cannot be moved has FAILED."""
+        parts: list[list[int]] = []
+        total = self._stage_bytes + 1
+        for at, size in enumerate(sizes.tolist()):
+            if not good[at]:
                 continue
-            if part and total + size > self._stage_bytes:
-                yield part
-                part, total = [], 0
-            part.append(at)
+            if total + size > self._stage_bytes:
+                parts.append([])
+                total = 0
+            parts[-1].append(at)
             total += size
-        if part:
-            yield part
-
-    def _inside(self, parts: Sequence[Ranges] | Sequence[Slices]) -> list[bool]:
-        """Whether each object's memory is registered; looked at one by one only if one is not."""
-        if not parts:
-            return []
-        address = np.concatenate([p.address for p in parts])
-        length = np.concatenate([p.length for p in parts])
-        bad = self._regions.first_outside(address, length)
-        if bad < 0:
-            return [True] * len(parts)
-        log.warning(
-            "%d bytes at %#x are not inside the registered memory", length[bad], address[bad]
-        )
-        return [self._regions.first_outside(p.address, p.length) < 0 for p in parts]
+        for part in parts:
+            try:
+                told = work(part)
+            except TransferError as error:
+                log.warning("blocks could not be moved: %s", error)
+                told = [Outcome.FAILED] * len(part)
+            for i, outcome in zip(part, told, strict=True):
+                outcomes[i] = outcome
 
     @contextlib.contextmanager
-    def _buffer(self, count: int, deadline: float) -> Iterator[Bytes | None]:
-        """A buffer of `count` bytes or more; None where none was free in time."""
+    def _buffer(self, count: int, deadline: float) -> Iterator[Bytes]:
+        """A buffer of `count` bytes or more; a `TransferError` where none was free in time."""
         with self._changed:
             seconds = max(0.0, deadline - time.monotonic())
             self._changed.wait_for(lambda: self._idle or self._closed, seconds)
-            free = bool(self._idle) and not self._closed
-            buffer = self._take(count) if free else None
-            self._in_use += free
-        if not free:
-            log.warning("no staging buffer was free in time")
-            yield None
-            return
+            if not self._idle or self._closed:
+                raise TransferError("no staging buffer was free in time")
+            buffer = self._take(count)
+            self._in_use += 1
         try:
             if buffer is None or buffer.nbytes < count:
                 size = self._stage_bytes
@@ -208,12 +204,12 @@ class StagedStore:
                 self._free()
 
     def _take(self, count: int) -> Bytes | None:
-        """The last used that is long enough; else one that is not made yet, or the shortest."""
+        """The last used one that is long enough; else one that is not made yet, or the shortest."""
         sizes = [-1 if buffer is None else buffer.nbytes for buffer in self._idle]
         fitting = [at for at, size in enumerate(sizes) if size >= count]
         return self._idle.pop(fitting[-1] if fitting else sizes.index(min(sizes)))
 
-    # what needs no memory of ours
+    # Calls that need no buffer
 
     def access(self, keys: Sequence[str], deadline: float) -> None:
         self._store.access(keys, deadline)
@@ -249,44 +245,27 @@ class StagedStore:
                 self._free()
 
     def _free(self) -> None:
-        """Once: by `close`, or by the last call that it has left."""
+        """Once: by `close`, or by the last call that was under way then."""
         self._idle.clear()
         self._outgrown.clear()
-        close = getattr(self._memory, "close", None)
-        if close is not None:
-            close()
+        self._memory.close()
 
 
 def _packed(wanted: Slices, begin: int) -> Slices:
     """The same parts, one after another from `begin` on; neighbours in the object are one part."""
-    offset, length = wanted.offset, wanted.length
-    if len(offset) == 0:
-        return wanted
-    heads = np.concatenate(([0], np.flatnonzero(offset[1:] != offset[:-1] + length[:-1]) + 1))
-    merged: Ints = np.add.reduceat(length, heads)
-    return Slices(offset[heads], begin + np.cumsum(merged) - merged, merged)
+    offset, length = joined(wanted.offset, wanted.length)
+    return Slices(offset, begin + np.cumsum(length) - length, length)
+
+
+def _sizes(parts: Sequence[Ranges] | Sequence[Slices]) -> Ints:
+    return np.array([int(p.length.sum()) for p in parts], dtype=np.int64)
 
 
 def _runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """First and last (exclusive) of each stretch that is there."""
+    """First and last (exclusive) of each stretch of True."""
     edges = np.flatnonzero(np.diff(np.array([False, *there, False], dtype=np.int8)))
     return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
-
-# --------------------------------------------------------------------------------------------------
-# Checksums over a store that keeps none: each object behind a header that proves it.
-#
-#     magic 8 `KVFSUM01`   length 8   xxh3 8, of the bytes   xxh3 8, of these 24   zeros up to 64
-#
-# A put gathers whole objects into a buffer, and stores them with their headers. A get reads the
-# headers, then whole objects into a buffer, and brings what was wanted of the right ones to its
-# place; of the others nothing, and they are CORRUPT. The key seeds both checksums, so one key's
-# bytes under another's are wrong, too.
-#
-# This is paid for: ranges cannot be proven alone, so whole objects are read where a reader of
-# another shape wants a part; and what a store moves without a copy (Mooncake) is copied and hashed
-# by the host. Objects with headers are not those without: the two are never in one namespace.
-# --------------------------------------------------------------------------------------------------
 
 HEADER_BYTES = 64
 # One rank's part of one block is a hundred times smaller. A reader takes memory for what a header
@@ -322,8 +301,6 @@ class CheckedStore(StagedStore):
     ) -> list[Outcome]:
         heads = HEADER_BYTES * len(keys)
         with self._buffer(heads + int(sizes.sum()), deadline) as buffer:
-            if buffer is None:
-                return [Outcome.FAILED] * len(keys)
             bodies = buffer[heads : heads + int(sizes.sum())]
             self._gather(objects, bodies)
             ends = np.cumsum(sizes)
@@ -342,36 +319,36 @@ class CheckedStore(StagedStore):
             return self._store.put(keys, ranges, deadline)
 
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
-        inside = self._inside(wanted)
-        outcomes, lengths, sums = self._headers(keys, deadline)
+        good = inside(self._regions, wanted)
+        try:
+            outcomes, lengths, sums = self._headers(keys, deadline)
+        except TransferError as error:
+            log.warning("blocks could not be moved: %s", error)
+            return [Outcome.FAILED] * len(keys)
         for at, need in enumerate(wanted):
             if outcomes[at] is not Outcome.DONE:
                 continue
             end = int((need.offset + need.length).max(initial=0))
-            if not inside[at] or int(need.offset.min(initial=0)) < 0 or end > lengths[at]:
+            if not good[at] or int(need.offset.min(initial=0)) < 0 or end > lengths[at]:
                 log.warning("%s has %d bytes; up to %d were asked for", keys[at], lengths[at], end)
                 outcomes[at] = Outcome.FAILED
+        sizes = np.array(lengths, dtype=np.int64)
+
+        def get_whole(part: list[int]) -> list[Outcome]:
+            some = [wanted[i] for i in part]
+            seals = [sums[i] for i in part]
+            return self._get_whole([keys[i] for i in part], some, sizes[part], seals, deadline)
+
         there = [outcome is Outcome.DONE for outcome in outcomes]
-        for part in self._parts(lengths, there):
-            told = self._get_whole(
-                [keys[i] for i in part],
-                [wanted[i] for i in part],
-                np.array([lengths[i] for i in part], dtype=np.int64),
-                [sums[i] for i in part],
-                deadline,
-            )
-            for i, outcome in zip(part, told, strict=True):
-                outcomes[i] = outcome
+        self._in_parts(sizes, there, get_whole, outcomes)
         return outcomes
 
     def _headers(
         self, keys: Sequence[str], deadline: float
     ) -> tuple[list[Outcome], list[int], list[int]]:
-        """Of each object whether its header is right, its length, its checksum."""
+        """For each object: whether its header is right, its length, its checksum."""
         count = len(keys)
         with self._buffer(HEADER_BYTES * count, deadline) as buffer:
-            if buffer is None:
-                return [Outcome.FAILED] * count, [0] * count, [0] * count
             zero, size = np.zeros(1, dtype=np.int64), np.full(1, HEADER_BYTES, dtype=np.int64)
             places = [buffer.ctypes.data + HEADER_BYTES * at for at in range(count)]
             heads = [Slices(zero, np.array([place]), size) for place in places]
@@ -396,12 +373,10 @@ class CheckedStore(StagedStore):
         sums: Sequence[int],
         deadline: float,
     ) -> list[Outcome]:
-        """Whole objects into a buffer, checked; what is wanted of them, in order, behind them."""
-        sizes = np.array([int(w.length.sum()) for w in wanted], dtype=np.int64)
+        """Whole objects into a buffer, checked; the wanted parts, in order, behind them."""
+        sizes = _sizes(wanted)
         total = int(lengths.sum())
         with self._buffer(total + int(sizes.sum()), deadline) as buffer:
-            if buffer is None:
-                return [Outcome.FAILED] * len(keys)
             begins = np.cumsum(lengths) - lengths
             bodies = [
                 Slices(

@@ -1,6 +1,6 @@
-"""The OpenAI-compatible front door of engines that prefill and engines that decode.
+"""An OpenAI-compatible router in front of prefill and decode engines.
 
-Reading order: `flow` (what happens to a request), `door` (bodies, disconnects), `guard`
-(quotas, connections), `engines` (health, choice), `upstream` (HTTP to engines),
-`api` (what is changed in a request), `serve`.
+Reading order: `flow` (the life of a request), `app` (routes, bodies, disconnects, the server),
+`guard` (quotas, connections), `engines` (health, choice, HTTP to engines), `api` (what changes in a
+request; configuration), `metrics`.
 """

@@ -1,8 +1,8 @@
-"""The part of OpenAI's API that the router has to understand, which is little.
+"""The part of OpenAI's API that the router understands, and the router's configuration.
 
-A request is a JSON object whose values are kept as the bytes that came; only the few that a
-prefill must not see as they are get replaced. So nothing that an engine understands and this
-module does not is lost or rounded.
+A request is a JSON object whose values stay the bytes that came. The router replaces only the few
+values that a prefill must not see. So a field that an engine understands and the router does not is
+neither lost nor rounded.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
-from typing import Protocol
+from dataclasses import dataclass, fields
 from urllib.parse import urlsplit
 
 import msgspec
@@ -29,19 +28,20 @@ _PREFILL = {
     "stream": b"false",
     PARAMS: b'{"do_remote_decode":true,"do_remote_prefill":false}',
 }
-# Of no use with one token, and refused by engines together with it.
+# Useless with one token; engines refuse them together with it.
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "best_of")
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-# Of one connection, not of the message (RFC 9110, 7.6.1); or made anew by whoever sends.
+# Headers of one connection, not of the message (RFC 9110, 7.6.1), and headers that each sender
+# makes itself.
 _HOP_BY_HOP = {
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te"),
     *(b"proxy-connection", b"trailer", b"transfer-encoding", b"upgrade", b"expect"),
     *(b"host", b"content-length", b"date", b"server", b"x-request-id", b"x-kvferry-path"),
 }
-# A dict of short fields takes 18 times the memory of its JSON and 0.9 us for each field. Each field
-# has a colon, so counting colons bounds both before the dict is made: 90 MB, 0.5 s. Colons inside
-# of prompts count too; the limit is a choice, above what we expect of prompts.
+# A dict of short fields takes 18 times the memory of its JSON, and 0.9 us per field. Each field has
+# a colon, so a limit on colons bounds both before the dict is made: 90 MB, 0.5 s. Colons in prompts
+# count too; the limit is above what we expect there.
 _MAX_FIELDS = 1024
 _MAX_COLONS = 500_000
 
@@ -68,30 +68,8 @@ class ApiError(KvferryError):
         return json.dumps({"error": error}).encode()
 
 
-class RequestAccount(Protocol):
-    """The account of the memory that one request holds."""
-
-    bytes: int
-
-    def add(self, count: int) -> None:
-        """Charges for bytes; a negative count gives them back. Raises ApiError."""
-
-
-@dataclass(slots=True)
-class Incoming:
-    """One request of a client, and the trail that it leaves."""
-
-    request_id: bytes
-    method: str
-    path: str
-    headers: Headers  # what is passed on to engines, Authorization included: never log it
-    held: RequestAccount
-    body: bytes = b""
-    trail: list[str] = field(default_factory=list)  # what was done, for the log
-
-
 class Generation:
-    """A completion or chat completion that was asked for."""
+    """A request for a completion or a chat completion."""
 
     def __init__(self, body: bytes) -> None:
         too_many = ApiError(400, "too_many_fields", f"a request has {_MAX_FIELDS} fields at most")
@@ -112,12 +90,12 @@ class Generation:
         return self._get("stream") == b"true"
 
     def decode_only_because(self) -> str | None:
-        """Why this request cannot be handed over, if it cannot.
+        """Why this request cannot be handed over, or None.
 
         `batch`: several prompts in one request. Engines answer a prefill with the ticket of the
         first prompt alone, and would load that prompt's cache for all of them.
 
-        `prompt_logprobs`: they come out of computing the prompt, which a hand-over avoids.
+        `prompt_logprobs`: an engine gets them by computing the prompt, which a hand-over avoids.
         """
         if _many(self._get("prompt")) or _many(self._get("prompt_embeds")):
             return "batch"
@@ -135,9 +113,9 @@ class Generation:
         return msgspec.json.encode(wanted)
 
     def for_decode(self, ticket: bytes) -> bytes:
-        """The request with a ticket; with none (b""), as it came.
+        """The request with a ticket, or without one (b"").
 
-        Parameters that the client sent itself never reach an engine: they name hosts to contact.
+        A client's own `kv_transfer_params` never reach an engine, because they name hosts to dial.
         """
         if not ticket and PARAMS not in self._fields:
             return self._body
@@ -147,7 +125,7 @@ class Generation:
         return msgspec.json.encode(wanted)
 
     def _get(self, name: str) -> bytes:
-        """A field's JSON; empty where it is missing or null."""
+        """A field's JSON; empty if it is missing or null."""
         value = bytes(self._fields.get(name, b"")).strip()
         return b"" if value == b"null" else value
 
@@ -157,16 +135,16 @@ class _PrefillAnswer(msgspec.Struct):
 
 
 def ticket_of(answer: bytes) -> bytes:
-    """`kv_transfer_params` of a prefill engine's answer as they came; b"" where it gave none.
+    """`kv_transfer_params` of a prefill engine's answer, unchanged; b"" if there are none.
 
-    Raises msgspec.DecodeError for what is not a JSON object.
+    Raises msgspec.DecodeError if the answer is not a JSON object.
     """
     params = bytes(msgspec.json.decode(answer, type=_PrefillAnswer).kv_transfer_params)
     return params if params.startswith(b"{") and params.strip(b"{} \t\r\n") else b""
 
 
 def request_id_of(headers: Headers) -> bytes:
-    """The client's X-Request-Id, or a new one where it gave none that can stand in a log."""
+    """The client's X-Request-Id, or a new one if that is missing or not fit for a log."""
     for name, value in headers:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return value
@@ -174,7 +152,7 @@ def request_id_of(headers: Headers) -> bytes:
 
 
 def end_to_end(headers: Headers) -> Headers:
-    """The headers that are passed on, of a request or of an answer; names in lower case."""
+    """The headers of a request or an answer that the router passes on; names in lower case."""
     named = {
         part.strip().lower()
         for name, value in headers
@@ -186,7 +164,7 @@ def end_to_end(headers: Headers) -> Headers:
 
 
 def _many(value: bytes) -> bool:
-    """Whether JSON is a list of more than one prompt. [1, 2] is one prompt, of token ids."""
+    """Whether JSON is a list of several prompts. [1, 2] is one prompt of token ids."""
     first = value[1:64].lstrip()[:1] if value.startswith(b"[") else b"]"
     if first == b"]" or first.isdigit():
         return False
@@ -195,13 +173,11 @@ def _many(value: bytes) -> bool:
     except msgspec.ValidationError:
         return True
     except msgspec.DecodeError:
-        return False  # the engine will say what is wrong with it
+        return False  # the engine will report the mistake
     return False
 
 
-# --------------------------------------------------------------------------------------------------
-# What a router is told: its engines and its limits.
-# --------------------------------------------------------------------------------------------------
+# Configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +185,12 @@ class Limits:
     """Every deadline and bound of the router. None can be switched off."""
 
     tries: int = 3  # engines asked for one request, at most, per stage
-    max_connections: int = 2048  # of clients; fewer where the limit of descriptors is low
+    max_connections: int = 2048  # of clients; fewer if the limit of descriptors is low
     max_in_flight: int = 1024  # requests whose body has come; more are answered 429
-    max_body_bytes: int = 64 << 20  # of one request; images in chats come inside of the JSON
+    max_body_bytes: int = 64 << 20  # of one request; chats carry images inside the JSON
     max_answer_bytes: int = 64 << 20  # of one answer that is not streamed
     max_held_bytes: int = 1 << 30  # of all these bodies and answers; each byte counts twice
-    address_share: float = 0.5  # of connections, places and bytes, for one address; 1: all
+    address_share: float = 0.5  # of connections, requests and bytes, for one address; 1: all
 
     header_seconds: float = 10.0  # for a client to send headers, or to stay idle
     body_seconds: float = 60.0  # for the whole body
@@ -225,14 +201,14 @@ class Limits:
     connect_seconds: float = 3.0
     prefill_seconds: float = 300.0  # the whole prefill: queueing, computing, answering
     first_byte_seconds: float = 300.0  # streamed answers, until the first byte
-    answer_seconds: float = 1800.0  # answers that are not streamed come when all is generated
+    answer_seconds: float = 1800.0  # answers that are not streamed come after the last token
     chunk_seconds: float = 120.0  # between two chunks of a stream
     drain_seconds: float = 30.0  # for requests in flight when the router is told to stop
 
     probe_every_seconds: float = 2.0
     probe_seconds: float = 2.0  # for one probe to be answered
-    fail_after: int = 2  # failures in a row; one may be a hiccup. A refused connection counts fully
-    recover_after: int = 2  # good probes in a row; an engine that flaps stays out
+    fail_after: int = 2  # failures in a row; one refused connection is enough
+    recover_after: int = 2  # good probes in a row, so that an unstable engine stays out
 
     def __post_init__(self) -> None:
         for limit in fields(self):
@@ -250,7 +226,7 @@ class Limits:
 
     @classmethod
     def read(cls, texts: Iterable[str]) -> Limits:
-        """Limits written as name=value; the others have their defaults."""
+        """Limits from texts like name=value; the others have their defaults."""
         wanted = {field.name: field.default for field in fields(cls)}
         given: dict[str, float] = {}
         for text in texts:
@@ -269,7 +245,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """Engines by what they do. Without prefill engines, every request is decode-only."""
+    """The engines by role. Without prefill engines, every request is decode-only."""
 
     prefill: tuple[str, ...]  # base URLs, http://host:port
     decode: tuple[str, ...]
@@ -290,7 +266,7 @@ class RouterConfig:
 
 
 def base_url(text: str) -> str:
-    """`text` as scheme://host:port[/path]: http where no scheme is given, without a final /v1."""
+    """`text` as scheme://host:port[/path]: http is the default, and a final /v1 is removed."""
     url = text.strip() if "://" in text else f"http://{text.strip()}"
     try:
         parts = urlsplit(url)
@@ -298,7 +274,7 @@ def base_url(text: str) -> str:
     except ValueError as error:
         raise DescriptionError(f"cannot read the engine's address {text!r}: {error}") from None
     if "@" in parts.netloc:
-        # Not repeated in the message: what is before the @ is a secret.
+        # The message must not repeat the text: the part before the @ is a secret.
         raise DescriptionError(
             "an engine's address holds a user or a password; leave them out: "
             "clients' Authorization headers are passed on"

@@ -1,10 +1,13 @@
-"""The router as an application, and as a server."""
+"""The router as a server and an ASGI application: routes, bodies, disconnects and status pages.
+
+`ApiRoute` serves a route of the API. Each of its requests ends in one of `metrics.OUTCOMES`, and in
+one line of the log. `Status` serves /health, /metrics and a page for people.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import ipaddress
 import logging
 import math
 import time
@@ -25,26 +28,26 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.config import LOGGING_CONFIG
 
+from kvferry.net.names import is_loopback
 from kvferry.router import metrics
 from kvferry.router.api import (
     ApiError,
     Headers,
-    Incoming,
     Limits,
     RouterConfig,
     end_to_end,
     request_id_of,
 )
 from kvferry.router.engines import EngineFailure, UpstreamEngine, keep_probing
-from kvferry.router.flow import ReplySink, Router
-from kvferry.router.guard import ClientConnection, Guard, RequestMemory, address_of
+from kvferry.router.flow import ClientGone, ClientReply, Router
+from kvferry.router.guard import ClientConnection, Guard, Incoming, RequestMemory, address_of
 from kvferry.units import require_port
 
 log = logging.getLogger(__name__)
 
 
 def make_app(config: RouterConfig) -> Starlette:
-    """The router as an ASGI application. It starts once: its connections end with it."""
+    """The router as an ASGI application. It can start only once, because it owns connections."""
     router = Router(config)
     status = Status(router)
     generate = ApiRoute(router, router.generate)
@@ -75,7 +78,7 @@ def make_app(config: RouterConfig) -> Starlette:
         exception_handlers={HTTPException: _no_such_route},
         lifespan=lifespan,
     )
-    app.router.redirect_slashes = False  # a redirect would name whatever host the client names
+    app.router.redirect_slashes = False  # a redirect would point to any host that a client names
     return app
 
 
@@ -88,9 +91,9 @@ def serve(
     limits: Limits | None = None,
     log_level: str = "info",
 ) -> None:
-    """Serves until SIGINT or SIGTERM; then takes no more requests and ends those it has.
+    """Serve until SIGINT or SIGTERM, then accept no more requests and finish the running ones.
 
-    Raises DescriptionError for engines that cannot be addressed, and for a port that is none.
+    Raises DescriptionError for a bad address of an engine or a bad port.
     """
     require_port(port)
     config = RouterConfig(tuple(prefill), tuple(decode), limits or Limits())
@@ -103,18 +106,18 @@ def serve(
         host=host,
         port=port,
         log_config=_logging(log_level),
-        access_log=False,  # the door logs each request with what was done for it
+        access_log=False,  # `ApiRoute` logs each request with what was done for it
         server_header=False,
         http=Guarded,
-        loop="asyncio",  # uvloop takes a whole answer before it says that the client does not read
+        loop="asyncio",  # uvloop buffers a whole answer before it reports a client that reads none
         ws="none",
         backlog=Guarded.guard.backlog,
-        proxy_headers=False,  # quotas are for the address that really connects
+        proxy_headers=False,  # quotas count the address that really connects
         timeout_graceful_shutdown=math.ceil(config.limits.drain_seconds),
     )
-    if not _is_loopback(host):
+    if not is_loopback(host):
         log.warning(
-            "listening on %s: the router authenticates nobody itself; "
+            "listening on %s: the router does not authenticate clients itself; "
             "engines see the clients' Authorization headers",
             host,
         )
@@ -138,68 +141,12 @@ def _logging(level: str) -> dict[str, Any]:
     return config
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+Serve = Callable[[Incoming, ClientReply], Coroutine[Any, Any, None]]
 
-
-# --------------------------------------------------------------------------------------------------
-# Where requests come in: limits, request ids, clients that leave, and what is logged.
-#
-# An ASGI application per route. Each request ends in exactly one of metrics.OUTCOMES.
-# --------------------------------------------------------------------------------------------------
-
-Serve = Callable[[Incoming, ReplySink], Coroutine[Any, Any, None]]
-
-# A server may refuse long headers by closing the connection; then the engine seems to have failed.
-# The limits are a choice, not what some engine is known to take.
+# An engine's server may refuse long headers by closing the connection, which looks like a failed
+# engine. These limits are a guess at what engines take.
 _MAX_HEADER_BYTES = 32 << 10
 _MAX_HEADERS = 128
-# An answer is written in pieces of this size. The server takes the next one when the client has
-# read most of the last.
-_PIECE_BYTES = 64 << 10
-
-
-class ClientGone(Exception):
-    """The client closed its connection, or stopped reading or writing."""
-
-
-class ClientReply:
-    """The way back to one client; every send has a deadline."""
-
-    def __init__(self, send: Send, request_id: bytes, client_seconds: float) -> None:
-        self.started = False
-        self.status = 0
-        self._raw_send = send
-        self._request_id = request_id
-        self._client_seconds = client_seconds
-
-    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
-        for at in range(0, len(body), _PIECE_BYTES):
-            await self.chunk(body[at : at + _PIECE_BYTES])
-        await self.end()
-
-    async def start(self, status: int, headers: Headers) -> None:
-        self.started = True
-        self.status = status
-        headers = [*headers, (b"x-request-id", self._request_id)]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def chunk(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-    async def end(self) -> None:
-        await self._send({"type": "http.response.body", "body": b""})
-
-    async def _send(self, message: Message) -> None:
-        try:
-            async with asyncio.timeout(self._client_seconds):
-                await self._raw_send(message)
-        except (TimeoutError, OSError) as error:
-            raise ClientGone from error
 
 
 class ApiRoute:
@@ -223,7 +170,7 @@ class ApiRoute:
         outcome = "internal"
         try:
             outcome = await self._outcome(asked, headers, receive, reply, held)
-        except asyncio.CancelledError:  # the router stops, and this did not end in time
+        except asyncio.CancelledError:  # the router stops before this request has ended
             outcome = "stopped"
             raise
         finally:
@@ -248,7 +195,7 @@ class ApiRoute:
         reply: ClientReply,
         held: RequestMemory,
     ) -> str:
-        """Serves, answers what goes wrong, and says how it ended."""
+        """Serve the request, or answer with an error. Returns how it ended."""
         try:
             try:
                 asked.body = await self._read_body(headers, receive, held)
@@ -260,10 +207,10 @@ class ApiRoute:
         except ClientGone:
             return "client_gone"
         except EngineFailure as error:
-            # Returning before the answer is complete makes the server close the connection.
+            # The server closes the connection, because the answer is incomplete.
             asked.trail.append(str(error))
             return "broken_stream"
-        except Exception:  # a fault of ours: the client is told, and the log says which
+        except Exception:  # a bug of the router
             log.exception("request %s broke the router", asked.request_id.decode())
             if not reply.started:
                 answer = ApiError(500, "internal_error", "the router failed; its log says why")
@@ -272,10 +219,10 @@ class ApiRoute:
             return "internal"
 
     async def _read_body(self, headers: Headers, receive: Receive, held: RequestMemory) -> bytes:
-        """All of the body, if there is room for it and it comes in time. Raises ApiError.
+        """The body, if there is memory for it and it comes in time. Raises ApiError.
 
-        The server goes on reading, and forgets, what comes of a body that is refused. So the
-        client gets to read why. The guard closes the connection after `header_seconds`.
+        The server reads on and discards the rest of a refused body, so that the client gets to
+        read the reason. The guard closes the connection after `header_seconds`.
         """
         limits, loop = self._router.limits, asyncio.get_running_loop()
         if (
@@ -291,7 +238,7 @@ class ApiRoute:
             if name == b"content-length" and value.isdigit() and int(value) > limits.max_body_bytes:
                 raise too_large
         parts: list[bytes] = []
-        size = fresh = 0  # fresh: of the current progress_seconds
+        size = fresh = 0  # fresh: bytes within the current progress_seconds
         end, more = loop.time() + limits.body_seconds, True
         progress = limits.progress_seconds
         try:
@@ -339,10 +286,10 @@ def _by_status(status: int) -> str:
 
 
 async def _unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Does the work; cancels it and raises ClientGone when the client closes its connection.
+    """Do the work. If the client disconnects, cancel it and raise ClientGone.
 
-    By anyio, because httpx is written for it: a connection to an engine on which asyncio's own
-    cancellation meets httpx at the wrong moment is never used again, and never closed.
+    This cancels by anyio, like httpx. If asyncio's own cancellation meets httpx at the wrong
+    moment, the connection to the engine is never used again and never closed.
     """
     leaving = asyncio.create_task(_disconnect(receive))
     with anyio.CancelScope() as scope:
@@ -360,22 +307,18 @@ async def _disconnect(receive: Callable[[], Awaitable[Message]]) -> None:
         pass
 
 
-# --------------------------------------------------------------------------------------------------
-# What the router says about itself: /health, /metrics and a page for people.
-# --------------------------------------------------------------------------------------------------
-
 _PAGE = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
 _NO_RESOURCES = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
 
 class Status:
-    """The three pages, over one router's state."""
+    """The pages /health, /metrics and / of one router."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
     async def health(self, request: Request) -> Response:
-        """200 while requests can be served: `degraded` where an engine is missing, else `ok`."""
+        """200 while requests can be served: `ok`, or `degraded` if an engine is down."""
         state = self._state()
         engines = [
             {

@@ -1,10 +1,11 @@
-"""Which engines there are, which of them are up, and which one is next.
+"""The engines: which are up, which one is next, and HTTP to them.
 
 An engine is up or down. It goes down after `fail_after` failures in a row, of probes and requests
-together, or at once when it takes no connection. It comes back only by probes: `recover_after`
-good ones in a row; the first probe of all counts alone, so that a router is ready when it starts.
-A plain 500 is the request's failure, not the engine's: else one bad request, tried everywhere,
-would take all engines down.
+together, or at once when it accepts no connection. Only probes bring it back: `recover_after` good
+ones in a row. After the start one good probe is enough, so that the router is ready at once.
+
+A plain 500 is the request's failure, not the engine's. Otherwise one bad request, tried on every
+engine, would take all engines down.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ import anyio
 import httpx
 
 from kvferry.errors import KvferryError
-from kvferry.router.api import Headers, Incoming, Limits, end_to_end
+from kvferry.router.api import Headers, Limits, end_to_end
+from kvferry.router.guard import Incoming
 
 log = logging.getLogger(__name__)
 Role = Literal["prefill", "decode"]
 
 
 class UpstreamEngine:
-    """One engine: where it is, how it is, how busy it is."""
+    """One engine: its address, its health, and its load."""
 
     def __init__(self, url: str, role: Role, limits: Limits) -> None:
         self.url = url
@@ -35,7 +37,7 @@ class UpstreamEngine:
         self.up = False
         self.reason = "not probed yet"  # why it is down
         self.in_flight = 0
-        self.failures = 0  # ever
+        self.failures = 0  # since the start
         self._limits = limits
         self._probed = False
         self._failed_in_a_row = 0
@@ -46,7 +48,7 @@ class UpstreamEngine:
         self._failed_in_a_row = 0
 
     def failed(self, reason: str, *, refused: bool = False) -> None:
-        """A request or a probe failed; `refused`: the engine took no connection."""
+        """A request or a probe failed. `refused`: the engine accepted no connection."""
         self.failures += 1
         self._probed = True
         self._good_in_a_row = 0
@@ -87,7 +89,7 @@ class EngineGroup:
         return any(engine.up and engine not in besides for engine in self.engines)
 
     def pick(self, besides: Collection[UpstreamEngine] = ()) -> UpstreamEngine | None:
-        """The engine that is up and has the fewest requests in flight; of equals, in turn."""
+        """The engine that is up with the fewest requests in flight; equal ones in turn."""
         count = len(self.engines)
         places = [
             place
@@ -101,25 +103,23 @@ class EngineGroup:
         return self.engines[best]
 
 
-Probe = Callable[[UpstreamEngine], Awaitable[None]]  # tells the engine how it went; raises nothing
+Probe = Callable[[UpstreamEngine], Awaitable[None]]  # updates the engine, and raises nothing
 
 
 async def keep_probing(engine: UpstreamEngine, probe: Probe, every_seconds: float) -> None:
-    """Probes one engine until cancelled."""
+    """Probe one engine until this task is cancelled."""
     while True:
         await asyncio.sleep(every_seconds)
         try:
             await probe(engine)
-        except Exception:  # a prober that dies would freeze the engine's state for ever
+        except Exception:  # without probes, the engine's state would never change again
             log.exception("the probe of %s broke", engine.url)
 
 
-# --------------------------------------------------------------------------------------------------
-# HTTP to engines: one request, with a deadline on every wait and one kind of failure.
-# --------------------------------------------------------------------------------------------------
+# HTTP to engines. Every wait has a deadline, and every failure is an `EngineFailure`.
 
-# Below the 5 s after which uvicorn, and so vLLM, closes an idle connection: one that is closed
-# while we send on it looks like an engine that failed.
+# Less than the 5 s after which uvicorn, and so vLLM, closes an idle connection. A connection that
+# closes while the router sends on it looks like an engine that failed.
 _KEEPALIVE_SECONDS = 2.0
 _IDLE_CONNECTIONS = 256
 _HEALTH_BYTES = 64 << 10  # of the answer to a probe; vLLM's is empty
@@ -128,7 +128,7 @@ _ENGINE_IS_ILL = (502, 503, 504)
 
 
 class UpstreamStream:
-    """The rest of a streamed answer."""
+    """The rest of a streamed answer, after its first bytes."""
 
     def __init__(
         self, engine: UpstreamEngine, chunks: AsyncIterator[bytes], chunk_seconds: float
@@ -138,7 +138,7 @@ class UpstreamStream:
         self._chunk_seconds = chunk_seconds
 
     async def next(self) -> bytes:
-        """The next bytes as they come; b"" at the end. Raises EngineFailure."""
+        """The next bytes; b"" at the end. Raises EngineFailure."""
         try:
             with anyio.fail_after(self._chunk_seconds):
                 return await anext(self._chunks, b"")
@@ -148,11 +148,11 @@ class UpstreamStream:
 
 @dataclass(frozen=True, slots=True)
 class UpstreamAnswer:
-    """An engine's answer, as it came."""
+    """An engine's answer, unchanged."""
 
     status: int
     headers: Headers
-    body: bytes  # all of it; of a stream, the first bytes
+    body: bytes  # of a stream, the first bytes
     stream: UpstreamStream | None = None
 
 
@@ -170,7 +170,7 @@ class EngineFailure(KvferryError):
     ) -> None:
         super().__init__(f"{engine.role} engine {engine.url}: {reason}")
         self.reason = reason
-        self.delivered = delivered  # False only where it surely saw nothing of the request
+        self.delivered = delivered  # False only if the engine saw nothing of the request
         self.timed_out = timed_out
         self.answer = answer  # a 5xx
 
@@ -184,7 +184,7 @@ class Upstream:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        # trust_env: no proxies, no .netrc; what clients authorize themselves with stays theirs.
+        # Not trust_env: no proxies and no .netrc, so that clients' credentials stay unchanged.
         self._client = httpx.AsyncClient(
             trust_env=False,
             timeout=httpx.Timeout(None, connect=limits.connect_seconds),
@@ -202,10 +202,10 @@ class Upstream:
     async def ask(
         self, engine: UpstreamEngine, asked: Incoming, body: bytes, seconds: float
     ) -> AsyncIterator[UpstreamAnswer]:
-        """An engine's answer: complete, or the first bytes of a stream, within `seconds`.
+        """An engine's answer within `seconds`: complete, or the first bytes of a stream.
 
-        Raises EngineFailure where none came, or a 5xx. Leaving the context closes what is still
-        open, upon which the engine aborts the request.
+        Raises EngineFailure if there is no answer, or a 5xx. Leaving the context closes the
+        connection if the answer is incomplete, and the engine then aborts the request.
         """
         request = httpx.Request(
             asked.method,
@@ -251,7 +251,7 @@ class Upstream:
     async def _whole(
         self, engine: UpstreamEngine, chunks: AsyncIterator[bytes], asked: Incoming
     ) -> bytes:
-        """All of an answer that is not streamed, within max_answer_bytes."""
+        """An answer that is not streamed, of at most max_answer_bytes."""
         parts: list[bytes] = []
         size, most = 0, self._limits.max_answer_bytes
         async for chunk in chunks:
@@ -263,11 +263,11 @@ class Upstream:
         return b"".join(parts)
 
     async def probe(self, engine: UpstreamEngine) -> None:
-        """Asks for the engine's health, and tells it the result."""
+        """Ask for the engine's health, and update its state."""
         try:
             with anyio.fail_after(self._limits.probe_seconds):
                 async with self._client.stream("GET", f"{engine.url}/health") as response:
-                    size = 0  # read to its end, the connection is kept
+                    size = 0  # the connection can be reused only after the answer's end
                     async for chunk in response.aiter_raw():
                         size += len(chunk)
                         if size > _HEALTH_BYTES:
@@ -287,13 +287,13 @@ def _is_stream(response: httpx.Response) -> bool:
 
 
 def _failure(engine: UpstreamEngine, error: Exception, waited: str) -> EngineFailure:
-    """What an exception says about the engine; tells the engine, too."""
+    """Turn an exception into an EngineFailure, and update the engine's state."""
     refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
     timed_out = isinstance(error, TimeoutError | httpx.TimeoutException)
     if isinstance(error, TimeoutError):
         reason = f"silent for {waited}"
     else:
         reason = f"{type(error).__name__}: {error}".rstrip(": ")
-    if not isinstance(error, httpx.LocalProtocolError):  # that one is the client's
+    if not isinstance(error, httpx.LocalProtocolError):  # the client's fault
         engine.failed(reason, refused=refused)
     return EngineFailure(engine, reason, delivered=not refused, timed_out=timed_out)

@@ -1,39 +1,40 @@
-"""What happens to a request, from prefill to the last byte.
+"""The life of a request, from prefill to the last byte.
 
     1. A prefill engine gets the request for one token, with `do_remote_decode`. Its answer holds
        a ticket: `kv_transfer_params`.
-    2. A decode engine gets the request as the client wrote it, and the ticket as it came.
+    2. A decode engine gets the request as the client wrote it, and the unchanged ticket.
     3. Its answer goes to the client byte for byte: streams as they come, others when complete.
 
-Failures, all before the first byte to the client:
+What happens when an engine fails before the first byte to the client:
 
-    prefill engine fails            another one, up to `tries` in all
+    prefill engine fails            another one is tried, up to `tries` in all
     none is up, or all tries fail   decode-only: the decode engine computes the prompt itself
     it answers without a ticket     decode-only: there is nothing to hand over
-    decode engine takes no          another one, with the same ticket: nobody has used it
+    decode engine accepts no        another one gets the same ticket, which is still unused
       connection
-    decode engine fails otherwise   another one. It may have claimed the ticket, and a ticket is
-      (5xx, broken, silent)         used once: prefill again
-    all tries fail                  the engine's own 5xx if there was one; else 504 where it was
-                                    silent, 502 where it broke off, 503 where none took part
-    any engine answers 4xx          that is the answer
-    decode answers too much         502: another one would answer as much
+    decode engine fails otherwise   prefill again, then another decode engine: the failed one may
+      (5xx, broken, silent)         have claimed the ticket, and a ticket serves once
+    all tries fail                  the engine's own 5xx if there was one; else 504 if it was
+                                    silent, 502 if it broke off, 503 if none accepted the request
+    any engine answers 4xx          the client gets that answer
+    decode answers too much         502: another engine would answer as much
 
-After the first byte nothing is tried again: tokens that the client has cannot be taken back. The
-client's connection is closed in the middle of the answer, which every HTTP client notices.
+After the first byte nothing is tried again, because the client has tokens already. The router
+closes the client's connection in the middle of the answer, which every HTTP client notices.
 
-A client that leaves cancels this flow wherever it is; open connections to engines are closed, and
-engines abort. Tickets that nobody claims run out by their lease at the prefill engine.
+A client that disconnects cancels its request at any point. The router closes its connections to
+engines, and the engines abort. A ticket that no engine has claimed expires at the prefill engine.
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
-from typing import Protocol
 
 import msgspec
+from starlette.types import Message, Send
 
-from kvferry.router.api import ApiError, Generation, Headers, Incoming, RouterConfig, ticket_of
+from kvferry.router.api import ApiError, Generation, Headers, RouterConfig, ticket_of
 from kvferry.router.engines import (
     AnswerTooLong,
     EngineFailure,
@@ -42,23 +43,16 @@ from kvferry.router.engines import (
     UpstreamAnswer,
     UpstreamEngine,
 )
-from kvferry.router.guard import MemoryLimit, Quota
+from kvferry.router.guard import Incoming, MemoryLimit, Quota
 from kvferry.router.metrics import Metrics
 
-
-class ReplySink(Protocol):
-    """The way back to the client."""
-
-    started: bool
-
-    async def whole(self, status: int, headers: Headers, body: bytes) -> None: ...
-    async def start(self, status: int, headers: Headers) -> None: ...
-    async def chunk(self, data: bytes) -> None: ...
-    async def end(self) -> None: ...
+# An answer is written in pieces of this size. The server takes the next one when the client has
+# read most of the last.
+_PIECE_BYTES = 64 << 10
 
 
 class Router:
-    """Engines, connections and counters: all that requests share."""
+    """Engines, connections and counters, which all requests share."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.limits = config.limits
@@ -73,20 +67,60 @@ class Router:
     def engines(self) -> list[UpstreamEngine]:
         return self.prefill.engines + self.decode.engines
 
-    async def generate(self, asked: Incoming, reply: ReplySink) -> None:
-        """Serves a completion. Raises ApiError, or EngineFailure when a begun stream breaks."""
+    async def generate(self, asked: Incoming, reply: ClientReply) -> None:
+        """Serve a completion. Raises ApiError, or EngineFailure if a stream breaks off."""
         await _Trip(self, asked, Generation(asked.body), reply).run()
 
-    async def pass_on(self, asked: Incoming, reply: ReplySink) -> None:
-        """Serves what any decode engine can answer, such as the list of models."""
+    async def pass_on(self, asked: Incoming, reply: ClientReply) -> None:
+        """Serve what any decode engine can answer, such as the list of models."""
         await _Trip(self, asked, None, reply).run()
 
 
+class ClientGone(Exception):
+    """The client closed its connection, or stopped reading or writing."""
+
+
+class ClientReply:
+    """The answer to one client. Every send has a deadline, after which it raises ClientGone."""
+
+    def __init__(self, send: Send, request_id: bytes, client_seconds: float) -> None:
+        self.started = False
+        self.status = 0
+        self._raw_send = send
+        self._request_id = request_id
+        self._client_seconds = client_seconds
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        for at in range(0, len(body), _PIECE_BYTES):
+            await self.chunk(body[at : at + _PIECE_BYTES])
+        await self.end()
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.started = True
+        self.status = status
+        headers = [*headers, (b"x-request-id", self._request_id)]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def chunk(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _send(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._client_seconds):
+                await self._raw_send(message)
+        except (TimeoutError, OSError) as error:
+            raise ClientGone from error
+
+
 class _Trip:
-    """One request on its way."""
+    """One request, until it is answered. `wanted` is None if it needs no prefill."""
 
     def __init__(
-        self, router: Router, asked: Incoming, wanted: Generation | None, reply: ReplySink
+        self, router: Router, asked: Incoming, wanted: Generation | None, reply: ClientReply
     ) -> None:
         self._router = router
         self._limits = router.limits
@@ -94,7 +128,7 @@ class _Trip:
         self._wanted = wanted
         self._reply = reply
         self._ticket = b""
-        self._decode_only: str | None = None  # why, once that is decided
+        self._decode_only: str | None = None  # the reason, once this is decided
         self._prefills = 0
         self._failed_prefill: set[UpstreamEngine] = set()
         self._tried_decode: set[UpstreamEngine] = set()
@@ -104,7 +138,7 @@ class _Trip:
             self._fall_back(self._wanted.decode_only_because())
         failure: EngineFailure | None = None
         while len(self._tried_decode) < self._limits.tries:
-            # Asked before the prefill: without a decode engine it would be for nothing.
+            # Checked before the prefill, which would be useless without a decode engine.
             if not self._router.decode.some_up(besides=self._tried_decode):
                 break
             if self._wanted is not None and not self._ticket and self._decode_only is None:
@@ -121,7 +155,7 @@ class _Trip:
             try:
                 await self._decode(engine)
                 return
-            except AnswerTooLong as error:  # another engine would say as much
+            except AnswerTooLong as error:  # another engine would answer as much
                 self._asked.trail.append(str(error))
                 message = f"the answer has more than {self._limits.max_answer_bytes} bytes"
                 raise ApiError(502, "answer_too_long", f"{message}; ask for a stream") from error
@@ -135,7 +169,7 @@ class _Trip:
         await self._give_up(failure)
 
     async def _prefill(self, wanted: Generation) -> UpstreamAnswer | None:
-        """Gets a ticket, or decides for decode-only. Returns an answer that is the client's."""
+        """Get a ticket, or decide for decode-only. Returns a 4xx, which is the client's answer."""
         group, failed = self._router.prefill, self._failed_prefill
         stage = "prefill_again" if self._prefills else "prefill"
         while len(failed) < self._limits.tries:
@@ -166,7 +200,7 @@ class _Trip:
     ) -> bytes | UpstreamAnswer:
         """The ticket (b"" for none), or a 4xx. Raises EngineFailure."""
         headers = [(k, v) for k, v in self._asked.headers if k != b"accept-encoding"]
-        headers.append((b"accept-encoding", b"identity"))  # this answer is for us to read
+        headers.append((b"accept-encoding", b"identity"))  # the router reads this answer itself
         asked = replace(self._asked, headers=headers)
         seconds = self._limits.prefill_seconds
         async with self._router.upstream.ask(engine, asked, wanted.for_prefill(), seconds) as got:
@@ -181,7 +215,7 @@ class _Trip:
                 raise EngineFailure(engine, f"its answer cannot be read: {error}") from None
 
     async def _decode(self, engine: UpstreamEngine) -> None:
-        """Brings one decode engine's answer to the client. Raises EngineFailure."""
+        """Pass one decode engine's answer to the client. Raises EngineFailure."""
         asked, wanted = self._asked, self._wanted
         streamed = wanted is None or wanted.streamed
         seconds = self._limits.first_byte_seconds if streamed else self._limits.answer_seconds

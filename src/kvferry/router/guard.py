@@ -1,18 +1,18 @@
-"""Keeps clients that are slow, many or hostile from taking all of the router.
+"""Limits what slow, numerous or hostile clients can take of the router.
 
-Three things are limited, in total and for one address: connections, requests in flight, and the
+Three things are limited, in total and per client address: connections, requests in flight, and the
 memory of bodies and answers. The address is that of the connection; headers such as
 X-Forwarded-For are not believed.
 
 A connection is at one of three stages, and each stage has its deadline:
 
     HEAD     no complete request yet: new, idle, or sending headers      `header_seconds`
-    BODY     the headers are complete, the body is not                   the door's deadlines
+    BODY     the headers are complete, the body is not                   `app.ApiRoute` has them
     SERVING  the request is complete, its answer is not                  `client_seconds` for a
                                                                          client that does not read
 
-When an address or the router has no connection left, the oldest one that is at HEAD gives way,
-then the oldest one at BODY. So half a request never keeps a whole one out.
+When an address or the router has no connection left, the oldest one at HEAD is closed, then the
+oldest one at BODY. So an incomplete request never keeps a complete one out.
 """
 
 from __future__ import annotations
@@ -24,36 +24,37 @@ import resource
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvferry.errors import DescriptionError
-from kvferry.router.api import ApiError, Limits
+from kvferry.router.api import ApiError, Headers, Limits
 
-# A byte of a body is held twice: as it came, and as it is sent to an engine. A byte of an answer
-# is held twice while its parts are joined.
+# The router holds a byte of a body twice: as it came, and as an engine gets it. It holds a byte of
+# an answer twice while it joins the parts.
 _COPIES = 2
-# The first bytes of each request are not charged: a prompt of usual size must get in while large
-# uploads hold all that may be held. `max_connections` bounds how often this is given.
+# The first bytes of each request are free: a prompt of usual size must get in while large uploads
+# use up the memory. `max_connections` bounds how often this is granted.
 _FREE_BYTES = 64 << 10
 # h11 takes 12 to 15 us for a chunk of one byte, so a body of such chunks would stop the router's
-# only thread for seconds. Both numbers are a choice: 1024 of them take about 15 ms.
+# only thread for seconds. 1024 of them take about 15 ms.
 _SMALL_CHUNK_BYTES = 512
 _MAX_SMALL_CHUNKS = 1024
-# What a client may send ahead while its request is being served.
+# That a client may send ahead while the router serves its request.
 _MAX_EARLY_BYTES = 64 << 10
 _SWEEP_SECONDS = 0.5
 _RETRY_SECONDS = 1.0  # after a refusal; requests end all the time
 _OWN_FILES = 64  # descriptors of the interpreter, the log, the event loop, the listening socket
-# Each connection may need one descriptor for the client, one for an engine in use, one for an idle
-# connection to an engine, and one while the event loop accepts ahead of us.
+# Each connection may need one descriptor for the client, one for a busy and one for an idle
+# connection to an engine, and one for a connection that the event loop has accepted ahead.
 _FILES_EACH = 4
 
 
 def address_of(client: tuple[str, int] | None) -> str:
-    """Whom a quota is for: an IPv4 address, or a network of IPv6, where /64 is one customer."""
+    """The address that a quota counts: an IPv4 address, or an IPv6 /64, which is one customer."""
     try:
         address = ipaddress.ip_address(client[0].partition("%")[0] if client else "")
     except ValueError:
@@ -66,7 +67,7 @@ def address_of(client: tuple[str, int] | None) -> str:
 
 
 class Quota:
-    """Something of which there is `most` in all, and `most_each` for one address."""
+    """A resource of which all clients may take `most`, and one address `most_each`."""
 
     def __init__(self, most: int, share: float) -> None:
         self.most = most
@@ -75,13 +76,13 @@ class Quota:
         self._by_address: Counter[str] = Counter()
 
     def lacks(self, address: str, amount: int = 1) -> str | None:
-        """Why `amount` more cannot be given: "address", "all", or None where it can."""
+        """The limit that `amount` more would break: "address", "all", or None."""
         if self._by_address[address] + amount > self.most_each:
             return "address"
         return "all" if self.taken + amount > self.most else None
 
     def take(self, address: str, amount: int = 1) -> None:
-        """Takes without a question; a negative amount gives back."""
+        """Take without a check. A negative amount gives back."""
         self.taken += amount
         self._by_address[address] += amount
         if not self._by_address[address]:
@@ -89,10 +90,10 @@ class Quota:
 
     @contextmanager
     def request(self, address: str) -> Iterator[None]:
-        """One place, while a request is in flight. Raises ApiError 429."""
+        """Take one while a request is in flight. Raises ApiError 429."""
         if lack := self.lacks(address):
             count = self.most if lack == "all" else f"{self.most_each} of your address"
-            message = f"requests in flight: {count}, and no more may be; try again soon"
+            message = f"requests in flight: {count}, the most allowed; try again soon"
             raise ApiError(429, "too_many_requests", message, _RETRY_SECONDS)
         self.take(address)
         try:
@@ -102,7 +103,7 @@ class Quota:
 
 
 class MemoryLimit:
-    """The bytes of bodies and answers that all requests hold."""
+    """The memory for bodies and answers of all requests."""
 
     def __init__(self, limits: Limits) -> None:
         self.quota = Quota(limits.max_held_bytes, limits.address_share)
@@ -110,9 +111,9 @@ class MemoryLimit:
         self._uploads: dict[RequestMemory, None] = {}  # unfinished bodies, the oldest first
 
     def make_room(self, wanted_by: RequestMemory, address: str | None) -> bool:
-        """Drops the oldest unfinished body, of `address` or of all; False where there is none.
+        """Drop the oldest unfinished body, of `address` or of all; False if there is none.
 
-        A body is safe for `progress_seconds`: else uploads that come all the time would drop each
+        A body is safe for `progress_seconds`. Otherwise a steady flow of uploads would drop each
         other, and none would ever be complete.
         """
         now = asyncio.get_running_loop().time()
@@ -127,7 +128,7 @@ class MemoryLimit:
 
     @contextmanager
     def upload(self, held: RequestMemory, drop: Callable[[], None]) -> Iterator[None]:
-        """While a body comes; `drop` ends the wait for it."""
+        """Register an unfinished body. `drop` ends the wait for it."""
         held.on_drop = drop
         self._uploads[held] = None
         try:
@@ -149,7 +150,7 @@ class RequestMemory:
         self.bytes = 0
 
     def add(self, count: int) -> None:
-        """Charges for `count` more bytes; a negative count gives back. Raises ApiError."""
+        """Charge for `count` more bytes; a negative count gives back. Raises ApiError."""
         if self.dropped:
             raise self.refusal()
         self.bytes += count
@@ -180,6 +181,19 @@ class RequestMemory:
         return ApiError(503, "router_full", f"{message}; try again soon", _RETRY_SECONDS)
 
 
+@dataclass(slots=True)
+class Incoming:
+    """One request of a client, and a record of what the router did for it."""
+
+    request_id: bytes
+    method: str
+    path: str
+    headers: Headers  # that engines get, with Authorization: never log them
+    held: RequestMemory
+    body: bytes = b""
+    trail: list[str] = field(default_factory=list)  # for the log
+
+
 class _Stage(enum.Enum):
     HEAD = enum.auto()
     BODY = enum.auto()
@@ -187,7 +201,7 @@ class _Stage(enum.Enum):
 
 
 class _H11Parser(h11.Connection):
-    """h11's parser, with a bound on what a body of small chunks may cost."""
+    """h11's parser, with a limit on small chunks."""
 
     _small_chunks = 0
 
@@ -205,7 +219,7 @@ class _H11Parser(h11.Connection):
 
 
 class ClientConnection(H11Protocol):
-    """uvicorn's connection of a client, watched by a Guard. Subclasses name the guard."""
+    """uvicorn's connection of a client, watched by a Guard that a subclass names."""
 
     guard: Guard
     address = ""
@@ -243,13 +257,13 @@ class ClientConnection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            # The headers were well, the body is not: whoever serves the request learns that its
-            # client is gone, and does not answer as well.
+            # The headers were good, the body is not. The task that serves the request must take
+            # its client for gone, or it would answer too.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         try:
             super().send_400_response(msg)
-        except h11.LocalProtocolError:  # it comes in the middle of an answer, or after one
+        except h11.LocalProtocolError:  # the answer has begun or ended already
             self.transport.abort()
 
     def stage_now(self) -> _Stage:
@@ -273,17 +287,17 @@ class Guard:
         self._limits = limits
         self.most = min(limits.max_connections, _connections_by_files(limits.max_connections))
         self._quota = Quota(self.most, limits.address_share)
-        # By stage, those that came to it first in front.
+        # By stage; connections that reached the stage first come first.
         self._stages: dict[_Stage, dict[ClientConnection, None]] = {stage: {} for stage in _Stage}
         self._sweeping: asyncio.TimerHandle | None = None
 
     @property
     def backlog(self) -> int:
         """Connections that the event loop accepts at once, before any of them is admitted."""
-        return max(1, self.most // 2)  # the loop accepts up to twice before it lets us admit
+        return max(1, self.most // 2)  # the loop accepts up to twice before `admit` is called
 
     def admit(self, new: ClientConnection) -> None:
-        """Lets a connection in, in place of the oldest that has no complete request yet."""
+        """Let a connection in, if necessary in place of the oldest without a complete request."""
         while lack := self._quota.lacks(new.address):
             oldest = self._oldest_pending(new.address if lack == "address" else None)
             if oldest is None:
@@ -304,7 +318,7 @@ class Guard:
             connection.stage = None
 
     def moved(self, connection: ClientConnection, *, answered: bool = False) -> None:
-        """Notices a new stage. An answer begins the wait for the next request's headers."""
+        """Note a new stage. After an answer, the wait for the next request's headers begins."""
         stage = _Stage.HEAD if answered else connection.stage_now()
         if connection.stage not in (None, stage):
             del self._stages[connection.stage][connection]
@@ -329,7 +343,7 @@ class Guard:
 
 
 def _connections_by_files(wanted: int) -> int:
-    """How many connections the limit of descriptors allows, once it is raised as far as needed."""
+    """Raise the limit of descriptors as far as needed. Returns how many connections it allows."""
     needed = _OWN_FILES + _FILES_EACH * wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:

@@ -1,77 +1,74 @@
-"""Counters of the router, in Prometheus' text format."""
+"""The router's counters, in Prometheus' text format."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Sequence
 
 from kvferry.router.engines import UpstreamEngine
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OUTCOMES = (
     "ok",
-    "client_error",  # 4xx, the engine's or ours
-    "engine_error",  # 5xx, 502 and 504 of ours included
-    "unavailable",  # 503: no decode engine, or one that says so itself
-    "busy",  # 429, ours or an engine's
+    "client_error",  # 4xx, an engine's or the router's
+    "engine_error",  # 5xx, also the router's own 502 and 504
+    "unavailable",  # 503: no decode engine is up, or an engine answered so
+    "busy",  # 429, the router's or an engine's
     "broken_stream",  # the decode engine failed after the first byte
     "client_gone",
-    "stopped",  # still in flight when the router had drained for long enough
-    "internal",  # a defect of the router
+    "stopped",  # still in flight when the router's time to drain was over
+    "internal",  # a bug of the router
 )
 STAGES = (
     "prefill",
-    "prefill_again",  # the ticket was spent on a decode engine that failed
+    "prefill_again",  # the decode engine that got the ticket failed
     "decode",
 )
 FALLBACKS = (
     "no_prefill_engine",
-    "prefill_failed",  # all tries
-    "no_ticket",  # the prefill engine has nothing to hand over, for instance a short prompt
+    "prefill_failed",  # all tries failed
+    "no_ticket",  # the prefill engine has nothing to hand over, such as for a short prompt
     "batch",
     "prompt_logprobs",
 )
 
 
 class Metrics:
-    """What was counted since the start."""
+    """Counts since the start."""
 
     def __init__(self) -> None:
         self.requests = Counter(dict.fromkeys(OUTCOMES, 0))
         self.retries = Counter(dict.fromkeys(STAGES, 0))
         self.fallbacks = Counter(dict.fromkeys(FALLBACKS, 0))
 
-    def render(self, engines: Iterable[UpstreamEngine], in_flight: int, held_bytes: int) -> str:
-        return "\n".join(self._lines(list(engines), in_flight, held_bytes)) + "\n"
+    def render(self, engines: Sequence[UpstreamEngine], in_flight: int, held_bytes: int) -> str:
+        lines: list[str] = []
 
-    def _lines(
-        self, engines: list[UpstreamEngine], in_flight: int, held_bytes: int
-    ) -> Iterator[str]:
-        for name, label, counts, what in (
-            ("requests", "outcome", self.requests, "Requests by how they ended."),
-            ("retries", "stage", self.retries, "Engines asked again, before the first byte."),
-            ("fallbacks", "reason", self.fallbacks, "Requests decoded without a prefill engine."),
-        ):
-            yield from _head(f"{name}_total", "counter", what)
-            for value, count in counts.items():
-                yield f'kvferry_router_{name}_total{{{label}="{value}"}} {count}'
-        yield from _head("in_flight", "gauge", "Requests that are being served.")
-        yield f"kvferry_router_in_flight {in_flight}"
-        yield from _head("held_bytes", "gauge", "Charged for bodies and answers.")
-        yield f"kvferry_router_held_bytes {held_bytes}"
-        for name, kind, what, of in (
-            ("engine_up", "gauge", "Whether the engine gets requests.", lambda e: int(e.up)),
-            ("engine_in_flight", "gauge", "Requests at the engine.", lambda e: e.in_flight),
-            ("engine_failures_total", "counter", "Failed probes, requests.", lambda e: e.failures),
-        ):
-            yield from _head(name, kind, what)
-            for engine in engines:
-                labels = f'engine="{_escape(engine.url)}",role="{engine.role}"'
-                yield f"kvferry_router_{name}{{{labels}}} {of(engine)}"
+        def add(name: str, kind: str, what: str, samples: dict[str, int]) -> None:
+            name = f"kvferry_router_{name}"
+            lines.extend((f"# HELP {name} {what}", f"# TYPE {name} {kind}"))
+            lines.extend(f"{name}{labels} {value}" for labels, value in samples.items())
 
+        def by(label: str, counts: Counter[str]) -> dict[str, int]:
+            return {f'{{{label}="{value}"}}': count for value, count in counts.items()}
 
-def _head(name: str, kind: str, what: str) -> tuple[str, str]:
-    return f"# HELP kvferry_router_{name} {what}", f"# TYPE kvferry_router_{name} {kind}"
+        def each(of: Callable[[UpstreamEngine], int]) -> dict[str, int]:
+            return {f'{{engine="{_escape(e.url)}",role="{e.role}"}}': of(e) for e in engines}
+
+        what = "Requests by how they ended."
+        add("requests_total", "counter", what, by("outcome", self.requests))
+        what = "Engines asked again, before the first byte."
+        add("retries_total", "counter", what, by("stage", self.retries))
+        what = "Requests decoded without a prefill engine."
+        add("fallbacks_total", "counter", what, by("reason", self.fallbacks))
+        add("in_flight", "gauge", "Requests that are being served.", {"": in_flight})
+        add("held_bytes", "gauge", "Charged for bodies and answers.", {"": held_bytes})
+        what = "Whether the engine gets requests."
+        add("engine_up", "gauge", what, each(lambda e: int(e.up)))
+        add("engine_in_flight", "gauge", "Requests at the engine.", each(lambda e: e.in_flight))
+        what = "Failed probes, requests."
+        add("engine_failures_total", "counter", what, each(lambda e: e.failures))
+        return "\n".join(lines) + "\n"
 
 
 def _escape(label: str) -> str:

@@ -1,6 +1,6 @@
-"""Proof: random pairs of engines, planned by kvferry and compared with a brute-force oracle.
+"""Proof: kvferry plans random pairs of engines, and a brute-force oracle checks the bytes.
 
-`case` says what a case is, in plain JSON values. `generate` makes them from a seed. `engine`,
-`memory` and `oracle` work out by themselves, sharing no code with `layout` and `plan`, which byte
-must be where. `sweep` plans each case, executes the copies on numbered bytes, and compares.
+`case` defines a case in plain JSON values, and `generate` makes cases from a seed. `oracle`
+computes which byte must be where; it shares no code with `layout` and `plan`. `sweep` plans each
+case, runs the copies on numbered bytes, and compares the result with the oracle's.
 """

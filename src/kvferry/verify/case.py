@@ -1,11 +1,11 @@
 """A case in plain JSON values: a model, two engines, one request.
 
-The oracle and the product both read this, and nothing else, so neither can lean on the other.
+The oracle and the product read only this, so neither depends on the other.
 """
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 
 class ComponentDict(TypedDict):
@@ -13,7 +13,7 @@ class ComponentDict(TypedDict):
     units: int
     dims: list[int]
     element_bytes: int
-    sharding: str
+    sharding: Literal["split", "replicated"]
 
 
 class ResidencyDict(TypedDict):
@@ -67,8 +67,8 @@ class SideDict(TypedDict):
 
 
 class CaseDict(TypedDict):
-    kind: str  # of model, for the mix
-    fault: str  # what was broken on purpose; "" for nothing
+    kind: str  # of the model; a sweep reports the share of each
+    fault: str  # how a table was broken on purpose; "" if none was
     model: ModelDict
     src: SideDict
     dst: SideDict

@@ -1,4 +1,8 @@
-"""Random cases from a seed. Case `index` of a seed is the same each time, and needs no other."""
+"""Random cases from a seed, and the features by which a sweep counts them.
+
+Case `index` of a seed is the same each time, and does not depend on other cases. Models are small
+enough to be moved byte by byte.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,8 @@ from kvferry.verify.oracle import CaseEngine
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 HEADS_OUTSIDE = ("LHBNC", "BHLNC")  # heads lie outside the page
 SLOTS_OUTSIDE = ("LBNHC", "BLNHC")
-
-# Pairs, in either direction. Small sizes are likelier: more ranks cost time and show little more.
+# Pairs, in either direction. Small sizes are more frequent: more ranks cost time and test little
+# more.
 NON_DIVIDING_TP = ((2, 3), (2, 3), (3, 4), (3, 4), (4, 6), (2, 5), (3, 5), (3, 8), (6, 4))
 DIVIDING_TP = ((1, 1), (1, 2), (2, 2), (2, 2), (2, 4), (1, 4), (4, 4), (3, 6), (2, 8), (1, 3))
 UNRELATED_BLOCKS = ((4, 6), (4, 6), (2, 3), (3, 5), (8, 12), (9, 6), (10, 4), (16, 24), (48, 32))
@@ -31,18 +35,51 @@ RELATED_BLOCKS = (
     (6, 12),
     (3, 6),
 )
-
 NON_DIVIDING_SHARE = 0.42
 UNRELATED_SHARE = 0.42
 PP_BOTH_SHARE = 0.42
-FAULT_SHARE = 0.02  # tables that are broken on purpose
-CARELESS_SHARE = 0.03  # shapes chosen without asking whether they exist
+FAULT_SHARE = 0.02  # cases with a table that is broken on purpose
+CARELESS_SHARE = 0.03  # shapes that may not exist
 MOST_TOKENS = 120
 
 
 def generate(seed: int, index: int) -> CaseDict:
     """Case number `index` of `seed`."""
     return _Generator(Random(f"kvferry {seed} {index}")).case()
+
+
+def features(case: CaseDict) -> tuple[str, ...]:
+    """Names of a case's features. A sweep reports the share of each."""
+    src, dst, groups = case["src"]["shape"], case["dst"]["shape"], case["model"]["groups"]
+    both = (src, dst)
+
+    def unrelated(a: int, b: int) -> bool:
+        return max(a, b) % min(a, b) != 0
+
+    split = [c["units"] for g in groups for c in g["components"] if c["sharding"] == "split"]
+    found = {
+        "non_dividing_tp": unrelated(src["tp"], dst["tp"]),
+        "different_order": src["order"] != dst["order"],
+        "unrelated_blocks": unrelated(src["block_size"], dst["block_size"]),
+        "pp_both": min(src["pp"], dst["pp"]) > 1,
+        "uneven_stages": any(len(set(s["stages"])) > 1 for s in both),
+        "dcp": any(s["dcp"] > 1 for s in both),
+        "dcp_both": all(s["dcp"] > 1 for s in both),
+        "kernel_blocks": any(s["kernel_block_size"] not in (0, s["block_size"]) for s in both),
+        "kernel_blocks_by_group": any(s["kernel_block_size_of"] for s in both),
+        "overlay": any(s["overlay"] for s in both),
+        "padding": any(s["page_align"] > 1 for s in both),
+        "different_interior": (src["interior"], src["interior_of"])
+        != (dst["interior"], dst["interior_of"]),
+        "replicated_both": any(units < min(src["tp"], dst["tp"]) for units in split),
+        "role_tp": any(s["role_tp"] for s in both),
+        "one_sided_role": any(s["absent_roles"] for s in (case["src"], case["dst"])),
+        "full_residency": any(s["full_residency"] for s in both),
+        "skip": case["skip"] > 0,
+        "fault": bool(case["fault"]),
+        f"model_{case['kind']}": True,
+    }
+    return tuple(name for name, is_so in found.items() if is_so)
 
 
 @dataclass
@@ -101,7 +138,7 @@ class _Generator:
         if heads > 1 and kind in ("opaque", "nvfp4") and not careless:
             order = rng.choice(("LBHNC", "LBNHC", "BLHNC", "BLNHC"))
         tiled = kind == "amx" and self.chance(0.8)
-        if tiled:  # tiles are inside heads, and not inside kernel blocks
+        if tiled:  # tiles lie inside heads, never inside kernel blocks
             order = rng.choice(("LBHNC", "LHBNC", "BLHNC", "BHLNC"))
         bare = careless or heads == 1 or order not in HEADS_OUTSIDE
         overlay = len(groups) > 1 and self.chance(0.4 if bare else 0.08)
@@ -134,7 +171,7 @@ class _Generator:
             shape["kernel_block_size"] = 0
         if any(g["role"] == "draft" for g in groups) and self.chance(0.8):
             shape["role_tp"] = {"draft": rng.choice([d for d in range(1, tp + 1) if tp % d == 0])}
-        if shape["kernel_block_size"] and self.chance(0.3):  # another backend's kernels
+        if shape["kernel_block_size"] and self.chance(0.3):  # one group has another backend
             own = shape["block_size_of"].get(groups[-1]["name"], block)
             per = groups[-1]["tokens_per_entry"]
             sizes = [d for d in range(per, own + 1, per) if own % d == 0]
@@ -152,7 +189,7 @@ class _Generator:
         return side
 
     def _stages(self, model: ModelDict, pp: int) -> list[int]:
-        """Layers of each stage, or none to leave it to the rule."""
+        """Layers of each stage, or an empty list for even stages."""
         cached = [x + 1 for g in model["groups"] if g["role"] != "draft" for x in g["layers"]]
         layers = max(model["total_layers"], *cached, 1)
         if pp == 1 or layers < pp or self.chance(0.4):
@@ -188,7 +225,7 @@ class _Generator:
         return self.rng.choice(choices)
 
     def _share_tokens(self, engine: CaseEngine, careless: bool) -> None:
-        """Give an engine dcp, where its ranks hold enough copies of each head."""
+        """Give an engine dcp, if its ranks hold enough copies of each head."""
         shape = engine.shape
         groups = [g for g in engine.groups.values() if engine.dcp(g) == 1]
         groups = [g for g in groups if g["context_parallel"] and g["residency"]["kind"] != "state"]
@@ -206,13 +243,15 @@ class _Generator:
             shape["interleave"] = self.rng.choice(steps)
 
     def _make_alike(self, src: SideDict, dst: SideDict) -> None:
-        """Opaque pages move only between ranks that have them alike."""
+        """Give both sides almost the same shape: opaque pages move between identical pages only."""
         own = dst["shape"]
         shape: ShapeDict = {**src["shape"], "pp": own["pp"], "stages": own["stages"]}
         if not shape["kernel_block_size"] and shape["order"] not in HEADS_OUTSIDE:
             shape["page_align"], shape["overlay"] = own["page_align"], own["overlay"]
         shape["full_residency"] = own["full_residency"]
-        match self.rng.choice(("order", "kernel", "block", "tp", *[""] * 9)):  # or almost alike
+        match self.rng.choice(
+            ("order", "kernel", "block", "tp", *[""] * 9)
+        ):  # mostly no difference
             case "order":
                 shape["order"] = self.rng.choice(("LBHNC", "LBNHC"))
             case "kernel" if shape["order"].startswith("LB"):
@@ -229,7 +268,7 @@ class _Generator:
         rng = self.rng
         spans = [s["shape"]["block_size"] * s["shape"]["dcp"] for s in (case["src"], case["dst"])]
         case["tokens"] = tokens = rng.randint(1, min(MOST_TOKENS, 3 * max(spans) + 5))
-        if self.chance(0.15):  # the last block is full on one side
+        if self.chance(0.15):  # on one side the last block is full
             case["tokens"] = tokens = max(1, tokens // spans[0]) * spans[rng.randint(0, 1)]
         if self.chance(0.45):
             case["skip"] = rng.randint(0, tokens)
@@ -237,7 +276,7 @@ class _Generator:
                 case["skip"] = case["skip"] // spans[1] * spans[1]
 
     def _allocate(self, engine: CaseEngine, tokens: int) -> None:
-        """Block tables, with holes where nothing is kept, and ids scattered or in runs."""
+        """Make block tables, with holes for dropped blocks, and ids scattered or in runs."""
         side, shape = engine.side, engine.shape
         counts = {
             name: 1
@@ -262,7 +301,7 @@ class _Generator:
             side["tables"][name] = table
 
     def _ids(self, blocks: int, null: int | None) -> list[int]:
-        """All ids, to be taken from the end: in one run, in some runs, or anyhow."""
+        """All ids in one run, in several runs, or scattered. They are taken from the end."""
         ids = [i for i in range(blocks) if i != null]
         longest = self.rng.choice((1, 2, 4, blocks))
         runs = []
@@ -275,7 +314,7 @@ class _Generator:
         return [i for run in runs for i in (reversed(run) if up else run)]
 
     def _break(self, case: CaseDict) -> None:
-        """Break a table of a group that keeps all its blocks; the oracle says if it matters."""
+        """Break a table of a group that keeps all blocks. The oracle decides if it matters."""
         name = self.rng.choice([g["name"] for g in case["model"]["groups"]])
         group = next(g for g in case["model"]["groups"] if g["name"] == name)
         side = self.rng.choice((case["src"], case["dst"]))
@@ -298,7 +337,7 @@ class _Generator:
 
 
 def _copies(engine: CaseEngine, group: GroupDict, dcp: int) -> bool:
-    """Whether every unit of a group is on a rank of every dcp class."""
+    """Whether every dcp class has a rank with each unit of a group."""
     for c in group["components"]:
         found = {
             (unit, tp % dcp)
@@ -310,20 +349,16 @@ def _copies(engine: CaseEngine, group: GroupDict, dcp: int) -> bool:
     return True
 
 
-# --------------------------------------------------------------------------------------------------
-# Random models of every kind, small enough to move byte by byte.
-# --------------------------------------------------------------------------------------------------
-
-# Split heads; each is below, at and above common tp sizes, and some divide none of them.
+# Numbers of split heads: below, at and above common tp sizes. Some divide none of these sizes.
 HEADS = (2, 2, 3, 4, 4, 5, 6, 8, 8, 12, 16, 24)
-OFTEN_ONE_HEAD = (1, 1, 1, 1, *HEADS)  # one head is what dcp can share over any ranks
-MOST_ENTRY_BYTES = 128  # of one entry of one layer and component, to keep cases fast
+OFTEN_ONE_HEAD = (1, 1, 1, 1, *HEADS)  # dcp can share one head over any number of ranks
+MOST_ENTRY_BYTES = 128  # of one entry of one layer and component, so that cases are fast
 
 
 def component(
     rng: Random, name: str, units: int, replicated: bool = False, element: int = 0
 ) -> ComponentDict:
-    """A component with a random inside, of at most MOST_ENTRY_BYTES over all units."""
+    """A component with random dims, of at most MOST_ENTRY_BYTES over all units."""
     element = element or rng.choice((1, 2, 2, 4))
     room = max(1, MOST_ENTRY_BYTES // (units * element))
     return {
@@ -359,7 +394,7 @@ def group(
 
 def _kv(rng: Random, heads: int) -> list[ComponentDict]:
     k = component(rng, "k", heads)
-    if rng.random() < 0.1:  # content of two axes
+    if rng.random() < 0.1:  # two dims
         k["dims"] = [2, -(-k["dims"][0] // 2)]
     v: ComponentDict = {**k, "name": "v"}
     if rng.random() < 0.2:  # V of another size, as in MLA without absorption
@@ -375,7 +410,7 @@ def _layers(rng: Random) -> list[int]:
 
 
 def _two_kinds(rng: Random) -> tuple[list[int], list[int]]:
-    """Layers of a mixed model: every so many of another kind, or some at random."""
+    """Layers of the two kinds of a mixed model, at a fixed period or at random."""
     count = rng.randint(2, 7)
     period = rng.randint(2, 4)
     first = [i for i in range(count) if i % period == period - 1] or [count - 1]
@@ -401,7 +436,7 @@ def _mla(rng: Random) -> list[GroupDict]:
     if rng.random() < 0.5:
         parts.append(component(rng, "rope", 1, True))
     groups = [group("mla", _layers(rng), parts)]
-    if rng.random() < 0.3:  # an indexer beside it, in layers of the target
+    if rng.random() < 0.3:  # an indexer in the same layers
         index = component(rng, "index", 1, True)
         groups.append(group("indexer", groups[0]["layers"], [index], role="indexer"))
     return groups
@@ -414,7 +449,7 @@ def _sliding(rng: Random) -> list[GroupDict]:
     cut = rng.random() < 0.5
     span = rng.choice((1, 2, 4, 5, 8, 13, 16, 24))
     parts, others = _kv(rng, shared), _kv(rng, heads)
-    if rng.random() < 0.4:  # pages of equal size, of as many or half as many heads
+    if rng.random() < 0.4:  # pages of equal size, with as many or half as many heads
         others = [{**c} for c in parts]
         if shared % 2 == 0 and rng.random() < 0.3:
             for c in others:
@@ -441,7 +476,7 @@ def _conv(rng: Random, name: str, units: int, rows: int, element: int) -> Compon
 
 
 def _hybrid(rng: Random, state: list[ComponentDict]) -> list[GroupDict]:
-    """A state group, mostly with attention layers in between."""
+    """A group of states, mostly with attention layers between them."""
     if rng.random() < 0.2:
         return [group("state", _layers(rng), state, "state")]
     attention, recurrent = _two_kinds(rng)
@@ -486,7 +521,7 @@ def _gated_delta_net(rng: Random) -> list[GroupDict]:
 
 
 def _amx(rng: Random) -> list[GroupDict]:
-    """Head sizes that tiles of 16 divide."""
+    """Attention with head sizes that are multiples of 16."""
     k = component(rng, "k", rng.choice((1, 2, 2, 3, 4)), element=rng.choice((1, 2)))
     k["dims"] = [rng.choice((16, 16, 32))]
     return [group("attention", _layers(rng)[:3], [k, {**k, "name": "v"}])]
@@ -544,7 +579,7 @@ def _mla_scaled(rng: Random) -> list[GroupDict]:
 def _opaque(rng: Random) -> list[GroupDict]:
     full, other = _two_kinds(rng)
     parts = _kv(rng, rng.choice(HEADS)) if rng.random() < 0.7 else _mla(rng)[0]["components"]
-    if rng.random() < 0.4:  # on every rank, unlike what lies beside it
+    if rng.random() < 0.4:  # a component with another number of units
         replicated = rng.random() < 0.5
         parts.append(component(rng, "extra", rng.choice((1, 3)) if replicated else 1, replicated))
     kinds = [("full", 0), ("window", rng.randint(1, 12)), ("ring", rng.randint(1, 8))]
@@ -577,7 +612,7 @@ KINDS: dict[str, tuple[int, Callable[[Random], list[GroupDict]]]] = {  # weight,
 
 
 def interiors(kind: str, group: GroupDict) -> list[str]:
-    """Interiors that a group of a kind of model can have."""
+    """Interiors that a group of this kind of model can have."""
     names = [c["name"] for c in group["components"]]
     if kind == "opaque":
         return ["opaque"]
@@ -589,49 +624,10 @@ def interiors(kind: str, group: GroupDict) -> list[str]:
 
 
 def make_model(rng: Random) -> tuple[str, ModelDict]:
-    """A kind, and a model of it."""
+    """A random kind, and a model of it."""
     weights = [weight for weight, _ in KINDS.values()]
     kind = rng.choices(list(KINDS), weights)[0]
     groups = KINDS[kind][1](rng)
     cached = 1 + max((x for g in groups if g["role"] != "draft" for x in g["layers"]), default=0)
     total = cached + rng.choice((1, 2)) if rng.random() < 0.15 else 0
     return kind, {"name": kind, "total_layers": total, "groups": groups}
-
-
-# --------------------------------------------------------------------------------------------------
-# What a case has, by name: a sweep reports the share of each.
-# --------------------------------------------------------------------------------------------------
-
-
-def features(case: CaseDict) -> tuple[str, ...]:
-    """What a case has, for the mix."""
-    src, dst, groups = case["src"]["shape"], case["dst"]["shape"], case["model"]["groups"]
-    both = (src, dst)
-
-    def unrelated(a: int, b: int) -> bool:
-        return max(a, b) % min(a, b) != 0
-
-    split = [c["units"] for g in groups for c in g["components"] if c["sharding"] == "split"]
-    found = {
-        "non_dividing_tp": unrelated(src["tp"], dst["tp"]),
-        "different_order": src["order"] != dst["order"],
-        "unrelated_blocks": unrelated(src["block_size"], dst["block_size"]),
-        "pp_both": min(src["pp"], dst["pp"]) > 1,
-        "uneven_stages": any(len(set(s["stages"])) > 1 for s in both),
-        "dcp": any(s["dcp"] > 1 for s in both),
-        "dcp_both": all(s["dcp"] > 1 for s in both),
-        "kernel_blocks": any(s["kernel_block_size"] not in (0, s["block_size"]) for s in both),
-        "kernel_blocks_by_group": any(s["kernel_block_size_of"] for s in both),
-        "overlay": any(s["overlay"] for s in both),
-        "padding": any(s["page_align"] > 1 for s in both),
-        "different_interior": (src["interior"], src["interior_of"])
-        != (dst["interior"], dst["interior_of"]),
-        "replicated_both": any(units < min(src["tp"], dst["tp"]) for units in split),
-        "role_tp": any(s["role_tp"] for s in both),
-        "one_sided_role": any(s["absent_roles"] for s in (case["src"], case["dst"])),
-        "full_residency": any(s["full_residency"] for s in both),
-        "skip": case["skip"] > 0,
-        "fault": bool(case["fault"]),
-        f"model_{case['kind']}": True,
-    }
-    return tuple(name for name, is_so in found.items() if is_so)

@@ -1,9 +1,19 @@
-"""The truth about a case, by brute force: which byte holds what before, and must hold after.
+"""The oracle: by brute force, which byte each rank holds before a request, and must hold after it.
 
 Every logical byte of a request (group, component, layer, entry, unit, dims, byte) has an id. The
-source's memory is filled with the ids of what it holds; the destination's with the ids that must
-arrive, and with three codes for all the rest. What must be refused is decided here too. Nothing is
-imported from `kvferry.layout` or `kvferry.plan`.
+image of a source rank has the ids of the bytes that the rank holds. The image of a destination rank
+has the ids that must arrive, and three codes for all other bytes. The oracle also decides which
+cases must be refused.
+
+Nothing is imported from `kvferry.layout` or `kvferry.plan`: the rules are written a second time.
+`CaseEngine` enumerates which rank holds which stages, shards, tokens and blocks, on plain lists.
+`NumberedMemory` finds where bytes lie, without strides. It numbers every byte that a rank could
+hold of a group, in an array with the axes
+
+    layer, block, slot, unit, dims..., byte
+
+and the memory order is NumPy's transpose of it. The result is a *map*: for each byte of a region,
+its number (none in padding) and its block.
 """
 
 from __future__ import annotations
@@ -18,13 +28,12 @@ from numpy.typing import NDArray
 
 from kvferry.verify.case import CaseDict, ComponentDict, GroupDict, ModelDict, ShapeDict, SideDict
 
-# --------------------------------------------------------------------------------------------------
-# Who holds what, worked out by enumeration: stages, shards, tokens, blocks.
-#
-# Nothing here comes from `kvferry.layout`: the rules are written a second time, on plain lists.
-# --------------------------------------------------------------------------------------------------
-
 Ints = NDArray[np.int32]
+Image = list[Ints]  # one array for each region
+NOTHING = -1  # no byte of the request; on the destination it must stay as it is
+FREE = -2  # padding of a loaded block, which may be written or not
+GAP = -3  # a byte of a loaded block that must stay unwritten, and be named as uncovered
+NOBODY = -1  # the number of padding in a map; as an index, it takes an array's last value
 
 
 class Worker(NamedTuple):
@@ -34,16 +43,271 @@ class Worker(NamedTuple):
     tp: int
 
 
-class Placing(NamedTuple):
-    """Entries that a rank holds, each with the number of its block in the table and its slot."""
+@dataclass
+class Oracle:
+    """Answers for one case. Ask `errors` first: there are images only if it is empty."""
 
-    entries: Ints
-    blocks: Ints
-    slots: Ints
+    case: CaseDict
 
-    def only(self, wanted: set[int]) -> Placing:
-        keep = np.isin(self.entries, list(wanted))
-        return Placing(self.entries[keep], self.blocks[keep], self.slots[keep])
+    def __post_init__(self) -> None:
+        self.src = CaseEngine(self.case["model"], self.case["src"])
+        self.dst = CaseEngine(self.case["model"], self.case["dst"])
+        self.groups = [g for n, g in self.src.groups.items() if n in self.dst.groups]
+        self.loads = {g["name"]: self._load(g) for g in self.groups}
+        self._ids = self._number()
+        self._memories = NumberedMemory(self.src), NumberedMemory(self.dst)
+
+    # Entries that arrive
+
+    def _load(self, group: GroupDict) -> GroupLoad:
+        tokens, per = self.case["tokens"], group["tokens_per_entry"]
+        kind = group["residency"]["kind"]
+        if kind == "state":
+            return GroupLoad({0}, set(), 0)
+        if kind == "ring":
+            return GroupLoad(self.dst.kept(group, tokens), set(), 0)
+        due = {p for p in self.dst.kept(group, tokens) if p >= self.case["skip"]}
+        have = self.src.kept(group, tokens)
+        moved = {p // per for p in due & have if self._exists(group, p // per)}
+        missing = {p // per for p in due - have} - moved
+        return GroupLoad(moved, missing, min(due, default=tokens) // per)
+
+    def _exists(self, group: GroupDict, entry: int) -> bool:
+        """Whether an entry is stored: if all its tokens exist, or one if entries may be partial."""
+        per = group["tokens_per_entry"]
+        tokens = [t for t in range(entry * per, entry * per + per) if t < self.case["tokens"]]
+        return len(tokens) == per or (group["partial_entries"] and len(tokens) > 0)
+
+    def lacking(self) -> set[str]:
+        """Groups that must be refused unless uncacheable blocks are allowed."""
+        return {name for name, load in self.loads.items() if load.missing}
+
+    def uncacheable(self, group: str) -> set[int]:
+        """Numbers of the destination's blocks that lack an entry."""
+        known = self.dst.groups[group]
+        per_block = self.dst.block_positions(known) // known["tokens_per_entry"]
+        return {entry // per_block for entry in self.loads[group].missing}
+
+    # Refusals
+
+    def errors(self) -> set[str]:
+        """The product must raise one of these errors. If there are none, it must plan and bind."""
+        found = set()
+        for memory in self._memories:
+            try:
+                for worker in memory.engine.workers():
+                    memory.regions(worker)
+            except UnplaceableError:
+                found.add("DescriptionError")
+        for group in self.groups:
+            if not self._covered(group):
+                found.add("CoverError")
+            if not self._same_if_opaque(group):
+                found.add("IncompatibleError")
+            if not self._tables_fit(group) or not self._ring_fits(group):
+                found.add("BindError")
+        return found
+
+    def _covered(self, group: GroupDict) -> bool:
+        """Whether every token and unit that a destination rank needs is on some source rank."""
+        cycles = [
+            1 if e.dcp(group) == 1 else e.dcp(group) * e.shape["interleave"]
+            for e in (self.src, self.dst)
+        ]
+        if cycles[0] == 1:
+            return True  # every source rank has all tokens, and every unit is on some rank
+        for component, token in product(group["components"], range(math.lcm(*cycles))):
+            have, want = (
+                {
+                    unit
+                    for tp in range(engine.shape["tp"])
+                    if engine.holds_token(group, tp, token)
+                    for unit in engine.units(group, component, tp)
+                }
+                for engine in (self.src, self.dst)
+            )
+            if not want <= have:
+                return False
+        return True
+
+    def _same_if_opaque(self, group: GroupDict) -> bool:
+        """Whether opaque pages of every destination rank are identical to some source rank's."""
+        if "opaque" not in (self.src.interior(group), self.dst.interior(group)):
+            return True
+
+        def page(engine: CaseEngine, tp: int) -> tuple[object, ...]:
+            order, dcp = engine.shape["order"], engine.dcp(group)
+            units = [engine.units(group, c, tp) for c in group["components"]]
+            return (
+                engine.interior(group),
+                engine.block_tokens(group),
+                engine.kernel_entries(group),
+                units,
+                dcp > 1 and (dcp, tp % dcp, engine.shape["interleave"]),
+                max(map(len, units)) > 1 and order.index("N") < order.index("H"),
+            )
+
+        pages = [page(self.src, tp) for tp in range(self.src.shape["tp"])]
+        return all(page(self.dst, tp) in pages for tp in range(self.dst.shape["tp"]))
+
+    def _tables_fit(self, group: GroupDict) -> bool:
+        """Whether both tables name a block for all that moves, the destination's only once."""
+        moved = self.loads[group["name"]].moved
+        for engine in (self.src, self.dst):
+            numbers: set[int] = set()
+            for tp in range(engine.shape["tp"]):
+                placing = engine.placing(group, tp, max(moved, default=-1) + 1).only(moved)
+                numbers |= set(placing.blocks.tolist())
+            if any(engine.block_id(group, number) is None for number in numbers):
+                return False
+            ids = {engine.block_id(group, number) for number in numbers}
+            if engine is self.dst and len(ids) < len(numbers):
+                return False
+        return True
+
+    def _ring_fits(self, group: GroupDict) -> bool:
+        kind, span = group["residency"]["kind"], group["residency"]["span"]
+        return kind != "ring" or all(e.block_tokens(group) >= span for e in (self.src, self.dst))
+
+    # Images
+
+    def _number(self) -> dict[str, list[Ints]]:
+        """Ids of all logical bytes: for each component, [layer, entry, unit, dims..., byte]."""
+        ids: dict[str, list[Ints]] = {}
+        first = 0
+        for group in self.groups:
+            per = group["tokens_per_entry"]
+            state = group["residency"]["kind"] == "state"
+            entries = 1 if state else -(-self.case["tokens"] // per)
+            arrays = ids[group["name"]] = []
+            for c in group["components"]:
+                axes = (len(group["layers"]), entries, c["units"], *c["dims"], c["element_bytes"])
+                size = math.prod(axes)
+                arrays.append(np.arange(first, first + size, dtype=np.int32).reshape(axes))
+                first += size
+        return ids
+
+    def source(self, worker: Worker) -> Image:
+        """The bytes that a source rank holds."""
+        vectors, used = {}, {}
+        for group in self.groups:
+            if self.src.layers(group, worker.pp):
+                name, entries = group["name"], self._held(group)
+                placing = self.src.placing(group, worker.tp, max(entries, default=-1) + 1)
+                placing = self.src.allocated(group, placing.only(entries))
+                vectors[name] = self._vector(0, group, worker, placing)
+                used[name] = self._used(self.src, group, set(placing.blocks.tolist()))
+        return self._image(0, worker, vectors, used)
+
+    def _held(self, group: GroupDict) -> set[int]:
+        """Entries that the source still has."""
+        kind, tokens = group["residency"]["kind"], self.case["tokens"]
+        if kind == "state":
+            return {0}
+        if kind == "ring":  # all its slots, also those that the next token does not read
+            return set(range(max(0, tokens - self.src.block_entries(group)), tokens))
+        entries = {p // group["tokens_per_entry"] for p in self.src.kept(group, tokens)}
+        return {e for e in entries if self._exists(group, e)}
+
+    def target(self, worker: Worker) -> Image:
+        """The bytes that a destination rank must hold afterwards: ids, NOTHING, FREE or GAP."""
+        vectors, used = {}, {}
+        for group in self.groups:
+            if self.dst.layers(group, worker.pp) and self.loads[group["name"]].moved:
+                vectors[group["name"]], numbers = self._wanted(group, worker)
+                used[group["name"]] = self._used(self.dst, group, numbers)
+        return self._image(1, worker, vectors, used)
+
+    def _wanted(self, group: GroupDict, worker: Worker) -> tuple[Ints, set[int]]:
+        """The vector of a group on a destination rank, and the numbers of the loaded blocks."""
+        load, kind = self.loads[group["name"]], group["residency"]["kind"]
+        opaque = self.dst.interior(group) == "opaque"
+        per_block = self.dst.block_positions(group) // group["tokens_per_entry"]
+        if kind in ("state", "ring"):
+            all_slots = self.dst.placing(group, worker.tp, max(load.moved) + 1)
+            numbers = {0}
+        else:
+            blocks = -(-self.case["tokens"] // self.dst.block_positions(group))
+            all_slots = self.dst.placing(group, worker.tp, blocks * per_block)
+            due = load.missing | load.moved
+            numbers = set(range(min(due) // per_block, blocks))
+        arriving = load.moved
+        if opaque and kind not in ("state", "ring"):  # whole pages, or none
+            loaded = {e // per_block for e in load.moved}
+            arriving = {e for e in self._held(group) if e // per_block in loaded}
+            numbers = loaded
+        vector = self._vector(1, group, worker, all_slots.only(arriving))
+        if kind == "state":
+            return vector, numbers
+        rest = FREE if opaque else GAP
+        if kind == "ring" or opaque:
+            table = self.dst.side["tables"][group["name"]]
+            blocks_of = [table[n] for n in numbers]
+            for view in self._views(1, group, worker, vector):
+                mine = view[:, blocks_of]
+                view[:, blocks_of] = np.where(mine == NOTHING, rest, mine)
+            return vector, numbers
+        last = max(all_slots.entries.tolist(), default=-1)
+        lost = {e for e in range(load.first_due, last + 1) if e not in load.moved}
+        placing = all_slots.only(lost)
+        ids = np.asarray(self.dst.side["tables"][group["name"]])[placing.blocks]
+        for view in self._views(1, group, worker, vector):
+            view[:, ids, placing.slots] = rest
+        return vector, numbers
+
+    def _used(self, engine: CaseEngine, group: GroupDict, numbers: set[int]) -> list[int]:
+        return [engine.side["tables"][group["name"]][n] for n in numbers]
+
+    def _views(self, side: int, group: GroupDict, worker: Worker, vector: Ints) -> list[Ints]:
+        """A vector of numbered bytes as arrays with all logical axes, sharing its memory."""
+        views, first = [], 0
+        for array in self._memories[side].numbered(group, worker):
+            views.append(vector[first : first + array.size].reshape(array.shape))
+            first += array.size
+        return views
+
+    def _vector(self, side: int, group: GroupDict, worker: Worker, placing: Placing) -> Ints:
+        """An array over byte numbers: ids where these entries lie, NOTHING elsewhere."""
+        engine = self._memories[side].engine
+        numbered = self._memories[side].numbered(group, worker)
+        vector = np.full(sum(a.size for a in numbered), NOTHING, dtype=np.int32)
+        if len(placing.entries) == 0:
+            return vector
+        blocks = np.asarray(engine.side["tables"][group["name"]])[placing.blocks]
+        held = engine.layers(group, worker.pp)
+        rows = [group["layers"].index(layer) for layer in held]
+        views = self._views(side, group, worker, vector)
+        for c, ids, view in zip(group["components"], self._ids[group["name"]], views, strict=True):
+            units = engine.units(group, c, worker.tp)
+            mine = ids[rows][:, placing.entries][:, :, units]
+            view[:, blocks, placing.slots] = mine
+        return vector
+
+    def _image(
+        self, side: int, worker: Worker, vectors: dict[str, Ints], used: dict[str, list[int]]
+    ) -> Image:
+        """The regions of a rank with the values of the vectors, and FREE in padding."""
+        image = []
+        for views in self._memories[side].regions(worker):
+            region = np.full(len(views[0].numbers), NOTHING, dtype=np.int32)
+            for view in views:
+                if view.group in vectors:
+                    # padding has the number -1, so it takes the last value
+                    values = np.append(vectors[view.group], np.int32(FREE))
+                    loaded = np.zeros(self._memories[side].engine.side["blocks"], dtype=bool)
+                    loaded[used[view.group]] = True
+                    mine = loaded[view.blocks]
+                    region[mine] = values[view.numbers[mine]]
+            image.append(region)
+        return image
+
+
+class GroupLoad(NamedTuple):
+    """Entries of one group that arrive, and entries that the source has dropped."""
+
+    moved: set[int]
+    missing: set[int]
+    first_due: int  # first entry that the destination does not have
 
 
 @dataclass
@@ -131,7 +395,7 @@ class CaseEngine:
         return self.shape["interior_of"].get(group["name"], self.shape["interior"])
 
     def needed_from(self, group: GroupDict, tokens: int) -> int:
-        """First position that the next token, itself included, looks at."""
+        """First position that the next token reads. It reads its own position too."""
         kind, span = group["residency"]["kind"], group["residency"]["span"]
         for position in range(tokens):
             behind = tokens - position
@@ -145,7 +409,7 @@ class CaseEngine:
         return tokens
 
     def kept(self, group: GroupDict, tokens: int) -> set[int]:
-        """Tokens of a request that are in blocks which the engine keeps."""
+        """Tokens of a request whose blocks the engine keeps."""
         first = self.needed_from(group, tokens)
         kind = group["residency"]["kind"]
         if kind == "ring":
@@ -157,7 +421,7 @@ class CaseEngine:
         return {p for p in range(tokens) if p // per_block in wanted}
 
     def block_id(self, group: GroupDict, number: int) -> int | None:
-        """The id of a request's block by its number, if the table names one."""
+        """The id of a request's block with this number, or None if the table has none."""
         table = self.side["tables"][group["name"]]
         if number >= len(table) or table[number] == self.shape["null_block"]:
             return None
@@ -170,7 +434,7 @@ class CaseEngine:
         return Placing(placing.entries[keep], placing.blocks[keep], placing.slots[keep])
 
     def placing(self, group: GroupDict, tp: int, entries: int) -> Placing:
-        """Where a rank keeps the first `entries` entries of a sequence: counted, one by one."""
+        """Where a rank keeps the first `entries` entries of a sequence, counted one by one."""
         key = (group["name"], tp % self.dcp(group), entries)
         if key not in self._placings:
             self._placings[key] = self._count(group, tp, entries)
@@ -194,333 +458,32 @@ class CaseEngine:
         return Placing(table[:, 0], table[:, 1], table[:, 2])
 
 
-# --------------------------------------------------------------------------------------------------
+class Placing(NamedTuple):
+    """Entries that a rank holds, each with its slot and its block's number in the table."""
 
-NOTHING = -1  # holds nothing; on the destination: must stay as it is
-FREE = -2  # padding of a loaded block: may be written or not
-GAP = -3  # a slot of a loaded block that nothing arrives for: untouched, and named as uncovered
+    entries: Ints
+    blocks: Ints
+    slots: Ints
 
-Image = list[Ints]  # one array a region
-
-
-class GroupLoad(NamedTuple):
-    """Entries of one group: what arrives, and what was due but is gone at the source."""
-
-    moved: set[int]
-    missing: set[int]
-    first_due: int  # entry from which on the destination has nothing yet
-
-
-@dataclass
-class Oracle:
-    """Answers for one case. `errors` are to be asked first: images exist only without any."""
-
-    case: CaseDict
-
-    def __post_init__(self) -> None:
-        self.src = CaseEngine(self.case["model"], self.case["src"])
-        self.dst = CaseEngine(self.case["model"], self.case["dst"])
-        self.groups = [g for n, g in self.src.groups.items() if n in self.dst.groups]
-        self.loads = {g["name"]: self._load(g) for g in self.groups}
-        self._ids = self._number()
-        self._memories = NumberedMemory(self.src), NumberedMemory(self.dst)
-
-    # what arrives
-
-    def _load(self, group: GroupDict) -> GroupLoad:
-        tokens, per = self.case["tokens"], group["tokens_per_entry"]
-        kind = group["residency"]["kind"]
-        if kind == "state":
-            return GroupLoad({0}, set(), 0)
-        if kind == "ring":
-            return GroupLoad(self.dst.kept(group, tokens), set(), 0)
-        due = {p for p in self.dst.kept(group, tokens) if p >= self.case["skip"]}
-        have = self.src.kept(group, tokens)
-        moved = {p // per for p in due & have if self._exists(group, p // per)}
-        missing = {p // per for p in due - have} - moved
-        return GroupLoad(moved, missing, min(due, default=tokens) // per)
-
-    def _exists(self, group: GroupDict, entry: int) -> bool:
-        """An entry over several tokens exists when all of them do, or when one does."""
-        per = group["tokens_per_entry"]
-        tokens = [t for t in range(entry * per, entry * per + per) if t < self.case["tokens"]]
-        return len(tokens) == per or (group["partial_entries"] and len(tokens) > 0)
-
-    def lacking(self) -> set[str]:
-        """Groups that must be refused unless uncacheable blocks are allowed."""
-        return {name for name, load in self.loads.items() if load.missing}
-
-    def uncacheable(self, group: str) -> set[int]:
-        """Numbers of the destination's blocks that lack an entry."""
-        known = self.dst.groups[group]
-        per_block = self.dst.block_positions(known) // known["tokens_per_entry"]
-        return {entry // per_block for entry in self.loads[group].missing}
-
-    # what is refused
-
-    def errors(self) -> set[str]:
-        """Names of errors of which the product must raise one; none: it must plan and bind."""
-        found = set()
-        for memory in self._memories:
-            try:
-                for worker in memory.engine.workers():
-                    memory.regions(worker)
-            except UnplaceableError:
-                found.add("DescriptionError")
-        for group in self.groups:
-            if not self._covered(group):
-                found.add("CoverError")
-            if not self._same_if_opaque(group):
-                found.add("IncompatibleError")
-            if not self._tables_fit(group) or not self._ring_fits(group):
-                found.add("BindError")
-        return found
-
-    def _covered(self, group: GroupDict) -> bool:
-        """Whether every token and unit that a destination rank wants is on some source rank."""
-        cycles = [
-            1 if e.dcp(group) == 1 else e.dcp(group) * e.shape["interleave"]
-            for e in (self.src, self.dst)
-        ]
-        if cycles[0] == 1:
-            return True  # every source rank has all tokens, and every unit is on some rank
-        for component, token in product(group["components"], range(math.lcm(*cycles))):
-            have, want = (
-                {
-                    unit
-                    for tp in range(engine.shape["tp"])
-                    if engine.holds_token(group, tp, token)
-                    for unit in engine.units(group, component, tp)
-                }
-                for engine in (self.src, self.dst)
-            )
-            if not want <= have:
-                return False
-        return True
-
-    def _same_if_opaque(self, group: GroupDict) -> bool:
-        """Whether some source rank has the very same pages, where they are opaque."""
-        if "opaque" not in (self.src.interior(group), self.dst.interior(group)):
-            return True
-
-        def page(engine: CaseEngine, tp: int) -> tuple[object, ...]:
-            order, dcp = engine.shape["order"], engine.dcp(group)
-            units = [engine.units(group, c, tp) for c in group["components"]]
-            return (
-                engine.interior(group),
-                engine.block_tokens(group),
-                engine.kernel_entries(group),
-                units,
-                dcp > 1 and (dcp, tp % dcp, engine.shape["interleave"]),
-                max(map(len, units)) > 1 and order.index("N") < order.index("H"),
-            )
-
-        pages = [page(self.src, tp) for tp in range(self.src.shape["tp"])]
-        return all(page(self.dst, tp) in pages for tp in range(self.dst.shape["tp"]))
-
-    def _tables_fit(self, group: GroupDict) -> bool:
-        """Whether both tables name a block for all that moves, on the destination each once."""
-        moved = self.loads[group["name"]].moved
-        for engine in (self.src, self.dst):
-            numbers: set[int] = set()
-            for tp in range(engine.shape["tp"]):
-                placing = engine.placing(group, tp, max(moved, default=-1) + 1).only(moved)
-                numbers |= set(placing.blocks.tolist())
-            if any(engine.block_id(group, number) is None for number in numbers):
-                return False
-            ids = {engine.block_id(group, number) for number in numbers}
-            if engine is self.dst and len(ids) < len(numbers):
-                return False
-        return True
-
-    def _ring_fits(self, group: GroupDict) -> bool:
-        kind, span = group["residency"]["kind"], group["residency"]["span"]
-        return kind != "ring" or all(e.block_tokens(group) >= span for e in (self.src, self.dst))
-
-    # images
-
-    def _number(self) -> dict[str, list[Ints]]:
-        """Ids of all logical bytes: for each component, [layer, entry, unit, dims..., byte]."""
-        ids: dict[str, list[Ints]] = {}
-        first = 0
-        for group in self.groups:
-            per = group["tokens_per_entry"]
-            state = group["residency"]["kind"] == "state"
-            entries = 1 if state else -(-self.case["tokens"] // per)
-            arrays = ids[group["name"]] = []
-            for c in group["components"]:
-                axes = (len(group["layers"]), entries, c["units"], *c["dims"], c["element_bytes"])
-                size = math.prod(axes)
-                arrays.append(np.arange(first, first + size, dtype=np.int32).reshape(axes))
-                first += size
-        return ids
-
-    def source(self, worker: Worker) -> Image:
-        """What a source rank holds."""
-        vectors, used = {}, {}
-        for group in self.groups:
-            if self.src.layers(group, worker.pp):
-                name, entries = group["name"], self._held(group)
-                placing = self.src.placing(group, worker.tp, max(entries, default=-1) + 1)
-                placing = self.src.allocated(group, placing.only(entries))
-                vectors[name] = self._vector(0, group, worker, placing)
-                used[name] = self._used(self.src, group, set(placing.blocks.tolist()))
-        return self._image(0, worker, vectors, used)
-
-    def _held(self, group: GroupDict) -> set[int]:
-        """Entries that the source still has."""
-        kind, tokens = group["residency"]["kind"], self.case["tokens"]
-        if kind == "state":
-            return {0}
-        if kind == "ring":  # all its slots, also those that no longer matter
-            return set(range(max(0, tokens - self.src.block_entries(group)), tokens))
-        entries = {p // group["tokens_per_entry"] for p in self.src.kept(group, tokens)}
-        return {e for e in entries if self._exists(group, e)}
-
-    def target(self, worker: Worker) -> Image:
-        """What a destination rank must hold afterwards: ids, NOTHING, FREE or GAP."""
-        vectors, used = {}, {}
-        for group in self.groups:
-            if self.dst.layers(group, worker.pp) and self.loads[group["name"]].moved:
-                vectors[group["name"]], numbers = self._wanted(group, worker)
-                used[group["name"]] = self._used(self.dst, group, numbers)
-        return self._image(1, worker, vectors, used)
-
-    def _wanted(self, group: GroupDict, worker: Worker) -> tuple[Ints, set[int]]:
-        """Numbered bytes of a group on a destination rank, and the blocks that are loaded."""
-        load, kind = self.loads[group["name"]], group["residency"]["kind"]
-        opaque = self.dst.interior(group) == "opaque"
-        per_block = self.dst.block_positions(group) // group["tokens_per_entry"]
-        if kind in ("state", "ring"):
-            all_slots = self.dst.placing(group, worker.tp, max(load.moved) + 1)
-            numbers = {0}
-        else:
-            blocks = -(-self.case["tokens"] // self.dst.block_positions(group))
-            all_slots = self.dst.placing(group, worker.tp, blocks * per_block)
-            due = load.missing | load.moved
-            numbers = set(range(min(due) // per_block, blocks))
-        arriving = load.moved
-        if opaque and kind not in ("state", "ring"):  # whole pages, or none
-            loaded = {e // per_block for e in load.moved}
-            arriving = {e for e in self._held(group) if e // per_block in loaded}
-            numbers = loaded
-        vector = self._vector(1, group, worker, all_slots.only(arriving))
-        if kind == "state":
-            return vector, numbers
-        rest = FREE if opaque else GAP
-        if kind == "ring" or opaque:
-            table = self.dst.side["tables"][group["name"]]
-            blocks_of = [table[n] for n in numbers]
-            for view in self._views(1, group, worker, vector):
-                mine = view[:, blocks_of]
-                view[:, blocks_of] = np.where(mine == NOTHING, rest, mine)
-            return vector, numbers
-        last = max(all_slots.entries.tolist(), default=-1)
-        lost = {e for e in range(load.first_due, last + 1) if e not in load.moved}
-        placing = all_slots.only(lost)
-        ids = np.asarray(self.dst.side["tables"][group["name"]])[placing.blocks]
-        for view in self._views(1, group, worker, vector):
-            view[:, ids, placing.slots] = rest
-        return vector, numbers
-
-    def _used(self, engine: CaseEngine, group: GroupDict, numbers: set[int]) -> list[int]:
-        return [engine.side["tables"][group["name"]][n] for n in numbers]
-
-    def _views(self, side: int, group: GroupDict, worker: Worker, vector: Ints) -> list[Ints]:
-        """A vector of numbered bytes as arrays with all logical axes, sharing its memory."""
-        views, first = [], 0
-        for array in self._memories[side].numbered(group, worker):
-            views.append(vector[first : first + array.size].reshape(array.shape))
-            first += array.size
-        return views
-
-    def _vector(self, side: int, group: GroupDict, worker: Worker, placing: Placing) -> Ints:
-        """Ids at the numbers of the bytes that hold these entries; NOTHING elsewhere."""
-        engine = self._memories[side].engine
-        numbered = self._memories[side].numbered(group, worker)
-        vector = np.full(sum(a.size for a in numbered), NOTHING, dtype=np.int32)
-        if len(placing.entries) == 0:
-            return vector
-        blocks = np.asarray(engine.side["tables"][group["name"]])[placing.blocks]
-        held = engine.layers(group, worker.pp)
-        rows = [group["layers"].index(layer) for layer in held]
-        views = self._views(side, group, worker, vector)
-        for c, ids, view in zip(group["components"], self._ids[group["name"]], views, strict=True):
-            units = engine.units(group, c, worker.tp)
-            mine = ids[rows][:, placing.entries][:, :, units]
-            view[:, blocks, placing.slots] = mine
-        return vector
-
-    def _image(
-        self, side: int, worker: Worker, vectors: dict[str, Ints], used: dict[str, list[int]]
-    ) -> Image:
-        """Regions of a rank, each byte with what the vectors say, or FREE in padding."""
-        image = []
-        for views in self._memories[side].regions(worker):
-            region = np.full(len(views[0].numbers), NOTHING, dtype=np.int32)
-            for view in views:
-                if view.group in vectors:
-                    # the number of padding is -1: it takes the last of the values
-                    values = np.append(vectors[view.group], np.int32(FREE))
-                    loaded = np.zeros(self._memories[side].engine.side["blocks"], dtype=bool)
-                    loaded[used[view.group]] = True
-                    mine = loaded[view.blocks]
-                    region[mine] = values[view.numbers[mine]]
-            image.append(region)
-        return image
-
-
-# --------------------------------------------------------------------------------------------------
-# Where bytes lie, without a stride: numbered logical arrays, transposed and reshaped by NumPy.
-#
-# Every byte that a rank could hold of a group gets a number, in an array with the axes
-#
-#     layer, block, slot, unit, dims..., byte
-#
-# and the memory order is NumPy's transpose of it. What comes out is a *map*: for each byte of a
-# region, the number that lies there (or none, in padding) and the block that it belongs to.
-# --------------------------------------------------------------------------------------------------
-
-NOBODY = -1  # in a map: padding. An index that takes the last value of an array
+    def only(self, wanted: set[int]) -> Placing:
+        keep = np.isin(self.entries, list(wanted))
+        return Placing(self.entries[keep], self.blocks[keep], self.slots[keep])
 
 
 class UnplaceableError(Exception):
-    """The shape asks for an arrangement that does not exist; the product must refuse it too."""
-
-
-class Sheet(NamedTuple):
-    """One array of a group: NumPy axes, named by `axes`, the content last."""
-
-    axes: str
-    numbers: Ints
-
-    @property
-    def paged(self) -> bool:
-        return set(self.axes[:2]) == {"L", "B"}
-
-    def page_bytes(self, blocks: int) -> int:
-        layers: int = self.numbers.shape[self.axes.index("L")]
-        return self.numbers.size // (layers * blocks)
-
-
-class GroupView(NamedTuple):
-    """What of a region belongs to one group."""
-
-    group: str
-    numbers: Ints  # of each byte
-    blocks: Ints  # of each byte, padding included
+    """The shape asks for an arrangement that does not exist. The product must refuse it too."""
 
 
 @dataclass
 class NumberedMemory:
-    """Maps of all ranks of an engine. Ranks of equal extent share theirs."""
+    """The maps of all ranks of an engine. Ranks of equal extent share a map."""
 
     engine: CaseEngine
     _numbered: dict[tuple[str, tuple[int, ...]], list[Ints]] = field(default_factory=dict)
     _regions: dict[tuple[object, ...], list[list[GroupView]]] = field(default_factory=dict)
 
     def extent(self, group: GroupDict, worker: Worker) -> tuple[int, ...]:
-        """Layers, and units of each component, that a rank holds."""
+        """How many layers, and units of each component, a rank holds."""
         units = [len(self.engine.units(group, c, worker.tp)) for c in group["components"]]
         return (len(self.engine.layers(group, worker.pp)), *units)
 
@@ -542,7 +505,7 @@ class NumberedMemory:
         return arrays
 
     def regions(self, worker: Worker) -> list[list[GroupView]]:
-        """The regions of a rank in order, each with the groups that live in it."""
+        """The regions of a rank in order, each with the maps of its groups."""
         present = [g for g in self.engine.groups.values() if self.engine.layers(g, worker.pp)]
         key = tuple((g["name"], self.extent(g, worker)) for g in present)
         if key not in self._regions:
@@ -623,13 +586,36 @@ class NumberedMemory:
         return np.concatenate(rest, axis=-1)
 
 
+class Sheet(NamedTuple):
+    """One array of a group. `axes` names its NumPy axes; the content is the last one."""
+
+    axes: str
+    numbers: Ints
+
+    @property
+    def paged(self) -> bool:
+        return set(self.axes[:2]) == {"L", "B"}
+
+    def page_bytes(self, blocks: int) -> int:
+        layers: int = self.numbers.shape[self.axes.index("L")]
+        return self.numbers.size // (layers * blocks)
+
+
+class GroupView(NamedTuple):
+    """The map of one group's bytes in a region."""
+
+    group: str
+    numbers: Ints  # of each byte
+    blocks: Ints  # of each byte, padding included
+
+
 def _cpu(k: Ints, v: Ints) -> list[Ints]:
     """Per head, K as [dim][slot] and V as [slot][dim]."""
     return [k.transpose(0, 1, 3, 4, 2, 5), v.transpose(0, 1, 3, 2, 4, 5)]
 
 
 def _ordered(axes: str, array: Ints, order: str) -> Sheet:
-    """Transpose to the engine's order; a single head takes no part in it."""
+    """Transpose to the engine's order. A single head takes no part in the order."""
     if "H" in axes and array.shape[axes.index("H")] == 1:
         array = array.squeeze(axes.index("H"))
         axes = axes.replace("H", "")

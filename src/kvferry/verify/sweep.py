@@ -1,8 +1,16 @@
 """The sweep: many random pairs, each planned, executed, and compared byte by byte.
 
-A pair passes when every byte that the destination needs holds exactly what the oracle says and was
-written once, nothing else was touched but padding, and `uncovered` names exactly the rest of the
-loaded blocks; or when it was refused and the oracle says that it had to be.
+A pair passes if all of this holds:
+
+- every byte that the destination needs has the oracle's value, and was written once;
+- no other byte was written, except padding;
+- `uncovered` names exactly the other bytes of the loaded blocks.
+
+A pair that the product refuses passes if the oracle says that it must be refused.
+
+The product plans on both sides and binds to addresses. Every region of every rank gets an address
+range of its own, with a gap before the next one, so that a copy that leaves its region is noticed.
+All copies of all edges then run at once on numbered bytes.
 """
 
 from __future__ import annotations
@@ -39,26 +47,28 @@ from kvferry.verify.generate import features, generate
 from kvferry.verify.oracle import FREE, GAP, NOTHING, Image, Oracle, Worker
 from kvferry.verify.oracle import Ints as Ids
 
-CHUNK = 40  # pairs a process takes at a time
-MOST_DETAILS = 20  # mismatches that a report tells in full
-THOROUGH_EVERY = 4  # every so many pairs, slices and strided batches are compared too
-
+CHUNK = 40  # pairs that a process takes at a time
+MOST_DETAILS = 20  # mismatches that a report has in full
+THOROUGH_EVERY = 4  # in one of this many pairs, slices and strided batches are compared too
+GUARD_BYTES = 41  # between regions; odd, so that no stride steps over it unnoticed
+FIRST_ADDRESS = {"src": 0x7F00_0000_0000, "dst": 0x2AAA_0000_0000}
+Ints = NDArray[np.int64]
 Corrupt = Callable[[Copies], Copies]
 
 
 @dataclass
 class Result:
-    """What came of one pair."""
+    """The result of one pair."""
 
     index: int
-    mismatch: str = ""  # what was wrong; "" when the product and the oracle agree
-    refused: bool = False  # rightly
+    mismatch: str = ""  # the difference; "" if the product and the oracle agree
+    refused: bool = False  # by both the product and the oracle
     features: tuple[str, ...] = ()
 
 
 @dataclass
 class Report:
-    """What came of a sweep. `mix` is the share of pairs with each feature."""
+    """The result of a sweep. `mix` is the share of pairs with each feature."""
 
     seed: int
     pairs: int = 0
@@ -81,7 +91,7 @@ class Report:
         return {name: round(n / self.pairs, 4) for name, n in sorted(self.counts.items())}
 
     def to_dict(self) -> dict[str, Any]:
-        """With stable keys, for JSON."""
+        """Values for JSON, with stable keys."""
         details = sorted(self.details, key=lambda d: int(d["index"]))
         return {
             "pairs": self.pairs,
@@ -101,7 +111,7 @@ def run(
     progress: Callable[[int, int], None] | None = None,
     first: int = 0,
 ) -> Report:
-    """Check `pairs` pairs from number `first` on; `progress` is told how many of them are done."""
+    """Check `pairs` pairs from number `first` on. `progress` gets the number done, and `pairs`."""
     began = time.perf_counter()
     report = Report(seed)
 
@@ -126,27 +136,23 @@ def run(
     return report
 
 
-def _check_all(seed: int, indices: range) -> list[Result]:
-    return [check(seed, index) for index in indices]
-
-
 def check(seed: int, index: int) -> Result:
-    """Check one pair of a seed; the same pair each time."""
+    """Check pair number `index` of a seed, which is the same pair each time."""
     case = generate(seed, index)
     result = Result(index, features=features(case))
     try:
         result.refused = check_case(case, thorough=index % THOROUGH_EVERY == 0)
     except MismatchError as wrong:
         result.mismatch = str(wrong)
-    except Exception:  # a crash of the product is a finding like any other
+    except Exception:  # a crash of the product is a mismatch too
         result.mismatch = traceback.format_exc(limit=-3)
     return result
 
 
 def check_case(case: CaseDict, thorough: bool = True, corrupt: Corrupt | None = None) -> bool:
-    """Whether the case was refused, rightly. Anything that is not as it must be is raised.
+    """Whether product and oracle both refuse the case. A difference raises a MismatchError.
 
-    `corrupt` may change the copies before they run, to see that it is noticed.
+    `corrupt` may change the copies before they run, to test that the change is noticed.
     """
     oracle = Oracle(case)
     expected = oracle.errors()
@@ -170,204 +176,13 @@ def check_case(case: CaseDict, thorough: bool = True, corrupt: Corrupt | None = 
     return bool(lacking)
 
 
-def _require_refusals(product: Product, lacking: set[str]) -> None:
-    """Exactly the edges with a group whose first block lacks its head refuse to be bound."""
-    for plan in product.plans:
-        refused = False
-        try:
-            product.bind(plan, allow_uncacheable=False)
-        except BindError:
-            refused = True
-        if refused != bool(lacking & set(plan.groups)):
-            raise MismatchError(
-                f"edge {plan.src} -> {plan.dst} was {'' if refused else 'not '}refused, though the "
-                f"groups that lack the head of a block are {sorted(lacking)}"
-            )
-
-
-def _compare(product: Product, oracle: Oracle, copies: Copies) -> None:
-    source = product.src.fill({r: oracle.source(Worker(*r)) for r in product.src.layouts}, NOTHING)
-    target = product.dst.fill({r: oracle.target(Worker(*r)) for r in product.dst.layouts}, NOTHING)
-    reads = product.src.bytes_of(copies.src, copies.length)
-    writes = product.dst.bytes_of(copies.dst, copies.length)
-    arrived = np.full(len(target), NOTHING, dtype=np.int32)
-    arrived[writes] = source[reads]
-    times = np.bincount(writes, minlength=len(target))
-    needed = target >= 0
-    _require("hold something else than they must", needed & (arrived != target), product.dst)
-    _require("are not written exactly once", needed & (times != 1), product.dst)
-    _require("are written but must not be", ~needed & (target != FREE) & (times > 0), product.dst)
-    _compare_uncovered(product, oracle, target == GAP, target == FREE)
-
-
-def _compare_uncovered(product: Product, oracle: Oracle, gap: Any, free: Any) -> None:
-    allow = bool(oracle.lacking())
-    named = np.zeros(len(gap), dtype=np.int64)
-    for rank in product.dst.layouts:
-        told = product.uncovered(rank, allow)
-        if product.dst.stray(told.address, told.length, rank) is not None:
-            raise MismatchError(f"rank {tuple(rank)}: an uncovered range is outside a region")
-        np.add.at(named, product.dst.bytes_of(told.address, told.length), 1)
-        for name in {g.name for g in product.pair.model.groups}:
-            _require_blocks(product, oracle, rank, name, told.uncacheable)
-    _require("are not named uncovered exactly once", gap & (named != 1), product.dst)
-    _require("are wrongly named uncovered", ~gap & ~free & (named > 0), product.dst)
-
-
-def _require_blocks(
-    product: Product, oracle: Oracle, rank: Rank, group: str, told: dict[str, Any]
-) -> None:
-    layout = product.dst.layouts[rank]
-    expected = oracle.uncacheable(group) if layout.parts_of(group) else set()
-    parts = layout.parts_of(group)
-    if parts and parts[0].is_opaque:
-        return  # the group moves whole pages, of which none is named
-    found = set(range(*told[group])) if group in told else set()
-    if found != expected:
-        raise MismatchError(
-            f"rank {tuple(rank)}, group {group!r}: blocks {sorted(found)} are named uncacheable, "
-            f"expected {sorted(expected)}"
-        )
-
-
-def _require(what: str, wrong: Any, memory: AddressSpace) -> None:
-    """Refuse a mask of bytes with anything in it, naming the first place."""
-    places = np.flatnonzero(wrong)
-    if len(places) == 0:
-        return
-    address = memory.first + int(places[0])
-    region = int(np.searchsorted(memory.starts, address, side="right")) - 1
-    raise MismatchError(
-        f"{len(places)} bytes {what}; the first is byte {address - int(memory.starts[region])} of "
-        f"a region of rank {tuple(memory.owners[region])}"
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# The product's answer to a case: planned on both sides, bound to addresses, run on numbered bytes.
-#
-# Every region of every rank gets an address range of its own with a gap before the next, so that a
-# copy that leaves its region is seen. All copies of all edges are then run at once.
-# --------------------------------------------------------------------------------------------------
-
-Ints = NDArray[np.int64]
-
-GUARD_BYTES = 41  # between regions; odd, so that no stride steps over it unseen
-FIRST_ADDRESS = {"src": 0x7F00_0000_0000, "dst": 0x2AAA_0000_0000}
-
-
-def build_model(model: ModelDict, side: SideDict) -> CacheModel:
-    groups = []
-    for g in model["groups"]:
-        components = tuple(
-            Component(c["name"], c["units"], tuple(c["dims"]), c["element_bytes"], _sharding(c))
-            for c in g["components"]
-        )
-        kind: Any = g["residency"]["kind"]
-        groups.append(
-            Group(
-                name=g["name"],
-                layers=tuple(g["layers"]),
-                components=components,
-                residency=Residency(kind, g["residency"]["span"]),
-                role=g["role"],
-                tokens_per_entry=g["tokens_per_entry"],
-                partial_entries=g["partial_entries"],
-                context_parallel=g["context_parallel"],
-            )
-        )
-    whole = CacheModel(model["name"], tuple(groups), model["total_layers"])
-    return whole.without(*side["absent_roles"])
-
-
-def _sharding(component: Any) -> Any:
-    return component["sharding"]
-
-
-def build_shape(side: SideDict) -> EngineShape:
-    fields: dict[str, Any] = dict(side["shape"])
-    fields["stages"] = tuple(fields["stages"])
-    for name in ("role_tp", "block_size_of", "kernel_block_size_of", "interior_of"):
-        fields[name] = tuple(fields[name].items())
-    return EngineShape(**fields)
-
-
-@dataclass
-class AddressSpace:
-    """All regions of all ranks of one engine in one address range."""
-
-    layouts: dict[Rank, RankLayout]
-    bases: dict[Rank, Ints]
-    starts: Ints  # of all regions, ascending
-    stops: Ints
-    owners: list[Rank]  # of all regions
-    first: int
-    size: int
-
-    @classmethod
-    def build(cls, side: str, layouts: dict[Rank, RankLayout]) -> AddressSpace:
-        starts, stops, owners = [], [], []
-        bases = {}
-        address = FIRST_ADDRESS[side]
-        for rank, layout in layouts.items():
-            mine = []
-            for region in layout.regions:
-                mine.append(address)
-                stops.append(address + region.bytes)
-                owners.append(rank)
-                address = stops[-1] + GUARD_BYTES
-            bases[rank] = np.asarray(mine, dtype=np.int64)
-            starts += mine
-        first = FIRST_ADDRESS[side]
-        return cls(
-            layouts,
-            bases,
-            np.asarray(starts, dtype=np.int64),
-            np.asarray(stops, dtype=np.int64),
-            owners,
-            first,
-            address - first,
-        )
-
-    def fill(self, images: dict[Rank, Image], between: int) -> Ids:
-        """One array over the whole range with these images in it."""
-        whole = np.full(self.size, between, dtype=np.int32)
-        for rank, layout in self.layouts.items():
-            sizes = [region.bytes for region in layout.regions]
-            if sizes != [len(a) for a in images[rank]]:
-                raise MismatchError(
-                    f"rank {tuple(rank)} has regions of {sizes} bytes, the oracle "
-                    f"{[len(a) for a in images[rank]]}"
-                )
-            for base, array in zip(self.bases[rank].tolist(), images[rank], strict=True):
-                whole[base - self.first : base - self.first + len(array)] = array
-        return whole
-
-    def stray(self, addresses: Ints, lengths: Ints, rank: Rank) -> int | None:
-        """The first copy that is not inside one region of the rank, if any."""
-        if len(addresses) == 0:
-            return None
-        known = np.asarray([owner == rank for owner in self.owners])
-        region = np.maximum(np.searchsorted(self.starts, addresses, side="right") - 1, 0)
-        inside = (addresses >= self.starts[region]) & (addresses + lengths <= self.stops[region])
-        inside &= known[region] & (lengths > 0)
-        return None if inside.all() else int(np.argmin(inside))
-
-    def bytes_of(self, addresses: Ints, lengths: Ints) -> Ints:
-        """Index of every byte of these ranges in the array of `fill`."""
-        ends = np.cumsum(lengths)
-        steps = np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
-        steps += np.repeat(addresses - self.first - (ends - lengths), lengths)
-        return steps
-
-
 class MismatchError(Exception):
     """The product and the oracle disagree, or the product disagrees with itself."""
 
 
 @dataclass
 class Product:
-    """Both engines of a case, planned once by each side."""
+    """Both engines of a case. Each side plans once, and the plans must be equal."""
 
     case: CaseDict
     thorough: bool  # also compare slices and strided batches with the copies
@@ -446,7 +261,7 @@ class Product:
         return Copies(src, dst, length)
 
     def uncovered(self, rank: Rank, allow_uncacheable: bool) -> Uncovered:
-        """What the product says of a destination rank."""
+        """The uncovered bytes of a destination rank."""
         return uncovered(
             everything_plan(self.pair.model, self.dst.layouts[rank]),
             self.pair.src,
@@ -458,17 +273,111 @@ class Product:
         )
 
 
-def _edges(pair: PairPlan) -> list[object]:
-    return [
-        (e.src, e.dst, [(s.group, s.components, s.units, s.layers.tolist()) for s in e.shares])
-        for e in pair.edges
-    ]
+@dataclass
+class AddressSpace:
+    """All regions of all ranks of one engine in one address range."""
+
+    layouts: dict[Rank, RankLayout]
+    bases: dict[Rank, Ints]
+    starts: Ints  # of all regions, ascending
+    stops: Ints
+    owners: list[Rank]  # of all regions
+    first: int
+    size: int
+
+    @classmethod
+    def build(cls, side: str, layouts: dict[Rank, RankLayout]) -> AddressSpace:
+        starts, stops, owners = [], [], []
+        bases = {}
+        address = FIRST_ADDRESS[side]
+        for rank, layout in layouts.items():
+            mine = []
+            for region in layout.regions:
+                mine.append(address)
+                stops.append(address + region.bytes)
+                owners.append(rank)
+                address = stops[-1] + GUARD_BYTES
+            bases[rank] = np.asarray(mine, dtype=np.int64)
+            starts += mine
+        first = FIRST_ADDRESS[side]
+        return cls(
+            layouts,
+            bases,
+            np.asarray(starts, dtype=np.int64),
+            np.asarray(stops, dtype=np.int64),
+            owners,
+            first,
+            address - first,
+        )
+
+    def fill(self, images: dict[Rank, Image], between: int) -> Ids:
+        """One array over the whole address range, with these images in it."""
+        whole = np.full(self.size, between, dtype=np.int32)
+        for rank, layout in self.layouts.items():
+            sizes = [region.bytes for region in layout.regions]
+            if sizes != [len(a) for a in images[rank]]:
+                raise MismatchError(
+                    f"rank {tuple(rank)} has regions of {sizes} bytes, the oracle "
+                    f"{[len(a) for a in images[rank]]}"
+                )
+            for base, array in zip(self.bases[rank].tolist(), images[rank], strict=True):
+                whole[base - self.first : base - self.first + len(array)] = array
+        return whole
+
+    def stray(self, addresses: Ints, lengths: Ints, rank: Rank) -> int | None:
+        """The first copy that is not inside one region of the rank, if any."""
+        if len(addresses) == 0:
+            return None
+        known = np.asarray([owner == rank for owner in self.owners])
+        region = np.maximum(np.searchsorted(self.starts, addresses, side="right") - 1, 0)
+        inside = (addresses >= self.starts[region]) & (addresses + lengths <= self.stops[region])
+        inside &= known[region] & (lengths > 0)
+        return None if inside.all() else int(np.argmin(inside))
+
+    def bytes_of(self, addresses: Ints, lengths: Ints) -> Ints:
+        """The index of every byte of these ranges, in the array that `fill` makes."""
+        ends = np.cumsum(lengths)
+        steps = np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
+        steps += np.repeat(addresses - self.first - (ends - lengths), lengths)
+        return steps
+
+
+def build_model(model: ModelDict, side: SideDict) -> CacheModel:
+    groups = []
+    for g in model["groups"]:
+        components = tuple(
+            Component(c["name"], c["units"], tuple(c["dims"]), c["element_bytes"], c["sharding"])
+            for c in g["components"]
+        )
+        kind: Any = g["residency"]["kind"]
+        groups.append(
+            Group(
+                name=g["name"],
+                layers=tuple(g["layers"]),
+                components=components,
+                residency=Residency(kind, g["residency"]["span"]),
+                role=g["role"],
+                tokens_per_entry=g["tokens_per_entry"],
+                partial_entries=g["partial_entries"],
+                context_parallel=g["context_parallel"],
+            )
+        )
+    whole = CacheModel(model["name"], tuple(groups), model["total_layers"])
+    return whole.without(*side["absent_roles"])
+
+
+def build_shape(side: SideDict) -> EngineShape:
+    fields: dict[str, Any] = dict(side["shape"])
+    fields["stages"] = tuple(fields["stages"])
+    for name in ("role_tp", "block_size_of", "kernel_block_size_of", "interior_of"):
+        fields[name] = tuple(fields[name].items())
+    return EngineShape(**fields)
 
 
 def require_same_copies(bound: Bound, copies: Copies) -> None:
-    """Slices and strided batches must say what the copies say, and the counts must be true."""
+    """Require that slices, strided batches and counts agree with the copies."""
     if (bound.descriptors, bound.bytes) != (len(copies), int(copies.length.sum())):
-        raise MismatchError("the counts of copies and bytes are not those of the copies")
+        raise MismatchError("the counts of copies and bytes do not match the copies")
     most = max(1, len(copies) // 3)
     sliced = [np.concatenate([[0], *parts]) for parts in _sliced(bound, most)]
     strided = [np.concatenate([[0], *parts]) for parts in _strided(bound)]
@@ -477,6 +386,90 @@ def require_same_copies(bound: Bound, copies: Copies) -> None:
             raise MismatchError(f"slices of {most} differ from the copies")
         if not np.array_equal(strided[index][1:], expected):
             raise MismatchError("strided batches differ from the copies")
+
+
+def _check_all(seed: int, indices: range) -> list[Result]:
+    return [check(seed, index) for index in indices]
+
+
+def _require_refusals(product: Product, lacking: set[str]) -> None:
+    """Require that binding refuses exactly the edges with a group that lacks a block's head."""
+    for plan in product.plans:
+        refused = False
+        try:
+            product.bind(plan, allow_uncacheable=False)
+        except BindError:
+            refused = True
+        if refused != bool(lacking & set(plan.groups)):
+            raise MismatchError(
+                f"edge {plan.src} -> {plan.dst} was {'' if refused else 'not '}refused, though the "
+                f"groups that lack the head of a block are {sorted(lacking)}"
+            )
+
+
+def _compare(product: Product, oracle: Oracle, copies: Copies) -> None:
+    source = product.src.fill({r: oracle.source(Worker(*r)) for r in product.src.layouts}, NOTHING)
+    target = product.dst.fill({r: oracle.target(Worker(*r)) for r in product.dst.layouts}, NOTHING)
+    reads = product.src.bytes_of(copies.src, copies.length)
+    writes = product.dst.bytes_of(copies.dst, copies.length)
+    arrived = np.full(len(target), NOTHING, dtype=np.int32)
+    arrived[writes] = source[reads]
+    times = np.bincount(writes, minlength=len(target))
+    needed = target >= 0
+    _require("hold something else than they must", needed & (arrived != target), product.dst)
+    _require("are not written exactly once", needed & (times != 1), product.dst)
+    _require("are written but must not be", ~needed & (target != FREE) & (times > 0), product.dst)
+    _compare_uncovered(product, oracle, target == GAP, target == FREE)
+
+
+def _compare_uncovered(product: Product, oracle: Oracle, gap: Any, free: Any) -> None:
+    allow = bool(oracle.lacking())
+    named = np.zeros(len(gap), dtype=np.int64)
+    for rank in product.dst.layouts:
+        told = product.uncovered(rank, allow)
+        if product.dst.stray(told.address, told.length, rank) is not None:
+            raise MismatchError(f"rank {tuple(rank)}: an uncovered range is outside a region")
+        np.add.at(named, product.dst.bytes_of(told.address, told.length), 1)
+        for name in {g.name for g in product.pair.model.groups}:
+            _require_blocks(product, oracle, rank, name, told.uncacheable)
+    _require("are not named uncovered exactly once", gap & (named != 1), product.dst)
+    _require("are wrongly named uncovered", ~gap & ~free & (named > 0), product.dst)
+
+
+def _require_blocks(
+    product: Product, oracle: Oracle, rank: Rank, group: str, told: dict[str, Any]
+) -> None:
+    layout = product.dst.layouts[rank]
+    expected = oracle.uncacheable(group) if layout.parts_of(group) else set()
+    parts = layout.parts_of(group)
+    if parts and parts[0].is_opaque:
+        return  # opaque pages move whole: `uncovered` names none of their blocks
+    found = set(range(*told[group])) if group in told else set()
+    if found != expected:
+        raise MismatchError(
+            f"rank {tuple(rank)}, group {group!r}: blocks {sorted(found)} are named uncacheable, "
+            f"expected {sorted(expected)}"
+        )
+
+
+def _require(what: str, wrong: Any, memory: AddressSpace) -> None:
+    """Raise a MismatchError if the mask has a byte set. The error names the first one."""
+    places = np.flatnonzero(wrong)
+    if len(places) == 0:
+        return
+    address = memory.first + int(places[0])
+    region = int(np.searchsorted(memory.starts, address, side="right")) - 1
+    raise MismatchError(
+        f"{len(places)} bytes {what}; the first is byte {address - int(memory.starts[region])} of "
+        f"a region of rank {tuple(memory.owners[region])}"
+    )
+
+
+def _edges(pair: PairPlan) -> list[object]:
+    return [
+        (e.src, e.dst, [(s.group, s.components, s.units, s.layers.tolist()) for s in e.shares])
+        for e in pair.edges
+    ]
 
 
 def _sliced(bound: Bound, most: int) -> list[list[Ints]]:

@@ -12,10 +12,11 @@ from kvferry.vllm import plugin
 from kvferry.vllm.connector import (
     FerryConnector,
     FerryMooncakeConnector,
+    FerryMooncakeStoreConnector,
     FerryNixlConnector,
     FerryNixlPushConnector,
+    FerryPoolConnector,
 )
-from kvferry.vllm.pool.connector import FerryMooncakeStoreConnector, FerryPoolConnector
 
 MooncakeConnector = FerryMooncakeConnector
 NixlConnector = FerryNixlConnector

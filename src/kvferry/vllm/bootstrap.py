@@ -8,11 +8,11 @@ engine, which asks the same address where that engine's directory is. Ours is su
     POST /register  from data-parallel ranks that have no server of their own; its body is
                     authenticated by an HMAC in the header X-Kvferry-Mac
 
-Strangers may connect too: `http_server` bounds what they can take of it. What is registered is
-bounded by what an asker reads, and never replaces the engine's own entry.
+Strangers may connect too: the HTTP server bounds what they can take of it. Registered entries are
+bounded by what an asker reads, and never replace the engine's own entry.
 
-What it answers is a hint and no secret: whoever listens at the named directory must prove to know
-the secret before anything else is said, and a wrong incarnation makes every claim stale.
+An answer is a hint and no secret: the server at the named directory must prove to know the secret
+before anything else is said, and a wrong incarnation makes every claim stale.
 """
 
 from __future__ import annotations
@@ -259,13 +259,6 @@ class _Received:
         return self._data
 
 
-# --------------------------------------------------------------------------------------------------
-# Keeps the bootstrap of another engine told of this one: a data-parallel rank without its own.
-#
-# Ranks start in any order, and the one that serves the bootstrap may come late or come again; so
-# this goes on, on a thread of its own, and neither an engine's start nor its reset waits for it.
-# --------------------------------------------------------------------------------------------------
-
 log = logging.getLogger("kvferry")
 
 TELL_AGAIN_SECONDS = 1.0  # after a failure
@@ -273,6 +266,12 @@ REFRESH_SECONDS = 30.0  # the server may have restarted, and then knows nothing
 
 
 class Registration:
+    """Keeps the bootstrap of another engine told of this one: a data-parallel rank without its own.
+
+    Ranks start in any order, and the one that serves the bootstrap may come late or come again. So
+    a thread of its own goes on telling; neither an engine's start nor its reset waits for it.
+    """
+
     def __init__(self, server: str, dp_rank: int, secret: str | None, seconds: float) -> None:
         """`seconds` is for one attempt."""
         self._to = (server, dp_rank)
@@ -318,23 +317,6 @@ class Registration:
                     log.info("kvferry: data-parallel rank %d is registered at %s", dp_rank, server)
                 pause, failed = REFRESH_SECONDS, False
 
-
-# --------------------------------------------------------------------------------------------------
-# Finding a producer that a request names without a ticket: both engines got the request at once.
-#
-# A decode request in Mooncake style names a bootstrap address, an engine id and a transfer id; in
-# the style of NixlPushConnector's proxy, the engine's directory and nothing that tells its
-# incarnation. A thread asks; the scheduler looks for the answer whenever vLLM asks it about the
-# request, and never waits. An answer serves the requests of the next second; then it is asked for
-# anew, because the engine may have been reset or restarted, and one that was kept serves where no
-# answer comes soon. Clients name these addresses, and some may be silent: `meetings` bounds what
-# they can hold up.
-#
-# What is found becomes an ordinary ticket. The hold's id is derived, on both sides alike, from the
-# producer's incarnation and the transfer id; the digest is of the consumer's own prompt. A claim
-# that comes before the prefill is done waits at the producer's ranks, as every early claim does;
-# one for a prefill that was aborted, or not held, is refused there as soon as that is known.
-# --------------------------------------------------------------------------------------------------
 
 AGAIN_SECONDS = 0.05  # between two, while the engine is starting
 FRESH_SECONDS = 1.0  # after these, an answer is asked for anew
@@ -435,7 +417,21 @@ def _directory(params: Mapping[str, Any]) -> str | None:
 
 
 class Rendezvous:
-    """Asks for producers on threads of its own; answers are looked up without waiting."""
+    """Finds a producer that a request names without a ticket: both engines got it at once.
+
+    A decode request in Mooncake style names a bootstrap address, an engine id and a transfer id; in
+    the style of NixlPushConnector's proxy, the engine's directory and nothing that tells its
+    incarnation. A thread asks. The scheduler looks for the answer whenever vLLM asks it about the
+    request, and never waits. An answer serves the requests of the next second; then it is asked for
+    anew, because the engine may have been reset or restarted. An older answer serves where no new
+    one comes soon. Clients name these addresses, and some may be silent: `Meetings` bounds what
+    they can hold up.
+
+    An answer becomes an ordinary ticket. The hold's id is derived, on both sides alike, from the
+    producer's incarnation and the transfer id; the digest is of the consumer's own prompt. A claim
+    that comes before the prefill is done waits at the producer's ranks, as every early claim does.
+    A claim for a prefill that was aborted, or not held, is refused there as soon as that is known.
+    """
 
     def __init__(self, config: FerryConfig, sockets: Sockets) -> None:
         self._config = config

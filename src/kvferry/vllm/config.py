@@ -1,8 +1,19 @@
-"""What an operator may set in `kv_connector_extra_config`, with defaults that need nothing.
+"""Keys of `kv_connector_extra_config` that an operator may set. Every key has a default.
+
+`FerryConfig` is a dataclass; the type of each field has a rule for its value:
+
+    port: Port = 0  # of the directory
+
+`read_keys` checks parsed JSON against these rules. A text never counts as a number or a flag:
+"false" would count as true, and "64" would end the first request instead of the start. null means
+that the key is not given. A value that breaks its rule is a `DescriptionError` with the key, the
+expected value and the found one. A field without a rule cannot be read.
+
+Keys of earlier versions (`REMOVED_KEYS`) are accepted. A log line says what became of each.
 
 The classes that stand in for vLLM's own connectors also take those connectors' keys and environment
-variables: what has a meaning here is translated, what has none is named once in the log, and what
-would change results (a handshake check that is switched off) is refused.
+variables. Keys with a meaning here are translated, and keys without one are named once in the log.
+A key that would change results (to switch a handshake check off) is refused.
 """
 
 from __future__ import annotations
@@ -29,31 +40,25 @@ from kvferry.net.names import is_loopback
 from kvferry.support import SUPPORTED_VLLM
 from kvferry.units import MOST_PORT
 
-# --------------------------------------------------------------------------------------------------
-# Keys that an operator may set, each with the rule that its value keeps.
-#
-#     @dataclass(frozen=True, slots=True)
-#     class Config:
-#         port: Port = 0  # of the directory
-#
-# `Port` is an int with a rule. `read_keys` takes what was parsed from JSON and gives a dataclass's
-# values. A text is never taken for a number or a truth value: "false" would count as true, and "64"
-# would pass the start and end the first request. null is as if the key were not there. Anything
-# else that breaks a rule is a `DescriptionError` with the key, what was expected and what was
-# found; a field without a rule cannot be read.
-# --------------------------------------------------------------------------------------------------
+log = logging.getLogger("kvferry")
 
+# Keys of earlier versions, of either configuration, and what became of them.
+REMOVED_KEYS = {
+    "packing": "has no effect any more",
+    "lora_files_final": "has no effect any more: an engine reads an adapter's files once, when it "
+    "first serves the adapter",
+}
 MOST_SECONDS = 1e6  # ZMQ takes milliseconds in 32 bits, which is 24 days
 MOST_COUNT = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`take` gives the value, or raises a ValueError that may say more, or what to do."""
+    """`take` returns the value, or raises a ValueError whose text may add advice."""
 
     expected: str
     take: Callable[[Any], Any]
-    hidden: bool = False  # the value goes into no message
+    hidden: bool = False  # messages must not show the value
 
     def read(self, name: str, value: Any) -> Any:
         try:
@@ -65,7 +70,7 @@ class Rule:
 
 
 def rules(kind: Any) -> dict[str, Rule]:
-    """By field."""
+    """The rules of a dataclass, by field."""
     hints = get_type_hints(kind, include_extras=True)
     found = {}
     for name in (f.name for f in fields(kind)):
@@ -78,27 +83,34 @@ def rules(kind: Any) -> dict[str, Rule]:
 
 
 def read_keys(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a dataclass's fields, of those that are given."""
+    """The values of those fields of a dataclass that are given."""
     by = rules(kind)
     return {name: by[name].read(name, value) for name, value in told(given).items()}
 
 
 def told(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is not null."""
+    """The keys whose values are not null."""
     return {name: value for name, value in given.items() if value is not None}
 
 
+def without_removed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that this version has. One line in the log answers each key of earlier versions."""
+    for name in sorted(REMOVED_KEYS.keys() & told(given).keys()):
+        log.warning("kvferry: `%s` %s; remove it", name, REMOVED_KEYS[name])
+    return {name: value for name, value in given.items() if name not in REMOVED_KEYS}
+
+
 def spelled(name: str, value: Any, rule: Rule, kind: type[int] | type[float]) -> Any:
-    """A number that may be spelled out, in a variable or by a key that others define."""
+    """A number that may also be a text: from the environment, or a key that vLLM defines."""
     if isinstance(value, str):
-        with contextlib.suppress(ValueError):  # the rule says what it should be
+        with contextlib.suppress(ValueError):  # the rule then reports it
             value = kind(value)
     return rule.read(name, value)
 
 
 def whole(least: int = 0, most: int = MOST_COUNT, what: str = "a whole number") -> Rule:
     def take(value: Any) -> int:
-        if type(value) is not int or not least <= value <= most:  # True is no number
+        if type(value) is not int or not least <= value <= most:  # True is an int, but no number
             raise ValueError
         return value
 
@@ -106,12 +118,12 @@ def whole(least: int = 0, most: int = MOST_COUNT, what: str = "a whole number") 
 
 
 def amount(most: float, what: str) -> Rule:
-    """More than nothing."""
+    """A number above 0."""
 
     def take(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError
-        if not 0 < value <= most:  # nor is NaN
+        if not 0 < value <= most:  # also false for NaN
             raise ValueError
         return value
 
@@ -132,14 +144,14 @@ def take_text(value: Any) -> str:
         raise ValueError
     try:
         value.encode()
-    except UnicodeEncodeError:  # JSON also spells texts that have no bytes
+    except UnicodeEncodeError:  # JSON can spell texts that UTF-8 cannot
         raise ValueError("it has characters that cannot be written") from None
     return value
 
 
 def take_name(value: Any) -> str:
     if not take_text(value).strip():
-        raise ValueError("leave the key out where there is none")
+        raise ValueError("leave the key out if there is none")
     return str(value)
 
 
@@ -148,7 +160,7 @@ def take_path(value: Any) -> str:
         raise ValueError("it has a null character")
     try:
         return str(Path(value).expanduser())
-    except RuntimeError as error:  # whose home?
+    except RuntimeError as error:  # ~user without a home directory
         raise ValueError(str(error)) from None
 
 
@@ -159,7 +171,7 @@ def _take_flag(value: Any) -> bool:
 
 
 def _take_texts(value: Any) -> tuple[str, ...]:
-    """One text is a list of one."""
+    """A single text counts as a list of one."""
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not texts:
         raise ValueError
@@ -194,13 +206,9 @@ Count = Annotated[int, COUNT]
 Seconds = Annotated[float, SECONDS]
 Share = Annotated[float, SHARE]
 
-
-# --------------------------------------------------------------------------------------------------
-
-log = logging.getLogger("kvferry")
-
-# How requests are told of each other. ferry, nixl: prefill first, its answer is passed on. push:
-# also both at once, known to each other by request id. mooncake: both at once, by transfer id.
+# How a proxy connects a prefill with its decode. ferry, nixl: it sends the prefill first, and
+# passes the answer on. push: it may also send both at once, with one request id. mooncake: it sends
+# both at once, with one transfer id.
 Style = Literal["ferry", "nixl", "push", "mooncake"]
 NIXL_KEYS = """
 backends bidirectional_kv_xfer decoder_kv_blocks_ttl enforce_handshake_compat engine_ttl
@@ -223,24 +231,24 @@ MOONCAKE_SECONDS = 480.0  # vLLM's default
 class FerryConfig:
     """Keys of `kv_connector_extra_config`."""
 
-    # or secret_file, or the environment's KVFERRY_SECRET
+    # The alternatives are secret_file and the environment's KVFERRY_SECRET.
     secret: Secret | None = field(default=None, repr=False)
-    host: Host | None = None  # address that peers reach this engine at; None: loopback
+    host: Host | None = None  # address at which peers reach this engine; None: loopback
     port: Port = 0  # of the directory; 0: any
     carriers: Names = ("auto",)  # or names, in order of preference
-    checksums: Flag = False  # compare what arrives with digests of what the source holds
+    checksums: Flag = False  # compare bytes that arrive with digests from the source
     carrier_options: Options = field(default_factory=dict)  # by carrier
-    mode: Annotated[Mode, MODE] = "pull"  # push: the producer writes, where it can be stopped
-    lease_seconds: Seconds = 60.0  # a hold lasts this long without a word from its consumer
-    load_seconds: Seconds = 120.0  # a load has failed after this long
-    model_id: Text = ""  # names the weights, where the model's path differs between engines
-    draft_layers: Annotated[str, DRAFTS] = "refuse"  # that a prefill engine lacks; or "zero" them
-    # that finished requests may keep at once; None: half of the cache (`offering`); 0: no limit
+    mode: Annotated[Mode, MODE] = "pull"  # push: the producer writes if it can be stopped
+    lease_seconds: Seconds = 60.0  # a hold without a renewal closes after this long
+    load_seconds: Seconds = 120.0  # a load fails after this long
+    model_id: Text = ""  # names the weights, if the model's path differs between engines
+    draft_layers: Annotated[str, DRAFTS] = "refuse"  # if a prefill engine lacks them; or "zero"
+    # Blocks that holds of finished requests may keep; None: half of the cache; 0: no limit.
     max_held_blocks: Count | None = None
     peers: Hosts = ()  # hosts and networks that tickets may name; empty: any
-    bootstrap_port: Port = 0  # where proxies ask for engine ids (Mooncake style); 0: not at all
-    bootstrap_server: Server = ""  # of another engine, to register with instead of an own one
-    bootstrap_seconds: Seconds = 10.0  # for one question to a bootstrap, or to a directory
+    bootstrap_port: Port = 0  # where proxies ask for engine ids (Mooncake style); 0: no server
+    bootstrap_server: Server = ""  # another engine's bootstrap, to register with instead
+    bootstrap_seconds: Seconds = 10.0  # for one question to a bootstrap or a directory
 
     @classmethod
     def read(
@@ -250,10 +258,11 @@ class FerryConfig:
         environment: Mapping[str, str] | None = None,
         rank: int = 0,
     ) -> FerryConfig:
-        """`rank` is the data-parallel one: each is an engine, with ports of its own."""
+        """`rank` is the data-parallel rank: each is an engine and has its own port."""
         environment = os.environ if environment is None else environment
         names = set(rules(cls))
-        known = names | {"secret_file", "packing"} | THEIR_KEYS[style]
+        known = names | {"secret_file"} | THEIR_KEYS[style]
+        extra = without_removed(extra)
         unknown = sorted(set(extra) - known)
         if unknown:
             raise DescriptionError(
@@ -261,16 +270,14 @@ class FerryConfig:
                 f"{sorted(known)}"
             )
         given = told(extra)
-        if "packing" in given:
-            log.warning("kvferry: `packing` has no effect any more; remove it")
         values = _translated(given, style, environment)
         values |= read_keys(cls, {k: v for k, v in given.items() if k in names and k != "secret"})
         values["secret"] = _secret(given, environment)
         config = cls(**values)
         if config.secret is None and config.host is not None and not is_loopback(config.host):
             raise DescriptionError(
-                f"host is {config.host}, and there is no secret: whoever reaches that address "
-                f"could read and write KV caches. Set secret_file ({HOW_TO_MAKE_ONE}), or leave "
+                f"host is {config.host}, and there is no secret: any process that reaches it could "
+                f"read and write KV caches. Set secret_file ({HOW_TO_MAKE_ONE}), or leave "
                 "host out: engines of one user on one host then find each other by loopback"
             )
         require_carriers(config.carriers)
@@ -286,18 +293,18 @@ class FerryConfig:
 
 
 def _secret(given: Mapping[str, Any], environment: Mapping[str, str]) -> str | None:
-    """Where one is asked for there is one: an empty one would switch authentication off."""
+    """The configured secret, or None. An empty one is refused: it would disable authentication."""
     if "secret" in given and "secret_file" in given:
         raise DescriptionError("secret and secret_file are both given; remove one of them")
     if "secret" in given:
         log.warning(
             "kvferry: `secret` stands in the configuration itself, which vLLM writes into its log "
-            "and the system shows in its list of processes; use `secret_file` or the variable "
-            "KVFERRY_SECRET"
+            "and the system shows in its list of processes; use `secret_file` or the environment "
+            "variable KVFERRY_SECRET"
         )
         return _long("secret", SECRET.read("secret", given["secret"]))
     if "secret_file" not in given:
-        variable = environment.get("KVFERRY_SECRET")  # an empty variable is none
+        variable = environment.get("KVFERRY_SECRET")  # an empty variable counts as unset
         if not variable:
             return None
         return _long("KVFERRY_SECRET", SECRET.read("KVFERRY_SECRET", variable))
@@ -324,8 +331,8 @@ def _secret(given: Mapping[str, Any], environment: Mapping[str, str]) -> str | N
 
 
 def _long(name: str, secret: Any) -> str:
-    """A secret that cannot be guessed from a handshake that somebody has recorded."""
-    found = str(secret).strip()  # an editor or a shell may have added a line's end
+    """Require a secret that a recorded handshake does not let anyone guess."""
+    found = str(secret).strip()  # an editor or a shell may have added a newline
     try:
         Key.of(found)
     except DescriptionError as error:
@@ -336,12 +343,12 @@ def _long(name: str, secret: Any) -> str:
 def _translated(
     extra: Mapping[str, Any], style: Style, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What an in-tree connector's keys and variables mean here."""
+    """Our keys, from the keys and environment variables of vLLM's own connectors."""
     values: dict[str, Any] = {}
     variables = {name: text for name, text in environment.items() if text}
 
     def take(ours: str, source: Mapping[str, Any], theirs: str, rule: Rule) -> None:
-        """Take a number over. Our own keys win over variables, whatever these say."""
+        """Take a number over. Our own keys win over environment variables."""
         if theirs in source and not (source is variables and ours in extra):
             kind = int if rule is PORT else float
             values[ours] = spelled(theirs, source[theirs], rule, kind)
@@ -359,12 +366,12 @@ def _translated(
         if extra.get("bidirectional_kv_xfer"):
             raise DescriptionError(
                 "bidirectional_kv_xfer (decode engines that keep blocks for the next turn) is not "
-                "offered; remove it, or share blocks between turns by a pool"
+                "offered; remove it, and share blocks between turns in a pool"
             )
         if extra.get("enforce_handshake_compat", True) is not True:
             raise DescriptionError(
-                "enforce_handshake_compat cannot be switched off: what two engines must have in "
-                "common is checked at every handshake, and what may differ is bridged; remove it "
+                "enforce_handshake_compat cannot be switched off: every handshake checks what two "
+                "engines must have in common, and bridges what may differ; remove it "
                 f"(found {extra['enforce_handshake_compat']!r:.40})"
             )
     if style == "mooncake":
@@ -394,7 +401,7 @@ def _translated(
 
 
 def incarnation(vllm_config: Any) -> str:
-    """One value for all processes of an engine, and another one after each start."""
+    """The same for all processes of an engine, and new after each start."""
     return str(vllm_config.instance_id)
 
 
@@ -407,21 +414,18 @@ def require_supported_vllm(version: str) -> None:
         )
 
 
-# --------------------------------------------------------------------------------------------------
-# Hosts, peers and servers as operators write them, and which hosts a ticket may name.
-#
-# An engine's host goes into its tickets, and peers dial it: an address that stands for all of a
-# host's means nothing to them. Peers are addresses, networks and names; a name admits a ticket that
-# names the host by it, in whatever case, and nothing is looked up.
-# --------------------------------------------------------------------------------------------------
+# Hosts. An engine's host goes into its tickets, and peers dial it, so it cannot be an address like
+# 0.0.0.0 that stands for all addresses of a host.
 
-_NUMBERS = re.compile(r"[0-9.]+")  # what is no address then is a damaged one
+_NUMBERS = re.compile(r"[0-9.]+")  # a text like this is an address or a mistake, never a name
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
+    """Hosts that tickets may name. Names are compared as texts, and never resolved."""
+
     networks: tuple[IPv4Network | IPv6Network, ...]
-    names: frozenset[str]  # in small letters
+    names: frozenset[str]  # in lower case
 
     def admit(self, host: str) -> bool:
         try:
@@ -433,7 +437,7 @@ class Peers:
 
 @lru_cache(maxsize=64)
 def parse_peers(peers: tuple[str, ...]) -> Peers:
-    """Raises a ValueError that says which of them is none."""
+    """Raises a ValueError that names the text that is no peer."""
     networks, names = [], set()
     for peer in peers:
         try:
@@ -465,8 +469,8 @@ def _take_host(value: Any) -> str:
         return host
     if address.is_unspecified:
         raise ValueError(
-            "tickets name this address and peers dial it: give one of this host's that they reach, "
-            "such as 10.0.0.1"
+            "tickets name this address and peers dial it: give an address of this host that they "
+            "reach, such as 10.0.0.1"
         )
     if not is_host(host):
         raise ValueError("an address with a zone means nothing to peers")
@@ -474,7 +478,7 @@ def _take_host(value: Any) -> str:
 
 
 def _take_peers(value: Any) -> tuple[str, ...]:
-    """An empty list admits all; one text is a list of one."""
+    """An empty list admits all hosts. A single text counts as a list of one."""
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, list | tuple):
         raise ValueError
@@ -503,7 +507,7 @@ Server = Annotated[str, SERVER]
 
 
 def host_port(server: str) -> tuple[str, int]:
-    """Of `http://host:port` or `host:port`."""
+    """Host and port of `http://host:port` or `host:port`."""
     if not isinstance(server, str) or len(server) > 512:
         raise ProtocolError("a bootstrap address is a text such as http://10.0.0.1:8998")
     try:

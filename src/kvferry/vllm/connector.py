@@ -1,149 +1,366 @@
-"""`HandoverConnector`: vLLM's connector interface, passed on to a scheduler or a worker of ours."""
+"""`FerryConnector`: vLLM's connector interface over the hand-over, the shared pool, or both.
+
+A connector lives in one process: the scheduler's or a worker's. In the scheduler's it has a
+`handover` and a `pool`, in a worker's a `worker` and a `pool_worker`; the class and its
+configuration decide which of the two there are. How a finished prefill becomes a hold:
+
+    vLLM's scheduler  request_finished_all_groups -> Producing.finished, which orders the hold
+                      build_connector_meta, which sends a step's orders to all workers
+    each worker       start_load_kv -> FerryWorker.start -> ProducerRank.open_hold
+
+With hand-over and pool, a request with a ticket is loaded from the engine that prefilled it; any
+other is looked up in the pool. So a prefill engine loads what the pool has, computes the rest,
+saves it, and hands all of it over; the decode engine takes the hand-over, and saves what it adds.
+
+Failures: a request that cannot be handed over is computed where it is; a load that fails is
+reported to vLLM, whose `kv_load_failure_policy` decides. With a pool that policy is `recompute`.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.version import __version__ as vllm_version
 
 from kvferry.errors import DescriptionError
-from kvferry.vllm.base import WholeRequests
-from kvferry.vllm.config import FerryConfig, Style
-from kvferry.vllm.metadata import (
-    FerryHandshake,
-    FerryMetadata,
-    FerryWorkerMetadata,
-    PoolMetadata,
-    PoolPromMetrics,
-    PoolStats,
-)
-from kvferry.vllm.metrics import FerryPromMetrics, FerryStats, as_stats
+from kvferry.handover.producer import Directory
+from kvferry.handover.renew import Renewer
+from kvferry.handover.ticket import MARK, after_reset, child
+from kvferry.net.messages import EngineInfo, RankInfo
+from kvferry.net.names import at_port, is_loopback
+from kvferry.net.rpc import Sockets
+from kvferry.pool.weights import Adapters, adapter_settings
+from kvferry.vllm.bootstrap import Bootstrap, Registration, Rendezvous, Whereabouts
+from kvferry.vllm.config import FerryConfig, Style, incarnation, require_supported_vllm
+from kvferry.vllm.consuming import Consuming
+from kvferry.vllm.fingerprint import Prompts
+from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryReport, HandoverOrders
+from kvferry.vllm.metrics import FerryPromMetrics, FerryStats, HandoverStats, Spans
 from kvferry.vllm.multiconnector import Family, Siblings, multiconnector
-from kvferry.vllm.pool.connector import FerryPoolConnector
-from kvferry.vllm.producing import PrefillCut
-from kvferry.vllm.scheduler import FerryScheduler
+from kvferry.vllm.pool.config import PoolConfig, default_tenant
+from kvferry.vllm.pool.scheduler import VllmPoolScheduler
+from kvferry.vllm.pool.worker import PoolWorker
+from kvferry.vllm.producing import PrefillCut, Producing
 from kvferry.vllm.worker import FerryWorker
 
+log = logging.getLogger("kvferry")
 
-class HandoverConnector(WholeRequests):
-    """Hands KV caches over between engines of any shape."""
+# Where workers of in-tree decode engines would connect. It is no address: they fail at once, and
+# log it, where they would wait eight minutes for a server that does not answer them.
+NOT_FOR_OTHERS = "kvferry://run kvferry's connector on both sides"
 
-    STYLE: ClassVar[Style] = "ferry"
+RENEWALS = 4  # of a lease; three may be lost before it runs out
+
+
+class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Hands KV caches over between engines of any shape, and keeps them in a pool if asked to."""
+
+    STYLE: ClassVar[Style | None] = "ferry"  # of the hand-over; None: there is the pool alone
+    POOL_DEFAULTS: ClassVar[Mapping[str, Any]] = {}
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        require_supported_vllm(vllm_version)
         super().__init__(vllm_config, role, kv_cache_config)
-        self._family = family = Family.of(role, kv_cache_config)
-        index = family.join(self.STYLE)
-        config = FerryConfig.read(
-            vllm_config.kv_transfer_config.kv_connector_extra_config or {},
-            self.STYLE,
-            rank=vllm_config.parallel_config.data_parallel_index,
-        )
-        if self.STYLE != "ferry" and config.secret and config.host is None:
-            config = replace(config, host=own_address())  # where in-tree connectors listen too
-        self.scheduler: FerryScheduler | None = None
+        self._groups = tuple(range(len(kv_cache_config.kv_cache_groups)))
+        self.handover: FerryScheduler | None = None
+        self.pool: VllmPoolScheduler | None = None
         self.worker: FerryWorker | None = None
-        handed_over = PrefillCut.of(vllm_config, kv_cache_config)
-        if role == KVConnectorRole.SCHEDULER:
-            self.scheduler = FerryScheduler(config, vllm_config, family, index, handed_over)
-        else:
-            siblings = Siblings.of(HandoverConnector, index)
-            if siblings is not None and vllm_config.kv_transfer_config.is_kv_producer:
-                handed_over.require_whole_prompts(siblings)
-            self.worker = FerryWorker(config, vllm_config, kv_cache_config, index, siblings)
+        self.pool_worker: PoolWorker | None = None
+        schedules = role == KVConnectorRole.SCHEDULER
+        if schedules:
+            self._prompts = Prompts.of(vllm_config)
+            self._adapters = Adapters(adapter_settings(vllm_config), "are not shared")
+        handover, pool = self._sections(vllm_config.kv_transfer_config)
+        if handover is not None:
+            self._make_handover(handover, schedules)
+        if pool is not None:
+            self._make_pool(pool, schedules)
 
-    # Scheduler
+    @classmethod
+    def _sections(cls, transfer: Any) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """The keys of the hand-over and those of the pool; None where there is no such half."""
+        extra = dict(transfer.kv_connector_extra_config or {})
+        if cls.STYLE is None:
+            return None, extra
+        if cls.STYLE != "ferry":
+            return extra, None
+        section = extra.pop("pool", None)
+        if section is not None and not isinstance(section, bool | Mapping):
+            raise DescriptionError(
+                f"`pool` in kv_connector_extra_config is true, false or an object, not {section!r}"
+            )
+        if section is None or section is False:
+            return extra, None
+        return extra, {} if section is True else dict(section)
 
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
-        assert self.scheduler is not None
-        ours = {key: told for key, told in metadata.items() if isinstance(told, FerryHandshake)}
-        self.scheduler.add_handshakes(ours)
+    def _make_handover(self, extra: dict[str, Any], schedules: bool) -> None:
+        vllm_config, cache, style = self._vllm_config, self._kv_cache_config, self.STYLE
+        assert style is not None
+        self._family = Family.of(self._role, cache)
+        index = self._family.join(style)
+        rank = vllm_config.parallel_config.data_parallel_index
+        config = FerryConfig.read(extra, style, rank=rank)
+        if style != "ferry" and config.secret and config.host is None:
+            config = replace(config, host=own_address())  # where in-tree connectors listen too
+        cut = PrefillCut.of(vllm_config, cache)
+        if schedules:
+            self.handover = FerryScheduler(
+                config, vllm_config, self._family, index, cut, self._prompts, self._adapters
+            )
+            return
+        siblings = Siblings.of(index)
+        if siblings is not None and vllm_config.kv_transfer_config.is_kv_producer:
+            cut.require_whole_prompts(siblings)
+        self.worker = FerryWorker(config, vllm_config, cache, index, siblings)
+
+    def _make_pool(self, extra: dict[str, Any], schedules: bool) -> None:
+        vllm_config, transfer = self._vllm_config, self._vllm_config.kv_transfer_config
+        defaults = {"cache_prefix": default_tenant(), **self.POOL_DEFAULTS}
+        config = PoolConfig.read(extra, **defaults)
+        parent = None if schedules else multiconnector()
+        if transfer.kv_load_failure_policy == "fail":
+            # A block that a cache lost is computed; that is no reason to end a request. Under a
+            # MultiConnector this is a copy that vLLM does not read.
+            transfer.kv_load_failure_policy = "recompute"
+            if not schedules and parent is None and self.STYLE is not None:
+                log.info("with a pool, what cannot be loaded is computed (kv_load_failure_policy)")
+        if schedules:
+            blocks, events = self._kv_cache_config.num_blocks, vllm_config.kv_events_config
+            self.pool = VllmPoolScheduler(
+                config,
+                vllm_config,
+                config.limits(blocks, produces=transfer.is_kv_producer),
+                self._prompts,
+                self._adapters,
+                events=bool(events and events.enable_kv_cache_events),
+            )
+            return
+        first = vllm_config.parallel_config.rank == 0
+        if parent is not None and first and parent.kv_load_failure_policy == "fail":
+            log.warning(  # it is not ours to change: a sibling may rely on it
+                "a request ends when a block that the pool promised is gone, because "
+                "kv_load_failure_policy is 'fail'; set it to 'recompute' beside MultiConnector"
+            )
+        alone = parent is None
+        self.pool_worker = PoolWorker(config, vllm_config, self._kv_cache_config, alone=alone)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Head-major pages keep runs long when tp differs; MLA has no heads to order."""
+        return None if vllm_config.model_config.use_mla else "LBHNC"
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is dropped is a miss later, and nothing worse."""
+        return self.STYLE is not None and bool(super().requires_kv_delivery)
+
+    # In the scheduler's process: requests
+
+    def on_new_request(self, request: Any) -> None:
+        """Every request, shared or not, is named and has its adapter noted before all else."""
+        self._prompts.name_media(request)
+        self._adapters.ask(request)
+        if self.handover is not None:
+            if self.handover.prefills(request):
+                self.handover.producing.accept(request)
+            if self.handover.wants_prefill(request):
+                self.handover.consuming.arrived(request)
+        if self.pool is not None:
+            self.pool.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        assert self.scheduler is not None
-        return self.scheduler.asking.matched(request, num_computed_tokens)
+        if self.handover is not None:
+            count, later = self.handover.consuming.matched(request, num_computed_tokens)
+            if count and self.pool is not None:  # its producer has saved this already
+                self.pool.elsewhere(request, num_computed_tokens + count)
+            if count != 0 or self.pool is None:
+                return count, later
+        assert self.pool is not None
+        return self.pool.matched(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return self._groups
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        assert self.scheduler is not None
-        self.scheduler.asking.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        tables = blocks.get_block_ids()
+        if self.handover is not None:
+            # whether the last match of this request was the pool's
+            promised = self.pool is not None and self.pool.pool.promised(request.request_id)
+            external = 0 if promised else num_external_tokens
+            self.handover.consuming.allocated(request, tables, external)
+        if self.pool is not None:
+            self.pool.allocated(request, tables, num_external_tokens)
 
-    def update_connector_output(self, connector_output: Any) -> None:
-        assert self.scheduler is not None
-        told = connector_output.kv_connector_worker_meta
-        if isinstance(told, FerryWorkerMetadata):
-            self.scheduler.described_by(told.handshakes)
-            self.scheduler.offering.closed(told.closed)
-        failed = connector_output.failed_recving or ()
-        self.scheduler.asking.received(connector_output.finished_recving or (), failed)
-        self.scheduler.offering.sent(connector_output.finished_sending or ())
-
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        assert self.scheduler is not None
-        orders = self.scheduler.take_orders()
-        orders.idle = scheduler_output.total_num_scheduled_tokens == 0
-        return orders
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        assert self.scheduler is not None
-        return self.scheduler.finished(request, block_ids)
+        """A request is over: whether its blocks stay, and what goes into its response."""
+        if self.pool is not None:
+            self.pool.finished(request)
+        if self.handover is None:
+            return False, None
+        self.handover.consuming.finished(request.request_id)
+        if not self.handover.prefills(request):
+            return False, None
+        return self.handover.producing.finished(request, block_ids)
+
+    # In the scheduler's process: steps
+
+    def build_connector_meta(self, scheduler_output: Any) -> FerryMetadata:
+        handover = pool = None
+        if self.handover is not None:
+            self.handover.consuming.settle()
+            handover = self.handover.orders.take()
+        if self.pool is not None:
+            pool = self.pool.step(scheduler_output)
+        idle = scheduler_output.total_num_scheduled_tokens == 0
+        return FerryMetadata(handover, pool, idle)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        told = connector_output.kv_connector_worker_meta
+        report = told if isinstance(told, FerryReport) else FerryReport()
+        received = connector_output.finished_recving or ()
+        if self.handover is not None:
+            if report.handover is not None:
+                self.handover.described_by(report.handover.handshakes)
+                self.handover.producing.closed(report.handover.closed)
+            self.handover.consuming.received(received, connector_output.failed_recving or ())
+            self.handover.producing.sent(connector_output.finished_sending or ())
+        if self.pool is not None:
+            self.pool.reported(report.pool, received)
 
     def has_pending_block_frees(self) -> bool:
-        return self.scheduler is not None and self.scheduler.offering.moving
+        """Not for the pool's pins: vLLM would wait for a store that may hang, where it can preempt.
+        Pinned blocks are just not there, until they are released."""
+        return self.handover is not None and self.handover.producing.moving
 
     def has_pending_push_work(self) -> bool:
-        """Keeps an idle engine stepping until its workers have heard all orders."""
-        return self.scheduler is not None and self.scheduler.waits_for_a_step
+        """Keeps an idle engine stepping until its workers have heard all orders and told all."""
+        waits = self.handover is not None and self.handover.waits_for_a_step
+        return waits or (self.pool is not None and self.pool.waits_for_a_step)
+
+    def take_events(self) -> Iterable[Any]:
+        return self.pool.take_events() if self.pool is not None else ()
 
     def reset_cache(self) -> bool:
-        assert self.scheduler is not None
-        self.scheduler.reset()
+        """Weights were replaced, or the operator wants a clean start."""
+        if self.pool is not None:
+            self.pool.reset()
+        if self.handover is not None:
+            self.handover.reset()
         return True
 
-    # Worker
+    # In the scheduler's process: once
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        self.set_xfer_handshake_metadata_pp_aware({(0, tp): m for tp, m in metadata.items()})
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Under a MultiConnector they are a sibling's; ours come with the workers' first step."""
+        ours = {key: told for key, told in metadata.items() if isinstance(told, FerryHandshake)}
+        if self.handover is not None:
+            self.handover.add_handshakes(ours)
+        if self.pool is not None and ours and len(ours) == len(metadata):
+            self.pool.set_handshakes(ours)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self.pool is not None:
+            self.pool.bind_blocks(gpu_block_pool)
+
+    # In a worker's process
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        for part in (self.worker, self.pool_worker):
+            if part is not None:
+                part.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        part = self.worker or self.pool_worker
+        return part.handshake() if part is not None else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        orders = self._get_connector_metadata()
-        assert isinstance(orders, FerryMetadata) and self.worker is not None
-        self.worker.start(orders)
+        step = self._get_connector_metadata()
+        assert isinstance(step, FerryMetadata)
+        if self.worker is not None and step.handover is not None:
+            self.worker.start(step.handover, idle=step.idle)
+        if self.pool_worker is not None and step.pool is not None:
+            self.pool_worker.start(step.pool, idle=step.idle)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """No layer is waited for."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is saved layer by layer."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Saves begin; no step waits for them."""
+        if self.pool_worker is not None:
+            self.pool_worker.save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = KVConnectorTransferResults()
+        for part in (self.worker, self.pool_worker):
+            if part is not None:
+                mine = part.results()
+                results.finished_sending |= mine.finished_sending
+                results.finished_recving |= mine.finished_recving
+                results.failed_recving |= mine.failed_recving
+        return results
 
     def get_finished_count(self) -> int | None:
         """Every rank of every stage reports every id: vLLM's default, the world's size."""
         return None
 
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self.worker.tell() if self.worker is not None else None
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.pool_worker.take_invalid() if self.pool_worker is not None else set()
 
-    # Both
+    def build_connector_worker_meta(self) -> FerryReport | None:
+        handover = self.worker.take_report() if self.worker is not None else None
+        pool = self.pool_worker.take_report() if self.pool_worker is not None else None
+        return FerryReport(handover, pool) if handover or pool else None
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        part = self.scheduler or self.worker
-        return part.take_stats() if part is not None else None
+    # In both
+
+    def get_kv_connector_stats(self) -> FerryStats | None:
+        handover, pool = self.handover or self.worker, self.pool or self.pool_worker
+        return FerryStats.of(
+            handover.take_stats() if handover is not None else None,
+            pool.take_counts() if pool is not None else {},
+        )
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        return as_stats(data)
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
+        return FerryStats(data or {})
 
     @classmethod
     def build_prom_metrics(
@@ -153,7 +370,61 @@ class HandoverConnector(WholeRequests):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> FerryPromMetrics:
-        return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        handover, pool = cls._sections(vllm_config.kv_transfer_config)
+        return FerryPromMetrics(
+            vllm_config,
+            metric_types,
+            labelnames,
+            per_engine_labelvalues,
+            handover=handover is not None,
+            pool=pool is not None,
+        )
+
+    def shutdown(self) -> None:
+        for part in (self.pool, self.pool_worker, self.handover, self.worker):
+            if part is not None:
+                part.close()
+        if self._role == KVConnectorRole.SCHEDULER:
+            self._adapters.close()
+
+
+# Stand-ins for vLLM's own connectors, with their roles, keys, variables and request parameters:
+#
+#     {"kv_connector": "MooncakeConnector", "kv_connector_module_path": "kvferry.vllm", …}
+#
+# The classes have names of their own, and `kvferry.vllm` calls them by the in-tree ones too: vLLM
+# takes special measures for connectors *named* like its own, which are not for ours.
+
+
+class FerryNixlConnector(FerryConnector):
+    """For NixlConnector: prefill first, and its answer is passed on to the decode engine."""
+
+    STYLE: ClassVar[Style | None] = "nixl"
+
+
+class FerryNixlPushConnector(FerryConnector):
+    """For NixlPushConnector: as above, or both engines know each other by the request's id."""
+
+    STYLE: ClassVar[Style | None] = "push"
+
+
+class FerryMooncakeConnector(FerryConnector):
+    """For MooncakeConnector: both engines get the request at once, with one transfer id."""
+
+    STYLE: ClassVar[Style | None] = "mooncake"
+
+
+class FerryPoolConnector(FerryConnector):
+    """The pool alone: keeps KV blocks by content, for engines of any shape."""
+
+    STYLE: ClassVar[Style | None] = None
+    _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
+
+
+class FerryMooncakeStoreConnector(FerryPoolConnector):
+    """For MooncakeStoreConnector, with its configuration and its store."""
+
+    POOL_DEFAULTS: ClassVar[Mapping[str, Any]] = {"store": "mooncake", "save_decode_cache": False}
 
 
 def own_address() -> str:
@@ -163,327 +434,192 @@ def own_address() -> str:
     return str(get_ip())
 
 
-# --------------------------------------------------------------------------------------------------
-# Stand-ins for vLLM's own connectors: their roles, keys, variables and request parameters.
-#
-#     {"kv_connector": "MooncakeConnector", "kv_connector_module_path": "kvferry.vllm", …}
-#
-# The classes have names of their own, and `kvferry.vllm` calls them by the in-tree ones too: vLLM
-# takes special measures for connectors *named* like its own, which are not for ours.
-# --------------------------------------------------------------------------------------------------
+class FerryScheduler:
+    """The hand-over in the scheduler's process: prefills that leave (`producing`), prefills that
+    come (`consuming`), the next step's `orders`, and this engine as others see it.
+
+    Others see its directory, which is reachable from the start and answers when the workers have
+    described themselves; its entry in a bootstrap; and its incarnation, which changes when vLLM
+    resets its caches (new weights, sleep): all holds are withdrawn, all tickets void.
+    """
 
-
-class FerryNixlConnector(HandoverConnector):
-    """For NixlConnector: prefill first, and its answer is passed on to the decode engine."""
-
-    STYLE: ClassVar[Style] = "nixl"
-
-
-class FerryNixlPushConnector(HandoverConnector):
-    """For NixlPushConnector: as above, or both engines know each other by the request's id."""
-
-    STYLE: ClassVar[Style] = "push"
-
-
-class FerryMooncakeConnector(HandoverConnector):
-    """For MooncakeConnector: both engines get the request at once, with one transfer id."""
-
-    STYLE: ClassVar[Style] = "mooncake"
-
-
-# --------------------------------------------------------------------------------------------------
-# `FerryConnector` with a `pool` section: hand-over and shared pool in one connector.
-#
-# A request with a ticket is loaded from the engine that prefilled it; any other is looked up in the
-# pool. So a prefill engine loads what the pool has, computes the rest, saves it, and hands all of
-# it over; the decode engine takes the hand-over, and saves what it adds. Without the section, this
-# is the hand-over alone.
-# --------------------------------------------------------------------------------------------------
-
-log = logging.getLogger("kvferry")
-
-
-class FerryConnector(HandoverConnector):
-    """Hands KV caches over between engines of any shape, and keeps them in a pool if asked to."""
-
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        transfer = vllm_config.kv_transfer_config
-        extra, section = _halves(transfer)
-        self.pool: FerryPoolConnector | None = None
-        super().__init__(_with_extra(vllm_config, extra), role, kv_cache_config)
-        if section is None:
-            return
-        self.pool = FerryPoolConnector(_with_extra(vllm_config, section), role, kv_cache_config)
-        if transfer.kv_load_failure_policy == "fail":
-            # Under a MultiConnector this is a copy that vLLM does not read.
-            transfer.kv_load_failure_policy = "recompute"
-            if role == KVConnectorRole.WORKER and multiconnector() is None:
-                log.info("with a pool, what cannot be loaded is computed (kv_load_failure_policy)")
-
-    # Scheduler
-
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        super().set_xfer_handshake_metadata_pp_aware(metadata)
-        if self.pool is not None:
-            self.pool.set_xfer_handshake_metadata_pp_aware(metadata)
-
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        super().bind_gpu_block_pool(gpu_block_pool)
-        if self.pool is not None:
-            self.pool.bind_gpu_block_pool(gpu_block_pool)
-
-    def on_new_request(self, request: Any) -> None:
-        super().on_new_request(request)
-        if self.pool is not None:
-            self.pool.on_new_request(request)
-
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        count, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if count != 0 or self.pool is None:
-            if count and self.pool is not None and self.pool.scheduler is not None:
-                # its producer has saved this already
-                self.pool.scheduler.elsewhere(request, num_computed_tokens + count)
-            return count, later
-        return self.pool.get_num_new_matched_tokens(request, num_computed_tokens)
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        promised = self.pool is not None and self.pool.promised(request)
-        super().update_state_after_alloc(request, blocks, 0 if promised else num_external_tokens)
-        if self.pool is not None:
-            self.pool.update_state_after_alloc(request, blocks, num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        ferry = super().build_connector_meta(scheduler_output)
-        if self.pool is None:
-            return ferry
-        pool = self.pool.build_connector_meta(scheduler_output)
-        assert isinstance(pool, PoolMetadata)
-        return BothMetadata(ferry, pool)
-
-    def update_connector_output(self, connector_output: Any) -> None:
-        if self.pool is None:
-            super().update_connector_output(connector_output)
-            return
-        told = connector_output.kv_connector_worker_meta
-        if not isinstance(told, BothReport):
-            told = BothReport(None, None)
-        ours, pools = copy(connector_output), copy(connector_output)
-        ours.kv_connector_worker_meta, pools.kv_connector_worker_meta = told.ferry, told.pool
-        super().update_connector_output(ours)
-        self.pool.update_connector_output(pools)
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        if self.pool is not None:
-            self.pool.request_finished_all_groups(request, block_ids)
-        return super().request_finished_all_groups(request, block_ids)
-
-    def has_pending_push_work(self) -> bool:
-        mine = super().has_pending_push_work()
-        return bool(mine) or (self.pool is not None and self.pool.has_pending_push_work())
-
-    def take_events(self) -> Iterable[Any]:
-        return self.pool.take_events() if self.pool is not None else ()
-
-    def reset_cache(self) -> bool:
-        if self.pool is not None:
-            self.pool.reset_cache()
-        return super().reset_cache()
-
-    # Worker
-
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        super().register_kv_caches(kv_caches)
-        if self.pool is not None:
-            self.pool.register_kv_caches(kv_caches)
-
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        if isinstance(connector_metadata, BothMetadata):
-            assert self.pool is not None
-            super().bind_connector_metadata(connector_metadata.ferry)
-            self.pool.bind_connector_metadata(connector_metadata.pool)
-        else:
-            super().bind_connector_metadata(connector_metadata)
-
-    def clear_connector_metadata(self) -> None:
-        super().clear_connector_metadata()
-        if self.pool is not None:
-            self.pool.clear_connector_metadata()
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        super().start_load_kv(forward_context, **kwargs)
-        if self.pool is not None:
-            self.pool.start_load_kv(forward_context, **kwargs)
-
-    def wait_for_save(self) -> None:
-        super().wait_for_save()
-        if self.pool is not None:
-            self.pool.wait_for_save()
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        results = super().get_transfer_results(finished_req_ids)
-        if self.pool is not None:
-            mine = self.pool.get_transfer_results(finished_req_ids)
-            results.finished_sending |= mine.finished_sending
-            results.finished_recving |= mine.finished_recving
-            results.failed_recving |= mine.failed_recving
-        return results
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        mine: set[int] = super().get_block_ids_with_load_errors()
-        return mine | (self.pool.get_block_ids_with_load_errors() if self.pool else set())
-
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        ferry = super().build_connector_worker_meta()
-        if self.pool is None:
-            return ferry
-        pool = self.pool.build_connector_worker_meta()
-        return BothReport(ferry, pool) if ferry or pool else None
-
-    # Both
-
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        ferry = super().get_kv_connector_stats()
-        if self.pool is None:
-            return ferry
-        return BothStats.of(ferry, self.pool.get_kv_connector_stats())
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        if data and data.keys() <= {"ferry", "pool"}:
-            return BothStats(data=data)
-        return super().build_kv_connector_stats(data)
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> FerryPromMetrics:
-        _, section = _halves(vllm_config.kv_transfer_config)
-        kind = FerryPromMetrics if section is None else BothPromMetrics
-        return kind(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    def shutdown(self) -> None:
-        if self.pool is not None:
-            self.pool.shutdown()
-        super().shutdown()
-
-
-def _halves(transfer: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The keys of the hand-over, and those of the pool; None where there is none."""
-    extra = dict(transfer.kv_connector_extra_config or {})
-    section = extra.pop("pool", None)
-    if section is not None and not isinstance(section, bool | Mapping):
-        raise DescriptionError(
-            f"`pool` in kv_connector_extra_config is true, false or an object, not {section!r}"
-        )
-    if section is None or section is False:
-        return extra, None
-    return extra, {} if section is True else dict(section)
-
-
-def _with_extra(vllm_config: Any, extra: dict[str, Any]) -> Any:
-    """The same configuration with other keys for the connector, where they differ."""
-    if extra == (vllm_config.kv_transfer_config.kv_connector_extra_config or {}):
-        return vllm_config
-    changed = copy(vllm_config)
-    changed.kv_transfer_config = copy(vllm_config.kv_transfer_config)
-    changed.kv_transfer_config.kv_connector_extra_config = extra
-    return changed
-
-
-# --------------------------------------------------------------------------------------------------
-# What hand-over and pool tell vLLM in one connector: each half's records, side by side.
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class BothMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """One step's orders."""
-
-    ferry: KVConnectorMetadata = field(default_factory=FerryMetadata)
-    pool: PoolMetadata = field(default_factory=PoolMetadata)
-
-
-@dataclass
-class BothReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What workers report: of one worker, then of all together."""
-
-    ferry: KVConnectorWorkerMetadata | None
-    pool: KVConnectorWorkerMetadata | None
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> BothReport:
-        assert isinstance(other, BothReport)
-        return BothReport(_together(self.ferry, other.ferry), _together(self.pool, other.pool))
-
-
-def _together(
-    one: KVConnectorWorkerMetadata | None, other: KVConnectorWorkerMetadata | None
-) -> KVConnectorWorkerMetadata | None:
-    if one is None or other is None:
-        return one or other
-    return one.aggregate(other)
-
-
-@dataclass
-class BothStats(KVConnectorStats):  # type: ignore[misc]
-    """The halves' own data under their names; either may be missing."""
-
-    @classmethod
-    def of(cls, ferry: KVConnectorStats | None, pool: KVConnectorStats | None) -> BothStats | None:
-        parts = {"ferry": ferry, "pool": pool}
-        data = {name: part.data for name, part in parts.items() if part is not None}
-        return cls(data=data) if data else None
-
-    @property
-    def ferry(self) -> FerryStats | None:
-        return FerryStats(self.data["ferry"]) if "ferry" in self.data else None
-
-    @property
-    def pool(self) -> PoolStats | None:
-        return PoolStats(data=self.data["pool"]) if "pool" in self.data else None
-
-    def reset(self) -> None:
-        self.data.clear()
-
-    def is_empty(self) -> bool:
-        return not self.data
-
-    def aggregate(self, other: KVConnectorStats) -> BothStats:
-        assert isinstance(other, BothStats)
-        for name in ("ferry", "pool"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if theirs is not None:
-                added = theirs if mine is None else mine.aggregate(theirs)
-                self.data[name] = added.data
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        line: dict[str, int | float] = dict(self.ferry.reduce()) if self.ferry else {}
-        if self.pool is not None:
-            line |= {f"pool {name}": count for name, count in self.pool.reduce().items()}
-        return line
-
-
-class BothPromMetrics(FerryPromMetrics):
     def __init__(
         self,
+        config: FerryConfig,
         vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
+        family: Family,
+        index: int,
+        handed_over: PrefillCut,
+        prompts: Prompts,
+        adapters: Adapters,
     ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._pool = PoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        self.config, self.handed_over = config, handed_over
+        self._family, self._index = family, index
+        style = family.styles[index]
+        self.engine_id = str(transfer.engine_id)
+        self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
+        self._first = child(incarnation(vllm_config), index)
+        self._dp_rank = int(parallel.data_parallel_index)
+        self._shape = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        self._handshakes: dict[tuple[int, int], FerryHandshake] = {}
+        self._described: tuple[EngineInfo, list[RankInfo]] | None = None
+        self._levels: dict[str, int] = {}
+        self._sockets = Sockets(config.secret, config.admits)
+        self._directory = Directory(self._sockets, host=config.host, port=config.port)
+        self._directory.start()
+        self._renewer: Renewer | None = None
+        self._rendezvous = Rendezvous(config, self._sockets)
+        self.orders, self.stats, self.spans = HandoverOrders(), HandoverStats(), Spans(vllm_config)
+        self.consuming = Consuming(
+            config,
+            style,
+            self._rendezvous,
+            handed_over,
+            self.orders,
+            self.stats,
+            self.spans,
+            prompts,
+            adapters,
+        )
+        self.producing = Producing(
+            config,
+            self.engine_id,
+            self._first,
+            style,
+            False,  # until workers have told what stands beside us, as beside any connector
+            self._shape,
+            self._directory.port,
+            handed_over,
+            self.orders,
+            self.stats,
+            self.spans,
+            True,  # the same
+            prompts,
+            adapters,
+        )
+        self._bootstrap: Bootstrap | None = None
+        self._registration: Registration | None = None
+        if (config.bootstrap_port or config.bootstrap_server) and self._produces:
+            self._open_bootstrap(parallel)
+        log.info(
+            "kvferry: engine %s offers its caches at port %d", self.engine_id, self._directory.port
+        )
 
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        if "ferry" in transfer_stats_data:
-            super().observe(transfer_stats_data["ferry"], engine_idx)
-        if "pool" in transfer_stats_data:
-            self._pool.observe(transfer_stats_data["pool"], engine_idx)
+    def prefills(self, request: Any) -> bool:
+        """Whether a request is a prefill that this connector hands over."""
+        params = request.kv_transfer_params or {}
+        asked = self._produces and params.get("do_remote_decode")
+        return bool(asked) and self._family.takes(self._index, params)
+
+    def wants_prefill(self, request: Any) -> bool:
+        """Whether this connector is to load a request's prompt from elsewhere."""
+        params = request.kv_transfer_params or {}
+        asked = self._consumes and (params.get("do_remote_prefill") or MARK in params)
+        return bool(asked) and self._family.takes(self._index, params)
+
+    @property
+    def waits_for_a_step(self) -> bool:
+        """Whether an idle engine should step: workers have something to hear, or to tell."""
+        return self.orders.pending or self.consuming.unsettled or not self._handshakes
+
+    def described_by(self, handshakes: Iterable[FerryHandshake]) -> None:
+        """Descriptions from workers under a MultiConnector, which come with their first step."""
+        told = [(h, msgspec.msgpack.decode(h.rank, type=RankInfo)) for h in handshakes]
+        self.add_handshakes({(rank.pp_rank, rank.tp_rank): h for h, rank in told})
+
+    def add_handshakes(self, handshakes: Mapping[tuple[int, int], FerryHandshake]) -> None:
+        """Workers' descriptions, by (pp_rank, tp_rank): when all are there, the engine is known."""
+        self._handshakes.update(handshakes)
+        if self._described is None and len(self._handshakes) == self._shape[0] * self._shape[1]:
+            self._describe()
+
+    def _describe(self) -> None:
+        engines, ranks = [], []
+        for _, handshake in sorted(self._handshakes.items()):
+            engines.append(msgspec.msgpack.decode(handshake.engine, type=EngineInfo))
+            ranks.append(msgspec.msgpack.decode(handshake.rank, type=RankInfo))
+        first = engines[0]
+        for engine, rank in zip(engines, ranks, strict=True):
+            if engine != first:
+                raise DescriptionError(
+                    f"worker (pp {rank.pp_rank}, tp {rank.tp_rank}) describes the engine as "
+                    f"{engine}, worker 0 as {first}"
+                )
+        told = self._handshakes.values()
+        self.producing.flat = all(one.flat for one in told)
+        self.producing.second = any(one.second for one in told)
+        self._described = (first, ranks)
+        first = self._publish()  # a reset may have come first
+        self._rendezvous.introduce(first)
+        self._renewer = Renewer(
+            self._sockets, first, interval_seconds=self.config.lease_seconds / RENEWALS
+        )
+        self.consuming.renew_by(self._renewer)
+
+    def _publish(self) -> EngineInfo:
+        """Let the directory answer with the descriptions, under the present incarnation."""
+        assert self._described is not None
+        now, (engine, ranks) = self.producing.incarnation, self._described
+        engine = msgspec.structs.replace(engine, incarnation=now)
+        ranks = [msgspec.structs.replace(rank, incarnation=now) for rank in ranks]
+        self._directory.set_engine(engine, ranks)
+        return engine
+
+    def reset(self) -> None:
+        """vLLM forgets all its caches: every ticket of this engine is void."""
+        self.consuming.reset()
+        self.producing.incarnation = self.orders.incarnation = after_reset(self._first)
+        self.orders.withdrawals += [hold.hold_id for hold in self.orders.holds]
+        if self._described is not None:
+            self._publish()
+        self._tell_bootstrap()
+        log.info("kvferry: engine %s is reset: tickets from before are void", self.engine_id)
+
+    def _open_bootstrap(self, parallel: Any) -> None:
+        """Where Mooncake-style proxies ask. The first data-parallel rank's serves all, or the first
+        of each host where every host has a front door of its own."""
+        config, local = self.config, parallel.local_engines_only
+        first = not (parallel.data_parallel_rank_local if local else self._dp_rank)
+        if first and not config.bootstrap_server:
+            self._bootstrap = Bootstrap(config.host, config.bootstrap_port, config.secret)
+            log.info("kvferry: bootstrap at port %d", self._bootstrap.port)
+        else:
+            host = config.host or "127.0.0.1"
+            if not local and not is_loopback(parallel.data_parallel_master_ip):
+                host = parallel.data_parallel_master_ip
+            server = config.bootstrap_server or at_port(host.strip("[]"), config.bootstrap_port)
+            self._registration = Registration(
+                server, self._dp_rank, config.secret, config.bootstrap_seconds
+            )
+        self._tell_bootstrap()
+
+    def _tell_bootstrap(self) -> None:
+        host = self.config.host or "127.0.0.1"
+        where = (self.engine_id, host, self._directory.port, self.producing.incarnation)
+        ranks = {
+            tp: dict.fromkeys(range(self._shape[1]), NOT_FOR_OTHERS) for tp in range(self._shape[0])
+        }
+        entry = Whereabouts(*where).entry(ranks)
+        if self._bootstrap is not None:
+            self._bootstrap.put(self._dp_rank, entry)
+        if self._registration is not None:
+            self._registration.tell(entry)
+
+    def take_stats(self) -> HandoverStats | None:
+        held = {"holds_open": len(self.producing.held), "held_blocks": self.producing.held_blocks}
+        if held != self._levels:
+            self._levels = held
+            self.stats.level(f"{self._index}/scheduler", **held)
+        return self.stats.take()
+
+    def close(self) -> None:
+        self.spans.close()
+        self._rendezvous.close()
+        if self._renewer is not None:
+            self._renewer.close()
+        for open_end in (self._registration, self._bootstrap):
+            if open_end is not None:
+                open_end.close()
+        self._directory.close()
+        self._sockets.close()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,16 +24,16 @@ from kvferry.handover.ticket import MARK, Ticket
 from kvferry.pool.weights import Adapters, Asked
 from kvferry.vllm.bootstrap import CHILD, Appointment, Rendezvous, appointment, derived_hold
 from kvferry.vllm.config import FerryConfig, Style
-from kvferry.vllm.fingerprint import Prompts
-from kvferry.vllm.metadata import FerryMetadata
-from kvferry.vllm.metrics import FerryStats, Here, Spans
-from kvferry.vllm.producing import PrefillCut, adapted, request_digest
+from kvferry.vllm.fingerprint import Prompts, adapted, request_digest
+from kvferry.vllm.metadata import HandoverOrders
+from kvferry.vllm.metrics import HandoverStats, Here, Spans
+from kvferry.vllm.producing import PrefillCut
 
-# --------------------------------------------------------------------------------------------------
-# Tickets that several requests came with (`n > 1`): given back when the last one is through.
-# --------------------------------------------------------------------------------------------------
+log = logging.getLogger("kvferry")
 
 SIBLING_SECONDS = 1.0  # samples of one request arrive together; the last within this
+QUESTIONS = 3  # that may go before a request's own, each as long as one may take
+ADAPTER_SECONDS = 2.0  # a request waits for the first reading of its adapter; then it is computed
 
 
 @dataclass(slots=True)
@@ -44,6 +44,8 @@ class _Family:
 
 
 class SharedTickets:
+    """Tickets that several requests came with (`n > 1`): given back when the last is through."""
+
     def __init__(self) -> None:
         self._families: dict[str, _Family] = {}  # by hold
 
@@ -65,7 +67,7 @@ class SharedTickets:
         return any(family.release_at is not None for family in self._families.values())
 
     def due(self) -> list[Ticket]:
-        """Those that nobody needs any more, each once."""
+        """Tickets that no request needs any more, each once."""
         now = time.monotonic()
         over = [
             hold_id
@@ -73,14 +75,6 @@ class SharedTickets:
             if family.release_at is not None and family.release_at <= now
         ]
         return [self._families.pop(hold_id).ticket for hold_id in over]
-
-
-# --------------------------------------------------------------------------------------------------
-
-log = logging.getLogger("kvferry")
-
-QUESTIONS = 3  # that may go before a request's own, each as long as one may take
-ADAPTER_SECONDS = 2.0  # a request waits for the first reading of its adapter; then it is computed
 
 
 @dataclass(slots=True)
@@ -104,8 +98,8 @@ class Consuming:
     style: Style
     rendezvous: Rendezvous
     handed_over: PrefillCut
-    orders: Callable[[], FerryMetadata]
-    stats: FerryStats
+    orders: HandoverOrders
+    stats: HandoverStats
     spans: Spans
     prompts: Prompts = field(default_factory=Prompts)
     adapters: Adapters = field(default_factory=Adapters)
@@ -167,7 +161,7 @@ class Consuming:
         refusal = ("unfit", unfit) if unfit else _unfit(ticket, request, self.handed_over)
         if refusal is not None:
             self._here(request, *refusal)
-            self.orders().releases.append(ticket)
+            self.orders.releases.append(ticket)
             return
         self._wanted[request_id] = wanted
         self._ticketed(request_id, wanted, ticket)
@@ -295,7 +289,7 @@ class Consuming:
             **{"kvferry.producer": wanted.ticket.engine_id, "kvferry.tokens": external},
         )
         ticket = replace(wanted.ticket, digest=wanted.digest or wanted.ticket.digest)
-        self.orders().loads.append(
+        self.orders.loads.append(
             Load(
                 request_id=request.request_id,
                 ticket=ticket,
@@ -328,7 +322,7 @@ class Consuming:
         wanted = self._wanted.pop(request_id, None)
         if wanted is not None and not wanted.over:
             if wanted.loading:
-                self.orders().cancels.append(request_id)
+                self.orders.cancels.append(request_id)
             if wanted.loading and not wanted.shared and wanted.ticket is not None:
                 self._drop(wanted.ticket)  # the load says the last word
             else:
@@ -339,7 +333,7 @@ class Consuming:
         for request_id, wanted in self._wanted.items():
             if not wanted.over:
                 if wanted.loading:
-                    self.orders().cancels.append(request_id)
+                    self.orders.cancels.append(request_id)
                 else:
                     self.stats.count("computed_here", "reset")
                     self._through(request_id, wanted)
@@ -352,7 +346,7 @@ class Consuming:
                 self._unfound.append(wanted.appointment)
             return
         if not wanted.shared:
-            self.orders().releases.append(wanted.ticket)
+            self.orders.releases.append(wanted.ticket)
             self._drop(wanted.ticket)
             return
         self._siblings.leave(request_id, wanted.ticket)
@@ -369,9 +363,9 @@ class Consuming:
         return bool(self._unfound) or self._siblings.leaving
 
     def settle(self) -> None:
-        """Once a step: give back what nobody needs."""
+        """Once a step: give back tickets that no request needs."""
         for unneeded in self._siblings.due():
-            self.orders().releases.append(unneeded)
+            self.orders.releases.append(unneeded)
             self._drop(unneeded)
         for named in list(self._unfound):
             try:
@@ -391,7 +385,7 @@ class Consuming:
                 continue
             if ticket is not None:
                 self._unfound.remove(named)
-                self.orders().releases.append(ticket)
+                self.orders.releases.append(ticket)
 
 
 def _unfit(ticket: Ticket, request: Any, handed_over: PrefillCut) -> tuple[Here, str] | None:

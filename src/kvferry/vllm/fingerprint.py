@@ -1,8 +1,20 @@
-"""What decides the bytes of a cache beside tokens and shape: two engines must agree on all of it.
+"""What a prompt is known by: only prompts that are known by their whole content are shared.
 
-Engines compare it at a handshake, and the pool's namespace holds it. What changes cached values
-for equal tokens belongs here; what only changes where they lie, or how they are rounded on the way
-(backends, kernels, sizes of batches), does not: engines of any shape are to share.
+A cache is found by the tokens of its prompt, with LoRA, salt, and a digest of each image or other
+medium (`request_digest`). Where these do not tell all of it, two prompts would look alike, so the
+request is computed here and kept to this engine (`Prompts.unfit`):
+
+- embeddings in place of tokens have no name;
+- a session (`resumable`) gets more of its prompt, also images, after it was looked at;
+- media whose processed data the scheduler's process does not have cannot be hashed.
+
+vLLM's own names of media are not digests. A client may name an image (`uuid`), and vLLM takes that
+for the image's hash, also where it is the hash of another image. So kvferry hashes the processed
+data itself (`content`). That alone is not enough: vLLM finds blocks and outputs of its encoder by
+those names, and what it finds is then saved, or handed over, like what it computes. Therefore every
+request's media get new names (`name_media`) before the scheduler looks at the request. They are
+made from the content with a key of this process, so no client can work them out: vLLM does not show
+us media that come later in a session, and those keep the names that they came with.
 """
 
 from __future__ import annotations
@@ -11,142 +23,11 @@ import secrets
 import weakref
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvferry.errors import DescriptionError
 from kvferry.handover.ticket import prompt_digest
-from kvferry.pool.weights import hub_snapshot
-from kvferry.vllm.model import (
-    configuration_digest,
-    draft_cache_dtype,
-    is_state,
-    layer_specs,
-    loaded_length,
-    rope_factors,
-)
-
-LLAMA4 = "llama4_text"
-# vLLM's: longer contexts make Llama 4 weigh attention by position, unless a file says otherwise
-LLAMA4_TUNED_ABOVE_TOKENS = 32_768
-
-
-def meaning(vllm_config: Any, kv_cache_config: Any, model_id: str) -> dict[str, str]:
-    """What must be equal on two engines for their bytes to mean the same."""
-    config = vllm_config.model_config
-    text = config.hf_text_config.to_dict()
-    told = {
-        "model": model_id or _last_name(str(config.model)),
-        "model configuration": configuration_digest(text),
-        "dtype": str(config.dtype),
-        "cache dtype": str(vllm_config.cache_config.cache_dtype),
-        "quantization": str(config.quantization),
-    }
-    maybe = {
-        "rope factors": rope_factors(text, config),
-        "attention temperature": _temperature(config) if text.get("model_type") == LLAMA4 else "",
-        "quantization configuration": _quantization(config),
-        "media": _media(config),
-        "cache scales": _scales(vllm_config, kv_cache_config),
-    }
-    told |= {name: value for name, value in maybe.items() if value}
-    kinds = {s.mamba_type.name for _, _, s in layer_specs(kv_cache_config) if is_state(s)}
-    if kinds:  # kernels of different kinds keep delta net states in different orders
-        told["states"] = f"{'+'.join(sorted(kinds))} on {vllm_config.device_config.device_type}"
-    return told
-
-
-def _last_name(model: str) -> str:
-    """Of a path or of a Hub's name; a snapshot in the Hub's cache has its repository's."""
-    snapshot = hub_snapshot(Path(model))
-    return (snapshot[0] if snapshot else model).rstrip("/").rsplit("/", 1)[-1]
-
-
-def _temperature(config: Any) -> str:
-    """Whether Llama 4 tunes its attention. vLLM decides it anew, in a copy of the configuration."""
-    told = {**config.try_get_generation_config(), **config.override_generation_config}
-    tuned = told.get("attn_temperature_tuning")
-    if tuned is None:
-        tuned = loaded_length(config) > LLAMA4_TUNED_ABOVE_TOKENS
-    return "tuned" if tuned else "plain"
-
-
-def _quantization(config: Any) -> str:
-    """How weights are quantized while they are loaded, where a method's name does not tell."""
-    told = getattr(config, "quantization_config", None)
-    return configuration_digest({"told": repr(told)}) if told else ""
-
-
-def _media(config: Any) -> str:
-    """What is done to images and the like, of which their names (hashes of input) know nothing."""
-    options = getattr(config, "multimodal_config", None)
-    if options is None:
-        return ""
-    overrides = getattr(config, "hf_overrides", None)
-    told = {
-        "processor": options.mm_processor_kwargs,
-        "pruned": options.video_pruning_rate
-        and (
-            options.video_pruning_rate,
-            options.video_pruning_method,
-        ),
-        "encoder dtype": options.mm_encoder_attn_dtype,
-        # of the text's configuration they are in its digest, of an encoder's here only
-        "overrides": overrides if isinstance(overrides, dict) else None,
-    }
-    return configuration_digest(told) if any(told.values()) else ""
-
-
-def _scales(vllm_config: Any, kv_cache_config: Any) -> str:
-    """fp8 values mean something only together with their layers' scales."""
-    dtypes = [str(vllm_config.cache_config.cache_dtype)]
-    if vllm_config.speculative_config is not None:
-        dtypes.append(draft_cache_dtype(vllm_config))
-    if not any("fp8" in dtype for dtype in dtypes):
-        return ""
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise DescriptionError(
-            "calculate_kv_scales finds each engine's own scales while it runs, so that equal bytes "
-            "mean different values; use a checkpoint with scales, or none"
-        )
-    layers = vllm_config.compilation_config.static_forward_context
-    found = {
-        name: (float(layers[name]._k_scale_float), float(layers[name]._v_scale_float))
-        for _, name, spec in layer_specs(kv_cache_config)
-        if not is_state(spec)
-    }
-    if set(found.values()) <= {(1.0, 1.0)}:
-        return "1.0"
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise DescriptionError(
-            "fp8 scales other than 1.0 with pipeline stages cannot be compared: each stage knows "
-            "its own layers' only; use pipeline_parallel_size 1, or a cache without scales"
-        )
-    return configuration_digest({name: list(pair) for name, pair in found.items()})
-
-
-# --------------------------------------------------------------------------------------------------
-# Which prompts are known by what they say: only those are shared, or handed over.
-#
-# A cache is found by the tokens of its prompt, with LoRA, salt, and a digest of each image or other
-# medium. Where these do not tell all of it, two prompts would look alike, so the request is
-# computed here and kept to this engine:
-#
-# - embeddings in place of tokens have no name;
-# - a session (`resumable`) gets more of its prompt, also images, after it was looked at;
-# - media whose processed data the scheduler's process does not have cannot be hashed.
-#
-# vLLM's own names of media are not digests. A client may name an image (`uuid`), and vLLM takes
-# that for the image's hash, also where it is the hash of another image. So kvferry hashes the
-# processed data itself (`content`). That alone is not enough: vLLM finds blocks and outputs of its
-# encoder by those names, and what it finds is then saved, or handed over, like what it computes.
-# Therefore every request's media get new names (`name_media`) before the scheduler looks at the
-# request. They are made from the content with a key of this process, so no client can work them
-# out: vLLM does not show us media that come later in a session, and those keep the names that they
-# came with.
-# --------------------------------------------------------------------------------------------------
 
 _KEY = secrets.token_bytes(32)  # of the names that this process gives to media
 _hashed: dict[int, tuple[weakref.ref[Any], str]] = {}  # digests of items in memory, by `id`
@@ -175,7 +56,7 @@ class Prompts:
         return cls()
 
     def unfit(self, request: Any) -> str:
-        """Why a request's cache is nobody else's; empty where it can be."""
+        """Why a request's cache cannot be shared; empty where it can."""
         if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
             return "its prompt holds embeddings, which have no name"
         if getattr(request, "resumable", False):
@@ -203,6 +84,26 @@ class Prompts:
         request.mm_features = named
         request.block_hashes.clear()  # they hold the names
         request.update_block_hashes()
+
+
+def request_digest(request: Any) -> str:
+    """A digest of what the prompt's cache depends on: tokens, images, salt. With LoRA it still
+    lacks the adapter's files, which `adapted` adds, and equals that of no prompt without LoRA."""
+    extra = []
+    if getattr(request, "lora_request", None) is not None:
+        extra.append("lora")
+    for feature in getattr(request, "mm_features", None) or ():
+        extra.append(f"mm {content(feature)} {feature.mm_position.offset}")
+    if getattr(request, "cache_salt", None):
+        extra.append(f"salt {request.cache_salt}")
+    return prompt_digest(request.prompt_token_ids or (), extra)
+
+
+def adapted(digest: str, adapter: str) -> str:
+    """The digest of a prompt, with that of the adapter that computes it."""
+    if not adapter:
+        raise ValueError("an adapter that is not shared has no digest")
+    return prompt_digest((), (digest, f"lora {adapter}"))
 
 
 def content(feature: Any) -> str:

@@ -1,4 +1,10 @@
-"""kvferry's metrics in vLLM's `/metrics`: names, kinds and meaning.
+"""kvferry's metrics: from workers and the scheduler to vLLM's log and `/metrics`; and its traces.
+
+Workers report loads and how holds ended, the scheduler reports requests and blocks. vLLM adds the
+reports up every step (`FerryStats.aggregate`) and sends them to the process that logs. There,
+`FerryPromMetrics` turns them into `/metrics`, and `FerryStats.reduce` into one line of log per
+interval. Lists hold observations, counts add up. Levels (what is open now) are kept by reporter:
+the sum goes over reporters, and a reporter's later level replaces its earlier one.
 
 Names begin with `vllm:kvferry_`, so that vLLM treats them as its own (multi-process mode, several
 engines behind one API server, unregistering). Loads are counted by rank: each rank moves its part.
@@ -9,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -18,17 +24,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvferry.handover.load import Loaded
+from kvferry.pool.orders import EVENTS
 from kvferry.vllm.multiconnector import Shared
-
-# --------------------------------------------------------------------------------------------------
-# What is measured, step by step, on its way from workers and scheduler to vLLM's loggers.
-#
-# Workers report loads and how holds ended, the scheduler requests and blocks; vLLM adds them up
-# every step, sends them to the process that logs, and there `prometheus` turns them into `/metrics`
-# and `reduce` into one line of log per interval. Lists hold observations, counts add up, and levels
-# (what is open now) are kept by whoever reported them last, so that adding over ranks and replacing
-# over time do not get in each other's way.
-# --------------------------------------------------------------------------------------------------
 
 # Observations: one number a load and rank, or one a request.
 PER_LOAD = (
@@ -41,7 +38,7 @@ PER_LOAD = (
 )
 PER_REQUEST = ("queue_seconds", "total_seconds")
 COUNTS = ("failures", "holds", "unheld", "computed_here")  # each by reason
-# Why a request that asked for a remote prefill was not loaded, by who can do something about it.
+# Why a request that asked for a remote prefill was not loaded. Comments: the part to look at.
 Here = Literal[
     "no ticket",  # the proxy, or another connector on the prefill engine
     "bad ticket",  # the proxy changed it, or the engines' versions or models differ
@@ -67,7 +64,7 @@ WORDS: Mapping[str, str] = {  # of the log's line
     "unheld": "not held",
     "computed_here": "computed here",
 }
-STEPS: Mapping[str, tuple[str, ...]] = {  # of a load, by the names that p2p gives them
+STEPS: Mapping[str, tuple[str, ...]] = {  # of a load, by the names in `Loaded.seconds`
     "claim_seconds": ("meet", "offer", "wait", "claim"),
     "plan_seconds": ("bind",),
     "transfer_seconds": ("read", "push", "zero"),
@@ -76,19 +73,54 @@ STEPS: Mapping[str, tuple[str, ...]] = {  # of a load, by the names that p2p giv
 
 @dataclass
 class FerryStats(KVConnectorStats):  # type: ignore[misc]
-    """Serialises as plain dicts and lists, which is how vLLM sends it between processes."""
+    """What one interval brought: plain dicts and lists, `handover` and `pool`; either may be
+    missing. vLLM sends the data between processes."""
+
+    @classmethod
+    def of(cls, handover: HandoverStats | None, pool: dict[str, Any]) -> FerryStats | None:
+        """None where there is nothing to tell."""
+        data = {"handover": handover.data} if handover is not None else {}
+        if pool:
+            data["pool"] = pool
+        return cls(data) if data else None
+
+    def reset(self) -> None:
+        self.data.clear()
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> FerryStats:
+        kinds: dict[str, Any] = {"handover": HandoverStats, "pool": PoolStats}
+        for name, theirs in other.data.items():
+            kind, mine = kinds[name], self.data.get(name)
+            self.data[name] = kind(mine).aggregate(kind(theirs)).data if mine else theirs
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One line of log."""
+        line: dict[str, int | float] = {}
+        if "handover" in self.data:
+            line |= HandoverStats(self.data["handover"]).reduce()
+        if "pool" in self.data:
+            pool = PoolStats(self.data["pool"]).reduce()
+            line |= {f"pool {name}": count for name, count in pool.items()}
+        return line
+
+
+@dataclass
+class HandoverStats:
+    """Where the scheduler or a worker gathers what happened to its hand-overs."""
+
+    data: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.data:
             self.reset()
 
     def reset(self) -> None:
-        fresh: dict[str, Any] = {name: [] for name in (*PER_LOAD, *PER_REQUEST)}
-        fresh |= {name: {} for name in (*COUNTS, "levels")}
-        self.data: dict[str, Any] = fresh
-
-    def is_empty(self) -> bool:
-        return not any(self.data.values())
+        self.data = {name: [] for name in (*PER_LOAD, *PER_REQUEST)}
+        self.data |= {name: {} for name in (*COUNTS, "levels")}
 
     def observe(self, name: str, value: float) -> None:
         self.data[name].append(value)
@@ -110,15 +142,15 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
         for name, steps in STEPS.items():
             self.observe(name, sum(load.seconds.get(step, 0.0) for step in steps))
 
-    def take(self) -> FerryStats | None:
+    def take(self) -> HandoverStats | None:
         """What was gathered since the last call; None where nothing was."""
-        if self.is_empty():
+        if not any(self.data.values()):
             return None
-        taken = FerryStats(self.data)
+        taken = HandoverStats(self.data)
         self.reset()
         return taken
 
-    def aggregate(self, other: KVConnectorStats) -> FerryStats:
+    def aggregate(self, other: HandoverStats) -> HandoverStats:
         for name in (*PER_LOAD, *PER_REQUEST):
             self.data[name] = self.data[name] + other.data[name]
         for name in COUNTS:
@@ -148,15 +180,31 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
 
 
 def levels(by_reporter: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """The sum over whoever reported."""
+    """The sum over all reporters."""
     return {name: sum(told.get(name, 0) for told in by_reporter.values()) for name in LEVELS}
 
 
-def as_stats(data: dict[str, Any] | None) -> FerryStats:
-    return FerryStats(data) if data else FerryStats()
+@dataclass
+class PoolStats:
+    """Counts by name, and under `levels` the blocks in quarantine, by reporter."""
 
+    data: dict[str, Any] = field(default_factory=dict)
 
-# --------------------------------------------------------------------------------------------------
+    @property
+    def counts(self) -> dict[str, int]:
+        return {name: count for name, count in self.data.items() if name != "levels"}
+
+    def aggregate(self, other: PoolStats) -> PoolStats:
+        data = {**self.data, **other.data}
+        for name, count in self.counts.items():
+            data[name] = count + other.data.get(name, 0)
+        levels = {**self.data.get("levels", {}), **other.data.get("levels", {})}
+        return PoolStats({**data, **({"levels": levels} if levels else {})})
+
+    def reduce(self) -> dict[str, int | float]:
+        level = sum(self.data.get("levels", {}).values())
+        return dict(sorted(self.counts.items())) | ({"blocks_quarantined": level} if level else {})
+
 
 PREFIX = "vllm:kvferry_"
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -168,13 +216,13 @@ HISTOGRAMS: Mapping[str, str] = {
     "total_seconds": "From a request's arrival at the decode engine to its cache being there",
 }
 COUNTERS: Mapping[str, str] = {  # of observations
+    "loads": "Loads that ended well, by rank",
     "bytes": "Bytes of KV cache loaded, all ranks",
     "zeroed_bytes": "Bytes of draft layers zeroed, which the prefill engine has not, all ranks",
     "descriptors": "Copies that loads were made of, all ranks",
 }
-REASONS: Mapping[
-    str, tuple[str, tuple[str, ...]]
-] = {  # stats, then reasons that show from the start
+# The name in the stats, then the reasons that show from the start.
+REASONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "load_failures": ("failures", ("StaleTicket", "PeerLost", "DeadlineExceeded", "Cancelled")),
     "holds_closed": ("holds", ("delivered", "failed", "expired", "withdrawn")),
     "requests_not_held": ("unheld", ("limit", "reused id", "bad id", "cut", "unfit", "lora")),
@@ -193,92 +241,140 @@ MEANING: Mapping[str, str] = {
 }
 
 
-@dataclass(slots=True)
-class _Made:
-    """Metrics of one engine configuration; children of a MultiConnector share them."""
-
-    histograms: dict[str, Any] = field(default_factory=dict)
-    counters: dict[str, Any] = field(default_factory=dict)
-    levels: dict[str, Any] = field(default_factory=dict)
-    last: dict[int, dict[str, dict[str, int]]] = field(default_factory=dict)  # by engine, reporter
-
-
-_shared: Shared[_Made] = Shared()
-
-
 class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """Metrics of the halves that a connector has; children of a MultiConnector share them."""
+
     def __init__(
         self,
         vllm_config: Any,
         metric_types: dict[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
+        *,
+        handover: bool,
+        pool: bool,
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._metrics = _shared.get(per_engine_labelvalues, lambda: self._make(labelnames))
+        kinds = Kinds(self._histogram_cls, self._counter_cls, self._gauge_cls)
+        told, values = (kinds, labelnames, per_engine_labelvalues), per_engine_labelvalues
+        self.handover = _handovers.get(values, lambda: HandoverMetrics(*told)) if handover else None
+        self.pool = _pools.get(values, lambda: PoolMetrics(*told)) if pool else None
 
-    def _make(self, labels: list[str]) -> _Made:
-        made = _Made()
-        for name, meaning in HISTOGRAMS.items():
-            made.histograms[name] = self._histogram_cls(
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        if self.handover is not None and "handover" in transfer_stats_data:
+            self.handover.observe(transfer_stats_data["handover"], engine_idx)
+        if self.pool is not None and "pool" in transfer_stats_data:
+            self.pool.observe(transfer_stats_data["pool"], engine_idx)
+
+
+class Kinds(NamedTuple):
+    """How vLLM makes metrics."""
+
+    histogram: Any
+    counter: Any
+    gauge: Any
+
+
+class HandoverMetrics:
+    def __init__(self, kinds: Kinds, labels: list[str], values: dict[int, list[object]]) -> None:
+        self._values = values  # of labels, by engine
+        self._last: dict[int, dict[str, dict[str, int]]] = {}  # levels, by engine and reporter
+        self.histograms = {
+            name: kinds.histogram(
                 name=PREFIX + name, documentation=meaning, buckets=SECONDS, labelnames=labels
             )
-        loads = "Loads that ended well, by rank"
-        for name, meaning in {"loads": loads, **COUNTERS}.items():
-            made.counters[name] = self._counter_cls(
-                name=PREFIX + name, documentation=meaning, labelnames=labels
-            )
+            for name, meaning in HISTOGRAMS.items()
+        }
+        self.counters = {
+            name: kinds.counter(name=PREFIX + name, documentation=meaning, labelnames=labels)
+            for name, meaning in COUNTERS.items()
+        }
         for name in REASONS:
-            made.counters[name] = self._counter_cls(
+            self.counters[name] = kinds.counter(
                 name=PREFIX + name, documentation=MEANING[name], labelnames=[*labels, "reason"]
             )
-        for name in LEVELS:
-            made.levels[name] = self._gauge_cls(
+        self.levels = {
+            name: kinds.gauge(
                 name=PREFIX + name,
                 documentation=MEANING[name],
                 labelnames=labels,
                 multiprocess_mode="mostrecent",
             )
-        for values in self.per_engine_labelvalues.values():  # all are there from the start
-            for metric in (*made.histograms.values(), *made.levels.values()):
-                metric.labels(*values)
-            for name in ("loads", *COUNTERS):
-                made.counters[name].labels(*values)
+            for name in LEVELS
+        }
+        for of_engine in values.values():  # all are there from the start
+            for metric in (*self.histograms.values(), *self.levels.values()):
+                metric.labels(*of_engine)
+            for name in COUNTERS:
+                self.counters[name].labels(*of_engine)
             for name, (_, reasons) in REASONS.items():
                 for reason in reasons:
-                    made.counters[name].labels(*values, reason)
-        return made
+                    self.counters[name].labels(*of_engine, reason)
 
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        values = self.per_engine_labelvalues[engine_idx]
-        data, made = transfer_stats_data, self._metrics
+    def observe(self, data: dict[str, Any], engine: int) -> None:
+        values = self._values[engine]
         for name in HISTOGRAMS:
-            metric = made.histograms[name].labels(*values)
+            metric = self.histograms[name].labels(*values)
             for value in data[name]:
                 metric.observe(value)
-        made.counters["loads"].labels(*values).inc(len(data["bytes"]))
         for name in COUNTERS:
-            made.counters[name].labels(*values).inc(sum(data[name]))
+            moved = len(data["bytes"]) if name == "loads" else sum(data[name])
+            self.counters[name].labels(*values).inc(moved)
         for name, (stats, _) in REASONS.items():
             for reason, times in data[stats].items():
-                made.counters[name].labels(*values, reason).inc(times)
+                self.counters[name].labels(*values, reason).inc(times)
         if data["levels"]:
-            last = made.last.setdefault(engine_idx, {})
+            last = self._last.setdefault(engine, {})
             last.update(data["levels"])
             for name, level in levels(last).items():
-                made.levels[name].labels(*values).set(level)
+                self.levels[name].labels(*values).set(level)
 
 
-# --------------------------------------------------------------------------------------------------
-# OpenTelemetry spans of loads and holds, where vLLM's tracing is on (`--otlp-traces-endpoint`).
-#
-# A span begins when the scheduler orders something and ends when it hears of its end, under the
-# trace that the request's headers name: a router's trace shows both engines. Without tracing,
-# nothing is imported and nothing is kept.
-# --------------------------------------------------------------------------------------------------
+class PoolMetrics:
+    """`vllm:kvferry_pool_total{event="..."}`, one counter for each event; and the gauge
+    `vllm:kvferry_pool_blocks_quarantined`, which falls again."""
+
+    def __init__(self, kinds: Kinds, labels: list[str], values: dict[int, list[object]]) -> None:
+        self._values = values
+        self._last: dict[int, dict[str, int]] = {}  # levels, by engine and reporter
+        self.events = kinds.counter(
+            name=PREFIX + "pool",
+            documentation="What kvferry's pool looked up, loaded and saved, and what failed.",
+            labelnames=[*labels, "event"],
+        )
+        self.quarantined = kinds.gauge(
+            name=PREFIX + "pool_blocks_quarantined",
+            documentation="Blocks that a store may still write, of loads that were given up",
+            labelnames=labels,
+            multiprocess_mode="mostrecent",
+        )
+        for of_engine in values.values():  # all are there from the start
+            self.quarantined.labels(*of_engine)
+            for event in EVENTS:
+                self.events.labels(*of_engine, event)
+
+    def observe(self, data: dict[str, Any], engine: int) -> None:
+        values = self._values[engine]
+        for event, count in PoolStats(data).counts.items():
+            self.events.labels(*values, event).inc(count)
+        if levels := data.get("levels"):
+            last = self._last.setdefault(engine, {})
+            last.update(levels)
+            self.quarantined.labels(*values).set(sum(last.values()))
+
+
+_handovers: Shared[HandoverMetrics] = Shared()
+_pools: Shared[PoolMetrics] = Shared()
 
 
 class Spans:
+    """OpenTelemetry spans of loads and holds, where vLLM traces (`--otlp-traces-endpoint`).
+
+    A span begins when the scheduler orders a load or a hold, and ends when the scheduler hears of
+    its end. It belongs to the trace that the request's headers name, so that a router's trace shows
+    both engines. Without tracing, nothing is imported and nothing is kept.
+    """
+
     def __init__(self, vllm_config: Any) -> None:
         self._tracer: Any = None
         self._open: dict[tuple[str, str], Any] = {}

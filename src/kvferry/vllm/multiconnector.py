@@ -14,7 +14,7 @@ the same key into a response. vLLM tells a child nothing of its siblings, so we 
   of ours reaches a scheduler only where its connector is alone.
 - Beside a connector that speaks in responses too, the ticket is one key, `kvferry`, and no other.
 - Children see a new request one after another, and some in-tree ones shorten its prompt: where it
-  matters, ours must come before them (`prefill`).
+  matters, ours must come before them (`PrefillCut`).
 """
 
 from __future__ import annotations
@@ -74,22 +74,22 @@ _families: WeakValueDictionary[tuple[Any, int], Family] = WeakValueDictionary()
 
 @dataclass(frozen=True, slots=True)
 class Siblings:
-    """The children of a worker's MultiConnector that are not of the same base class."""
+    """The children of a worker's MultiConnector that hand over, if at all, by other means."""
 
     others: tuple[str, ...] = ()
     ahead: tuple[str, ...] = ()  # those of the others that see a request before this child does
 
     @classmethod
-    def of(cls, base: type, index: int) -> Siblings | None:
-        """Of the connector with this number of those with this base; None: it is alone."""
+    def of(cls, index: int) -> Siblings | None:
+        """Of the connector with this number of those in a `Family`; None: it is alone."""
         transfer = multiconnector()
         if transfer is None:
             return None
         classes = _children(transfer)
-        me = [i for i, kind in enumerate(classes) if issubclass(kind, base)][index]
+        me = [i for i, kind in enumerate(classes) if _style(kind) is not None][index]
         return cls(
-            tuple(_name(kind) for kind in classes if not issubclass(kind, base)),
-            tuple(_name(kind) for kind in classes[:me] if not issubclass(kind, base)),
+            tuple(_name(kind) for kind in classes if _style(kind) is None),
+            tuple(_name(kind) for kind in classes[:me] if _style(kind) is None),
         )
 
     @property
@@ -118,6 +118,12 @@ def _children(transfer: Any) -> list[type]:
         kind = KVConnectorFactory.get_connector_class(child)
         classes += _children(child) if issubclass(kind, MultiConnector) else [kind]
     return classes
+
+
+def _style(cls: type) -> Style | None:
+    """How a connector of ours hands over; None: it does not, or is not ours."""
+    style: Style | None = getattr(cls, "STYLE", None)
+    return style
 
 
 def _name(cls: type) -> str:

@@ -1,12 +1,12 @@
-"""A prefill engine's requests: which are kept for a consumer, under what name, and for how long.
+"""A prefill engine's requests: which are held for a consumer, under what name, and for how long.
 
 A request that ends with its prompt computed (at its length, at a stop token, at a repetition: its
 cache is valid in each case) is held, and its ticket goes into the response. It is not held, and the
 response says so, when that would keep more than `max_held_blocks` (by default half of the cache:
 prefills that are never fetched leave the rest to others), when its transfer id was used before,
-when nothing tells its prompt from others (see `prompts`), or when its LoRA adapter has no digest
-(see `pool.adapters`). Consumers that got the request at the same time know the hold by a name (see
-`rendezvous`) and may wait for it already; so a named request that is aborted, or not held, is
+when nothing tells its prompt from others (see `fingerprint`), or when its LoRA adapter has no
+digest (see `pool.weights`). Consumers that got the request at the same time know the hold by a name
+(see `bootstrap`) and may wait for it already; so a named request that is aborted, or not held, is
 withdrawn at all ranks, which refuse those claims at once.
 """
 
@@ -16,19 +16,20 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.errors import DescriptionError, ProtocolError
-from kvferry.handover.ticket import FORMAT, MARK, Ticket, prompt_digest
+from kvferry.handover.holds import HoldOrder
+from kvferry.handover.ticket import FORMAT, MARK, Ticket
 from kvferry.pool.weights import Adapters, Asked
 from kvferry.vllm.bootstrap import CHILD, derived_hold, transfer_name
 from kvferry.vllm.config import FerryConfig, Style
-from kvferry.vllm.fingerprint import Prompts, content
-from kvferry.vllm.metadata import FerryMetadata, HoldOrder, worse
-from kvferry.vllm.metrics import FerryStats, Spans
-from kvferry.vllm.model import group_spec, is_state
+from kvferry.vllm.describe import group_spec, is_state
+from kvferry.vllm.fingerprint import Prompts, adapted, request_digest
+from kvferry.vllm.metadata import HandoverOrders, worse
+from kvferry.vllm.metrics import HandoverStats, Spans
 from kvferry.vllm.multiconnector import CUTTING, CUTTING_ONE, Siblings
 
 CUT_BEFORE = (
@@ -38,9 +39,10 @@ CUT_BEFORE = (
 
 log = logging.getLogger("kvferry")
 
+CUT = "_p_side_truncated"  # vLLM's mark, in the request's parameters
 MOST_NAMES = 65_536  # transfer ids remembered, to refuse those that come again
-# Of the cache, that finished requests may keep where nothing is configured: whoever sends prefills
-# that are never fetched pins no more. Nothing in a request names its client, so all share it.
+# Of the cache, that finished requests may keep where nothing is configured: prefills that are never
+# fetched pin no more. Nothing in a request names its client, so all clients share it.
 HELD_SHARE = 0.5
 # Held blocks are worth waiting for, rather than preempting a request, while holds come and go.
 MOVING_SECONDS = 1.0
@@ -48,7 +50,7 @@ MOVING_SECONDS = 1.0
 
 @dataclass(slots=True)
 class _Named:
-    """Who used a transfer's name first."""
+    """The request that used a transfer's name first."""
 
     request_id: str
     held: bool = False
@@ -64,8 +66,8 @@ class Producing:
     shape: tuple[int, int]  # tp, pp
     port: int  # of the directory
     handed_over: PrefillCut
-    orders: Callable[[], FerryMetadata]
-    stats: FerryStats
+    orders: HandoverOrders
+    stats: HandoverStats
     spans: Spans
     second: bool = False  # whether a sibling sees requests before us
     prompts: Prompts = field(default_factory=Prompts)
@@ -80,7 +82,7 @@ class Producing:
     _refusals: dict[str, tuple[str, str]] = field(default_factory=dict)  # by request
 
     def accept(self, request: Any) -> None:
-        """A prompt to hand over: its digest is of all of it, what is computed may be less."""
+        """A prompt to hand over. The digest covers the whole prompt; prefill may stop earlier."""
         if self.second and request.kv_transfer_params.get(CUT):
             self._refusals[request.request_id] = ("cut", CUT_BEFORE)
         elif why := self.prompts.unfit(request):
@@ -125,7 +127,7 @@ class Producing:
             return self._unheld(*refusal, hold_id if name is not None else None)
         if digest is None or not completed(request):
             if name is not None:
-                self.orders().withdrawals.append(hold_id)
+                self.orders.withdrawals.append(hold_id)
             return False, None
         if lora is not None:
             adapter = lora.digest
@@ -137,7 +139,26 @@ class Producing:
             return self._unheld("limit", over, hold_id if name is not None else None)
         if name is not None:
             self._names[name].held = True
-        return True, self._hold(request, digest, hold_id, block_ids, blocks)
+        tokens, request_id = len(request.prompt_token_ids), request.request_id
+        tables = self.handed_over.tables(block_ids)
+        self.orders.holds.append(HoldOrder(hold_id, request_id, digest, tokens, tables))
+        self.held[request_id] = blocks
+        self.held_blocks += blocks
+        self._moved = time.monotonic()
+        self.spans.begin("hold", request, **{"kvferry.tokens": tokens, "kvferry.blocks": blocks})
+        ticket = Ticket(
+            engine_id=self.engine_id,
+            incarnation=self.incarnation,
+            hold_id=hold_id,
+            digest=digest,
+            tokens=tokens,
+            host=self.config.host or "127.0.0.1",
+            port=self.port,
+            request_id=request_id,
+            tp_size=self.shape[0],
+            pp_size=self.shape[1],
+        )
+        return True, ticket.to_params(flat=self.flat)
 
     def _over_limit(self, blocks: int) -> str:
         """Why so many more may not be held; empty where they may."""
@@ -152,42 +173,6 @@ class Producing:
             f"({which})"
         )
 
-    def _hold(
-        self,
-        request: Any,
-        digest: str,
-        hold_id: str,
-        block_ids: tuple[list[int], ...],
-        blocks: int,
-    ) -> dict[str, Any]:
-        tokens = len(request.prompt_token_ids)
-        ticket = Ticket(
-            engine_id=self.engine_id,
-            incarnation=self.incarnation,
-            hold_id=hold_id,
-            digest=digest,
-            tokens=tokens,
-            host=self.config.host or "127.0.0.1",
-            port=self.port,
-            request_id=request.request_id,
-            tp_size=self.shape[0],
-            pp_size=self.shape[1],
-        )
-        self.orders().holds.append(
-            HoldOrder(
-                hold_id,
-                request.request_id,
-                ticket.digest,
-                tokens,
-                self.handed_over.tables(block_ids),
-            )
-        )
-        self.held[request.request_id] = blocks
-        self.held_blocks += blocks
-        self._moved = time.monotonic()
-        self.spans.begin("hold", request, **{"kvferry.tokens": tokens, "kvferry.blocks": blocks})
-        return ticket.to_params(flat=self.flat)
-
     def _unheld(
         self, reason: str, message: str, hold_id: str | None
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -195,7 +180,7 @@ class Producing:
         self.stats.count("unheld", reason)
         log.warning("a prefill is not held for a consumer: %s", message)
         if hold_id is not None:
-            self.orders().withdrawals.append(hold_id)
+            self.orders.withdrawals.append(hold_id)
         told: dict[str, Any] = {MARK: {"format": FORMAT, "not_held": message}}
         if self.flat:
             told |= {"do_remote_prefill": False, "do_remote_decode": False}
@@ -233,46 +218,22 @@ def completed(request: Any) -> bool:
     )
 
 
-def request_digest(request: Any) -> str:
-    """What the prompt's cache depends on: tokens, images, salt. With LoRA it is not the whole
-    truth, nor that of any prompt: the adapter's files are missing (`adapted`)."""
-    extra = []
-    if getattr(request, "lora_request", None) is not None:
-        extra.append("lora")
-    for feature in getattr(request, "mm_features", None) or ():
-        extra.append(f"mm {content(feature)} {feature.mm_position.offset}")
-    if getattr(request, "cache_salt", None):
-        extra.append(f"salt {request.cache_salt}")
-    return prompt_digest(request.prompt_token_ids or (), extra)
-
-
-def adapted(digest: str, adapter: str) -> str:
-    """The digest of a prompt, with that of the adapter that computes it."""
-    if not adapter:
-        raise ValueError("an adapter that is not shared has no digest")
-    return prompt_digest((), (digest, f"lora {adapter}"))
-
-
-# --------------------------------------------------------------------------------------------------
-# What of a request is handed over: how far a prefill goes, and which blocks of it count.
-#
-# Recurrent states have no positions. A decode engine that gets the state after all of a prompt
-# could not compute the prompt's last token (to sample from) without applying it twice, so the
-# prefill stops one token short, and the decode engine computes that one itself. Drafters that read
-# ahead (several MTP modules) want more. A state lives in one block: the last of its table, but for
-# the blocks behind it in which speculation tries things out.
-#
-# In-tree connectors do the same. Under a MultiConnector a prompt must be cut once: whoever cuts
-# marks the request, as in-tree connectors do among themselves. Our tickets are for whole prompts,
-# so ours must see them first; an engine that is configured otherwise does not start.
-# --------------------------------------------------------------------------------------------------
-
-CUT = "_p_side_truncated"  # vLLM's mark, in the request's parameters
-
-
 @dataclass(frozen=True, slots=True)
 class PrefillCut:
-    """Facts of one engine, the same on P and D where their models are."""
+    """How far a prefill goes, and which blocks of it count. These are facts of one engine, the same
+    on prefill and decode engines where their models are.
+
+    Recurrent states have no positions. A decode engine that gets the state after all of a prompt
+    could not compute the prompt's last token (to sample from) without applying it twice. So the
+    prefill stops one token short, and the decode engine computes that token itself. Drafters that
+    read ahead (several MTP modules) want more. A state lives in one block: the last of its table,
+    but for the blocks behind it in which speculation tries things out.
+
+    In-tree connectors do the same. Under a MultiConnector a prompt must be cut once: the connector
+    that cuts marks the request, as in-tree connectors do among themselves. Our tickets are for
+    whole prompts, so ours must see them first; an engine that is configured otherwise does not
+    start.
+    """
 
     held_back: int = 0  # tokens of a prompt that the decode engine computes
     # of each table: blocks for speculation behind a state; None where tokens are kept, not a state

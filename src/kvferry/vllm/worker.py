@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,8 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvferry.carriers import make_carrier
 from kvferry.carriers.auto import AUTO, fastest_first, select
-from kvferry.carriers.base import Carrier, MemoryRegion
-from kvferry.carriers.host import HostMemory, Memory
+from kvferry.carriers.base import Carrier, Memory, MemoryRegion
+from kvferry.carriers.host import HostMemory
 from kvferry.errors import TransferError
 from kvferry.handover.checksum import offered
 from kvferry.handover.consumer import ConsumerRank
@@ -33,8 +32,8 @@ from kvferry.net.messages import EngineInfo, RankInfo
 from kvferry.net.rpc import Sockets
 from kvferry.vllm.config import FerryConfig, incarnation
 from kvferry.vllm.describe import describe_worker
-from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryWorkerMetadata
-from kvferry.vllm.metrics import FerryStats
+from kvferry.vllm.metadata import FerryHandshake, HandoverOrders, HandoverReport
+from kvferry.vllm.metrics import HandoverStats
 from kvferry.vllm.multiconnector import Siblings
 
 log = logging.getLogger("kvferry")
@@ -59,7 +58,7 @@ class FerryWorker:
         self._incarnation = child(incarnation(vllm_config), index)
         self._index, self._siblings = index, siblings
         self._rank = Rank(0, 0)
-        self._stats, self._levels = FerryStats(), {"claims_parked": 0}
+        self._stats, self._levels = HandoverStats(), {"claims_parked": 0}
         self._undescribed = siblings is not None
         self._closed: dict[str, str] = {}  # how holds ended, since the last step
         self._sockets: Sockets | None = None
@@ -146,47 +145,46 @@ class FerryWorker:
         """A MultiConnector passes on the first child's only: leave that to those who need it."""
         return self._handshake if self._siblings is None else None
 
-    def tell(self) -> FerryWorkerMetadata | None:
+    def take_report(self) -> HandoverReport | None:
         """How holds ended; under a MultiConnector, our description goes with the first step."""
-        told, self._closed = FerryWorkerMetadata([], self._closed), {}
+        told, self._closed = HandoverReport(closed=self._closed), {}
         if self._undescribed and self._handshake is not None:
             self._undescribed = False
             told.handshakes.append(self._handshake)
         return told if told.handshakes or told.closed else None
 
-    def start(self, orders: FerryMetadata) -> None:
-        """Pass a step's orders on to the threads."""
-        if self._producer is None or self._consumer is None:
-            return
-        self._idle = orders.idle
-        if orders.pending:
-            self._ready.mark()(partial(self._pass_on, orders, self._producer, self._consumer))
+    def start(self, orders: HandoverOrders, *, idle: bool = False) -> None:
+        """Pass a step's orders on to the threads, once the device has come to this step.
 
-    def _pass_on(
-        self, orders: FerryMetadata, producer: ProducerRank, consumer: ConsumerRank, why: str
-    ) -> None:
-        """What the orders say of blocks is true by now: the device has come to them.
-
-        Unless it failed, and `why` says so: then holds are closed as they open, and loads fail.
+        Only then do blocks hold what the orders say. If the device failed, `pass_on` gets the
+        error: it closes holds as they open, and fails loads.
         """
-        if orders.incarnation:
-            producer.reset(orders.incarnation)
-        for hold in orders.holds:
-            if why:
-                producer.withdraw(hold.hold_id)  # nobody may read it, and it is still reported
-            tables = [list(table) for table in hold.tables]
-            producer.open_hold(hold.hold_id, hold.request_id, hold.digest, hold.tokens, tables)
-        for hold_id in orders.withdrawals:
-            producer.withdraw(hold_id)
-        for request_id in orders.cancels:
-            consumer.cancel(request_id)
-        for load in orders.loads:
-            if why:
-                consumer.fail(load, why)
-            else:
-                consumer.start(load)
-        for ticket in orders.releases:
-            consumer.release(ticket, "not needed")
+        producer, consumer = self._producer, self._consumer
+        if producer is None or consumer is None:
+            return
+        self._idle = idle
+
+        def pass_on(error: str) -> None:
+            if orders.incarnation:
+                producer.reset(orders.incarnation)
+            for hold in orders.holds:
+                if error:
+                    producer.withdraw(hold.hold_id)  # it cannot be read, and is still reported
+                producer.open_hold(hold)
+            for hold_id in orders.withdrawals:
+                producer.withdraw(hold_id)
+            for request_id in orders.cancels:
+                consumer.cancel(request_id)
+            for load in orders.loads:
+                if error:
+                    consumer.fail(load, error)
+                else:
+                    consumer.start(load)
+            for ticket in orders.releases:
+                consumer.release(ticket, "not needed")
+
+        if orders.pending:
+            self._ready.mark()(pass_on)
 
     def results(self) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
@@ -208,7 +206,7 @@ class FerryWorker:
                 _log_load(loaded)
         return results
 
-    def take_stats(self) -> FerryStats | None:
+    def take_stats(self) -> HandoverStats | None:
         if self._producer is not None and self._consumer is not None:
             loads = self._consumer.stats()
             levels = {"claims_parked": self._producer.parked_claims}
@@ -241,11 +239,6 @@ def _log_load(loaded: Loaded) -> None:
         loaded.descriptors,
         f"; {loaded.zeroed_bytes} bytes of draft layers zeroed" if loaded.zeroed_bytes else "",
     )
-
-
-# --------------------------------------------------------------------------------------------------
-# What differs where the cache lies on a GPU: which carriers there are, and what zeroes.
-# --------------------------------------------------------------------------------------------------
 
 
 def on_gpu(kv_caches: Mapping[str, Any]) -> bool:

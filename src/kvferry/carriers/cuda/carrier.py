@@ -34,7 +34,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvferry.carriers.base import CopyArrays, MemoryRegion, StridedCopies, Transfer, TransferState
+from kvferry.carriers.base import (
+    Carrier,
+    CopyArrays,
+    MemoryRegion,
+    StridedCopies,
+    Transfer,
+    TransferState,
+)
 from kvferry.carriers.cuda import kernels
 from kvferry.carriers.cuda.buffers import (
     NAP_SECONDS,
@@ -69,11 +76,10 @@ log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 
 
-class CudaCarrier:
+class CudaCarrier(Carrier):
     """`triton=False` copies without kernels; `host` is where the liveness connection listens."""
 
     name = "cuda"
-    can_revoke = False
     takes_strided = True
 
     def __init__(

@@ -33,21 +33,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.carriers.base import Arrays, Ints, MemoryRegion, slices
-from kvferry.carriers.checksum import WORD_BYTES, Mixed, mix_on_host
+from kvferry.carriers.base import Arrays, Bytes, Ints, MemoryRegion, StagedMemory, slices
+from kvferry.carriers.checksum import WORD_BYTES, Mixed, MixingMemory, mix_on_host
 from kvferry.carriers.cuda import kernels
 from kvferry.carriers.cuda.buffers import Mapped, StreamBuffers, kept, queue, wait_event
 from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function, device, place_of
 from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS, compile_kernel
 from kvferry.carriers.cuda.work import CudaRuns, best_chunk
-from kvferry.carriers.host import Bytes
 from kvferry.errors import TransferError
 
 log = logging.getLogger(__name__)
 
 
-class DeviceMemory:
-    """Regions of one GPU's memory. Implements `memory.StagedMemory`; any number of threads."""
+class DeviceMemory(StagedMemory, MixingMemory):
+    """Regions of one GPU's memory; any number of threads."""
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
         self._lanes: StagingLanes | None = None

@@ -4,7 +4,7 @@ Each carrier is an engine of its own with Mooncake's P2P handshake, so no metada
 
     make_carrier("mooncake", protocol="rdma", device="mlx5_0")
 
-What Mooncake does with a batch decides how it is called (0.3.13, TCP):
+The carrier calls Mooncake as its treatment of batches demands (0.3.13, TCP):
 
 - It queues 1,024 transfers for a peer and lets 1,024 more wait, and fails the rest of a batch:
   4,096 at once are refused. Batches of 512 pass and are as fast as any. Where the environment sets
@@ -17,12 +17,17 @@ What Mooncake does with a batch decides how it is called (0.3.13, TCP):
   failure, a transfer therefore does not end before they can have ended (`SETTLE_SECONDS`).
 - It gives up on a batch after 30 seconds, without stopping it. Unless MC_TRANSFER_TIMEOUT is set,
   the carrier raises that so far that the call returns when the batch has ended, and not before. It
-  is never less than five seconds: what fails sooner was refused.
+  is never less than five seconds: a batch that fails sooner was refused.
 
 The receiving engine checks addresses against its registered memory (TCP), or the NIC does (RDMA).
-It authenticates nobody, and its two ports listen on all interfaces, whatever `host` is: even an
-engine that only speaks on loopback can be read and written from the network, unless a firewall
-keeps others out. The carrier says so in the log. See `foreign`.
+Mooncake has no authentication, and its two ports listen on all interfaces, whatever `host` is: even
+an engine that only speaks on loopback can be read and written from the network, unless a firewall
+keeps others out. The carrier says so in the log. See shared.py.
+
+Mooncake (0.3.13) does not go by the protocol that it is told: it takes RDMA where it finds a device
+that the names allow, and TCP where it finds none. So the carrier enforces the protocol. For `tcp`,
+MC_FORCE_TCP is set while an engine is made; for `rdma`, the devices must be there, or the engine is
+not made. No other protocol is accepted: nothing tells whether a build of Mooncake has it.
 """
 
 from __future__ import annotations
@@ -52,7 +57,7 @@ REFUSED_SECONDS = 4.5  # a batch that failed later than this was not refused: it
 DONE, MOVING, TIMED_OUT = 1, 0, -2  # states of a single copy
 # Longer than MC_TCP_STATUS_TIMEOUT_SEC, after which the engine itself drops a silent connection.
 SETTLE_SECONDS = 35.0
-SETTLE_REFUSED_SECONDS = 1.0  # the engine answers: what it took of a refused batch moves
+SETTLE_REFUSED_SECONDS = 1.0  # the engine answers: the accepted part of a refused batch moves
 SETTLE_RETRIED_SECONDS = 0.25  # after all of a batch was moved again: the rest is under way
 SETTLE_DEAD_SECONDS = 0.2  # for the engine to see that a dead peer's connections ended
 TICK_SECONDS = 0.02
@@ -116,7 +121,7 @@ class MooncakeCarrier(LibraryCarrier):
         return _Target(name)
 
     def _detach(self, handle: _Target) -> None:
-        """Mooncake keeps what it knows of a peer; a new process has a new address."""
+        """Mooncake keeps its record of a peer; a new process has a new address."""
 
     def _carry(self, job: Job, peer: LibraryPeer, batch: Arrays, *, reading: bool) -> None:
         local, remote = (batch.dst, batch.src) if reading else (batch.src, batch.dst)
@@ -208,7 +213,7 @@ class MooncakeCarrier(LibraryCarrier):
 
 
 class _Refusal:
-    """What Mooncake refused of a batch: since when, and how long to wait before it is tried again.
+    """Refusals of a batch by Mooncake: since when, and how long to wait before the next try.
 
     doubt  copies may be under way of which it said nothing
     stuck  it gave up on some that it had begun
@@ -252,16 +257,6 @@ class _Target:
         self.name, self.limit = name, BATCH_DESCRIPTORS
 
 
-# --------------------------------------------------------------------------------------------------
-# Mooncake's engine itself: how it is made, which way it takes, and its codes.
-#
-# Mooncake (0.3.13) does not go by the protocol that it is told: it takes RDMA where it finds a
-# device that the names allow, and TCP where it finds none. So what was asked for is seen to here.
-# For `tcp`, MC_FORCE_TCP is set while an engine is made; for `rdma`, the devices must be there, or
-# the engine is not made. No other protocol is taken: nothing tells whether a build of Mooncake has
-# it.
-# --------------------------------------------------------------------------------------------------
-
 PROTOCOLS = ("tcp", "rdma")
 DEVICES = Path("/sys/class/infiniband")
 TIMEOUT_VARIABLE, TIMEOUT_SECONDS = "MC_TRANSFER_TIMEOUT", 86_400
@@ -301,7 +296,7 @@ def engine_class() -> Any:
 
 
 def require_way(protocol: str, device: str) -> None:
-    """Refuse what Mooncake would replace by something else without a word."""
+    """Refuse a protocol or device that Mooncake would silently replace by another."""
     if protocol not in PROTOCOLS:
         raise TransferError(
             f"the mooncake carrier's protocol is one of {', '.join(PROTOCOLS)}, found {protocol!r}"
@@ -329,8 +324,8 @@ def require_way(protocol: str, device: str) -> None:
 
 
 def make_engine(engine: Any, where: str, protocol: str, device: str) -> Any:
-    """An engine that goes by this protocol. It reads its settings once, from the environment; what
-    the user has set stays."""
+    """An engine that goes by this protocol. It reads its settings once, from the environment;
+    variables that the user has set stay."""
     ours = {TIMEOUT_VARIABLE: str(TIMEOUT_SECONDS)}
     if protocol == "tcp":
         ours[FORCE_TCP] = "1"

@@ -3,11 +3,35 @@
     make_carrier("nixl", backends=["UCX"])
 
 Copies of one length become batches by index, from lists prepared for each peer (`SlotLists`);
-others go to NIXL as arrays of descriptors. A transfer can end with a note to the peer
-(`sealed`).
+others go to NIXL as arrays of descriptors.
 
-NIXL checks on the initiator's side that descriptors lie in what the peer registered; NICs check
-again (RDMA keys). It authenticates nobody. See `foreign`.
+NIXL checks on the initiator's side that descriptors lie in regions that the peer registered; NICs
+check again (RDMA keys). It has no authentication. See shared.py.
+
+UCX finds its own way to a peer: shared memory, TCP, RDMA, NVLink. Where `host` is loopback and the
+environment says nothing else, UCX is kept to the loopback device: so it works without a network,
+and cannot be reached from outside. With another `host`, UCX chooses its devices. Its InfiniBand
+module stays unloaded on loopback and where there is no such device, because the module in NIXL
+1.5.1's wheel crashes the process when it exits. Variables that the environment sets
+(UCX_NET_DEVICES, UCX_TLS, UCX_MODULES) are never overridden.
+
+`SlotLists`: batches mostly have one length, which divides the pages that they lie in. So each
+side's registered memory is cut into slots of that length, from the first byte of each region: one
+strided range for each region, which NIXL takes as it is. A batch is then two arrays of slot
+numbers, and NIXL need not look up the registration of every descriptor (benchmarks/prepared.py
+measures it). Copies that do not lie in such slots go to NIXL as descriptors.
+
+A transfer can end with a note, a few bytes that tell the peer over NIXL itself that it has ended:
+
+    carrier.write(peer, copies, note=b"...")    sent after its last byte is there
+    carrier.notes()                             notes of peers since the last call
+
+NIXL delivers notifications of every process that reaches an agent, introduced or not. So each note
+is sealed by the token and the incarnation of its receiver, which only processes that have the
+endpoint know. A notification without such a seal is not a note; it is counted and dropped. A note
+has no answer, and an owner that does not ask for its notes lets them pile up within NIXL. A sender
+that needs an answer uses another way, as kvferry's own engines do: a hold ends by messages that are
+answered.
 """
 
 from __future__ import annotations
@@ -68,7 +92,7 @@ class RemoteAgent:
 class NixlCarrier(LibraryCarrier):
     """`backends`: NIXL's names, in order of preference; both sides need the same. `threads`: of
     UCX and LIBFABRIC, beside the one that makes progress. `device`: the number of the GPU that
-    holds what is registered; either side may be a host's memory."""
+    holds the registered memory; either side may be a host's memory."""
 
     name = "nixl"
     batch_descriptors = BATCH_DESCRIPTORS
@@ -289,17 +313,6 @@ class NixlCarrier(LibraryCarrier):
             self._agent = None
 
 
-# --------------------------------------------------------------------------------------------------
-# NIXL itself: its agents, the settings of UCX, its descriptors and errors.
-#
-# UCX finds its own way to a peer: shared memory, TCP, RDMA, NVLink. Where `host` is loopback and
-# the environment says nothing else, it is kept to the loopback device: so it works without a
-# network, and cannot be reached from outside. With another `host`, UCX chooses its devices. Its
-# InfiniBand module stays unloaded on loopback and where there is no such device, because the one in
-# NIXL 1.5.1's wheel crashes the process when it exits. What the environment sets (UCX_NET_DEVICES,
-# UCX_TLS, UCX_MODULES) is never overridden.
-# --------------------------------------------------------------------------------------------------
-
 MEMORY = "DRAM"  # a host's
 PROGRESS_MICROSECONDS = 1000  # that the progress thread sleeps at most; events wake it
 
@@ -395,18 +408,14 @@ def has_rdma() -> bool:
         return False
 
 
-# --------------------------------------------------------------------------------------------------
-# One batch of NIXL's, from its start until NIXL has let go of it.
-# --------------------------------------------------------------------------------------------------
-
 SPINS = 50  # looks at a batch before sleeping in between
 SHORT_NAP_SECONDS, LONG_NAP_SECONDS = 20e-6, 1e-3
 PULSE_SECONDS = 0.02  # between two looks at whether the peer lives
 
 
 def run(agent: Any, job: Job, peer: LibraryPeer, request: Any) -> None:
-    """Until NIXL has let go of the batch: whatever became of the peer, its bytes may still be
-    on their way, and the memory is in use. Who waits for them hears of a lost peer before."""
+    """Start a batch, and return when NIXL has let go of it. Until then its bytes may still be on
+    their way, whatever became of the peer. A caller that waits hears of a lost peer before."""
     looks, next_pulse, dead_until = 0, time.monotonic() + PULSE_SECONDS, 0.0
     try:
         state = agent.transfer(request)
@@ -429,16 +438,6 @@ def run(agent: Any, job: Job, peer: LibraryPeer, request: Any) -> None:
     if state != "DONE":
         raise TransferError("NIXL reports that the batch failed; its own log says why")
 
-
-# --------------------------------------------------------------------------------------------------
-# Lists of descriptors that NIXL has prepared, from which batches are made by index.
-#
-# Batches mostly have one length, which divides the pages that they lie in. So each side's
-# registered memory is cut into slots of that length, from the first byte of each region: one
-# strided range for each region, which NIXL takes as it is. A batch is then two arrays of slots'
-# numbers, and NIXL need not look up the registration of every descriptor (benchmarks/prepared.py
-# measures it). Whatever does not lie in such slots goes to NIXL as descriptors.
-# --------------------------------------------------------------------------------------------------
 
 HERE = "NIXL_INIT_AGENT"  # NIXL's word for the local side
 MOST_SLOTS = 1 << 31  # numbers are signed and have 32 bits
@@ -536,34 +535,20 @@ class SlotLists:
                 found = SlotList.prepare(
                     agent, self._whose, regions, length, self._kind, self._device
                 )
-            except Exception as error:  # there is another way, which says what is wrong
+            except Exception as error:  # descriptors do as well, and report the error
                 log.debug("NIXL prepares no list of %d byte slots: %s", length, text_of(error))
                 found = None
             self._lists[length] = found
         return self._lists[length]
 
     def has(self, one: SlotList) -> bool:
-        """Whether it was made of what is registered now."""
+        """Whether it was made of the regions that are registered now."""
         return self._lists.get(one.length) is one
 
     def clear(self) -> None:
         self._lists.clear()
         self._regions = None
 
-
-# --------------------------------------------------------------------------------------------------
-# Notes: a few bytes that tell a peer, over NIXL itself, that a transfer has ended.
-#
-#     carrier.write(peer, copies, note=b"...")    after its last byte is there
-#     carrier.notes()                             what peers said since the last call
-#
-# NIXL delivers notifications of whoever reaches an agent, also of one that nobody introduced. So
-# each is sealed by what the endpoint gave to those who may connect, and to nobody else: the token
-# and the incarnation of the peer that is meant. What has no such seal is not a note; it is counted
-# and dropped. A note has no answer, and an owner that does not ask for its notes lets them pile up
-# within NIXL: whoever needs to know that he was heard says it elsewhere, as kvferry's own engines
-# do (a hold ends by words that are answered).
-# --------------------------------------------------------------------------------------------------
 
 MAGIC = b"kvferry-note-1\n"
 SEAL_BYTES = 32

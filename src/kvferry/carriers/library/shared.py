@@ -1,8 +1,9 @@
-"""What carriers share whose bytes another library moves: `mooncake` and `nixl`.
+"""The common part of carriers whose bytes another library moves: `mooncake` and `nixl`.
 
-The library gives batches between two processes; this gives the rest of the `Carrier` protocol:
+The library moves batches between two processes. This module adds the rest of the `Carrier`
+protocol:
 
-    bounds      checked here, against what the endpoint says, before the library sees a descriptor;
+    bounds      checked here, against the endpoint's regions, before the library sees a descriptor;
                 the library checks again, in its own way
     batches     below the library's limits, neighbours joined, so that no call of ours holds the
                 interpreter's lock for long
@@ -11,11 +12,11 @@ The library gives batches between two processes; this gives the rest of the `Car
     liveness    a `Pulse` beside the data plane: looked at before, during and after each transfer
     the end     no library here can take back a batch that it has begun. A cancelled transfer ends
                 with the batch under way; one whose batch does not come back is *abandoned*:
-                `cancel` raises `DeadlineExceeded`, `poll` says RUNNING, and its memory counts as
-                in use, until the library has returned it or the peer is dead. It is counted.
+                `cancel` raises `DeadlineExceeded`, and its memory counts as in use, until the
+                library has returned it or the peer is dead. It is counted.
 
-Nobody is authenticated on these data planes: whoever reaches their ports can read and write all
-registered memory, and with UCX over TCP any memory of the process. What an endpoint says of itself
+These data planes have no authentication: a process that reaches their ports can read and write all
+registered memory, and with UCX over TCP any memory of the process. The content of an endpoint
 cannot be checked either: a peer that has the secret is trusted with all of it. Use them in networks
 whose hosts you trust (docs/security.md). The owner cannot stop a peer's writes (`can_revoke` is
 false).
@@ -38,6 +39,7 @@ from numpy.typing import NDArray
 
 from kvferry.carriers.base import (
     Arrays,
+    Carrier,
     CopyArrays,
     Ints,
     MemoryRegion,
@@ -51,10 +53,6 @@ from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers
 from kvferry.errors import Cancelled, DeadlineExceeded, PeerLost, ProtocolError, TransferError
 from kvferry.net.keys import Key
 from kvferry.net.names import Admits, Reach, is_loopback
-
-# --------------------------------------------------------------------------------------------------
-# Transfers that nobody can take back, and the count of those that were given up anyway.
-# --------------------------------------------------------------------------------------------------
 
 LATE_SECONDS = 60.0  # longer than any timeout after which a library drops a connection
 LATE_LOOK_SECONDS = 0.02
@@ -134,10 +132,6 @@ class LibraryJob(Job):
         self._after()
 
 
-# --------------------------------------------------------------------------------------------------
-# A peer of a carrier whose bytes another library moves: its endpoint, and what runs towards it.
-# --------------------------------------------------------------------------------------------------
-
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = ("0.0.0.0", "::")
 THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
@@ -146,7 +140,7 @@ TURN_LOOK_SECONDS = 0.02  # between two looks at cancel, for one that waits for 
 
 
 class LibraryEndpoint(msgspec.Struct, frozen=True, array_like=True):
-    """Where the owner's pulse is, what it registered, and what its library needs to be reached."""
+    """The owner's pulse, its registered regions, and its address in the library."""
 
     carrier: str
     flavour: str  # protocol or backends: both sides must have the same
@@ -215,7 +209,7 @@ def batches(copies: Arrays, descriptors: int, max_bytes: int) -> Iterator[Arrays
 
 
 def cut(part: Arrays, descriptors: int) -> list[Arrays]:
-    """All at once: between two batches, each Python call costs many times what it does here."""
+    """All at once: between two batches, each Python call costs many times as much as here."""
     return [
         Arrays(part.src[few], part.dst[few], part.length[few])
         for few in windows(len(part), descriptors)
@@ -245,7 +239,7 @@ def _follow(address: Ints, length: Ints) -> NDArray[np.bool_]:
 
 
 def look_at_host(name: str, host: str, everywhere: bool) -> None:
-    """Refuse what peers cannot dial, and say who can reach the rest."""
+    """Refuse an address that peers cannot dial, and warn of one that a network reaches."""
     if host in EVERYWHERE:
         raise TransferError(
             f"the {name} carrier needs the address that peers dial, found {host!r}; set `host` to "
@@ -260,21 +254,18 @@ def look_at_host(name: str, host: str, everywhere: bool) -> None:
         )
 
 
-# --------------------------------------------------------------------------------------------------
-# What a carrier's library gives, as `foreign` asks for it: batches between two processes.
-# --------------------------------------------------------------------------------------------------
-
-
 class Library(ABC):
-    name: ClassVar[str]
+    """A library's part of a carrier: batches between two processes."""
+
+    name: str
     batch_descriptors: ClassVar[int]
     batch_bytes: ClassVar[int]
     listens_everywhere: ClassVar[bool] = False  # whatever `host` is
-    device: int = ON_HOST  # where what is registered lies, if the library must know
+    device: int = ON_HOST  # where the registered memory lies, if the library must know
 
     @abstractmethod
     def register_one(self, region: MemoryRegion) -> None:
-        """With the library; or `TransferError`."""
+        """Register it with the library, or raise `TransferError`."""
 
     @abstractmethod
     def unregister_one(self, region: MemoryRegion) -> None:
@@ -282,7 +273,7 @@ class Library(ABC):
 
     @abstractmethod
     def _address(self) -> bytes:
-        """What a peer's library needs."""
+        """This side's address, for a peer's library."""
 
     @abstractmethod
     def _attach(self, endpoint: LibraryEndpoint) -> Any:
@@ -293,7 +284,7 @@ class Library(ABC):
         """Nothing of ours is under way to or from that peer."""
 
     def _batches(self, peer: LibraryPeer, part: Arrays, *, reading: bool) -> Iterator[Arrays]:
-        """What `_carry` gets, one after the other."""
+        """The batches that `_carry` gets, one after the other."""
         return batches(part, self.batch_descriptors, self.batch_bytes)
 
     @abstractmethod
@@ -316,18 +307,14 @@ def environment(ours: Mapping[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-# --------------------------------------------------------------------------------------------------
-
 GRACE_SECONDS = 1.0  # a dead peer's data plane may fail before its pulse does
 SCRATCH_BYTES = 4096  # registered, for the byte that `connect` tries
 
 
-class LibraryCarrier(Library):
+class LibraryCarrier(Library, Carrier):
     """`host` is the address that peers reach this one at. The libraries have no use for a `secret`:
     with one, the host may be a network's. `admits` says which hosts may be dialed, of those that
     endpoints name. Both sides must have the same `flavour`."""
-
-    can_revoke = False
 
     def __init__(
         self,
@@ -354,8 +341,8 @@ class LibraryCarrier(Library):
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """What was carried. `abandoned`: transfers that were given up and whose end was not seen in
-        time; `abandoned_now`: those whose memory the library may still touch."""
+        """Transfers and batches. `abandoned`: transfers that were given up and whose end was not
+        seen in time; `abandoned_now`: those whose memory the library may still touch."""
         given_up = {"abandoned": self._abandoned.count, "abandoned_now": self._abandoned.now}
         with self._lock:
             return {**self._counts, **given_up}
@@ -417,7 +404,7 @@ class LibraryCarrier(Library):
             peer.workers.submit(attach).wait(deadline)
         except TransferError:
             peer.connected = False
-            self._end(peer, 0.0)  # the deadline is now; what is stuck tidies up as it ends
+            self._end(peer, 0.0)  # the deadline is now; a job that is stuck tidies up as it ends
             raise
         return peer
 
@@ -507,7 +494,7 @@ class LibraryCarrier(Library):
         def gone() -> bool:
             return peer.connected and peer.pulse.gone()
 
-        def tidy() -> None:  # whoever disconnects after this look sees that the job has ended
+        def tidy() -> None:  # a thread that disconnects after this look sees that the job has ended
             if not peer.connected:
                 self._tidy(peer)
 
@@ -526,13 +513,9 @@ class LibraryCarrier(Library):
             raise
 
 
-# --------------------------------------------------------------------------------------------------
-# What a carrier has registered with its library: all of a call's regions, or none of them.
-# --------------------------------------------------------------------------------------------------
-
-
 class Registered:
-    """The regions that peers are told of. One thread at a time."""
+    """The regions that a carrier has registered with its library and tells peers of. A call
+    registers all of its regions, or none. One thread at a time."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -565,7 +548,7 @@ class Registered:
             raise
 
     def _again(self, region: MemoryRegion) -> None:
-        """Where that fails, nobody is told of it any more."""
+        """Where that fails, peers are not told of the region any more."""
         try:
             self._library.register_one(region)
         except TransferError as error:

@@ -1,11 +1,11 @@
 """The carrier between any two hosts: one-sided reads and writes over TCP.
 
-The owner of memory runs a `TcpServer` (server.py); who reads or writes connects to it (client.py).
-Frames, their authentication, and how an end moves a frame's bytes are in frames.py. A transfer has
-connections of its own, from a small pool per peer, so that cancelling it is closing them, and
-transfers do not wait for each other. A batch is cut into frames that the server's limits allow; a
-few connections share them, so that one asks, gathers or scatters while another one's bytes are on
-their way. A frame to be read is asked for while the one before it arrives.
+The owner of memory runs a `TcpServer` (server.py), to which readers and writers connect
+(client.py). Frames, their authentication, and how an end moves a frame's bytes are in frames.py. A
+transfer has connections of its own, from a small pool per peer. So a transfer is cancelled by
+closing them, and transfers do not wait for each other. A batch is cut into frames that the server's
+limits allow. A few connections share the frames: one asks, gathers or scatters while another one's
+bytes are on their way. A frame to be read is asked for while the frame before it arrives.
 
     cancelled read    nothing is received any more once `cancel` returns
     cancelled write   this side stops sending and waits until the server has closed: then all that
@@ -14,8 +14,8 @@ their way. A frame to be read is asked for while the one before it arrives.
     revoked           the owner closes all connections of a peer, and lets it in no more
     grant closed      the owner closes the connections that write under it, and no others
 
-Without a secret, peers must be of this user (net/keys.py), and it listens on loopback only. What a
-peer writes must be granted, unless the owner makes all of its memory `writable`.
+Without a secret, peers must be of this user (net/keys.py), and the carrier listens on loopback
+only. A peer may write only granted ranges, unless the owner makes all of its memory `writable`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ import msgspec
 from kvferry.carriers.base import (
     Arrays,
     CopyArrays,
+    GrantingCarrier,
     Ints,
+    Memory,
     MemoryRegion,
     RegionTable,
     Transfer,
+    is_staged,
     require_all,
     slices,
 )
-from kvferry.carriers.host import HostMemory, Memory, is_staged
+from kvferry.carriers.host import HostMemory
 from kvferry.carriers.tcp.client import MAX_REGIONS, Own, Streams, TcpEndpoint, TcpPeer
 from kvferry.carriers.tcp.frames import INCARNATION_BYTES, MAX_PAYLOAD_BYTES
 from kvferry.carriers.tcp.server import ServerLimits, TcpServer
@@ -60,8 +63,8 @@ LOOPBACK = "127.0.0.1"
 EVERYWHERE = ("0.0.0.0", "::")
 
 
-class TcpCarrier:
-    """`host` and `port` say where to listen, `advertise` what peers dial. See the module's text.
+class TcpCarrier(GrantingCarrier):
+    """`host` and `port`: where to listen. `advertise`: the host that peers dial.
 
     `memory` is needed where the memory to be registered is not a host's (`StagedMemory`).
     `writable` lets peers write anything here without a grant. `admits` says which hosts may be
@@ -69,7 +72,6 @@ class TcpCarrier:
     """
 
     name = "tcp"
-    can_revoke = True
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class TcpCarrier:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """What the server has served and refused, by kind."""
+        """Requests that the server has served and refused, by kind."""
         return self._server.counters
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:

@@ -1,4 +1,8 @@
-"""The tcp carrier's asking end: one authenticated connection to a server."""
+"""The tcp carrier's asking end: authenticated connections to a server.
+
+A `TcpPeer` keeps a peer's idle connections and its threads; `Streams` are the connections that one
+transfer uses, one for each thread that works on it.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ from typing import Annotated
 
 import msgspec
 
-from kvferry.carriers.base import Arrays, Ints, MemoryRegion, RegionTable
-from kvferry.carriers.host import Memory, joined
+from kvferry.carriers.base import Arrays, Ints, Memory, MemoryRegion, RegionTable
+from kvferry.carriers.host import joined
 from kvferry.carriers.tcp.frames import (
     HEADER,
     HELLO_BYTES,
@@ -73,10 +77,10 @@ class TcpConnection:
 
     def __init__(self, stream: TcpStream, regions: RegionTable) -> None:
         self.stream, self.regions = stream, regions
-        self.in_step = True  # both sides agree on what comes next, and nothing is asked for
+        self.in_step = True  # both sides agree on the next byte, and no answer is awaited
         self._request = 0  # the newest
-        self._ahead: Arrays | None = None  # what that one is for, where it was sent before its turn
-        self._unsent: bytes | memoryview = b""  # of it
+        self._ahead: Arrays | None = None  # the copies that it asks for, if sent before its turn
+        self._unsent: bytes | memoryview = b""  # bytes of that request
         self._used = time.monotonic()
 
     @classmethod
@@ -101,8 +105,8 @@ class TcpConnection:
         return time.monotonic() - self._used < IDLE_SECONDS and not self.stream.wait_readable(0)
 
     def read(self, memory: Memory, copies: Arrays, following: Arrays | None = None) -> None:
-        """`following` is what is read next: asked for before these bytes have come, so that the
-        peer goes on with it at once."""
+        """`following` are the copies that are read next: they are asked for before these bytes have
+        come, so that the peer goes on with them at once."""
         if self._ahead is not copies:
             self.stream.send(self._question(FrameKind.READ, copies.src, copies.length))
         self._ahead = None
@@ -110,7 +114,7 @@ class TcpConnection:
         self._expect(FrameKind.DATA, int(length.sum()))
         self.in_step = False
         if following is not None:
-            # The peer reads nothing while it sends: what does not fit into the sockets waits here.
+            # The peer reads nothing while it sends: bytes beyond the sockets' buffers wait here.
             question = self._question(FrameKind.READ, following.src, following.length)
             self._unsent = self.stream.send_some(question)
             self._ahead = following
@@ -175,7 +179,7 @@ def _dial(endpoint: TcpEndpoint, deadline: float) -> socket.socket:
 def _shake_hands(
     stream: TcpStream, endpoint: TcpEndpoint, secret: bytes, incarnation: bytes, deadline: float
 ) -> RegionTable:
-    """Prove the secret, see it proven, and learn what is registered over there."""
+    """Prove the secret, see it proven, and learn which regions the peer has registered."""
     header, hello = _frame(stream, deadline)
     if header.kind == FrameKind.ERROR:
         raise error_of(hello)
@@ -204,12 +208,8 @@ def _shake_hands(
     return RegionTable.of([MemoryRegion(address, length) for address, length in pairs])
 
 
-MAX_REGIONS = (MAX_BODY_BYTES - MAC_BYTES) // ROW_BYTES  # what one welcome can name
+MAX_REGIONS = (MAX_BODY_BYTES - MAC_BYTES) // ROW_BYTES  # that one welcome can name
 
-
-# --------------------------------------------------------------------------------------------------
-# What a tcp carrier keeps for a peer: idle connections, threads, and a transfer's own streams.
-# --------------------------------------------------------------------------------------------------
 
 CONNECT_SECONDS = 10.0  # for the connections after a peer's first, which has the caller's deadline
 TRANSFERS_PER_PEER = 4  # at a time
@@ -217,7 +217,7 @@ TRANSFERS_PER_PEER = 4  # at a time
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What this side brings to every connection."""
+    """This side's part of every connection."""
 
     incarnation: bytes
     stall_seconds: float
@@ -309,10 +309,10 @@ class Streams:
             self._failed.append(error)
             if self._failed[0] is error:
                 self.end(but=threading.get_ident())  # its own may still be in step
-            raise self._failed[0] from None  # what came after is its consequence
+            raise self._failed[0] from None  # later errors are its consequences
 
     def end(self, but: int | None = None) -> None:
-        """From any thread: end what is under way. What a peer applies, it still confirms."""
+        """From any thread: end the frames under way. A peer still confirms applied ones."""
         for thread, connection in list(self._mine.items()):
             if thread == but:
                 continue
@@ -327,7 +327,7 @@ class Streams:
         for connection in self._mine.values():
             ended = connection in self._ended
             if not self._reading and (ended or not connection.in_step):
-                # what was sent may still be on its way into the peer's memory: see it end
+                # sent bytes may still be on their way into the peer's memory: wait until they end
                 self._job.late_bytes |= not connection.stream.drain(CANCEL_SECONDS)
             self._peer.put(connection, keep=not ended)
 

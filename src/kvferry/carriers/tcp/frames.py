@@ -1,4 +1,4 @@
-"""What the tcp carrier says on the wire.
+"""The tcp carrier's protocol on the wire, and the streams that carry it.
 
 Every frame is a header of 32 bytes and `body_bytes` more, little-endian:
 
@@ -15,7 +15,7 @@ Every frame is a header of 32 bytes and `body_bytes` more, little-endian:
                                          <----           payload
     APPLIED                              ---->           after every byte is in place
                                          <----  GRANTED  grant, table, payload_bytes: a WRITE into
-                                                         what the owner opened (server.py)
+                                                         ranges that the owner opened (server.py)
     ERROR   code u32, text               ---->           in place of any answer
 
     mac_c = HMAC-SHA256(key, "client" | nonce_s | nonce_c | both incarnations)
@@ -26,9 +26,25 @@ which the payload comes; a grant is 16 bytes that only the owner can have told. 
 numbered upwards on each connection; a number that does not rise is a replay. Nonces make a recorded
 AUTH worthless on the next connection.
 
-Both sides prove that they have the key (net/keys.py) before anything else is said. Bytes are
-neither encrypted nor signed: who can change packets on the way can change caches. Use it on a
+Both sides prove that they have the key (net/keys.py) before they send anything else. Bytes are
+neither encrypted nor signed: an attacker who can change packets can change caches. Use it on a
 network you trust.
+
+The wire carries the bytes of a frame's ranges one after another, whichever way an end moves them:
+
+    host memory    the kernel sends from, and receives into, the ranges themselves, 1,024 a call
+    a GPU's        chunk by chunk: its memory hands out chunks, and gathers or scatters others
+                   while one is on its way (cuda/staging.py)
+
+A `TcpStream` is one connected socket with exact and vectored I/O, and a deadline on every
+operation. The socket blocks, with the kernel's own timeouts. A call waits until all of its bytes
+have moved (`MSG_WAITALL`), so that Python runs once per 1,024 vectors. It comes back early when its
+time is up, when the peer closes, and when another thread calls `abort()`. Its time is up after
+`stall_seconds` without progress, or at the deadline that it was given. Without a deadline, its time
+is also up when the peer is slower than `SLOWEST_BYTES_PER_SECOND`: a peer that sends a byte now and
+then cannot hold a thread for ever. One thread uses a stream at a time, and only that thread closes
+the descriptor; `abort()` from another thread just shuts the connection down. So no call ever runs
+on a descriptor that was given away again.
 """
 
 from __future__ import annotations
@@ -53,8 +69,8 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.carriers.base import GRANT_BYTES, Ints
-from kvferry.carriers.host import Memory, Vectors, is_staged, libc
+from kvferry.carriers.base import GRANT_BYTES, Ints, Memory, is_staged
+from kvferry.carriers.host import Vectors, libc
 from kvferry.carriers.liveness import hang_up, ours_alone
 from kvferry.errors import (
     AuthenticationError,
@@ -138,7 +154,7 @@ class FrameHeader:
 
     @classmethod
     def unpack(cls, raw: bytes) -> FrameHeader:
-        """Refuses what is not ours, another version, and sizes that no frame has."""
+        """Refuses other protocols, another version, and sizes that no frame has."""
         magic, version, kind, request, body_bytes, payload_bytes = HEADER.unpack(raw)
         if magic != MAGIC:
             raise ProtocolError(f"a frame begins with {magic!r}; kvferry's begin with {MAGIC!r}")
@@ -184,7 +200,7 @@ def table_bytes(address: Ints, length: Ints) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What both sides of one connection have said in the clear."""
+    """The nonces and incarnations that both sides of a connection have sent in the clear."""
 
     server_nonce: bytes
     client_nonce: bytes
@@ -200,17 +216,6 @@ class Session:
     def _mac(self, key: bytes, role: bytes, more: bytes) -> bytes:
         said = (role, self.server_nonce, self.client_nonce, self.server, self.client, more)
         return hmac.digest(key, b"".join(said), hashlib.sha256)
-
-
-# --------------------------------------------------------------------------------------------------
-# One end of a frame's payload: between a stream and this process's memory.
-#
-# The wire carries the bytes of a frame's ranges one after another, whichever way an end moves them:
-#
-#     host memory    the kernel sends from, and receives into, the ranges themselves, 1,024 a call
-#     a GPU's        chunk by chunk: its memory hands them out by itself, and gathers or scatters
-#                    others while one is on its way (staging.py)
-# --------------------------------------------------------------------------------------------------
 
 
 def send_runs(stream: TcpStream, memory: Memory, address: Ints, length: Ints) -> None:
@@ -232,19 +237,6 @@ def receive_runs(stream: TcpStream, memory: Memory, address: Ints, length: Ints)
         for chunk in chunks:
             stream.recv_into(chunk.data)
 
-
-# --------------------------------------------------------------------------------------------------
-# One connected socket: exact and vectored I/O, and a deadline on every operation.
-#
-# The socket blocks, with the kernel's own timeouts. A call waits for the whole of what it was given
-# (`MSG_WAITALL`), so that Python runs once per 1,024 vectors. It comes back early when the time is
-# up, when the peer closes, and when another thread calls `abort()`. Its time is up without progress
-# for `stall_seconds`, at the deadline that it was given, and without one when the peer is slower
-# than `SLOWEST_BYTES_PER_SECOND`: one that sends a byte now and then holds nobody for ever.
-#
-# One thread uses a stream at a time, and only it closes the descriptor; `abort()` from elsewhere
-# just shuts the connection down. So no call ever runs on a descriptor that was given away again.
-# --------------------------------------------------------------------------------------------------
 
 # A host that vanished is noticed on idle connections too, after about a minute.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
@@ -284,7 +276,7 @@ class TcpStream:
         sock.settimeout(None)
         if sock.family != socket.AF_UNIX:
             # Buffers are left to the kernel: it lets them grow to tcp_rmem and tcp_wmem, which is
-            # usually far more than what SO_RCVBUF may ask for.
+            # usually far more than SO_RCVBUF may ask for.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in KEEPALIVE.items():
@@ -304,7 +296,7 @@ class TcpStream:
         self.bytes_out += len(data)
 
     def send_some(self, data: bytes) -> memoryview:
-        """What of it the socket takes at once; the rest is returned."""
+        """Send as much as the socket takes at once; the rest is returned."""
         try:
             sent = self._sock.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -320,7 +312,7 @@ class TcpStream:
         return bytes(data) if self.recv_into(memoryview(data), deadline, end_ok=end_ok) else b""
 
     def recv_some(self, most: int) -> bytes:
-        """What is there now, which may be nothing."""
+        """The bytes that are there now; there may be none."""
         try:
             got = self._sock.recv(most, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -374,7 +366,7 @@ class TcpStream:
         return bool(poll.poll(seconds * 1000))
 
     def drain(self, seconds: float) -> bool:
-        """Say that no more will be sent, and throw away what comes; whether the peer closed."""
+        """End sending, and throw away the bytes that come; whether the peer closed."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
@@ -389,7 +381,7 @@ class TcpStream:
             return error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK)
 
     def stop_sending(self) -> None:
-        """From any thread: end what is being sent; what comes in is still read."""
+        """From any thread: end sending; bytes that come in are still read."""
         self._shutdown(socket.SHUT_WR)
 
     def abort(self) -> None:
@@ -450,7 +442,7 @@ class TcpStream:
             self._timeouts[option] = seconds
 
     def _error(self, code: int, doing: str) -> TransferError:
-        """What this error number means."""
+        """The error of this errno."""
         if self._aborted:
             return PeerLost(f"the connection was ended on this side while {doing} the peer")
         if code in (errno.EAGAIN, errno.EWOULDBLOCK):

@@ -1,15 +1,22 @@
 """The tcp carrier's receiving end: serves registered memory to peers that have the key.
 
-One thread accepts, one serves each connection. What a connection may cost is bounded from its first
-byte: a deadline for the handshake, no more than `max_pending` connections that have not finished
-it, no allocation above one frame's table. Where too many have not finished, a new one takes the
-place of the oldest; of the oldest of one address, where that has more than half of them. A peer is
-through within milliseconds, so strangers do not keep it out.
+One thread accepts, and one serves each connection. The cost of a connection is bounded from its
+first byte: there is a deadline for the handshake, no more than `max_pending` connections that have
+not finished it, and no allocation above one frame's table. Where too many have not finished, a new
+connection takes the place of the oldest, or of the oldest of one address, if that address has more
+than half of them. A peer finishes within milliseconds, so strangers do not keep it out.
 
 Nothing is written before every descriptor of a frame was checked, and nothing without a grant,
 unless the owner has made all of its memory writable. Whatever a peer sends, the answer is a frame
-of data, a frame of error or a closed connection, and one of the `counters`; it is never the end of
-a thread that others need.
+of data, a frame of error or a closed connection, and one of the `counters`. It never ends a thread
+that others need.
+
+A grant is a set of ranges of own memory that peers may write if they know its unguessable id. The
+owner opens a grant for the ranges of one transfer, and closes it when it wants the memory back.
+Every granted write names its grant, and all its ranges are checked against it before the first byte
+is taken. Closing ends the connections that write under the grant at that moment, waits until their
+threads have left the memory, and takes nothing more, whatever a peer that stalled, was stopped or
+lies sends later. It also says how many bytes were written, as counted on this side.
 """
 
 from __future__ import annotations
@@ -25,8 +32,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvferry.carriers.base import GRANT_BYTES, Ints, RegionTable
-from kvferry.carriers.host import HostMemory, Memory, joined
+from kvferry.carriers.base import GRANT_BYTES, Ints, Memory, RegionTable
+from kvferry.carriers.host import HostMemory, joined
 from kvferry.carriers.liveness import hang_up, ours_alone
 from kvferry.carriers.tcp.frames import (
     AUTH_BYTES,
@@ -53,7 +60,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """What peers may use of this server."""
+    """Limits of connections, threads and time that peers may use."""
 
     max_connections: int = 1024
     max_pending: int = 64  # connections that have not authenticated yet
@@ -108,7 +115,7 @@ class TcpServer:
         thread = threading.Thread(
             target=self._serve, args=(stream,), name="kvferry-tcp-serve", daemon=True
         )
-        with self._lock:  # also the start: who closes joins every thread that it finds here
+        with self._lock:  # also the start: `close` joins every thread that it finds here
             room = not (
                 self._closed
                 or len(self._pending) + len(self._serving) >= self._limits.max_connections
@@ -142,7 +149,7 @@ class TcpServer:
         self.counters["evicted"] += 1
 
     def revoke(self, incarnation: bytes, seconds: float) -> None:
-        """End what this peer has under way and let it in no more; no byte of it arrives later."""
+        """End this peer's frames under way and let it in no more; no byte of it arrives later."""
         with self._lock:
             self._barred.add(incarnation)
         self._end_and_wait(incarnation, seconds)
@@ -248,7 +255,7 @@ class TcpServer:
             except FrameRefused as refused:
                 self._answer(stream, header.request, refused)
                 continue
-            # counted before the peer can know, so that whoever has an answer finds it counted
+            # counted before the peer can know: a peer that has an answer finds it counted
             if header.kind == FrameKind.READ:
                 self._count("reads")
                 answer = FrameHeader(FrameKind.DATA, header.request, 0, header.payload_bytes)
@@ -322,7 +329,7 @@ class TcpServer:
         deadline = time.monotonic() + self._limits.goodbye_seconds
         frame = error_frame(request, refused.code, refused.text)
         if refused.fatal:
-            with contextlib.suppress(TransferError):  # who does not listen is not told
+            with contextlib.suppress(TransferError):  # a peer that does not listen is not told
                 stream.send(frame, deadline)
         else:
             stream.send(frame, deadline)
@@ -339,25 +346,13 @@ def _unpack(raw: bytes) -> FrameHeader:
         raise FrameRefused(Code.MALFORMED, str(error), fatal=True) from None
 
 
-# --------------------------------------------------------------------------------------------------
-# Grants: ranges of own memory that whoever knows an unguessable id may write, until they close.
-#
-# The owner opens a grant for what one transfer may write and closes it when it wants the memory
-# back. Every granted write names its grant, and all its ranges are checked against it before the
-# first byte is taken. Closing ends the connections that write under the grant at that moment, waits
-# until their threads have left the memory, and takes nothing more: a peer that stalled, was stopped
-# or lies can then send what it likes. It also says how many bytes were written, as counted on this
-# side.
-# --------------------------------------------------------------------------------------------------
-
-
 class FrameRefused(Exception):
     """A frame that is answered with an error."""
 
     def __init__(self, code: Code, text: str, *, fatal: bool = False) -> None:
         super().__init__(text)
         self.code, self.text = code, text
-        self.fatal = fatal  # the connection ends: what follows cannot be told apart any more
+        self.fatal = fatal  # the connection ends: later frames cannot be told apart
 
 
 @dataclass(slots=True)
@@ -405,7 +400,7 @@ class Grants:
     def writing(
         self, grant: bytes, stream: TcpStream, address: Ints, length: Ints
     ) -> Iterator[None]:
-        """While a stream's payload is taken into these ranges; refuses what is not granted."""
+        """While a stream's payload is taken into these ranges; refuses ranges without a grant."""
         with self._lock:
             entry = self._open.get(grant)
             if entry is None:

@@ -2,11 +2,12 @@
 
     checks   installed, permitted: versions, GPUs, RDMA devices, limits, the address of `--host`
     tries    reachable: every carrier moves bytes between two processes of this host
-    choice   chosen: what engines of this host would use, or those of two hosts (`--between`)
+    choice   chosen: the carrier between engines of this host, or of two hosts (`--between`)
     peer     the same for a running engine: each rank, by each carrier that it offers (`--peer`)
 
-Exit status 0 if all that must work does: tcp on this host, and whatever `--carriers`, `--options`,
-`--host`, `--peer` and `--between` name. What is optional and missing is reported with advice.
+The exit status is 0 if everything required works: tcp on this host, and all that `--carriers`,
+`--options`, `--host`, `--peer` and `--between` name. Optional parts that are missing are reported
+with advice.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ STYLES = {"ok": "green", "missing": "yellow", "broken": "bold red", "info": "dim
 def doctor(
     settings: Settings, peer: str | None, between: tuple[str, str] | None, as_json: bool
 ) -> int:
-    """Print the findings as a table, or with the facts of this host as JSON; the exit status."""
-    # imported here, because child processes import this package too
+    """Print a table of findings, or JSON with this host's facts. Returns the exit status."""
+    # Imported here, because child processes import this package too.
     from kvferry.cli.console import print_json
     from kvferry.cli.doctor.peer import look_at_peer, require_address
 
@@ -64,5 +65,5 @@ def _print(sections: Mapping[str, Sequence[Finding]], healthy: bool) -> None:
             said = Text(row.found).append(f"\n→ {row.advice}" if row.advice else "", "cyan")
             state = Text(row.state, STYLES[row.state])
             table.add_row("" if number else section, Text(row.name, overflow="fold"), state, said)
-    verdict = "What must work does." if healthy else "Something that must work does not."
+    verdict = "Everything required works." if healthy else "Something required does not work."
     Console().print(table, Text(f"\n{verdict}", STYLES["ok" if healthy else "broken"]), sep="\n")

@@ -1,6 +1,6 @@
-"""What is installed and permitted on this host, without trying any carrier.
+"""Checks of what is installed and permitted on this host. No carrier is tried here.
 
-Versions come from package metadata: torch, vLLM and the carriers' libraries are not imported.
+Versions come from package metadata, so that torch, vLLM and the carriers' libraries stay unloaded.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ HOW_TO_INSTALL = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`missing` is something optional; `broken` is something that must work and does not."""
+    """One line of the report. `missing` is optional; `broken` is required and does not work."""
 
     name: str
     state: State
@@ -62,7 +62,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How engines here are configured, in the words of `kv_connector_extra_config`."""
+    """The configuration of engines here, by the keys of `kv_connector_extra_config`."""
 
     carriers: tuple[str, ...] = (AUTO,)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Settings:
 
     @classmethod
     def read(cls, carriers: str, options: str, host: str | None, secret: str | None) -> Settings:
-        """From the command line; `DescriptionError` for what an engine would refuse too."""
+        """Read the command line. Raises `DescriptionError` for what an engine would refuse."""
         names = tuple(carriers.replace(",", " ").split()) or (AUTO,)
         try:
             found = json.loads(options or "{}")
@@ -83,14 +83,14 @@ class Settings:
         return cls(names, found, host or None, secret)
 
     def names(self, carrier: str) -> bool:
-        """Whether the operator named this carrier: then it must work."""
+        """Whether the operator named this carrier, so that it must work."""
         return carrier in self.carriers or carrier in self.options
 
     def opening(self, carrier: str) -> dict[str, Any]:
-        """The arguments by which an engine here makes that carrier."""
+        """The arguments with which an engine here makes that carrier."""
         common: dict[str, Any] = {"secret": self.secret, "host": self.host or LOOPBACK}
         if carrier == "cuda":
-            common["triton"] = False  # a try is not to wait for kernels to be compiled
+            common["triton"] = False  # a try should not wait for the compiler
         return common | dict(self.options.get(carrier, {}))
 
 
@@ -131,7 +131,7 @@ def cuda() -> Finding:
 
 
 def rdma(devices: Path = INFINIBAND, handles: Path = VERBS) -> Finding:
-    """RDMA devices with the state and speed of their ports, and whether we may open one."""
+    """RDMA devices with the state and speed of their ports, and whether this user may open one."""
     names = sorted(path.name for path in devices.glob("*"))
     if not names:
         advice = "only needed for RDMA (mooncake, nixl); without it engines of two hosts use TCP"

@@ -1,8 +1,8 @@
-"""Which carrier an engine would use for another one, and why.
+"""Which carrier an engine would use to reach another one, and why.
 
-`transport.auto` itself chooses: which carriers an engine opens, in which order it tries them, and
-which one it takes. Its carriers are those that were tried (`Tried`): on this host, on the hosts of
-two reports (`kvferry doctor --json`), or with a rank of a peer.
+`carriers.auto` itself makes the choice: which carriers an engine opens, in which order it tries
+them, and which one it takes. It gets `Tried` objects in place of carriers. These were tried on this
+host, on the hosts of two reports (`kvferry doctor --json`), or with a rank of a peer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OTHER_HOST = "the peer runs on another host"
 
 
 class Host(msgspec.Struct, frozen=True):
-    """The facts of a host on which the choice of a carrier rests."""
+    """The facts of a host on which the choice of a carrier depends."""
 
     name: str
     boot: str  # the same for all containers of a host
@@ -53,7 +53,7 @@ class Host(msgspec.Struct, frozen=True):
         )
 
     def opens(self, gpu: bool) -> dict[str, str]:
-        """Carriers in the order of the configuration; those that stay closed with the reason."""
+        """By carrier, in the order of the configuration: why it stays closed, or an empty text."""
         names = ["cuda" if gpu and name == "local" else name for name in self.carriers]
         chosen = select(list(dict.fromkeys(names)), device=gpu, configured=self.configured)
         return {one.name: one.why_not for one in chosen}
@@ -74,7 +74,7 @@ def load_host(path: str) -> Host | None:
 
 
 def between(here: Host, there: Host) -> Iterator[Finding]:
-    """For an engine of the first host that fetches from one of the second."""
+    """The choice of an engine on the first host that reads from one on the second."""
     names = f"{here.name} and {there.name}: "
     if here.kvferry != there.kvferry or here.protocol != there.protocol:
         said = " and ".join(f"kvferry {h.kvferry} (protocol {h.protocol})" for h in (here, there))
@@ -85,9 +85,9 @@ def between(here: Host, there: Host) -> Iterator[Finding]:
 
 
 def choose(what: str, host: Host, gpu: bool, reach: Mapping[str, Tried], advice: str) -> Finding:
-    """What an engine of `host` uses, given how each carrier that the peer offers reaches it."""
+    """The carrier that an engine of `host` uses. `reach`: how each offered carrier reaches it."""
     opens = host.opens(gpu)
-    ways: list[Any] = [  # `transport.auto` takes them for carriers
+    ways: list[Any] = [  # in place of carriers, for `carriers.auto`
         reach.get(name, Tried(name, "the peer does not offer it"))
         for name, closed in opens.items()
         if not closed
@@ -120,7 +120,10 @@ def _reasons(out: Mapping[str, str]) -> str:
 
 
 def for_each_memory(here: Host, there: Host, names: str = "") -> Iterator[Finding]:
-    """Host memory, and GPUs where both have them; engines that name cuda have only the latter."""
+    """The choice for host memory, and for GPUs if both hosts have them.
+
+    An engine that names cuda has its cache on GPUs only.
+    """
     advice = ""
     if here.boot != there.boot:
         advice = (
@@ -138,7 +141,7 @@ def for_each_memory(here: Host, there: Host, names: str = "") -> Iterator[Findin
 
 
 def _way(name: str, here: Host, there: Host, gpu: bool) -> Tried:
-    """How a carrier reaches the second host from the first, by what was tried on each."""
+    """How a carrier reaches the second host from the first, from the tries on each host."""
     closed = there.opens(gpu).get(name, "it is not among its `carriers`")
     if closed and not here.opens(gpu).get(name):
         return Tried(name, f"{there.name} does not offer it: {closed}")

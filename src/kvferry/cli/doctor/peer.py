@@ -1,4 +1,4 @@
-"""`kvferry doctor --peer`: a running engine's directory, our secret, and what reaches its ranks."""
+"""`kvferry doctor --peer`: ask a running engine's directory, and try the carriers to its ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ DIRECTORY_SECONDS = 10.0
 
 
 def look_at_peer(address: str, settings: Settings, host: Host) -> Iterator[Finding]:
-    """The directory, every carrier, and what an engine here would use for each rank."""
+    """Findings about the directory, every carrier, and the chosen carrier for each rank."""
     try:
         seen = _ask_directory(address, settings.secret)
     except KvferryError as error:
-        advice = "is it the directory's port, the same secret, and the same kvferry?"
+        advice = "check the directory's port and the secret, and run the same kvferry on both"
         yield Finding(address, "broken", str(error), advice)
         return
-    taken = "our secret is accepted" if settings.secret else "it is of this user"
+    taken = "our secret is accepted" if settings.secret else "it belongs to this user"
     said = f"engine {seen.engine_id} ({seen.model}), {len(seen.ranks)} ranks; {taken}"
     yield Finding(address, "ok", said)
     if not seen.ranks:
@@ -37,7 +37,7 @@ def look_at_peer(address: str, settings: Settings, host: Host) -> Iterator[Findi
     own = settings.host or own_address(address)
     if not settings.host and not is_loopback(own):
         advice = f'for nixl and mooncake, an engine here needs it: "host": "{own}"'
-        yield Finding("host", "info", f"{own} is how this host reaches it", advice)
+        yield Finding("host", "info", f"this host reaches it from {own}", advice)
     ranks = {f"rank ({rank.pp_rank}, {rank.tp_rank})": rank for rank in seen.ranks}
     names = sorted({name for rank in seen.ranks for name in rank.carriers})
 
@@ -80,7 +80,7 @@ def _ask_directory(address: str, secret: str | None) -> Seen:
 
 
 def own_address(peer: str) -> str:
-    """The address of this host that packets to a peer leave from; nothing is sent."""
+    """The address from which this host would send packets to a peer. Nothing is sent."""
     host, _, port = peer.rpartition(":")
     with contextlib.suppress(OSError, ValueError):
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
@@ -92,7 +92,7 @@ def own_address(peer: str) -> str:
 
 
 def _reached(name: str, by_rank: Mapping[str, Tried], must: bool) -> Iterator[Finding]:
-    """A line for each rank, or one where all fail for the same reason."""
+    """A line for each rank, or one line if all fail for the same reason."""
     first = next(iter(by_rank.values()))
     if first.why_not and {tried.why_not for tried in by_rank.values()} == {first.why_not}:
         by_rank = {"all ranks": first}

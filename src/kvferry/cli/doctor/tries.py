@@ -1,9 +1,9 @@
-"""Every carrier tried on this host: one process owns memory, another one reads and compares it.
+"""Tries every carrier on this host: one process owns memory, another one reads and compares it.
 
-A carrier's library may print, hang, or end its process. So each of its tries runs in processes of
-its own (`child`): the question goes in as JSON on standard input, because it may hold a secret; the
-answer comes back as one marked line of standard output. A child that does not answer is reported by
-how it ended and its last words.
+A carrier's library may print, hang, or end its process. So each try runs in child processes
+(`child`). The question goes to a child's standard input as JSON, because it may hold a secret. The
+answer comes back as one marked line of standard output. If a child does not answer, the report says
+how it ended, with the last line of its standard error.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ Program = Callable[[dict[str, Any]], Generator[Any]]
 
 START_SECONDS = 30.0  # for a child to start and to load a library
 TRY_SECONDS = 10.0  # for one endpoint
-CARRIER_SECONDS = 30.0  # for all endpoints by one carrier
+CARRIER_SECONDS = 30.0  # for all endpoints of one carrier
 HERE = "here"
 TRIED_BYTES = 1 << 20
 MARK = "kvferry doctor: "
 LAST_WORDS = 300  # characters
-# What is tried, and what to do where it fails.
+# Carriers to try, and advice if one fails.
 ADVICE = {
     "local": "two engines of one host use tcp instead, which is slower; containers need one pid "
     "namespace and the ptrace permission (--cap-add SYS_PTRACE)",
     "tcp": "allow TCP connections over the loopback interface and between hosts",
     "cuda": "caches on GPUs move by tcp instead, which stages them in host memory and is slower",
-    "nixl": "only needed where it is configured; see --options and --host",
-    "mooncake": "only needed where it is configured; see --options and --host",
+    "nixl": "only needed if it is configured; see --options and --host",
+    "mooncake": "only needed if it is configured; see --options and --host",
 }
 
 
 class Tried(msgspec.Struct, frozen=True):
-    """How a carrier reaches memory of another process, or why not.
+    """How a carrier reaches memory of another process, or why it does not.
 
-    It stands in for the carrier and for its connection where `transport.auto` chooses.
+    `carriers.auto` gets it in place of the carrier and of its connection.
     """
 
     name: str
     why_not: str = ""
-    detour: str = ""  # why it goes by tcp instead
-    flavour: str = ""  # of a library: its protocol or backends, the same on both sides
+    detour: str = ""  # why it falls back to tcp
+    flavour: str = ""  # a library's protocol or backends, which both sides must share
     milliseconds: float = 0.0  # to connect
 
     def connect(self, endpoint: bytes, deadline: float) -> Tried:
@@ -70,12 +70,15 @@ class Tried(msgspec.Struct, frozen=True):
             raise HandoverError(self.why_not)
         return self
 
+    def detour_to(self, peer: Tried) -> str:
+        return self.detour
+
     def disconnect(self, peer: Tried) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 def try_host(settings: Settings) -> dict[str, Tried]:
-    """Every carrier, with the options that an engine here would give it."""
+    """Try every carrier, with the options that an engine here would give it."""
     with ThreadPoolExecutor(len(ADVICE)) as pool:
         return {tried.name: tried for tried in pool.map(lambda n: _try(n, settings), ADVICE)}
 
@@ -83,7 +86,7 @@ def try_host(settings: Settings) -> dict[str, Tried]:
 def reachable(settings: Settings, tried: Mapping[str, Tried]) -> Iterator[Finding]:
     for name, one in tried.items():
         named = settings.names(name)
-        if named or not missing(name):  # what is missing, `installed` says
+        if named or not missing(name):  # `installed` reports what is missing
             must = named or name == "tcp"
             yield finding(name, one, must, "1 MiB read and compared")
 
@@ -96,14 +99,14 @@ def finding(what: str, tried: Tried, must: bool, good: str) -> Finding:
     if tried.detour:
         return Finding(what, "missing", f"by tcp only: {why}", advice)
     if tried.flavour:
-        advice = f"the peer's is as by {as_configured(tried)}"
+        advice = f"the peer uses {as_configured(tried)}"
     elif missing(name):
         advice = HOW_TO_INSTALL.get(name, advice)
     return Finding(what, "broken" if must else "missing", why, advice)
 
 
 def missing(name: str) -> str:
-    """Why this host cannot open that carrier at all; empty where it may."""
+    """Why this host cannot open that carrier at all; empty if it can."""
     if name not in CARRIERS:
         return "this kvferry has no such carrier"
     if name in HOW_TO_INSTALL and version_of(name) is None:
@@ -116,7 +119,7 @@ def flavour_of(name: str, endpoint: bytes) -> str:
 
 
 def options_of(name: str, flavour: str) -> dict[str, Any]:
-    """Options by which a library's carrier has that flavour."""
+    """The options that give a library's carrier that flavour."""
     return {"backends": flavour.split(",")} if name == "nixl" else {"protocol": flavour}
 
 
@@ -128,7 +131,7 @@ def as_configured(tried: Tried) -> str:
 def try_offers(
     name: str, offers: Mapping[str, bytes], settings: Settings, address: int | None = None
 ) -> dict[str, Tried]:
-    """One carrier, with every endpoint that is offered; `address`: memory to read and compare."""
+    """Try one carrier with every offered endpoint. `address`: memory to read and compare."""
     question = {
         "name": name,
         "options": settings.opening(name),
@@ -168,7 +171,7 @@ def own(question: dict[str, Any]) -> Generator[Any]:
 
 
 def reach(question: dict[str, Any]) -> Generator[Any]:
-    """The program of the process that connects; a library that has no options speaks as offered."""
+    """The program of the process that connects. Without options, a library uses the peer's."""
     name, options = question["name"], question["options"]
     offers = {where: bytes.fromhex(endpoint) for where, endpoint in question["offers"].items()}
     if name in ENGINES and not question["configured"]:
@@ -188,11 +191,11 @@ def _connect(carrier: Any, endpoint: bytes, until: float, address: int | None) -
         took = (time.monotonic() - begin) * 1e3
         if address is not None:
             _compare(carrier, peer, address, deadline)
-    except Exception as error:  # also of its library
+    except Exception as error:  # also one of its library
         return Tried(name, text_of(error), flavour="" if address else flavour)
     with contextlib.suppress(Exception):
         carrier.disconnect(peer)
-    return Tried(name, "", str(getattr(peer, "detour", "")), flavour, took)
+    return Tried(name, "", carrier.detour_to(peer), flavour, took)
 
 
 def _compare(carrier: Any, peer: Any, address: int, deadline: float) -> None:
@@ -212,7 +215,7 @@ def _pattern() -> NDArray[np.uint8]:
 
 
 def _place(name: str, data: NDArray[np.uint8]) -> int:
-    """The address of these bytes: for cuda, of a copy on GPU 0."""
+    """The address of these bytes; for cuda, of a copy on GPU 0."""
     if name != "cuda":
         return int(data.ctypes.data)
     with device(0).current():
@@ -234,8 +237,8 @@ def in_process(program: Program, question: dict[str, Any], seconds: float) -> It
 
 @contextlib.contextmanager
 def child(program: Program, question: dict[str, Any], seconds: float) -> Iterator[Any]:
-    """The value that `program(question)` yields in another process, which lives as long as the
-    block. Its own alarm ends it where it has no answer after `seconds`, wherever it hangs."""
+    """The value that `program(question)` yields in a child process, which lives as long as the
+    block. If the child has no answer after `seconds`, its own alarm ends it."""
     name = program.__name__
     code = (
         f"import signal; signal.alarm({seconds:.0f}); from {program.__module__} import {name}; "
@@ -249,7 +252,7 @@ def child(program: Program, question: dict[str, Any], seconds: float) -> Iterato
     ):
         try:
             assert process.stdin and process.stdout
-            with contextlib.suppress(BrokenPipeError):  # it has ended: see below
+            with contextlib.suppress(BrokenPipeError):  # the child has ended; handled below
                 os.write(process.stdin.fileno(), json.dumps(question).encode() + b"\n")
             said = next((line for line in process.stdout if line.startswith(MARK)), "")
             if not said:
@@ -263,16 +266,16 @@ def child(program: Program, question: dict[str, Any], seconds: float) -> Iterato
 
 
 def run(program: Program) -> None:
-    """A child's main function. The child keeps its memory until the parent ends it, or ends."""
+    """A child's main function. The child keeps its memory until its parent kills it, or ends."""
     try:
         running = program(json.loads(sys.stdin.readline()))
         reply = {"answer": next(running)}
-    except Exception as error:  # also of a library
+    except Exception as error:  # also one of a library
         reply = {"error": text_of(error)}
     print("\n" + MARK + json.dumps(reply), flush=True)
     signal.alarm(0)
     sys.stdin.read()
-    os._exit(0)  # whatever a library's threads do
+    os._exit(0)  # without waiting for a library's threads
 
 
 def text_of(error: Exception) -> str:

@@ -1,91 +1,447 @@
-"""Room in the embedded store: who gets an extent, and who must make way.
+"""The tiers of one open store: which object gets an extent, and which objects make way for it.
 
-An object comes in only in place of objects that the policy holds worth less, else it is declined;
-with a disk tier it always comes in, because what it displaces is not lost. Victims without a copy
-on disk are written there first, outside of the lock: they stay readable until the file is in place.
-Victims are chosen without the lock too, and looked at again under it.
+An object comes in only in place of objects that the policy scores lower, else it is declined. With
+a disk tier it always comes in, because the objects that it displaces are not lost. Victims without
+a copy on disk are written there first, without the lock: they stay readable until the file is in
+place. Victims are chosen without the lock too, and looked at again with it.
+
+The first process to open a store decides its sizes, and gives records to the files that its disk
+tier still has (`disk`); others may open the store before that is done.
+
+A process can die at any point. The lock goes with it; `dirty` says that the process held it; states
+with an owner say what it was doing. `mend` undoes the work of dead owners, removes their files, and
+finds the gaps again, from the records.
+
+A living process may have to update the records (give extents back, remove a damaged object) while a
+stopped process holds the lock. No other process can do that for it. So the update is queued, the
+next thread of this process that gets the lock writes it first, and a thread tries for the lock
+until then.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
 import math
+import threading
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.errors import StoreError
 from kvferry.pool.embedded import index as ix
-from kvferry.pool.embedded import opened
-from kvferry.pool.embedded.arena import ALIGN
-from kvferry.pool.embedded.disk import DiskTier, Files, lowest
-from kvferry.pool.embedded.index import SWEEP, key_name
-from kvferry.pool.embedded.opened import Opened
-
-# --------------------------------------------------------------------------------------------------
-# What leaves the embedded store: objects that nobody wants or can trust, and unused extents.
-#
-# What a process was granted and cannot use, because it failed or ran out of time, it gives back;
-# and what it leaves when it dies is undone by others (`embedded_open`).
-# --------------------------------------------------------------------------------------------------
+from kvferry.pool.embedded.arena import Arena
+from kvferry.pool.embedded.disk import DISK_LINK, DirectoryOwner, DiskTier, own_directory
+from kvferry.pool.embedded.index import (
+    ADOPT,
+    SWEEP,
+    Calls,
+    Geometry,
+    Members,
+    SharedIndex,
+    SharedLock,
+)
+from kvferry.pool.embedded.policy import ConversationPolicy, History
+from kvferry.private_files import private_directory
 
 _log = logging.getLogger(__name__)
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+MakePolicy = Callable[[History, Floats], ConversationPolicy]  # from shared memory
 
+OPEN_SECONDS = 60.0
+ADOPT_SECONDS = 5.0  # in which the first opener waits for files to get records; more come later
+UPDATE_SECONDS = 1.0  # for the lock, past a caller's deadline, to give back what it was granted
+RETRY_SECONDS = 0.25  # between two tries of a thread for the lock, and for each of them
 DISCARD_SECONDS = 0.01  # for the lock: a thousand times as long as most hold it
+REAP_SECONDS = 1.0  # between two looks for extents of dead processes, while objects can be evicted
+ROUNDS = 6  # of making room for one batch: others may take what was freed
+FEW_OBJECTS = 4096  # up to here, victims are looked for each time, and only as many as needed
+BATCH_SHARE = 256  # beyond, at least this part of the memory is freed at a time
+BAR_SECONDS = 1.0  # how long the last victim's score tells what is not worth a search
 
 
-class Giving(Opened):
-    """The tiers of one store, and the way out of them."""
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """An extent that is wanted."""
 
-    def give_up(self, rows: Ints, generation: NDArray[np.uint32], deadline: float) -> int:
-        """Objects away from all tiers, if they are still those; how many were."""
-        with self.locked(deadline):
-            rows = self._still(rows, generation)
-            self._drop(rows)
-        return len(rows)
+    row: int
+    low: np.uint64  # the key, because a ghost's slot may be given away meanwhile
+    high: np.uint64
+    size: int  # bytes, a multiple of `arena.ALIGN`
+    state: int  # WRITING or PROMOTING, once it has it
 
-    def discard(self, row: int, generation: int, deadline: float) -> None:
-        """An object that is not what was written goes, at once or as soon as that can be: its
-        reader is not kept by who is stopped with the lock."""
-        known = (row, generation)
-        if known in self._damaged:
-            return
-        self._damaged.add(known)
+    @property
+    def before(self) -> int:
+        """The row's state until then, and again if the extent is given back."""
+        return ix.GHOST if self.state == ix.WRITING else ix.DISK
 
-        def settle() -> None:
-            self._damaged.discard(known)
-            generations = np.array([generation], dtype=np.uint32)
-            rows = self._still(np.array([row], dtype=np.int64), generations)
-            self._drop(rows)
-            if len(rows):
-                self.index.count("corrupt")
-                _log.error("an object was not what was written, and is removed (record %d)", row)
 
-        self._settle(settle, min(deadline, time.monotonic() + DISCARD_SECONDS))
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Offsets by row; `declined` rows were worth less than the objects that are there."""
 
-    def _still(self, rows: Ints, generation: NDArray[np.uint32]) -> Ints:
-        """Those that have the object of this generation, and may lose it."""
+    offsets: dict[int, int] = field(default_factory=dict)
+    declined: set[int] = field(default_factory=set)
+
+
+class Tiers:
+    """The files of one store as one process has them open, and the right to change them."""
+
+    def __init__(
+        self,
+        directory: Path,
+        wanted: Geometry,
+        disk: Path | None,
+        clock: Callable[[], float],
+        make_policy: MakePolicy,
+        calls: Calls,
+    ) -> None:
+        private_directory(directory)
+        self.clock, self.calls = clock, calls
+        self._reap_at = 0.0
+        self._updates: deque[Callable[[], None]] = deque()  # of the records, still to be written
+        self._damaged: set[tuple[int, int]] = set()  # rows and generations to be removed
+        self._updating: threading.Thread | None = None
+        self._starting = threading.Lock()
+        with contextlib.ExitStack() as undo:  # a process that is refused leaves nothing open
+            self.lock = SharedLock(directory / "lock")
+            undo.callback(self.lock.close)
+            with self.lock.held(time.monotonic() + OPEN_SECONDS):
+                self._open(directory, wanted, disk, make_policy, undo)
+            undo.pop_all()
+        if self.disk is not None:
+            self.disk.begin()
+            if self.index.created:  # a small tier is whole when the store is open
+                self.disk.wait(ADOPT_SECONDS)
+
+    def _open(
+        self,
+        directory: Path,
+        wanted: Geometry,
+        disk: Path | None,
+        make_policy: MakePolicy,
+        undo: contextlib.ExitStack,
+    ) -> None:
+        self.members = Members(directory / "members")
+        undo.callback(self.members.close)
+        me, others = self.members.me, self.members.others
+        self.index = index = SharedIndex(directory / "index", wanted, others())
+        undo.callback(index.close)
+        self.policy = make_policy(index.history, index.learned)
+        self.arena = Arena(directory / "arena", index)
+        undo.callback(self.arena.close)
+        if not index.created:
+            disk = own_directory(directory, index.geometry.disk_bytes > 0, disk, others())
+        self.disk: DiskTier | None = None
+        self._owner: DirectoryOwner | None = None
+        if disk is not None:
+            self._owner = DirectoryOwner(disk, index.store_id, directory, others)
+            undo.callback(self._owner.close)
+            self.disk = DiskTier(disk, index, self.members, self.clock, self.calls, self.locked)
+        if index.created:
+            self.policy.reset()
+            link = directory / DISK_LINK  # for processes that open the store later
+            link.unlink(missing_ok=True)
+            if disk is not None and self.disk is not None:
+                self.disk.clean()
+                index.files_due = ADOPT
+                link.symlink_to(disk.absolute())
+            index.publish()
+        else:
+            self._undo(lambda owner: owner == me)  # the last process that had this number
+            if self.disk is not None:
+                self.disk.clean(lambda member: member == me)
+                index.files_by = 0 if index.files_by == me else index.files_by
+
+    def close(self) -> None:
+        """After the last call."""
+        self.disk = None  # it refers to this object, and a circle would keep the mappings
+        self._updates.clear()  # the same; the next process undoes the work of members that are gone
+        self.members.close()
+        if self._owner is not None:
+            self._owner.close()
+        self.lock.close()
+        self.arena.close()
+        self.index.close()
+
+    # The right to change the records
+
+    @contextlib.contextmanager
+    def locked(self, deadline: float, seconds: float = math.inf) -> Iterator[None]:
+        """The lock, by the deadline and within so many seconds; the records are mended first if
+        its last holder died."""
+        with self.lock.held(min(deadline, time.monotonic() + seconds)):
+            if self.index.dirty:
+                self.mend()
+            self.index.dirty = True
+            while self._updates:
+                self._updates.popleft()()
+            yield  # an exception leaves `dirty` set, and the next holder mends the records
+            self.index.dirty = False
+
+    def mend(self) -> None:
+        self.index.count("mended")
+        self._undo(lambda owner: not self.members.alive(owner))
+
+    def _undo(self, of: Callable[[int], bool]) -> None:
+        """The work under way of these owners."""
         index = self.index
-        same = index.readable(rows) & (index.generation[rows] == generation)
-        # on its way into memory: the bytes go to an extent that its owner still writes to
-        same &= index.state[rows] != ix.PROMOTING
-        return np.asarray(rows[same])
+        rows = index.in_state(*ix.OWNED)
+        gone = {owner for owner in np.unique(index.owner[rows]).tolist() if of(owner)}
+        rows = rows[np.isin(index.owner[rows], list(gone))]
+        states = index.state[rows].copy()
+        if self.disk is not None:
+            self._undo_demotions(self.disk, rows[states == ix.DEMOTING])
+            self.disk.sweep_later()  # a process that dies may leave files without a record
+            self.disk.clean(gone.__contains__)
+        index.leave_memory(rows[states == ix.PROMOTING], ix.DISK)
+        index.leave_memory(rows[states == ix.WRITING], ix.GHOST)
+        index.leave_memory(np.flatnonzero(index.state > ix.PROMOTING), ix.GHOST)  # damaged
+        self.arena.find_gaps()
+        index.gaps_stale = False
 
-    def clear(self, deadline: float) -> int:
-        """All objects away, and all files of the store's, also those without a record."""
+    def _undo_demotions(self, disk: DiskTier, rows: Ints) -> None:
+        """Back to memory, which still has the objects."""
+        # the files first: if this process dies between, the rows are undone again
+        disk.remove(self.index.names(rows))
+        self.index.state[rows] = ix.MEMORY
+
+    def _reap(self, deadline: float, seconds: float, *, now: bool = False) -> bool:
+        """Whether memory came back from processes that died outside of the lock."""
+        if not now and time.monotonic() < self._reap_at:
+            return False
+        self._reap_at = time.monotonic() + REAP_SECONDS
         index = self.index
-        if self.files is not None:
+        owners = np.unique(index.owner[index.in_state(*ix.OWNED)]).tolist()
+        if all(self.members.alive(owner) for owner in owners):
+            return False
+        with self.locked(deadline, seconds):
+            self.mend()
+        return True
+
+    def _update(self, write: Callable[[], None], deadline: float) -> None:
+        """Write to the records now, or first of all when this process next has the lock."""
+        self._updates.append(write)
+        try:
             with self.locked(deadline):
-                index.files_due = min(index.files_due, SWEEP)  # nothing more is taken in
-        rows = index.objects()
-        count = self.give_up(rows, index.generation[rows].copy(), deadline)
-        if self.files is not None:
-            self.files.sweep_now(deadline)
-        return count
+                pass
+        except StoreError as error:
+            _log.warning("the store's records are put right later: %s", error)
+            with self._starting:
+                if self._updating is None:
+                    self._updating = self.calls.beside(self._keep_updating, "kvferry-updates")
+
+    def _keep_updating(self) -> None:
+        while True:
+            with self._starting:  # an update that is queued after this starts another thread
+                if not self._updates or self.calls.closing.is_set():
+                    self._updating = None
+                    return
+            self.calls.closing.wait(RETRY_SECONDS)
+            try:
+                with self.locked(time.monotonic() + RETRY_SECONDS):
+                    pass
+            except StoreError as error:
+                _log.debug("not yet: %s", error)
+            except Exception:
+                _log.exception("the store's records could not be put right")
+
+    # Coming in
+
+    def reserve(
+        self,
+        wishes: list[Wish],
+        scores: Floats,
+        firm: bool,
+        deadline: float,
+        lock_seconds: float = math.inf,
+    ) -> Granted:
+        """Extents for as many wishes as there can be, the most valuable first.
+
+        The rows, each of them once, are GHOST (or DISK) when asked for and stay so until they have
+        their extent. `scores` of infinity are never declined; with `firm`, none is. A caller that
+        can do without waits `lock_seconds` for the lock, each time; making room takes its time.
+        """
+        granted = Granted()
+        pending = [wishes[i] for i in np.argsort(-scores, kind="stable").tolist()]
+        pending = [w for w in pending if w.size <= self.arena.capacity]
+        worth = {wish.row: float(score) for wish, score in zip(wishes, scores, strict=True)}
+        stuck = 0
+        try:
+            while True:
+                before = len(pending)
+                with self.locked(deadline, lock_seconds):
+                    pending = self._take(pending, granted)
+                stuck = stuck + 1 if len(pending) == before else 0
+                if not pending or stuck > ROUNDS or time.monotonic() > deadline:
+                    break
+                if self._reap(deadline, lock_seconds):  # before objects that may still be wanted
+                    continue
+                victims = self._choose(pending, worth, firm, stuck > 1, granted.declined)
+                pending = [w for w in pending if w.row not in granted.declined]
+                if len(victims):
+                    self._evict(victims, deadline, lock_seconds)
+                elif not pending or not self._reap(deadline, lock_seconds, now=True):
+                    break
+        except BaseException:
+            back = [w.row for w in wishes if w.row in granted.offsets]
+            if back:
+                self.abandon(np.array(back, dtype=np.int64), wishes[0].before)
+            raise
+        return granted
+
+    def _take(self, wishes: list[Wish], granted: Granted) -> list[Wish]:
+        """Free extents for these; those that found none."""
+        index = self.index
+        left: list[Wish] = []
+        if index.gaps_stale:
+            self.arena.find_gaps()
+            index.gaps_stale = False
+        too_long = self.arena.capacity + 1  # no gap has this size
+        for wish in wishes:
+            row = wish.row
+            same = index.low[row] == wish.low and index.high[row] == wish.high
+            if index.state[row] != wish.before or not same:  # another writer was faster
+                continue
+            offset = self.arena.take(wish.size) if wish.size < too_long else -1
+            if offset < 0:
+                too_long = min(too_long, wish.size)
+                left.append(wish)
+                continue
+            index.generation[row] += np.uint32(1)  # the process that gave it up may have died first
+            index.offset[row], index.extent[row] = offset, wish.size
+            index.owner[row] = self.members.me
+            index.state[row] = wish.state
+            granted.offsets[row] = offset
+        return left
+
+    def _choose(
+        self,
+        wishes: list[Wish],
+        worth: dict[int, float],
+        firm: bool,
+        in_a_row: bool,
+        declined: set[int],
+    ) -> Ints:
+        """The objects to evict for these wishes; wishes that are worth less become `declined`."""
+        index, now = self.index, self.clock()
+        none = np.empty(0, dtype=np.int64)
+        bar, when = index.bar
+        if not firm and 0 <= now - when < BAR_SECONDS:
+            declined.update(w.row for w in wishes if worth[w.row] < bar)
+            wishes = [w for w in wishes if w.row not in declined]
+        rows = index.in_state(ix.MEMORY, ix.BOTH) if wishes else none
+        if len(rows) == 0:
+            return none
+        scores = self.policy.scores(rows, now)
+        if in_a_row:  # enough was freed, but no gap is long enough
+            return self.arena.cheapest_window(wishes[0].size, rows, scores)
+        need = np.cumsum([w.size for w in wishes])
+        goal = int(need[-1])
+        if len(rows) > FEW_OBJECTS:
+            goal = max(goal, self.arena.capacity // BATCH_SHARE)
+        order = _lowest(scores, index.extent[rows], goal)
+        freed = np.cumsum(index.extent[rows[order]])
+        if not firm:
+            last = np.minimum(np.searchsorted(freed, need), len(order) - 1)
+            worse = np.array([worth[w.row] for w in wishes]) <= scores[order[last]]
+            if bool(worse.any()):
+                declined.update(w.row for w, no in zip(wishes, worse, strict=True) if no)
+                if len(rows) > FEW_OBJECTS:
+                    index.bar = (float(scores[order[0]]), now)
+                goal = sum(w.size for w, no in zip(wishes, worse, strict=True) if not no)
+        count = min(int(np.searchsorted(freed, goal)) + 1, len(order)) if goal else 0
+        return np.asarray(rows[order[:count]])
+
+    def _evict(self, rows: Ints, deadline: float, lock_seconds: float = math.inf) -> None:
+        """Take these out of memory: down to disk where there is one."""
+        index, disk = self.index, self.disk
+        if disk is not None:
+            disk.begin()
+        with self.locked(deadline, lock_seconds):
+            rows = rows[np.isin(index.state[rows], (ix.MEMORY, ix.BOTH))]
+            index.count("evicted", len(rows))
+            index.leave_memory(rows[index.state[rows] == ix.BOTH], ix.DISK)
+            lost = down = rows[index.state[rows] == ix.MEMORY]
+            if disk is not None:
+                down = self._fit(disk, down)
+                index.owner[down] = self.members.me
+                index.state[down] = ix.DEMOTING
+                lost = lost[~np.isin(lost, down)]
+            index.leave_memory(lost, ix.GHOST)
+            index.count("dropped", len(lost))
+            index.gaps_stale = True
+        if disk is not None and len(down):
+            self._demote(disk, down, deadline)
+
+    def _fit(self, disk: DiskTier, coming: Ints) -> Ints:
+        """Remove the least valuable files to make room; which of `coming` are worth their place."""
+        index = self.index
+        over = disk.used() + int(index.image_bytes[coming].sum()) - index.geometry.disk_bytes
+        if over <= 0:
+            return coming
+        files = index.in_state(ix.DISK, ix.BOTH)
+        rows = np.concatenate((coming, files))
+        size = index.image_bytes[rows]
+        order = _lowest(self.policy.scores(rows, self.clock()), size, over)
+        count = min(int(np.searchsorted(np.cumsum(size[order]), over)) + 1, len(order))
+        losers = rows[order[:count]]
+        gone = losers[np.isin(losers, files)]
+        names = index.names(gone)
+        both = index.state[gone] == ix.BOTH
+        index.state[gone[both]] = ix.MEMORY
+        index.leave_memory(gone[~both], ix.GHOST)
+        index.count("dropped", int((~both).sum()))
+        disk.remove(names)
+        return np.asarray(coming[~np.isin(coming, losers)])
+
+    def _demote(self, disk: DiskTier, rows: Ints, deadline: float) -> None:
+        """Write these to disk, without the lock, and then give their extents up."""
+        index = self.index
+        generation = index.generation[rows].copy()
+        names = index.names(rows)
+        ok = np.zeros(len(rows), dtype=bool)
+        ended = False
+
+        def is_mine(at: int | slice) -> Any:
+            row = rows[at]
+            mine = (index.state[row] == ix.DEMOTING) & (index.owner[row] == self.members.me)
+            return mine & (index.generation[row] == generation[at])
+
+        def write() -> None:
+            mine = is_mine(slice(None))
+            if ended:
+                index.leave_memory(rows[mine & ok], ix.DISK)
+                index.leave_memory(rows[mine & ~ok], ix.GHOST)
+                index.count("demoted", int((mine & ok).sum()))
+                index.count("disk_full", int((mine & ~ok).sum()))
+                index.count("dropped", int((mine & ~ok).sum()))
+                index.gaps_stale = True
+            else:
+                self._undo_demotions(disk, rows[mine])
+            # objects that were removed meanwhile; not those that came back and went down again
+            disk.remove_unrecorded([names[at] for at in np.flatnonzero(~mine).tolist()])
+
+        try:
+            for at, name in enumerate(names):
+                row = int(rows[at])
+                image = self.arena.view(int(index.offset[row]), int(index.image_bytes[row]))
+                # past the deadline the rest is dropped: memory must not stay half-freed
+                in_time = time.monotonic() <= deadline
+                whole = len(image) > 0  # a record whose extent is outside of the arena is dropped
+                ok[at] = whole and in_time and disk.write(name, image, partial(is_mine, at))
+            ended = True
+        finally:
+            self._update(write, time.monotonic() + UPDATE_SECONDS)
 
     def claim(self, low: ix.Words, high: ix.Words, batch: Ints) -> Ints:
         """Records for new keys that come together with those of `batch`; the caller has the lock.
@@ -112,258 +468,81 @@ class Giving(Opened):
             rows[left] = index.claim(low[left], high[left], now, taken)
         return rows
 
-    def _drop(self, rows: Ints) -> None:
-        if self.files is not None:
-            self.files.drop(rows)
-        else:
-            self.index.leave_memory(rows, ix.GHOST)
-        self.index.gaps_stale = True
-
     def abandon(self, rows: Ints, state: int) -> None:
-        """Extents that this process was granted and did not fill."""
+        """Give back extents that this process was granted and did not fill."""
 
-        def settle() -> None:
+        def write() -> None:
             self.index.leave_memory(rows, state)
             self.index.gaps_stale = True
 
-        self._settle(settle, time.monotonic() + opened.SETTLE_SECONDS)
+        self._update(write, time.monotonic() + UPDATE_SECONDS)
 
-    def close(self) -> None:
-        """Nobody is at work here any more."""
-        self.files = None  # it knows this room, and a circle would keep the mappings
-        self._owed.clear()  # the same; whoever comes next undoes what a member that is gone owns
-        self.members.close()
-        if self._owner is not None:
-            self._owner.close()
-        self.lock.close()
-        self.arena.close()
-        self.index.close()
+    # Leaving all tiers
 
+    def give_up(self, rows: Ints, generation: NDArray[np.uint32], deadline: float) -> int:
+        """Remove objects, if they are still of this generation; how many were."""
+        with self.locked(deadline):
+            rows = self._still(rows, generation)
+            self._drop(rows)
+        return len(rows)
 
-# --------------------------------------------------------------------------------------------------
+    def discard(self, row: int, generation: int, deadline: float) -> None:
+        """Remove an object that is not what was written, now or as soon as the lock is free: its
+        reader does not wait for a process that is stopped with the lock."""
+        known = (row, generation)
+        if known in self._damaged:
+            return
+        self._damaged.add(known)
 
-Floats = NDArray[np.float64]
+        def write() -> None:
+            self._damaged.discard(known)
+            generations = np.array([generation], dtype=np.uint32)
+            rows = self._still(np.array([row], dtype=np.int64), generations)
+            self._drop(rows)
+            if len(rows):
+                self.index.count("corrupt")
+                _log.error("an object was not what was written, and is removed (record %d)", row)
 
-ROUNDS = 6  # of making room for one batch: others may take what was freed
-FEW_OBJECTS = 4096  # up to here, victims are looked for each time, and only as many as needed
-BATCH_SHARE = 256  # beyond, at least this part of the memory is freed at a time
-BAR_SECONDS = 1.0  # how long the last victim's score tells what is not worth a search
+        self._update(write, min(deadline, time.monotonic() + DISCARD_SECONDS))
 
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """An extent that is wanted."""
-
-    row: int
-    low: np.uint64  # the key, because a ghost's slot may be given away meanwhile
-    high: np.uint64
-    size: int  # bytes, aligned
-    state: int  # WRITING or PROMOTING, once it has it
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """Offsets by row; `declined` were worth less than what is there, `refused` did not fit."""
-
-    offsets: dict[int, int]
-    declined: set[int]
-    refused: set[int]
-    lock_seconds: float  # for which the lock is waited for, each time
-
-    def lock_by(self, deadline: float) -> float:
-        return min(deadline, time.monotonic() + self.lock_seconds)
-
-
-class Room(Giving):
-    """The tiers of one store, as one process sees them."""
-
-    def reserve(
-        self,
-        wishes: list[Wish],
-        scores: Floats,
-        firm: bool,
-        deadline: float,
-        lock_seconds: float = math.inf,
-    ) -> Granted:
-        """Extents for as many wishes as there can be, the most valuable first.
-
-        The rows, each of them once, are GHOST (or DISK) when asked for and stay so until they have
-        their extent. `scores` of infinity are never declined; with `firm`, none is. Who can do
-        without waits `lock_seconds` for the lock; making room takes its time in any case.
-        """
-        granted = Granted({}, set(), set(), lock_seconds)
-        try:
-            self._reserve(wishes, scores, firm, deadline, granted)
-        except BaseException:
-            back = [w.row for w in wishes if w.row in granted.offsets]
-            if back:
-                before = ix.GHOST if wishes[0].state == ix.WRITING else ix.DISK
-                self.abandon(np.array(back, dtype=np.int64), before)
-            raise
-        return granted
-
-    def _reserve(
-        self,
-        wishes: list[Wish],
-        scores: Floats,
-        firm: bool,
-        deadline: float,
-        granted: Granted,
-    ) -> None:
-        pending = [wishes[i] for i in np.argsort(-scores, kind="stable").tolist()]
-        worth = {wish.row: float(score) for wish, score in zip(wishes, scores, strict=True)}
-        granted.refused.update(w.row for w in pending if w.size > self.arena.capacity)
-        pending = [w for w in pending if w.size <= self.arena.capacity]
-        stuck = 0
-        while True:
-            before = len(pending)
-            with self.locked(granted.lock_by(deadline)):
-                pending = self._take(pending, granted)
-            stuck = stuck + 1 if len(pending) == before else 0
-            if not pending or stuck > ROUNDS or time.monotonic() > deadline:
-                break
-            if self._reap(granted.lock_by(deadline)):  # before what somebody may still want
-                continue
-            if not self._evict_for(pending, worth, firm, stuck > 1, granted, deadline):
-                if self._reap(granted.lock_by(deadline), now=True):
-                    continue
-                break
-            pending = [w for w in pending if w.row not in granted.declined]
-        granted.refused.update(wish.row for wish in pending)
-
-    def _take(self, wishes: list[Wish], granted: Granted) -> list[Wish]:
+    def clear(self, deadline: float) -> int:
+        """Remove all objects, and all files of the store, also those without a record."""
         index = self.index
-        left: list[Wish] = []
-        if index.gaps_stale:
-            self.arena.find_gaps()
-            index.gaps_stale = False
-        too_long = self.arena.capacity + 1  # sizes that were not to be had
-        for wish in wishes:
-            row = wish.row
-            expected = ix.GHOST if wish.state == ix.WRITING else ix.DISK
-            same = index.low[row] == wish.low and index.high[row] == wish.high
-            if index.state[row] != expected or not same:  # somebody else was faster
-                granted.refused.add(row)
-                continue
-            offset = self.arena.take(wish.size) if wish.size < too_long else -1
-            if offset < 0:
-                too_long = min(too_long, wish.size)
-                left.append(wish)
-                continue
-            index.generation[row] += np.uint32(1)  # whoever gave it up may have died before
-            index.offset[row], index.extent[row] = offset, wish.size
-            index.owner[row] = self.members.me
-            index.state[row] = wish.state
-            granted.offsets[row] = offset
-        return left
+        if self.disk is not None:
+            with self.locked(deadline):
+                index.files_due = min(index.files_due, SWEEP)  # no more files get records
+        rows = index.objects()
+        count = self.give_up(rows, index.generation[rows].copy(), deadline)
+        if self.disk is not None:
+            self.disk.sweep_now(deadline)
+        return count
 
-    def _evict_for(
-        self,
-        wishes: list[Wish],
-        worth: dict[int, float],
-        firm: bool,
-        in_a_row: bool,
-        granted: Granted,
-        deadline: float,
-    ) -> bool:
-        """Free what the wishes need, or decline them; False where nothing can be freed."""
-        index, now = self.index, self.clock()
-        bar, when = index.bar
-        if not firm and 0 <= now - when < BAR_SECONDS:
-            low = {w.row for w in wishes if worth[w.row] < bar}
-            granted.declined.update(low)
-            wishes = [w for w in wishes if w.row not in low]
-            if not wishes:
-                return True
-        rows = index.in_state(ix.MEMORY, ix.BOTH)
-        if len(rows) == 0:
-            return False
-        scores = self.policy.scores(rows, now)
-        if in_a_row:  # enough was freed, but no gap is long enough
-            victims = self.arena.cheapest_window(wishes[0].size, rows, scores)
-            return len(victims) > 0 and self._evict(victims, granted, deadline)
-        need = np.cumsum([w.size for w in wishes])
-        goal = int(need[-1])
-        if len(rows) > FEW_OBJECTS:
-            goal = max(goal, self.arena.capacity // BATCH_SHARE)
-        order = lowest(scores, index.extent[rows], goal)
-        freed = np.cumsum(index.extent[rows[order]])
-        if not firm:
-            last = np.minimum(np.searchsorted(freed, need), len(order) - 1)
-            mine = np.array([worth[w.row] for w in wishes])
-            worse = mine <= scores[order[last]]
-            granted.declined.update(w.row for w, no in zip(wishes, worse, strict=True) if no)
-            if bool(worse.any()) and len(rows) > FEW_OBJECTS:
-                index.bar = (float(scores[order[0]]), now)
-            if bool(worse.all()):
-                return True
-            if bool(worse.any()):
-                need = np.cumsum([w.size for w, no in zip(wishes, worse, strict=True) if not no])
-                goal = int(need[-1])
-        count = min(int(np.searchsorted(freed, goal)) + 1, len(order))
-        return self._evict(rows[order[:count]], granted, deadline)
-
-    def _evict(self, rows: Ints, granted: Granted, deadline: float) -> bool:
-        """Take these out of memory: down to disk where there is one."""
-        index, files = self.index, self.files
-        if files is not None:
-            files.begin()
-        with self.locked(granted.lock_by(deadline)):
-            rows = rows[np.isin(index.state[rows], (ix.MEMORY, ix.BOTH))]
-            index.count("evicted", len(rows))
-            index.leave_memory(rows[index.state[rows] == ix.BOTH], ix.DISK)
-            down = rows[index.state[rows] == ix.MEMORY]
-            if files is not None:
-                kept = files.fit(down)
-                index.owner[kept] = self.members.me
-                index.state[kept] = ix.DEMOTING
-                down = down[~np.isin(down, kept)]
-            index.leave_memory(down, ix.GHOST)
-            index.count("dropped", len(down))
-            index.gaps_stale = True
-        if files is not None and self.disk is not None and len(kept):
-            self._demote(files, self.disk, kept, deadline)
-        return True
-
-    def _demote(self, files: Files, disk: DiskTier, rows: Ints, deadline: float) -> None:
+    def _still(self, rows: Ints, generation: NDArray[np.uint32]) -> Ints:
+        """Those that have the object of this generation, and may lose it."""
         index = self.index
-        generation = index.generation[rows].copy()
-        names = [key_name(int(index.low[row]), int(index.high[row])) for row in rows.tolist()]
-        ok = np.zeros(len(rows), dtype=bool)
-        ended = False
+        same = index.readable(rows) & (index.generation[rows] == generation)
+        # PROMOTING: the owner still writes to the extent
+        same &= index.state[rows] != ix.PROMOTING
+        return np.asarray(rows[same])
 
-        def settle() -> None:
-            mine = (index.state[rows] == ix.DEMOTING) & (index.owner[rows] == self.members.me)
-            mine &= index.generation[rows] == generation
-            if ended:
-                index.leave_memory(rows[mine & ok], ix.DISK)
-                index.leave_memory(rows[mine & ~ok], ix.GHOST)
-                index.count("demoted", int((mine & ok).sum()))
-                index.count("disk_full", int((mine & ~ok).sum()))
-                index.count("dropped", int((mine & ~ok).sum()))
-                index.gaps_stale = True
-            else:
-                files.undo_demotions(rows[mine])
-            # those of objects that were removed meanwhile, unless they came back and went down
-            files.remove_unrecorded([names[at] for at in np.flatnonzero(~mine).tolist()])
-
-        def still(at: int) -> bool:
-            row = rows[at]
-            mine = index.state[row] == ix.DEMOTING and index.owner[row] == self.members.me
-            return bool(mine and index.generation[row] == generation[at])
-
-        try:
-            for at, name in enumerate(names):
-                row = int(rows[at])
-                image = self.arena.view(int(index.offset[row]), int(index.image_bytes[row]))
-                # past the deadline the rest is dropped: memory must not stay half-freed
-                in_time = time.monotonic() <= deadline
-                whole = len(image) > 0  # a record whose extent is outside of the arena is dropped
-                ok[at] = whole and in_time and disk.write(name, image, functools.partial(still, at))
-            ended = True
-        finally:
-            self._settle(settle, time.monotonic() + opened.SETTLE_SECONDS)
+    def _drop(self, rows: Ints) -> None:
+        index = self.index
+        states = index.state[rows]
+        names = index.names(rows[np.isin(states, (ix.DISK, ix.BOTH))])
+        index.leave_memory(rows, ix.GHOST)
+        index.gaps_stale = True
+        if self.disk is not None:
+            if bool((states == ix.DEMOTING).any()):  # their writer removes the files, or dies first
+                self.disk.sweep_later()
+            self.disk.remove(names)
 
 
-def aligned(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
+def _lowest(scores: Floats, sizes: Ints, goal: int) -> Ints:
+    """Indices by rising score, enough of them for `goal` bytes where there are enough."""
+    count = int(goal / max(float(sizes.mean()), 1.0) * 1.5) + 16
+    while count < len(scores):
+        some = np.argpartition(scores, count - 1)[:count]
+        if int(sizes[some].sum()) >= goal:
+            return np.asarray(some[np.argsort(scores[some], kind="stable")])
+        count *= 4
+    return np.asarray(np.argsort(scores, kind="stable"))

@@ -5,19 +5,32 @@ to it. So there is no table beside the records that a crash could leave behind: 
 the keys of sixteen slots, and a batch of lookups is a handful of NumPy calls without any lock.
 Slots without an object stay as ghosts, the history that eviction learns from, until needed.
 
-`state` is what a record is. All that it says is written before the state that says it, and the
-state goes before what it said, so that a process that dies between any two stores leaves either
-state. States with an owner (a member's number) are undone when the owner is dead:
+`state` says what a record is. A process writes a record's fields before the state that makes them
+valid, and changes the state before it drops them. So a process that dies between any two stores
+leaves one of the two states. States with an owner (a member's number) are undone when the owner is
+dead:
 
     FREE       nothing                          GHOST      history only
-    WRITING    bytes are coming, by the owner   -> GHOST
+    WRITING    the owner writes its bytes       -> GHOST
     MEMORY     an extent of the arena           DISK       a file           BOTH  either
     DEMOTING   in memory, on its way to disk    -> MEMORY
     PROMOTING  on disk, on its way to memory    -> DISK
 
 `generation` changes when an extent is taken, and when it was given up. A reader that has copied and
-still finds the object in memory, at the same offset and in the same generation, knows that nobody
-wrote there meanwhile: also where who gave it up died before the generation changed.
+still finds the object in memory, at the same offset and in the same generation, knows that no
+process wrote there meanwhile: also where a process gave the extent up and died before it changed
+the generation.
+
+Locks are the kernel's, which drops them with the process. `SharedLock` is held for the microseconds
+in which the index changes. A process that dies with it leaves `dirty` set, and the next holder
+mends the records. `Members` locks one byte per process that has the store open, as long as the
+process lives. So whether an owner is alive is a question to the kernel, not to process ids, which
+mean nothing across containers and come again. Both are locks of open file descriptions: two stores
+in one process do not undo each other's. A forked child would share them, and keep them when its
+parent is killed, so it closes them first. Every wait for a lock has a deadline.
+
+Bytes go to and from the mapping by address, so a call that outlives the mapping ends the process.
+`Calls` counts the calls under way; the store unmaps its files after the last one.
 """
 
 from __future__ import annotations
@@ -33,7 +46,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +57,6 @@ from numpy.typing import NDArray
 from kvferry.errors import StoreError
 from kvferry.pool.embedded.policy import LEARNED_FLOATS, History
 from kvferry.private_files import open_private
-
-# --------------------------------------------------------------------------------------------------
-# The first words of the embedded store's index: what belongs to the store and to no record.
-#
-# Words 0 to 3 are the magic number and the sizes (`embedded_index`); 4 and 5 are a number of the
-# store's own; words 8 to 15 are below; counts follow from word 16 on. Each word is written by
-# whoever holds the store's lock, but for some counts, which may miss a few.
-# --------------------------------------------------------------------------------------------------
 
 HEADER_WORDS = 512
 MAX_GAPS = 1 << 15
@@ -70,97 +75,11 @@ COUNTERS = (
     "puts",
 )
 
-# What is to be done about files without a record
+# The walk through the disk tier's files that is due: none, one that removes files without a record,
+# or one that makes records for them
 NOTHING, SWEEP, ADOPT = range(3)
 
-
-class IndexHeader:
-    """Words in memory that all processes share."""
-
-    def __init__(self, words: NDArray[np.int64]) -> None:
-        self._header = words
-
-    def _word(self, at: int) -> int:
-        return int(self._header[at])
-
-    @property
-    def store_id(self) -> str:
-        """Of this store alone; made when it is first asked for, under the lock."""
-        words = self._header[4:6]
-        if not words.any():
-            words[:] = np.frombuffer(os.urandom(16), dtype=np.int64)
-        return words.tobytes().hex()
-
-    @property
-    def dirty(self) -> bool:
-        return bool(self._header[8])
-
-    @dirty.setter
-    def dirty(self, value: bool) -> None:
-        self._header[8] = value
-
-    @property
-    def gaps(self) -> int:
-        return min(max(self._word(9), 0), MAX_GAPS)  # whatever another process wrote
-
-    @gaps.setter
-    def gaps(self, value: int) -> None:
-        self._header[9] = value
-
-    @property
-    def arena_bytes(self) -> int:
-        """Bytes of the arena that are backed by memory."""
-        return self._word(10)
-
-    @arena_bytes.setter
-    def arena_bytes(self, value: int) -> None:
-        self._header[10] = value
-
-    @property
-    def gaps_stale(self) -> bool:
-        """Whether extents were given up since the gaps were found."""
-        return bool(self._header[11])
-
-    @gaps_stale.setter
-    def gaps_stale(self, value: bool) -> None:
-        self._header[11] = value
-
-    @property
-    def bar(self) -> tuple[float, float]:
-        """Score of the last victim, and when that was."""
-        score, when = self._header[12:14].view(np.float64).tolist()
-        return score, when
-
-    @bar.setter
-    def bar(self, value: tuple[float, float]) -> None:
-        self._header[12:14].view(np.float64)[:] = value
-
-    @property
-    def files_due(self) -> int:
-        """SWEEP: files may lie there that no record names, and go. ADOPT: they are taken in."""
-        return min(max(self._word(14), NOTHING), ADOPT)
-
-    @files_due.setter
-    def files_due(self, value: int) -> None:
-        self._header[14] = value
-
-    @property
-    def files_by(self) -> int:
-        """The member that is at it, or 0."""
-        return self._word(15)
-
-    @files_by.setter
-    def files_by(self, value: int) -> None:
-        self._header[15] = value
-
-    def count(self, name: str, by: int = 1) -> None:
-        self._header[16 + COUNTERS.index(name)] += by
-
-    def counters(self) -> dict[str, int]:
-        return {name: self._word(16 + at) for at, name in enumerate(COUNTERS)}
-
-
-# --------------------------------------------------------------------------------------------------
+_log = logging.getLogger(__name__)
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -174,7 +93,7 @@ _NO_ROWS = np.empty(0, dtype=np.int64)
 
 WAYS = 8  # 8 words of one cache line
 MAGIC = 0x6B76_6665_7272_7901  # the last byte is the version of all that lies in the directory
-_FIELDS: tuple[tuple[str, Any], ...] = (
+FIELDS: tuple[tuple[str, Any], ...] = (
     ("low", np.uint64),
     ("high", np.uint64),
     ("offset", np.int64),
@@ -196,7 +115,7 @@ _FIELDS: tuple[tuple[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What all processes must agree on; the first one to open the directory decides."""
+    """Sizes that all processes must agree on; the first one to open the directory decides."""
 
     slots: int  # records, a power of two
     memory_bytes: int
@@ -204,7 +123,7 @@ class Geometry:
 
 
 def peek(path: Path) -> Geometry | None:
-    """The sizes of a store that is there, without opening it."""
+    """The sizes of an existing store, without opening it."""
     try:
         fd = open_private(path, os.O_RDONLY)
     except OSError:
@@ -222,18 +141,48 @@ def hash_keys(keys: Sequence[str]) -> tuple[Words, Words]:
     return words[:, 0].copy(), words[:, 1].copy()
 
 
-def key_name(low: int, high: int) -> str:
-    return f"{low:016x}{high:016x}"
-
-
 def words_of(names: Sequence[str]) -> tuple[Words, Words]:
-    """The hashes that `key_name` made these names of."""
+    """The hashes of keys, from names that `SharedIndex.names` made."""
     words = np.frombuffer(bytes.fromhex("".join(names)), dtype=">u8").reshape(-1, 2)
     return words[:, 0].astype(np.uint64), words[:, 1].astype(np.uint64)
 
 
-class SharedIndex(IndexHeader):
-    """The records, and what belongs to all: geometry, counters, gaps, what was learned."""
+class _Word:
+    """A word of the header as an attribute. Another process may have written anything there, so
+    the value that is read lies between `least` and `most`."""
+
+    def __init__(self, at: int, least: int = -(1 << 63), most: int = (1 << 63) - 1) -> None:
+        self._at, self._least, self._most = at, least, most
+
+    def __get__(self, index: SharedIndex, _: type | None = None) -> int:
+        return min(max(int(index._header[self._at]), self._least), self._most)
+
+    def __set__(self, index: SharedIndex, value: int) -> None:
+        index._header[self._at] = value
+
+
+class SharedIndex:
+    """The records, and the state of the whole store: sizes, counters, gaps, what was learned."""
+
+    # Words 0 to 3 are the magic number and the sizes, 4 and 5 the store's identity, 12 and 13 the
+    # bar; counters follow from word 16 on. A process writes them with the store's lock, except for
+    # some counters, which may miss a few.
+    dirty = _Word(8)  # a process holds the lock, or died with it
+    gaps = _Word(9, 0, MAX_GAPS)
+    arena_bytes = _Word(10)  # bytes of the arena that are backed by memory
+    gaps_stale = _Word(11)  # extents were given up since the gaps were found
+    files_due = _Word(14, NOTHING, ADOPT)
+    files_by = _Word(15)  # the member that walks through the files, or 0
+
+    low: Words
+    high: Words
+    offset: Ints
+    extent: Ints
+    length: Ints
+    image_bytes: Ints
+    generation: NDArray[np.uint32]
+    owner: NDArray[np.int32]
+    state: NDArray[np.uint8]
 
     def __init__(self, path: Path, wanted: Geometry, in_use: bool) -> None:
         """Open or create; the caller holds the store's lock.
@@ -264,44 +213,33 @@ class SharedIndex(IndexHeader):
         finally:
             os.close(fd)
         whole = np.frombuffer(self._map, dtype=np.uint8)
-        super().__init__(whole[: HEADER_WORDS * 8].view(np.int64))
-        at = HEADER_WORDS * 8
-        self.learned = whole[at : at + LEARNED_FLOATS * 8].view(np.float64)
-        at += LEARNED_FLOATS * 8
-        self.gap_offset = whole[at : at + MAX_GAPS * 8].view(np.int64)
-        self.gap_bytes = whole[at + MAX_GAPS * 8 : at + 2 * MAX_GAPS * 8].view(np.int64)
-        at = -(-(at + 2 * MAX_GAPS * 8) // 64) * 64
-        arrays: dict[str, Any] = {}
-        for name, dtype in _FIELDS:
-            size = self.geometry.slots * np.dtype(dtype).itemsize
-            arrays[name] = whole[at : at + size].view(dtype)
-            at += size
-        self.low, self.high = arrays["low"], arrays["high"]
-        self.offset, self.extent, self.length = (
-            arrays["offset"],
-            arrays["extent"],
-            arrays["length"],
-        )
-        self.image_bytes = arrays["image_bytes"]
-        self.generation, self.owner, self.state = (
-            arrays["generation"],
-            arrays["owner"],
-            arrays["state"],
-        )
-        history = ("last", "first", "turns", "depth", "chain", "shared", "klass")
-        self.history = History(**{name: arrays[name] for name in history})
+        at = 0
+
+        def take(count: int, dtype: Any) -> Any:
+            nonlocal at
+            first, at = at, at + count * np.dtype(dtype).itemsize
+            return whole[first:at].view(dtype)
+
+        self._header = take(HEADER_WORDS, np.int64)
+        self.learned = take(LEARNED_FLOATS, np.float64)
+        self.gap_offset = take(MAX_GAPS, np.int64)
+        self.gap_bytes = take(MAX_GAPS, np.int64)
+        at = -(-at // 64) * 64
+        arrays = {name: take(self.geometry.slots, dtype) for name, dtype in FIELDS}
+        self.history = History(**{f.name: arrays.pop(f.name) for f in fields(History)})
+        vars(self).update(arrays)
         self._mask = np.uint64(self.geometry.slots // WAYS - 1)
         self._low_rows = self.low.reshape(-1, WAYS)
         if self.created:
             self._header[1:4] = (wanted.slots, wanted.memory_bytes, wanted.disk_bytes)
 
     def publish(self) -> None:
-        """Everything is in place: from now on others may open it."""
+        """Everything is in place: other processes may open it now."""
         self._header[0] = MAGIC
 
     @staticmethod
     def _bytes(slots: int) -> int:
-        record: int = sum(np.dtype(dtype).itemsize for _, dtype in _FIELDS)
+        record: int = sum(np.dtype(dtype).itemsize for _, dtype in FIELDS)
         return HEADER_WORDS * 8 + LEARNED_FLOATS * 8 + 2 * MAX_GAPS * 8 + 64 + slots * record
 
     @classmethod
@@ -321,7 +259,31 @@ class SharedIndex(IndexHeader):
             )
         return Geometry(slots, memory, disk)
 
-    # --- records -----------------------------------------------------------------------------
+    @property
+    def store_id(self) -> str:
+        """This store's identity; made when it is first asked for, with the lock."""
+        words = self._header[4:6]
+        if not words.any():
+            words[:] = np.frombuffer(os.urandom(16), dtype=np.int64)
+        return str(words.tobytes().hex())
+
+    @property
+    def bar(self) -> tuple[float, float]:
+        """Score of the last victim, and when it was chosen."""
+        score, when = self._header[12:14].view(np.float64).tolist()
+        return score, when
+
+    @bar.setter
+    def bar(self, value: tuple[float, float]) -> None:
+        self._header[12:14].view(np.float64)[:] = value
+
+    def count(self, name: str, by: int = 1) -> None:
+        self._header[16 + COUNTERS.index(name)] += by
+
+    def counters(self) -> dict[str, int]:
+        return {name: int(self._header[16 + at]) for at, name in enumerate(COUNTERS)}
+
+    # Records
 
     def find(self, low: Words, high: Words) -> Ints:
         """Row of each key, or -1. Needs no lock."""
@@ -350,8 +312,8 @@ class SharedIndex(IndexHeader):
     def claim(self, low: Words, high: Words, now: float, batch: Ints = _NO_ROWS) -> Ints:
         """Slots for new, distinct keys as GHOST, in place of the oldest ghosts if need be.
 
-        `batch` are rows of keys that came together with these, whose ghosts stay. -1 where all
-        sixteen slots of a key hold objects. The caller holds the lock.
+        `batch` are rows of keys in the same call; their ghosts stay. -1 where objects have all
+        sixteen slots of a key. The caller holds the lock.
         """
         rows = np.full(len(low), -1, dtype=np.int64)
         left = np.arange(len(low))
@@ -382,6 +344,16 @@ class SharedIndex(IndexHeader):
             left = np.delete(left, first)
         return rows
 
+    def names(self, rows: Ints) -> list[str]:
+        """The hash of each record's key, as the name of its file."""
+        pairs = zip(self.low[rows].tolist(), self.high[rows].tolist(), strict=True)
+        return [f"{low:016x}{high:016x}" for low, high in pairs]
+
+    def is_of(self, row: int, key: str) -> bool:
+        """Whether this record is the key's; a ghost's slot may go to another key at any time."""
+        (low,), (high,) = hash_keys([key])
+        return bool(self.low[row] == low and self.high[row] == high)
+
     def slots_of(self, low: Words, high: Words) -> Ints:
         """The sixteen slots in which each key may lie."""
         first = (low & self._mask).astype(np.int64)
@@ -390,10 +362,7 @@ class SharedIndex(IndexHeader):
         return np.asarray(slots.reshape(len(low), 2 * WAYS))
 
     def in_state(self, *states: int) -> Ints:
-        return np.flatnonzero(self._any_of(states)).astype(np.int64)
-
-    def _any_of(self, states: Sequence[int]) -> Bools:
-        """Compares bytes, which costs a tenth of a table lookup for each.
+        """Rows in any of these states. Comparing bytes costs a tenth of a table lookup for each.
 
         Each state is read once: owners change theirs without the lock (PROMOTING to BOTH, WRITING
         to MEMORY), and between two looks such a row could be in neither of them.
@@ -402,7 +371,7 @@ class SharedIndex(IndexHeader):
         chosen = now == states[0]
         for state in states[1:]:
             chosen |= now == state
-        return np.asarray(chosen)
+        return np.flatnonzero(chosen).astype(np.int64)
 
     def readable(self, rows: Ints) -> Bools:
         """Whether each row (or -1) has an object now."""
@@ -427,8 +396,8 @@ class SharedIndex(IndexHeader):
     def leave_memory(self, rows: Ints, state: int) -> None:
         """Give extents up: the state, then the generation; only then may they be reused.
 
-        The other order would change the generation of what is still there, for whoever dies
-        between: its demotion under way would no longer know it.
+        In the other order, a process that dies between the two would change the generation of an
+        object that is still there, and a demotion under way would not recognize it.
         """
         self.state[rows] = state
         self.generation[rows] += np.uint32(1)
@@ -440,27 +409,13 @@ class SharedIndex(IndexHeader):
                 delattr(self, name)
 
 
-# --------------------------------------------------------------------------------------------------
-# Who may change the shared index, and who is alive: locks that the kernel drops with the process.
-#
-# Two files. `lock` is held for the microseconds in which the index changes; a process that dies
-# with it, at any point, lets go of it, and the next holder finds `dirty` set and mends what it
-# needs to. `members` has one byte per process that has the store open, locked as long as it lives:
-# whether the owner of half-written bytes is alive is a question to the kernel, not to process ids,
-# which mean nothing across containers and come again. Both are locks of open file descriptions, so
-# two stores in one process do not undo each other's. A forked child would share them, and keep them
-# when its parent is killed: it closes them before it does anything else.
-#
-# Nobody waits for ever: a stopped process that holds the lock costs the others their deadline.
-# --------------------------------------------------------------------------------------------------
-
 MAX_MEMBERS = 4096  # processes that may have one store open at a time
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 1e-3
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, len, pid
 
 
 class Locked:
-    """A file that this process, and no child of it, holds locks of until `close`."""
+    """A file on which this process, and no child of it, holds locks until `close`."""
 
     def __init__(self, path: Path) -> None:
         self._fd = open_private(path)
@@ -560,30 +515,21 @@ class Members(Locked):
 
     def others(self) -> bool:
         """Whether any other process has the store open."""
-        return self._taken(self._flock(fcntl.F_WRLCK, 1, MAX_MEMBERS))  # one's own are no obstacle
+        return self._taken(self._flock(fcntl.F_WRLCK, 1, MAX_MEMBERS))  # its own does not count
 
     def _taken(self, what: bytes) -> bool:
         answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, what)
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
-# --------------------------------------------------------------------------------------------------
-# Calls into a store that is mapped memory: nobody unmaps it under them.
-#
-# Bytes go to and from the mapping by address, so a call that outlives it ends the process. A store
-# that is closed takes no new calls, and waits for those under way; not for ever, because an engine
-# that ends must end. Those that are left then keep all that they work on, the member's lock too (it
-# says that what they write is not a dead process's), and the last of them closes what is there.
-#
-# Threads that work on the store beside its calls (`beside`) count like them, and see by `closing`
-# that they should end.
-# --------------------------------------------------------------------------------------------------
-
-_log = logging.getLogger(__name__)
-
-
 class Calls:
-    """`with calls:` around each."""
+    """The calls into a store under way, each inside `with calls:`.
+
+    A store that is closed takes no new calls, and waits some seconds for those under way. Calls
+    that are left then keep all that they work on, also the member's lock, which says that their
+    writer lives. The last of them closes the store's parts. Threads of the store (`beside`) count
+    like calls, and see by `closing` that they should end.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -609,7 +555,7 @@ class Calls:
             end()
 
     def beside(self, work: Callable[[], None], name: str) -> threading.Thread | None:
-        """A thread at this work; None where the store is closed, or the system has no thread."""
+        """A thread that does this work; None if the store is closed, or no thread can start."""
 
         def counted() -> None:
             try:
@@ -631,9 +577,9 @@ class Calls:
         return thread
 
     def close(self, seconds: float, end: Callable[[], None]) -> int:
-        """Take no more calls; how many were still under way after so many seconds.
+        """Take no more calls, and return how many were still under way after so many seconds.
 
-        `end` runs once, when there are none: before this returns, or after the last of those.
+        `end` runs once, when there are none: before this returns, or after the last of them.
         """
         with self._changed:
             if self._closed:

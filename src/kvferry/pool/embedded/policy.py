@@ -1,6 +1,6 @@
 """Which object goes when room is needed: the one whose bytes are least likely to be read soon.
 
-What decides is the conversation, not the block. A request names its blocks in prefix order
+The conversation decides, not the block. A request names its blocks in prefix order
 (`observe`). Where it goes on from the end of an earlier request, it is that conversation's next
 turn; where it shares only a beginning, the beginning is shared by several. So a record keeps:
 
@@ -16,11 +16,11 @@ would have to be kept:
 
     max over t of  P(next turn within t | none so far) / E[time kept until then or t]
 
-which looks past the pause in which nobody has typed an answer yet. A shared beginning has a rate of
+which looks past the pause before a user has typed an answer. A shared beginning has a rate of
 its own, its visits over its life, fading when they stop. The larger of both is the block's score.
-Among equals the deepest goes first, because without its predecessors a block is worth nothing; the
-last block of a chain counts as much as last blocks were seen to be hit. Objects that no request has
-named have one turn and age by their last use, which is LRU.
+Among equals the deepest goes first, because without its predecessors a block is worth nothing. The
+score of a chain's last block is scaled by how often last blocks were hit. Objects that no request
+has named have one turn and age by their last use, which is LRU.
 
 All state lies in arrays that the caller owns (shared memory), and all of this is NumPy over rows.
 """
@@ -60,8 +60,8 @@ class Tuning:
     fade_s: float = 60.0  # added to a shared life, so that two visits at once prove little
     patience: float = 1.0  # mean gaps without a visit after which a shared beginning is at 1/e
     refresh_every: int = 256  # requests between two tables
-    count_decay: float = 0.99  # of what was learned, per refresh: a half after 18,000 requests
-    tail_decay: float = 0.9  # of what was learned about last blocks, per refresh
+    count_decay: float = 0.99  # of the counts, per refresh: a half after 18,000 requests
+    tail_decay: float = 0.9  # of the counts about last blocks, per refresh
 
 
 LEARNED_FLOATS = MOST_CLASSES * AGES + MOST_CLASSES + 4
@@ -103,7 +103,7 @@ class ConversationPolicy:
         self._table_of = -1.0
 
     def reset(self) -> None:
-        """Before the first request of a new store: the prior."""
+        """Set the prior, before the first request of a new store."""
         t = self.tuning
         kind = np.arange(MOST_CLASSES)[:, None]
         density = np.exp(-AGE_EDGES_S[:-1] / t.prior_return_s) * np.diff(AGE_EDGES_S)
@@ -151,7 +151,7 @@ class ConversationPolicy:
             self._starts *= t.count_decay
 
     def touch(self, rows: Ints, now: float) -> None:
-        """Read, or put again, outside of any request that was told."""
+        """These were read, or put again, outside of any observed request."""
         self.history.last[rows] = now
 
     def pin(self, rows: Ints) -> None:
@@ -172,7 +172,7 @@ class ConversationPolicy:
         return np.asarray(score * (1.0 - DEPTH_WEIGHT * np.minimum(depth, 1000)) - 1e-12 * age)
 
     def class_of(self, turn: int, blocks: int) -> int:
-        """Of a conversation with so many turns, whose last request had so many blocks."""
+        """The class of a conversation with so many turns, whose last request had so many blocks."""
         return min(turn, self.tuning.turn_classes) - 1
 
     def shared_rate(self, rows: Ints, age: Floats, now: float) -> Floats:

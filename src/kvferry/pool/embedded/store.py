@@ -2,24 +2,28 @@
 
 There is no server. Every process maps the same two files, an index and an arena, and takes part:
 
-    put    claim a record and an extent (lock, microseconds; maybe an eviction), gather the bytes
-           into the extent and checksum them (no lock), make the record say MEMORY (one store)
-    get    find the record (no lock), check header and checksums of what is wanted, scatter it
-           to its destination, and look whether the extent was given up meanwhile
-    access tell the eviction policy about a request (lock, microseconds)
+    put     claim a record and an extent (lock, microseconds; maybe an eviction), gather the bytes
+            into the extent and checksum them (no lock), set the record's state to MEMORY (one
+            store)
+    get     find the record (no lock), copy the wanted parts to their destination and check them,
+            and look whether the extent was given up meanwhile
+    access  tell the eviction policy about a request (lock, microseconds)
 
-A process may die at any of these points. What it wrote half was never readable; what it evicted
-half is whole in one place; its locks go with it.
+A put may end in an exception or at a deadline; it then gives back the extents that it did not fill.
+An object that another process is writing now EXISTS for a second writer.
 
-An object that is not what was written, in whichever tier, is CORRUPT for its reader, removed, and
-counted. An object that another process is writing now EXISTS for a second writer.
+A get holds no lock. After a copy from memory, the record must still say memory, the same offset and
+the same generation; else the extent may have been another object's meanwhile, and the get looks
+again, in the other tier too. A file is read into memory of this process first, so bytes that were
+right there stay right. An object on disk is brought to memory on the way, if the lock is free now:
+a process that is stopped with the lock costs its neighbours nothing but that. An object that is not
+what was written is CORRUPT for its reader, removed, and counted.
 
-The parts: `embedded_index` (records), `embedded_arena` (extents), `embedded_disk` (files),
-`embedded_owner` (whose they are), `embedded_files` (which there should be), `embedded_open`
-(recovery), `embedded_give` (what leaves), `embedded_room` (eviction, tiers), `embedded_write`,
-`embedded_read`, `embedded_serve` (what is wanted of an object), `embedded_image` (headers,
-checksums), `embedded_copy` (scatter), `embedded_lock`, `embedded_calls` (who is still at work when
-it is closed), `policy` (what is evicted).
+A process may die at any of these points. Objects that it wrote half were never readable; objects
+that it evicted half are whole in one tier; the kernel drops its locks.
+
+The parts: `index` (records, locks), `arena` (extents, images of objects), `disk` (files),
+`eviction` (the tiers together: opening, recovery, what makes way), `policy` (an object's worth).
 """
 
 from __future__ import annotations
@@ -29,8 +33,11 @@ import getpass
 import logging
 import os
 import platform
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -40,13 +47,32 @@ import numpy as np
 from kvferry.carriers.base import MemoryRegion, RegionTable
 from kvferry.errors import NotPrivate, StoreError
 from kvferry.pool.embedded import index as ix
-from kvferry.pool.embedded.access import ObjectReader, Writer, analyse
-from kvferry.pool.embedded.arena import Image, open_image
-from kvferry.pool.embedded.eviction import Floats, Room
-from kvferry.pool.embedded.index import Calls, Geometry, hash_keys, key_name
-from kvferry.pool.embedded.opened import MakePolicy
+from kvferry.pool.embedded.arena import (
+    ALIGN,
+    Image,
+    WantedObject,
+    aligned,
+    analyse,
+    header_bytes,
+    image_bytes,
+    open_image,
+    seal,
+    serve,
+)
+from kvferry.pool.embedded.eviction import MakePolicy, Tiers, Wish
+from kvferry.pool.embedded.index import Calls, Geometry, hash_keys, words_of
 from kvferry.pool.embedded.policy import ConversationPolicy
-from kvferry.pool.store import MOST_RECORD_BYTES, Bools, Ints, Outcome, Ranges, Slices, StoreStats
+from kvferry.pool.store import (
+    MOST_RECORD_BYTES,
+    Bools,
+    Ints,
+    Outcome,
+    Ranges,
+    Slices,
+    StoreStats,
+    inside,
+    move,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +84,12 @@ MIN_SLOTS, MAX_SLOTS = 1 << 18, 1 << 26
 # barrier, and Python has none.
 ORDERED_MACHINES = ("x86_64", "AMD64")
 CLOSE_SECONDS = 5.0  # for calls under way to end; then the last of them closes the store
+PART_SHARE = 4  # of the memory: a put writes so much at a time, because objects in writing stay
+PARALLEL_BYTES = 8 << 20  # a larger batch is shared among threads
+ATTEMPTS = 5
+LOCK_PATIENCE_S = 0.01  # to bring an object to memory: a thousand times as long as most hold it
+LOCK_SECONDS = 0.5  # the same, once room is being made for it, so that this was not for nothing
+LEAVE_DISK_S = 0.25  # after the lock was not free, objects are read from disk without asking
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -76,12 +108,12 @@ class Listed:
 
 
 class Verified(NamedTuple):
-    """What came of reading every object."""
+    """Counts of all objects, after each was read whole."""
 
     good: int
-    corrupt: int  # and are gone
+    corrupt: int  # removed
     unread: int = 0
-    why: str = ""  # of the first that could not be read
+    why: str = ""  # the first of them was not read
 
 
 def default_directory() -> Path:
@@ -97,7 +129,7 @@ def default_directory() -> Path:
 def _call(
     method: Callable[Concatenate[EmbeddedStore, P], T],
 ) -> Callable[Concatenate[EmbeddedStore, P], T]:
-    """A method that works on mapped memory: refused once the store is closed, and waited for."""
+    """A method that works on mapped memory: `close` waits for it, and it is refused afterwards."""
 
     @functools.wraps(method)
     def counted(self: EmbeddedStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -124,8 +156,8 @@ class EmbeddedStore:
         clock: Callable[[], float] = time.time,
         make_policy: MakePolicy = ConversationPolicy,
     ) -> None:
-        """Open or create. Whoever creates it decides the sizes and the place of the disk tier;
-        others take them as they are."""
+        """Open or create. The process that creates a store decides its sizes and the place of its
+        disk tier; others take them as they are."""
         if platform.machine() not in ORDERED_MACHINES:
             raise StoreError(
                 f"the embedded store needs a processor that keeps the order of stores; expected "
@@ -145,12 +177,13 @@ class EmbeddedStore:
         self._calls = Calls()
         wanted = Geometry(slots, memory_bytes, disk_bytes)
         try:
-            self._room = Room(
+            self._tiers = Tiers(
                 self.directory, wanted, disk_directory, clock, make_policy, self._calls
             )
         except (OSError, NotPrivate) as error:
             raise StoreError(f"cannot open the store at {self.directory}: {error}") from error
-        found = self._room.index.geometry
+        self._index = self._tiers.index
+        found = self._index.geometry
         if (found.memory_bytes, found.disk_bytes) != (memory_bytes, disk_bytes):
             _log.warning(
                 "the store at %s was created with %d bytes of memory and %d of disk; that holds",
@@ -162,48 +195,88 @@ class EmbeddedStore:
         self._regions = RegionTable.of([])
         self._registered: list[MemoryRegion] = []
         # a quarter of the cores: the engine needs the others
-        threads = threads or min(4, max(1, (os.cpu_count() or 1) // 4))
-        self._reader = ObjectReader(self._room, threads, clock)
-        self._writer = Writer(self._room, clock)
-
-    # --- the protocol --------------------------------------------------------------------------
+        self._threads = threads or min(4, max(1, (os.cpu_count() or 1) // 4))
+        many = self._threads > 1
+        self._pool = ThreadPoolExecutor(self._threads, "kvferry-store") if many else None
+        self._promote_after = 0.0
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         self._registered.extend(regions)
         self._regions = RegionTable.of(self._registered)
 
     def access(self, keys: Sequence[str], deadline: float) -> None:
-        room = self._room
         if not keys:
             return
-        low, high = hash_keys(keys)
+        index, (low, high) = self._index, hash_keys(keys)
         try:
-            with self._calls, room.locked(deadline):
-                rows = room.index.find(low, high)
+            with self._calls, self._tiers.locked(deadline):
+                rows = index.find(low, high)
                 known = rows >= 0
+                now = self._clock()
                 if not known.all():
-                    new_low, new_high, now = low[~known], high[~known], self._clock()
-                    rows[~known] = room.index.claim(new_low, new_high, now, rows[known])
+                    rows[~known] = index.claim(low[~known], high[~known], now, rows[known])
                 whole = len(rows) if bool((rows >= 0).all()) else int(np.argmin(rows >= 0))
-                room.policy.observe(rows[:whole], known[:whole], self._clock())
+                self._tiers.policy.observe(rows[:whole], known[:whole], now)
         except StoreError as error:
             _log.warning("a request was not told to the eviction policy: %s", error)
 
     @_call
     def exists(self, keys: Sequence[str], deadline: float) -> Bools:
-        index = self._room.index
         if not keys:
             return np.zeros(0, dtype=bool)
-        return index.readable(index.find(*hash_keys(keys)))
+        return self._index.readable(self._index.find(*hash_keys(keys)))
 
     @_call
     def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
-        inside = self._inside(objects)
-        return self._writer.put(keys, objects, inside, False, deadline)
+        good = inside(self._regions, objects)
+        sizes = [int(ranges.length.sum()) + ALIGN for ranges in objects]
+        most = self._tiers.arena.capacity // PART_SHARE
+        outcomes: list[Outcome] = []
+        first = 0
+        while first < len(keys):
+            last, total = first + 1, sizes[first]
+            while last < len(keys) and total + sizes[last] <= most:
+                total += sizes[last]
+                last += 1
+            part = slice(first, last)
+            outcomes += self._put_part(keys[part], objects[part], good[part], False, deadline)
+            first = last
+        return outcomes
 
     @_call
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
-        return self._reader.get(keys, analyse(wanted, self._regions), deadline) if keys else []
+        if not keys:
+            return []
+        index, needs = self._index, analyse(wanted, self._regions)
+        rows = index.find(*hash_keys(keys))
+        there = index.readable(rows)
+        outcomes = [Outcome.MISSING] * len(keys)
+        numbers = rows.tolist()
+
+        def some_of(places: list[int]) -> None:
+            for at in places:
+                need = needs[at]
+                outcomes[at] = Outcome.FAILED
+                if need is None or self._calls.closing.is_set() or time.monotonic() > deadline:
+                    continue
+                try:
+                    outcomes[at] = self._read(keys[at], numbers[at], need, deadline)
+                except Exception as error:  # the rest of the batch goes on
+                    what = f"{type(error).__name__}: {error}"
+                    _log.warning("%s could not be read: %s", keys[at], what)
+
+        places = np.flatnonzero(there).tolist()
+        total = sum(need.end - need.begin for need in needs if need is not None)
+        if self._pool is not None and total > PARALLEL_BYTES and len(places) > 1:
+            parts = [places[i :: self._threads] for i in range(self._threads)]
+            _share(self._pool, some_of, parts)
+        else:
+            some_of(places)
+        self._tiers.policy.touch(rows[there], self._clock())
+        hits = outcomes.count(Outcome.DONE)
+        index.count("hits", hits)  # without the lock: may miss a few
+        index.count("misses", len(keys) - hits)
+        return outcomes
 
     @_call
     def put_bytes(self, key: str, value: bytes, deadline: float) -> Outcome:
@@ -215,24 +288,39 @@ class EmbeddedStore:
         source = np.frombuffer(value or b"\0", dtype=np.uint8)
         one = np.array([len(value)], dtype=np.int64)
         ranges = Ranges(np.array([source.ctypes.data], dtype=np.int64), one)
-        return self._writer.put([key], [ranges], [True], True, deadline)[0]
+        return self._put_part([key], [ranges], [True], True, deadline)[0]
 
     @_call
     def get_bytes(self, key: str, deadline: float) -> bytes | None:
-        return self._reader.get_bytes(key, deadline)
+        index = self._index
+        row = int(index.find(*hash_keys([key]))[0])
+        for _ in range(2):  # it may be replaced by one of another length in between
+            if row < 0 or not index.has_object(int(index.state[row])):
+                return None
+            length = int(index.length[row])
+            if not 0 <= length <= MOST_RECORD_BYTES:
+                self._read(key, row, None, deadline)  # a damaged record is removed
+                return None
+            into = np.zeros(max(1, length), dtype=np.uint8)
+            zero = np.zeros(1, dtype=np.int64)
+            parts = Slices(zero, zero + into.ctypes.data, zero + length)
+            need = WantedObject(parts, 0, length, length)
+            if self._read(key, row, need, deadline) is Outcome.DONE:
+                self._tiers.policy.touch(np.array([row]), self._clock())
+                return into[:length].tobytes()
+        return None
 
     @_call
     def remove(self, keys: Sequence[str], deadline: float) -> int:
-        room = self._room
         if not keys:
             return 0
-        rows = np.unique(room.index.find(*hash_keys(keys)))
+        rows = np.unique(self._index.find(*hash_keys(keys)))
         rows = rows[rows >= 0]
-        return room.give_up(rows, room.index.generation[rows].copy(), deadline)
+        return self._tiers.give_up(rows, self._index.generation[rows].copy(), deadline)
 
     @_call
     def stats(self) -> StoreStats:
-        index = self._room.index
+        index = self._index
         rows = index.objects()
         return StoreStats(
             objects=len(rows),
@@ -242,7 +330,6 @@ class EmbeddedStore:
         )
 
     def close(self) -> None:
-        self._reader.closing = True
         left = self._calls.close(CLOSE_SECONDS, self._end)
         if left:
             _log.warning(
@@ -252,15 +339,16 @@ class EmbeddedStore:
             )
 
     def _end(self) -> None:
-        self._reader.close()
-        self._room.close()
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._tiers.close()
 
-    # --- beyond the protocol -------------------------------------------------------------------
+    # For people: `kvferry pool`
 
     @_call
     def counters(self) -> dict[str, int]:
         """Counts of all processes since the store was created, and bytes by tier."""
-        index = self._room.index
+        index = self._index
         extents = index.with_extent()
         return {
             **index.counters(),
@@ -271,26 +359,30 @@ class EmbeddedStore:
 
     @_call
     def learned(self) -> dict[str, float]:
-        return self._room.policy.learned()
+        return self._tiers.policy.learned()
 
     def listed(self) -> Iterator[Listed]:
         """All objects, the next victim first."""
         with self._calls:
-            rows, scores = self._scored()
+            rows = self._index.objects()
+            scores = self._tiers.policy.scores(rows, self._clock())
         for at in np.argsort(scores, kind="stable").tolist():
-            with self._calls:  # none while the caller looks at it
+            with self._calls:  # not while the caller looks at the object
                 one = self._list_one(int(rows[at]), float(scores[at]))
             yield one
 
-    def _scored(self) -> tuple[Ints, Floats]:
-        rows = self._room.index.objects()
-        return rows, self._room.policy.scores(rows, self._clock())
-
     def _list_one(self, row: int, score: float) -> Listed:
-        index, with_key = self._room.index, self._header(row)
+        index, disk = self._index, self._tiers.disk
+        name = index.names(np.array([row]))[0]
+        image: Image | None = None
+        if index.in_memory(int(index.state[row])):
+            offset, size = int(index.offset[row]), int(index.image_bytes[row])
+            image = open_image(self._tiers.arena.view(offset, size))
+        elif disk is not None:
+            image = disk.header(name)
         tiers = {ix.MEMORY: "memory", ix.DISK: "disk", ix.BOTH: "both"}
         return Listed(
-            key=with_key.key if with_key else key_name(int(index.low[row]), int(index.high[row])),
+            key=image.key if image else name,
             bytes=int(index.length[row]),
             tier=tiers.get(int(index.state[row]), "moving"),
             turns=int(index.history.turns[row]),
@@ -301,14 +393,14 @@ class EmbeddedStore:
 
     @_call
     def verify(self, deadline: float) -> Verified:
-        """Read every object whole. What cannot be read now, or not in time, is left as it is."""
+        """Read every object whole. Objects that cannot be read now, or not in time, stay."""
         good = corrupt = unread = 0
         why = ""
-        for row in self._room.index.objects().tolist():
+        for row in self._index.objects().tolist():
             try:
                 if time.monotonic() > deadline:
                     raise StoreError("the time for it is over")
-                outcome = self._reader.check_whole(row, deadline)
+                outcome = self._read(None, row, None, deadline)
             except (StoreError, OSError) as error:  # no reason to leave the others unread
                 unread += 1
                 why = why or str(error)
@@ -320,38 +412,248 @@ class EmbeddedStore:
     @_call
     def evict(self, size: int, deadline: float) -> int:
         """Remove the least valuable objects, `size` bytes or more, from all tiers; how many."""
-        room = self._room
-        index = room.index
+        index = self._index
         rows = index.in_state(ix.MEMORY, ix.BOTH, ix.DISK)
-        order = np.argsort(room.policy.scores(rows, self._clock()), kind="stable")
+        order = np.argsort(self._tiers.policy.scores(rows, self._clock()), kind="stable")
         freed = np.cumsum(index.image_bytes[rows[order]])
         rows = rows[order[: int(np.searchsorted(freed, size)) + 1]] if size > 0 else rows[:0]
-        count = room.give_up(rows, index.generation[rows].copy(), deadline)
+        count = self._tiers.give_up(rows, index.generation[rows].copy(), deadline)
         index.count("dropped", count)
         return count
 
     @_call
     def clear(self, deadline: float) -> int:
-        return self._room.clear(deadline)
+        return self._tiers.clear(deadline)
 
-    def _header(self, row: int) -> Image | None:
-        room = self._room
-        if not room.index.in_memory(int(room.index.state[row])):
-            name = key_name(int(room.index.low[row]), int(room.index.high[row]))
-            return room.disk.header(name) if room.disk is not None else None
-        offset, size = int(room.index.offset[row]), int(room.index.image_bytes[row])
-        return open_image(room.arena.view(offset, size))
+    # Reading
 
-    def _inside(self, objects: Sequence[Ranges]) -> list[bool]:
-        """Whether each object's memory is registered; looked at one by one only if one is not."""
-        if not objects:
-            return []
-        address = np.concatenate([o.address for o in objects])
-        length = np.concatenate([o.length for o in objects])
-        bad = self._regions.first_outside(address, length)
-        if bad < 0:
-            return [True] * len(objects)
-        _log.warning(
-            "%d bytes at %#x are not inside the registered memory", length[bad], address[bad]
-        )
-        return [self._regions.first_outside(o.address, o.length) < 0 for o in objects]
+    def _read(
+        self, key: str | None, row: int, need: WantedObject | None, deadline: float
+    ) -> Outcome:
+        """Read what is needed (None: check all) of the object in this row, whatever its key (None)
+        or only the key's."""
+        tiers, index = self._tiers, self._index
+        for attempt in range(ATTEMPTS):  # again where it moved between tiers meanwhile
+            generation, state = int(index.generation[row]), int(index.state[row])
+            in_memory, offset = index.in_memory(state), int(index.offset[row])
+            if in_memory:
+                view = tiers.arena.view(offset, int(index.image_bytes[row]))
+                address, length = tiers.arena.address + offset, int(index.length[row])
+                outcome = serve(key, view, address, length, need)
+            elif state in (ix.DISK, ix.PROMOTING):
+                # Once only: where memory is short, others may push it down again before it is read.
+                worth_it = attempt == 0 and state == ix.DISK and need is not None
+                if worth_it and self._promote(row, deadline):
+                    continue
+                generation = int(index.generation[row])  # trying has changed it
+                outcome = self._read_file(key, row, need)
+                if outcome is Outcome.DONE:
+                    return outcome
+            else:
+                return Outcome.MISSING
+            after = int(index.state[row])
+            if not index.has_object(after) or index.generation[row] != generation:
+                continue
+            if in_memory and not (index.in_memory(after) and index.offset[row] == offset):
+                continue
+            if outcome is Outcome.MISSING and key is not None and index.is_of(row, key):
+                outcome = Outcome.CORRUPT  # another key's bytes, where the record says this key's
+            if outcome is Outcome.CORRUPT and after not in (state, ix.DISK):
+                continue  # brought to memory meanwhile, and its file removed: it is there
+            if outcome is Outcome.CORRUPT:
+                tiers.discard(row, generation, deadline)
+            return outcome
+        return Outcome.MISSING
+
+    def _read_file(self, key: str | None, row: int, need: WantedObject | None) -> Outcome:
+        """From the disk tier, without a place in memory."""
+        index, disk = self._index, self._tiers.disk
+        (name,), length = index.names(np.array([row])), int(index.length[row])
+        image = disk.read(name, int(index.image_bytes[row])) if disk is not None else None
+        if not image:
+            return Outcome.CORRUPT
+        address = int(np.frombuffer(image, dtype=np.uint8).ctypes.data)
+        return serve(key, image, address, length, need)
+
+    def _promote(self, row: int, deadline: float) -> bool:
+        """Bring an object from disk into memory; False where that was not possible."""
+        tiers, index, disk = self._tiers, self._index, self._tiers.disk
+        if disk is None or not self._lock_is_free(deadline):
+            return False
+        (name,), size = index.names(np.array([row])), int(index.image_bytes[row])
+        if size <= 0:  # damaged: reading its file shows it
+            return False
+        (low,), (high,) = words_of([name])
+        wish = Wish(row, low, high, aligned(size), ix.PROMOTING)
+        try:
+            granted = tiers.reserve([wish], np.array([np.inf]), True, deadline, LOCK_SECONDS)
+        except (StoreError, OSError) as error:
+            if time.monotonic() > deadline:
+                raise
+            _log.warning("no place in memory for an object that is on disk: %s", error)
+            return False
+        if row not in granted.offsets:
+            return index.in_memory(int(index.state[row]))
+        view = tiers.arena.view(granted.offsets[row], size)
+        filled = False
+        try:
+            image = open_image(view) if disk.read(name, size, view) else None
+            if image is not None and image.check_all(view[image.header_bytes :]):
+                index.state[row] = ix.BOTH
+                filled = True  # others may evict it from now on, and bring it back
+                index.count("promoted")
+        finally:
+            if not filled:
+                tiers.abandon(np.array([row], dtype=np.int64), ix.DISK)
+        return filled
+
+    def _lock_is_free(self, deadline: float) -> bool:
+        """Whether the lock can be had now; a file can be read without it. Once room is being made,
+        waiting is worth it, because victims must not be dropped for want of time."""
+        if time.monotonic() < self._promote_after:
+            return False
+        try:
+            with self._tiers.locked(deadline, LOCK_PATIENCE_S):
+                return True
+        except StoreError as error:
+            self._promote_after = time.monotonic() + LEAVE_DISK_S
+            _log.info("objects are read from disk, and stay there: %s", error)
+            return False
+
+    # Writing
+
+    def _put_part(
+        self,
+        keys: Sequence[str],
+        objects: Sequence[Ranges],
+        good: Sequence[bool],
+        pinned: bool,
+        deadline: float,
+    ) -> list[Outcome]:
+        """Put objects whose memory is `good`; the others FAILED."""
+        tiers, index = self._tiers, self._index
+        outcomes = [Outcome.FAILED] * len(keys)
+        try:
+            rows, wishes = self._wishes(keys, objects, good, outcomes, deadline)
+            if not wishes:
+                index.count("full", outcomes.count(Outcome.FULL))
+                return outcomes
+            mine = rows[list(wishes)]
+            if pinned:
+                tiers.policy.pin(mine)
+            told = index.history.chain[mine] > 0
+            scores = np.where(told, tiers.policy.scores(mine, self._clock()), np.inf)
+            granted = tiers.reserve(list(wishes.values()), scores, tiers.disk is not None, deadline)
+        except StoreError as error:
+            _log.warning("nothing was put: %s", error)
+            return outcomes
+        written: set[int] = set()
+        try:
+            for at, wish in wishes.items():
+                row = wish.row
+                if row not in granted.offsets:
+                    no = Outcome.DECLINED if row in granted.declined else Outcome.FULL
+                    taken = int(index.state[row]) not in (ix.FREE, ix.GHOST)
+                    outcomes[at] = Outcome.EXISTS if taken and index.is_of(row, keys[at]) else no
+                elif time.monotonic() <= deadline:
+                    self._write(row, granted.offsets[row], keys[at].encode(), objects[at])
+                    written.add(row)
+                    outcomes[at] = Outcome.DONE
+        finally:
+            undone = [row for row in granted.offsets if row not in written]
+            if undone:
+                tiers.abandon(np.array(undone, dtype=np.int64), ix.GHOST)
+        index.count("puts", len(written))
+        index.count("full", outcomes.count(Outcome.FULL))
+        index.count("declined", outcomes.count(Outcome.DECLINED))
+        return outcomes
+
+    def _wishes(
+        self,
+        keys: Sequence[str],
+        objects: Sequence[Ranges],
+        good: Sequence[bool],
+        outcomes: list[Outcome],
+        deadline: float,
+    ) -> tuple[Ints, dict[int, Wish]]:
+        """A record for each key, and, by place in the batch, the extents that objects need. The
+        other objects get their outcome."""
+        tiers, index = self._tiers, self._index
+        low, high = hash_keys(keys)
+        _, first = np.unique(np.stack((low, high)), axis=1, return_index=True)
+        once = np.zeros(len(keys), dtype=bool)
+        once[first] = True
+        with tiers.locked(deadline):
+            rows = index.find(low, high)
+            new = np.array(good, dtype=bool) & once & (rows < 0)
+            rows[new] = tiers.claim(low[new], high[new], rows[rows >= 0])
+            owners = np.unique(index.owner[rows[(rows >= 0) & (index.state[rows] == ix.WRITING)]])
+            if not all(tiers.members.alive(owner) for owner in owners.tolist()):
+                tiers.mend()  # records that a dead process was writing are ghosts again
+            states = np.where(rows >= 0, index.state[rows], ix.FREE)
+        wishes: dict[int, Wish] = {}
+        for at in range(len(keys)):
+            if not good[at]:
+                continue
+            if states[at] == ix.FREE and once[at]:
+                outcomes[at] = Outcome.FULL  # none of the sixteen objects in its slots may go
+            elif states[at] != ix.GHOST or not once[at]:
+                outcomes[at] = Outcome.EXISTS
+            else:
+                size = image_bytes(len(keys[at].encode()), int(objects[at].length.sum()))
+                row = int(rows[at])
+                wishes[at] = Wish(row, low[at], high[at], aligned(size), ix.WRITING)
+        return rows, wishes
+
+    def _write(self, row: int, offset: int, key: bytes, ranges: Ranges) -> None:
+        """To the extent that was granted, whatever the record says by now."""
+        arena, index = self._tiers.arena, self._index
+        length = int(ranges.length.sum())
+        size = image_bytes(len(key), length)
+        start = arena.address + offset + header_bytes(len(key), length)
+        ends = np.cumsum(ranges.length)
+        move(ranges.address, start + ends - ranges.length, ranges.length)
+        seal(arena.view(offset, size), key, length)
+        index.length[row], index.image_bytes[row] = length, size
+        index.state[row] = ix.MEMORY
+
+
+def _share(
+    pool: ThreadPoolExecutor, work: Callable[[list[int]], None], parts: list[list[int]]
+) -> None:
+    """Work on all parts in the pool's threads. When this ends, in any way, no thread works on them:
+    they write to memory that the caller then takes back.
+
+    A pool that is refused a thread has kept its tasks, and may begin them at any time. So a task
+    takes any part that is left, this thread takes the rest, and parts at work are counted.
+    """
+    left, errors = deque(parts), list[BaseException]()
+    changed, at_work = threading.Condition(), 0
+
+    def take() -> None:
+        nonlocal at_work
+        while True:
+            with changed:
+                if not left:
+                    return
+                part = left.popleft()
+                at_work += 1
+            try:
+                work(part)
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                with changed:
+                    at_work -= 1
+                    changed.notify_all()
+
+    try:
+        for _ in parts:
+            pool.submit(take)
+    except RuntimeError as error:
+        _log.warning("objects are read by fewer threads: %s", error)
+        take()
+    with changed:
+        changed.wait_for(lambda: at_work == 0 and not left)
+    if errors:
+        raise errors[0]

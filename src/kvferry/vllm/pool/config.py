@@ -30,6 +30,7 @@ from kvferry.vllm.config import (
     read_keys,
     rules,
     told,
+    without_removed,
 )
 
 log = logging.getLogger("kvferry")
@@ -100,6 +101,7 @@ class PoolConfig:
     @classmethod
     def read(cls, extra: Mapping[str, Any], **defaults: Any) -> PoolConfig:
         known = set(rules(cls))
+        extra = without_removed(extra)
         unknown = sorted(set(extra) - known - MOONCAKE_ONLY)
         if unknown:
             raise DescriptionError(

@@ -17,16 +17,17 @@ from kvferry.pool.layout_registry import make_layout
 from kvferry.pool.orders import PoolLoaded
 from kvferry.pool.scheduler import (
     PoolLimits,
+    PoolOrders,
     PoolScheduler,
     RequestTracker,
     SavedBlocks,
     WholeState,
 )
-from kvferry.pool.weights import NOT_SHARED, Adapters, Asked, adapter_settings, engine_weights
+from kvferry.pool.weights import NOT_SHARED, Adapters, Asked, engine_weights
 from kvferry.pool.wrappers import MEANING
+from kvferry.vllm.describe import cache_rank, replicas
 from kvferry.vllm.fingerprint import Prompts, content
-from kvferry.vllm.metadata import FerryHandshake, PoolMetadata, PoolReport
-from kvferry.vllm.model import cache_rank, replicas
+from kvferry.vllm.metadata import FerryHandshake, PoolReport
 from kvferry.vllm.pool.config import PoolConfig
 
 log = logging.getLogger("kvferry")
@@ -35,11 +36,17 @@ _numbers = itertools.count()  # of the pools of one engine: several under a Mult
 
 class VllmPoolScheduler:
     def __init__(
-        self, config: PoolConfig, vllm_config: Any, limits: PoolLimits, *, events: bool
+        self,
+        config: PoolConfig,
+        vllm_config: Any,
+        limits: PoolLimits,
+        prompts: Prompts,
+        adapters: Adapters,
+        *,
+        events: bool,
     ) -> None:
         self.config, self._vllm = config, vllm_config
-        self._prompts = Prompts.of(vllm_config)
-        self._adapters = Adapters(adapter_settings(vllm_config))
+        self._prompts, self._adapters = prompts, adapters
         self._adapters_of: dict[str, Asked] = {}  # by request
         self._number = str(next(_numbers))
         self._quarantined = 0  # blocks, as last told
@@ -118,12 +125,11 @@ class VllmPoolScheduler:
     # Requests
 
     def on_new_request(self, request: Any) -> None:
-        self._prompts.name_media(request)
-        asked = self._adapters.ask(request, self.config.lookup_seconds)
         if why := self._prompts.unfit(request):
             log.debug("request %s is not for the pool: %s", request.request_id, why)
             return
         self._requests[request.request_id] = request
+        asked = self._adapters.ask(request, self.config.lookup_seconds)
         if asked is not None:
             self._adapters_of[request.request_id] = asked
         # the lookup is under way before the scheduler comes to this request
@@ -138,7 +144,7 @@ class VllmPoolScheduler:
         return count, bool(count)
 
     def elsewhere(self, request: Any, tokens: int) -> None:
-        """Another connector has these tokens of a request; whoever computed them has saved them."""
+        """The hand-over loads these tokens of a request; the engine that computed them saves."""
         tracker = self._tracker(request)
         if tracker is not None:
             tracker.load = None
@@ -165,7 +171,7 @@ class VllmPoolScheduler:
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], external: int) -> None:
         self.pool.allocated(request.request_id, tables, external)
 
-    def step(self, output: Any) -> PoolMetadata:
+    def step(self, output: Any) -> PoolOrders:
         """One step's orders: saves of the blocks that it fills."""
         state = output.kv_connector_block_state
         cached = output.scheduled_cached_reqs
@@ -186,8 +192,7 @@ class VllmPoolScheduler:
                 states=_states(state, request_id, final),
                 tag=request if self._events.wanted else None,
             )
-        orders = self.pool.take_orders()
-        return PoolMetadata(orders, idle=output.total_num_scheduled_tokens == 0)
+        return self.pool.take_orders()
 
     def finished(self, request: Any) -> None:
         """A request is over; its pins outlive it.
@@ -199,8 +204,8 @@ class VllmPoolScheduler:
 
     # Reports
 
-    def reported(self, report: Any, received: Iterable[str]) -> None:
-        if isinstance(report, PoolReport):
+    def reported(self, report: PoolReport | None, received: Iterable[str]) -> None:
+        if report is not None:
             if report.handshakes:
                 self.described_by(report.handshakes)
             for saved in self.pool.saved(report.saved):
@@ -216,6 +221,12 @@ class VllmPoolScheduler:
     def has_events(self) -> bool:
         return self._events.waiting
 
+    @property
+    def waits_for_a_step(self) -> bool:
+        """Whether an idle engine should step: until saves have ended and routers were told; at the
+        start under a MultiConnector, until its workers have described themselves."""
+        return self.pool.has_work or self.has_events or not self.pool.started
+
     def take_events(self) -> list[Any]:
         return self._events.take()
 
@@ -229,7 +240,6 @@ class VllmPoolScheduler:
         return counts
 
     def close(self) -> None:
-        self._adapters.close()
         self.pool.close()
 
 
@@ -255,18 +265,18 @@ def _states(block_state: Any, request_id: str, final: int) -> list[WholeState]:
     ]
 
 
-# --------------------------------------------------------------------------------------------------
-# vLLM's events of the pool's blocks, for routers that send a prompt where its prefix is.
-#
-# stored     blocks that every worker has saved missing    blocks that a load did not find evicted
-# blocks, told of before, that the store has given up
-# --------------------------------------------------------------------------------------------------
-
 MEDIUM = "STORAGE"  # vLLM's word for where a pool's blocks are
 
 
 class PoolEvents:
-    """What is to be told with the next step. A job's tag is vLLM's request."""
+    """vLLM's events of the pool's blocks, for routers that send a prompt where its prefix is.
+
+    stored   blocks that every worker has saved
+    missing  blocks that a load did not find
+    evicted  blocks, told of before, that the store has given up
+
+    Events wait for the next step. A job's tag is vLLM's request.
+    """
 
     def __init__(self, pool: PoolScheduler, *, wanted: bool) -> None:
         self.wanted = wanted

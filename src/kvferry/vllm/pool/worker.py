@@ -15,18 +15,14 @@ from kvferry.errors import DescriptionError
 from kvferry.handover.describe import engine_info, rank_info
 from kvferry.pool.orders import LoadOrder, PoolLoaded, SaveOrder
 from kvferry.pool.rank import Fence, PoolRank
+from kvferry.pool.scheduler import PoolOrders
 from kvferry.pool.wrappers import CheckedStore, StagedStore
-from kvferry.vllm.describe import describe_worker
-from kvferry.vllm.metadata import FerryHandshake, PoolMetadata, PoolReport
-from kvferry.vllm.model import cache_rank
+from kvferry.vllm.describe import cache_rank, describe_worker
+from kvferry.vllm.metadata import FerryHandshake, PoolReport
 from kvferry.vllm.pool.config import PoolConfig
-from kvferry.vllm.worker import memory_of, on_gpu
+from kvferry.vllm.worker import IDLE_STEP_SECONDS, memory_of, on_gpu
 
 log = logging.getLogger("kvferry")
-
-# While requests wait for the pool and nothing else runs, vLLM's steps spin. A step that computes
-# nothing waits this long for something to end, and leaves the processors to others.
-IDLE_STEP_SECONDS = 0.002
 
 
 class PoolWorker:
@@ -106,19 +102,19 @@ class PoolWorker:
         """What vLLM passes on: of one child only, so a child leaves it to its siblings."""
         return self._handshake if self._alone else None
 
-    def start(self, metadata: PoolMetadata) -> None:
+    def start(self, orders: PoolOrders, *, idle: bool = False) -> None:
         """Begin a step's loads. Its saves wait until the step has computed their blocks."""
         if self._rank is None:
             return
-        self._idle = metadata.idle
-        if metadata.orders.scope is not None:
-            self._rank.tell(metadata.orders.scope)
+        self._idle = idle
+        if orders.scope is not None:
+            self._rank.tell(orders.scope)
         # vLLM gives blocks away that a step under way still writes, unless the engine consumes
-        fence = self._fence() if metadata.orders.loads else None
-        for order in metadata.orders.loads:
+        fence = self._fence() if orders.loads else None
+        for order in orders.loads:
             self._orders[order.request_id] = order
             self._rank.load(order, fence)
-        self._saves = metadata.orders.saves
+        self._saves = orders.saves
 
     def save(self) -> None:
         """The step has computed its blocks, or has been told to."""
