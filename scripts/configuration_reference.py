@@ -296,6 +296,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "pool": pool,
         "mooncake-store": mooncake_store,
         "their-keys": their_keys,
+        "removed": removed,
         "carrier-options": carrier_options,
         "variables": variables,
         "router": router,
@@ -323,6 +324,11 @@ def mooncake_store() -> str:
 
 def router() -> str:
     return limits(defaults(ours("kvferry.router.api").Limits), ROUTER)
+
+
+def removed() -> str:
+    keys = ours("kvferry.vllm.config").REMOVED_KEYS
+    return table(("key", ""), [(f"`{name}`", f"It {became}.") for name, became in keys.items()])
 
 
 def their_keys() -> str:

@@ -70,6 +70,23 @@ def test_sequence_diagrams_have_no_semicolon(page: Path) -> None:
         assert not diagram.startswith("sequenceDiagram") or ";" not in diagram
 
 
+def test_documents_that_the_code_names_exist() -> None:
+    for folder in ("src", "scripts", "benchmarks", "dashboards"):
+        for file in (ROOT / folder).rglob("*"):
+            if file.suffix in (".py", ".json", ".html"):
+                for name in re.findall(r"\bdocs/\w+\.md\b", file.read_text()):
+                    assert (ROOT / name).is_file(), f"{file}: {name}"
+
+
+def test_named_tests_exist() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    for name in set(re.findall(r"`(tests/[\w/]+\.py)`", page)):
+        assert (ROOT / name).is_file(), name
+    code = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    for name in set(re.findall(r"`(test_\w+|Test\w+)`", page)):
+        assert re.search(rf"^ *(def|class) {name}\b", code, re.MULTILINE), name
+
+
 def test_every_page_is_in_the_site() -> None:
     site = (ROOT / "mkdocs.yml").read_text()
     named = set(re.findall(r"^ +- .*?(\w+\.md)$", site, re.MULTILINE))
