@@ -130,9 +130,8 @@ class MooncakeStore:
         if not keys:
             return np.zeros(0, dtype=bool)
         codes = self._call("exists", lambda: self._client.batch_is_exist(list(keys)), deadline)
-        found = np.asarray(codes)
         self._require_master("exists", codes)
-        return np.asarray(found == 1)
+        return np.asarray([code == 1 for code in codes])
 
     def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
         if not keys:
@@ -163,54 +162,44 @@ class MooncakeStore:
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
         if not keys:
             return []
-        names, parts_wanted = list(keys), parts_of(wanted)
-        addresses, lengths = parts_wanted.addresses, parts_wanted.lengths
-        sizes, whole = parts_wanted.sizes, parts_wanted.whole
+        names, parts = list(keys), parts_of(wanted)
+        addresses, lengths, sizes = parts.addresses, parts.lengths, parts.sizes
+        outcomes = [Outcome.FAILED] * len(names)
 
         def read() -> list[Outcome]:
-            outcomes = [Outcome.FAILED] * len(names)
             rest = set(range(len(names)))
-            if whole:
-                asked = (names, addresses, lengths)
-                if len(whole) < len(names):
-                    asked = (
-                        [names[i] for i in whole],
-                        _some(addresses, whole),
-                        _some(lengths, whole),
-                    )
+            if parts.whole:
+                asked: list[list[Any]] = [names, addresses, lengths]
+                if len(parts.whole) < len(names):
+                    asked = [_some(rows, parts.whole) for rows in asked]
                 counts = self._client.batch_get_into_multi_buffers(*asked)
                 if counts == sizes:
                     return [Outcome.DONE] * len(names)
                 self._require_master("get", counts)
-                for i, count in zip(whole, counts, strict=True):
+                for i, count in zip(parts.whole, counts, strict=True):
                     if count not in OTHER_SIZE:
                         outcomes[i] = _get_outcome(count, sizes[i])
                         rest.discard(i)
-            parts = sorted(rest)
-            if parts:
-                for i, outcome in zip(parts, read_ranges(parts), strict=True):
-                    outcomes[i] = outcome
+            if rest:
+                read_ranges(sorted(rest))
             return outcomes
 
-        def read_ranges(parts: list[int]) -> list[Outcome]:
-            keys_of_parts = [names[i] for i in parts]
-            with self._session(keys_of_parts, deadline) as codes:
+        def read_ranges(places: list[int]) -> None:
+            with self._session(_some(names, places), deadline) as codes:
                 self._require_master("get", codes)
-                there = [i for i, code in zip(parts, codes, strict=True) if code == 0]
-                found = {
-                    i: Outcome.MISSING if code in (0, NOT_FOUND) else Outcome.FAILED
-                    for i, code in zip(parts, codes, strict=True)
-                }
+                for i, code in zip(places, codes, strict=True):
+                    if code in (0, NOT_FOUND):
+                        outcomes[i] = Outcome.MISSING
+                there = [i for i, code in zip(places, codes, strict=True) if code == 0]
                 if there:
                     moved = self._client.batch_get_into_multi_buffer_ranges(
-                        [names[i] for i in there],
+                        _some(names, there),
                         _some(addresses, there),
                         _some(lengths, there),
                         [wanted[i].offset.tolist() for i in there],
                     )
                     for i, count in zip(there, moved, strict=True):
-                        found[i] = _get_outcome(count, sizes[i])
-            return [found[i] for i in parts]
+                        outcomes[i] = _get_outcome(count, sizes[i])
 
         return self._call("get", read, deadline, BlockUse.WRITES)
 
@@ -303,20 +292,15 @@ def _require_listening(address: str) -> None:
         ) from None
 
 
-def _some(rows: list[list[int]], places: list[int]) -> list[list[int]]:
+def _some(rows: list[T], places: list[int]) -> list[T]:
     return [rows[i] for i in places]
 
 
 def _put_outcome(code: int) -> Outcome:
-    match code:
-        case 0:
-            return Outcome.DONE
-        case _ if code == EXISTS_ALREADY:
-            return Outcome.EXISTS
-        case _ if code == NO_ROOM:
-            return Outcome.FULL
-    _log.warning("Mooncake refused an object (code %d)", code)
-    return Outcome.FAILED
+    known = {0: Outcome.DONE, EXISTS_ALREADY: Outcome.EXISTS, NO_ROOM: Outcome.FULL}
+    if code not in known:
+        _log.warning("Mooncake refused an object (code %d)", code)
+    return known.get(code, Outcome.FAILED)
 
 
 def _get_outcome(count: int, expected: int) -> Outcome:

@@ -1,4 +1,4 @@
-"""What a store has to give: objects of bytes by key, written once, read whole or in ranges.
+"""The `Store` protocol: objects of bytes by key, written once, read whole or in ranges.
 
 An object is all that one rank wrote of one block of one group; its bytes never change. Bytes come
 from and go to registered memory of this process, by address, so that no byte is copied more often

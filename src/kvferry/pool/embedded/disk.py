@@ -130,7 +130,7 @@ class DiskTier:
             part.rename(target)
         except OSError as error:
             _log.warning("disk tier: %s could not be written: %s", target, error)
-            self._made.discard(name[:2])  # the folder may be what is missing
+            self._made.discard(name[:2])  # the folder may be missing
             with contextlib.suppress(OSError):
                 part.unlink()
             return False
@@ -459,7 +459,7 @@ class DirectoryOwner(Locked):
         deadline = time.monotonic() + OWNER_SECONDS
         gone_by = time.monotonic() + GOING_SECONDS
         while True:
-            if self._locked(fcntl.LOCK_EX):  # nobody's
+            if self._locked(fcntl.LOCK_EX):  # no process has it
                 while others():
                     if time.monotonic() > gone_by:
                         raise StoreError(

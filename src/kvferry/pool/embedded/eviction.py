@@ -59,14 +59,14 @@ MakePolicy = Callable[[History, Floats], ConversationPolicy]  # from shared memo
 
 OPEN_SECONDS = 60.0
 ADOPT_SECONDS = 5.0  # in which the first opener waits for files to get records; more come later
-UPDATE_SECONDS = 1.0  # for the lock, past a caller's deadline, to give back what it was granted
+UPDATE_SECONDS = 1.0  # for the lock, past a caller's deadline, to give back extents
 RETRY_SECONDS = 0.25  # between two tries of a thread for the lock, and for each of them
 DISCARD_SECONDS = 0.01  # for the lock: a thousand times as long as most hold it
 REAP_SECONDS = 1.0  # between two looks for extents of dead processes, while objects can be evicted
-ROUNDS = 6  # of making room for one batch: others may take what was freed
+ROUNDS = 6  # of making room for one batch: others may take the freed memory
 FEW_OBJECTS = 4096  # up to here, victims are looked for each time, and only as many as needed
 BATCH_SHARE = 256  # beyond, at least this part of the memory is freed at a time
-BAR_SECONDS = 1.0  # how long the last victim's score tells what is not worth a search
+BAR_SECONDS = 1.0  # how long objects below the last victim's score are declined without a search
 
 
 @dataclass(frozen=True, slots=True)

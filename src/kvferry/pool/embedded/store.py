@@ -430,8 +430,8 @@ class EmbeddedStore:
     def _read(
         self, key: str | None, row: int, need: WantedObject | None, deadline: float
     ) -> Outcome:
-        """Read what is needed (None: check all) of the object in this row, whatever its key (None)
-        or only the key's."""
+        """Read the needed parts (None: check all) of the object in this row, which must be the
+        key's (None: any key's)."""
         tiers, index = self._tiers, self._index
         for attempt in range(ATTEMPTS):  # again where it moved between tiers meanwhile
             generation, state = int(index.generation[row]), int(index.state[row])
