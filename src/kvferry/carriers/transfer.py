@@ -179,28 +179,25 @@ class Workers:
 
     def __init__(self, name: str, count: int) -> None:
         self._threads = Threads(name, count)
-        self._lock = threading.Lock()
-        self._live: set[Job] = set()
+        self._live: set[Job] = set()  # each use of it is one atomic operation
 
     def submit(self, job: Job) -> Job:
         """Have it run soon. A job that never will be has failed when this returns."""
-        with self._lock:
-            self._live.add(job)
+        self._live.add(job)
         try:
             self._threads.submit(partial(self._run, job))
         except Cancelled:
             job.request_cancel("the carrier is closed")
-            self._forget(job)
+            self._live.discard(job)
         except HandoverError as error:
             job.refuse(TransferError(str(error)))
-            self._forget(job)
+            self._live.discard(job)
         return job
 
     @property
     def busy(self) -> list[Job]:
         """Jobs that are queued, or that a thread is at work on."""
-        with self._lock:
-            return [job for job in self._live if job.occupied]
+        return [job for job in list(self._live) if job.occupied]
 
     def close(self, seconds: float = CANCEL_SECONDS) -> None:
         """Cancel all jobs and end the threads. Idempotent."""
@@ -211,11 +208,7 @@ class Workers:
 
     def _run(self, job: Job) -> None:
         job.run()
-        self._forget(job)
-
-    def _forget(self, job: Job) -> None:
-        with self._lock:
-            self._live.discard(job)
+        self._live.discard(job)
 
 
 def share(
