@@ -3,9 +3,9 @@
     --kv-transfer-config '{"kv_connector": "FerryConnector", "kv_role": "kv_both",
                            "kv_connector_module_path": "kvferry.vllm"}'
 
-`MooncakeConnector`, `NixlConnector` and `NixlPushConnector` under the same module path take the
-configuration of vLLM's own. vLLM resolves the class also in its API process, so importing this
-touches no device and starts nothing.
+`MooncakeConnector`, `MooncakeStoreConnector`, `NixlConnector` and `NixlPushConnector` under the
+same module path take the configuration of vLLM's own. vLLM resolves the class also in its API
+process, so importing this touches no device and starts nothing.
 """
 
 from kvferry.vllm import plugin

@@ -72,7 +72,7 @@ class Whereabouts:
 
     @classmethod
     def read(cls, entry: Any, address: str) -> Whereabouts:
-        """An engine's entry, from whoever answered at an address: trust nothing."""
+        """An engine's entry, as any server at an address may have sent it: trust nothing."""
         ours = entry.get("kvferry") if isinstance(entry, dict) else None
         if not isinstance(ours, dict):
             raise ProtocolError(
@@ -302,7 +302,7 @@ class Registration:
             server, dp_rank = self._to
             try:
                 register(server, dp_rank, self._entry, self._secret, self._seconds)
-            except Exception as error:  # whatever it is: nobody else would register this rank
+            except Exception as error:  # whatever it is: only this thread registers the rank
                 if not failed:
                     log.warning(
                         "kvferry: requests by transfer id cannot reach data-parallel rank %d until "
@@ -438,14 +438,14 @@ class Rendezvous:
         self._sockets = sockets
         self._caller: Caller | None = None
         self._engine: EngineInfo | None = None
-        self._told = threading.Event()  # who we are
+        self._told = threading.Event()  # that `introduce` was called
         self._closed = False
         self._meetings = Meetings("kvferry-rendezvous", config.bootstrap_seconds)
         self._lock = threading.Lock()
         self._asked: dict[BootstrapPlace, _Asked] = {}
 
     def introduce(self, engine: EngineInfo) -> None:
-        """Who we are; directories ask for it."""
+        """This engine's description; directories ask for it."""
         self._engine = engine
         self._told.set()
 
@@ -462,13 +462,13 @@ class Rendezvous:
         error = asked.answer.exception()
         if error is None:
             return asked.answer.result()[1]
-        if last is not None and type(error) is HandoverError:  # nobody answers
+        if last is not None and type(error) is HandoverError:  # there is no answer
             return last
         self.forget(place)  # the next request asks again
         raise error
 
     def forget(self, place: BootstrapPlace) -> None:
-        """A load by what is known of it failed."""
+        """A load by the answer for this place failed."""
         with self._lock:
             asked = self._asked.get(place)
             if asked is not None and asked.answer.done():

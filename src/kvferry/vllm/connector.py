@@ -485,18 +485,19 @@ class FerryScheduler:
         self.producing = Producing(
             config,
             self.engine_id,
-            self._first,
-            style,
-            False,  # until workers have told what stands beside us, as beside any connector
-            self._shape,
-            self._directory.port,
-            handed_over,
-            self.orders,
-            self.stats,
-            self.spans,
-            True,  # the same
-            prompts,
-            adapters,
+            incarnation=self._first,
+            style=style,
+            # Until workers have told what stands beside this connector, it may be any.
+            flat=False,
+            second=True,
+            shape=self._shape,
+            port=self._directory.port,
+            handed_over=handed_over,
+            orders=self.orders,
+            stats=self.stats,
+            spans=self.spans,
+            prompts=prompts,
+            adapters=adapters,
         )
         self._bootstrap: Bootstrap | None = None
         self._registration: Registration | None = None

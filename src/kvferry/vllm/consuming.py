@@ -1,12 +1,12 @@
 """A decode engine's requests whose prompt was, or is being, computed elsewhere.
 
 A request arrives with a ticket, or with the name of a producer that got it at the same time. Its
-tokens count as external, an asynchronous load is ordered when blocks are there, and whatever
-becomes of the request, every source hears one last word (from the load, or `not needed`). What
-cannot be a ticket for this request is said in the log, given back, and the prompt is computed here,
-which is counted once, by reason.
-A load that failed is not tried again: the request is matched no more, and vLLM's
-`kv_load_failure_policy` decides; so it is after a preemption.
+tokens count as external, and an asynchronous load is ordered when vLLM has allocated blocks.
+However the request ends, every source hears one last word: from the load, or `not needed`.
+
+A ticket that cannot be for its request is given back, and the prompt is computed here; the log says
+so, and a metric counts it once, by reason. A load that failed is not tried again: the request is
+matched no more, and vLLM's `kv_load_failure_policy` decides. The same holds after a preemption.
 """
 
 from __future__ import annotations

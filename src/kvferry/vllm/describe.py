@@ -34,14 +34,14 @@ from kvferry.layout.tensors import LayerKey, TensorView, layout_from_tensors
 from kvferry.pool.weights import hub_snapshot
 from kvferry.topology import TransferRegion
 
-# Backends that keep [K | V] of one head and slot side by side, in whatever order is registered.
+# Backends that keep [K | V] of one head and slot side by side, in the order that is registered.
 JOINED = """
 FLASH_ATTN FLASHINFER TRITON_ATTN FLEX_ATTENTION CPU_MLA AMX_MLA TRITON_MLA FLASHMLA FLASH_ATTN_MLA
 FLASHINFER_MLA CUTLASS_MLA
 """
 CPU_ISA = {"vec": "cpu", "vec16": "cpu", "amx": "cpu_amx"}
 # Keys of a model's configuration that do not change what its cache means. Some models write their
-# engine's `max_model_len` there; what depends on it is said by itself (`rope_factors`).
+# engine's `max_model_len` there; `rope_factors` says what depends on it.
 IRRELEVANT = """
 _name_or_path transformers_version torch_dtype dtype architectures use_cache max_model_len
 """
@@ -174,7 +174,7 @@ def _interior(layer: Any) -> str:
     if backend == "CPU_ATTN":
         isa = getattr(layer, "isa", "")
         return CPU_ISA.get(isa, f"opaque:{backend}.{isa}")
-    # two backends that nobody has looked into need not keep the same thing in a page
+    # pages of two unknown backends need not hold the same
     return "joined" if backend in JOINED.split() else f"opaque:{backend}"
 
 
@@ -194,7 +194,7 @@ def engine_shape(
     specs = [group_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     kinds = {type(spec).__name__ for spec in specs if not is_state(spec)}  # on all stages
     windows = any(g.residency.kind in ("window", "chunk") for g in model.groups)
-    # what is the same everywhere is said once: a stage without some group must say the same
+    # a setting that all groups share is said once: a stage without some group must say the same
     alike = len(set(interiors.values())) == 1
     own = {g: n for g, n in block_sizes.items() if n != cache.block_size}
     split = {g: n for g, n in kernel_sizes.items() if n != block_sizes[g]}
@@ -480,7 +480,7 @@ def _quantization(config: Any) -> str:
 
 
 def _media(config: Any) -> str:
-    """What is done to images and the like, of which their names (hashes of input) know nothing."""
+    """How images and the like are processed: their names are hashes of the input alone."""
     options = getattr(config, "multimodal_config", None)
     if options is None:
         return ""

@@ -3,7 +3,7 @@
 Workers report loads and how holds ended, the scheduler reports requests and blocks. vLLM adds the
 reports up every step (`FerryStats.aggregate`) and sends them to the process that logs. There,
 `FerryPromMetrics` turns them into `/metrics`, and `FerryStats.reduce` into one line of log per
-interval. Lists hold observations, counts add up. Levels (what is open now) are kept by reporter:
+interval. Lists hold observations, counts add up. Levels (holds open now) are kept by reporter:
 the sum goes over reporters, and a reporter's later level replaces its earlier one.
 
 Names begin with `vllm:kvferry_`, so that vLLM treats them as its own (multi-process mode, several
@@ -128,8 +128,8 @@ class HandoverStats:
     def count(self, name: str, reason: str, times: int = 1) -> None:
         self.data[name][reason] = self.data[name].get(reason, 0) + times
 
-    def level(self, who: str, **values: int) -> None:
-        self.data["levels"][who] = values
+    def level(self, reporter: str, **values: int) -> None:
+        self.data["levels"][reporter] = values
 
     def loaded(self, load: Loaded) -> None:
         """How a load of one rank ended."""

@@ -1,7 +1,7 @@
 """Connectors of ours as children of vLLM's MultiConnector.
 
 A MultiConnector hands on only its first child's handshake metadata, and raises if two children put
-the same key into a response. vLLM tells a child nothing of its siblings, so we find them ourselves:
+the same key into a response. vLLM tells a child nothing of its siblings. So kvferry finds out:
 
 - Children of ours know each other (`Family`): vLLM gives all children of one MultiConnector the
   same description of the cache. Exactly one child of ours takes a request: a request with a

@@ -123,20 +123,21 @@ class Producing:
                     "choose a new one for each request",
                     None,
                 )
+        awaited = hold_id if name is not None else None  # consumers may know it already
         if refusal and completed(request):
-            return self._unheld(*refusal, hold_id if name is not None else None)
+            return self._unheld(*refusal, awaited)
         if digest is None or not completed(request):
-            if name is not None:
-                self.orders.withdrawals.append(hold_id)
+            if awaited is not None:
+                self.orders.withdrawals.append(awaited)
             return False, None
         if lora is not None:
             adapter = lora.digest
             if not adapter:
-                return self._unheld("lora", lora.unknown, hold_id if name is not None else None)
+                return self._unheld("lora", lora.unknown, awaited)
             digest = adapted(digest, adapter)
         blocks = len({block for table in block_ids for block in table if block})
         if over := self._over_limit(blocks):
-            return self._unheld("limit", over, hold_id if name is not None else None)
+            return self._unheld("limit", over, awaited)
         if name is not None:
             self._names[name].held = True
         tokens, request_id = len(request.prompt_token_ids), request.request_id
@@ -174,13 +175,13 @@ class Producing:
         )
 
     def _unheld(
-        self, reason: str, message: str, hold_id: str | None
+        self, reason: str, message: str, awaited: str | None
     ) -> tuple[bool, dict[str, Any] | None]:
         """Say why nothing is kept; a consumer that reads it computes the prompt itself."""
         self.stats.count("unheld", reason)
         log.warning("a prefill is not held for a consumer: %s", message)
-        if hold_id is not None:
-            self.orders.withdrawals.append(hold_id)
+        if awaited is not None:
+            self.orders.withdrawals.append(awaited)
         told: dict[str, Any] = {MARK: {"format": FORMAT, "not_held": message}}
         if self.flat:
             told |= {"do_remote_prefill": False, "do_remote_decode": False}

@@ -1,4 +1,6 @@
-"""The worker's side: memory, holds and loads. The engine's step only passes orders and results.
+"""The hand-over in a worker's process: memory, holds and loads.
+
+A step of the engine only passes orders and results; threads do the work.
 
 `register_kv_caches` describes the cache, registers it with the carriers, and starts the threads.
 `start` passes a step's orders on and returns; `results` collects what ended since the last step,
@@ -142,7 +144,7 @@ class FerryWorker:
         )
 
     def handshake(self) -> FerryHandshake | None:
-        """A MultiConnector passes on the first child's only: leave that to those who need it."""
+        """A MultiConnector passes on the first child's only: under one, in-tree children get it."""
         return self._handshake if self._siblings is None else None
 
     def take_report(self) -> HandoverReport | None:
@@ -215,8 +217,8 @@ class FerryWorker:
                 levels["blocks_quarantined"] = loads.quarantined_blocks
             if levels != self._levels:
                 self._levels = levels
-                who = f"{self._index}/{self._rank.pp}.{self._rank.tp}"
-                self._stats.level(who, **levels)
+                reporter = f"{self._index}/{self._rank.pp}.{self._rank.tp}"
+                self._stats.level(reporter, **levels)
         return self._stats.take()
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ from kvferry.vllm.config import (
 
 log = logging.getLogger("kvferry")
 
-# Keys of the in-tree connector that ask for what is always so here, or mean nothing to us.
+# Keys of the in-tree connector that are always on here, or have no effect.
 MOONCAKE_ONLY = frozenset(
     {
         "consumer_is_to_put",

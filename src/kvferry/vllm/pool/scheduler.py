@@ -1,4 +1,4 @@
-"""The pool in vLLM's scheduler: requests, blocks and events of vLLM, as the pool knows them."""
+"""The pool in the scheduler's process: vLLM's requests, blocks and events in the pool's terms."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class VllmPoolScheduler:
         )
 
     def described_by(self, handshakes: Iterable[FerryHandshake]) -> None:
-        """The same, bit by bit, from workers under a MultiConnector."""
+        """The same from workers under a MultiConnector, which come one by one."""
         if self.pool.started:
             return
         for handshake in handshakes:

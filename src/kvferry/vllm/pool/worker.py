@@ -1,4 +1,7 @@
-"""The pool on a worker: memory registered with the store, orders passed on, ends reported once."""
+"""The pool in a worker's process.
+
+It registers the cache's memory with the store, passes orders on, and reports each end once.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class PoolWorker:
     def __init__(
         self, config: PoolConfig, vllm_config: Any, kv_cache_config: Any, *, alone: bool = True
     ) -> None:
-        """alone  else a child of a MultiConnector, which describes itself with its first step"""
+        """alone  False: a child of a MultiConnector, which describes itself with its first step"""
         self.config, self._vllm, self._kv = config, vllm_config, kv_cache_config
         self._alone = alone
         self._rank: PoolRank | None = None
@@ -99,7 +102,7 @@ class PoolWorker:
         )
 
     def handshake(self) -> FerryHandshake | None:
-        """What vLLM passes on: of one child only, so a child leaves it to its siblings."""
+        """A MultiConnector passes on one child's only: under one, in-tree children get it."""
         return self._handshake if self._alone else None
 
     def start(self, orders: PoolOrders, *, idle: bool = False) -> None:
