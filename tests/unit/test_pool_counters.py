@@ -21,5 +21,5 @@ def test_all_that_is_counted_is_known_and_documented() -> None:
     assert {name for f, name in counted if f} == {"load_{outcome.value}", "save_{outcome.value}"}
     named |= {f"{what}_{outcome}" for what, told in OUTCOMES.items() for outcome in told}
     assert named == set(EVENTS) and len(EVENTS) == len(set(EVENTS))
-    documented = set(re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "pool.md").read_text()))
+    documented = set(re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "operating.md").read_text()))
     assert not set(EVENTS) - documented
