@@ -23,6 +23,7 @@ def side(seed: int) -> Iterator[tuple[np.ndarray, Carrier]]:
     data = np.random.default_rng(seed).integers(0, 256, 4 * SIZE, dtype=np.uint8)
     region = MemoryRegion(data.ctypes.data, data.nbytes)
     memory = DeviceMemory([region])
+    assert memory.warmed.wait(30)
     carrier = make_carrier("tcp", host="127.0.0.1", memory=memory, writable=True)
     carrier.register([region])
     try:

@@ -85,7 +85,9 @@ def test_a_lane_without_all_of_its_events_leaves_none(
 
 def memory_of(count: int, size: int = SIZE) -> tuple[np.ndarray, DeviceMemory]:
     data = np.random.default_rng(count).integers(0, 256, size, dtype=np.uint8)
-    return data, DeviceMemory([MemoryRegion(data.ctypes.data, size)])
+    memory = DeviceMemory([MemoryRegion(data.ctypes.data, size)])
+    assert memory.warmed.wait(30)  # a lane of its own is idle
+    return data, memory
 
 
 def test_lanes_are_bounded_and_nobody_waits_for_ever(
