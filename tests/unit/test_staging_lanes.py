@@ -142,9 +142,9 @@ def test_a_lane_that_was_made_in_vain_is_not_counted(
     on: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "MOST_LANES", 1)
+    room, on.room = on.room, 0
     data, memory = memory_of(3)
     runs = np.asarray([data.ctypes.data]), np.asarray([SIZE])
-    room, on.room = on.room, 0
     for _ in range(3):
         with pytest.raises(CudaError):
             next(memory.outgoing(*runs))
