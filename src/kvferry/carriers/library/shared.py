@@ -9,7 +9,7 @@ protocol:
                 interpreter's lock for long
     threads     the library's blocking calls run on a few threads for each peer, so a peer that
                 does not answer holds up its own transfers only
-    liveness    a `Pulse` beside the data plane: looked at before, during and after each transfer
+    liveness    a connection beside the data plane: looked at before, during and after each transfer
     the end     no library here can take back a batch that it has begun. A cancelled transfer ends
                 with the batch under way; one whose batch does not come back is *abandoned*:
                 `cancel` raises `DeadlineExceeded`, and its memory counts as in use, until the
