@@ -7,7 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.bench.transport import PairedRow, Target, judge, lines, run, target_lines
+from kvferry.bench.transport import PairedRow, SpeedTarget, judge, lines, run, target_lines
 from kvferry.carriers.local import LocalCarrier
 from kvferry.cli.bench import transport_bench_page
 from kvferry.cli.main import app
@@ -88,7 +88,7 @@ def test_targets_are_judged_by_their_worst_cell() -> None:
 
 
 def test_a_verdict_says_which_sizes_it_is_about() -> None:
-    def at(*sizes: int) -> tuple[Target, str]:
+    def at(*sizes: int) -> tuple[SpeedTarget, str]:
         rates = {(n, "read", s): r for n, r in (("local", 9.0), ("raw-nixl", 1.0)) for s in sizes}
         verdicts = judge(rates, [])
         return verdicts[0], list(target_lines(verdicts))[1]

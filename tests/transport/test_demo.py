@@ -22,7 +22,7 @@ from kvferry.demo import rank as rank_module
 from kvferry.demo.cache import make_views, write_entries, wrong_entries
 from kvferry.demo.rank import DecodeRank, PrefillRank, open_carriers
 from kvferry.demo.run import Prefill, run_demo
-from kvferry.demo.work import DEMO_FROM, DEMO_TO, Work, demo_model, find_model, make_work
+from kvferry.demo.work import DEMO_FROM, DEMO_TO, DemoWork, demo_model, find_model, make_work
 from kvferry.errors import BindError, DescriptionError, TransferError
 from kvferry.layout.shape import EngineShape, Rank, Span
 
@@ -177,7 +177,7 @@ def test_any_shape(model: str, src: str, dst: str) -> None:
 
 @contextmanager
 def all_ranks(
-    work: Work, transport: str
+    work: DemoWork, transport: str
 ) -> Iterator[tuple[list[PrefillRank], list[DecodeRank], Prefill]]:
     """All ranks of both engines in this process, met."""
 

@@ -109,7 +109,7 @@ class PairedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class SpeedTarget:
     text: str
     wanted: float
     found: float | None  # None: not measured in this run
@@ -127,7 +127,7 @@ class TransportResult:
     results: tuple[CarrierResult, ...]
     missing: dict[str, str] = field(default_factory=dict)
     paired: tuple[PairedRow, ...] = ()
-    targets: tuple[Target, ...] = ()
+    targets: tuple[SpeedTarget, ...] = ()
 
 
 def run(
@@ -188,7 +188,7 @@ class _Measured:
     best: dict[tuple[str, str, int], float] = field(default_factory=dict)
     long_copy: float = 0.0
 
-    def all_sizes(self, owner: Owner, wanted: _Wanted) -> None:
+    def all_sizes(self, owner: OwnerProcess, wanted: _Wanted) -> None:
         alone = [name for name in wanted.names if name in ALONE]
         with ExitStack() as stack:
             movers = {n: self._open(stack, owner, n) for n in wanted.names if n not in ALONE}
@@ -202,7 +202,7 @@ class _Measured:
                         one = {name: self._open(short, owner, name)}
                         self._size(owner, one, size, rounds)
 
-    def _open(self, stack: ExitStack, owner: Owner, name: str) -> Mover:
+    def _open(self, stack: ExitStack, owner: OwnerProcess, name: str) -> Mover:
         """Open a mover on both sides."""
         mover = stack.enter_context(closing(MOVERS[name](self.landing)))
         endpoint = owner.open(name)
@@ -210,7 +210,9 @@ class _Measured:
         mover.connect(endpoint)
         return mover
 
-    def _size(self, owner: Owner, movers: dict[str, Mover], size: int, only_rounds: int = 0) -> int:
+    def _size(
+        self, owner: OwnerProcess, movers: dict[str, Mover], size: int, only_rounds: int = 0
+    ) -> int:
         """Run rounds of all movers and the limits, or `only_rounds` rounds of a single mover."""
         src, dst = slots(size)
         limits = not only_rounds
@@ -309,7 +311,7 @@ def seconds_of(task: Task) -> float:
 
 
 def paired(
-    owner: Owner,
+    owner: OwnerProcess,
     landing: NDArray[np.uint8],
     names: Sequence[str],
     sizes: Sequence[int],
@@ -338,7 +340,7 @@ def paired(
 
 
 def _row(
-    owner: Owner,
+    owner: OwnerProcess,
     landing: NDArray[np.uint8],
     mover: OurCarrier,
     name: str,
@@ -423,7 +425,7 @@ OF_THE_LIBRARY = 0.95
 
 def judge(
     rates: Mapping[tuple[str, str, int], float], pairs: Sequence[PairedRow]
-) -> tuple[Target, ...]:
+) -> tuple[SpeedTarget, ...]:
     """Judge all targets. `rates` is by carrier, direction and size."""
     found = []
     for want in BESIDE:
@@ -443,18 +445,20 @@ def judge(
     return tuple(found)
 
 
-def _target(text: str, wanted: float, cells: Mapping[Cell, float], sizes: Sequence[int]) -> Target:
+def _target(
+    text: str, wanted: float, cells: Mapping[Cell, float], sizes: Sequence[int]
+) -> SpeedTarget:
     if not cells:
-        return Target(text, wanted, None, "", None, (), tuple(sizes))
+        return SpeedTarget(text, wanted, None, "", None, (), tuple(sizes))
     worst = min(cells, key=lambda cell: cells[cell])
     judged = tuple(sorted({size for _, size in cells}))
     left_out = tuple(size for size in sizes if size not in judged)
     met = cells[worst] >= wanted
     where = f"{worst[0]} {show_bytes(worst[1])}"
-    return Target(text, wanted, cells[worst], where, met, judged, left_out)
+    return SpeedTarget(text, wanted, cells[worst], where, met, judged, left_out)
 
 
-def target_lines(targets: Sequence[Target]) -> Iterator[str]:
+def target_lines(targets: Sequence[SpeedTarget]) -> Iterator[str]:
     if targets:
         yield ""
     for target in targets:
@@ -536,7 +540,7 @@ def quiet_libraries() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class OwnerProcess:
     """The other process, which owns the memory that is read and written."""
 
     address: int
@@ -584,7 +588,7 @@ def _line(stream: socket.socket) -> str:
 
 
 @contextmanager
-def owner() -> Iterator[Owner]:
+def owner() -> Iterator[OwnerProcess]:
     """Start the owner. It gets commands on its standard input and answers on a socket, because
     libraries print to its standard output."""
     code = "from kvferry.bench.transport import own; own()"
@@ -608,7 +612,7 @@ def owner() -> Iterator[Owner]:
                 raise TransferError("the process that owns the memory did not start") from None
             stream.settimeout(WAIT_SECONDS)
             with stream:
-                yield Owner(int(_line(stream)), process.stdin, stream)
+                yield OwnerProcess(int(_line(stream)), process.stdin, stream)
         finally:
             process.kill()
 

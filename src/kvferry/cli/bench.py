@@ -144,8 +144,8 @@ def plan_bench_page(result: BenchResult) -> str:
     )
     notes = "".join(f"<li>{escape(note)}</li>" for note in _notes(result))
     series = [
-        Line("arrays", "#0072b2", [(float(b), ms) for b, ms, _ in result.curve]),
-        Line("strided runs", "#d55e00", [(float(b), ms) for b, _, ms in result.curve]),
+        Curve("arrays", "#0072b2", [(float(b), ms) for b, ms, _ in result.curve]),
+        Curve("strided runs", "#d55e00", [(float(b), ms) for b, _, ms in result.curve]),
     ]
     return page(
         "kvferry bench plan",
@@ -211,20 +211,20 @@ def transport_bench_page(result: TransportResult) -> str:
 
     sizes = sorted({row.descriptor_bytes for row in result.results})
     limits = [
-        Line("memcpy", GREY, [(float(s), result.memcpy_gb_s) for s in sizes], "6 3"),
-        Line(
+        Curve("memcpy", GREY, [(float(s), result.memcpy_gb_s) for s in sizes], "6 3"),
+        Curve(
             "memcpy, scattered",
             GREY,
             [(r.descriptor_bytes, r.gb_s) for r in result.results if r.carrier == "memcpy"],
             "2 3",
         ),
-        Line("one socket", GREY, [(float(s), result.socket_gb_s) for s in sizes], "10 3 2 3"),
+        Curve("one socket", GREY, [(float(s), result.socket_gb_s) for s in sizes], "10 3 2 3"),
     ]
     plots = ""
     for op in dict.fromkeys(row.op for row in result.results if row.carrier != "memcpy"):
         rows = [row for row in result.results if row.op == op]
         series = [
-            Line(
+            Curve(
                 name,
                 COLOURS[name],
                 [(r.descriptor_bytes, r.gb_s) for r in rows if r.carrier == name],
@@ -279,7 +279,7 @@ def page(title: str, body: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Curve:
     name: str
     colour: str
     points: Sequence[tuple[float, float]]
@@ -287,7 +287,7 @@ class Line:
 
 
 def _log_plot(
-    series: Sequence[Line],
+    series: Sequence[Curve],
     x_title: str,
     y_title: str,
     x_label: Callable[[float], str] = "{:,.0f}".format,

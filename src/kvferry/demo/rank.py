@@ -5,7 +5,7 @@ The demo's main process tells its ranks over a pipe which of these methods to ca
     (start)          -> RankInfo    a rank describes itself, as an engine's worker does
     fill()                          producer: write the requests; consumer: write canaries
     hold(tickets)                   producer: open a hold for every request
-    load(tickets)    -> Moved       consumer: load every request by its ticket
+    load(tickets)    -> RankMoved   consumer: load every request by its ticket
     delivered()      -> int         producer: number of holds that closed as delivered
     check()          -> Checked     consumer: compare every byte with its expected value
 
@@ -49,7 +49,7 @@ from kvferry.demo.cache import (
     wrong_byte,
     wrong_entries,
 )
-from kvferry.demo.work import DemoRequest, Work
+from kvferry.demo.work import DemoRequest, DemoWork
 from kvferry.errors import KvferryError, TransferError
 from kvferry.handover.consumer import ConsumerRank
 from kvferry.handover.describe import engine_info, rank_info
@@ -84,7 +84,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class RankMoved:
     """What a consumer rank loaded, and its log lines about the carrier to each source."""
 
     stats: ConsumerStats
@@ -98,7 +98,7 @@ class Checked:
     wrong_bytes: int
 
 
-def describe_engine(work: Work, *, producer: bool) -> EngineInfo:
+def describe_engine(work: DemoWork, *, producer: bool) -> EngineInfo:
     """The description of one of the two engines."""
     name, shape = ("prefill", work.src) if producer else ("decode", work.dst)
     return engine_info(name, "demo", work.model, shape, {"model": work.model.name})
@@ -157,7 +157,7 @@ class DemoRank:
     """The common part of producers and consumers: memory, views of it, and carriers."""
 
     def __init__(
-        self, work: Work, rank: Rank, transport: str, report: Report, *, producer: bool
+        self, work: DemoWork, rank: Rank, transport: str, report: Report, *, producer: bool
     ) -> None:
         self.work, self.rank, self.report = work, rank, report
         shape, pools = (work.src, work.src_pools) if producer else (work.dst, work.dst_pools)
@@ -205,7 +205,7 @@ def open_carriers(transport: str, memory: RankMemory) -> list[Carrier]:
 
 
 class PrefillRank(DemoRank):
-    def __init__(self, work: Work, rank: Rank, transport: str, report: Report) -> None:
+    def __init__(self, work: DemoWork, rank: Rank, transport: str, report: Report) -> None:
         super().__init__(work, rank, transport, report, producer=True)
         self.bell = Wakeup()
         self.producer = ProducerRank(
@@ -254,7 +254,7 @@ class PrefillRank(DemoRank):
 
 class DecodeRank(DemoRank):
     def __init__(
-        self, work: Work, rank: Rank, transport: str, report: Report, fault: str = ""
+        self, work: DemoWork, rank: Rank, transport: str, report: Report, fault: str = ""
     ) -> None:
         super().__init__(work, rank, transport, report, producer=False)
         self.fault, self.bell = fault, Wakeup()
@@ -277,7 +277,7 @@ class DecodeRank(DemoRank):
             write_byte(view, self.blocks_but(view, []), CANARY)
         self.memory.publish()
 
-    def load(self, tickets: list[dict[str, Any]]) -> Moved:
+    def load(self, tickets: list[dict[str, Any]]) -> RankMoved:
         """Load one request after the other. Tickets come as a router's request parameters."""
         with _words_of_auto() as said:
             for request, params in zip(self.work.requests, tickets, strict=True):
@@ -293,7 +293,7 @@ class DecodeRank(DemoRank):
                 self.report(loaded.bytes)
                 if self.fault == "die":
                     os._exit(3)
-        return Moved(self.consumer.stats(), tuple(said))
+        return RankMoved(self.consumer.stats(), tuple(said))
 
     def check(self) -> Checked:
         work = self.work
@@ -362,7 +362,7 @@ def _words_of_auto() -> Iterator[list[str]]:
 
 
 def rank_main(
-    work: Work, producer: bool, rank: Rank, transport: str, fault: str, pipe: Connection
+    work: DemoWork, producer: bool, rank: Rank, transport: str, fault: str, pipe: Connection
 ) -> None:
     """Body of a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it, and closes the pipe

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.carriers.auto import AUTO, CARRIERS, select
-from kvferry.demo.rank import LOOPBACK, Checked, Done, Moved, describe_engine, rank_main
-from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, Work, find_model, make_work
+from kvferry.demo.rank import LOOPBACK, Checked, Done, RankMoved, describe_engine, rank_main
+from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, DemoWork, find_model, make_work
 from kvferry.errors import DescriptionError, KvferryError, PermissionDenied, TransferError
 from kvferry.handover.producer import Directory
 from kvferry.handover.ticket import Ticket, prompt_digest
@@ -141,7 +141,7 @@ def run_demo(
         crew.ask(crew.prefill, "hold", prefill.tickets)
         watch.phase("move", work.bytes)
         begun = time.monotonic()
-        moved: list[Moved] = crew.ask(crew.decode, "load", prefill.passed_on())
+        moved: list[RankMoved] = crew.ask(crew.decode, "load", prefill.passed_on())
         transfer_seconds = time.monotonic() - begun
         way, why = _reached(carrier, [link for one in moved for link in one.links])
         if method == "vm" and way != METHODS["vm"]:
@@ -207,7 +207,7 @@ def _require_memory(needed: int) -> None:
 class Prefill:
     """The prefill engine without its ranks: its directory, and the tickets that it issues."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: DemoWork) -> None:
         self._stack = ExitStack()
         sockets = Sockets()
         self._stack.callback(sockets.close)
@@ -270,7 +270,7 @@ class Crew:
     def everyone(self) -> list[Member]:
         return [*self.prefill, *self.decode]
 
-    def start(self, work: Work, transport: str, fault: str) -> list[RankInfo]:
+    def start(self, work: DemoWork, transport: str, fault: str) -> list[RankInfo]:
         """Start all ranks. Returns their descriptions."""
         context = multiprocessing.get_context("forkserver")
         # The fork server imports the modules of ranks once. A rank is then a fork of it.

@@ -56,7 +56,7 @@ class DemoRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
+class DemoWork:
     """The requests and their blocks, as the two engines' schedulers would assign them."""
 
     model: CacheModel
@@ -104,7 +104,7 @@ def make_work(
     min_bytes: int,
     requests: int,
     seed: int,
-) -> Work:
+) -> DemoWork:
     """Requests of varied lengths that together move at least `min_bytes`.
 
     Their number is `requests`, except for some models: large states allow fewer, and caches that do
@@ -137,7 +137,7 @@ def make_work(
         DemoRequest(number, tokens, skip, src_tables[number], dst_tables[number])
         for number, (tokens, skip) in enumerate(drawn)
     )
-    return Work(model, src, dst, seed, made, src_pools, dst_pools, total)
+    return DemoWork(model, src, dst, seed, made, src_pools, dst_pools, total)
 
 
 def _draw(

@@ -421,7 +421,7 @@ _NUMBERS = re.compile(r"[0-9.]+")  # a text like this is an address or a mistake
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class AllowedPeers:
     """Hosts that tickets may name. Names are compared as texts, and never resolved."""
 
     networks: tuple[IPv4Network | IPv6Network, ...]
@@ -436,7 +436,7 @@ class Peers:
 
 
 @lru_cache(maxsize=64)
-def parse_peers(peers: tuple[str, ...]) -> Peers:
+def parse_peers(peers: tuple[str, ...]) -> AllowedPeers:
     """Raises a ValueError that names the text that is no peer."""
     networks, names = [], set()
     for peer in peers:
@@ -448,7 +448,7 @@ def parse_peers(peers: tuple[str, ...]) -> Peers:
                     f"{peer!r:.100} is none of these; give each its own text, without a port"
                 ) from None
             names.add(peer.lower())
-    return Peers(tuple(networks), frozenset(names))
+    return AllowedPeers(tuple(networks), frozenset(names))
 
 
 def _bare(host: str) -> str:
