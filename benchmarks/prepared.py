@@ -21,9 +21,13 @@ from typing import Any
 import numpy as np
 
 from kvferry.bench.transport import WAIT_SECONDS, quiet_libraries
-from kvferry.carriers.base import Arrays, Ints, MemoryRegion, Transfer
+from kvferry.carriers.base import (
+    MemoryRegion,
+    Transfer,
+)
 from kvferry.carriers.library.nixl import NixlCarrier
 from kvferry.carriers.library.shared import LibraryPeer
+from kvferry.copies import Copies, Ints
 
 TOTAL_BYTES = 256 << 20
 COPY_BYTES = 4 << 10
@@ -75,7 +79,7 @@ def _row(op: str, regions: int, here: _Side, there: _Side, peer: LibraryPeer) ->
         mine, theirs = (
             side.slots[rng.permutation(len(side.slots))[:COPIES]] for side in (here, there)
         )
-        copies = Arrays(theirs, mine, length) if op == "read" else Arrays(mine, theirs, length)
+        copies = Copies(theirs, mine, length) if op == "read" else Copies(mine, theirs, length)
         taken = {}
         for by_index in (True, False) if number % 2 else (False, True):
             here.carrier.least_prepared = COPIES if by_index else sys.maxsize
@@ -87,7 +91,7 @@ def _row(op: str, regions: int, here: _Side, there: _Side, peer: LibraryPeer) ->
     return PreparedRow(op, regions, arrays_ms * 1e3, indices_ms * 1e3, middle, low, high)
 
 
-def _seconds(start: Callable[[Any, Arrays], Transfer], peer: LibraryPeer, copies: Arrays) -> float:
+def _seconds(start: Callable[[Any, Copies], Transfer], peer: LibraryPeer, copies: Copies) -> float:
     begin = time.perf_counter()
     start(peer, copies).wait(time.monotonic() + WAIT_SECONDS)
     return time.perf_counter() - begin

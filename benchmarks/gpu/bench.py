@@ -33,12 +33,12 @@ import numpy as np
 
 from benchmarks.gpu.owner import Remote
 from kvferry.carriers import Carrier, MemoryRegion, make_carrier
-from kvferry.carriers.base import Arrays, Ints
 from kvferry.carriers.cuda.buffers import launches
 from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function, device, driver
 from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS, Form, function
 from kvferry.carriers.cuda.staging import DeviceMemory
 from kvferry.carriers.cuda.work import CudaRuns, Work, gathering
+from kvferry.copies import Copies, Ints
 from kvferry.handover.checksum import MIX128, XXH3, Algorithm, digest
 
 SIZES = (256, 1 << 10, 2 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20)
@@ -110,9 +110,9 @@ class Bench:
         src, dst = (rng.permutation(count).astype(np.int64) * spread for _ in range(2))
         return src, dst
 
-    def arrays(self, size: int) -> Arrays:
+    def arrays(self, size: int) -> Copies:
         src, dst = self.slots(size)
-        return Arrays(src + self.there, dst + self.here, np.full(len(src), size, dtype=np.int64))
+        return Copies(src + self.there, dst + self.here, np.full(len(src), size, dtype=np.int64))
 
     def strided(self, size: int) -> CudaRuns:
         """The same number of copies as rows x segments."""
@@ -191,11 +191,11 @@ def by_size(bench: Bench, sizes: tuple[int, ...] = SIZES) -> Iterator[dict[str, 
         yield row
 
 
-def _few(arrays: Arrays) -> Arrays:
-    return Arrays(*(a[:20_000] for a in (arrays.src, arrays.dst, arrays.length)))
+def _few(arrays: Copies) -> Copies:
+    return Copies(*(a[:20_000] for a in (arrays.src, arrays.dst, arrays.length)))
 
 
-def _right(bench: Bench, copies: Arrays) -> bool:
+def _right(bench: Bench, copies: Copies) -> bool:
     """Whether some of the copies arrived, by plain copies of the driver."""
     shift = bench.there_here - bench.there
     bench.read(bench.cuda, copies)
@@ -222,7 +222,7 @@ def latency(bench: Bench) -> dict[str, float]:
     found = {}
     for count, size in ((1, 4096), (100, 16 << 10), (1000, 2048)):
         arrays = bench.arrays(size)
-        few = Arrays(arrays.src[:count], arrays.dst[:count], arrays.length[:count])
+        few = Copies(arrays.src[:count], arrays.dst[:count], arrays.length[:count])
         runs = CudaRuns.of_arrays(few)
         found[f"{count} x {size}"] = 1e6 * wall(partial(bench.read, bench.cuda, few), 501)
         found[f"{count} x {size}, kernel"] = 1e6 * bench.kernel_of(runs)
@@ -367,7 +367,7 @@ class Nixl:
         except Exception as error:
             self.agent, self.why_not = None, f"{type(error).__name__}: {error}"
 
-    def seconds(self, copies: Arrays) -> float:
+    def seconds(self, copies: Copies) -> float:
         agent = self.agent
         rows = np.zeros((len(copies), 3), dtype=np.uint64)
         rows[:, 1] = copies.length

@@ -18,9 +18,9 @@ import numpy as np
 
 from benchmarks.gpu.bench import GB, Bench, soon, wall
 from benchmarks.gpu.owner import Remote
-from kvferry.carriers.base import Arrays
 from kvferry.carriers.cuda.staging import CHUNK_BYTES, RING_CHUNKS
 from kvferry.carriers.tcp.carrier import STAGED_STREAMS_PER_TRANSFER
+from kvferry.copies import Copies
 
 RUNS = (512, 8 << 10, 64 << 10)
 TRANSFERS = (1, 2, 4)
@@ -53,7 +53,7 @@ def staging(bench: Bench) -> dict[str, Any]:
 def _row(bench: Bench, run: int) -> dict[str, Any]:
     arrays = bench.arrays(run)
     count = min(len(arrays), TOTAL_BYTES // run)
-    some = Arrays(arrays.src[:count], arrays.dst[:count], arrays.length[:count])
+    some = Copies(arrays.src[:count], arrays.dst[:count], arrays.length[:count])
     total = count * run
     row: dict[str, Any] = {"bytes": run}
     for name, chunks in (("gather", bench.memory.outgoing), ("scatter", bench.memory.incoming)):
@@ -65,14 +65,14 @@ def _row(bench: Bench, run: int) -> dict[str, Any]:
         row[f"{name}_gb_s"] = total / wall(drain, 3) / GB
     for transfers in TRANSFERS:
         parts = [
-            Arrays(some.src[i::transfers], some.dst[i::transfers], some.length[i::transfers])
+            Copies(some.src[i::transfers], some.dst[i::transfers], some.length[i::transfers])
             for i in range(transfers)
         ]
         row[f"tcp_{transfers}_gb_s"] = total / wall(partial(together, bench, parts), ROUNDS) / GB
     return row
 
 
-def together(bench: Bench, parts: list[Arrays]) -> None:
+def together(bench: Bench, parts: list[Copies]) -> None:
     carrier, peer = bench.tcp
     started = [carrier.read(peer, part) for part in parts]
     for transfer in started:

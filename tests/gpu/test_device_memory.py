@@ -10,7 +10,6 @@ from carrier_peer import soon
 from device_peer import DeviceBytes
 
 from kvferry.carriers import MemoryRegion, make_carrier
-from kvferry.carriers.base import Arrays
 from kvferry.carriers.cuda import kernels, staging
 from kvferry.carriers.cuda.buffers import BufferPool
 from kvferry.carriers.cuda.driver import device
@@ -18,6 +17,7 @@ from kvferry.carriers.cuda.kernels import warm
 from kvferry.carriers.cuda.staging import DeviceMemory
 from kvferry.carriers.cuda.work import CudaRuns, gathering, reverse
 from kvferry.carriers.host import HostMemory, copy_scattered
+from kvferry.copies import Copies
 from kvferry.errors import OutOfBounds, TransferError
 from kvferry.handover.checksum import MIX128, XXH3, digest
 
@@ -71,7 +71,7 @@ def test_every_alignment_and_length(lanes, buffers, uniform) -> None:
             some = np.asarray(batch[first : first + SIZE // slot])
             at = np.arange(len(some), dtype=np.int64) * slot
             from_, to, length = at + some[:, 0], at[::-1] + some[:, 1], some[:, 2].copy()
-            run(lanes, CudaRuns.of_arrays(Arrays(from_ + src.address, to + dst.address, length)))
+            run(lanes, CudaRuns.of_arrays(Copies(from_ + src.address, to + dst.address, length)))
             copy_scattered(data, from_, expected, to, length)
             assert np.array_equal(dst[:], expected)
 
@@ -94,7 +94,7 @@ def test_long_and_short_together(lanes, buffers, seed) -> None:
     targets = np.empty_like(starts)
     ends = np.cumsum(lengths[order])
     targets[order] = ends - lengths[order]
-    run(lanes, CudaRuns.of_arrays(Arrays(starts + src.address, targets + dst.address, lengths)))
+    run(lanes, CudaRuns.of_arrays(Copies(starts + src.address, targets + dst.address, lengths)))
     expected = np.zeros(SIZE, dtype=np.uint8)
     copy_scattered(data, starts, expected, targets, lengths)
     assert np.array_equal(dst[:], expected)

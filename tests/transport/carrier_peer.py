@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.carriers import Carrier, MemoryRegion, make_carrier
-from kvferry.carriers.base import Arrays
+from kvferry.copies import Copies
 
 PAGE = 4096
 BIG = 64 << 20
@@ -48,8 +48,8 @@ def threads_left(prefix: str) -> list[str]:
     return []
 
 
-def copies(src: Any, dst: Any, length: Any) -> Arrays:
-    return Arrays(*(np.asarray(a, dtype=np.int64).reshape(-1) for a in (src, dst, length)))
+def copies(src: Any, dst: Any, length: Any) -> Copies:
+    return Copies(*(np.asarray(a, dtype=np.int64).reshape(-1) for a in (src, dst, length)))
 
 
 @dataclass

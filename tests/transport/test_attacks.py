@@ -231,7 +231,6 @@ import numpy as np
 from kvferry.net.rpc import Caller
 from kvferry.carriers.local import LocalCarrier, LocalEndpoint
 from kvferry.carriers.base import MemoryRegion
-from kvferry.carriers.base import Arrays
 from kvferry.net.messages import VERSION, Look, Request, encode
 from kvferry.net.rpc import Sockets
 import zmq
@@ -259,7 +258,7 @@ try:
     endpoint = seen.ranks[0].carriers["local"]
     address = LocalEndpoint.decode(endpoint).regions[0][0]
     def arrays(src, dst):
-        return Arrays(*(np.array([x], dtype=np.int64) for x in (src, dst, mine.nbytes)))
+        return Copies(*(np.array([x], dtype=np.int64) for x in (src, dst, mine.nbytes)))
     link = carrier.connect(endpoint, until)
     carrier.write(link, arrays(mine.ctypes.data, address)).wait(until)
     got["written"] = mine.nbytes

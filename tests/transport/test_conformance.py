@@ -32,9 +32,9 @@ from carrier_peer import (
 )
 
 from kvferry.carriers import Carrier, Transfer, TransferState, make_carrier
-from kvferry.carriers.base import Arrays
 from kvferry.carriers.host import copy_scattered
 from kvferry.carriers.null import Faults, NullCarrier
+from kvferry.copies import Copies
 from kvferry.errors import (
     AuthenticationError,
     Cancelled,
@@ -259,9 +259,9 @@ def test_out_of_bounds_writes_nothing(pair: Pair, direction: str, whose: str) ->
 def test_arrays_that_make_no_sense_are_refused(pair: Pair) -> None:
     three, two = np.zeros(3, dtype=np.int64), np.zeros(2, dtype=np.int64)
     for bad in (
-        Arrays(three, two, three),
-        Arrays(three.reshape(3, 1), three.reshape(3, 1), three.reshape(3, 1)),
-        Arrays(three.astype(float), three, three),  # type: ignore[arg-type]
+        Copies(three, two, three),
+        Copies(three.reshape(3, 1), three.reshape(3, 1), three.reshape(3, 1)),
+        Copies(three.astype(float), three, three),  # type: ignore[arg-type]
     ):
         with pytest.raises(TransferError, match="copies are"):
             pair.carrier.read(pair.link, bad).wait(soon())

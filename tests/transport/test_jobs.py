@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 from carrier_peer import soon, threads_left
 
-from kvferry.carriers.base import Arrays, MemoryRegion, TransferState
+from kvferry.carriers.base import (
+    MemoryRegion,
+    TransferState,
+)
 from kvferry.carriers.library import mooncake, shared
 from kvferry.carriers.library.nixl import NixlCarrier
 from kvferry.carriers.library.shared import (
@@ -26,6 +29,7 @@ from kvferry.carriers.library.shared import (
 )
 from kvferry.carriers.tcp.carrier import TcpCarrier
 from kvferry.carriers.transfer import Job, Latch, Workers
+from kvferry.copies import Copies
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
 from kvferry.handover.deadline import Deadline, await_transfer, end_transfers
 from no_threads import no_threads
@@ -55,7 +59,7 @@ class MemmoveCarrier(LibraryCarrier):
 
     def _detach(self, handle: Any) -> None: ...
 
-    def _carry(self, job: Job, peer: LibraryPeer, batch: Arrays, *, reading: bool) -> None:
+    def _carry(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
         for src, dst, length in zip(batch.src, batch.dst, batch.length, strict=True):
             ctypes.memmove(int(dst), int(src), int(length))
 
@@ -74,7 +78,7 @@ def test_a_helper_that_cannot_start_is_done_without(
         user.register([MemoryRegion(ours.ctypes.data, ours.nbytes)])
         peer = user.connect(owner.endpoint(), soon())
         at = np.arange(64, dtype=np.int64) * MIB
-        copies = Arrays(at + theirs.ctypes.data, at + ours.ctypes.data, np.full(64, MIB))
+        copies = Copies(at + theirs.ctypes.data, at + ours.ctypes.data, np.full(64, MIB))
         with no_threads(monkeypatch, *(f"kvferry-tcp-{name}" for name in refused)):
             user.read(peer, copies).wait(soon())
         assert np.array_equal(ours, theirs)
@@ -171,7 +175,7 @@ def test_copies_of_any_length_move_in_batches(reading: bool) -> None:
         expected = dst.copy()
         for x, y, n in zip(a, b, length, strict=True):
             expected[y : y + n] = src[x : x + n]
-        copies = Arrays(a + src.ctypes.data, b + dst.ctypes.data, length)
+        copies = Copies(a + src.ctypes.data, b + dst.ctypes.data, length)
         (user.read if reading else user.write)(link, copies).wait(soon())
         assert np.array_equal(dst, expected)
         assert user.counters["batches"] >= np.count_nonzero(length) // user.batch_descriptors
@@ -314,7 +318,7 @@ def test_a_batch_that_mooncake_refuses_may_have_begun(
     some = np.arange(copies, dtype=np.int64)
 
     def read(job: Job) -> None:
-        carrier._carry(job, peer, Arrays(some, some, some + 1), reading=True)
+        carrier._carry(job, peer, Copies(some, some, some + 1), reading=True)
 
     job = Job(read, "a read")
     job.run()

@@ -11,8 +11,8 @@ import pytest
 from carrier_peer import copies, soon
 
 from kvferry.carriers import MemoryRegion, host
-from kvferry.carriers.base import Arrays
 from kvferry.carriers.null import Fabric, Faults, NullCarrier, NullPeer
+from kvferry.copies import Copies
 from kvferry.errors import DeadlineExceeded, PeerLost, PermissionDenied, TransferError
 
 COUNT, SIZE = 16, 64
@@ -26,7 +26,7 @@ class Ends:
     here: np.ndarray
     there: np.ndarray
 
-    def all(self) -> Arrays:
+    def all(self) -> Copies:
         offsets = np.arange(COUNT) * SIZE
         src, dst = self.there.ctypes.data + offsets, self.here.ctypes.data + offsets
         return copies(src, dst, np.full(COUNT, SIZE))

@@ -16,13 +16,18 @@ import pytest
 from carrier_peer import copies, soon, threads_left
 
 from kvferry.carriers import MemoryRegion, TransferState
-from kvferry.carriers.base import Arrays, RegionTable, StagedMemory, slices
+from kvferry.carriers.base import (
+    RegionTable,
+    StagedMemory,
+    slices,
+)
 from kvferry.carriers.host import HostMemory
 from kvferry.carriers.tcp import client, frames
 from kvferry.carriers.tcp.carrier import STREAMS_PER_TRANSFER, TcpCarrier
 from kvferry.carriers.tcp.client import TRANSFERS_PER_PEER, TcpEndpoint
 from kvferry.carriers.tcp.frames import HEADER, FrameHeader, FrameKind, TcpStream, table_bytes
 from kvferry.carriers.tcp.server import ServerLimits
+from kvferry.copies import Copies
 from kvferry.errors import (
     AuthenticationError,
     DeadlineExceeded,
@@ -385,13 +390,13 @@ class Elsewhere(StagedMemory):
         self._host.zero(address, length)
 
     def outgoing(self, address: np.ndarray, length: np.ndarray) -> Iterator[np.ndarray]:
-        for part in slices(Arrays(address, address, length), self.CHUNK_BYTES):
+        for part in slices(Copies(address, address, length), self.CHUNK_BYTES):
             chunk = np.empty(int(part.length.sum()), dtype=np.uint8)
             self.gather(part.src, part.length, chunk)
             yield chunk
 
     def incoming(self, address: np.ndarray, length: np.ndarray) -> Iterator[np.ndarray]:
-        for part in slices(Arrays(address, address, length), self.CHUNK_BYTES):
+        for part in slices(Copies(address, address, length), self.CHUNK_BYTES):
             chunk = np.empty(int(part.length.sum()), dtype=np.uint8)
             yield chunk
             self.scatter(chunk, part.dst, part.length)

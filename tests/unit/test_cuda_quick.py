@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from kvferry.carriers import MemoryRegion
-from kvferry.carriers.base import Arrays, Ints
 from kvferry.carriers.cuda import buffers
 from kvferry.carriers.cuda import kernels as kernels_module
 from kvferry.carriers.cuda.buffers import Mapped
 from kvferry.carriers.cuda.work import CudaRuns
+from kvferry.copies import Copies, Ints
 from kvferry.plan.bind import _constant
 
 SIZE = 4 << 20
@@ -208,7 +208,7 @@ def test_single_copies(kernels: list[Kernel]) -> None:
     rng = np.random.default_rng(1)
     lengths = rng.integers(1, 900, 200)
     src, dst = (rng.permutation(200) * 1000 + rng.integers(0, 16, 200) for _ in range(2))
-    copies = Arrays(src + FAR, dst + memories.ours.ctypes.data, lengths.astype(np.int32))  # type: ignore[arg-type]
+    copies = Copies(src + FAR, dst + memories.ours.ctypes.data, lengths.astype(np.int32))  # type: ignore[arg-type]
     assert buffers.queue(lane, copies, memories.src(), memories.dst(), 1 << 30)  # type: ignore[arg-type]
     out = np.zeros(SIZE, dtype=np.uint8)
     for s, d, n in zip(src.tolist(), dst.tolist(), lengths.tolist(), strict=True):

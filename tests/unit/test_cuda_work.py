@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from kvferry.carriers import MemoryRegion, make_carrier
-from kvferry.carriers.base import Arrays
 from kvferry.carriers.cuda.buffers import LAUNCH_BYTES, Mapped, launches, place
 from kvferry.carriers.cuda.work import (
     CHUNKS,
@@ -20,6 +19,7 @@ from kvferry.carriers.cuda.work import (
     reverse,
     runs_of,
 )
+from kvferry.copies import Copies
 from kvferry.errors import OutOfBounds, TransferError
 
 ONE = np.zeros(1, dtype=np.int64)
@@ -67,7 +67,7 @@ def test_every_chunk_is_found_once(uniform: bool) -> None:
 
 
 def test_launches_are_bounded() -> None:
-    long = CudaRuns.of_arrays(Arrays(ints(0), ints(0), ints(20 << 30)))
+    long = CudaRuns.of_arrays(Copies(ints(0), ints(0), ints(20 << 30)))
     work = Work.of(long)
     parts = list(launches(work))
     assert len(parts) >= 20
@@ -91,7 +91,7 @@ def test_chunks_fit_the_lengths() -> None:
 
 
 def test_grain() -> None:
-    runs = CudaRuns.of_arrays(Arrays(ints(16, 32), ints(0, 160), ints(16, 4096)))
+    runs = CudaRuns.of_arrays(Copies(ints(16, 32), ints(0, 160), ints(16, 4096)))
     assert runs.grain() == 16
     assert replace(runs, lengths=ints(16, 20)).grain() == 4
     assert replace(runs, src_rows=ints(8)).grain() == 4
@@ -124,7 +124,7 @@ def test_places() -> None:
     """In one region, in one for each row, and copy by copy: the same copies, shifted."""
     src = Mapped.of([([MemoryRegion(1000, 1000)], 50), ([MemoryRegion(2000, 500)], -700)])
     dst = Mapped.of([([MemoryRegion(9000, 3000)], 0)])
-    in_one = CudaRuns.of_arrays(Arrays(ints(1000, 1200), ints(9000, 9500), ints(100, 800)))
+    in_one = CudaRuns.of_arrays(Copies(ints(1000, 1200), ints(9000, 9500), ints(100, 800)))
     ((placed, shifts),) = place(in_one, src, dst, reading=True)
     assert placed is in_one and (shifts.src, shifts.dst) == (50, 0)
     rows = CudaRuns(
@@ -137,7 +137,7 @@ def test_places() -> None:
         (1300, 10000, 10),
         (1600, 10300, 20),
     }
-    mixed = CudaRuns.of_arrays(Arrays(ints(1000, 2000, 5), ints(9000, 9100, 5), ints(10, 20, 0)))
+    mixed = CudaRuns.of_arrays(Copies(ints(1000, 2000, 5), ints(9000, 9100, 5), ints(10, 20, 0)))
     found: set[tuple[int, int, int]] = set()
     for placed, shifts in place(mixed, src, dst, reading=True):
         found |= every(placed, shifts.src, shifts.dst)
@@ -156,7 +156,7 @@ def test_what_is_outside_is_refused(address: int, length: int) -> None:
         sources = np.append(np.full(good, 1000), address)
         targets, lengths = np.full(good + 1, 9000), np.append(np.full(good, 8), length)
         with pytest.raises(OutOfBounds, match="the peer registered"):
-            place(CudaRuns.of_arrays(Arrays(sources, targets, lengths)), src, dst, reading=True)
+            place(CudaRuns.of_arrays(Copies(sources, targets, lengths)), src, dst, reading=True)
 
 
 def test_strided_copies_that_make_no_sense() -> None:

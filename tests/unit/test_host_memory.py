@@ -5,9 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.carriers.base import Arrays, MemoryRegion, RegionTable
+from kvferry.carriers.base import (
+    MemoryRegion,
+    RegionTable,
+)
 from kvferry.carriers.host import HostMemory
 from kvferry.carriers.local import MOST_STEP_BYTES, covers, covers_pay, gathering_pays
+from kvferry.copies import Copies
 from kvferry.errors import OutOfBounds, TransferError
 
 KINDS = ("equal", "few lengths", "many lengths", "long")
@@ -110,15 +114,15 @@ def test_covers_hold_every_run_and_stay_in_their_region(step: int) -> None:
 def test_covers_pay_for_short_runs_with_short_gaps(step: int, size: int, pays: bool) -> None:
     at = np.arange(200, dtype=np.int64) * step
     length = np.full(200, size, dtype=np.int64)
-    assert covers_pay(Arrays(at, at, length)) == pays
-    assert not covers_pay(Arrays(at[::-1], at, length))
-    assert not covers_pay(Arrays(at, at, np.append(length[:-1], 4096)))
+    assert covers_pay(Copies(at, at, length)) == pays
+    assert not covers_pay(Copies(at[::-1], at, length))
+    assert not covers_pay(Copies(at, at, np.append(length[:-1], 4096)))
 
 
 def test_gathering_pays_for_short_runs_that_touch_there_only() -> None:
     at = np.arange(200, dtype=np.int64)
     for size, pays in ((64, True), (128, True), (129, False)):
         length, together, apart = np.full(200, size, dtype=np.int64), at * size, at * 2 * size
-        assert gathering_pays(Arrays(apart, together, length)) == pays
+        assert gathering_pays(Copies(apart, together, length)) == pays
         for src, dst in ((together, together), (together, apart), (apart, apart)):
-            assert not gathering_pays(Arrays(src, dst, length))
+            assert not gathering_pays(Copies(src, dst, length))

@@ -17,9 +17,9 @@ from carrier_peer import copies, soon
 from notes_owner import BYTES
 
 from kvferry.carriers import MemoryRegion, make_carrier
-from kvferry.carriers.base import Arrays
 from kvferry.carriers.library.nixl import MOST_NOTE_BYTES, opened, sealed
 from kvferry.carriers.library.shared import LibraryEndpoint
+from kvferry.copies import Copies
 from kvferry.errors import OutOfBounds, PeerLost, TransferError
 
 RUN_BYTES = 256
@@ -37,7 +37,7 @@ class Side:
     address: int
     endpoint: bytes
 
-    def every(self, run_bytes: int, count: int = 0) -> Arrays:
+    def every(self, run_bytes: int, count: int = 0) -> Copies:
         """Runs with gaps between them, on both sides."""
         at = np.arange(count or BYTES // run_bytes // 2) * 2 * run_bytes
         return copies(self.memory.ctypes.data + at, self.address + at, np.full(len(at), run_bytes))
@@ -83,7 +83,7 @@ def test_a_note_follows_the_bytes(side: Side) -> None:
         sent = side.carrier.write(side.link, every, note=note)
         assert side.ask(1) == [[note.hex(), {"0": BYTES - held, str(value): held}]]
         sent.wait(soon())
-    back = Arrays(every.dst, every.src, every.length)
+    back = Copies(every.dst, every.src, every.length)
     side.carrier.read(side.link, back, note=b"read").wait(soon())
     assert [note for note, _ in side.ask(1)] == [b"read".hex()]
     assert side.ask(1, 0.2) == []  # each once

@@ -40,9 +40,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.carriers.auto import make_carrier
-from kvferry.carriers.base import Arrays, Ints, MemoryRegion
+from kvferry.carriers.base import (
+    MemoryRegion,
+)
 from kvferry.carriers.library import mooncake, nixl, shared
 from kvferry.carriers.library.shared import batches
+from kvferry.copies import Copies, Ints
 from kvferry.errors import TransferError
 from kvferry.units import show_bytes
 
@@ -226,7 +229,7 @@ class _Measured:
             for name, mover in movers.items():
                 few = slice(0, MOST_DESCRIPTORS.get(name))
                 length = np.full(len(src[few]), size, dtype=np.int64)
-                copies = Arrays(src[few] + a, dst[few] + b, length)
+                copies = Copies(src[few] + a, dst[few] + b, length)
                 tasks[name, op] = mover.prepare(op, copies), len(length) * size
         for task, _ in tasks.values():
             task()  # pages, connections, threads
@@ -353,7 +356,7 @@ def _row(
     here, there = landing.ctypes.data, owner.address
     a, b = (there, here) if op == "read" else (here, there)
     length = np.full(len(src[few]), size, dtype=np.int64)
-    copies = Arrays(src[few] + a, dst[few] + b, length)
+    copies = Copies(src[few] + a, dst[few] + b, length)
     ours, theirs = mover.prepare(op, copies), mover.library(op, copies)
     ours()  # pages, connections, threads
     theirs()
@@ -670,7 +673,7 @@ class Mover(Protocol):
 
     def endpoint(self) -> bytes: ...
     def connect(self, endpoint: bytes) -> None: ...
-    def prepare(self, op: str, copies: Arrays) -> Callable[[], None]: ...
+    def prepare(self, op: str, copies: Copies) -> Callable[[], None]: ...
     def close(self) -> None: ...
 
 
@@ -694,11 +697,11 @@ class OurCarrier(Mover):
     def connect(self, endpoint: bytes) -> None:
         self._peer = self._carrier.connect(endpoint, time.monotonic() + WAIT_SECONDS)
 
-    def prepare(self, op: str, copies: Arrays) -> Callable[[], None]:
+    def prepare(self, op: str, copies: Copies) -> Callable[[], None]:
         start = self._carrier.read if op == "read" else self._carrier.write
         return lambda: start(self._peer, copies).wait(time.monotonic() + WAIT_SECONDS)
 
-    def library(self, op: str, copies: Arrays) -> Callable[[], None]:
+    def library(self, op: str, copies: Copies) -> Callable[[], None]:
         """The same copies by the library alone, called directly on the carrier's engine."""
         carrier, peer = self._carrier, self._peer.handle.name
         if carrier.name == "mooncake":
@@ -727,7 +730,7 @@ class RawMooncake(Mover):
     def connect(self, endpoint: bytes) -> None:
         self._target = endpoint.decode()
 
-    def prepare(self, op: str, copies: Arrays) -> Callable[[], None]:
+    def prepare(self, op: str, copies: Copies) -> Callable[[], None]:
         return mooncake_calls(self._engine, self._target, op, copies)
 
     def close(self) -> None:
@@ -755,7 +758,7 @@ class RawNixl(Mover):
     def connect(self, endpoint: bytes) -> None:
         self._peer = self._agent.add_remote_agent(endpoint)
 
-    def prepare(self, op: str, copies: Arrays) -> Callable[[], None]:
+    def prepare(self, op: str, copies: Copies) -> Callable[[], None]:
         return nixl_calls(self._agent, self._peer, op, copies)
 
     def close(self) -> None:
@@ -766,7 +769,7 @@ class RawNixl(Mover):
         self._agent = None
 
 
-def mooncake_calls(engine: Any, target: str, op: str, copies: Arrays) -> Callable[[], None]:
+def mooncake_calls(engine: Any, target: str, op: str, copies: Copies) -> Callable[[], None]:
     call = getattr(engine, f"batch_transfer_sync_{op}")
     parts = list(batches(copies, mooncake.BATCH_DESCRIPTORS, mooncake.BATCH_BYTES))
 
@@ -779,7 +782,7 @@ def mooncake_calls(engine: Any, target: str, op: str, copies: Arrays) -> Callabl
     return go
 
 
-def nixl_calls(agent: Any, peer: Any, op: str, copies: Arrays) -> Callable[[], None]:
+def nixl_calls(agent: Any, peer: Any, op: str, copies: Copies) -> Callable[[], None]:
     parts = list(batches(copies, nixl.BATCH_DESCRIPTORS, nixl.BATCH_BYTES))
 
     def go() -> None:
@@ -799,7 +802,7 @@ def nixl_calls(agent: Any, peer: Any, op: str, copies: Arrays) -> Callable[[], N
     return go
 
 
-def _sides(op: str, part: Arrays) -> tuple[Ints, Ints]:
+def _sides(op: str, part: Copies) -> tuple[Ints, Ints]:
     """Local and remote addresses."""
     return (part.dst, part.src) if op == "read" else (part.src, part.dst)
 

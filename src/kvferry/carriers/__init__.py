@@ -1,11 +1,10 @@
 """Carry: the ways in which bytes move from one rank to another."""
 
 from kvferry.carriers.auto import make_carrier
-from kvferry.carriers.base import Carrier, CopyArrays, MemoryRegion, Transfer, TransferState
+from kvferry.carriers.base import Carrier, MemoryRegion, Transfer, TransferState
 
 __all__ = [
     "Carrier",
-    "CopyArrays",
     "MemoryRegion",
     "Transfer",
     "TransferState",

@@ -45,44 +45,11 @@ from typing import Any, Protocol, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.copies import Copies, Ints
 from kvferry.errors import OutOfBounds, TransferError
 
-Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 GRANT_BYTES = 16
-
-
-class CopyArrays(Protocol):
-    """`length[i]` bytes from address `src[i]` to address `dst[i]`; `kvferry.plan.Copies` is one."""
-
-    @property
-    def src(self) -> Ints: ...
-    @property
-    def dst(self) -> Ints: ...
-    @property
-    def length(self) -> Ints: ...
-
-
-class StridedCopies(Protocol):
-    """For each row, segment and step one copy, at the sum of the three; a plan's batch is one.
-
-    Carriers whose `takes_strided` is true read and write these as they read and write arrays.
-    """
-
-    @property
-    def src_rows(self) -> Ints: ...
-    @property
-    def dst_rows(self) -> Ints: ...
-    @property
-    def src_segments(self) -> Ints: ...
-    @property
-    def dst_segments(self) -> Ints: ...
-    @property
-    def lengths(self) -> Ints: ...  # of each segment
-    @property
-    def src_steps(self) -> Ints: ...
-    @property
-    def dst_steps(self) -> Ints: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +100,8 @@ class Carrier(Protocol):
     def register(self, regions: Sequence[MemoryRegion]) -> None: ...
     def endpoint(self) -> bytes: ...
     def connect(self, endpoint: bytes, deadline: float) -> Any: ...
-    def read(self, peer: Any, copies: CopyArrays) -> Transfer: ...
-    def write(self, peer: Any, copies: CopyArrays) -> Transfer: ...
+    def read(self, peer: Any, copies: Copies) -> Transfer: ...
+    def write(self, peer: Any, copies: Copies) -> Transfer: ...
     def disconnect(self, peer: Any) -> None: ...
     def close(self) -> None: ...
 
@@ -162,7 +129,7 @@ class GrantingCarrier(Carrier, Protocol):
         `DeadlineExceeded` where a writer does not leave the memory in time: close it again.
         """
 
-    def write_granted(self, peer: Any, copies: CopyArrays, grant: bytes) -> Transfer: ...
+    def write_granted(self, peer: Any, copies: Copies, grant: bytes) -> Transfer: ...
 
 
 def is_granting(carrier: Carrier | None) -> TypeGuard[GrantingCarrier]:
@@ -214,11 +181,6 @@ class StagedMemory(Memory, Protocol):
 
 def is_staged(memory: Memory) -> TypeGuard[StagedMemory]:
     return memory.is_staged
-
-
-# Copies are checked and cut in windows of at most so many descriptors: well under a millisecond
-# each. So no NumPy call holds the interpreter's lock for long, however many copies a batch has.
-WINDOW = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,50 +260,7 @@ class RegionTable:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Arrays:
-    """Three integer arrays of one length; a `CopyArrays` that has been looked at."""
-
-    src: Ints
-    dst: Ints
-    length: Ints
-
-    @classmethod
-    def of(cls, copies: CopyArrays) -> Arrays:
-        arrays = [np.asarray(a) for a in (copies.src, copies.dst, copies.length)]
-        src, dst, length = arrays
-        if not src.shape == dst.shape == length.shape or length.ndim != 1:
-            raise TransferError(
-                "copies are three arrays of one length, found "
-                f"src {src.shape}, dst {dst.shape}, length {length.shape}"
-            )
-        if len(length) and any(a.dtype.kind not in "iu" for a in arrays):
-            raise TransferError(
-                "copies are arrays of integers, found "
-                f"src {src.dtype}, dst {dst.dtype}, length {length.dtype}"
-            )
-        # a number that does not fit becomes negative, and is refused as out of bounds
-        return cls(*(a.astype(np.int64, copy=False) for a in arrays))
-
-    def __len__(self) -> int:
-        return len(self.length)
-
-    def windows(self) -> Iterator[Arrays]:
-        if 0 < len(self) <= WINDOW:
-            yield self
-            return
-        for start in range(0, len(self), WINDOW):
-            part = slice(start, start + WINDOW)
-            yield Arrays(self.src[part], self.dst[part], self.length[part])
-
-    def without_empty(self) -> Arrays:
-        if bool(self.length.all()):
-            return self
-        some = self.length != 0
-        return Arrays(self.src[some], self.dst[some], self.length[some])
-
-
-def require_all(copies: Arrays, src: RegionTable, dst: RegionTable, *, reading: bool) -> None:
+def require_all(copies: Copies, src: RegionTable, dst: RegionTable, *, reading: bool) -> None:
     """Both ends of every copy lie in registered memory, or `OutOfBounds` before a byte moves."""
     ours, theirs = "this carrier", "the peer"
     for part in copies.windows():
@@ -356,7 +275,7 @@ def require_all(copies: Arrays, src: RegionTable, dst: RegionTable, *, reading: 
         dst.require(ours if reading else theirs, part.dst, part.length)
 
 
-def slices(copies: Arrays, max_bytes: int) -> Iterator[Arrays]:
+def slices(copies: Copies, max_bytes: int) -> Iterator[Copies]:
     """The same copies in order, at most `WINDOW` and `max_bytes` at a time, none empty.
 
     A copy that is longer than `max_bytes` comes in pieces.
@@ -367,7 +286,7 @@ def slices(copies: Arrays, max_bytes: int) -> Iterator[Arrays]:
             step = max_bytes // longest  # quicker than adding up the lengths
             for first in range(0, len(window), step):
                 some = slice(first, first + step)
-                yield Arrays(window.src[some], window.dst[some], window.length[some])
+                yield window[some]
             continue
         part = window.without_empty()
         if len(part) == 0:
@@ -377,17 +296,17 @@ def slices(copies: Arrays, max_bytes: int) -> Iterator[Arrays]:
         while first < len(part):
             last = int(np.searchsorted(ends, done + max_bytes, side="right"))
             if last > first:
-                yield Arrays(part.src[first:last], part.dst[first:last], part.length[first:last])
+                yield part[first:last]
             else:
                 yield from _pieces(part, first, max_bytes)
                 last = first + 1
             first, done = last, int(ends[last - 1])
 
 
-def _pieces(part: Arrays, at: int, max_bytes: int) -> Iterator[Arrays]:
+def _pieces(part: Copies, at: int, max_bytes: int) -> Iterator[Copies]:
     total = int(part.length[at])
     for offset in range(0, total, max_bytes):
-        yield Arrays(
+        yield Copies(
             part.src[at : at + 1] + offset,
             part.dst[at : at + 1] + offset,
             np.array([min(max_bytes, total - offset)], dtype=np.int64),

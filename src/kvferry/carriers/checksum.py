@@ -25,8 +25,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvferry.carriers.base import Arrays, Bytes, Ints, Memory, slices
+from kvferry.carriers.base import (
+    Bytes,
+    Memory,
+    slices,
+)
 from kvferry.carriers.host import copy_runs
+from kvferry.copies import Copies, Ints
 
 NAME = "mix128"
 WORD_BYTES = 8
@@ -77,7 +82,7 @@ def mix_on_host(memory: Memory, address: Ints, length: Ints) -> Mixed:
     """The result of `MixingMemory.mix` for the same bytes."""
     total = Mixed()
     buffer = np.empty(_CHUNK_BYTES, dtype=np.uint8)
-    for part in slices(Arrays(address, address, length), _CHUNK_BYTES):
+    for part in slices(Copies(address, address, length), _CHUNK_BYTES):
         memory.gather(part.src, part.length, buffer)
         total = total.plus(mix_words(_padded(buffer, part.length), total.words))
     return total

@@ -41,7 +41,13 @@ from functools import cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvferry.carriers.base import WINDOW, Bytes, Ints, Memory, MemoryRegion, RegionTable
+from kvferry.carriers.base import (
+    Bytes,
+    Memory,
+    MemoryRegion,
+    RegionTable,
+)
+from kvferry.copies import WINDOW, Ints
 from kvferry.errors import OutOfBounds, PeerLost, PermissionDenied, TransferError
 
 CHUNK_BYTES = 1 << 18  # moved by one NumPy call: a tenth of a millisecond, and it stays cached

@@ -40,12 +40,8 @@ from numpy.typing import NDArray
 
 from kvferry.carriers import host
 from kvferry.carriers.base import (
-    WINDOW,
-    Arrays,
     Bytes,
     Carrier,
-    CopyArrays,
-    Ints,
     MemoryRegion,
     RegionTable,
     Transfer,
@@ -57,6 +53,7 @@ from kvferry.carriers.tcp.carrier import LOOPBACK, TcpCarrier
 from kvferry.carriers.tcp.client import TcpPeer
 from kvferry.carriers.transfer import Job, Workers, share
 from kvferry.carriers.vouch import ask, forget, vouch_for
+from kvferry.copies import WINDOW, Copies, Ints
 from kvferry.errors import Cancelled, PeerLost, PermissionDenied, ProtocolError, TransferError
 from kvferry.net.names import Admits
 
@@ -218,12 +215,12 @@ class LocalCarrier(Carrier):
         peer.tcp = self._tcp.connect(found.tcp, deadline)
         return peer
 
-    def read(self, peer: LocalPeer, copies: CopyArrays) -> Transfer:
+    def read(self, peer: LocalPeer, copies: Copies) -> Transfer:
         if peer.tcp is not None:
             return self._tcp.read(peer.tcp, copies)
         return self._submit(peer, copies, reading=True)
 
-    def write(self, peer: LocalPeer, copies: CopyArrays) -> Transfer:
+    def write(self, peer: LocalPeer, copies: Copies) -> Transfer:
         if peer.tcp is not None:
             return self._tcp.write(peer.tcp, copies)
         return self._submit(peer, copies, reading=False)
@@ -273,14 +270,14 @@ class LocalCarrier(Carrier):
             return str(error)
         return ""
 
-    def _submit(self, peer: LocalPeer, copies: CopyArrays, *, reading: bool) -> Transfer:
+    def _submit(self, peer: LocalPeer, copies: Copies, *, reading: bool) -> Transfer:
         def work(job: Job) -> None:
-            arrays = Arrays.of(copies)
+            arrays = Copies.of(copies)
             src, dst = (peer.regions, self._table) if reading else (self._table, peer.regions)
             require_all(arrays, src, dst, reading=reading)
             peer.require_alive()
 
-            def carry(part: Arrays, _: Arrays | None) -> None:
+            def carry(part: Copies, _: Copies | None) -> None:
                 peer.require_connected()
                 try:
                     self._mover.move(peer.pid, peer.regions, part, reading=reading)
@@ -333,7 +330,7 @@ class LocalMover:
         self._mine = threading.local()
         self.memory = HostMemory([])  # set by the carrier, which knows the regions
 
-    def move(self, pid: int, regions: RegionTable, part: Arrays, *, reading: bool) -> None:
+    def move(self, pid: int, regions: RegionTable, part: Copies, *, reading: bool) -> None:
         """One of `slices`: at most `WINDOW` copies, none of them empty."""
         if reading and covers_pay(part):
             self._read_covers(pid, regions, part)
@@ -342,7 +339,7 @@ class LocalMover:
         else:
             (host.read if reading else host.write)(pid, part.src, part.dst, part.length)
 
-    def _read_covers(self, pid: int, regions: RegionTable, part: Arrays) -> None:
+    def _read_covers(self, pid: int, regions: RegionTable, part: Copies) -> None:
         buffer = self._buffer()
         for first in range(0, len(part), COVERED_RUNS):
             few = slice(first, first + COVERED_RUNS)
@@ -350,7 +347,7 @@ class LocalMover:
             host.read(pid, address, buffer.ctypes.data + np.cumsum(length) - length, length)
             self.memory.place(buffer, at, part.dst[few], part.length[few])
 
-    def _write_gathered(self, pid: int, part: Arrays) -> None:
+    def _write_gathered(self, pid: int, part: Copies) -> None:
         buffer = self._buffer()
         self.memory.gather(part.src, part.length, buffer)
         there, length = joined(part.dst, part.length)
@@ -363,7 +360,7 @@ class LocalMover:
         return made
 
 
-def covers_pay(part: Arrays) -> bool:
+def covers_pay(part: Copies) -> bool:
     """Whether most runs are short, and follow the one before them closely, but not at once."""
     if int(part.length.max()) > MOST_STEP_BYTES:
         return False
@@ -371,7 +368,7 @@ def covers_pay(part: Arrays) -> bool:
     return 2 * int(np.count_nonzero(_near(part.src) & (gap > 0))) >= len(part)
 
 
-def gathering_pays(part: Arrays) -> bool:
+def gathering_pays(part: Copies) -> bool:
     """Whether most runs are short, and touch the one before them at the peer, but not here."""
     if int(part.length.max()) > MOST_GATHERED_BYTES:
         return False

@@ -24,9 +24,7 @@ import numpy as np
 
 from kvferry.carriers import host
 from kvferry.carriers.base import (
-    Arrays,
     Carrier,
-    CopyArrays,
     MemoryRegion,
     RegionTable,
     Transfer,
@@ -34,6 +32,7 @@ from kvferry.carriers.base import (
     slices,
 )
 from kvferry.carriers.transfer import Job, Workers
+from kvferry.copies import Copies
 from kvferry.errors import Cancelled, PeerLost, PermissionDenied, TransferError
 
 SLICE_BYTES = 32 << 20  # between two looks at cancel and at the peer
@@ -124,10 +123,10 @@ class NullCarrier(Carrier):
             raise PeerLost(f"no null carrier of this fabric has the endpoint {endpoint!r}")
         return NullPeer(carrier)
 
-    def read(self, peer: NullPeer, copies: CopyArrays) -> Transfer:
+    def read(self, peer: NullPeer, copies: Copies) -> Transfer:
         return self._submit(peer, copies, reading=True)
 
-    def write(self, peer: NullPeer, copies: CopyArrays) -> Transfer:
+    def write(self, peer: NullPeer, copies: Copies) -> Transfer:
         return self._submit(peer, copies, reading=False)
 
     def disconnect(self, peer: NullPeer) -> None:
@@ -138,9 +137,9 @@ class NullCarrier(Carrier):
         self._fabric.carriers.pop(self._address, None)
         self._workers.close()
 
-    def _submit(self, peer: NullPeer, copies: CopyArrays, *, reading: bool) -> Transfer:
+    def _submit(self, peer: NullPeer, copies: Copies, *, reading: bool) -> Transfer:
         def work(job: Job) -> None:
-            arrays = Arrays.of(copies)
+            arrays = Copies.of(copies)
             theirs = peer.regions()
             src, dst = (theirs, self.table) if reading else (self.table, theirs)
             require_all(arrays, src, dst, reading=reading)
@@ -148,7 +147,7 @@ class NullCarrier(Carrier):
 
         return self._workers.submit(Job(work, "a null read" if reading else "a null write"))
 
-    def _run(self, job: Job, peer: NullPeer, copies: Arrays) -> None:
+    def _run(self, job: Job, peer: NullPeer, copies: Copies) -> None:
         with self._lock:
             faults, base = self._faults, self._moved
             self._moved += len(copies)
@@ -162,11 +161,11 @@ class NullCarrier(Carrier):
         if truncate is not None:
             length = copies.length.copy()
             length[truncate] //= 2
-            copies = Arrays(copies.src, copies.dst, length)
+            copies = Copies(copies.src, copies.dst, length)
         flip = copies.dst[corrupt] if corrupt is not None and copies.length[corrupt] else None
         if faults.reorder:
             order = np.random.default_rng(faults.seed).permutation(len(copies))
-            copies = Arrays(copies.src[order], copies.dst[order], copies.length[order])
+            copies = Copies(copies.src[order], copies.dst[order], copies.length[order])
 
         stops = sorted({0, len(copies), *(s for s in (fail, lose, stall) if s is not None)})
         for start, stop in itertools.pairwise(stops):
@@ -177,7 +176,7 @@ class NullCarrier(Carrier):
             if start == stall:
                 _stall(job, faults.stall_seconds)
             part = slice(start, stop)
-            whole = Arrays(copies.src[part], copies.dst[part], copies.length[part])
+            whole = Copies(copies.src[part], copies.dst[part], copies.length[part])
             for piece in slices(whole, SLICE_BYTES):
                 job.checkpoint()
                 peer.regions()  # still there
@@ -193,7 +192,7 @@ def _stall(job: Job, seconds: float) -> None:
         time.sleep(STALL_TICK_SECONDS)
 
 
-def _copy(copies: Arrays) -> None:
+def _copy(copies: Copies) -> None:
     """The kernel copies within a process as it does between two, checking every address."""
     try:
         host.read(os.getpid(), copies.src, copies.dst, copies.length)

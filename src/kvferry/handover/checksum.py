@@ -26,8 +26,13 @@ import numpy as np
 import xxhash
 
 from kvferry.carriers import checksum
-from kvferry.carriers.base import Arrays, Memory, is_staged, slices
+from kvferry.carriers.base import (
+    Memory,
+    is_staged,
+    slices,
+)
 from kvferry.carriers.checksum import is_mixing, mix_on_host
+from kvferry.copies import Copies
 from kvferry.errors import KvferryError, ProtocolError
 from kvferry.layout.placement import Ints
 from kvferry.net.messages import MOST_RUNS, RUN_BYTES
@@ -86,17 +91,17 @@ def digest(memory: Memory, address: Ints, length: Ints, algorithm: Algorithm = X
             hasher.update(chunk.data)
         return hasher.digest()
     buffer = np.empty(CHUNK_BYTES, dtype=np.uint8)
-    for part in slices(Arrays(address, address, length), CHUNK_BYTES):
+    for part in slices(Copies(address, address, length), CHUNK_BYTES):
         count = int(part.length.sum())
         memory.gather(part.src, part.length, buffer)
         hasher.update(buffer.data[:count])
     return hasher.digest()
 
 
-def parts(bound: Bound, algorithm: Algorithm) -> Iterator[Arrays]:
+def parts(bound: Bound, algorithm: Algorithm) -> Iterator[Copies]:
     """An edge's copies in the order of reading, cut to the size of messages."""
     for piece in bound.slices(MOST_RUNS):
-        mine = Arrays(piece.src.copy(), piece.dst.copy(), piece.length.copy())
+        mine = Copies(piece.src.copy(), piece.dst.copy(), piece.length.copy())
         yield from slices(mine, algorithm.slice_bytes)
 
 

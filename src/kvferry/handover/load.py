@@ -45,7 +45,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.carriers.base import Arrays, Memory, Transfer
+from kvferry.carriers.base import (
+    Memory,
+    Transfer,
+)
+from kvferry.copies import Copies
 from kvferry.errors import Cancelled, ChecksumError, HandoverError, KvferryError, StaleTicket
 from kvferry.handover.checksum import Algorithm, common, digest, encode_runs, parts
 from kvferry.handover.deadline import Clock, Deadline, await_transfer, end_transfers
@@ -71,7 +75,7 @@ from kvferry.net.messages import (
     Summed,
 )
 from kvferry.net.rpc import Caller
-from kvferry.plan import Bound, Copies, EdgePlan, Uncovered, bind, uncovered, whole_blocks
+from kvferry.plan import Bound, EdgePlan, Uncovered, bind, uncovered, whole_blocks
 from kvferry.plan.bind import require_distinct_blocks
 from kvferry.plan.pieces import padded_tokens
 
@@ -448,7 +452,7 @@ def _pieces(source: Source, copies: Bound) -> Iterator[Any]:
 # Checking. Slice by slice, all sources digest their bytes while this rank digests its own.
 # `checksum.py` says why this is sound.
 
-Asked = tuple[Source, Arrays, Future[ReplyBody]]
+Asked = tuple[Source, Copies, Future[ReplyBody]]
 
 
 def require_equal(
@@ -479,7 +483,7 @@ def require_equal(
 
 
 def _require_same(
-    source: Source, part: Arrays, by: Algorithm, ours: bytes, reply: ReplyBody
+    source: Source, part: Copies, by: Algorithm, ours: bytes, reply: ReplyBody
 ) -> None:
     who = f"rank {tuple(source.rank)}"
     if not isinstance(reply, Summed):

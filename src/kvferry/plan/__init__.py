@@ -1,19 +1,20 @@
 """Plans: which bytes of one engine go where in another."""
 
+from kvferry.copies import Copies, StridedCopies
 from kvferry.plan.assign import Edge, Share
-from kvferry.plan.bind import Batch, Bound, Copies, bind
+from kvferry.plan.bind import Bound, bind
 from kvferry.plan.cover import Uncovered, everything_plan, uncovered, whole_blocks
 from kvferry.plan.edge import EdgePlan
 from kvferry.plan.pair import PairPlan, plan_pair
 
 __all__ = [
-    "Batch",
     "Bound",
     "Copies",
     "Edge",
     "EdgePlan",
     "PairPlan",
     "Share",
+    "StridedCopies",
     "Uncovered",
     "bind",
     "everything_plan",

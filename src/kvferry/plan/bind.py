@@ -23,12 +23,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvferry.copies import Copies, StridedCopies
 from kvferry.errors import BindError, LimitError
 from kvferry.layout.model import CacheModel
 from kvferry.layout.placement import Ints, RankLayout
 from kvferry.layout.shape import EngineShape, Span
 from kvferry.plan.edge import EdgePlan
-from kvferry.plan.pieces import Axis, Piece, Runs, Side
+from kvferry.plan.pieces import Piece, Runs, Side
 from kvferry.plan.tokens import Moved, Segments, moved, paging_for, walk
 
 
@@ -83,7 +84,7 @@ def bind(
 class Bound:
     """A request's share of one edge, bound to memory."""
 
-    batches: tuple[Batch, ...]
+    batches: tuple[StridedCopies, ...]
     bytes: int
     descriptors: int
 
@@ -103,10 +104,9 @@ class Bound:
             )
         done = 0
         for batch in self.batches:
-            rest = Copies(out.src[done:], out.dst[done:], out.length[done:])
             whole = Span(0, len(batch.src_rows)), Span(0, len(batch.src_segments))
-            done += batch.fill(rest, *whole, Span(0, len(batch.src_steps)))
-        return out.head(done)
+            done += batch.fill(out[done:], *whole, Span(0, len(batch.src_steps)))
+        return out[:done]
 
     def slices(self, most: int, out: Copies | None = None) -> Iterator[Copies]:
         """The same copies in the same order, at most `most` at a time, in one reused buffer."""
@@ -119,82 +119,7 @@ class Bound:
             raise BindError("the buffer for slices holds no copy; give one with room for some")
         for batch in self.batches:
             for rows, segments, steps in _tiles(batch, most):
-                yield out.head(batch.fill(out, rows, segments, steps))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """Strided runs: one copy for each row r, segment s and repetition k.
-
-    Its source is src_rows[r] + src_segments[s] + src_steps[k], its destination likewise, and its
-    length lengths[s]. `axes` has the same steps as counts and strides, for carriers and kernels
-    that take strides.
-    """
-
-    src_rows: Ints
-    dst_rows: Ints
-    src_segments: Ints
-    dst_segments: Ints
-    lengths: Ints  # of each segment; with a stride of zero if all are equal
-    axes: tuple[Axis, ...]
-    src_steps: Ints
-    dst_steps: Ints
-
-    @property
-    def entries(self) -> int:
-        """Strided runs in this batch."""
-        return len(self.src_rows) * len(self.src_segments)
-
-    @property
-    def descriptors(self) -> int:
-        return self.entries * len(self.src_steps)
-
-    @property
-    def bytes(self) -> int:
-        lengths = self.lengths
-        one = int(lengths[0]) * len(lengths) if lengths.strides == (0,) else int(lengths.sum())
-        return one * len(self.src_rows) * len(self.src_steps)
-
-    def fill(self, out: Copies, rows: Span, segments: Span, steps: Span) -> int:
-        """Write the copies of a sub-batch to the front of `out`, and return their number."""
-        shape = (rows.size, segments.size, steps.size)
-        count = shape[0] * shape[1] * shape[2]
-        _outer_sum(
-            out.src[:count].reshape(shape),
-            self.src_rows[rows.start : rows.stop],
-            self.src_segments[segments.start : segments.stop],
-            self.src_steps[steps.start : steps.stop],
-        )
-        _outer_sum(
-            out.dst[:count].reshape(shape),
-            self.dst_rows[rows.start : rows.stop],
-            self.dst_segments[segments.start : segments.stop],
-            self.dst_steps[steps.start : steps.stop],
-        )
-        lengths = self.lengths[segments.start : segments.stop]
-        out.length[:count].reshape(shape)[...] = lengths[None, :, None]
-        return count
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Copies:
-    """`length[i]` bytes from address `src[i]` to address `dst[i]`."""
-
-    src: Ints
-    dst: Ints
-    length: Ints
-
-    def __len__(self) -> int:
-        return len(self.src)
-
-    @classmethod
-    def empty(cls, capacity: int) -> Copies:
-        """A buffer for `Bound.copies` and `Bound.slices`, which may be used again."""
-        src, dst, length = np.empty((3, capacity), dtype=np.int64)
-        return cls(src, dst, length)
-
-    def head(self, count: int) -> Copies:
-        return Copies(self.src[:count], self.dst[:count], self.length[:count])
+                yield out[: batch.fill(out, rows, segments, steps)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -289,7 +214,7 @@ class Binder:
     _ids: dict[object, Ints] = field(default_factory=dict)
     _written: dict[int, dict[int, Ints]] = field(default_factory=dict)  # by pool and table
 
-    def batches(self, piece: Piece, span: Span) -> list[Batch]:
+    def batches(self, piece: Piece, span: Span) -> list[StridedCopies]:
         src, dst = piece.src, piece.dst
         key = (src.paging, dst.paging, span)
         if key not in self._segments:
@@ -376,7 +301,7 @@ class Binder:
         which: Ints | slice,
         src_ids: Ints,
         dst_ids: Ints,
-    ) -> Batch:
+    ) -> StridedCopies:
         src = _offsets(piece.src, src_ids[which], segments.src_slot[which], runs.src_slot)
         dst = _offsets(piece.dst, dst_ids[which], segments.dst_slot[which], runs.dst_slot)
         if not runs.entry_bytes:
@@ -386,13 +311,12 @@ class Binder:
         else:
             lengths = segments.forms[:, 0][segments.kinds[which]] * runs.entry_bytes
         src, dst, lengths = _join(src, dst, lengths)
-        return Batch(
+        return StridedCopies(
             src_rows=self.src_bases[runs.src_regions] + runs.src_offsets,
             dst_rows=self.dst_bases[runs.dst_regions] + runs.dst_offsets,
             src_segments=src,
             dst_segments=dst,
             lengths=lengths,
-            axes=runs.axes,
             src_steps=runs.src_steps,
             dst_steps=runs.dst_steps,
         )
@@ -474,19 +398,7 @@ def _require_once(written: dict[int, dict[int, Ints]]) -> None:
             )
 
 
-def _outer_sum(
-    out: np.ndarray[tuple[int, ...], np.dtype[np.int64]], a: Ints, b: Ints, c: Ints
-) -> None:
-    """out[i, j, k] = a[i] + b[j] + c[k], without temporary arrays of that size."""
-    if len(c) == 1:
-        np.add(a[:, None], (b + c[0])[None, :], out=out[:, :, 0])
-        return
-    np.add(b[:, None], c[None, :], out=out[0])
-    np.add(a[1:, None, None], out[:1], out=out[1:])
-    out[0] += a[0]
-
-
-def _tiles(batch: Batch, most: int) -> Iterator[tuple[Span, Span, Span]]:
+def _tiles(batch: StridedCopies, most: int) -> Iterator[tuple[Span, Span, Span]]:
     """Cut rows x segments x steps into boxes of at most `most` copies, in the same order."""
     sizes = (len(batch.src_rows), len(batch.src_segments), len(batch.src_steps))
     steps = min(sizes[2], most)
@@ -511,7 +423,7 @@ def _any_tables(sides: Sequence[Side], tokens: int) -> list[Ints]:
     ]
 
 
-def _hulls(batch: Batch, block_stride: int) -> tuple[Ints, Ints]:
+def _hulls(batch: StridedCopies, block_stride: int) -> tuple[Ints, Ints]:
     """Ranges around the steps of each row and segment. Steps of different blocks stay apart."""
     steps = np.unique(batch.dst_steps)
     heads = np.flatnonzero(np.append(True, np.diff(steps) >= block_stride))

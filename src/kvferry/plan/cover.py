@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvferry.copies import Copies
 from kvferry.errors import CoverError
 from kvferry.layout.interior import OPAQUE
 from kvferry.layout.model import CacheModel, Component, Group
 from kvferry.layout.placement import Ints, RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.plan.assign import Edge, Share, meet
-from kvferry.plan.bind import Binder, Bound, Copies
+from kvferry.plan.bind import Binder, Bound
 from kvferry.plan.edge import EdgePlan, plan_edge
 from kvferry.plan.pieces import Piece
 from kvferry.plan.tokens import Moved, Paging, moved, paging_for

@@ -69,8 +69,7 @@ class Runs:
     src_offsets: Ints
     dst_regions: Ints
     dst_offsets: Ints
-    axes: tuple[Axis, ...]
-    src_steps: Ints  # offsets of the repetitions that `axes` describe
+    src_steps: Ints  # offsets of the repetitions
     dst_steps: Ints
     length: int
     entry_bytes: int
@@ -182,7 +181,6 @@ class Piece:
             src_offsets=spread(self.src.offsets, [p.src_offset for p in patterns]),
             dst_regions=spread(self.dst.regions, none),
             dst_offsets=spread(self.dst.offsets, [p.dst_offset for p in patterns]),
-            axes=first.axes,
             src_steps=axis_offsets(first.axes, "src"),
             dst_steps=axis_offsets(first.axes, "dst"),
             length=first.length,

@@ -40,7 +40,6 @@ from kvferry.plan import (
     uncovered,
 )
 from kvferry.plan.cover import Uncovered
-from kvferry.plan.pieces import axis_offsets
 from kvferry.plan.report import digest
 from kvferry.verify.case import CaseDict, ModelDict, SideDict
 from kvferry.verify.generate import features, generate
@@ -485,15 +484,14 @@ def _sliced(bound: Bound, most: int) -> list[list[Ints]]:
 def _strided(bound: Bound) -> list[list[Ints]]:
     parts: list[list[Ints]] = [[], [], []]
     for b in bound.batches:
-        steps = axis_offsets(b.axes, "src"), axis_offsets(b.axes, "dst")
-        for into, rows, segments, offsets in zip(
+        for into, rows, segments, steps in zip(
             parts,
             (b.src_rows, b.dst_rows),
             (b.src_segments, b.dst_segments),
-            steps,
+            (b.src_steps, b.dst_steps),
             strict=False,
         ):
-            into.append((rows[:, None, None] + segments[None, :, None] + offsets).ravel())
-        shape = (len(b.src_rows), len(b.lengths), len(steps[0]))
+            into.append((rows[:, None, None] + segments[None, :, None] + steps).ravel())
+        shape = (len(b.src_rows), len(b.lengths), len(b.src_steps))
         parts[2].append(np.broadcast_to(b.lengths[None, :, None], shape).ravel())
     return parts

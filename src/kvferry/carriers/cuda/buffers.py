@@ -28,7 +28,10 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from kvferry.carriers.base import CopyArrays, Ints, MemoryRegion, RegionTable, StridedCopies
+from kvferry.carriers.base import (
+    MemoryRegion,
+    RegionTable,
+)
 from kvferry.carriers.cuda import kernels
 from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function
 from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS, Form
@@ -45,6 +48,7 @@ from kvferry.carriers.cuda.work import (
     least,
     most,
 )
+from kvferry.copies import Copies, Ints, StridedCopies
 
 SLOTS = 3
 LAUNCH_BYTES = 1 << 30  # about half a millisecond on an H200
@@ -539,7 +543,7 @@ DIRECT_ITEMS = 1 << 5
 _ZERO = np.zeros(1, dtype=np.int64)
 
 
-def tables_of(copies: CopyArrays | StridedCopies) -> list[Any] | None:
+def tables_of(copies: Copies | StridedCopies) -> list[Any] | None:
     """Rows, steps and segments, each of source and destination; lengths. None: of odd shapes."""
     if hasattr(copies, "src_rows"):
         runs = cast(StridedCopies, copies)
@@ -569,7 +573,7 @@ def constant(lengths: Any) -> int:
 
 def queue(
     lane: StreamBuffers,
-    copies: CopyArrays | StridedCopies,
+    copies: Copies | StridedCopies,
     src: Mapped,
     dst: Mapped,
     most_bytes: int,

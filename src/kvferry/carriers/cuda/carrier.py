@@ -36,9 +36,7 @@ from msgspec import Meta
 
 from kvferry.carriers.base import (
     Carrier,
-    CopyArrays,
     MemoryRegion,
-    StridedCopies,
     Transfer,
     TransferState,
 )
@@ -67,6 +65,7 @@ from kvferry.carriers.local import MOST_ADDRESS
 from kvferry.carriers.local import _boot as boot_id
 from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers
 from kvferry.carriers.vouch import ask, forget, vouch_for
+from kvferry.copies import Copies, StridedCopies
 from kvferry.errors import Cancelled, DeadlineExceeded, ProtocolError, TransferError
 from kvferry.net.keys import Key
 from kvferry.net.names import Admits, Reach
@@ -205,10 +204,10 @@ class CudaCarrier(Carrier):
         peer.disconnect()
         raise Cancelled("the carrier was closed")
 
-    def read(self, peer: CudaPeer, copies: CopyArrays | StridedCopies) -> Transfer:
+    def read(self, peer: CudaPeer, copies: Copies | StridedCopies) -> Transfer:
         return self._submit(peer, copies, reading=True)
 
-    def write(self, peer: CudaPeer, copies: CopyArrays | StridedCopies) -> Transfer:
+    def write(self, peer: CudaPeer, copies: Copies | StridedCopies) -> Transfer:
         return self._submit(peer, copies, reading=False)
 
     def disconnect(self, peer: CudaPeer) -> None:
@@ -267,9 +266,7 @@ class CudaCarrier(Carrier):
             raise _other_size(allocation)
         return address
 
-    def _submit(
-        self, peer: CudaPeer, copies: CopyArrays | StridedCopies, *, reading: bool
-    ) -> Transfer:
+    def _submit(self, peer: CudaPeer, copies: Copies | StridedCopies, *, reading: bool) -> Transfer:
         what = "a cuda read" if reading else "a cuda write"
         ends = self._ends(peer, reading)
         if self._lanes is not None and not self._closed:
@@ -465,7 +462,7 @@ class QueuedTransfers:
         self,
         lanes: BufferPool,
         peer: CudaPeer,
-        copies: CopyArrays | StridedCopies,
+        copies: Copies | StridedCopies,
         ends: tuple[Mapped, Mapped],
         what: str,
     ) -> QueuedTransfer | None:

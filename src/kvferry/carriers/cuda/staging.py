@@ -33,13 +33,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.carriers.base import Arrays, Bytes, Ints, MemoryRegion, StagedMemory, slices
+from kvferry.carriers.base import (
+    Bytes,
+    MemoryRegion,
+    StagedMemory,
+    slices,
+)
 from kvferry.carriers.checksum import WORD_BYTES, Mixed, MixingMemory, mix_on_host
 from kvferry.carriers.cuda import kernels
 from kvferry.carriers.cuda.buffers import Mapped, StreamBuffers, kept, queue, wait_event
 from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function, device, place_of
 from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS, compile_kernel
 from kvferry.carriers.cuda.work import CudaRuns, best_chunk
+from kvferry.copies import Copies, Ints
 from kvferry.errors import TransferError
 
 log = logging.getLogger(__name__)
@@ -130,7 +136,7 @@ class DeviceMemory(StagedMemory, MixingMemory):
         """Set the runs to zero; returns when that is visible."""
         self._require(address, length)
         with self._lane() as lane, self._on().current():
-            lane.lane.copy(CudaRuns.of_arrays(Arrays(address, address, length)), fill=True)
+            lane.lane.copy(CudaRuns.of_arrays(Copies(address, address, length)), fill=True)
             lane.finish()
 
     def close(self) -> None:
@@ -174,7 +180,7 @@ class DeviceMemory(StagedMemory, MixingMemory):
         return self._device
 
     def _require(self, address: Ints, length: Ints, room: int | None = None) -> None:
-        runs = Arrays.of(Arrays(address, address, length))
+        runs = Copies.of(Copies(address, address, length))
         self._memory.table.require("this process", runs.src, runs.length)
         if room is not None and int(runs.length.sum()) > room:
             raise TransferError(f"runs of {int(runs.length.sum())} bytes and a buffer of {room}")
@@ -227,7 +233,7 @@ class StagedPiece:
 
 def pieces(address: Ints, length: Ints, piece_bytes: int = PIECE_BYTES) -> Iterator[StagedPiece]:
     """The runs in their order, so that each piece fits a half."""
-    for part in slices(Arrays(address, address, length), piece_bytes):
+    for part in slices(Copies(address, address, length), piece_bytes):
         count, longest = len(part), int(part.length.max())
         if longest == int(part.length.min()):  # said by one number, nothing is added up
             equal = np.broadcast_to(np.asarray([longest]), count)
@@ -321,7 +327,7 @@ class StagingLane:
 
     def gather(self, piece: StagedPiece, half: Half, memory: Mapped) -> None:
         """Bring the runs to the half, before what the bus is given next."""
-        copies = Arrays(piece.address, piece.offsets + half.there, piece.length)
+        copies = Copies(piece.address, piece.offsets + half.there, piece.length)
         self._copy(copies, memory, half.mapped)
         half.computed.record(self.lane.stream)
         self.bus.wait_for(half.computed)
@@ -330,11 +336,11 @@ class StagingLane:
         """Put the half's bytes where they belong, after what the bus was given last."""
         half.moved.record(self.bus)
         self.lane.stream.wait_for(half.moved)
-        copies = Arrays(piece.offsets + half.there, piece.address, piece.length)
+        copies = Copies(piece.offsets + half.there, piece.address, piece.length)
         self._copy(copies, half.mapped, memory)
         half.computed.record(self.lane.stream)
 
-    def _copy(self, copies: Arrays, src: Mapped, dst: Mapped) -> None:
+    def _copy(self, copies: Copies, src: Mapped, dst: Mapped) -> None:
         if queue(self.lane, copies, src, dst, self.width.piece_bytes, whole=True):
             self.lane.keep_slot()
         else:  # the kernel is not compiled yet, or something is unusual; runs have been checked
@@ -534,7 +540,7 @@ def takes(address: Ints, length: Ints) -> bool:
 def mix(lane: StreamBuffers, address: Ints, length: Ints) -> Mixed:
     """The runs, which have been checked; on a lane of their device, which is current."""
     total = Mixed()
-    for part in slices(Arrays(address, address, length), WHOLE):
+    for part in slices(Copies(address, address, length), WHOLE):
         total = total.plus(_mix(lane, part.src, part.length, total.words))
     return total
 

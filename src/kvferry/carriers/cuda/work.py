@@ -16,7 +16,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.carriers.base import Arrays, CopyArrays, Ints, StridedCopies
+from kvferry.copies import Copies, Ints, StridedCopies
 from kvferry.errors import TransferError
 
 CHUNKS = (64, 256, 1024, 4096)  # bytes that one chunk may have
@@ -53,7 +53,7 @@ class CudaRuns:
     dst_steps: Ints
 
     @classmethod
-    def of_arrays(cls, copies: Arrays) -> CudaRuns:
+    def of_arrays(cls, copies: Copies) -> CudaRuns:
         return cls(_ZERO, _ZERO, copies.src, copies.dst, copies.length, _ZERO, _ZERO)
 
     @classmethod
@@ -137,7 +137,7 @@ class CudaRuns:
             every |= _bits(numbers)
         return next(g for g in GRAINS if every % g == 0)
 
-    def arrays(self) -> Iterator[Arrays]:
+    def arrays(self) -> Iterator[Copies]:
         """Every copy by itself, a row at a time and at most `WINDOW` together."""
         src = (self.src_segments[:, None] + self.src_steps[None, :]).reshape(-1)
         dst = (self.dst_segments[:, None] + self.dst_steps[None, :]).reshape(-1)
@@ -145,7 +145,7 @@ class CudaRuns:
         for src_row, dst_row in zip(self.src_rows.tolist(), self.dst_rows.tolist(), strict=True):
             for first in range(0, len(src), WINDOW):
                 part = slice(first, first + WINDOW)
-                yield Arrays(src[part] + src_row, dst[part] + dst_row, length[part])
+                yield Copies(src[part] + src_row, dst[part] + dst_row, length[part])
 
 
 def _bits(numbers: Ints) -> int:
@@ -153,10 +153,10 @@ def _bits(numbers: Ints) -> int:
     return int(numbers[0]) if len(numbers) == 1 else int(np.bitwise_or.reduce(numbers))
 
 
-def runs_of(copies: CopyArrays | StridedCopies) -> CudaRuns:
+def runs_of(copies: Copies | StridedCopies) -> CudaRuns:
     if hasattr(copies, "src_rows"):
         return CudaRuns.of_strided(cast(StridedCopies, copies))
-    return CudaRuns.of_arrays(Arrays.of(copies))
+    return CudaRuns.of_arrays(Copies.of(copies))
 
 
 @dataclass(frozen=True)

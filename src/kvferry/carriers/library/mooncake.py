@@ -37,7 +37,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvferry.carriers.base import Arrays, Ints, MemoryRegion
+from kvferry.carriers.base import (
+    MemoryRegion,
+)
 from kvferry.carriers.library.shared import (
     LibraryCarrier,
     LibraryEndpoint,
@@ -45,6 +47,7 @@ from kvferry.carriers.library.shared import (
     environment,
 )
 from kvferry.carriers.transfer import Job
+from kvferry.copies import Copies, Ints
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
 from kvferry.net.names import Admits
 
@@ -123,7 +126,7 @@ class MooncakeCarrier(LibraryCarrier):
     def _detach(self, handle: _Target) -> None:
         """Mooncake keeps its record of a peer; a new process has a new address."""
 
-    def _carry(self, job: Job, peer: LibraryPeer, batch: Arrays, *, reading: bool) -> None:
+    def _carry(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
         local, remote = (batch.dst, batch.src) if reading else (batch.src, batch.dst)
         at, refusal = 0, _Refusal()
         try:

@@ -53,9 +53,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.carriers.base import (
-    Arrays,
-    CopyArrays,
-    Ints,
     MemoryRegion,
     RegionTable,
     Transfer,
@@ -73,6 +70,7 @@ from kvferry.carriers.library.shared import (
     windows,
 )
 from kvferry.carriers.transfer import Job
+from kvferry.copies import Copies, Ints
 from kvferry.errors import OutOfBounds, PeerLost, TransferError
 from kvferry.net.names import Admits, is_loopback
 
@@ -144,12 +142,10 @@ class NixlCarrier(LibraryCarrier):
         own = {"prepared_batches": self._prepared_batches, "notes_refused": self._notes_refused}
         return {**super().counters, **own}
 
-    def read(self, peer: LibraryPeer, copies: CopyArrays, *, note: bytes | None = None) -> Transfer:
+    def read(self, peer: LibraryPeer, copies: Copies, *, note: bytes | None = None) -> Transfer:
         return self._submit(peer, copies, reading=True, last=self._last(peer, note))
 
-    def write(
-        self, peer: LibraryPeer, copies: CopyArrays, *, note: bytes | None = None
-    ) -> Transfer:
+    def write(self, peer: LibraryPeer, copies: Copies, *, note: bytes | None = None) -> Transfer:
         return self._submit(peer, copies, reading=False, last=self._last(peer, note))
 
     def notes(self) -> list[bytes]:
@@ -241,7 +237,7 @@ class NixlCarrier(LibraryCarrier):
         own = 0 <= address - self._own.address < self._own.bytes
         return place(ON_HOST if own else self.device)
 
-    def _batches(self, peer: LibraryPeer, part: Arrays, *, reading: bool) -> Iterator[Arrays]:
+    def _batches(self, peer: LibraryPeer, part: Copies, *, reading: bool) -> Iterator[Copies]:
         for few in slices(part, self.batch_bytes):
             joined = join(few)
             numbered = self._numbered(peer, joined, reading)
@@ -250,7 +246,7 @@ class NixlCarrier(LibraryCarrier):
             else:
                 yield from numbered.cut(self.batch_descriptors)
 
-    def _numbered(self, peer: LibraryPeer, part: Arrays, reading: bool) -> Numbered | None:
+    def _numbered(self, peer: LibraryPeer, part: Copies, reading: bool) -> Numbered | None:
         """The same by slots, where it lies in those of one length on both sides."""
         length = int(part.length[0])
         if len(part) < self.least_prepared or not bool((part.length == length).all()):
@@ -266,7 +262,7 @@ class NixlCarrier(LibraryCarrier):
             return None
         return Numbered(part.src, part.dst, part.length, here, there, mine, theirs)
 
-    def _carry(self, job: Job, peer: LibraryPeer, batch: Arrays, *, reading: bool) -> None:
+    def _carry(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
         try:
             request = self._request(peer, batch, reading)
         except Exception as error:
@@ -282,7 +278,7 @@ class NixlCarrier(LibraryCarrier):
             except Exception as error:
                 log.warning("NIXL does not let go of a batch: %s", text_of(error))
 
-    def _request(self, peer: LibraryPeer, batch: Arrays, reading: bool) -> Any:
+    def _request(self, peer: LibraryPeer, batch: Copies, reading: bool) -> Any:
         op = "READ" if reading else "WRITE"
         if isinstance(batch, Numbered):
             here, there = batch.here, batch.there
@@ -490,7 +486,7 @@ class SlotList:
 
 
 @dataclass(frozen=True, slots=True)
-class Numbered(Arrays):
+class Numbered(Copies):
     """A batch, or several, whose copies are also known by their slots' numbers."""
 
     here: SlotList
@@ -498,7 +494,7 @@ class Numbered(Arrays):
     mine: Numbers
     theirs: Numbers
 
-    def cut(self, descriptors: int) -> list[Arrays]:
+    def cut(self, descriptors: int) -> list[Copies]:
         return [
             Numbered(
                 part.src,

@@ -38,10 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.carriers.base import (
-    Arrays,
     Carrier,
-    CopyArrays,
-    Ints,
     MemoryRegion,
     RegionTable,
     Transfer,
@@ -50,6 +47,7 @@ from kvferry.carriers.base import (
 )
 from kvferry.carriers.liveness import TOKEN_BYTES, Liveness, PulseServer
 from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers
+from kvferry.copies import Copies, Ints
 from kvferry.errors import Cancelled, DeadlineExceeded, PeerLost, ProtocolError, TransferError
 from kvferry.net.keys import Key
 from kvferry.net.names import Admits, Reach, is_loopback
@@ -202,16 +200,16 @@ class LibraryPeer:
             self._turn.release()
 
 
-def batches(copies: Arrays, descriptors: int, max_bytes: int) -> Iterator[Arrays]:
+def batches(copies: Copies, descriptors: int, max_bytes: int) -> Iterator[Copies]:
     """The same copies, neighbours joined, so many at a time."""
     for part in slices(copies, max_bytes):
         yield from cut(join(part), descriptors)
 
 
-def cut(part: Arrays, descriptors: int) -> list[Arrays]:
+def cut(part: Copies, descriptors: int) -> list[Copies]:
     """All at once: between two batches, each Python call costs many times as much as here."""
     return [
-        Arrays(part.src[few], part.dst[few], part.length[few])
+        Copies(part.src[few], part.dst[few], part.length[few])
         for few in windows(len(part), descriptors)
     ]
 
@@ -220,7 +218,7 @@ def windows(count: int, most: int) -> list[slice]:
     return [slice(first, first + most) for first in range(0, count, most)]
 
 
-def join(part: Arrays) -> Arrays:
+def join(part: Copies) -> Copies:
     """Copies that follow each other on both sides as one; none may be empty."""
     follows = _follow(part.src, part.length)
     if not bool(follows.any()):
@@ -229,7 +227,7 @@ def join(part: Arrays) -> Arrays:
     if bool(apart.all()):
         return part
     heads = np.concatenate((np.zeros(1, dtype=np.int64), np.flatnonzero(apart) + 1))
-    return Arrays(part.src[heads], part.dst[heads], np.add.reduceat(part.length, heads))
+    return Copies(part.src[heads], part.dst[heads], np.add.reduceat(part.length, heads))
 
 
 def _follow(address: Ints, length: Ints) -> NDArray[np.bool_]:
@@ -283,12 +281,12 @@ class Library(ABC):
     def _detach(self, handle: Any) -> None:
         """Nothing of ours is under way to or from that peer."""
 
-    def _batches(self, peer: LibraryPeer, part: Arrays, *, reading: bool) -> Iterator[Arrays]:
+    def _batches(self, peer: LibraryPeer, part: Copies, *, reading: bool) -> Iterator[Copies]:
         """The batches that `_carry` gets, one after the other."""
         return batches(part, self.batch_descriptors, self.batch_bytes)
 
     @abstractmethod
-    def _carry(self, job: Job, peer: LibraryPeer, batch: Arrays, *, reading: bool) -> None:
+    def _carry(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
         """Move one batch. Returns or raises when the library has let it go."""
 
     @abstractmethod
@@ -408,10 +406,10 @@ class LibraryCarrier(Library, Carrier):
             raise
         return peer
 
-    def read(self, peer: LibraryPeer, copies: CopyArrays) -> Transfer:
+    def read(self, peer: LibraryPeer, copies: Copies) -> Transfer:
         return self._submit(peer, copies, reading=True)
 
-    def write(self, peer: LibraryPeer, copies: CopyArrays) -> Transfer:
+    def write(self, peer: LibraryPeer, copies: Copies) -> Transfer:
         return self._submit(peer, copies, reading=False)
 
     def disconnect(self, peer: LibraryPeer) -> None:
@@ -459,12 +457,12 @@ class LibraryCarrier(Library, Carrier):
         if len(peer.regions):
             one = np.ones(1, dtype=np.int64)
             into = np.array([self._own.address], dtype=np.int64)
-            self._move(job, peer, Arrays(peer.regions.starts[:1], into, one), reading=True)
+            self._move(job, peer, Copies(peer.regions.starts[:1], into, one), reading=True)
 
     def _submit(
         self,
         peer: LibraryPeer,
-        copies: CopyArrays,
+        copies: Copies,
         *,
         reading: bool,
         last: Callable[[], None] | None = None,
@@ -472,7 +470,7 @@ class LibraryCarrier(Library, Carrier):
         """`last` is called when every byte is there, and belongs to the transfer."""
 
         def work(job: Job) -> None:
-            arrays = Arrays.of(copies)
+            arrays = Copies.of(copies)
             src, dst = (peer.regions, self._table) if reading else (self._table, peer.regions)
             require_all(arrays, src, dst, reading=reading)
             self.count("transfers")
@@ -500,7 +498,7 @@ class LibraryCarrier(Library, Carrier):
 
         return LibraryJob(self._abandoned, work, what, gone, tidy)
 
-    def _move(self, job: Job, peer: LibraryPeer, batch: Arrays, *, reading: bool) -> None:
+    def _move(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
         """Whatever the library says of a batch that fails, a peer that is gone is the better
         reason."""
         try:

@@ -29,10 +29,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kvferry.carriers.base import (
-    Arrays,
-    CopyArrays,
     GrantingCarrier,
-    Ints,
     Memory,
     MemoryRegion,
     RegionTable,
@@ -46,6 +43,7 @@ from kvferry.carriers.tcp.client import MAX_REGIONS, Own, Streams, TcpEndpoint, 
 from kvferry.carriers.tcp.frames import INCARNATION_BYTES, MAX_PAYLOAD_BYTES
 from kvferry.carriers.tcp.server import ServerLimits, TcpServer
 from kvferry.carriers.transfer import CANCEL_SECONDS, Job, share
+from kvferry.copies import Copies, Ints
 from kvferry.errors import Cancelled, TransferError
 from kvferry.net.keys import Key
 from kvferry.net.names import Admits, Reach
@@ -161,17 +159,17 @@ class TcpCarrier(GrantingCarrier):
         peer.close()
         raise Cancelled("the carrier was closed")
 
-    def read(self, peer: TcpPeer, copies: CopyArrays) -> Transfer:
+    def read(self, peer: TcpPeer, copies: Copies) -> Transfer:
         return self._submit(peer, copies, reading=True)
 
-    def write(self, peer: TcpPeer, copies: CopyArrays) -> Transfer:
+    def write(self, peer: TcpPeer, copies: Copies) -> Transfer:
         return self._submit(peer, copies, reading=False)
 
-    def write_granted(self, peer: TcpPeer, copies: CopyArrays, grant: bytes) -> Transfer:
+    def write_granted(self, peer: TcpPeer, copies: Copies, grant: bytes) -> Transfer:
         return self._submit(peer, copies, reading=False, grant=grant)
 
     def _submit(
-        self, peer: TcpPeer, copies: CopyArrays, *, reading: bool, grant: bytes = b""
+        self, peer: TcpPeer, copies: Copies, *, reading: bool, grant: bytes = b""
     ) -> Transfer:
         def work(job: Job) -> None:
             arrays = self._require(peer, copies, reading=reading)
@@ -232,9 +230,9 @@ class TcpCarrier(GrantingCarrier):
             peer.close()
         self._server.close(CANCEL_SECONDS)
 
-    def _require(self, peer: TcpPeer, copies: CopyArrays, *, reading: bool) -> Arrays:
+    def _require(self, peer: TcpPeer, copies: Copies, *, reading: bool) -> Copies:
         """The copies, checked."""
-        arrays = Arrays.of(copies)
+        arrays = Copies.of(copies)
         ours = self._server.regions
         src, dst = (peer.regions, ours) if reading else (ours, peer.regions)
         require_all(arrays, src, dst, reading=reading)

@@ -16,7 +16,11 @@ from typing import Annotated
 
 import msgspec
 
-from kvferry.carriers.base import Arrays, Ints, Memory, MemoryRegion, RegionTable
+from kvferry.carriers.base import (
+    Memory,
+    MemoryRegion,
+    RegionTable,
+)
 from kvferry.carriers.host import joined
 from kvferry.carriers.tcp.frames import (
     HEADER,
@@ -37,6 +41,7 @@ from kvferry.carriers.tcp.frames import (
     table_of,
 )
 from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers
+from kvferry.copies import Copies, Ints
 from kvferry.errors import (
     AuthenticationError,
     Cancelled,
@@ -79,7 +84,7 @@ class TcpConnection:
         self.stream, self.regions = stream, regions
         self.in_step = True  # both sides agree on the next byte, and no answer is awaited
         self._request = 0  # the newest
-        self._ahead: Arrays | None = None  # the copies that it asks for, if sent before its turn
+        self._ahead: Copies | None = None  # the copies that it asks for, if sent before its turn
         self._unsent: bytes | memoryview = b""  # bytes of that request
         self._used = time.monotonic()
 
@@ -104,7 +109,7 @@ class TcpConnection:
         """Whether the next transfer may have it. One that became readable while idle has ended."""
         return time.monotonic() - self._used < IDLE_SECONDS and not self.stream.wait_readable(0)
 
-    def read(self, memory: Memory, copies: Arrays, following: Arrays | None = None) -> None:
+    def read(self, memory: Memory, copies: Copies, following: Copies | None = None) -> None:
         """`following` are the copies that are read next: they are asked for before these bytes have
         come, so that the peer goes on with them at once."""
         if self._ahead is not copies:
@@ -123,7 +128,7 @@ class TcpConnection:
         self._unsent = b""
         self._done()
 
-    def write(self, memory: Memory, copies: Arrays, grant: bytes = b"") -> None:
+    def write(self, memory: Memory, copies: Copies, grant: bytes = b"") -> None:
         kind = FrameKind.GRANTED if grant else FrameKind.WRITE
         self.stream.send(self._question(kind, copies.dst, copies.length, grant))
         here, length = joined(copies.src, copies.length)
@@ -298,7 +303,7 @@ class Streams:
         self._failed: list[Exception] = []
         self._ended: set[TcpConnection] = set()
 
-    def carry(self, memory: Memory, part: Arrays, following: Arrays | None) -> None:
+    def carry(self, memory: Memory, part: Copies, following: Copies | None) -> None:
         try:
             connection = self._mine.get(threading.get_ident()) or self._take()
             if self._reading:

@@ -69,9 +69,14 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.carriers.base import GRANT_BYTES, Ints, Memory, is_staged
+from kvferry.carriers.base import (
+    GRANT_BYTES,
+    Memory,
+    is_staged,
+)
 from kvferry.carriers.host import Vectors, libc
 from kvferry.carriers.liveness import hang_up, ours_alone
+from kvferry.copies import Ints
 from kvferry.errors import (
     AuthenticationError,
     DeadlineExceeded,

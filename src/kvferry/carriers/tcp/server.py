@@ -32,7 +32,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvferry.carriers.base import GRANT_BYTES, Ints, Memory, RegionTable
+from kvferry.carriers.base import (
+    GRANT_BYTES,
+    Memory,
+    RegionTable,
+)
 from kvferry.carriers.host import HostMemory, joined
 from kvferry.carriers.liveness import hang_up, ours_alone
 from kvferry.carriers.tcp.frames import (
@@ -53,6 +57,7 @@ from kvferry.carriers.tcp.frames import (
     table_bytes,
     table_of,
 )
+from kvferry.copies import Ints
 from kvferry.errors import DeadlineExceeded, PeerLost, ProtocolError, TransferError
 
 log = logging.getLogger(__name__)

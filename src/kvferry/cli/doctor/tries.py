@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.carriers.auto import CARRIERS, ENGINES
-from kvferry.carriers.base import Arrays
 from kvferry.carriers.cuda.driver import device, driver
 from kvferry.carriers.library.shared import LibraryEndpoint
 from kvferry.cli.doctor.checks import HOW_TO_INSTALL, Finding, Settings, cuda, version_of
+from kvferry.copies import Copies
 from kvferry.errors import HandoverError, KvferryError
 
 Program = Callable[[dict[str, Any]], Generator[Any]]
@@ -202,7 +202,7 @@ def _compare(carrier: Any, peer: Any, address: int, deadline: float) -> None:
     landing = np.zeros(TRIED_BYTES, dtype=np.uint8)
     place = _place(carrier.name, landing)
     carrier.register([MemoryRegion(place, TRIED_BYTES)])
-    copies = Arrays(*(np.array([v]) for v in (address, place, TRIED_BYTES)))
+    copies = Copies(*(np.array([v]) for v in (address, place, TRIED_BYTES)))
     carrier.read(peer, copies).wait(deadline)
     if carrier.name == "cuda":
         _copy(landing.ctypes.data, place)

@@ -1,0 +1,149 @@
+"""Copies of bytes between two address spaces: what a plan makes and what a carrier moves.
+
+`Copies` are three arrays, one entry for each copy. `StridedCopies` say the same with far fewer
+numbers: every address is a sum of a row, a segment and a step. A plan's batches are strided; a
+carrier that does not take them (`takes_strided`) gets arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import TransferError
+from kvferry.layout.shape import Span
+
+Ints = NDArray[np.int64]
+
+# Copies are checked and cut in windows of at most so many descriptors: well under a millisecond
+# each. So no NumPy call holds the interpreter's lock for long, however many copies a batch has.
+WINDOW = 1 << 15
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """`length[i]` bytes from address `src[i]` to address `dst[i]`."""
+
+    src: Ints
+    dst: Ints
+    length: Ints
+
+    @classmethod
+    def of(cls, copies: Any) -> Copies:
+        """The same, once they are known to be three arrays of integers of one length."""
+        arrays = [np.asarray(a) for a in (copies.src, copies.dst, copies.length)]
+        src, dst, length = arrays
+        if not src.shape == dst.shape == length.shape or length.ndim != 1:
+            raise TransferError(
+                "copies are three arrays of one length, found "
+                f"src {src.shape}, dst {dst.shape}, length {length.shape}"
+            )
+        if len(length) and any(a.dtype.kind not in "iu" for a in arrays):
+            raise TransferError(
+                "copies are arrays of integers, found "
+                f"src {src.dtype}, dst {dst.dtype}, length {length.dtype}"
+            )
+        # a number that does not fit becomes negative, and is refused as out of bounds
+        return cls(*(a.astype(np.int64, copy=False) for a in arrays))
+
+    @classmethod
+    def empty(cls, capacity: int) -> Copies:
+        """A buffer that may be filled again and again."""
+        src, dst, length = np.empty((3, capacity), dtype=np.int64)
+        return cls(src, dst, length)
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    def __getitem__(self, which: slice | NDArray[np.bool_]) -> Copies:
+        return Copies(self.src[which], self.dst[which], self.length[which])
+
+    def windows(self) -> Iterator[Copies]:
+        if 0 < len(self) <= WINDOW:
+            yield self
+            return
+        for start in range(0, len(self), WINDOW):
+            yield self[start : start + WINDOW]
+
+    def without_empty(self) -> Copies:
+        return self if bool(self.length.all()) else self[self.length != 0]
+
+
+@dataclass(frozen=True, eq=False)
+class StridedCopies:
+    """One copy for each row r, segment s and step k.
+
+    Its source is `src_rows[r] + src_segments[s] + src_steps[k]`, its destination likewise, and its
+    length `lengths[s]`.
+    """
+
+    src_rows: Ints
+    dst_rows: Ints
+    src_segments: Ints
+    dst_segments: Ints
+    lengths: Ints  # of each segment; with a stride of zero if all are equal
+    src_steps: Ints
+    dst_steps: Ints
+
+    @classmethod
+    def of_copies(cls, copies: Copies) -> StridedCopies:
+        """The same copies, with one row and one step."""
+        return cls(_ZERO, _ZERO, copies.src, copies.dst, copies.length, _ZERO, _ZERO)
+
+    @property
+    def entries(self) -> int:
+        """Strided runs: rows times segments."""
+        return len(self.src_rows) * len(self.src_segments)
+
+    @property
+    def descriptors(self) -> int:
+        """Single copies."""
+        return self.entries * len(self.src_steps)
+
+    @cached_property
+    def bytes(self) -> int:
+        lengths = self.lengths
+        one = int(lengths[0]) * len(lengths) if lengths.strides == (0,) else int(lengths.sum())
+        return one * len(self.src_rows) * len(self.src_steps)
+
+    def fill(self, out: Copies, rows: Span, segments: Span, steps: Span) -> int:
+        """Write the copies of a part to the front of `out`, and return their number."""
+        shape = (rows.size, segments.size, steps.size)
+        count = shape[0] * shape[1] * shape[2]
+        some_rows = slice(rows.start, rows.stop)
+        some_segments = slice(segments.start, segments.stop)
+        some_steps = slice(steps.start, steps.stop)
+        _outer_sum(
+            out.src[:count].reshape(shape),
+            self.src_rows[some_rows],
+            self.src_segments[some_segments],
+            self.src_steps[some_steps],
+        )
+        _outer_sum(
+            out.dst[:count].reshape(shape),
+            self.dst_rows[some_rows],
+            self.dst_segments[some_segments],
+            self.dst_steps[some_steps],
+        )
+        out.length[:count].reshape(shape)[...] = self.lengths[some_segments][None, :, None]
+        return count
+
+
+_ZERO = np.zeros(1, dtype=np.int64)
+
+
+def _outer_sum(
+    out: np.ndarray[tuple[int, ...], np.dtype[np.int64]], a: Ints, b: Ints, c: Ints
+) -> None:
+    """out[i, j, k] = a[i] + b[j] + c[k], without temporary arrays of that size."""
+    if len(c) == 1:
+        np.add(a[:, None], (b + c[0])[None, :], out=out[:, :, 0])
+        return
+    np.add(b[:, None], c[None, :], out=out[0])
+    np.add(a[1:, None, None], out[:1], out=out[1:])
+    out[0] += a[0]
