@@ -48,8 +48,6 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
         result["around"] = [measure.around(bench, size) for size in (256, 1 << 10, 16 << 10)]
         result["checksums"] = measure.checksums(bench)
         progress(str([result[name] for name in ("kernels", "around", "checksums")]))
-        result["packed"] = list(measure.packed(bench))
-        progress(str(result["packed"]))
         result["staging"] = staging(bench)
         progress(str(result["staging"]))
         result["nixl"] = measure.beside_nixl(bench, result["sizes"])

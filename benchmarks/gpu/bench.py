@@ -8,7 +8,6 @@ The owner (owner.py) holds device memory, this process reads it. In one run, on 
     transfer      wall time of `carrier.read(...).wait()`: bounds, upload, launches, event, liveness
     copies        the same without Triton, a `cuMemcpyAsync` for each copy
     NIXL          the same descriptors as a prepared transfer, where it is installed
-    packed        gather, one long copy, scatter, by the same kernel; against direct
     checksums     of device memory, through the host and by a kernel
 
 Copies go from random slots to random slots.
@@ -22,7 +21,7 @@ launch was queued.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import partial
@@ -33,17 +32,14 @@ import numpy as np
 
 from benchmarks.gpu.owner import Remote
 from kvferry.carriers import Carrier, MemoryRegion, make_carrier
-from kvferry.carriers.cuda.buffers import launches
 from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function, device, driver
-from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS, Form, function
 from kvferry.carriers.cuda.staging import DeviceMemory
-from kvferry.carriers.cuda.work import CudaRuns, Work, gathering
-from kvferry.copies import Copies, Ints
+from kvferry.carriers.cuda.stream import StreamBuffers
+from kvferry.copies import Copies, Ints, StridedCopies
 from kvferry.handover.checksum import MIX128, XXH3, Algorithm, digest
 
 SIZES = (256, 1 << 10, 2 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20)
 NIXL_SIZES = (4 << 10, 16 << 10, 64 << 10)
-PACKED_SIZES = (16, 32, 64, 128, 256, 512, 1 << 10, 4 << 10)
 AREA_BYTES = 8 << 30
 MOST_COPIES = 8 << 20
 ROWS = 64
@@ -114,7 +110,7 @@ class Bench:
         src, dst = self.slots(size)
         return Copies(src + self.there, dst + self.here, np.full(len(src), size, dtype=np.int64))
 
-    def strided(self, size: int) -> CudaRuns:
+    def strided(self, size: int) -> StridedCopies:
         """The same number of copies as rows x segments."""
         rng = np.random.default_rng(size)
         rows = min(ROWS, AREA_BYTES // size // 4)
@@ -125,55 +121,38 @@ class Bench:
         src, dst = (rng.permutation(count).astype(np.int64) * spread for _ in range(2))
         one = np.zeros(1, dtype=np.int64)
         lengths = np.broadcast_to(np.asarray([size]), count)  # as a plan's batch says it
-        return CudaRuns(row + self.there, row + self.here, src, dst, lengths, one, one)
+        return StridedCopies(row + self.there, row + self.here, src, dst, lengths, one, one)
 
     def read(self, which: tuple[Carrier, Any], copies: Any) -> None:
         carrier, peer = which
         carrier.read(peer, copies).wait(soon())
 
-    def kernel_seconds(self, runs: CudaRuns, src_shift: int, dst_shift: int) -> float:
+    def kernel_of(self, copies: Copies | StridedCopies) -> float:
         """Device time of the launches alone, with the numbers on the device."""
+        carrier, peer = self.cuda
+        launched: list[tuple[Function, int, Sequence[int]]] = []
+        launch: Callable[..., None] = Function.launch
+
+        def noted(kernel: Function, grid: int, stream: CudaStream, values: Sequence[int]) -> None:
+            launched.append((kernel, grid, values))
+            launch(kernel, grid, stream, values)
+
         with self.on.current():
-            work = Work.of(runs)
-            form = Form(work.chunk, search=not work.length, grain=runs.grain())
-            kernel = function(self.on, form)
-            assert kernel is not None
-            tables = [
-                runs.src_rows,
-                runs.dst_rows,
-                runs.src_segments,
-                runs.dst_segments,
-                runs.src_steps,
-                runs.dst_steps,
-                runs.lengths,
-                work.firsts,
-            ]
-            flat = np.concatenate(tables)
-            pinned = self.on.pinned(flat.nbytes)
-            pinned.view(np.int64)[:] = flat
-            there = self.on.allocate(flat.nbytes)
-            self.stream.copy(there, pinned.ctypes.data, flat.nbytes)
-            self.stream.synchronize()
-            ends = np.cumsum([len(t) for t in tables])
-            places = (there + 8 * (ends - [len(t) for t in tables])).tolist()
-            numbers = [work.length, src_shift, dst_shift, len(runs.lengths), len(runs.src_steps)]
-            numbers += [work.chunks, work.search_rounds()]
-            ranges = list(launches(work))
+            buffers = StreamBuffers(self.on)
+            Function.launch = noted  # type: ignore[method-assign, assignment]
+            try:
+                buffers.copy(copies, peer.memory, carrier.memory)  # type: ignore[attr-defined]
+            finally:
+                Function.launch = launch  # type: ignore[method-assign]
+            buffers.finish()
 
             def queue() -> None:
-                for row, begin, end in ranges:
-                    at = [places[0] + 8 * row, places[1] + 8 * row, *places[2:]]
-                    values = [*at, *numbers, begin, end, *SCRATCH_ARGUMENTS]
-                    kernel.launch(-(-(end - begin) // form.count), self.stream, values)
+                for kernel, grid, values in launched:
+                    kernel.launch(grid, self.stream, values)
 
             seconds = self.device_seconds(queue)
-            self.on.free(there)
-            self.on.free_pinned(pinned.ctypes.data)
+            buffers.free()
         return seconds
-
-    def kernel_of(self, runs: CudaRuns) -> float:
-        shift = self.there_here - self.there
-        return self.kernel_seconds(runs, shift, 0)
 
 
 def by_size(bench: Bench, sizes: tuple[int, ...] = SIZES) -> Iterator[dict[str, Any]]:
@@ -181,7 +160,7 @@ def by_size(bench: Bench, sizes: tuple[int, ...] = SIZES) -> Iterator[dict[str, 
         arrays, strided = bench.arrays(size), bench.strided(size)
         moved, strided_moved = len(arrays) * size, strided.bytes
         row: dict[str, Any] = {"bytes": size, "copies": len(arrays)}
-        row["kernel_arrays_tb_s"] = 2 * moved / bench.kernel_of(CudaRuns.of_arrays(arrays)) / TB
+        row["kernel_arrays_tb_s"] = 2 * moved / bench.kernel_of(arrays) / TB
         row["kernel_strided_tb_s"] = 2 * strided_moved / bench.kernel_of(strided) / TB
         row["arrays_gb_s"] = moved / wall(partial(bench.read, bench.cuda, arrays)) / GB
         row["strided_gb_s"] = strided_moved / wall(partial(bench.read, bench.cuda, strided)) / GB
@@ -223,40 +202,9 @@ def latency(bench: Bench) -> dict[str, float]:
     for count, size in ((1, 4096), (100, 16 << 10), (1000, 2048)):
         arrays = bench.arrays(size)
         few = Copies(arrays.src[:count], arrays.dst[:count], arrays.length[:count])
-        runs = CudaRuns.of_arrays(few)
         found[f"{count} x {size}"] = 1e6 * wall(partial(bench.read, bench.cuda, few), 501)
-        found[f"{count} x {size}, kernel"] = 1e6 * bench.kernel_of(runs)
+        found[f"{count} x {size}, kernel"] = 1e6 * bench.kernel_of(few)
     return found
-
-
-def packed(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Direct against gather, one long copy, scatter; device time of all launches."""
-    with bench.on.current():
-        stage, landing = bench.on.allocate(AREA_BYTES), bench.on.allocate(AREA_BYTES)
-    shift = bench.there_here - bench.there
-    one = np.zeros(1, dtype=np.int64)
-    for size in PACKED_SIZES:
-        arrays = bench.arrays(size)
-        total = len(arrays) * size
-        gather = gathering((one, arrays.src, one), arrays.length, stage)
-        offsets = gather.dst_segments
-        scatter = CudaRuns(one, one, offsets + landing, arrays.dst, arrays.length, one, one)
-        gathered = bench.kernel_seconds(gather, shift, 0)
-        copied = bench.device_seconds(partial(bench.stream.copy, landing, stage, total))
-        scattered = bench.kernel_seconds(scatter, 0, 0)
-        direct = bench.kernel_of(CudaRuns.of_arrays(arrays))
-        yield {
-            "bytes": size,
-            "copies": len(arrays),
-            "direct_ms": 1e3 * direct,
-            "packed_ms": 1e3 * (gathered + copied + scattered),
-            "gather_ms": 1e3 * gathered,
-            "copy_ms": 1e3 * copied,
-            "scatter_ms": 1e3 * scattered,
-        }
-    with bench.on.current():
-        bench.on.free(stage)
-        bench.on.free(landing)
 
 
 def kernels(bench: Bench) -> list[dict[str, Any]]:
@@ -273,7 +221,7 @@ def kernels(bench: Bench) -> list[dict[str, Any]]:
     return found
 
 
-def _runs(bench: Bench, size: int, area: int, order: str) -> CudaRuns:
+def _runs(bench: Bench, size: int, area: int, order: str) -> StridedCopies:
     count, apart = TOTAL_BYTES // size // ROWS, area // TOTAL_BYTES * size
     rows = np.arange(ROWS, dtype=np.int64) * (count * apart)
     rng, one = np.random.default_rng(size), np.zeros(1, dtype=np.int64)
@@ -282,7 +230,9 @@ def _runs(bench: Bench, size: int, area: int, order: str) -> CudaRuns:
         at = np.arange(count, dtype=np.int64)
         sides.append((rng.permutation(at) if order == "random" else at) * apart)
     lengths = np.broadcast_to(np.asarray([size]), count)
-    return CudaRuns(rows + bench.there, rows + bench.here, sides[0], sides[1], lengths, one, one)
+    return StridedCopies(
+        rows + bench.there, rows + bench.here, sides[0], sides[1], lengths, one, one
+    )
 
 
 def around(bench: Bench, size: int) -> dict[str, float]:

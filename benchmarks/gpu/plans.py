@@ -5,7 +5,6 @@ The owner's process holds the four source ranks, this one the eight destinations
     direct          strided runs, one read for each edge; all binding is done by this one process
     rank            what one destination rank does, alone: its own edge
     direct, arrays  the same as three arrays of single copies
-    packed          gather into one buffer, one long copy, scatter, edge by edge
 
 `plan` is made once for a pair of engines and kept; `bind` is paid by every request. A sample of
 bytes is compared with the source by arithmetic of its own.
@@ -24,10 +23,8 @@ import numpy as np
 from benchmarks.gpu.bench import soon
 from benchmarks.gpu.owner import Remote
 from kvferry.carriers import MemoryRegion, make_carrier
-from kvferry.carriers.cuda.buffers import BufferPool, Shifts, place
 from kvferry.carriers.cuda.carrier import CudaCarrier, CudaPeer
 from kvferry.carriers.cuda.driver import Device, device, driver
-from kvferry.carriers.cuda.work import CudaRuns, gathering, runs_of
 from kvferry.layout.placement import Ints, RankLayout
 from kvferry.layout.presets import load_model
 from kvferry.layout.shape import EngineShape
@@ -37,7 +34,6 @@ from kvferry.plan.assign import Edge
 MODEL, LAYERS, HEADS, HEAD_BYTES, BLOCK = "llama-3.1-70b", 80, 8, 512, 16
 SOURCES, DESTINATIONS = 4, 8
 CASES = (("LBHNC", 8 << 10), ("LBNHC", 8 << 10), ("LBHNC", 128 << 10), ("LBNHC", 128 << 10))
-STAGE_BYTES = 6 << 30
 REPEATS = 5
 
 
@@ -112,9 +108,6 @@ def measure(owner: Remote, order: str, tokens: int) -> dict[str, Any]:
     result["direct"] = times(lambda: direct(setup), total)
     result["right"] = right(setup, on)
     result["rank"] = times(lambda: direct(setup, 1), total // len(plans))
-    clear(on, bases, sizes[1])
-    result["packed"] = packed(setup, on, total)
-    result["packed_right"] = right(setup, on)
     if result["copies"] <= 6 << 20:
         clear(on, bases, sizes[1])
         result["arrays"] = times(lambda: arrays(setup), total)
@@ -163,60 +156,6 @@ def arrays(setup: Setup) -> dict[str, float]:
         bound_seconds += time.perf_counter() - started
         setup.carrier.read(setup.peer, copies).wait(soon())
     return {"ms": 1e3 * (time.perf_counter() - begin), "bind_ms": 1e3 * bound_seconds}
-
-
-def packed(setup: Setup, on: Device, total: int) -> dict[str, float]:
-    """Gather, one long copy, scatter for each edge, on one lane."""
-    with on.current():
-        stages = on.allocate(STAGE_BYTES), on.allocate(STAGE_BYTES)
-    lanes = BufferPool(on)
-    peer, own = setup.peer.memory, setup.carrier.memory
-
-    def once() -> dict[str, float]:
-        begin = time.perf_counter()
-        bounds = setup.bound()
-        bound_seconds = time.perf_counter() - begin
-        with lanes.lane() as lane:
-            for bound in bounds:
-                for batch in bound.batches:
-                    for part, shifts in place(runs_of(batch), peer, own, reading=True):
-                        _through(lane, part, shifts, stages)
-            lane.finish()
-        return {"ms": 1e3 * (time.perf_counter() - begin), "bind_ms": 1e3 * bound_seconds}
-
-    found = times(once, total)
-    lanes.close()
-    with on.current():
-        for stage in stages:
-            on.free(stage)
-    return found
-
-
-def _through(lane: Any, part: CudaRuns, shifts: Shifts, stages: tuple[int, int]) -> None:
-    one_row = part.bytes // len(part.src_rows)
-    most = max(1, STAGE_BYTES // one_row)
-    for first in range(0, len(part.src_rows), most):
-        rows = slice(first, first + most)
-        out = gathering(
-            (part.src_rows[rows], part.src_segments, part.src_steps), part.lengths, stages[0]
-        )
-        back = gathering(
-            (part.dst_rows[rows], part.dst_segments, part.dst_steps), part.lengths, stages[1]
-        )
-        lane.copy(out, Shifts(shifts.src, 0))
-        lane.stream.copy(stages[1], stages[0], out.bytes)
-        lane.copy(
-            CudaRuns(
-                back.dst_rows,
-                back.src_rows,
-                back.dst_segments,
-                back.src_segments,
-                back.lengths,
-                back.dst_steps,
-                back.src_steps,
-            ),
-            Shifts(0, shifts.dst),
-        )
 
 
 def clear(on: Device, bases: list[int], sizes: list[int]) -> None:

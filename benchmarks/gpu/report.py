@@ -43,7 +43,6 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
     yield from _latency(result)
     yield from _parts(result)
     yield from _plans(result, peak)
-    yield from _packed(result)
     yield from _staging(result)
     yield from _checksums(result)
 
@@ -114,7 +113,7 @@ def _checksums(result: dict[str, Any]) -> Iterator[str]:
 def _plans(result: dict[str, Any], peak: float) -> Iterator[str]:
     rows = []
     for r in result["plans"]:
-        direct, packed, arrays = r["direct"], r["packed"], r.get("arrays")
+        direct, arrays = r["direct"], r.get("arrays")
         rows.append(
             [
                 f"{r['order']}, {r['tokens'] >> 10}k tokens",
@@ -126,8 +125,7 @@ def _plans(result: dict[str, Any], peak: float) -> Iterator[str]:
                 f"{direct['bind_share']:.0%}",
                 f"{r['rank']['ms']:.2f} ({r['rank']['bind_share']:.0%})",
                 f"{arrays['ms']:.0f}" if arrays else "-",
-                f"{packed['ms']:.2f}",
-                "yes" if r["right"] and r["packed_right"] else "NO",
+                "yes" if r["right"] else "NO",
             ]
         )
     yield "Whole plans, Llama 70B, 80 layers, tp 4 to tp 8, all twelve ranks on this GPU:"
@@ -143,28 +141,10 @@ def _plans(result: dict[str, Any], peak: float) -> Iterator[str]:
             "binding's share",
             "one rank alone ms (binding)",
             "as arrays ms",
-            "packed ms",
             "right",
         ],
         rows,
     )
-
-
-def _packed(result: dict[str, Any]) -> Iterator[str]:
-    yield "Packed (gather, one long copy, scatter) against direct, device time, random slots:"
-    yield ""
-    rows = [
-        [
-            size(r["bytes"]),
-            f"{r['copies']:,}",
-            f"{r['direct_ms']:.3f}",
-            f"{r['packed_ms']:.3f}",
-            f"{r['gather_ms']:.3f} + {r['copy_ms']:.3f} + {r['scatter_ms']:.3f}",
-            f"{r['packed_ms'] / r['direct_ms']:.2f} x",
-        ]
-        for r in result["packed"]
-    ]
-    yield from table(["run", "copies", "direct ms", "packed ms", "parts", "packed / direct"], rows)
 
 
 def _staging(result: dict[str, Any]) -> Iterator[str]:

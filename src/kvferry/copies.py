@@ -8,8 +8,7 @@ carrier that does not take them (`takes_strided`) gets arrays.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,9 @@ Ints = NDArray[np.int64]
 # each. So no NumPy call holds the interpreter's lock for long, however many copies a batch has.
 WINDOW = 1 << 15
 
+_INT64 = np.dtype(np.int64)
+_ZERO = np.zeros(1, dtype=np.int64)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copies:
@@ -36,14 +38,21 @@ class Copies:
     @classmethod
     def of(cls, copies: Any) -> Copies:
         """The same, once they are known to be three arrays of integers of one length."""
-        arrays = [np.asarray(a) for a in (copies.src, copies.dst, copies.length)]
-        src, dst, length = arrays
+        if type(copies) is cls:
+            src, dst, length = copies.src, copies.dst, copies.length
+            if (
+                src.dtype is dst.dtype is length.dtype is _INT64
+                and src.shape == dst.shape == length.shape
+                and length.ndim == 1
+            ):
+                return copies
+        arrays = src, dst, length = tuple(map(np.asarray, (copies.src, copies.dst, copies.length)))
         if not src.shape == dst.shape == length.shape or length.ndim != 1:
             raise TransferError(
                 "copies are three arrays of one length, found "
                 f"src {src.shape}, dst {dst.shape}, length {length.shape}"
             )
-        if len(length) and any(a.dtype.kind not in "iu" for a in arrays):
+        if len(length) and not {a.dtype.kind for a in arrays} <= {"i", "u"}:
             raise TransferError(
                 "copies are arrays of integers, found "
                 f"src {src.dtype}, dst {dst.dtype}, length {length.dtype}"
@@ -74,7 +83,7 @@ class Copies:
         return self if bool(self.length.all()) else self[self.length != 0]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StridedCopies:
     """One copy for each row r, segment s and step k.
 
@@ -89,6 +98,20 @@ class StridedCopies:
     lengths: Ints  # of each segment; with a stride of zero if all are equal
     src_steps: Ints
     dst_steps: Ints
+
+    def __post_init__(self) -> None:
+        rows, segments, steps = len(self.src_rows), len(self.lengths), len(self.src_steps)
+        if (
+            rows != len(self.dst_rows)
+            or not segments == len(self.src_segments) == len(self.dst_segments)
+            or steps != len(self.dst_steps)
+        ):
+            raise TransferError(
+                "strided copies have as many rows, segments and steps on both sides, found "
+                f"{rows} and {len(self.dst_rows)} rows, {len(self.src_segments)} and "
+                f"{len(self.dst_segments)} segments of {segments} lengths, "
+                f"{steps} and {len(self.dst_steps)} steps"
+            )
 
     @classmethod
     def of_copies(cls, copies: Copies) -> StridedCopies:
@@ -105,11 +128,30 @@ class StridedCopies:
         """Single copies."""
         return self.entries * len(self.src_steps)
 
-    @cached_property
+    @property
     def bytes(self) -> int:
         lengths = self.lengths
         one = int(lengths[0]) * len(lengths) if lengths.strides == (0,) else int(lengths.sum())
         return one * len(self.src_rows) * len(self.src_steps)
+
+    def of_segments(self, which: slice) -> StridedCopies:
+        """Only these segments."""
+        return replace(
+            self,
+            src_segments=self.src_segments[which],
+            dst_segments=self.dst_segments[which],
+            lengths=self.lengths[which],
+        )
+
+    def singly(self, most: int) -> Iterator[Copies]:
+        """Every copy by itself, a row at a time and at most so many together."""
+        src = (self.src_segments[:, None] + self.src_steps[None, :]).reshape(-1)
+        dst = (self.dst_segments[:, None] + self.dst_steps[None, :]).reshape(-1)
+        row = Copies(src, dst, np.repeat(self.lengths, len(self.src_steps)))
+        for src_row, dst_row in zip(self.src_rows.tolist(), self.dst_rows.tolist(), strict=True):
+            for first in range(0, len(row), most):
+                part = row[first : first + most]
+                yield Copies(part.src + src_row, part.dst + dst_row, part.length)
 
     def fill(self, out: Copies, rows: Span, segments: Span, steps: Span) -> int:
         """Write the copies of a part to the front of `out`, and return their number."""
@@ -132,9 +174,6 @@ class StridedCopies:
         )
         out.length[:count].reshape(shape)[...] = self.lengths[some_segments][None, :, None]
         return count
-
-
-_ZERO = np.zeros(1, dtype=np.int64)
 
 
 def _outer_sum(

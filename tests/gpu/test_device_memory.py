@@ -11,13 +11,12 @@ from device_peer import DeviceBytes
 
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.carriers.cuda import kernels, staging
-from kvferry.carriers.cuda.buffers import BufferPool
 from kvferry.carriers.cuda.driver import device
 from kvferry.carriers.cuda.kernels import warm
 from kvferry.carriers.cuda.staging import DeviceMemory
-from kvferry.carriers.cuda.work import CudaRuns, gathering, reverse
+from kvferry.carriers.cuda.stream import ANYWHERE, StreamBuffers
 from kvferry.carriers.host import HostMemory, copy_scattered
-from kvferry.copies import Copies
+from kvferry.copies import Copies, StridedCopies
 from kvferry.errors import OutOfBounds, TransferError
 from kvferry.handover.checksum import MIX128, XXH3, digest
 
@@ -36,16 +35,18 @@ def buffers():
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["kernel", "copies"])
-def lanes(request):
-    lanes = BufferPool(device(0), triton=request.param)
-    yield lanes
-    lanes.close()
+def stream(request):
+    on = device(0)
+    with on.current():
+        made = StreamBuffers(on, triton=request.param)
+        yield made
+        made.free()
 
 
-def run(lanes: BufferPool, runs: CudaRuns, **options) -> None:
-    with lanes.lane() as lane:
-        lane.copy(runs, **options)
-        lane.finish()
+def run(stream: StreamBuffers, copies: Copies | StridedCopies, *, fill: bool = False) -> None:
+    stream.begin()
+    stream.copy(copies, ANYWHERE, ANYWHERE, fill=fill)
+    stream.finish()
 
 
 def noise(seed: int) -> np.ndarray:
@@ -56,7 +57,7 @@ LENGTHS = [*range(1, 50), 63, 64, 65, 255, 256, 257, 1000, 1023, 1024, 1025, 409
 
 
 @pytest.mark.parametrize("uniform", [True, False])
-def test_every_alignment_and_length(lanes, buffers, uniform) -> None:
+def test_every_alignment_and_length(stream, buffers, uniform) -> None:
     src, dst = buffers
     data = noise(1)
     src[:] = data
@@ -71,13 +72,13 @@ def test_every_alignment_and_length(lanes, buffers, uniform) -> None:
             some = np.asarray(batch[first : first + SIZE // slot])
             at = np.arange(len(some), dtype=np.int64) * slot
             from_, to, length = at + some[:, 0], at[::-1] + some[:, 1], some[:, 2].copy()
-            run(lanes, CudaRuns.of_arrays(Copies(from_ + src.address, to + dst.address, length)))
+            run(stream, Copies(from_ + src.address, to + dst.address, length))
             copy_scattered(data, from_, expected, to, length)
             assert np.array_equal(dst[:], expected)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_long_and_short_together(lanes, buffers, seed) -> None:
+def test_long_and_short_together(stream, buffers, seed) -> None:
     """16 MiB and 16 bytes in one batch; lengths of any grain."""
     rng = np.random.default_rng(seed)
     src, dst = buffers
@@ -94,13 +95,13 @@ def test_long_and_short_together(lanes, buffers, seed) -> None:
     targets = np.empty_like(starts)
     ends = np.cumsum(lengths[order])
     targets[order] = ends - lengths[order]
-    run(lanes, CudaRuns.of_arrays(Copies(starts + src.address, targets + dst.address, lengths)))
+    run(stream, Copies(starts + src.address, targets + dst.address, lengths))
     expected = np.zeros(SIZE, dtype=np.uint8)
     copy_scattered(data, starts, expected, targets, lengths)
     assert np.array_equal(dst[:], expected)
 
 
-def strided(rng: np.random.Generator, grain: int, uniform: bool) -> CudaRuns:
+def strided(rng: np.random.Generator, grain: int, uniform: bool) -> StridedCopies:
     """Offsets of runs that do not overlap."""
     rows, segments, steps, slot = 7, 65, 5, 8192
     lengths = rng.integers(0, slot // grain, segments) * grain
@@ -117,55 +118,30 @@ def strided(rng: np.random.Generator, grain: int, uniform: bool) -> CudaRuns:
             )
         )
     (sr, ss, sk), (dr, ds, dk) = sides
-    return CudaRuns(sr, dr, ss, ds, lengths, sk, dk)
+    return StridedCopies(sr, dr, ss, ds, lengths, sk, dk)
 
 
-def at(runs: CudaRuns, src: int, dst: int) -> CudaRuns:
+def at(runs: StridedCopies, src: int, dst: int) -> StridedCopies:
     return replace(runs, src_rows=runs.src_rows + src, dst_rows=runs.dst_rows + dst)
 
 
 @pytest.mark.parametrize("uniform", [True, False])
 @pytest.mark.parametrize("grain", [16, 4, 1])
-def test_strided_runs(lanes, buffers, grain, uniform) -> None:
+def test_strided_runs(stream, buffers, grain, uniform) -> None:
     src, dst = buffers
     data = noise(grain)
     src[:], dst[:] = data, 3
     runs = strided(np.random.default_rng(grain), grain, uniform)
     expected = np.full(SIZE, 3, dtype=np.uint8)
-    for arrays in runs.arrays():
+    for arrays in runs.singly(1 << 17):
         copy_scattered(data, arrays.src, expected, arrays.dst, arrays.length)
-    run(lanes, at(runs, src.address, dst.address))
+    run(stream, at(runs, src.address, dst.address))
     assert np.array_equal(dst[:], expected)
-    run(lanes, at(runs, src.address, dst.address), fill=True)
-    for arrays in runs.arrays():
+    run(stream, at(runs, src.address, dst.address), fill=True)
+    for arrays in runs.singly(1 << 17):
         zeros = np.zeros(8192, dtype=np.uint8)
         copy_scattered(zeros, np.zeros_like(arrays.src), expected, arrays.dst, arrays.length)
     assert np.array_equal(dst[:], expected)
-
-
-def test_packing_and_unpacking_strided_runs(lanes, buffers) -> None:
-    src, dst = buffers
-    data = noise(9)
-    runs = strided(np.random.default_rng(5), 16, False)
-    src[:], dst[:] = data, 0
-    pack = gathering(
-        (runs.src_rows + src.address, runs.src_segments, runs.src_steps), runs.lengths, dst.address
-    )
-    run(lanes, pack)
-    total = runs.bytes
-    packed = dst[:total]
-    parts = []
-    for r in runs.src_rows:
-        for k in runs.src_steps:
-            for s, n in zip(runs.src_segments, runs.lengths, strict=True):
-                parts.append(data[r + s + k : r + s + k + n])
-    assert np.array_equal(packed, np.concatenate(parts))
-    src[:] = 0
-    run(lanes, reverse(pack))
-    expected = np.zeros(SIZE, dtype=np.uint8)
-    for arrays in runs.arrays():
-        copy_scattered(data, arrays.src, expected, arrays.src, arrays.length)
-    assert np.array_equal(src[:], expected)
 
 
 def test_gather_scatter_zero(buffers) -> None:
@@ -264,7 +240,7 @@ def test_checksums_of_device_memory_are_those_of_the_same_bytes(buffers, grain, 
 
 
 def test_no_request_waits_for_a_compiler(buffers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that zero and mix, and a lane, are there before the first request."""
+    """Kernels that zero and mix, and staging buffers, are there before the first request."""
     src, _ = buffers
     memory = DeviceMemory([MemoryRegion(src.address, SIZE)])
     assert memory.warmed.wait(120)
@@ -301,7 +277,7 @@ def test_strided_copies_are_checked(buffers) -> None:
     runs = at(strided(np.random.default_rng(8), 16, False), src.address, dst.address)
     carrier.read(peer, runs).wait(soon())
     expected = np.zeros(SIZE, dtype=np.uint8)
-    for arrays in strided(np.random.default_rng(8), 16, False).arrays():
+    for arrays in strided(np.random.default_rng(8), 16, False).singly(1 << 17):
         copy_scattered(data, arrays.src, expected, arrays.dst, arrays.length)
     assert np.array_equal(dst[:], expected)
     dst[:] = 0
@@ -314,7 +290,7 @@ def test_strided_copies_are_checked(buffers) -> None:
     ):
         with pytest.raises(OutOfBounds):
             carrier.read(peer, bad).wait(soon())
-    with pytest.raises(TransferError, match="copies are"):
+    with pytest.raises(TransferError, match="on both sides"):
         carrier.read(peer, replace(runs, lengths=runs.lengths[:-1])).wait(soon())
     assert not dst.any()
     carrier.close()

@@ -1,7 +1,7 @@
 """A device that is none: its memory is this process's, what is queued on it happens at once.
 
-So lanes, their buffers and who owns them can be looked at where there is no GPU. `live` is what was
-allocated and not freed; freeing what is not live is an error, as it is a crash on a real one.
+So buffers and their owners can be looked at where there is no GPU. `live` has what was allocated
+and not freed; freeing what is not live is an error, as it is a crash on a real one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.carriers.cuda import buffers, kernels, staging
+from kvferry.carriers.cuda import kernels, staging, stream
 from kvferry.carriers.cuda.driver import CudaError, DevicePlace
 
 OUT_OF_MEMORY = 2
@@ -35,6 +35,8 @@ class Event(Handle):
 
     def done(self) -> bool:
         return True
+
+    done_yet = done
 
 
 class Stream(Handle):
@@ -90,7 +92,7 @@ def use(patch: pytest.MonkeyPatch, on: HostDevice | None = None) -> HostDevice:
     """All addresses are of this device from now on."""
     found = on or HostDevice()
     made.clear()
-    for module in (buffers, staging):
+    for module in (stream, staging):
         patch.setattr(module, "CudaEvent", Event)
         patch.setattr(module, "CudaStream", Stream)
     patch.setattr(kernels, "available", lambda: False)

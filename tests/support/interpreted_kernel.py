@@ -7,53 +7,57 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import ctypes
+from dataclasses import dataclass
+
 import numpy as np
+import pytest
 import torch
 
+import host_device
 from kvferry.carriers.checksum import mix_words
-from kvferry.carriers.cuda.buffers import launches
-from kvferry.carriers.cuda.kernels import TUNING
+from kvferry.carriers.cuda import kernels
+from kvferry.carriers.cuda.kernels import TUNING, Kernel
+from kvferry.carriers.cuda.stream import ANYWHERE, StreamBuffers
 from kvferry.carriers.cuda.triton_kernels import copy_runs, mix_runs
-from kvferry.carriers.cuda.work import CudaRuns, Work
+from kvferry.copies import StridedCopies
 
 MEMORY = 1 << 15
+TABLE = 1 << 10  # numbers that a kernel may read of a table
 
 
-def run(runs: CudaRuns, *, fill: bool) -> None:
-    """What a lane does, without a device."""
-    work = Work.of(runs.without_empty())
-    runs = work.runs
-    count = TUNING[work.chunk][0]
-    firsts = work.firsts if not work.length else np.zeros(1, np.int64)
-    for row, begin, end in launches(work):
-        tables = (
-            runs.src_rows[row:],
-            runs.dst_rows[row:],
-            runs.src_segments,
-            runs.dst_segments,
-            runs.src_steps,
-            runs.dst_steps,
-            runs.lengths,
-            firsts,
-        )
-        copy_runs[(-(-(end - begin) // count),)](
-            *(torch.from_numpy(np.ascontiguousarray(t)) for t in tables),
-            work.length,
-            0,
-            0,
-            len(runs.lengths),
-            len(runs.src_steps),
-            work.chunks,
-            work.search_rounds(),
-            begin,
-            end,
-            SEARCH=not work.length,
-            FILL=fill,
-            GRAIN=runs.grain(),
-            CHUNK=work.chunk,
+@dataclass
+class Interpreted:
+    """The kernel of one form; it takes the arguments that the driver would be given."""
+
+    chunk: int
+    search: bool
+    fill: bool
+    grain: int
+
+    def launch(self, grid: int, stream: object, values: list[int]) -> None:
+        count = TUNING[self.chunk][0]
+        tables = [(ctypes.c_int64 * TABLE).from_address(place) for place in values[:8]]
+        copy_runs[(grid,)](
+            *(torch.from_numpy(np.ctypeslib.as_array(table)) for table in tables),
+            *values[8:17],
+            SEARCH=self.search,
+            FILL=self.fill,
+            GRAIN=self.grain,
+            CHUNK=self.chunk,
             COUNT=count,
             COUNT_LOG=count.bit_length(),
         )
+
+
+def kernel(device: object, chunk: int, *, search: bool, fill: bool, grain: int) -> Kernel:
+    interpreted = Interpreted(chunk, search, fill, grain)
+    return Kernel(interpreted, chunk, TUNING[chunk][0])  # type: ignore[arg-type]
+
+
+def run(copies: StridedCopies, *, fill: bool) -> None:
+    buffers = StreamBuffers(host_device.HostDevice(), triton=True)  # type: ignore[arg-type]
+    buffers.copy(copies, ANYWHERE, ANYWHERE, fill=fill)
 
 
 def case(rng: np.random.Generator, grain: int, uniform: bool, strided: bool, fill: bool) -> None:
@@ -86,7 +90,7 @@ def case(rng: np.random.Generator, grain: int, uniform: bool, strided: bool, fil
                 b = int(dst_rows[r] + dst_at[s] + dst_steps[k]) - dst.ctypes.data
                 n = int(lengths[s])
                 expected[b : b + n] = 0 if fill else src[a : a + n]
-    run(CudaRuns(src_rows, dst_rows, src_at, dst_at, lengths, src_steps, dst_steps), fill=fill)
+    run(StridedCopies(src_rows, dst_rows, src_at, dst_at, lengths, src_steps, dst_steps), fill=fill)
     wrong = np.flatnonzero(dst != expected)
     assert len(wrong) == 0, (grain, uniform, strided, fill, lengths, wrong[:5])
 
@@ -128,6 +132,9 @@ def mixing(rng: np.random.Generator, even: bool) -> None:
 
 
 def main() -> None:
+    patch = pytest.MonkeyPatch()
+    host_device.use(patch)
+    patch.setattr(kernels, "kernel", kernel)
     done = 0
     for seed in range(3):
         rng = np.random.default_rng(seed)

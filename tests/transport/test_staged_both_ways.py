@@ -1,4 +1,4 @@
-"""Two sides that read from and write to each other at once, with one staging lane each."""
+"""Two sides read from and write to each other at once, with buffers for one transfer each."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def side(seed: int) -> Iterator[tuple[np.ndarray, Carrier]]:
         memory.close()
 
 
-def test_transfers_that_wait_for_each_others_lanes_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfers_that_wait_for_each_others_buffers_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has quarters: what it is read from, written to, reads into and writes from."""
     on = host_device.use(monkeypatch)
-    monkeypatch.setattr(staging, "MOST_LANES", 1)
+    monkeypatch.setattr(staging, "MOST_BUFFERS", 1)
     monkeypatch.setattr(staging, "NARROW_AFTER_SECONDS", 0.02)
     with side(1) as (ours, here), side(2) as (theirs, there):
         before = ours.copy(), theirs.copy()

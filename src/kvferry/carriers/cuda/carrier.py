@@ -1,22 +1,19 @@
 """The carrier between processes with GPUs on one host: a kernel copies, one-sided.
 
-`register` exports the allocations that regions lie in as CUDA IPC handles; `connect` opens them,
-once per peer. A transfer is a launch or a few of one kernel that executes all of its copies, on a
-stream of its own; it is done when an event after it is, and then visible at its destination. Memory
-of another GPU is reached by peer access, where the hardware has it.
+`register` exports the allocations that regions lie in as CUDA IPC handles. `connect` opens them,
+once per peer. A transfer is one launch, or a few, of a kernel that executes all of its copies
+(stream.py). It is done when an event after them is, and then its bytes are visible at their
+destination. Memory of another GPU is reached by peer access, where the hardware has it.
 
-Most transfers are queued whole by the thread that asks for them (`QueuedTransfers`, and `queue` in
-buffers.py). Those that are too large or must be cut are queued by threads of the carrier.
-
-The owner takes no part in a transfer. That it still lives is seen on a connection (liveness.py)
-which it holds open as long as its carrier is: looked at before, between and after launches. The
+The owner takes no part in a transfer. It holds a connection open as long as its carrier is open
+(liveness.py), and the initiator looks at this connection before, between and after launches. The
 driver keeps the memory of a dead process while others have it open, so copies from it are wrong,
-not fatal; a transfer during which the owner ended is `PeerLost`.
+not fatal. A transfer during which the owner ended is `PeerLost`.
 
 The owner cannot stop a peer's writes (`can_revoke` is false), and an IPC handle opens the whole
-allocation: the initiator checks every copy against the owner's regions. It takes no peer's word for
-them: the owner, a process of this user by the kernel's word, has vouched for the endpoint
-(vouch.py), and the driver says how much a handle has opened.
+allocation, so the initiator checks every copy against the owner's regions. It does not take a
+peer's word for them: the owner has vouched for the endpoint (vouch.py), the kernel says that the
+owner is a process of this user, and the driver says how much memory a handle has opened.
 """
 
 from __future__ import annotations
@@ -41,14 +38,6 @@ from kvferry.carriers.base import (
     TransferState,
 )
 from kvferry.carriers.cuda import kernels
-from kvferry.carriers.cuda.buffers import (
-    NAP_SECONDS,
-    BufferPool,
-    Mapped,
-    StreamBuffers,
-    place,
-    queue,
-)
 from kvferry.carriers.cuda.driver import (
     IPC_HANDLE_BYTES,
     CudaError,
@@ -59,11 +48,11 @@ from kvferry.carriers.cuda.driver import (
     is_mapped,
     place_of,
 )
-from kvferry.carriers.cuda.work import runs_of
+from kvferry.carriers.cuda.stream import NAP_SECONDS, BufferPool, Mapped, StreamBuffers
 from kvferry.carriers.liveness import TOKEN_BYTES, Liveness, PulseServer
 from kvferry.carriers.local import MOST_ADDRESS
 from kvferry.carriers.local import _boot as boot_id
-from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers
+from kvferry.carriers.transfer import CANCEL_SECONDS
 from kvferry.carriers.vouch import ask, forget, vouch_for
 from kvferry.copies import Copies, StridedCopies
 from kvferry.errors import Cancelled, DeadlineExceeded, ProtocolError, TransferError
@@ -86,7 +75,6 @@ class CudaCarrier(Carrier):
         *,
         secret: bytes | str | None = None,
         host: str | None = None,
-        workers: int = 4,
         triton: bool | None = None,
         admits: Admits | None = None,
     ) -> None:
@@ -95,15 +83,14 @@ class CudaCarrier(Carrier):
         self._reach.require_listening(self._host)
         self._told: set[bytes] = set()  # endpoints that were given out
         self._triton = triton
-        self._workers = Workers("kvferry-cuda", workers)
         self._regions: list[MemoryRegion] = []
         self._places: dict[int, DevicePlace] = {}  # allocations by base
         self.memory = Mapped.of([])
         self._device: Device | None = None
-        self._lanes: BufferPool | None = None
+        self._pool: BufferPool | None = None
         self._pulse: PulseServer | None = None
         self._peers: list[CudaPeer] = []
-        self._flights = QueuedTransfers()
+        self._transfers = CudaTransfers()
         self._lock = threading.Lock()
         self._endpoint: bytes | None = None
         self._closed = False
@@ -127,7 +114,7 @@ class CudaCarrier(Carrier):
                 )
             if self._device is None:
                 self._device = device(first.ordinal)
-                self._lanes = BufferPool(self._device, triton=self._triton)
+                self._pool = BufferPool(self._device, triton=self._triton)
                 if self._triton is not False:
                     kernels.warm_aside(self._device)
             self._places[first.base] = first
@@ -215,7 +202,7 @@ class CudaCarrier(Carrier):
             if peer in self._peers:
                 self._peers.remove(peer)
         peer.connected = False
-        self._flights.end(peer)
+        self._transfers.cancel(peer)
         peer.disconnect()
 
     def close(self) -> None:
@@ -226,12 +213,11 @@ class CudaCarrier(Carrier):
         forget(self._told)
         if pulse is not None:
             pulse.close()
-        self._workers.close()
-        self._flights.close()
+        self._transfers.close()
         for peer in peers:
             peer.disconnect()
-        if self._lanes is not None:
-            self._lanes.close()
+        if self._pool is not None:
+            self._pool.close()
 
     def _open(
         self, endpoint: CudaEndpoint, allocation: Allocation, mine: Device, opened: list[int]
@@ -267,35 +253,15 @@ class CudaCarrier(Carrier):
         return address
 
     def _submit(self, peer: CudaPeer, copies: Copies | StridedCopies, *, reading: bool) -> Transfer:
+        if self._pool is None:  # nothing is registered: no copy lies inside of it
+            self._pool = BufferPool(self._device or device(0), triton=self._triton)
         what = "a cuda read" if reading else "a cuda write"
-        ends = self._ends(peer, reading)
-        if self._lanes is not None and not self._closed:
-            flight = self._flights.fly(self._lanes, peer, copies, ends, what)
-            if flight is not None:
-                return flight
+        src, dst = (peer.memory, self.memory) if reading else (self.memory, peer.memory)
 
-        def work(job: Job) -> None:
-            lanes = self._lanes
-            parts = place(runs_of(copies), *ends, reading=reading)
-            with peer.used():
-                peer.check()
+        def steps(buffers: StreamBuffers) -> Iterator[int]:
+            return buffers.steps(copies, src, dst, reading=reading)
 
-                def check() -> None:
-                    job.checkpoint()
-                    peer.check()
-
-                if lanes is not None:
-                    with lanes.lane() as lane:
-                        for part, shifts in parts:
-                            lane.copy(part, shifts, check=check)
-                        lane.finish()
-                peer.require_alive()  # it was there, and open, all along
-
-        return self._workers.submit(Job(work, what))
-
-    def _ends(self, peer: CudaPeer, reading: bool) -> tuple[Mapped, Mapped]:
-        """Source and destination."""
-        return (peer.memory, self.memory) if reading else (self.memory, peer.memory)
+        return CudaTransfer(self._transfers, self._pool, peer, steps, what)
 
 
 def _other_size(allocation: Allocation) -> ProtocolError:
@@ -303,11 +269,6 @@ def _other_size(allocation: Allocation) -> ProtocolError:
         f"the peer names {allocation.size} bytes of device memory at {allocation.base:#x}, and its "
         "handle opens less; nothing of it is used"
     )
-
-
-# --------------------------------------------------------------------------------------------------
-# What peers of the cuda carrier know of each other: the endpoint, and memory that is open here.
-# --------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -438,152 +399,93 @@ def within(regions: Iterable[MemoryRegion], base: int, size: int) -> list[Memory
     return [r for r in regions if base <= r.address and r.address + r.bytes <= base + size]
 
 
-# --------------------------------------------------------------------------------------------------
-# The queued transfers of one carrier: begun by the thread that asks, ended by anyone.
-# --------------------------------------------------------------------------------------------------
-
-# What the caller's thread queues by itself, whole: cancelling waits for its end. On the same GPU
-# that is 9 milliseconds of an H200, and between GPUs without NVLink about 50.
-FLIGHT_BYTES = 16 << 30
-FAR_FLIGHT_BYTES = 1 << 30
-SWEPT_FLIGHTS = 8  # from so many on, look which have ended without anybody's looking
-MOST_FLIGHTS = 32  # each has a stream and its numbers; more wait for one of the carrier's threads
-
-
-class QueuedTransfers:
-    def __init__(self) -> None:
-        self._under_way: dict[
-            QueuedTransfer, CudaPeer
-        ] = {}  # each entry is set and removed in one step
-        self._pace = Pace()
-        self._closed = False
-
-    def fly(
-        self,
-        lanes: BufferPool,
-        peer: CudaPeer,
-        copies: Copies | StridedCopies,
-        ends: tuple[Mapped, Mapped],
-        what: str,
-    ) -> QueuedTransfer | None:
-        """Queue it here and now; None where it is not for that, or something stands against it.
-
-        Whatever that is, the other way says it. That the peer lives is seen at the end: till then
-        its memory is there, whether it lives or not.
-        """
-        if not self._room():
-            return None
-        try:
-            peer.hold()
-        except TransferError:
-            return None
-        queued, lane = 0, None
-        try:
-            with lanes.device.current():
-                lane = lanes.take()
-                most = FLIGHT_BYTES if peer.near else FAR_FLIGHT_BYTES
-                try:
-                    queued = queue(lane, copies, *ends, most)
-                except BaseException:
-                    lane.drain()
-                    raise
-        except TransferError:
-            pass
-        finally:
-            if not queued:
-                if lane is not None:
-                    lanes.put(lane)
-                peer.release()
-        if not queued or lane is None:
-            return None
-
-        def land(flight: QueuedTransfer) -> None:
-            self._under_way.pop(flight, None)
-            lanes.put(flight.lane)
-            try:
-                peer.check()
-            finally:
-                peer.release()
-
-        flight = QueuedTransfer(lane, what, queued, self._pace, land)
-        self._under_way[flight] = peer
-        if self._closed or not peer.connected:  # meanwhile, and so it was not seen there
-            self.end(peer)
-        return flight
-
-    def end(self, peer: CudaPeer | None) -> None:
-        """Those of one peer, or all."""
-        for flight, its in list(self._under_way.items()):
-            if peer is None or its is peer:
-                with contextlib.suppress(TransferError):
-                    flight.cancel()
-
-    def close(self) -> None:
-        self._closed = True
-        self.end(None)
-
-    def _room(self) -> bool:
-        """Whether there is room for one more, after those have landed that can."""
-        if len(self._under_way) >= SWEPT_FLIGHTS:
-            for flight in list(self._under_way):
-                flight.poll()
-        return len(self._under_way) < MOST_FLIGHTS
-
-
-# --------------------------------------------------------------------------------------------------
-# A transfer that the thread which asks for it has queued whole, with no thread of its own.
-#
-# Whoever waits or polls looks at its event. It cannot be cancelled in the middle: `cancel` waits
-# for its end, which is milliseconds away, because the carrier takes no more bytes into one flight.
-#
-# A waiter naps while the end is far, by the rate of flights before, and asks again and again when
-# it is near: a nap takes about 70 microseconds, and often more, which is what a small transfer
-# takes as a whole. Asking never goes on for long, because it keeps a processor busy.
-# --------------------------------------------------------------------------------------------------
+# A transfer queues no more bytes than this at once: `cancel` waits for the end of what is queued.
+# On the same GPU that is 9 milliseconds of an H200, and between GPUs without NVLink about 50.
+QUEUED_BYTES = 16 << 30
+FAR_QUEUED_BYTES = 1 << 30
+MOST_BEGUN = 32  # transfers under way, each with a stream and pinned memory; others wait for theirs
+SWEPT_FROM = 8  # with so many under way, look which of them have ended
 
 SPIN_SECONDS = 300e-6  # of asking again and again, from shortly before the expected end on
-EARLY_SECONDS = 150e-6  # how long before: a nap, and what the expectation is off
-LEARNT_BYTES = 64 << 20  # flights from which a rate is learnt: less is all latency
+EARLY_SECONDS = 150e-6  # how long before: a nap, and the error of the expectation
+LEARNT_BYTES = 64 << 20  # transfers from which a rate is learnt: less is all latency
 FIRST_RATE = 2e12  # bytes a second, before any was seen
 
 
-class Pace:
-    """How fast this device has copied lately."""
-
-    __slots__ = ("rate",)
+class CudaTransfers:
+    """The transfers of one carrier that have not ended."""
 
     def __init__(self) -> None:
-        self.rate = FIRST_RATE
+        self.rate = FIRST_RATE  # bytes a second that the device has copied lately
+        self._all: dict[CudaTransfer, CudaPeer] = {}  # each use of it is one atomic operation
+        self._closed = False
 
-    def learn(self, bytes_: int, seconds: float) -> None:
-        if bytes_ >= LEARNT_BYTES and seconds > 0:
-            self.rate = (self.rate + bytes_ / seconds) / 2
+    def add(self, transfer: CudaTransfer, peer: CudaPeer) -> None:
+        self._all[transfer] = peer
+
+    def remove(self, transfer: CudaTransfer) -> None:
+        self._all.pop(transfer, None)
+
+    def has_room(self) -> bool:
+        """Whether one more may begin, after those under way have been looked at."""
+        if self._closed:
+            raise Cancelled("the carrier is closed")
+        if len(self._all) < SWEPT_FROM:
+            return True
+        begun = [transfer for transfer in list(self._all) if transfer.begun]
+        return sum(not transfer.settled() for transfer in begun) < MOST_BEGUN
+
+    def cancel(self, peer: CudaPeer | None = None) -> None:
+        """Those of one peer, or all."""
+        for transfer, its in list(self._all.items()):
+            if peer is None or its is peer:
+                with contextlib.suppress(TransferError):
+                    transfer.cancel()
+
+    def close(self) -> None:
+        self._closed = True
+        self.cancel()
 
 
-class QueuedTransfer:
-    """A `Transfer` whose copies are queued on a lane that is its own until it ends.
+class CudaTransfer:
+    """A `Transfer` without a thread of its own.
 
-    `land` is called once, when it has ended.
+    The thread that asks for it queues it, whole in most cases. The rest of a very large one is
+    queued by a thread that waits or polls, whenever the GPU has done what is queued. So `cancel`
+    returns within milliseconds: it waits for what is queued, and queues no more.
+
+    A thread that waits naps while the end is far, by the rate of earlier transfers, and asks again
+    and again when it is near: a nap takes about 70 microseconds, often more, and a small transfer
+    takes no longer as a whole. It never asks for long, because that keeps a processor busy.
     """
 
     def __init__(
         self,
-        lane: StreamBuffers,
+        transfers: CudaTransfers,
+        pool: BufferPool,
+        peer: CudaPeer,
+        steps: Callable[[StreamBuffers], Iterator[int]],
         what: str,
-        bytes_: int,
-        pace: Pace,
-        land: Callable[[QueuedTransfer], None],
     ) -> None:
-        self.lane, self._what, self._land = lane, what, land
-        self._bytes, self._pace = bytes_, pace
-        self._began = time.monotonic()
-        self._waited = self._began  # when it was last seen to run
+        self._transfers, self._pool, self._peer = transfers, pool, peer
+        self._steps_on, self._what = steps, what
+        self._buffers: StreamBuffers | None = None  # its own from its beginning to its end
+        self._steps: Iterator[int] | None = None  # left to be queued
+        self._full = False  # whether it stopped because the buffers were full
+        self._bytes = 0  # queued last
+        self._queued = self._seen = 0.0  # when they were, and when they were last seen to run
         self._lock = threading.Lock()
         self._ended = False
         self._error: TransferError | None = None
+        transfers.add(self, peer)
+        self._look()
+
+    @property
+    def begun(self) -> bool:
+        return self._buffers is not None
 
     def wait(self, deadline: float) -> None:
-        if not self._ended and not self._over(deadline):
+        if not self._ended and not self._ends_by(deadline):
             raise DeadlineExceeded(f"{self._what} is not done by its deadline; it goes on")
         if self._error is not None:
             raise self._error.with_traceback(None)
@@ -596,44 +498,109 @@ class QueuedTransfer:
     def settled(self) -> bool:
         return self._look()
 
-    def cancel(self, why: str = "the caller gave it up") -> None:
+    def cancel(self) -> None:
         if self._look():
             return
-        if not self._over(time.monotonic() + CANCEL_SECONDS):
+        with self._lock:
+            if self._ended:
+                return
+            self._error = self._error or Cancelled(f"{self._what}: the caller gave it up")
+            self._steps = None
+            if not self.begun:
+                self._end()
+        if not self._ends_by(time.monotonic() + CANCEL_SECONDS):
             raise DeadlineExceeded(
                 f"{self._what} was cancelled, and the device does not end it; bytes may still come"
             )
-        if self._error is None:
-            self._error = Cancelled(f"{self._what}: {why}")
 
-    def _over(self, until: float) -> bool:
-        """Whether it has ended, by that time."""
-        near = self._began + self._bytes / self._pace.rate - EARLY_SECONDS
-        late = max(near, time.monotonic()) + SPIN_SECONDS
+    def _ends_by(self, deadline: float) -> bool:
+        waiting = time.monotonic()
         while not self._look():
             now = time.monotonic()
-            if now >= until:
+            if now >= deadline:
                 return False
-            if not near <= now < late:
+            near = self._queued + self._bytes / self._transfers.rate - EARLY_SECONDS
+            if not near <= now < max(near, waiting) + SPIN_SECONDS:
                 time.sleep(NAP_SECONDS)
         return True
 
     def _look(self) -> bool:
-        with self._lock:  # until it has landed, the lane's event is this flight's
+        """Go on with it as far as that can be done now; whether it has ended."""
+        with self._lock:
             if self._ended:
                 return True
             try:
-                if not self.lane.end.done_yet():
-                    self._waited = time.monotonic()
+                if self._goes_on():
                     return False
-            except TransferError as error:
-                self._error = error
-            now = time.monotonic()
-            if now - self._waited < EARLY_SECONDS:  # else it ended while nobody looked
-                self._pace.learn(self._bytes, now - self._began)
-            try:
-                self._land(self)
-            except TransferError as error:
-                self._error = self._error or error
-            self._ended = True
+            except Exception as error:
+                self._fail(error)
+            self._end()
             return True
+
+    def _goes_on(self) -> bool:
+        buffers = self._buffers or self._begin()
+        if buffers is None:  # too many others are under way
+            return True
+        running = buffers.end is not None and not buffers.end.done_yet()
+        if running:
+            self._seen = time.monotonic()
+        if self._steps is not None and (not running or (self._full and not buffers.is_full())):
+            if self._bytes:  # before the first bytes it is enough to look at the end
+                self._peer.check()
+            self._queue(buffers, self._steps, more=running)
+            running = buffers.end is not None  # else there was nothing to copy
+        return running
+
+    def _begin(self) -> StreamBuffers | None:
+        if not self._transfers.has_room():
+            return None
+        self._peer.hold()
+        try:
+            with self._pool.device.current():
+                buffers = self._pool.take()
+        except BaseException:
+            self._peer.release()
+            raise
+        self._buffers, self._steps = buffers, self._steps_on(buffers)
+        return buffers
+
+    def _queue(self, buffers: StreamBuffers, steps: Iterator[int], *, more: bool) -> None:
+        """Queue as much as may be under way; with `more`, behind what runs already."""
+        most = QUEUED_BYTES if self._peer.near else FAR_QUEUED_BYTES
+        if not more:
+            self._bytes = 0
+            self._queued = self._seen = time.monotonic()
+        with self._pool.device.current():
+            for queued in steps:
+                self._bytes += queued
+                self._full = self._bytes < most
+                if not self._full or buffers.is_full():
+                    buffers.mark_end()
+                    return
+        self._steps = None
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, TransferError):
+            error = TransferError(f"{self._what} failed: {error!r}")
+        self._error = self._error or error
+        if self._buffers is not None:
+            with self._pool.device.current():
+                self._buffers.drain()
+
+    def _end(self) -> None:
+        """Give back what it used. Its bytes are right only if the peer has lived until now."""
+        self._transfers.remove(self)
+        self._ended = True
+        if self._buffers is None:
+            return
+        now = time.monotonic()
+        if now - self._seen < EARLY_SECONDS and self._bytes >= LEARNT_BYTES:
+            rate = self._bytes / max(now - self._queued, 1e-9)
+            self._transfers.rate = (self._transfers.rate + rate) / 2
+        self._pool.put(self._buffers)
+        try:
+            self._peer.check()
+        except TransferError as error:
+            self._error = self._error or error
+        finally:
+            self._peer.release()

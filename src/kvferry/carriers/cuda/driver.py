@@ -1,13 +1,12 @@
-"""NVIDIA's driver by ctypes: contexts, memory, and memory of other processes.
+"""NVIDIA's driver by ctypes: contexts, memory, memory of other processes, streams and kernels.
 
-The driver's own library is all that is needed; neither torch nor the CUDA toolkit is. Contexts are
-the devices' primary ones, so that memory and streams of torch work here and ours work there. A
-thread that is not ours gets its current context back (`Device.current`). Every return code is
-looked at.
+Only the driver's own library is needed, neither torch nor the CUDA toolkit. Contexts are the
+devices' primary ones, so that memory and streams of torch work here and ours work there.
+`Device.current` gives a thread its former context back. Every return code is looked at.
 
-Calls that may wait release the interpreter's lock. Those that only put something into a queue take
-a few microseconds and keep it: where several threads stage at once, getting it back takes longer
-than the call: some 50 microseconds with eight of them (H200, 16 cores).
+Calls that may wait release the interpreter's lock. Calls that only queue something take a few
+microseconds and keep it: where several threads stage at once, getting the lock back takes longer
+than the call, some 50 microseconds with eight of them (H200, 16 cores).
 """
 
 from __future__ import annotations
@@ -36,6 +35,10 @@ _ATTRIBUTE_MEMORY_TYPE, _ATTRIBUTE_ORDINAL = 2, 9
 _ATTRIBUTE_RANGE_START, _ATTRIBUTE_RANGE_BYTES = 11, 12
 _MEMORY_TYPE_DEVICE = 2
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _MULTIPROCESSORS = 75, 76, 16
+_NOT_READY = 600
+_STREAM_NON_BLOCKING = 1
+_EVENT_DEFAULT, _EVENT_DISABLE_TIMING = 0, 2
+_FUNCTION_MAX_SHARED = 8
 
 
 class CudaError(TransferError):
@@ -66,7 +69,7 @@ class Driver:
         self.after = self._typed("cuStreamWaitEvent", c_void_p, c_void_p, c_uint)
         numbers = (c_uint64, c_uint64, c_size_t, c_void_p)
         self.copy = self._typed("cuMemcpyAsync", *numbers)
-        # The same, for those who call again and again.
+        # The same for callers that call again and again: they release it.
         self.ask = self._typed("cuEventQuery", c_void_p, keeping=False)
         self.copy_waiting = self._typed("cuMemcpyAsync", *numbers, keeping=False)
 
@@ -157,13 +160,13 @@ def is_mapped(address: int, size: int) -> bool:
 
 
 class Current:
-    """A context that is this thread's while one is inside."""
+    """A context that is the thread's own inside of a `with` statement."""
 
     __slots__ = ("_context", "_driver", "_popped")
 
     def __init__(self, calls: Driver, context: c_void_p) -> None:
         self._driver, self._context = calls, context
-        self._popped = byref(c_void_p())  # nobody looks at it
+        self._popped = byref(c_void_p())  # never read
 
     def __enter__(self) -> None:
         code = self._driver.push(self._context)
@@ -261,21 +264,8 @@ class Device:
         self._driver.call("cuIpcCloseMemHandle", c_uint64(address))
 
 
-# --------------------------------------------------------------------------------------------------
-# What is queued on a device: streams, marks in them, and kernels.
-#
-# What is queued needs its device to be current (`Device.current`).
-# --------------------------------------------------------------------------------------------------
-
-# Numbers of cuda.h
-_NOT_READY = 600
-_STREAM_NON_BLOCKING = 1
-_EVENT_DEFAULT, _EVENT_DISABLE_TIMING = 0, 2
-_FUNCTION_MAX_SHARED = 8
-
-
 class CudaStream:
-    """A queue of work on a device, apart from all others."""
+    """A queue of work on a device, apart from all others. The device must be current."""
 
     def __init__(self) -> None:
         self._driver = driver()
@@ -333,7 +323,7 @@ class CudaEvent:
         return self._is_done(self._driver.query(self.handle))
 
     def done_yet(self) -> bool:
-        """The same for who asks again and again: other threads may run meanwhile."""
+        """The same for callers that ask again and again: other threads run meanwhile."""
         return self._is_done(self._driver.ask(self.handle))
 
     def _is_done(self, code: int) -> bool:

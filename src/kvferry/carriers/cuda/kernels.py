@@ -1,7 +1,7 @@
 """The copy kernel as machine code: compiled by Triton once for each form, launched by the driver.
 
-Triton compiles for the device without torch; what comes out is loaded and launched here, on our own
-streams. Compiling takes about a second for each form, and is kept on disk by Triton.
+Triton compiles for the device without torch. The machine code is loaded and launched here, on our
+own streams. Compiling takes about a second for each form, and Triton keeps the result on disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TABLES = (
 )
 _WIDE = ("length", "src_shift", "dst_shift")
 _NUMBERS = ("segments", "steps", "chunks", "search_rounds", "begin_item", "end_item")
-# What newer Tritons append: pointers to scratch memory that this kernel does not use.
+# Newer versions of Triton append pointers to scratch memory, which this kernel does not use.
 SCRATCH_ARGUMENTS = (0, 0, 0, 0)
 
 # Chunks that a program moves, and its warps. Small programs win (measured on an H200: 92 % of the
@@ -41,19 +41,15 @@ TUNING = {64: (64, 2), 256: (32, 1), 1024: (4, 1), 4096: (1, 2)}
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Which kernel: see triton_kernels.py."""
+    """The constants of one kernel: see triton_kernels.py."""
 
     chunk: int
     search: bool = False
     fill: bool = False
     grain: int = 16
 
-    @property
-    def count(self) -> int:
-        return TUNING[self.chunk][0]
 
-
-# What a cache's copies use, and then the zeroing of bytes that no copy covers.
+# The forms that copies of a cache use, then those that set bytes to zero which no copy covers.
 USUAL = tuple(
     Form(chunk, search, fill)
     for fill in (False, True)
@@ -61,9 +57,19 @@ USUAL = tuple(
     for chunk in TUNING
 )
 
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel that is loaded, the bytes of a chunk, and the chunks of a program."""
+
+    function: Function
+    chunk: int
+    count: int
+
+
 _lock = threading.Lock()
 _functions: dict[tuple[int, Form], Function | None] = {}  # None: the compiler failed
-_ready: dict[tuple[int, int, bool, int], tuple[Function, int]] = {}
+_kernels: dict[tuple[int, int, bool, bool, int], Kernel] = {}
 
 
 @cache
@@ -72,11 +78,39 @@ def available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def function(device: Device, form: Form) -> Function | None:
-    """The kernel for a device, which must be current; compiled if need be.
+def kernel(device: Device, chunk: int, *, search: bool, fill: bool, grain: int) -> Kernel | None:
+    """The kernel of this form for a device, which must be current; compiled if need be.
 
-    None where the compiler fails, which it does for a form now and then: use another.
+    It has another chunk if the compiler fails for this one, and is None if it fails for all.
     """
+    key = (device.ordinal, chunk, search, fill, grain)
+    found = _kernels.get(key)
+    if found is None:
+        for other in (chunk, *TUNING):
+            function = _function(device, Form(other, search, fill, grain))
+            if function is not None:
+                found = _kernels[key] = Kernel(function, other, TUNING[other][0])
+                break
+    return found
+
+
+def warm(device: Device) -> None:
+    """Have the usual kernels ready."""
+    with device.current():
+        for form in USUAL:
+            _function(device, form)
+
+
+def warm_aside(device: Device) -> None:
+    """The same on a thread of its own, where Triton is installed."""
+    if available():
+        threading.Thread(
+            target=warm, args=(device,), name="kvferry-cuda-compile", daemon=True
+        ).start()
+
+
+def _function(device: Device, form: Form) -> Function | None:
+    """None where the compiler fails, which it does for a form now and then."""
     key = (device.ordinal, form)
     if key not in _functions:
         with _lock:
@@ -87,33 +121,6 @@ def function(device: Device, form: Form) -> Function | None:
                     log.warning("Triton does not compile %s: %s", form, error)
                     _functions[key] = None
     return _functions[key]
-
-
-def ready(device: Device, chunk: int, search: bool, grain: int) -> tuple[Function, int] | None:
-    """The kernel that copies, and its chunks a program, if it is there already."""
-    key = (device.ordinal, chunk, search, grain)
-    found = _ready.get(key)
-    if found is None:
-        form = Form(chunk, search, grain=grain)
-        kernel = _functions.get((device.ordinal, form))
-        if kernel is not None:
-            found = _ready[key] = (kernel, form.count)
-    return found
-
-
-def warm(device: Device) -> None:
-    """Have the usual kernels ready."""
-    with device.current():
-        for form in USUAL:
-            function(device, form)
-
-
-def warm_aside(device: Device) -> None:
-    """The same on a thread of its own, where Triton is installed."""
-    if available():
-        threading.Thread(
-            target=warm, args=(device,), name="kvferry-cuda-compile", daemon=True
-        ).start()
 
 
 def _load(device: Device, form: Form) -> Function:

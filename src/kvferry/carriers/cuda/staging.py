@@ -1,10 +1,10 @@
 """Device memory for carriers that move host memory: gathered to and scattered from pinned chunks.
 
     outgoing   one kernel brings runs together on the device, the bus takes them to the host
-    incoming   the bus takes them to the device, one kernel puts them where they belong
+    incoming   the bus takes them to the device, one kernel puts them in their places
 
-So two hosts with GPUs and nothing but TCP between them work: `TcpCarrier(memory=DeviceMemory(...))`
-sends a chunk while the next ones cross the bus, and receives one while the last ones do. Both are
+So two hosts with GPUs and only TCP between them work: `TcpCarrier(memory=DeviceMemory(...))` sends
+a chunk while the next ones cross the bus, and receives one while the last ones do. Both are
 generators of pinned chunks, in the order of the runs:
 
     with closing(memory.outgoing(address, length)) as chunks:
@@ -14,9 +14,8 @@ generators of pinned chunks, in the order of the runs:
         for chunk in chunks:        # to be filled before the next one is asked for
             socket.recv_into(chunk)
 
-When `incoming` has ended, all is visible. One that is closed before its end waits for what it has
-begun, so that nothing is written to memory after it. How a lane does it,
-and how many there are, follows below.
+When `incoming` has ended, all bytes are visible. A generator that is closed before its end waits
+for what it has begun, so that nothing is written to memory after it.
 """
 
 from __future__ import annotations
@@ -41,10 +40,9 @@ from kvferry.carriers.base import (
 )
 from kvferry.carriers.checksum import WORD_BYTES, Mixed, MixingMemory, mix_on_host
 from kvferry.carriers.cuda import kernels
-from kvferry.carriers.cuda.buffers import Mapped, StreamBuffers, kept, queue, wait_event
 from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function, device, place_of
 from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS, compile_kernel
-from kvferry.carriers.cuda.work import CudaRuns, best_chunk
+from kvferry.carriers.cuda.stream import Mapped, StreamBuffers, best_chunk, kept, wait_event
 from kvferry.copies import Copies, Ints
 from kvferry.errors import TransferError
 
@@ -55,11 +53,11 @@ class DeviceMemory(StagedMemory, MixingMemory):
     """Regions of one GPU's memory; any number of threads."""
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
-        self._lanes: StagingLanes | None = None
+        self._pool: StagingPool | None = None
         self._regions: list[MemoryRegion] = []
         self._device: Device | None = None
         self._memory = Mapped.of([])
-        self.warmed = threading.Event()  # set when the first use finds kernels and a lane
+        self.warmed = threading.Event()  # set when the first use finds kernels and buffers
         self.register(regions)
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
@@ -71,7 +69,7 @@ class DeviceMemory(StagedMemory, MixingMemory):
                 )
             if self._device is None:
                 self._device = device(found.ordinal)
-                self._lanes = StagingLanes(self._device)
+                self._pool = StagingPool(self._device)
                 threading.Thread(target=self._warm, name="kvferry-cuda-warm", daemon=True).start()
         self._regions += regions
         self._memory = Mapped.of([(self._regions, 0)])
@@ -79,10 +77,10 @@ class DeviceMemory(StagedMemory, MixingMemory):
     def outgoing(self, address: Ints, length: Ints) -> Generator[Bytes]:
         """The runs' bytes in chunks, each of which stays until the next one is asked for."""
         self._require(address, length)
-        with self._lane() as lane:
-            parts = pieces(address, length, lane.width.piece_bytes)
+        with self._staging() as staging:
+            parts = pieces(address, length, staging.width.piece_bytes)
             waiting: deque[Chunk] = deque()  # oldest first
-            for chunk in self._gather(lane, parts):
+            for chunk in self._gather(staging, parts):
                 waiting.append(chunk)
                 if len(waiting) == RING_CHUNKS:
                     yield waiting.popleft().settled()
@@ -93,20 +91,23 @@ class DeviceMemory(StagedMemory, MixingMemory):
         """Chunks to be filled with the runs' bytes; when it ends, they are in their places."""
         self._require(address, length)
         on = self._on()
-        with self._lane() as lane:
-            parts, step = pieces(address, length, lane.width.piece_bytes), lane.width.chunk_bytes
+        with self._staging() as staging:
+            parts, step = (
+                pieces(address, length, staging.width.piece_bytes),
+                staging.width.chunk_bytes,
+            )
             for number, piece in enumerate(parts):
                 with on.current():
-                    half = lane.half(number)
+                    half = staging.half(number)
                 for offset in range(0, piece.bytes, step):
-                    chunk = lane.chunk(piece.bytes - offset)
+                    chunk = staging.chunk(piece.bytes - offset)
                     yield chunk.settled()
                     with on.current():
-                        lane.back(chunk, half, offset)
+                        staging.back(chunk, half, offset)
                 with on.current():
-                    lane.scatter(piece, half, self._memory)
+                    staging.scatter(piece, half, self._memory)
             with on.current():
-                lane.finish()
+                staging.finish()
 
     def gather(self, address: Ints, length: Ints, into: Bytes) -> None:
         """The runs, one after another, to the beginning of `into`; returns when they are there."""
@@ -129,50 +130,51 @@ class DeviceMemory(StagedMemory, MixingMemory):
         self._require(address, length)
         if len(address) == 0 or not (kernels.available() and takes(address, length)):
             return mix_on_host(self, address, length)
-        with self._lane() as lane, self._on().current():
-            return mix(lane.lane, address, length)
+        with self._staging() as staging, self._on().current():
+            return mix(staging.stream_buffers, address, length)
 
     def zero(self, address: Ints, length: Ints) -> None:
         """Set the runs to zero; returns when that is visible."""
         self._require(address, length)
-        with self._lane() as lane, self._on().current():
-            lane.lane.copy(CudaRuns.of_arrays(Copies(address, address, length)), fill=True)
-            lane.finish()
+        with self._staging() as staging, self._on().current():
+            copies = Copies(address, address, length)
+            staging.stream_buffers.copy(copies, self._memory, self._memory, fill=True)
+            staging.finish()
 
     def close(self) -> None:
-        """Gives staging memory back, except what is still in use."""
-        if self._lanes is not None:
-            self._lanes.close()
+        """Give staging memory back, except for buffers in use."""
+        if self._pool is not None:
+            self._pool.close()
 
     def _warm(self) -> None:
-        """Compile the kernels and make a lane now, so that no request waits for them."""
+        """Compile the kernels and make buffers now, so that no request waits for them."""
         try:
             if kernels.available():
                 kernels.warm(self._on())
                 with self._on().current():
                     for chunk, search in itertools.product(TUNING, (False, True)):
                         _function(self._on(), chunk, search=search)
-            with self._lane():
+            with self._staging():
                 pass
         except Exception as error:
             log.warning("the first transfer of device memory will be slow: %s", error)
         finally:
             self.warmed.set()
 
-    def _gather(self, lane: StagingLane, parts: Iterator[StagedPiece]) -> Iterator[Chunk]:
-        """Queue chunk after chunk; whoever asks for one has done with the one of a ring before."""
+    def _gather(self, staging: StagingBuffers, parts: Iterator[StagedPiece]) -> Iterator[Chunk]:
+        """Queue chunk after chunk. The caller has done with the chunk one ring before."""
         on = self._on()
         for number, piece in enumerate(parts):
             with on.current():
-                half = lane.half(number)
-                lane.gather(piece, half, self._memory)
-            for offset in range(0, piece.bytes, lane.width.chunk_bytes):
-                chunk = lane.chunk(piece.bytes - offset)
+                half = staging.half(number)
+                staging.gather(piece, half, self._memory)
+            for offset in range(0, piece.bytes, staging.width.chunk_bytes):
+                chunk = staging.chunk(piece.bytes - offset)
                 with on.current():
-                    lane.out(half, offset, chunk)
+                    staging.out(half, offset, chunk)
                 yield chunk
             with on.current():
-                half.moved.record(lane.bus)
+                half.moved.record(staging.bus)
 
     def _on(self) -> Device:
         if self._device is None:
@@ -185,32 +187,16 @@ class DeviceMemory(StagedMemory, MixingMemory):
         if room is not None and int(runs.length.sum()) > room:
             raise TransferError(f"runs of {int(runs.length.sum())} bytes and a buffer of {room}")
 
-    def _lane(self) -> AbstractContextManager[StagingLane]:
-        """A lane for one thread; when it is given back, nothing of it is under way."""
-        if self._lanes is None:
+    def _staging(self) -> AbstractContextManager[StagingBuffers]:
+        """Buffers for one thread; when they are given back, nothing of them is under way."""
+        if self._pool is None:
             raise TransferError("no device memory is registered")
-        return self._lanes.lane()
+        return self._pool.use()
 
-
-# --------------------------------------------------------------------------------------------------
-# What one gather or scatter of device memory uses: two streams, two halves, a ring of chunks.
-#
-#     kernel   brings a piece's runs together in a half, on the device, or puts them in their places
-#     bus      takes a half to the host, or fills it, a chunk at a time
-#     ring     a few pinned chunks: the carrier sends one, or fills it, while others cross the bus
-#
-# Who waits for whom is left to the device, by events; the host waits for chunks only. A ring is
-# small on purpose: what a chunk's bytes are written to by the device, and read from by a socket,
-# then stays in the processor's cache (8 streams of plain sockets: 42 GB/s over 4 MiB each, 23 over
-# 32).
-#
-# A *narrow* lane works alike, in smaller pieces and with a sixteenth of the memory; who gets one
-# and when follows below.
-# --------------------------------------------------------------------------------------------------
 
 PIECE_BYTES = 16 << 20  # of one kernel: its launch costs 0.1 ms, the bus takes 0.3 for so much
 CHUNK_BYTES = 4 << 20  # of one call of a socket: 1 ms, against some 20 us of Python for each
-RING_CHUNKS = 3  # that are under way
+RING_CHUNKS = 3  # under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +236,7 @@ class Chunk:
 
     def __init__(self, on: Device, size: int) -> None:
         self._device = on
-        self.count = size  # bytes that are meant
+        self.count = size  # bytes in use
         self.used = False
         with contextlib.ExitStack() as undo:
             self.moved = kept(undo, CudaEvent())
@@ -259,7 +245,7 @@ class Chunk:
         self.address: int = self.bytes.ctypes.data
 
     def settled(self) -> Bytes:
-        """Its bytes, once what is queued for them has happened."""
+        """Its bytes, once the copy that is queued for them is done."""
         if self.used:
             wait_event(self.moved)
             self.used = False
@@ -288,8 +274,19 @@ class Half:
             event.destroy()
 
 
-class StagingLane:
-    """See the module's text. One thread at a time, with the device current."""
+class StagingBuffers:
+    """Two streams, two halves of device memory and a ring of pinned chunks, for one thread.
+
+        kernel   brings a piece's runs together in a half, or puts them in their places
+        bus      takes a half to the host, or fills it, a chunk at a time
+        ring     a few pinned chunks: the carrier sends or fills one while others cross the bus
+
+    The streams wait for each other on the device, by events; the host waits for chunks only. The
+    ring is small on purpose: the device writes a chunk and a socket reads it, and meanwhile its
+    bytes stay in the processor's cache (8 streams of plain sockets: 42 GB/s over 4 MiB each, 23
+    over 32). Narrow buffers have smaller pieces and a sixteenth of the memory. The device must be
+    current.
+    """
 
     def __init__(self, on: Device, width: Width = WIDE) -> None:
         self.width = width
@@ -297,8 +294,8 @@ class StagingLane:
         self._turn = 0
         self._halves: list[Half] = []
         with contextlib.ExitStack() as undo:  # all of it, or nothing is left
-            self.lane = StreamBuffers(on)
-            undo.callback(self.lane.free)
+            self.stream_buffers = StreamBuffers(on)
+            undo.callback(self.stream_buffers.free)
             self.bus = kept(undo, CudaStream())
             for _ in range(RING_CHUNKS):
                 self._ring.append(Chunk(on, width.chunk_bytes))
@@ -310,41 +307,35 @@ class StagingLane:
 
     def begin(self) -> None:
         """Nothing is under way."""
-        self.lane.begin()
+        self.stream_buffers.begin()
         for chunk in self._ring:
             chunk.used = False
         for half in self._halves:
             half.used = False
 
     def half(self, number: int) -> Half:
-        """The half whose turn it is; what fills it waits, on the device, until it is free."""
+        """The half whose turn it is. Its stream waits on the device until it is free."""
         half = self._halves[number % 2]
         if half.used:
-            self.lane.stream.wait_for(half.moved)
+            self.stream_buffers.stream.wait_for(half.moved)
             self.bus.wait_for(half.computed)
         half.used = True
         return half
 
     def gather(self, piece: StagedPiece, half: Half, memory: Mapped) -> None:
-        """Bring the runs to the half, before what the bus is given next."""
+        """Bring the runs to the half, before the bus is given more."""
         copies = Copies(piece.address, piece.offsets + half.there, piece.length)
-        self._copy(copies, memory, half.mapped)
-        half.computed.record(self.lane.stream)
+        self.stream_buffers.copy(copies, memory, half.mapped)
+        half.computed.record(self.stream_buffers.stream)
         self.bus.wait_for(half.computed)
 
     def scatter(self, piece: StagedPiece, half: Half, memory: Mapped) -> None:
-        """Put the half's bytes where they belong, after what the bus was given last."""
+        """Put the half's bytes in their places, after the bus has filled it."""
         half.moved.record(self.bus)
-        self.lane.stream.wait_for(half.moved)
+        self.stream_buffers.stream.wait_for(half.moved)
         copies = Copies(piece.offsets + half.there, piece.address, piece.length)
-        self._copy(copies, half.mapped, memory)
-        half.computed.record(self.lane.stream)
-
-    def _copy(self, copies: Copies, src: Mapped, dst: Mapped) -> None:
-        if queue(self.lane, copies, src, dst, self.width.piece_bytes, whole=True):
-            self.lane.keep_slot()
-        else:  # the kernel is not compiled yet, or something is unusual; runs have been checked
-            self.lane.copy(CudaRuns.of_arrays(copies))
+        self.stream_buffers.copy(copies, half.mapped, memory)
+        half.computed.record(self.stream_buffers.stream)
 
     def chunk(self, left: int) -> Chunk:
         """The chunk whose turn it is, for so many bytes or as many as it holds."""
@@ -364,12 +355,12 @@ class StagingLane:
         chunk.used = True
 
     def finish(self) -> None:
-        """Until all kernels are done, and what they wrote is visible."""
-        self.lane.finish()
+        """Wait until all kernels are done, and their bytes visible."""
+        self.stream_buffers.finish()
 
     def drain(self) -> None:
-        """Wait for what is queued, whatever became of it."""
-        self.lane.drain()
+        """Wait for all that is queued, also if it failed."""
+        self.stream_buffers.drain()
         with contextlib.suppress(TransferError):
             self.bus.synchronize()
 
@@ -379,97 +370,95 @@ class StagingLane:
             chunk.free()
         for half in self._halves:
             half.free()
-        self.lane.free()
+        self.stream_buffers.free()
         self.bus.destroy()
 
 
-# --------------------------------------------------------------------------------------------------
-# The staging lanes of one device: a bounded number, kept for the next gather or scatter.
-#
-# A lane has 44 MiB, and whoever sends or receives keeps one until the other side
-# has taken or sent its bytes, which may need a lane over there. So nobody may wait here for ever:
-# two sides whose lanes are all held by transfers that wait for each other would do so. Hence:
-#
-#     an idle lane        is taken, the last one that was used first
-#     none, below MOST    one is made
-#     none               it is waited for, NARROW_AFTER_SECONDS at most; then a narrow lane is made,
-#                         which has little memory, is slower, and is freed after its use
-#
-# What is made in vain, because the device has no memory left, is not counted. Idle lanes beyond
-# `KEPT_LANES` are freed when they have not been used for `LINGER_SECONDS`: freeing one waits for
-# the device and making one takes milliseconds, so it is not done between two requests.
-# --------------------------------------------------------------------------------------------------
-
-MOST_LANES = 16  # what one peer uses at most: four transfers, four streams each
-KEPT_LANES = 4  # what one transfer uses
-NARROW_AFTER_SECONDS = 0.25  # a frame through a lane that moves takes some ten milliseconds
+MOST_BUFFERS = 16  # what one peer uses at most: four transfers, four streams each
+KEPT_BUFFERS = 4  # what one transfer uses
+NARROW_AFTER_SECONDS = 0.25  # a frame takes some ten milliseconds
 LINGER_SECONDS = 10.0
 
 
-class StagingLanes:
-    """See the module's text. Any thread."""
+class StagingPool:
+    """The staging buffers of one device: a bounded number, kept for the next use. Any thread.
+
+    Staging buffers have 44 MiB. A thread that sends or receives keeps them until the other side has
+    taken or sent its bytes, which may need staging buffers over there. If threads waited for them
+    without an end, two sides whose buffers are all held by transfers that wait for each other would
+    wait for ever. So:
+
+        some are idle          they are taken, the last ones that were used first
+        fewer than the most    new ones are made
+        else                   the thread waits, `NARROW_AFTER_SECONDS` at most. Then it gets narrow
+                               ones, which have little memory, are slower, and are freed after use
+
+    Buffers that could not be made, because the device has no memory left, are not counted. Idle
+    ones beyond `KEPT_BUFFERS` are freed when they have not been used for `LINGER_SECONDS`: freeing
+    waits for the device and making takes milliseconds, so neither is done between two requests.
+    """
 
     def __init__(self, on: Device) -> None:
         self._device = on
         self._changed = threading.Condition()
-        self._idle: list[tuple[StagingLane, float]] = []  # since when; the newest last
+        self._idle: list[tuple[StagingBuffers, float]] = []  # since when; the newest last
         self._wide = 0  # that exist, or are being made
         self._sweeper: threading.Timer | None = None
         self._closed = False
 
     @contextlib.contextmanager
-    def lane(self) -> Iterator[StagingLane]:
-        """A lane for one thread; when it is given back, nothing of it is under way."""
-        lane = self._take()
+    def use(self) -> Iterator[StagingBuffers]:
+        """Buffers for one thread; when they are given back, nothing of them is under way."""
+        staging = self._take()
         try:
-            lane.begin()
-            yield lane
+            staging.begin()
+            yield staging
         except BaseException:
             with self._device.current():
-                lane.drain()
+                staging.drain()
             raise
         finally:
-            self._put(lane)
+            self._put(staging)
 
     def close(self) -> None:
-        """Frees what is idle, and the others when they are given back. Idempotent."""
+        """Free idle buffers, and the others when they are given back. Idempotent."""
         with self._changed:
             self._closed = True
             sweeper, self._sweeper = self._sweeper, None
-            lanes = self._removed(0)
+            removed = self._removed(0)
         if sweeper is not None:
             sweeper.cancel()
-        self._free(lanes)
+        self._free(removed)
 
-    def _take(self) -> StagingLane:
+    def _take(self) -> StagingBuffers:
         with self._changed:
-            if not self._idle and self._wide >= MOST_LANES:
+            if not self._idle and self._wide >= MOST_BUFFERS:
                 self._changed.wait_for(
-                    lambda: self._idle or self._wide < MOST_LANES, NARROW_AFTER_SECONDS
+                    lambda: self._idle or self._wide < MOST_BUFFERS, NARROW_AFTER_SECONDS
                 )
             if self._idle:
                 return self._idle.pop()[0]
-            width = NARROW if self._wide >= MOST_LANES else WIDE
+            width = NARROW if self._wide >= MOST_BUFFERS else WIDE
             self._wide += width is WIDE
         try:
             with self._device.current():
-                return StagingLane(self._device, width)
+                return StagingBuffers(self._device, width)
         except BaseException:
             self._forget(width is WIDE)
             raise
 
-    def _put(self, lane: StagingLane) -> None:
-        wide = lane.width is WIDE
+    def _put(self, staging: StagingBuffers) -> None:
+        wide = staging.width is WIDE
         with self._changed:
             keep = wide and not self._closed
             if keep:
-                self._idle.append((lane, time.monotonic()))
+                self._idle.append((staging, time.monotonic()))
                 self._changed.notify()
-                if len(self._idle) > KEPT_LANES and self._sweeper is None:
+                if len(self._idle) > KEPT_BUFFERS and self._sweeper is None:
                     self._sweep_after(LINGER_SECONDS)
         if not keep:
             try:
-                self._free([lane])
+                self._free([staging])
             finally:
                 self._forget(wide)
 
@@ -494,34 +483,30 @@ class StagingLanes:
             self._sweeper = None
             old = time.monotonic() - LINGER_SECONDS
             used = sum(since > old for _, since in self._idle)
-            lanes = self._removed(max(KEPT_LANES, used))
-            if len(self._idle) > KEPT_LANES:
+            removed = self._removed(max(KEPT_BUFFERS, used))
+            if len(self._idle) > KEPT_BUFFERS:
                 self._sweep_after(LINGER_SECONDS)
-        self._free(lanes)
+        self._free(removed)
 
-    def _removed(self, left: int) -> list[StagingLane]:
-        """The oldest of the idle lanes, so that so many are left. The lock is held."""
+    def _removed(self, left: int) -> list[StagingBuffers]:
+        """The oldest of the idle buffers, so that so many are left. The lock is held."""
         count = max(0, len(self._idle) - left)
-        lanes = [lane for lane, _ in self._idle[:count]]
+        removed = [staging for staging, _ in self._idle[:count]]
         del self._idle[:count]
         self._wide -= count
         self._changed.notify(count)
-        return lanes
+        return removed
 
-    def _free(self, lanes: list[StagingLane]) -> None:
-        if not lanes:
+    def _free(self, unused: list[StagingBuffers]) -> None:
+        if not unused:
             return
         with self._device.current():
-            for lane in lanes:
+            for staging in unused:
                 with contextlib.suppress(TransferError):  # a device that failed
-                    lane.free()
+                    staging.free()
 
 
-# --------------------------------------------------------------------------------------------------
-# `mix128` of a GPU's own memory: one launch for up to 32,768 runs. What it means: checksum.py.
-# --------------------------------------------------------------------------------------------------
-
-GRAIN = 16  # what addresses and lengths are multiples of
+GRAIN = 16  # addresses and lengths that the mixing kernel takes are multiples of it
 SLOTS = 64  # pairs of sums
 WHOLE = 1 << 40  # bytes of a launch: only the number of runs is bounded
 # Chunks of a program and its warps, measured on an H200: 2.4 TB/s at 256 B, 3.0 from 1 KiB on.
@@ -537,15 +522,15 @@ def takes(address: Ints, length: Ints) -> bool:
     return bits % GRAIN == 0
 
 
-def mix(lane: StreamBuffers, address: Ints, length: Ints) -> Mixed:
-    """The runs, which have been checked; on a lane of their device, which is current."""
+def mix(buffers: StreamBuffers, address: Ints, length: Ints) -> Mixed:
+    """`mix128` of runs that were checked, on buffers of their device, which is current."""
     total = Mixed()
     for part in slices(Copies(address, address, length), WHOLE):
-        total = total.plus(_mix(lane, part.src, part.length, total.words))
+        total = total.plus(_mix(buffers, part.src, part.length, total.words))
     return total
 
 
-def _mix(lane: StreamBuffers, address: Ints, length: Ints, number: int) -> Mixed:
+def _mix(buffers: StreamBuffers, address: Ints, length: Ints, number: int) -> Mixed:
     runs, longest = len(address), int(length.max())
     even = longest == int(length.min())
     chunk = best_chunk(length[:1] if even else length)
@@ -557,20 +542,21 @@ def _mix(lane: StreamBuffers, address: Ints, length: Ints, number: int) -> Mixed
         items, words = int(firsts[-1]), int(ends[-1])
         tables += [length, ends - length // WORD_BYTES, np.append(0, firsts)]
     count, _ = TUNING[chunk]
-    kernel = _function(lane.device, chunk, search=not even)
+    kernel = _function(buffers.device, chunk, search=not even)
     sizes = [len(table) for table in tables]
     used = sum(sizes)
-    slot = lane.slot(used + 2 * SLOTS)
+    slot = buffers.slot(used + 2 * SLOTS)
     np.concatenate(tables, out=slot.numbers[:used])
-    lane.upload(slot.there, slot.address, 8 * used)
+    buffers.upload(slot.there, slot.address, 8 * used)
     places = [slot.there + 8 * sum(sizes[:i]) for i in range(len(sizes))]
     places += [slot.there] * (4 - len(places))
     out = slot.there + 8 * used
-    lane.stream.zero(out, 16 * SLOTS)
+    buffers.stream.zero(out, 16 * SLOTS)
     values = [*places, out, longest, number, runs, chunks, items, runs.bit_length()]
-    kernel.launch(-(-items // count), lane.stream, [*values, *SCRATCH_ARGUMENTS])
-    lane.stream.copy(slot.address + 8 * used, out, 16 * SLOTS)
-    lane.finish()
+    kernel.launch(-(-items // count), buffers.stream, [*values, *SCRATCH_ARGUMENTS])
+    buffers.stream.copy(slot.address + 8 * used, out, 16 * SLOTS)
+    buffers.mark_end()
+    buffers.finish()
     sums = slot.numbers[used : used + 2 * SLOTS].view(np.uint64).reshape(-1, 2)
     first, second = (int(s) for s in np.add.reduce(sums, axis=0))
     return Mixed(first, second, words)

@@ -1,4 +1,6 @@
-"""The kernel that executes all copies of a batch; needs Triton, and is imported when it is used.
+"""The kernels: one executes all copies of a batch, one mixes the words of runs.
+
+This module needs Triton, and is imported when a kernel is used.
 
 A copy's addresses are sums, `rows[r] + segments[s] + steps[k]` on each side, plus a shift. Three
 arrays of single copies are the case of one row and one step. Copies are cut into *chunks* of at
@@ -143,14 +145,6 @@ def _move_grains(src, dst, count, FILL: tl.constexpr, MOST: tl.constexpr, GRAIN:
     tl.store(to, some, mask=wanted)
 
 
-# --------------------------------------------------------------------------------------------------
-# The kernel that mixes the words of runs (checksum.py); needs Triton, imported when it is used.
-#
-# As in the copy kernel, runs are cut into chunks, and each program takes `COUNT` of them. Addresses
-# and lengths are multiples of 16. `out` has `SLOTS` pairs of sums, so that few programs add to one.
-# --------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def mix_runs(
     address,
@@ -169,6 +163,11 @@ def mix_runs(
     COUNT: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
+    """`mix128` (checksum.py) of runs, which are cut into chunks as copies are.
+
+    Addresses and lengths are multiples of 16. `out` has `SLOTS` pairs of sums, so that few programs
+    add to one.
+    """
     item = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     live = item < items
     item = tl.minimum(item, items - 1)

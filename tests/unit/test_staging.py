@@ -12,15 +12,15 @@ import host_device
 from host_device import HostDevice
 from kvferry.carriers import MemoryRegion
 from kvferry.carriers.cuda import staging
-from kvferry.carriers.cuda.buffers import LEAST_SLOT_NUMBERS, StreamBuffers, _Slot
 from kvferry.carriers.cuda.driver import CudaError
 from kvferry.carriers.cuda.staging import (
     CHUNK_BYTES,
     PIECE_BYTES,
     RING_CHUNKS,
     DeviceMemory,
-    StagingLane,
+    StagingBuffers,
 )
+from kvferry.carriers.cuda.stream import LEAST_SLOT_NUMBERS, StreamBuffers, _Slot
 from waiting import require_for, wait_until
 
 WIDE_BYTES = 2 * PIECE_BYTES + RING_CHUNKS * CHUNK_BYTES
@@ -57,17 +57,17 @@ def test_a_slot_that_cannot_grow_stays_as_it_was(
 
 
 @pytest.mark.parametrize("room", [0, PIECE_BYTES, 2 * PIECE_BYTES - 1])
-def test_a_lane_that_cannot_be_made_leaves_nothing(on: HostDevice, room: int) -> None:
+def test_buffers_that_cannot_be_made_leaves_nothing(on: HostDevice, room: int) -> None:
     on.room = room
     with pytest.raises(CudaError):
-        StagingLane(on)  # type: ignore[arg-type]
+        StagingBuffers(on)  # type: ignore[arg-type]
     assert not on.live and not host_device.made
     on.room = 2 * PIECE_BYTES
-    StagingLane(on).free()  # type: ignore[arg-type]
+    StagingBuffers(on).free()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("number", range(1, 7))
-def test_a_lane_without_all_of_its_events_leaves_none(
+@pytest.mark.parametrize("number", range(1, 4))
+def test_buffers_without_all_of_its_events_leaves_none(
     on: HostDevice, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin = host_device.Handle.__init__
@@ -86,15 +86,15 @@ def test_a_lane_without_all_of_its_events_leaves_none(
 def memory_of(count: int, size: int = SIZE) -> tuple[np.ndarray, DeviceMemory]:
     data = np.random.default_rng(count).integers(0, 256, size, dtype=np.uint8)
     memory = DeviceMemory([MemoryRegion(data.ctypes.data, size)])
-    assert memory.warmed.wait(30)  # a lane of its own is idle
+    assert memory.warmed.wait(30)  # buffers of its own are idle
     return data, memory
 
 
-def test_lanes_are_bounded_and_nobody_waits_for_ever(
+def test_buffers_are_bounded_and_no_thread_waits_for_ever(
     on: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All lanes are held by senders whose peers do not take anything; more come and go through."""
-    monkeypatch.setattr(staging, "MOST_LANES", 2)
+    """Senders whose peers take nothing hold all buffers; more come and go through."""
+    monkeypatch.setattr(staging, "MOST_BUFFERS", 2)
     monkeypatch.setattr(staging, "NARROW_AFTER_SECONDS", 0.05)
     data, memory = memory_of(1)
     address, length = data.ctypes.data + np.arange(0, SIZE, 3000), np.full(SIZE // 3000 + 1, 3000)
@@ -122,7 +122,7 @@ def test_lanes_are_bounded_and_nobody_waits_for_ever(
 def test_one_that_comes_back_in_time_is_taken(
     on: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "MOST_LANES", 1)
+    monkeypatch.setattr(staging, "MOST_BUFFERS", 1)
     monkeypatch.setattr(staging, "NARROW_AFTER_SECONDS", 30.0)
     data, memory = memory_of(2)
     runs = np.asarray([data.ctypes.data]), np.asarray([SIZE])
@@ -138,10 +138,10 @@ def test_one_that_comes_back_in_time_is_taken(
     memory.close()
 
 
-def test_a_lane_that_was_made_in_vain_is_not_counted(
+def test_buffers_that_was_made_in_vain_is_not_counted(
     on: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "MOST_LANES", 1)
+    monkeypatch.setattr(staging, "MOST_BUFFERS", 1)
     room, on.room = on.room, 0
     data, memory = memory_of(3)
     runs = np.asarray([data.ctypes.data]), np.asarray([SIZE])
@@ -155,8 +155,10 @@ def test_a_lane_that_was_made_in_vain_is_not_counted(
     memory.close()
 
 
-def test_idle_lanes_beyond_a_few_are_freed(on: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "KEPT_LANES", 1)
+def test_idle_buffers_beyond_a_few_are_freed(
+    on: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "KEPT_BUFFERS", 1)
     monkeypatch.setattr(staging, "LINGER_SECONDS", 0.2)
     data, memory = memory_of(4)
     runs = np.asarray([data.ctypes.data]), np.asarray([SIZE])
