@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -17,7 +16,7 @@ from kvferry.errors import CoverError
 from kvferry.layout.presets import load_model, presets
 from kvferry.plan import everything_plan, uncovered
 from kvferry.plan.cover import require_exact_cover
-from kvferry.plan.report import digest, dump, load, report, synthetic_tables
+from kvferry.plan.report import digest, report, synthetic_tables
 
 SHAPES = [
     "tp=1,block=16",
@@ -236,33 +235,6 @@ for edge in pair.edges:
         assert len(outputs) == 1
         lines = outputs.pop().splitlines()
         assert len(lines) >= 12 and len({line.split()[-1] for line in lines}) == len(lines)
-
-    def test_a_plan_survives_json(self) -> None:
-        model = load_model("gpt-oss-20b")
-        src, dst = EngineShape(tp=2, order="LBNHC"), EngineShape(tp=4, block_size=24)
-        pair = plan_pair(model, src, dst)
-        src_tables, src_blocks = synthetic_tables(model, src, 777, True, 1)
-        dst_tables, dst_blocks = synthetic_tables(model, dst, 777, True, 2)
-        for edge in pair.edges:
-            a = RankLayout.build(model, src, edge.src, src_blocks)
-            b = RankLayout.build(model, dst, edge.dst, dst_blocks)
-            plan = pair.plan(edge, a, b)
-            again = load(json.loads(json.dumps(dump(plan))))
-            assert digest(again) == digest(plan)
-            copies = [
-                bind(
-                    p,
-                    tokens=777,
-                    src_tables=src_tables,
-                    dst_tables=dst_tables,
-                    src_bases=[0, 0],
-                    dst_bases=[0, 0],
-                    allow_uncacheable=True,
-                ).copies()
-                for p in (plan, again)
-            ]
-            assert np.array_equal(copies[0].src, copies[1].src)
-            assert np.array_equal(copies[0].dst, copies[1].dst)
 
     def test_digests_tell_plans_apart(self) -> None:
         model = load_model("llama-3.1-8b")
