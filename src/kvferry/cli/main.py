@@ -173,13 +173,14 @@ def router(
     """Serve an OpenAI-compatible API: prefill on one engine, decode on another."""
     with refusals():
         try:
-            from kvferry.router.api import Limits
+            from kvferry.router.api import Limits, RouterConfig
             from kvferry.router.app import serve
         except ImportError as error:
             raise DescriptionError(
                 f"the router needs more than the core ({error}); install kvferry[router]"
             ) from None
-        serve(prefill or [], decode, host, port, limits=Limits.read(limit or []))
+        limits = Limits.read(limit or [])
+        serve(RouterConfig(tuple(prefill or ()), tuple(decode), limits), host, port)
 
 
 @app.command()

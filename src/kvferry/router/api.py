@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, fields
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -46,6 +47,16 @@ _MAX_FIELDS = 1024
 _MAX_COLONS = 500_000
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer to a client: an engine's, unchanged, or the router's own."""
+
+    status: int
+    headers: Headers
+    body: bytes  # of a stream, the first bytes
+    rest: AsyncIterator[bytes] | None = None  # of a stream, the other bytes
+
+
 class ApiError(KvferryError):
     """A request that the router answers itself, in OpenAI's error format."""
 
@@ -53,19 +64,14 @@ class ApiError(KvferryError):
         self, status: int, code: str, message: str, retry_after_seconds: float | None = None
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.code = code
-        self.headers: Headers = [(b"content-type", b"application/json")]
+        headers = [(b"content-type", b"application/json")]
         if retry_after_seconds is not None:
-            self.headers.append((b"retry-after", b"%d" % max(1, round(retry_after_seconds))))
-
-    @property
-    def body(self) -> bytes:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        if self.status == 429:
+            headers.append((b"retry-after", b"%d" % max(1, round(retry_after_seconds))))
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        if status == 429:
             kind = "rate_limit_error"
-        error = {"message": str(self), "type": kind, "param": None, "code": self.code}
-        return json.dumps({"error": error}).encode()
+        error = {"message": message, "type": kind, "param": None, "code": code}
+        self.answer = Answer(status, headers, json.dumps({"error": error}).encode())
 
 
 class Generation:
@@ -212,8 +218,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for limit in fields(self):
-            if not getattr(self, limit.name) > 0:
-                value = getattr(self, limit.name)
+            value = getattr(self, limit.name)
+            if not value > 0:
                 raise DescriptionError(f"{limit.name} must be more than 0, not {value!r}")
         if self.address_share > 1:
             raise DescriptionError(f"address_share must be 1 at most, not {self.address_share!r}")
@@ -227,20 +233,19 @@ class Limits:
     @classmethod
     def read(cls, texts: Iterable[str]) -> Limits:
         """Limits from texts like name=value; the others have their defaults."""
-        wanted = {field.name: field.default for field in fields(cls)}
-        given: dict[str, float] = {}
+        kinds: dict[str, Any] = {limit.name: type(limit.default) for limit in fields(cls)}
+        given = {}
         for text in texts:
             name, _, value = text.partition("=")
-            if name not in wanted:
-                names = ", ".join(wanted)
+            if name not in kinds:
+                names = ", ".join(kinds)
                 raise DescriptionError(f"{name!r} is no limit of the router; there are: {names}")
-            whole = isinstance(wanted[name], int)
             try:
-                given[name] = int(value) if whole else float(value)
+                given[name] = kinds[name](value)
             except ValueError:
-                kind = "a whole number" if whole else "a number"
+                kind = "a whole number" if kinds[name] is int else "a number"
                 raise DescriptionError(f"{name} must be {kind}, not {value!r}") from None
-        return cls(**given)  # type: ignore[arg-type]
+        return cls(**given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,21 +272,18 @@ class RouterConfig:
 
 def base_url(text: str) -> str:
     """`text` as scheme://host:port[/path]: http is the default, and a final /v1 is removed."""
-    url = text.strip() if "://" in text else f"http://{text.strip()}"
-    try:
-        parts = urlsplit(url)
-        port, host = parts.port, parts.hostname
-    except ValueError as error:
-        raise DescriptionError(f"cannot read the engine's address {text!r}: {error}") from None
-    if "@" in parts.netloc:
-        # The message must not repeat the text: the part before the @ is a secret.
+    if "@" in text:
+        # No message may repeat this text: the part before the @ is a secret.
         raise DescriptionError(
             "an engine's address holds a user or a password; leave them out: "
             "clients' Authorization headers are passed on"
         )
-    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+    try:
+        parts = urlsplit(text.strip() if "://" in text else f"http://{text.strip()}")
+        named = bool(parts.hostname) and parts.port != 0  # a bad port raises ValueError
+    except ValueError as error:
+        raise DescriptionError(f"cannot read the engine's address {text!r}: {error}") from None
+    if parts.scheme not in ("http", "https") or not named or parts.query or parts.fragment:
         raise DescriptionError(f"cannot read the engine's address {text!r}; write http://host:port")
-    shown_host = f"[{host}]" if ":" in host else host
-    shown_port = "" if port is None else f":{port}"
     path = parts.path.rstrip("/").removesuffix("/v1")
-    return f"{parts.scheme}://{shown_host}{shown_port}{path}"
+    return f"{parts.scheme}://{parts.netloc.lower()}{path}"

@@ -1,6 +1,6 @@
-"""The router as a server and an ASGI application: routes, bodies, disconnects and status pages.
+"""The router as a server and an ASGI application: routes, disconnects and status pages.
 
-`ApiRoute` serves a route of the API. Each of its requests ends in one of `metrics.OUTCOMES`, and in
+`ApiRoute` serves a route of the API. Each of its requests ends in one of `flow.OUTCOMES`, and in
 one line of the log. `Status` serves /health, /metrics and a page for people.
 """
 
@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from html import escape
 from pathlib import Path
@@ -25,22 +25,21 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 from uvicorn.config import LOGGING_CONFIG
 
 from kvferry.net.names import is_loopback
-from kvferry.router import metrics
-from kvferry.router.api import (
-    ApiError,
-    Headers,
-    Limits,
-    RouterConfig,
-    end_to_end,
-    request_id_of,
+from kvferry.router.api import ApiError, Headers, RouterConfig, end_to_end, request_id_of
+from kvferry.router.engines import EngineFailure, Incoming, UpstreamEngine
+from kvferry.router.flow import ClientReply, Router
+from kvferry.router.guard import (
+    ClientConnection,
+    ClientGone,
+    Guard,
+    RequestMemory,
+    address_of,
+    read_body,
 )
-from kvferry.router.engines import EngineFailure, UpstreamEngine, keep_probing
-from kvferry.router.flow import ClientGone, ClientReply, Router
-from kvferry.router.guard import ClientConnection, Guard, Incoming, RequestMemory, address_of
 from kvferry.units import require_port
 
 log = logging.getLogger(__name__)
@@ -54,17 +53,8 @@ def make_app(config: RouterConfig) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        probe = router.upstream.probe
-        await asyncio.gather(*(probe(engine) for engine in router.engines))
-        every = config.limits.probe_every_seconds
-        probing = [asyncio.create_task(keep_probing(e, probe, every)) for e in router.engines]
-        try:
+        async with router.upstream.probing(router.engines):
             yield
-        finally:
-            for task in probing:
-                task.cancel()
-            await asyncio.gather(*probing, return_exceptions=True)
-            await router.upstream.close()
 
     app = Starlette(
         routes=[
@@ -82,30 +72,25 @@ def make_app(config: RouterConfig) -> Starlette:
     return app
 
 
-def serve(
-    prefill: Sequence[str],
-    decode: Sequence[str],
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    *,
-    limits: Limits | None = None,
-    log_level: str = "info",
-) -> None:
+def serve(config: RouterConfig, host: str = "127.0.0.1", port: int = 8000) -> None:
     """Serve until SIGINT or SIGTERM, then accept no more requests and finish the running ones.
 
-    Raises DescriptionError for a bad address of an engine or a bad port.
+    Raises DescriptionError for a bad port.
     """
     require_port(port)
-    config = RouterConfig(tuple(prefill), tuple(decode), limits or Limits())
 
     class Guarded(ClientConnection):
         guard = Guard(config.limits)
 
+    # uvicorn's logging, with ours beside it. No header of a request is ever logged.
+    logging_config: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
+    ours = {"handlers": ["default"], "level": "INFO", "propagate": False}
+    logging_config["loggers"]["kvferry"] = ours
     settings = uvicorn.Config(
         make_app(config),
         host=host,
         port=port,
-        log_config=_logging(log_level),
+        log_config=logging_config,
         access_log=False,  # `ApiRoute` logs each request with what was done for it
         server_header=False,
         http=Guarded,
@@ -126,40 +111,26 @@ def serve(
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
+    assert isinstance(error, HTTPException)
+    code = "not_found" if error.status_code == 404 else "method_not_allowed"
     message = f"{request.method} {request.scope['path']} is not served by the router"
-    answer = ApiError(status, "not_found" if status == 404 else "method_not_allowed", message)
-    extra = error.headers if isinstance(error, HTTPException) else None
-    return Response(answer.body, status, extra, "application/json")
-
-
-def _logging(level: str) -> dict[str, Any]:
-    """uvicorn's logging, with ours beside it. No header of a request is ever logged."""
-    config: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
-    ours = {"handlers": ["default"], "level": level.upper(), "propagate": False}
-    config["loggers"]["kvferry"] = ours
-    return config
-
-
-Serve = Callable[[Incoming, ClientReply], Coroutine[Any, Any, None]]
-
-# An engine's server may refuse long headers by closing the connection, which looks like a failed
-# engine. These limits are a guess at what engines take.
-_MAX_HEADER_BYTES = 32 << 10
-_MAX_HEADERS = 128
+    answer = ApiError(error.status_code, code, message).answer
+    return Response(answer.body, answer.status, error.headers, "application/json")
 
 
 class ApiRoute:
-    """One route of the API."""
+    """One route of the API. `serve` gets a request and its body, and answers it."""
 
-    def __init__(self, router: Router, serve: Serve) -> None:
+    def __init__(
+        self, router: Router, serve: Callable[[Incoming, bytes, ClientReply], Awaitable[None]]
+    ) -> None:
         self._router = router
         self._serve = serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         router = self._router
-        held = RequestMemory(router.memory, address_of(scope.get("client")))
         headers: Headers = list(scope["headers"])
+        held = RequestMemory(router.memory, address_of(scope.get("client")))
         asked = Incoming(
             request_id_of(headers), scope["method"], scope["path"], end_to_end(headers), held
         )
@@ -169,13 +140,13 @@ class ApiRoute:
         begun = time.monotonic()
         outcome = "internal"
         try:
-            outcome = await self._outcome(asked, headers, receive, reply, held)
+            outcome = await self._outcome(asked, headers, receive, reply)
         except asyncio.CancelledError:  # the router stops before this request has ended
             outcome = "stopped"
             raise
         finally:
             held.close()
-            router.metrics.requests[outcome] += 1
+            router.requests[outcome] += 1
             log.info(
                 "%s %s %s: %s %d, %.3f s [%s]",
                 asked.request_id.decode(),
@@ -188,21 +159,16 @@ class ApiRoute:
             )
 
     async def _outcome(
-        self,
-        asked: Incoming,
-        headers: Headers,
-        receive: Receive,
-        reply: ClientReply,
-        held: RequestMemory,
+        self, asked: Incoming, headers: Headers, receive: Receive, reply: ClientReply
     ) -> str:
         """Serve the request, or answer with an error. Returns how it ended."""
         try:
             try:
-                asked.body = await self._read_body(headers, receive, held)
-                with self._router.places.request(held.address):
-                    await _unless_gone(self._serve(asked, reply), receive)
+                body = await read_body(headers, receive, asked.held, self._router.limits)
+                with self._router.places.one(asked.held.address):
+                    await _unless_gone(self._serve(asked, body, reply), receive)
             except ApiError as error:
-                await reply.whole(error.status, error.headers, error.body)
+                await reply.send(error.answer)
             return _by_status(reply.status)
         except ClientGone:
             return "client_gone"
@@ -212,69 +178,11 @@ class ApiRoute:
             return "broken_stream"
         except Exception:  # a bug of the router
             log.exception("request %s broke the router", asked.request_id.decode())
-            if not reply.started:
-                answer = ApiError(500, "internal_error", "the router failed; its log says why")
+            if not reply.status:
+                ours = ApiError(500, "internal_error", "the router failed; its log says why")
                 with suppress(ClientGone):
-                    await reply.whole(answer.status, answer.headers, answer.body)
+                    await reply.send(ours.answer)
             return "internal"
-
-    async def _read_body(self, headers: Headers, receive: Receive, held: RequestMemory) -> bytes:
-        """The body, if there is memory for it and it comes in time. Raises ApiError.
-
-        The server reads on and discards the rest of a refused body, so that the client gets to
-        read the reason. The guard closes the connection after `header_seconds`.
-        """
-        limits, loop = self._router.limits, asyncio.get_running_loop()
-        if (
-            len(headers) > _MAX_HEADERS
-            or sum(len(k) + len(v) for k, v in headers) > _MAX_HEADER_BYTES
-        ):
-            most = f"at most {_MAX_HEADERS} headers, of {_MAX_HEADER_BYTES} bytes together"
-            raise ApiError(431, "headers_too_large", most)
-        too_large = ApiError(
-            413, "body_too_large", f"the body may have {limits.max_body_bytes} bytes at most"
-        )
-        for name, value in headers:
-            if name == b"content-length" and value.isdigit() and int(value) > limits.max_body_bytes:
-                raise too_large
-        parts: list[bytes] = []
-        size = fresh = 0  # fresh: bytes within the current progress_seconds
-        end, more = loop.time() + limits.body_seconds, True
-        progress = limits.progress_seconds
-        try:
-            async with asyncio.timeout_at(min(end, loop.time() + progress)) as deadline:
-
-                def drop() -> None:
-                    if not deadline.expired():
-                        deadline.reschedule(loop.time())
-
-                with self._router.memory.upload(held, drop):
-                    while more:
-                        message = await receive()
-                        if message["type"] == "http.disconnect":
-                            raise ClientGone
-                        data: bytes = message.get("body", b"")
-                        size, fresh = size + len(data), fresh + len(data)
-                        if size > limits.max_body_bytes:
-                            raise too_large
-                        held.add(len(data))
-                        parts.append(data)
-                        more = message.get("more_body", False)
-                        if fresh >= limits.progress_bytes:
-                            deadline.reschedule(min(end, loop.time() + progress))
-                            fresh = 0
-        except TimeoutError:
-            if held.dropped:
-                raise held.refusal() from None
-            timeout = ApiError(
-                408,
-                "request_timeout",
-                f"the body must come within {limits.body_seconds:g} s, and {limits.progress_bytes} "
-                f"bytes of it every {progress:g} s; {size} bytes came",
-            )
-            timeout.headers.append((b"connection", b"close"))
-            raise timeout from None
-        return b"".join(parts)
 
 
 def _by_status(status: int) -> str:
@@ -285,7 +193,7 @@ def _by_status(status: int) -> str:
     return "client_error" if status < 500 else "engine_error"
 
 
-async def _unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
     """Do the work. If the client disconnects, cancel it and raise ClientGone.
 
     This cancels by anyio, like httpx. If asyncio's own cancellation meets httpx at the wrong
@@ -302,7 +210,7 @@ async def _unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> Non
         raise ClientGone
 
 
-async def _disconnect(receive: Callable[[], Awaitable[Message]]) -> None:
+async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -334,20 +242,45 @@ class Status:
         return JSONResponse(body, status_code=503 if state == "down" else 200)
 
     async def metrics(self, request: Request) -> Response:
+        """All counts since the start, in Prometheus' text format."""
         router = self._router
-        held_bytes = router.memory.quota.taken
-        text = router.metrics.render(router.engines, router.places.taken, held_bytes)
-        return PlainTextResponse(text, media_type=metrics.CONTENT_TYPE)
+        lines: list[str] = []
+
+        def add(name: str, kind: str, what: str, samples: Mapping[str, int]) -> None:
+            name = f"kvferry_router_{name}"
+            lines.extend((f"# HELP {name} {what}", f"# TYPE {name} {kind}"))
+            lines.extend(f"{name}{labels} {value}" for labels, value in samples.items())
+
+        def by(label: str, counts: Mapping[str, int]) -> dict[str, int]:
+            return {f'{{{label}="{value}"}}': count for value, count in counts.items()}
+
+        def each(of: Callable[[UpstreamEngine], int]) -> dict[str, int]:
+            return {f'{{engine="{_escape(e.url)}",role="{e.role}"}}': of(e) for e in router.engines}
+
+        ended = by("outcome", router.requests)
+        add("requests_total", "counter", "Requests by how they ended.", ended)
+        again = by("stage", router.retries)
+        add("retries_total", "counter", "Engines asked again, before the first byte.", again)
+        alone = by("reason", router.fallbacks)
+        add("fallbacks_total", "counter", "Requests decoded without a prefill engine.", alone)
+        add("in_flight", "gauge", "Requests that are being served.", {"": router.places.taken})
+        add("held_bytes", "gauge", "Charged for bodies and answers.", {"": router.memory.taken})
+        add("engine_up", "gauge", "Whether the engine gets requests.", each(lambda e: int(e.up)))
+        add("engine_in_flight", "gauge", "Requests at the engine.", each(lambda e: e.in_flight))
+        failures = each(lambda e: e.failures)
+        add("engine_failures_total", "counter", "Failed probes, requests.", failures)
+        text = "\n".join(lines) + "\n"
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def page(self, request: Request) -> Response:
-        counts = self._router.metrics
+        router = self._router
         html = _PAGE.substitute(
             state=self._state(),
-            in_flight=self._router.places.taken,
-            engines="".join(_row(engine) for engine in self._router.engines),
-            requests=_counted(counts.requests),
-            retries=_counted(counts.retries),
-            fallbacks=_counted(counts.fallbacks),
+            in_flight=router.places.taken,
+            engines="".join(_row(engine) for engine in router.engines),
+            requests=_counted(router.requests),
+            retries=_counted(router.retries),
+            fallbacks=_counted(router.fallbacks),
         )
         return HTMLResponse(html, headers=_NO_RESOURCES)
 
@@ -357,15 +290,19 @@ class Status:
         return "ok" if all(engine.up for engine in self._router.engines) else "degraded"
 
 
+def _escape(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
 def _row(engine: UpstreamEngine) -> str:
     state = "up" if engine.up else "down"
     cells = (engine.role, engine.url, state, str(engine.in_flight), engine.reason)
     return f'<tr class="{state}">' + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>\n"
 
 
-def _counted(counts: dict[str, int]) -> str:
+def _counted(counts: Mapping[str, int]) -> str:
     return "".join(
-        f"<tr><td>{escape(name.replace('_', ' '))}</td><td>{count}</td></tr>\n"
+        f"<tr><td>{name.replace('_', ' ')}</td><td>{count}</td></tr>\n"
         for name, count in counts.items()
         if count
     )

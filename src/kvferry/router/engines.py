@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import anyio
 import httpx
 
 from kvferry.errors import KvferryError
-from kvferry.router.api import Headers, Limits, end_to_end
-from kvferry.router.guard import Incoming
+from kvferry.router.api import Answer, Headers, Limits, end_to_end
+from kvferry.router.guard import RequestMemory
 
 log = logging.getLogger(__name__)
 Role = Literal["prefill", "decode"]
@@ -83,37 +83,20 @@ class EngineGroup:
 
     def __init__(self, urls: Sequence[str], role: Role, limits: Limits) -> None:
         self.engines = [UpstreamEngine(url, role, limits) for url in urls]
-        self._next = 0
+        self._in_turn = list(self.engines)  # the last one that was picked is last
 
     def some_up(self, besides: Collection[UpstreamEngine] = ()) -> bool:
         return any(engine.up and engine not in besides for engine in self.engines)
 
     def pick(self, besides: Collection[UpstreamEngine] = ()) -> UpstreamEngine | None:
         """The engine that is up with the fewest requests in flight; equal ones in turn."""
-        count = len(self.engines)
-        places = [
-            place
-            for place, engine in enumerate(self.engines)
-            if engine.up and engine not in besides
-        ]
-        if not places:
+        up = [engine for engine in self._in_turn if engine.up and engine not in besides]
+        if not up:
             return None
-        best = min(places, key=lambda p: (self.engines[p].in_flight, (p - self._next) % count))
-        self._next = (best + 1) % count
-        return self.engines[best]
-
-
-Probe = Callable[[UpstreamEngine], Awaitable[None]]  # updates the engine, and raises nothing
-
-
-async def keep_probing(engine: UpstreamEngine, probe: Probe, every_seconds: float) -> None:
-    """Probe one engine until this task is cancelled."""
-    while True:
-        await asyncio.sleep(every_seconds)
-        try:
-            await probe(engine)
-        except Exception:  # without probes, the engine's state would never change again
-            log.exception("the probe of %s broke", engine.url)
+        best = min(up, key=lambda engine: engine.in_flight)
+        self._in_turn.remove(best)
+        self._in_turn.append(best)
+        return best
 
 
 # HTTP to engines. Every wait has a deadline, and every failure is an `EngineFailure`.
@@ -125,35 +108,19 @@ _IDLE_CONNECTIONS = 256
 _HEALTH_BYTES = 64 << 10  # of the answer to a probe; vLLM's is empty
 # Other 5xx are failures of the request, not of the engine.
 _ENGINE_IS_ILL = (502, 503, 504)
+_TROUBLE = (httpx.HTTPError, httpx.InvalidURL, TimeoutError)
 
 
-class UpstreamStream:
-    """The rest of a streamed answer, after its first bytes."""
+@dataclass(slots=True)
+class Incoming:
+    """One request of a client, and a record of what the router did for it."""
 
-    def __init__(
-        self, engine: UpstreamEngine, chunks: AsyncIterator[bytes], chunk_seconds: float
-    ) -> None:
-        self._engine = engine
-        self._chunks = chunks
-        self._chunk_seconds = chunk_seconds
-
-    async def next(self) -> bytes:
-        """The next bytes; b"" at the end. Raises EngineFailure."""
-        try:
-            with anyio.fail_after(self._chunk_seconds):
-                return await anext(self._chunks, b"")
-        except (httpx.HTTPError, TimeoutError) as error:
-            raise _failure(self._engine, error, f"{self._chunk_seconds:g} s") from error
-
-
-@dataclass(frozen=True, slots=True)
-class UpstreamAnswer:
-    """An engine's answer, unchanged."""
-
-    status: int
-    headers: Headers
-    body: bytes  # of a stream, the first bytes
-    stream: UpstreamStream | None = None
+    request_id: bytes
+    method: str
+    path: str
+    headers: Headers  # that engines get, with Authorization: never log them
+    held: RequestMemory
+    trail: list[str] = field(default_factory=list)  # for the log
 
 
 class EngineFailure(KvferryError):
@@ -166,10 +133,9 @@ class EngineFailure(KvferryError):
         *,
         delivered: bool = True,
         timed_out: bool = False,
-        answer: UpstreamAnswer | None = None,
+        answer: Answer | None = None,
     ) -> None:
         super().__init__(f"{engine.role} engine {engine.url}: {reason}")
-        self.reason = reason
         self.delivered = delivered  # False only if the engine saw nothing of the request
         self.timed_out = timed_out
         self.answer = answer  # a 5xx
@@ -195,13 +161,23 @@ class Upstream:
             ),
         )
 
-    async def close(self) -> None:
-        await self._client.aclose()
+    @asynccontextmanager
+    async def probing(self, engines: Sequence[UpstreamEngine]) -> AsyncIterator[None]:
+        """Know each engine's state at the start, and keep it true until the end."""
+        await asyncio.gather(*(self._probe(engine) for engine in engines))
+        tasks = [asyncio.create_task(self._keep_probing(engine)) for engine in engines]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._client.aclose()
 
     @asynccontextmanager
     async def ask(
         self, engine: UpstreamEngine, asked: Incoming, body: bytes, seconds: float
-    ) -> AsyncIterator[UpstreamAnswer]:
+    ) -> AsyncIterator[Answer]:
         """An engine's answer within `seconds`: complete, or the first bytes of a stream.
 
         Raises EngineFailure if there is no answer, or a 5xx. Leaving the context closes the
@@ -220,36 +196,31 @@ class Upstream:
                 try:
                     with anyio.fail_after(seconds):
                         response = await self._client.send(request, stream=True)
-                        chunks = response.aiter_raw()
-                        streamed = _is_stream(response)
-                        if streamed:
+                        chunks, rest = response.aiter_raw(), None
+                        if _is_stream(response):
                             content = await anext(chunks, b"")
+                            rest = self._rest(engine, chunks)
                         else:
-                            content = await self._whole(engine, chunks, asked)
-                except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-                    raise _failure(engine, error, f"{seconds:g} s") from error
-                status, headers = response.status_code, end_to_end(response.headers.raw)
+                            content = await self._whole(engine, chunks, asked.held)
+                except _TROUBLE as error:
+                    raise _failure(engine, error, seconds) from error
+                status = response.status_code
+                answer = Answer(status, end_to_end(response.headers.raw), content, rest)
                 if not 200 <= status < 600:
                     raise EngineFailure(engine, f"HTTP {status}, which is no answer")
                 if status >= 500:
-                    reason = f"HTTP {status}"
                     if status in _ENGINE_IS_ILL:
-                        engine.failed(reason)
-                    raise EngineFailure(
-                        engine, reason, answer=UpstreamAnswer(status, headers, content)
-                    )
+                        engine.failed(f"HTTP {status}")
+                    raise EngineFailure(engine, f"HTTP {status}", answer=answer)
                 engine.answered()
-                rest = (
-                    UpstreamStream(engine, chunks, self._limits.chunk_seconds) if streamed else None
-                )
-                yield UpstreamAnswer(status, headers, content, rest)
+                yield answer
             finally:
                 if response is not None:
                     await response.aclose()
                 asked.held.add(held_before - asked.held.bytes)
 
     async def _whole(
-        self, engine: UpstreamEngine, chunks: AsyncIterator[bytes], asked: Incoming
+        self, engine: UpstreamEngine, chunks: AsyncIterator[bytes], held: RequestMemory
     ) -> bytes:
         """An answer that is not streamed, of at most max_answer_bytes."""
         parts: list[bytes] = []
@@ -258,22 +229,46 @@ class Upstream:
             size += len(chunk)
             if size > most:
                 raise AnswerTooLong(engine, f"its answer has more than {most} bytes")
-            asked.held.add(len(chunk))
+            held.add(len(chunk))
             parts.append(chunk)
         return b"".join(parts)
 
-    async def probe(self, engine: UpstreamEngine) -> None:
+    async def _rest(
+        self, engine: UpstreamEngine, chunks: AsyncIterator[bytes]
+    ) -> AsyncIterator[bytes]:
+        """A stream after its first bytes. Raises EngineFailure."""
+        seconds = self._limits.chunk_seconds
+        while True:
+            try:
+                with anyio.fail_after(seconds):
+                    data = await anext(chunks, b"")
+            except _TROUBLE as error:
+                raise _failure(engine, error, seconds) from error
+            if not data:
+                return
+            yield data
+
+    async def _keep_probing(self, engine: UpstreamEngine) -> None:
+        while True:
+            await asyncio.sleep(self._limits.probe_every_seconds)
+            try:
+                await self._probe(engine)
+            except Exception:  # without probes, the engine's state would never change again
+                log.exception("the probe of %s broke", engine.url)
+
+    async def _probe(self, engine: UpstreamEngine) -> None:
         """Ask for the engine's health, and update its state."""
+        seconds = self._limits.probe_seconds
         try:
-            with anyio.fail_after(self._limits.probe_seconds):
+            with anyio.fail_after(seconds):
                 async with self._client.stream("GET", f"{engine.url}/health") as response:
                     size = 0  # the connection can be reused only after the answer's end
                     async for chunk in response.aiter_raw():
                         size += len(chunk)
                         if size > _HEALTH_BYTES:
                             break
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-            _failure(engine, error, f"{self._limits.probe_seconds:g} s")
+        except _TROUBLE as error:
+            _failure(engine, error, seconds)
             return
         if response.is_success:
             engine.probed_well()
@@ -286,12 +281,12 @@ def _is_stream(response: httpx.Response) -> bool:
     return response.status_code == 200 and kind.lower().startswith("text/event-stream")
 
 
-def _failure(engine: UpstreamEngine, error: Exception, waited: str) -> EngineFailure:
+def _failure(engine: UpstreamEngine, error: Exception, seconds: float) -> EngineFailure:
     """Turn an exception into an EngineFailure, and update the engine's state."""
     refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
     timed_out = isinstance(error, TimeoutError | httpx.TimeoutException)
     if isinstance(error, TimeoutError):
-        reason = f"silent for {waited}"
+        reason = f"silent for {seconds:g} s"
     else:
         reason = f"{type(error).__name__}: {error}".rstrip(": ")
     if not isinstance(error, httpx.LocalProtocolError):  # the client's fault

@@ -29,23 +29,46 @@ engines, and the engines abort. A ticket that no engine has claimed expires at t
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 
 import msgspec
 from starlette.types import Message, Send
 
-from kvferry.router.api import ApiError, Generation, Headers, RouterConfig, ticket_of
+from kvferry.router.api import Answer, ApiError, Generation, RouterConfig, ticket_of
 from kvferry.router.engines import (
     AnswerTooLong,
     EngineFailure,
     EngineGroup,
+    Incoming,
     Upstream,
-    UpstreamAnswer,
     UpstreamEngine,
 )
-from kvferry.router.guard import Incoming, MemoryLimit, Quota
-from kvferry.router.metrics import Metrics
+from kvferry.router.guard import ClientGone, Memory, Places
 
+OUTCOMES = (
+    "ok",
+    "client_error",  # 4xx, an engine's or the router's
+    "engine_error",  # 5xx, also the router's own 502 and 504
+    "unavailable",  # 503: no decode engine is up, or an engine answered so
+    "busy",  # 429, the router's or an engine's
+    "broken_stream",  # the decode engine failed after the first byte
+    "client_gone",
+    "stopped",  # still in flight when the router's time to drain was over
+    "internal",  # a bug of the router
+)
+RETRIES = (
+    "prefill",
+    "prefill_again",  # the decode engine that got the ticket failed
+    "decode",
+)
+FALLBACKS = (
+    "no_prefill_engine",
+    "prefill_failed",  # all tries failed
+    "no_ticket",  # the prefill engine has nothing to hand over, such as for a short prompt
+    "batch",
+    "prompt_logprobs",
+)
 # An answer is written in pieces of this size. The server takes the next one when the client has
 # read most of the last.
 _PIECE_BYTES = 64 << 10
@@ -58,55 +81,48 @@ class Router:
         self.limits = config.limits
         self.prefill = EngineGroup(config.prefill, "prefill", config.limits)
         self.decode = EngineGroup(config.decode, "decode", config.limits)
+        self.engines = self.prefill.engines + self.decode.engines
         self.upstream = Upstream(config.limits)
-        self.metrics = Metrics()
-        self.places = Quota(self.limits.max_in_flight, self.limits.address_share)
-        self.memory = MemoryLimit(self.limits)
+        self.places = Places(config.limits.max_in_flight, config.limits.address_share)
+        self.memory = Memory(config.limits)
+        self.requests = Counter(dict.fromkeys(OUTCOMES, 0))
+        self.retries = Counter(dict.fromkeys(RETRIES, 0))
+        self.fallbacks = Counter(dict.fromkeys(FALLBACKS, 0))
 
-    @property
-    def engines(self) -> list[UpstreamEngine]:
-        return self.prefill.engines + self.decode.engines
-
-    async def generate(self, asked: Incoming, reply: ClientReply) -> None:
+    async def generate(self, asked: Incoming, body: bytes, reply: ClientReply) -> None:
         """Serve a completion. Raises ApiError, or EngineFailure if a stream breaks off."""
-        await _Trip(self, asked, Generation(asked.body), reply).run()
+        await _Trip(self, asked, Generation(body), reply).run()
 
-    async def pass_on(self, asked: Incoming, reply: ClientReply) -> None:
+    async def pass_on(self, asked: Incoming, body: bytes, reply: ClientReply) -> None:
         """Serve what any decode engine can answer, such as the list of models."""
         await _Trip(self, asked, None, reply).run()
-
-
-class ClientGone(Exception):
-    """The client closed its connection, or stopped reading or writing."""
 
 
 class ClientReply:
     """The answer to one client. Every send has a deadline, after which it raises ClientGone."""
 
     def __init__(self, send: Send, request_id: bytes, client_seconds: float) -> None:
-        self.started = False
-        self.status = 0
+        self.status = 0  # until the answer begins
         self._raw_send = send
         self._request_id = request_id
         self._client_seconds = client_seconds
 
-    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
-        for at in range(0, len(body), _PIECE_BYTES):
-            await self.chunk(body[at : at + _PIECE_BYTES])
-        await self.end()
+    async def send(self, answer: Answer) -> None:
+        self.status = answer.status
+        headers = [*answer.headers, (b"x-request-id", self._request_id)]
+        if answer.rest is None:
+            headers.append((b"content-length", b"%d" % len(answer.body)))
+        start = {"type": "http.response.start", "status": answer.status, "headers": headers}
+        await self._send(start)
+        for at in range(0, len(answer.body), _PIECE_BYTES):
+            await self._send_body(answer.body[at : at + _PIECE_BYTES])
+        if answer.rest is not None:
+            async for data in answer.rest:
+                await self._send_body(data)
+        await self._send_body(b"", more=False)
 
-    async def start(self, status: int, headers: Headers) -> None:
-        self.started = True
-        self.status = status
-        headers = [*headers, (b"x-request-id", self._request_id)]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def chunk(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-    async def end(self) -> None:
-        await self._send({"type": "http.response.body", "body": b""})
+    async def _send_body(self, data: bytes, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _send(self, message: Message) -> None:
         try:
@@ -127,92 +143,75 @@ class _Trip:
         self._asked = asked
         self._wanted = wanted
         self._reply = reply
-        self._ticket = b""
-        self._decode_only: str | None = None  # the reason, once this is decided
-        self._prefills = 0
+        # None: a prefill is needed. Empty: decode-only.
+        self._ticket: bytes | None = None
         self._failed_prefill: set[UpstreamEngine] = set()
-        self._tried_decode: set[UpstreamEngine] = set()
 
     async def run(self) -> None:
-        if self._wanted is not None:
-            self._fall_back(self._wanted.decode_only_because())
+        decode, tried = self._router.decode, set[UpstreamEngine]()
         failure: EngineFailure | None = None
-        while len(self._tried_decode) < self._limits.tries:
-            # Checked before the prefill, which would be useless without a decode engine.
-            if not self._router.decode.some_up(besides=self._tried_decode):
-                break
-            if self._wanted is not None and not self._ticket and self._decode_only is None:
-                refusal = await self._prefill(self._wanted)
-                if refusal is not None:
-                    await self._reply.whole(refusal.status, refusal.headers, refusal.body)
+        if self._wanted is not None and (reason := self._wanted.decode_only_because()):
+            self._fall_back(reason)
+        # Checked before the prefill, which would be useless without a decode engine.
+        while len(tried) < self._limits.tries and decode.some_up(besides=tried):
+            if self._wanted is not None and self._ticket is None:
+                await self._prefill(self._wanted, again=bool(tried))
+                if self._reply.status:
                     return
-            engine = self._router.decode.pick(besides=self._tried_decode)
+            engine = decode.pick(besides=tried)
             if engine is None:
                 break
-            if self._tried_decode:
-                self._router.metrics.retries["decode"] += 1
-            self._tried_decode.add(engine)
+            if tried:
+                self._router.retries["decode"] += 1
+            tried.add(engine)
             try:
                 await self._decode(engine)
                 return
-            except AnswerTooLong as error:  # another engine would answer as much
-                self._asked.trail.append(str(error))
-                message = f"the answer has more than {self._limits.max_answer_bytes} bytes"
-                raise ApiError(502, "answer_too_long", f"{message}; ask for a stream") from error
             except EngineFailure as error:
-                if self._reply.started:
+                if self._reply.status:
                     raise
                 failure = error
                 self._asked.trail.append(str(error))
-                if error.delivered:
-                    self._ticket = b""
+                if isinstance(error, AnswerTooLong):
+                    break
+                if error.delivered and self._ticket:
+                    self._ticket = None
         await self._give_up(failure)
 
-    async def _prefill(self, wanted: Generation) -> UpstreamAnswer | None:
-        """Get a ticket, or decide for decode-only. Returns a 4xx, which is the client's answer."""
-        group, failed = self._router.prefill, self._failed_prefill
-        stage = "prefill_again" if self._prefills else "prefill"
-        while len(failed) < self._limits.tries:
-            engine = group.pick(besides=failed)
-            if engine is None:
-                break
-            if self._prefills:
-                self._router.metrics.retries[stage] += 1
-            self._prefills += 1
-            stage = "prefill"
-            try:
-                ticket = await self._ask_for_ticket(engine, wanted)
-            except EngineFailure as error:
-                self._asked.trail.append(str(error))
-                failed.add(engine)
-                continue
-            if isinstance(ticket, UpstreamAnswer):
-                return ticket
-            self._ticket = ticket
-            if not ticket:
-                self._fall_back("no_ticket")
-            return None
-        self._fall_back("prefill_failed" if failed else "no_prefill_engine")
-        return None
-
-    async def _ask_for_ticket(
-        self, engine: UpstreamEngine, wanted: Generation
-    ) -> bytes | UpstreamAnswer:
-        """The ticket (b"" for none), or a 4xx. Raises EngineFailure."""
+    async def _prefill(self, wanted: Generation, again: bool) -> None:
+        """Get a ticket, or decide for decode-only, or answer the client with an engine's 4xx."""
+        prefill, failed = self._router.prefill, self._failed_prefill
         headers = [(k, v) for k, v in self._asked.headers if k != b"accept-encoding"]
         headers.append((b"accept-encoding", b"identity"))  # the router reads this answer itself
-        asked = replace(self._asked, headers=headers)
-        seconds = self._limits.prefill_seconds
-        async with self._router.upstream.ask(engine, asked, wanted.for_prefill(), seconds) as got:
-            self._asked.trail.append(f"prefill {engine.url} {got.status}")
-            if 400 <= got.status < 500:
-                return got
-            if got.status != 200:
-                raise EngineFailure(engine, f"answered {got.status} to a prefill")
+        asked, body = replace(self._asked, headers=headers), wanted.for_prefill()
+        retry = "prefill_again" if again else ""
+        while len(failed) < self._limits.tries and (engine := prefill.pick(besides=failed)):
+            if retry:
+                self._router.retries[retry] += 1
+            retry = "prefill"
             try:
-                return ticket_of(got.body)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise EngineFailure(engine, f"its answer cannot be read: {error}") from None
+                seconds = self._limits.prefill_seconds
+                async with self._router.upstream.ask(engine, asked, body, seconds) as got:
+                    asked.trail.append(f"prefill {engine.url} {got.status}")
+                    if 400 <= got.status < 500:
+                        await self._reply.send(got)
+                        return
+                    if got.status != 200:
+                        raise EngineFailure(engine, f"answered {got.status} to a prefill")
+                    self._ticket = ticket_of(got.body)
+            except (EngineFailure, msgspec.DecodeError, UnicodeDecodeError) as error:
+                asked.trail.append(f"{error}")
+                failed.add(engine)
+                continue
+            if not self._ticket:
+                self._fall_back("no_ticket")
+            return
+        self._fall_back("prefill_failed" if failed else "no_prefill_engine")
+
+    def _fall_back(self, reason: str) -> None:
+        self._ticket = b""
+        self._router.fallbacks[reason] += 1
+        self._asked.trail.append(f"decode-only: {reason}")
 
     async def _decode(self, engine: UpstreamEngine) -> None:
         """Pass one decode engine's answer to the client. Raises EngineFailure."""
@@ -221,42 +220,26 @@ class _Trip:
         seconds = self._limits.first_byte_seconds if streamed else self._limits.answer_seconds
         # A GET has no body: an engine that does not expect one would take it for the next request
         # on the connection, which may be another client's.
-        body = b"" if wanted is None else wanted.for_decode(self._ticket)
+        body = b"" if wanted is None else wanted.for_decode(self._ticket or b"")
         async with self._router.upstream.ask(engine, asked, body, seconds) as got:
             asked.trail.append(f"decode {engine.url} {got.status}")
-            headers = got.headers + self._path_header()
-            if got.stream is None:
-                await self._reply.whole(got.status, headers, got.body)
-                return
-            await self._reply.start(got.status, headers)
-            data = got.body
-            while data:
-                await self._reply.chunk(data)
-                data = await got.stream.next()
-            await self._reply.end()
+            await self._send(got)
 
     async def _give_up(self, failure: EngineFailure | None) -> None:
-        decode, wait = self._router.decode, self._limits.probe_every_seconds
         if failure is None or not failure.delivered:
-            count = len(decode.engines)
+            count, wait = len(self._router.decode.engines), self._limits.probe_every_seconds
             raise ApiError(503, "no_decode_engine", f"none of {count} decode engines is up", wait)
-        if failure.answer is not None:
-            answer = failure.answer
-            headers = answer.headers + self._path_header()
-            await self._reply.whole(answer.status, headers, answer.body)
-            return
+        if isinstance(failure, AnswerTooLong):  # another engine would answer as much
+            message = f"the answer has more than {self._limits.max_answer_bytes} bytes"
+            raise ApiError(502, "answer_too_long", f"{message}; ask for a stream")
         if failure.timed_out:
             raise ApiError(504, "engine_timeout", "the decode engine did not answer in time")
-        raise ApiError(502, "engine_failed", "the decode engine broke off before it answered")
+        if failure.answer is None:
+            raise ApiError(502, "engine_failed", "the decode engine broke off before it answered")
+        await self._send(failure.answer)
 
-    def _fall_back(self, reason: str | None) -> None:
-        if reason is not None:
-            self._decode_only = reason
-            self._router.metrics.fallbacks[reason] += 1
-            self._asked.trail.append(f"decode-only: {reason}")
-
-    def _path_header(self) -> Headers:
-        if self._wanted is None:
-            return []
-        path = b"decode-only" if self._decode_only else b"prefill+decode"
-        return [(b"x-kvferry-path", path)]
+    async def _send(self, answer: Answer) -> None:
+        if self._wanted is not None:
+            path = b"decode-only" if self._ticket == b"" else b"prefill+decode"
+            answer = replace(answer, headers=[*answer.headers, (b"x-kvferry-path", path)])
+        await self._reply.send(answer)

@@ -7,7 +7,7 @@ X-Forwarded-For are not believed.
 A connection is at one of three stages, and each stage has its deadline:
 
     HEAD     no complete request yet: new, idle, or sending headers      `header_seconds`
-    BODY     the headers are complete, the body is not                   `app.ApiRoute` has them
+    BODY     the headers are complete, the body is not                   see `read_body`
     SERVING  the request is complete, its answer is not                  `client_seconds` for a
                                                                          client that does not read
 
@@ -24,15 +24,23 @@ import resource
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import h11
+from starlette.types import Receive
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import ApiError, Headers, Limits
 
+Lack = Literal["address", "all"]  # whose limit is reached
+# Frees a part of what one address or (None) all clients have; False if nothing can be freed.
+MakeRoom = Callable[[str | None], bool]
+
+# An engine's server may refuse long headers by closing the connection, which looks like a failed
+# engine. These limits are a guess at what engines take.
+_MAX_HEADER_BYTES = 32 << 10
+_MAX_HEADERS = 128
 # The router holds a byte of a body twice: as it came, and as an engine gets it. It holds a byte of
 # an answer twice while it joins the parts.
 _COPIES = 2
@@ -75,79 +83,81 @@ class Quota:
         self.taken = 0
         self._by_address: Counter[str] = Counter()
 
-    def lacks(self, address: str, amount: int = 1) -> str | None:
-        """The limit that `amount` more would break: "address", "all", or None."""
-        if self._by_address[address] + amount > self.most_each:
-            return "address"
-        return "all" if self.taken + amount > self.most else None
+    def take(
+        self, address: str, amount: int = 1, make_room: MakeRoom = lambda address: False
+    ) -> Lack | None:
+        """Take `amount`. If a limit forbids that, return which one, and take nothing.
 
-    def take(self, address: str, amount: int = 1) -> None:
-        """Take without a check. A negative amount gives back."""
+        Before that, `make_room` is called as long as it can free a part of what an address has
+        taken, or (None) of what all have. A negative amount gives back.
+        """
+        while amount > 0 and (lack := self._lack(address, amount)):
+            if not make_room(address if lack == "address" else None):
+                return lack
         self.taken += amount
         self._by_address[address] += amount
         if not self._by_address[address]:
             del self._by_address[address]
+        return None
+
+    def _lack(self, address: str, amount: int) -> Lack | None:
+        if self._by_address[address] + amount > self.most_each:
+            return "address"
+        return "all" if self.taken + amount > self.most else None
+
+
+class Places(Quota):
+    """Requests in flight."""
 
     @contextmanager
-    def request(self, address: str) -> Iterator[None]:
-        """Take one while a request is in flight. Raises ApiError 429."""
-        if lack := self.lacks(address):
+    def one(self, address: str) -> Iterator[None]:
+        """Take a place while a request is in flight. Raises ApiError 429."""
+        if lack := self.take(address):
             count = self.most if lack == "all" else f"{self.most_each} of your address"
             message = f"requests in flight: {count}, the most allowed; try again soon"
             raise ApiError(429, "too_many_requests", message, _RETRY_SECONDS)
-        self.take(address)
         try:
             yield
         finally:
             self.take(address, -1)
 
 
-class MemoryLimit:
+class Memory(Quota):
     """The memory for bodies and answers of all requests."""
 
     def __init__(self, limits: Limits) -> None:
-        self.quota = Quota(limits.max_held_bytes, limits.address_share)
+        super().__init__(limits.max_held_bytes, limits.address_share)
+        self.uploads: dict[RequestMemory, None] = {}  # unfinished bodies, the oldest first
         self._grace_seconds = limits.progress_seconds
-        self._uploads: dict[RequestMemory, None] = {}  # unfinished bodies, the oldest first
 
-    def make_room(self, wanted_by: RequestMemory, address: str | None) -> bool:
+    def drop_oldest(self, address: str | None, wanted_by: RequestMemory) -> bool:
         """Drop the oldest unfinished body, of `address` or of all; False if there is none.
 
         A body is safe for `progress_seconds`. Otherwise a steady flow of uploads would drop each
         other, and none would ever be complete.
         """
         now = asyncio.get_running_loop().time()
-        for held in self._uploads:
+        for held in self.uploads:
             if now - held.since < self._grace_seconds:
                 return False
             if held.charged and held is not wanted_by and address in (None, held.address):
-                del self._uploads[held]
+                del self.uploads[held]
                 held.drop()
                 return True
         return False
-
-    @contextmanager
-    def upload(self, held: RequestMemory, drop: Callable[[], None]) -> Iterator[None]:
-        """Register an unfinished body. `drop` ends the wait for it."""
-        held.on_drop = drop
-        self._uploads[held] = None
-        try:
-            yield
-        finally:
-            self._uploads.pop(held, None)
 
 
 class RequestMemory:
     """The memory of one request."""
 
-    def __init__(self, memory: MemoryLimit, address: str) -> None:
+    def __init__(self, memory: Memory, address: str) -> None:
         self.address = address
         self.since = asyncio.get_running_loop().time()
+        self.bytes = 0
         self.charged = 0
         self.dropped = False
-        self.on_drop: Callable[[], None] = lambda: None
         self._memory = memory
-        self.bytes = 0
+        self._on_drop: Callable[[], None]
 
     def add(self, count: int) -> None:
         """Charge for `count` more bytes; a negative count gives back. Raises ApiError."""
@@ -155,43 +165,106 @@ class RequestMemory:
             raise self.refusal()
         self.bytes += count
         charge = _COPIES * max(0, self.bytes - _FREE_BYTES) - self.charged
-        quota = self._memory.quota
-        while charge > 0 and (lack := quota.lacks(self.address, charge)):
-            only = self.address if lack == "address" else None
-            if not self._memory.make_room(self, only):
-                raise self.refusal(lack)
-        quota.take(self.address, charge)
+        memory = self._memory
+        lack = memory.take(self.address, charge, lambda address: memory.drop_oldest(address, self))
+        if lack:
+            raise self.refusal(lack)
         self.charged += charge
+
+    @contextmanager
+    def upload(self, on_drop: Callable[[], None]) -> Iterator[None]:
+        """While the body is unfinished, other requests may drop it. `on_drop` ends its wait."""
+        self._on_drop = on_drop
+        self._memory.uploads[self] = None
+        try:
+            yield
+        finally:
+            self._memory.uploads.pop(self, None)
 
     def drop(self) -> None:
         self.dropped = True
         self.close()
-        self.on_drop()
+        self._on_drop()
 
     def close(self) -> None:
-        self._memory.quota.take(self.address, -self.charged)
+        self._memory.take(self.address, -self.charged)
         self.charged = 0
 
-    def refusal(self, lack: str = "all") -> ApiError:
-        quota = self._memory.quota
+    def refusal(self, lack: Lack = "all") -> ApiError:
         if lack == "address":
-            message = f"requests of your address hold {quota.most_each} bytes in the router"
-            return ApiError(429, "too_many_bytes", f"{message}; try again soon", _RETRY_SECONDS)
-        message = f"bodies and answers fill the {quota.most} bytes that the router may hold"
-        return ApiError(503, "router_full", f"{message}; try again soon", _RETRY_SECONDS)
+            most = self._memory.most_each
+            message = f"requests of your address hold {most} bytes in the router; try again soon"
+            return ApiError(429, "too_many_bytes", message, _RETRY_SECONDS)
+        most = self._memory.most
+        message = (
+            f"bodies and answers fill the {most} bytes that the router may hold; try again soon"
+        )
+        return ApiError(503, "router_full", message, _RETRY_SECONDS)
 
 
-@dataclass(slots=True)
-class Incoming:
-    """One request of a client, and a record of what the router did for it."""
+class ClientGone(Exception):
+    """The client closed its connection, or stopped reading or writing."""
 
-    request_id: bytes
-    method: str
-    path: str
-    headers: Headers  # that engines get, with Authorization: never log them
-    held: RequestMemory
-    body: bytes = b""
-    trail: list[str] = field(default_factory=list)  # for the log
+
+async def read_body(
+    headers: Headers, receive: Receive, held: RequestMemory, limits: Limits
+) -> bytes:
+    """A request's body, if there is memory for it and it comes in time. Raises ApiError.
+
+    The server reads on and discards the rest of a refused body, so that the client gets to read
+    the reason. The guard closes the connection after `header_seconds`.
+    """
+    if len(headers) > _MAX_HEADERS or sum(len(k) + len(v) for k, v in headers) > _MAX_HEADER_BYTES:
+        most = f"at most {_MAX_HEADERS} headers, of {_MAX_HEADER_BYTES} bytes together"
+        raise ApiError(431, "headers_too_large", most)
+    message = f"the body may have {limits.max_body_bytes} bytes at most"
+    too_large = ApiError(413, "body_too_large", message)
+    for name, value in headers:
+        if name == b"content-length" and value.isdigit() and int(value) > limits.max_body_bytes:
+            raise too_large
+    loop = asyncio.get_running_loop()
+    end = loop.time() + limits.body_seconds
+    parts: list[bytes] = []
+    size = fresh = 0  # fresh: bytes within the current progress_seconds
+    more = True
+    try:
+        async with asyncio.timeout_at(end) as deadline:
+
+            def expect_progress() -> None:
+                deadline.reschedule(min(end, loop.time() + limits.progress_seconds))
+
+            def stop() -> None:
+                if not deadline.expired():
+                    deadline.reschedule(loop.time())
+
+            expect_progress()
+            with held.upload(on_drop=stop):
+                while more:
+                    event = await receive()
+                    if event["type"] == "http.disconnect":
+                        raise ClientGone
+                    data: bytes = event.get("body", b"")
+                    size, fresh = size + len(data), fresh + len(data)
+                    if size > limits.max_body_bytes:
+                        raise too_large
+                    held.add(len(data))
+                    parts.append(data)
+                    more = event.get("more_body", False)
+                    if fresh >= limits.progress_bytes:
+                        expect_progress()
+                        fresh = 0
+    except TimeoutError:
+        if held.dropped:
+            raise held.refusal() from None
+        timeout = ApiError(
+            408,
+            "request_timeout",
+            f"the body must come within {limits.body_seconds:g} s, and {limits.progress_bytes} "
+            f"bytes of it every {limits.progress_seconds:g} s; {size} bytes came",
+        )
+        timeout.answer.headers.append((b"connection", b"close"))
+        raise timeout from None
+    return b"".join(parts)
 
 
 class _Stage(enum.Enum):
@@ -241,15 +314,15 @@ class ClientConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self.guard.moved(self)
+        self.guard.moved(self, self._stage_now())
         early, _ = self.conn.trailing_data
         if self.stage is _Stage.SERVING and len(early) > _MAX_EARLY_BYTES:
             self.transport.abort()
 
     def on_response_complete(self) -> None:
-        self.guard.moved(self, answered=True)
+        self.guard.moved(self, _Stage.HEAD)  # the wait for the next request's headers begins
         super().on_response_complete()
-        self.guard.moved(self)
+        self.guard.moved(self, self._stage_now())
 
     def resume_writing(self) -> None:
         self.since = self.loop.time()
@@ -266,11 +339,6 @@ class ClientConnection(H11Protocol):
         except h11.LocalProtocolError:  # the answer has begun or ended already
             self.transport.abort()
 
-    def stage_now(self) -> _Stage:
-        if self.cycle is None or self.cycle.response_complete:
-            return _Stage.HEAD
-        return _Stage.BODY if self.cycle.more_body else _Stage.SERVING
-
     def overdue(self, now: float, limits: Limits) -> bool:
         unread = self.transport.is_closing() or self.transport.get_write_buffer_size() > 0
         if self.stage is _Stage.HEAD:
@@ -279,17 +347,22 @@ class ClientConnection(H11Protocol):
             self.since = now
         return now - self.since > limits.client_seconds
 
+    def _stage_now(self) -> _Stage:
+        if self.cycle is None or self.cycle.response_complete:
+            return _Stage.HEAD
+        return _Stage.BODY if self.cycle.more_body else _Stage.SERVING
+
 
 class Guard:
     """All connections of one server."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self.most = min(limits.max_connections, _connections_by_files(limits.max_connections))
+        self.most = _connections_by_files(limits.max_connections)
         self._quota = Quota(self.most, limits.address_share)
         # By stage; connections that reached the stage first come first.
         self._stages: dict[_Stage, dict[ClientConnection, None]] = {stage: {} for stage in _Stage}
-        self._sweeping: asyncio.TimerHandle | None = None
+        self._sweeping = False
 
     @property
     def backlog(self) -> int:
@@ -298,18 +371,14 @@ class Guard:
 
     def admit(self, new: ClientConnection) -> None:
         """Let a connection in, if necessary in place of the oldest without a complete request."""
-        while lack := self._quota.lacks(new.address):
-            oldest = self._oldest_pending(new.address if lack == "address" else None)
-            if oldest is None:
-                new.transport.abort()
-                return
-            self.forget(oldest)
-            oldest.transport.abort()
-        self._quota.take(new.address)
+        if self._quota.take(new.address, make_room=self._close_oldest):
+            new.transport.abort()
+            return
         new.stage, new.since = _Stage.HEAD, new.loop.time()
         self._stages[_Stage.HEAD][new] = None
-        if self._sweeping is None:
-            self._sweeping = new.loop.call_later(_SWEEP_SECONDS, self._sweep, new.loop)
+        if not self._sweeping:
+            self._sweeping = True
+            self._sweep(new.loop)
 
     def forget(self, connection: ClientConnection) -> None:
         if connection.stage is not None:
@@ -317,44 +386,42 @@ class Guard:
             self._quota.take(connection.address, -1)
             connection.stage = None
 
-    def moved(self, connection: ClientConnection, *, answered: bool = False) -> None:
-        """Note a new stage. After an answer, the wait for the next request's headers begins."""
-        stage = _Stage.HEAD if answered else connection.stage_now()
+    def moved(self, connection: ClientConnection, stage: _Stage) -> None:
         if connection.stage not in (None, stage):
             del self._stages[connection.stage][connection]
             self._stages[stage][connection] = None
             connection.stage, connection.since = stage, connection.loop.time()
 
-    def _oldest_pending(self, address: str | None) -> ClientConnection | None:
+    def _close_oldest(self, address: str | None) -> bool:
+        """Close the oldest connection without a complete request; False if there is none."""
         for stage in (_Stage.HEAD, _Stage.BODY):
             for connection in self._stages[stage]:
                 if address in (None, connection.address):
-                    return connection
-        return None
+                    self.forget(connection)
+                    connection.transport.abort()
+                    return True
+        return False
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
         for connections in self._stages.values():
             for connection in [c for c in connections if c.overdue(now, self._limits)]:
                 connection.transport.abort()
-        self._sweeping = None
-        if any(self._stages.values()):
-            self._sweeping = loop.call_later(_SWEEP_SECONDS, self._sweep, loop)
+        loop.call_later(_SWEEP_SECONDS, self._sweep, loop)
 
 
 def _connections_by_files(wanted: int) -> int:
-    """Raise the limit of descriptors as far as needed. Returns how many connections it allows."""
+    """How many connections the limit of descriptors allows, which is raised as far as needed."""
     needed = _OWN_FILES + _FILES_EACH * wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY:
-        needed = min(needed, hard)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-        soft = needed
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft == resource.RLIM_INFINITY:
-        return wanted
+        soft = needed
+    elif soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
     if soft < _OWN_FILES + _FILES_EACH:
         raise DescriptionError(
             f"the router may open {soft} files and needs {needed}; raise the limit (ulimit -n)"
         )
-    return (soft - _OWN_FILES) // _FILES_EACH
+    return min(wanted, (soft - _OWN_FILES) // _FILES_EACH)
