@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Generator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,10 @@ import numpy as np
 import pytest
 
 from doctors import SECRET, examine, offering, refused, report
-from kvferry.cli.doctor import checks, choice, tries
-from kvferry.cli.doctor.checks import Finding
-from kvferry.cli.doctor.choice import Host
-from kvferry.cli.doctor.peer import own_address
-from kvferry.cli.doctor.tries import Tried
+from kvferry.carriers import MemoryRegion, make_carrier
+from kvferry.cli import doctor
+from kvferry.cli.doctor import Finding, Host, own_address
+from kvferry.cli.trial import TRIED_BYTES, Tried, child, own, try_endpoints
 from kvferry.errors import KvferryError
 from p2p_peers import LOOPBACK, Producer, Spec
 
@@ -93,7 +93,7 @@ def test_a_process_that_dies_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert (code, found["tcp"]["found"], found["local"]["found"]) == (1, said, said)
     assert (found["local"]["state"], found["host memory"]["state"]) == ("missing", "broken")
     program.write_text("#!/bin/sh\nkill -SEGV $$\n")
-    with pytest.raises(KvferryError, match="ended by signal 11"), tries.child(tries.own, {}, 10):
+    with pytest.raises(KvferryError, match="ended by signal 11"), child(own, {}, 10):
         pass
 
 
@@ -107,37 +107,40 @@ def hang(question: dict[str, Any]) -> Generator[int]:
 
 def test_children_answer_once_and_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
-    with tries.child(hang, {"hang": False, "number": 6}, 60) as answer:
+    with child(hang, {"hang": False, "number": 6}, 60) as answer:
         assert answer == 7
-    with pytest.raises(KvferryError, match="KeyError: 'hang'"), tries.child(hang, {}, 60):
+    with pytest.raises(KvferryError, match="KeyError: 'hang'"), child(hang, {}, 60):
         pass
     with (
         pytest.raises(KvferryError, match="no answer in time"),
-        tries.child(hang, {"hang": True}, 3),
+        child(hang, {"hang": True}, 3),
     ):
         pass
 
 
-def test_bytes_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = np.zeros(tries.TRIED_BYTES, dtype=np.uint8)
-    monkeypatch.setattr(tries, "_pattern", lambda: other)  # of the reader, not of the owner
-    code, found = examine()
+def test_bytes_that_differ_are_found() -> None:
+    options = {"secret": SECRET, "host": LOOPBACK}
+    other = np.zeros(TRIED_BYTES, dtype=np.uint8)
+    with closing(make_carrier("tcp", **options)) as carrier:
+        carrier.register([MemoryRegion(other.ctypes.data, TRIED_BYTES)])
+        endpoints = {"other": carrier.endpoint()}
+        found = try_endpoints("tcp", options, endpoints, other.ctypes.data)
     said = "the bytes that arrived are not those that were sent"
-    assert (code, found["tcp"]["state"], found["tcp"]["found"]) == (1, "broken", said)
+    assert found == {"other": Tried("tcp", said)}
 
 
 def test_rdma_devices(tmp_path: Path) -> None:
     devices, handles = tmp_path / "infiniband", tmp_path / "dev"
-    assert checks.rdma(devices, handles).state == "info"
+    assert doctor.rdma(devices, handles).state == "info"
     port = devices / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
     (port / "state").write_text("4: ACTIVE\n")
     (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
-    hidden = checks.rdma(devices, handles)
+    hidden = doctor.rdma(devices, handles)
     assert (hidden.state, "/dev/infiniband" in hidden.advice) == ("missing", True)
     handles.mkdir()
     (handles / "uverbs0").touch()
-    found = checks.rdma(devices, handles)
+    found = doctor.rdma(devices, handles)
     assert (found.state, found.found) == ("ok", "mlx5_0; mlx5_0 port 1 ACTIVE, 400 Gb/sec (4X NDR)")
 
 
@@ -164,7 +167,7 @@ def with_nixl(host: Host, backend: str, **facts: Any) -> Host:
 
 def picks(here: Host, there: Host) -> dict[str, Finding]:
     """By what they are about."""
-    return {f.name.rpartition(": ")[2]: f for f in choice.between(here, there)}
+    return {f.name.rpartition(": ")[2]: f for f in doctor.between(here, there)}
 
 
 def test_between_looks_at_what_is_reachable(host: Host, tmp_path: Path) -> None:
@@ -273,7 +276,7 @@ def test_every_carrier_that_a_peer_offers(monkeypatch: pytest.MonkeyPatch) -> No
         if not gpu:
             assert found["cuda, all ranks"]["state"] == "missing"
             assert "driver" in found["cuda, all ranks"]["found"]
-        if checks.version_of("nixl") is None:
+        if doctor.version_of("nixl") is None:
             assert "pip install 'kvferry[nixl]'" in found["nixl, all ranks"]["advice"]
         assert found["tcp, rank (0, 1)"]["state"] == "ok"
         permitted = found["local"]["state"] == "ok"
@@ -294,7 +297,7 @@ def test_a_peer_with_a_gpu(host: Host) -> None:
     reach = {"tcp": host.tried["tcp"], "cuda": Tried("cuda")}
 
     def chosen(host: Host, gpu: bool = True) -> str:
-        return choice.choose("r", host, gpu, reach, "").found
+        return doctor.choose("r", host, gpu, reach, "").found
 
     assert chosen(host).startswith("cuda; else tcp")
     assert chosen(host, gpu=False).startswith("tcp")

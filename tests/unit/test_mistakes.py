@@ -10,9 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.carriers.tcp.carrier import TcpCarrier
-from kvferry.cli.doctor import tries
-from kvferry.cli.doctor.checks import Finding, Settings
+from kvferry.cli import doctor
+from kvferry.cli.doctor import Finding, Settings
 from kvferry.cli.main import app
+from kvferry.cli.trial import Tried
 from kvferry.errors import DescriptionError
 from kvferry.layout.hf import model_from_config
 from kvferry.layout.presets import load_model
@@ -135,11 +136,11 @@ def test_a_router_without_prefill_engines(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_doctor_and_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     none = Finding("CUDA", "missing", "the driver shows no GPU")
-    monkeypatch.setattr(tries, "cuda", lambda: none)
-    tried = {"cuda": tries.Tried("cuda", tries.missing("cuda"))}
-    (found,) = tries.reachable(Settings(("cuda",)), tried)
+    monkeypatch.setattr(doctor, "cuda", lambda: none)
+    tried = {"cuda": Tried("cuda", doctor.missing("cuda"))}
+    (found,) = doctor.reachable(Settings(("cuda",)), tried)
     assert (found.state, found.found) == ("broken", "the driver shows no GPU")
-    assert not list(tries.reachable(Settings(), tried))
+    assert not list(doctor.reachable(Settings(), tried))
 
 
 def test_a_shape_names_each_group_once() -> None:

@@ -583,8 +583,9 @@ def test_memory_is_shared_by_address_and_the_oldest_upload_gives_way() -> None:
             refused.value.answer.status == 429 and b'"too_many_bytes"' in refused.value.answer.body
         )
         b.add(free + 2 * mib)
-        with b.upload(lambda: None), pytest.raises(ApiError) as refused:
-            c.add(free + 1)  # b's upload has just begun
+        async with asyncio.timeout(None) as deadline:
+            with b.upload(deadline), pytest.raises(ApiError) as refused:
+                c.add(free + 1)  # b's upload has just begun
         assert refused.value.answer.status == 503 and b'"router_full"' in refused.value.answer.body
         for held in (a, b, c):
             held.close()
@@ -592,15 +593,16 @@ def test_memory_is_shared_by_address_and_the_oldest_upload_gives_way() -> None:
 
         memory = Memory(quick(**most, progress_seconds=1e-9))
         a, b, c = (RequestMemory(memory, address) for address in "abc")
-        dropped: list[str] = []
-        with a.upload(lambda: dropped.append("a")), b.upload(lambda: dropped.append("b")):
-            await asyncio.sleep(0.001)
-            a.add(free + 2 * mib)
-            b.add(free + 2 * mib)
-            c.add(free + mib)
-            assert dropped == ["a"]
-            with pytest.raises(ApiError, match="try again soon"):
-                a.add(1)
+        await asyncio.sleep(0.001)
+        async with asyncio.timeout(None) as for_a, asyncio.timeout(None) as for_b:
+            with a.upload(for_a), b.upload(for_b):
+                a.add(free + 2 * mib)
+                b.add(free + 2 * mib)
+                c.add(free + mib)
+                assert for_a.when() is not None and for_b.when() is None  # a's wait is over
+                with pytest.raises(ApiError, match="try again soon"):
+                    a.add(1)
+                for_a.reschedule(None)
         assert memory.taken == 4 * mib + 2 * mib
 
     asyncio.run(run())

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from doctors import SECRET, examine, offering
-from kvferry.cli.doctor.checks import Finding, Settings
-from kvferry.cli.doctor.choice import Host
-from kvferry.cli.doctor.peer import look_at_peer
+from kvferry.cli.doctor import Finding, Host, Settings, look_at_peer
 
 LIBRARIES = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
 OPTIONS = {

