@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from kvferry.errors import KvferryError
+from kvferry.errors import DescriptionError, KvferryError
 
 err = Console(stderr=True)
 
@@ -49,11 +49,20 @@ def libraries_to_stderr() -> Iterator[None]:
 
 
 def keep_page(path: Path, page: str, what: str) -> None:
-    from kvferry.cli.plan import write_page
-
     with refusals():
         write_page(path, page, what)
         err.print(f"{what}: {path}", highlight=False)
+
+
+def write_page(path: Path, page: str, what: str) -> None:
+    """Write a page to a file, and make its folders."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise DescriptionError(
+            f"cannot write the {what} to {path}: {error.strerror}; name a file that can be written"
+        ) from None
 
 
 def print_json(value: Any) -> None:

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvferry.bench.transport import quiet_libraries
-from kvferry.cli.plan import plan_page, write_page
+from kvferry.cli.console import write_page
+from kvferry.cli.plan import plan_page
 from kvferry.demo.run import DemoResult, Watch, run_demo
 from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, find_model
 from kvferry.layout.shape import EngineShape

@@ -1,4 +1,7 @@
-"""The command line: `kvferry plan | demo | verify | bench | models | doctor …`."""
+"""The command line: `kvferry plan | demo | verify | bench | models | doctor …`.
+
+Commands that load much import it when they run.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from kvferry import __version__
 from kvferry.cli import pool
 from kvferry.cli.bench import bench
-from kvferry.cli.console import Html, Json, keep_page, print_json, refusals
+from kvferry.cli.console import Json, refusals
+from kvferry.cli.plan import models, plan
+from kvferry.cli.verify import verify
 from kvferry.errors import DescriptionError
-from kvferry.layout.shape import EngineShape
-
-MOST_TOKENS = 1 << 27  # more than any model's context; `plan` makes block tables for this many
 
 app = typer.Typer(
     help="Moves and shares KV caches between LLM engines of any shape.",
@@ -24,6 +25,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+for command in (models, plan, verify):
+    app.command()(command)
 app.add_typer(bench, name="bench")
 app.add_typer(pool.app, name="pool")
 
@@ -39,63 +42,6 @@ def _root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
 ) -> None:
     """Options of the command itself."""
-
-
-@app.command()
-def models() -> None:
-    """List the models that can be named without a config.json."""
-    from kvferry.cli.plan import print_models
-
-    print_models(Console())
-
-
-@app.command()
-def plan(
-    src: Annotated[str, typer.Option("--from", help="Source shape: tp=4,pp=2,block=16,...")],
-    dst: Annotated[str, typer.Option("--to", help="Destination shape.")],
-    model: Annotated[
-        str, typer.Option(help="A preset (see `kvferry models`) or a config.json.")
-    ] = "llama-3.1-70b",
-    tokens: Annotated[
-        int, typer.Option(help="Tokens of the request.", min=1, max=MOST_TOKENS)
-    ] = 32768,
-    skip: Annotated[
-        int, typer.Option(help="Tokens that the destination already holds.", min=0)
-    ] = 0,
-    link: Annotated[str | None, typer.Option(help="Link of each rank, such as 400Gbit.")] = None,
-    cache_dtype: Annotated[str, typer.Option(help="auto, bfloat16, fp8_e4m3, ...")] = "auto",
-    draft_layers: Annotated[
-        int, typer.Option(help="Layers of a draft model (MTP, Eagle).", min=0, max=1024)
-    ] = 0,
-    contiguous: Annotated[bool, typer.Option(help="Blocks in a row, not scattered.")] = False,
-    as_json: Json = False,
-    html: Html = None,
-) -> None:
-    """Show which rank sends what to which rank, and what it costs, before anything runs."""
-    from kvferry.cli.plan import print_plan
-    from kvferry.layout.presets import load_model
-    from kvferry.plan.report import report
-    from kvferry.units import parse_link
-
-    with refusals():
-        described = load_model(model, cache_dtype=cache_dtype, draft_layers=draft_layers)
-        speed = parse_link(link) if link is not None else None
-        result = report(
-            described,
-            EngineShape.parse(src),
-            EngineShape.parse(dst),
-            tokens,
-            skip=skip,
-            scattered=not contiguous,
-        )
-    if as_json:
-        print_json(result.to_dict(speed))
-    else:
-        print_plan(Console(), result, speed)
-    if html is not None:
-        from kvferry.cli.plan import plan_page
-
-        keep_page(html, plan_page(result, speed), "picture")
 
 
 @app.command()
@@ -133,27 +79,6 @@ def demo(
             html=html,
         )
     raise typer.Exit(status)
-
-
-@app.command()
-def verify(
-    pairs: Annotated[
-        int | None, typer.Option(help="Random pairs of shapes to check (default: 1000).", min=1)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same pairs.")] = 1,
-    processes: Annotated[int, typer.Option(help="Processes that share the work.", min=1)] = 2,
-    replay: Annotated[
-        int | None, typer.Option(help="Check this one pair of the seed.", min=0)
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Compare the planner with a brute-force oracle, byte for byte."""
-    from kvferry.cli.verify import run_sweep
-
-    with refusals():
-        if replay is not None and pairs is not None:
-            raise DescriptionError("--replay checks one pair, and takes no --pairs; leave one out")
-    raise typer.Exit(0 if run_sweep(pairs or 1000, seed, processes, replay, as_json) else 1)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Plans and models as terminal tables, and a plan's picture as one HTML page.
+"""`kvferry plan` and `kvferry models`: terminal tables, and a plan's picture as one HTML page.
 
 The page contains its style, script and data, so that it opens from a file, can be mailed, and
 loads nothing from a server. The template `plan.html` does all the drawing.
@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import json
 from importlib.resources import files
-from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.errors import DescriptionError
+from kvferry.cli.console import Html, Json, keep_page, print_json, refusals
 from kvferry.layout.presets import load_model, presets
 from kvferry.layout.shape import EngineShape
-from kvferry.plan.report import EdgeReport, PlanReport
-from kvferry.units import show_bytes, show_seconds
+from kvferry.plan.report import EdgeReport, PlanReport, report
+from kvferry.units import parse_link, show_bytes, show_seconds
 
+MOST_TOKENS = 1 << 27  # more than any model's context; block tables are made for this many
 MOST_ROWS = 64  # a terminal shows the heaviest edges; --json and --html have all of them
+PLACEHOLDER = "__PLAN_DATA__"
+# Inside <script>, HTML ends the data at "</" and opens a comment at "<!--", even in a JSON string.
+# Older script parsers take U+2028 and U+2029 for line ends. As escapes, all are plain JSON.
+_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
 
-def print_models(console: Console) -> None:
+def models() -> None:
+    """List the models that can be named without a config.json."""
     table = Table("model", "layers", "groups", "cache a token", box=None, header_style="bold")
     for name in presets():
         model = load_model(name)
@@ -31,10 +38,59 @@ def print_models(console: Console) -> None:
             for g in model.groups
         )
         table.add_row(name, str(model.num_layers), groups, show_bytes(model.token_bytes()))
-    console.print(table)
+    Console().print(table)
 
 
-def print_plan(console: Console, report: PlanReport, link_bytes_per_s: float | None) -> None:
+def plan(
+    src: Annotated[str, typer.Option("--from", help="Source shape: tp=4,pp=2,block=16,...")],
+    dst: Annotated[str, typer.Option("--to", help="Destination shape.")],
+    model: Annotated[
+        str, typer.Option(help="A preset (see `kvferry models`) or a config.json.")
+    ] = "llama-3.1-70b",
+    tokens: Annotated[
+        int, typer.Option(help="Tokens of the request.", min=1, max=MOST_TOKENS)
+    ] = 32768,
+    skip: Annotated[
+        int, typer.Option(help="Tokens that the destination already holds.", min=0)
+    ] = 0,
+    link: Annotated[str | None, typer.Option(help="Link of each rank, such as 400Gbit.")] = None,
+    cache_dtype: Annotated[str, typer.Option(help="auto, bfloat16, fp8_e4m3, ...")] = "auto",
+    draft_layers: Annotated[
+        int, typer.Option(help="Layers of a draft model (MTP, Eagle).", min=0, max=1024)
+    ] = 0,
+    contiguous: Annotated[bool, typer.Option(help="Blocks in a row, not scattered.")] = False,
+    as_json: Json = False,
+    html: Html = None,
+) -> None:
+    """Show which rank sends what to which rank, and what it costs, before anything runs."""
+    with refusals():
+        described = load_model(model, cache_dtype=cache_dtype, draft_layers=draft_layers)
+        speed = parse_link(link) if link is not None else None
+        shapes = EngineShape.parse(src), EngineShape.parse(dst)
+        result = report(described, *shapes, tokens, skip=skip, scattered=not contiguous)
+    if as_json:
+        print_json(result.to_dict(speed))
+    else:
+        _print(Console(), result, speed)
+    if html is not None:
+        keep_page(html, plan_page(result, speed), "picture")
+
+
+def plan_page(report: PlanReport, link_bytes_per_s: float | None) -> str:
+    """A self-contained HTML page for `report`. With a link's rate it also shows the time."""
+    # Ranks without bytes have no edge, so the page gets all ranks from the shapes.
+    ranks = {
+        "src": [list(rank) for rank in EngineShape.parse(report.src).ranks],
+        "dst": [list(rank) for rank in EngineShape.parse(report.dst).ranks],
+    }
+    data = {**report.to_dict(link_bytes_per_s), "ranks": ranks}
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    template = files("kvferry.cli").joinpath("plan.html").read_text(encoding="utf-8")
+    before, _, after = template.partition(PLACEHOLDER)
+    return before + text.translate(_ESCAPES) + after
+
+
+def _print(console: Console, report: PlanReport, link_bytes_per_s: float | None) -> None:
     console.print(f"[bold]{report.model}[/], {report.tokens:,} tokens", highlight=False)
     console.print(f"  from  {report.src}", highlight=False)
     console.print(f"  to    {report.dst}\n", highlight=False)
@@ -93,34 +149,3 @@ def _summary(report: PlanReport, link_bytes_per_s: float | None) -> list[str]:
             "(bandwidth alone; short runs add the carrier's cost per descriptor)"
         )
     return lines
-
-
-PLACEHOLDER = "__PLAN_DATA__"
-# Inside <script>, HTML ends the data at "</" and opens a comment at "<!--", even in a JSON string.
-# Older script parsers take U+2028 and U+2029 for line ends. As escapes, all are plain JSON.
-_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
-
-
-def plan_page(report: PlanReport, link_bytes_per_s: float | None) -> str:
-    """A self-contained HTML page for `report`. With a link's rate it also shows the time."""
-    # Ranks without bytes have no edge, so the page gets all ranks from the shapes.
-    ranks = {
-        "src": [list(rank) for rank in EngineShape.parse(report.src).ranks],
-        "dst": [list(rank) for rank in EngineShape.parse(report.dst).ranks],
-    }
-    data = {**report.to_dict(link_bytes_per_s), "ranks": ranks}
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    template = files("kvferry.cli").joinpath("plan.html").read_text(encoding="utf-8")
-    before, _, after = template.partition(PLACEHOLDER)
-    return before + text.translate(_ESCAPES) + after
-
-
-def write_page(path: Path, page: str, what: str) -> None:
-    """Write a page to a file, and make its folders."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise DescriptionError(
-            f"cannot write the {what} to {path}: {error.strerror}; name a file that can be written"
-        ) from None
