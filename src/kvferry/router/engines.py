@@ -39,9 +39,8 @@ class UpstreamEngine:
         self.in_flight = 0
         self.failures = 0  # since the start
         self._limits = limits
-        self._probed = False
         self._failed_in_a_row = 0
-        self._good_in_a_row = 0
+        self._good_in_a_row = limits.recover_after - 1  # the first probe counts alone
 
     def answered(self) -> None:
         """A request got an answer."""
@@ -50,7 +49,6 @@ class UpstreamEngine:
     def failed(self, reason: str, *, refused: bool = False) -> None:
         """A request or a probe failed. `refused`: the engine accepted no connection."""
         self.failures += 1
-        self._probed = True
         self._good_in_a_row = 0
         self._failed_in_a_row += 1
         if self.up and (refused or self._failed_in_a_row >= self._limits.fail_after):
@@ -60,11 +58,9 @@ class UpstreamEngine:
             self.reason = reason
 
     def probed_well(self) -> None:
-        enough = self._limits.recover_after if self._probed else 1
-        self._probed = True
         self._failed_in_a_row = 0
         self._good_in_a_row += 1
-        if not self.up and self._good_in_a_row >= enough:
+        if not self.up and self._good_in_a_row >= self._limits.recover_after:
             self.up = True
             self.reason = ""
             log.info("%s engine %s is up", self.role, self.url)
