@@ -23,7 +23,7 @@ from kvferry.errors import DescriptionError
 from kvferry.router.api import ApiError, Generation, Limits, RouterConfig, base_url, ticket_of
 from kvferry.router.app import make_app
 from kvferry.router.engines import EngineGroup
-from kvferry.router.guard import Memory, RequestMemory, address_of
+from kvferry.router.guard import MemoryLimit, RequestMemory, address_of
 from waiting import wait_until
 
 QUICK = Limits(
@@ -571,7 +571,7 @@ def test_memory_is_shared_by_address_and_the_oldest_upload_gives_way() -> None:
     most = {"max_body_bytes": mib, "max_answer_bytes": mib, "max_held_bytes": 8 * mib}
 
     async def run() -> None:
-        memory = Memory(quick(**most))
+        memory = MemoryLimit(quick(**most))
         a, b, c = (RequestMemory(memory, address) for address in "abc")
         a.add(free)
         assert memory.taken == 0  # usual prompts always get in
@@ -591,7 +591,7 @@ def test_memory_is_shared_by_address_and_the_oldest_upload_gives_way() -> None:
             held.close()
         assert memory.taken == 0
 
-        memory = Memory(quick(**most, progress_seconds=1e-9))
+        memory = MemoryLimit(quick(**most, progress_seconds=1e-9))
         a, b, c = (RequestMemory(memory, address) for address in "abc")
         await asyncio.sleep(0.001)
         async with asyncio.timeout(None) as for_a, asyncio.timeout(None) as for_b:

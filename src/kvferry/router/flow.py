@@ -44,7 +44,7 @@ from kvferry.router.engines import (
     Upstream,
     UpstreamEngine,
 )
-from kvferry.router.guard import ClientGone, Memory, Places
+from kvferry.router.guard import ClientGone, MemoryLimit, Places
 
 OUTCOMES = (
     "ok",
@@ -84,7 +84,7 @@ class Router:
         self.engines = self.prefill.engines + self.decode.engines
         self.upstream = Upstream(config.limits)
         self.places = Places(config.limits.max_in_flight, config.limits.address_share)
-        self.memory = Memory(config.limits)
+        self.memory = MemoryLimit(config.limits)
         self.requests = Counter(dict.fromkeys(OUTCOMES, 0))
         self.retries = Counter(dict.fromkeys(RETRIES, 0))
         self.fallbacks = Counter(dict.fromkeys(FALLBACKS, 0))

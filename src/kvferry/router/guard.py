@@ -122,7 +122,7 @@ class Places(Quota):
             self.take(address, -1)
 
 
-class Memory(Quota):
+class MemoryLimit(Quota):
     """The memory for bodies and answers of all requests."""
 
     def __init__(self, limits: Limits) -> None:
@@ -150,7 +150,7 @@ class Memory(Quota):
 class RequestMemory:
     """The memory of one request."""
 
-    def __init__(self, memory: Memory, address: str) -> None:
+    def __init__(self, memory: MemoryLimit, address: str) -> None:
         self.address = address
         self.since = asyncio.get_running_loop().time()
         self.bytes = 0
