@@ -46,7 +46,7 @@ fuzz: $(VENV)/.done  ## hostile frames, requests and files; FRAMES=1000000 for t
 	$(BIN)/python scripts/fuzz --frames $(or $(FRAMES),100000) $(if $(SEED),--seed $(SEED))
 
 bench-plan: $(VLLM_VENV)/.done  ## planning speed beside vLLM's planner, in one run
-	$(VLLM_BIN)/kvferry bench plan --html out/bench-plan.html
+	$(VLLM_BIN)/python -m benchmarks.plan --html out/bench-plan.html
 
 bench-pool: $(VLLM_VENV)/.done  ## the pool's hit rates, lookups and bandwidth; ARGS='--trace FILE'
 	$(VLLM_BIN)/python -m benchmarks.pool $(ARGS)

@@ -1,5 +1,6 @@
 """Measurements of kvferry beside others, run from the repository's root:
 
+    python -m benchmarks.plan       planning, beside vLLM's planner
     python -m benchmarks.pool       the pool: hit rates, lookups, bandwidth
     python -m benchmarks.handover   prefill to decode between real engines
     python -m benchmarks.stall      how long a hand-over holds up an engine's step

@@ -259,7 +259,7 @@ def replay_store(
         return rates_of(trace, hits)
 
 
-# --- the store's rules as a model -----------------------------------------------------------------
+# The store's rules as a model
 
 
 class _Kept:
@@ -342,7 +342,7 @@ def replay_rules(
     return rates_of(trace, hits)
 
 
-# --- policies that were not taken -----------------------------------------------------------------
+# Policies that were not taken
 
 
 class NoShared(ConversationPolicy):
@@ -486,7 +486,7 @@ BY_BLOCK: dict[str, Callable[[Trace, int], Rates]] = {
 }
 
 
-# --- the choice of constants ----------------------------------------------------------------------
+# The choice of constants
 
 
 @dataclass(frozen=True, slots=True)

@@ -322,7 +322,7 @@ class _Runner:
         )
 
 
-# --- two engines with one connector ---------------------------------------------------------------
+# Two engines with one connector
 
 
 @dataclass(slots=True)

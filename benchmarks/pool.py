@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import eviction
 from benchmarks.eviction import (
@@ -28,16 +26,16 @@ from benchmarks.eviction import (
 )
 from benchmarks.scheduler_lookup import SchedulerShare, scheduler_share
 from benchmarks.stores import Bandwidth, Contender, Lookup, bandwidths, lookups
-from kvferry.cli.bench import page
 from kvferry.cli.console import (
     Html,
     Json,
-    err,
     keep_page,
     libraries_to_stderr,
     print_json,
     refusals,
+    say,
 )
+from kvferry.cli.page import Page, Sheet, print_sheets
 from kvferry.errors import DescriptionError
 
 CAPACITIES = (500, 1000, 3000, 10_000, 30_000, 100_000)
@@ -56,7 +54,6 @@ CURVES = (
     ("kvferry", "kvferry", "#0072b2"),
     ("lru", "LRU", "#d55e00"),
 )
-Tables = list[tuple[str, list[str], list[list[str]]]]  # title, head, rows
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -102,26 +99,20 @@ def main(
                 raise DescriptionError("--tune takes no --quick and no --html; leave them out")
             if trace is None:
                 raise DescriptionError("--tune needs a trace; name one with --trace")
-            tuned = eviction.tune(trace, _say)
+            tuned = eviction.tune(trace, say)
         if as_json:
             print_json(asdict(tuned))
         else:
-            _print_tables(_tune_tables(tuned))
+            print_sheets(_tune_sheets(tuned))
         return
     with refusals(), libraries_to_stderr():
-        result = run(trace, _say, quick=quick)
+        result = run(trace, say, quick=quick)
     if as_json:
         print_json(asdict(result))
     else:
-        _print_tables(_tables(result))
-        for note in result.notes:
-            print(note)
+        pool_page(result).print()
     if html is not None:
-        keep_page(html, pool_bench_page(result), "plot")
-
-
-def _say(line: str) -> None:
-    err.print(line, style="dim", highlight=False)
+        keep_page(html, pool_page(result).html(), "plot")
 
 
 def run(trace_path: Path | None, say: Callable[[str], None], *, quick: bool = False) -> PoolBench:
@@ -182,10 +173,7 @@ def _at_least(name: str, wanted: float, found: float) -> Verdict:
     return Verdict(name, f">= {wanted:g}", round(found, 4), found >= wanted)
 
 
-# --- tables, and a page with the hit rate by capacity ---------------------------------------------
-
-
-def _tables(result: PoolBench) -> Tables:
+def _sheets(result: PoolBench) -> list[Sheet]:
     def pair(values: tuple[float, float]) -> str:
         return " / ".join(f"{value:.3f}" for value in values)
 
@@ -214,7 +202,7 @@ def _tables(result: PoolBench) -> Tables:
     ]
     rates = [[b.store, b.op, f"{b.gb_s:.2f}", f"{b.of_memcpy:.0%}"] for b in result.bandwidth]
     return [
-        (
+        Sheet(
             f"Prefix hit rate, {result.requests:,} requests ({result.trace})",
             [
                 "blocks",
@@ -228,14 +216,14 @@ def _tables(result: PoolBench) -> Tables:
             ],
             hits,
         ),
-        (
+        Sheet(
             f"Lookups of {result.lookup.keys_per_lookup} keys",
             ["index", "objects", "keys a second", "p50 µs", "p99 µs"],
             lookups,
         ),
         *_scheduler(result),
-        ("Bandwidth", ["store", "", "GB/s", "of memcpy"], rates),
-        (
+        Sheet("Bandwidth", ["store", "", "GB/s", "of memcpy"], rates),
+        Sheet(
             "Targets",
             ["what", "wanted", "found", ""],
             [
@@ -246,7 +234,7 @@ def _tables(result: PoolBench) -> Tables:
     ]
 
 
-def _scheduler(result: PoolBench) -> Tables:
+def _scheduler(result: PoolBench) -> list[Sheet]:
     share = result.scheduler
     if share is None:
         return []
@@ -255,7 +243,7 @@ def _scheduler(result: PoolBench) -> Tables:
         ["vLLM's MooncakeStoreConnector", f"{share.vllm_us:.0f}", f"{share.vllm_us:.0f}", "-"],
     ]
     return [
-        (
+        Sheet(
             f"One lookup of {share.tokens:,} tokens ({share.keys} keys) in Mooncake Store, µs",
             ["connector", "scheduler's thread", "answer after", "delay of steps"],
             rows,
@@ -263,20 +251,7 @@ def _scheduler(result: PoolBench) -> Tables:
     ]
 
 
-def _print_tables(tables: Tables) -> None:
-    console = Console()
-    for title, head, rows in tables:
-        console.print(f"[bold]{title}[/]", highlight=False)
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        for index, name in enumerate(head):
-            table.add_column(name, justify="left" if index == 0 else "right")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-        console.print()
-
-
-def _tune_tables(result: TuneResult) -> Tables:
+def _tune_sheets(result: TuneResult) -> list[Sheet]:
     def shown(rates: tuple[float, ...]) -> str:
         return " / ".join(f"{rate:.3f}" for rate in rates)
 
@@ -298,14 +273,14 @@ def _tune_tables(result: TuneResult) -> Tables:
     ]
     policies = [[p.name, shown(p.first), shown(p.second), shown(p.whole)] for p in result.policies]
     return [
-        (
+        Sheet(
             f"First half, {result.first_half_requests:,} requests, at {at} blocks "
             f"(LRU {shown(result.lru)})",
             ["sweep", "constant", "value", "hit rate", "mean ratio", "worst", ""],
             grid,
         ),
-        ("Constants", ["", "first half's choice", "in use"], constants),
-        (
+        Sheet("Constants", ["", "first half's choice", "in use"], constants),
+        Sheet(
             f"Policies with that choice, at {at} blocks",
             ["policy", "first half", "second half", "whole"],
             policies,
@@ -313,19 +288,15 @@ def _tune_tables(result: TuneResult) -> Tables:
     ]
 
 
-def pool_bench_page(result: PoolBench) -> str:
-    parts = ["<h1>The pool</h1>"]
-    for title, head, rows in _tables(result):
-        names = "".join(f"<th>{escape(name)}</th>" for name in head)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-        )
-        parts.append(f"<h2>{escape(title)}</h2>")
-        if "hit rate" in title:
-            parts.append(_curve(result))
-        parts.append(f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>")
-    notes = "".join(f"<li>{escape(note)}</li>" for note in result.notes)
-    return page("benchmarks.pool", f"{''.join(parts)}\n<ul>{notes}</ul>")
+def pool_page(result: PoolBench) -> Page:
+    return Page(
+        "benchmarks.pool",
+        "The pool",
+        "One run, on one machine.",
+        _sheets(result),
+        result.notes,
+        [("Prefix hit rate by capacity", _curve(result))],
+    )
 
 
 def _curve(result: PoolBench) -> str:

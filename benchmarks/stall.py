@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from kvferry.bench.plan import VllmSide, prepare_vllm_worker, vllm_installed
+from benchmarks.plan import VllmSide, prepare_vllm_worker, vllm_installed
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.carriers.host import HostMemory
 from kvferry.cli.console import Json, libraries_to_stderr, print_json, refusals

@@ -58,7 +58,7 @@ def test_a_short_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"store", "op", "gb_s"} <= set(told["bandwidth"][0])
     verdicts = {one["name"]: one["met"] for one in told["targets"]}
     assert verdicts["scheduler's share of a lookup, of the in-tree connector's"] is False
-    page = pool.pool_bench_page(result)
+    page = pool.pool_page(result).html()
     assert "<svg" in page and "a &lt; b" in page and "http" not in page and "MISSED" in page
 
 

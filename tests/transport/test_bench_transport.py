@@ -7,9 +7,16 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.bench.transport import PairedRow, SpeedTarget, judge, lines, run, target_lines
+from kvferry.bench.transport import (
+    CarrierResult,
+    PairedRow,
+    SpeedTarget,
+    TransportResult,
+    judge,
+    run,
+)
 from kvferry.carriers.local import LocalCarrier
-from kvferry.cli.bench import transport_bench_page
+from kvferry.cli.bench import transport_page
 from kvferry.cli.main import app
 from kvferry.errors import TransferError
 
@@ -26,10 +33,12 @@ def test_a_short_run() -> None:
         assert (row.of_baseline is None) == (carrier == "memcpy")
     assert not result.paired  # neither of them has a library of its own
     assert {t.met for t in result.targets} == {None}  # nothing to compare with was measured
-    assert len(list(lines(result))) == 5 + len(rows) + len(result.missing) + 1 + len(result.targets)
-    page = transport_bench_page(result)
-    assert page.startswith("<!doctype html>") and "<h2>Writes</h2>" in page
-    assert "http" not in page  # needs nothing from elsewhere
+    page = transport_page(result)
+    assert [len(sheet.rows) for sheet in page.sheets] == [3, len(rows)]
+    assert len(page.notes) == len(result.missing) + len(result.targets)
+    html = page.html()
+    assert html.startswith("<!doctype html>") and "<h2>Writes</h2>" in html
+    assert "http" not in html  # needs nothing from elsewhere
 
 
 def test_sizes_that_do_not_fit() -> None:
@@ -48,7 +57,8 @@ def test_what_is_named_must_go_its_own_way(monkeypatch: pytest.MonkeyPatch) -> N
     result = run(sizes=(1 << 20,), seconds=0.0)
     assert {row.carrier for row in result.results} == {"memcpy", "tcp"}
     assert set(result.missing) == {"local", "mooncake", "raw-mooncake", "nixl", "raw-nixl"}
-    said = [line for line in lines(result) if line.startswith("not measured: local: it goes by")]
+    notes = transport_page(result).notes
+    said = [note for note in notes if note.startswith("not measured: local: it goes by")]
     assert len(said) == 1 and said[0].endswith("the system forbids it")
 
 
@@ -63,6 +73,9 @@ def test_what_is_named_must_be_installed(carriers: str, monkeypatch: pytest.Monk
     result = CliRunner().invoke(app, ["bench", "transport", "--carriers", carriers])
     assert result.exit_code == 2
     assert "needs NIXL" in result.output and "pip install" in result.output
+
+
+RESULTS = (CarrierResult("memcpy", "copy", 4096, 1.0, 1.0, None),)
 
 
 def row(carrier: str, op: str, of_library: float, size: int = 256) -> PairedRow:
@@ -83,15 +96,15 @@ def test_targets_are_judged_by_their_worst_cell() -> None:
     assert (first.found, first.where, first.met) == (1.9, "write 4.0 KiB", False)
     assert {t.met for t in (*others, nixl)} == {None}
     assert (mooncake.found, mooncake.where, mooncake.met) == (0.94, "write 256 B", False)
-    *_, missed, _ = target_lines((mooncake, nixl))
-    assert missed.startswith("MISSED") and "0.94 at worst (write 256 B)" in missed
+    assert mooncake.verdict == "MISSED" and nixl.verdict == "not measured"
 
 
 def test_a_verdict_says_which_sizes_it_is_about() -> None:
     def at(*sizes: int) -> tuple[SpeedTarget, str]:
         rates = {(n, "read", s): r for n, r in (("local", 9.0), ("raw-nixl", 1.0)) for s in sizes}
         verdicts = judge(rates, [])
-        return verdicts[0], list(target_lines(verdicts))[1]
+        page = transport_page(TransportResult(1.0, 1.0, 1.0, RESULTS, targets=verdicts))
+        return verdicts[0], page.notes[0]
 
     found, line = at(4096, 65536, 256)
     assert found.met and found.judged_bytes == (4096, 65536) and found.left_out_bytes == (16384,)

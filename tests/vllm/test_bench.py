@@ -6,14 +6,15 @@ import pytest
 
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 
-from kvferry.bench.plan import CASES, _measure
+from benchmarks.plan import measure
+from kvferry.bench.plan import CASES
 from kvferry.layout.presets import load_model
 
 
 @pytest.mark.parametrize("name", ["scattered-2048", "contiguous-same-shape", "contiguous"])
 def test_faster_than_vllm_and_the_same_bytes(name: str) -> None:
     case = next(c for c in CASES if c.name == name)
-    result = _measure(case, load_model("llama-3.1-70b"), beside=True, quick=True)
+    result = measure(case, load_model("llama-3.1-70b"), repeats=1)
     assert result.same_bytes_as_vllm
     assert result.vllm_descriptors is not None
     assert result.descriptors <= result.vllm_descriptors

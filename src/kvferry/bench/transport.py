@@ -25,24 +25,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import json
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import IO, Any, Protocol
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.carriers.auto import make_carrier
-from kvferry.carriers.base import (
-    MemoryRegion,
-)
+from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.library import mooncake, nixl, shared
 from kvferry.carriers.library.shared import batches
 from kvferry.copies import Copies, Ints
@@ -51,6 +50,7 @@ from kvferry.units import show_bytes
 
 KIB = 1 << 10
 SIZES = tuple(256 << (2 * step) for step in range(9))  # of descriptors: 256 B to 16 MiB
+OPS = ("read", "write")
 SCATTER_BYTES = 64 << 10
 LEAST_ROUNDS = 4
 TAKE_BELOW_BYTES = 16 << 10  # below, a memmove per descriptor would measure Python
@@ -73,19 +73,16 @@ BASELINES = {
     "mooncake": "raw-mooncake",
     "nixl": "raw-nixl",
 }
-# Measured in pairs with their libraries, over one engine.
-IN_PAIRS = ("mooncake", "nixl")
 # Measured alone, because the progress threads of plain NIXL agents spin on both sides all the time.
 ALONE = ("raw-nixl",)
-OPS = ("read", "write")
 GB = 1e9
 LOOPBACK = "127.0.0.1"
 WAIT_SECONDS = 60.0
 QUIET = {"MC_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
 Bytes = NDArray[np.uint8]
-Task = Callable[[], None]
+Task = Callable[[], object]
 Timed = Callable[[], float]  # runs once, and returns the seconds
-Cell = tuple[str, int]  # direction, bytes of a descriptor
+Rates = Mapping[tuple[str, str, int], float]  # by carrier, direction and bytes of a descriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +118,12 @@ class SpeedTarget:
     judged_bytes: tuple[int, ...] = ()  # judged sizes of descriptors
     left_out_bytes: tuple[int, ...] = ()  # other `SIZES` for which the target holds
 
+    @property
+    def verdict(self) -> str:
+        if self.found is None:
+            return "not measured"
+        return "MISSED" if not self.met else "met in part" if self.left_out_bytes else "met"
+
 
 @dataclass(frozen=True, slots=True)
 class TransportResult:
@@ -134,10 +137,7 @@ class TransportResult:
 
 
 def run(
-    sizes: Sequence[int] = SIZES,
-    seconds: float = 1.0,
-    carriers: Sequence[str] = (),
-    ops: Sequence[str] = OPS,
+    sizes: Sequence[int] = SIZES, seconds: float = 1.0, carriers: Sequence[str] = ()
 ) -> TransportResult:
     """Measure carriers (all that are installed, or those named), about `seconds` for each size."""
     for size in sizes:
@@ -146,240 +146,210 @@ def run(
                 f"a descriptor of {size} bytes; this measures 1 to {BUFFER_BYTES // 2} bytes"
             )
     with quiet_libraries():
-        wanted = _Wanted.of(carriers)
-        measured = _Measured(tuple(sizes), seconds, tuple(ops), buffer(1), buffer(2))
-        with owner() as other:
-            measured.all_sizes(other, wanted)
-            pairs = paired(other, measured.landing, wanted.names, sizes, ops, seconds)
-    result = replace(measured.result(wanted), paired=tuple(pairs))
-    rates = {(r.carrier, r.op, r.descriptor_bytes): r.gb_s for r in result.results}
-    return replace(result, targets=judge(rates, pairs))
+        names, missing = _choose(carriers)
+        with owner_process() as owner:
+            bench = _Bench(owner, sizes, seconds)
+            missing |= bench.measure(names, named=bool(carriers))
+            names = [name for name in names if name not in missing]
+            pairs = [row for name in names if name in PAIR_BYTES for row in bench.pairs(name)]
+    nearest = min(sizes, key=lambda size: abs(size - SCATTER_BYTES))
+    results = tuple(bench.results(names))
+    return TransportResult(
+        memcpy_gb_s=bench.fastest("long memcpy") / GB,
+        scatter_memcpy_gb_s=bench.best["memcpy", "copy", nearest] / GB,
+        socket_gb_s=bench.fastest("socket") / GB,
+        results=results,
+        missing=missing,
+        paired=tuple(pairs),
+        targets=judge({(r.carrier, r.op, r.descriptor_bytes): r.gb_s for r in results}, pairs),
+    )
 
 
-def lines(result: TransportResult) -> Iterator[str]:
-    """The result as a table for people."""
-    yield f"memcpy                  {result.memcpy_gb_s:6.2f} GB/s"
-    yield f"memcpy, scattered       {result.scatter_memcpy_gb_s:6.2f} GB/s"
-    yield f"one socket              {result.socket_gb_s:6.2f} GB/s"
-    yield ""
-    title = f"{'carrier':14}{'op':6}{'descriptor':>12}{'GB/s':>9}{'descriptors/s':>16}"
-    yield title + "  of its baseline"
-    for row in result.results:
-        ratio = f"{row.of_baseline:.0%}" if row.of_baseline is not None else "-"
-        yield (
-            f"{row.carrier:14}{row.op:6}{row.descriptor_bytes:12,}{row.gb_s:9.2f}"
-            f"{row.descriptors_s:16,.0f}  {ratio}"
-        )
-    for name, why in result.missing.items():
-        yield f"not measured: {name}: {why}"
-    yield from paired_lines(result.paired)
-    yield from target_lines(result.targets)
+def _choose(named: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Movers to measure, and movers that are not installed, with the reason.
+
+    Named movers must exist and be installed.
+    """
+    for name in named:
+        if name not in MOVERS:
+            raise TransferError(
+                f"the carrier {name!r} is not measured here; choose among {', '.join(MOVERS)}"
+            )
+    missing = {}
+    for name in named or MOVERS:
+        try:
+            if "mooncake" in name:
+                mooncake.engine_class()
+            if "nixl" in name:
+                nixl.api()
+        except TransferError as error:
+            if named:
+                raise
+            missing[name] = str(error)
+    return [name for name in dict.fromkeys(named or MOVERS) if name not in missing], missing
 
 
-# Rounds in which all movers take turns
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Set the libraries' log levels before they are loaded; they log every connection otherwise."""
+    ours = {name: value for name, value in QUIET.items() if name not in os.environ}
+    with shared.environment(ours):
+        yield
 
 
-@dataclass(slots=True)
-class _Measured:
-    """The best rates so far, in bytes a second."""
+class _Bench:
+    """The best rates so far, in bytes a second, and the memory of this process."""
 
-    sizes: tuple[int, ...]
-    seconds: float
-    ops: tuple[str, ...]
-    source: NDArray[np.uint8]
-    landing: NDArray[np.uint8]
-    best: dict[tuple[str, str, int], float] = field(default_factory=dict)
-    long_copy: float = 0.0
+    def __init__(self, owner: Owner, sizes: Sequence[int], seconds: float) -> None:
+        self.owner, self.sizes, self.seconds = owner, sizes, seconds
+        self.source, self.landing = buffer(1), buffer(2)
+        self.best: dict[tuple[str, str, int], float] = defaultdict(float)
 
-    def all_sizes(self, owner: OwnerProcess, wanted: _Wanted) -> None:
-        alone = [name for name in wanted.names if name in ALONE]
+    def measure(self, names: Sequence[str], *, named: bool) -> dict[str, str]:
+        """Measure all sizes. Returns the movers that were left out, because they go to the owner by
+        another one, with the reason. None may be left out if the user named the movers."""
+        left_out = {}
         with ExitStack() as stack:
-            movers = {n: self._open(stack, owner, n) for n in wanted.names if n not in ALONE}
+            movers = {n: stack.enter_context(self._open(n)) for n in names if n not in ALONE}
             for name, mover in list(movers.items()):
-                if not wanted.require_own_way(name, mover.detour):
+                if mover.detour:
+                    why = f"it goes by tcp here, which is measured as tcp: {mover.detour}"
+                    if named:
+                        raise TransferError(f"{name} cannot be measured: {why}")
+                    left_out[name] = why
                     del movers[name]
             for size in self.sizes:
-                rounds = self._size(owner, movers, size)
-                for name in alone:
-                    with ExitStack() as short:
-                        one = {name: self._open(short, owner, name)}
-                        self._size(owner, one, size, rounds)
+                tasks = self._limits(size) | self._tasks(movers, size)
+                rounds = self._rounds(size, tasks, LEAST_ROUNDS, self.seconds)
+                for name in set(ALONE) & set(names):
+                    with self._open(name) as mover:
+                        self._rounds(size, self._tasks({name: mover}, size), rounds)
+        return left_out
 
-    def _open(self, stack: ExitStack, owner: OwnerProcess, name: str) -> Mover:
-        """Open a mover on both sides."""
-        mover = stack.enter_context(closing(MOVERS[name](self.landing)))
-        endpoint = owner.open(name)
-        stack.callback(owner.close, name)
-        mover.connect(endpoint)
-        return mover
+    @contextmanager
+    def _open(self, name: str) -> Iterator[Mover]:
+        """A mover, opened on both sides."""
+        with closing(MOVERS[name](self.landing)) as mover:
+            mover.connect(self.owner.ask("open", name))
+            try:
+                yield mover
+            finally:
+                self.owner.ask("close", name)
 
-    def _size(
-        self, owner: OwnerProcess, movers: dict[str, Mover], size: int, only_rounds: int = 0
+    def _limits(self, size: int) -> dict[tuple[str, str], tuple[Task, int]]:
+        """The limits of this machine, as tasks with the bytes that each one moves."""
+        copies = self._copies("copy", size, MAX_DESCRIPTORS)
+        return {
+            ("memcpy", "copy"): (self._memcpy(copies, size), len(copies) * size),
+            ("long memcpy", "copy"): (
+                lambda: np.copyto(self.landing, self.source),
+                BUFFER_BYTES,
+            ),
+            ("socket", "copy"): (lambda: self.owner.stream_into(self.landing), BUFFER_BYTES),
+        }
+
+    def _memcpy(self, copies: Copies, size: int) -> Task:
+        if size < TAKE_BELOW_BYTES:
+            # NumPy's loop over rows: the same reads, with writes in order.
+            rows = self.source[: BUFFER_BYTES // size * size].reshape(-1, size)
+            into = self.landing[: len(copies) * size].reshape(-1, size)
+            which = (copies.src - self.source.ctypes.data) // size
+            return lambda: np.take(rows, which, axis=0, out=into, mode="clip")
+        addresses = list(zip(copies.dst.tolist(), copies.src.tolist(), strict=True))
+
+        def copy() -> None:
+            memmove = ctypes.memmove
+            for dst, src in addresses:
+                memmove(dst, src, size)
+
+        return copy
+
+    def _tasks(
+        self, movers: Mapping[str, Mover], size: int
+    ) -> dict[tuple[str, str], tuple[Task, int]]:
+        tasks = {}
+        for op, (name, mover) in itertools.product(OPS, movers.items()):
+            copies = self._copies(op, size, MOST_DESCRIPTORS.get(name, MAX_DESCRIPTORS))
+            tasks[name, op] = mover.prepare(op, copies), len(copies) * size
+        return tasks
+
+    def _copies(self, op: str, size: int, most: int) -> Copies:
+        """At most so many copies, from random slots of one side to random slots of the other."""
+        here, there = self.landing.ctypes.data, self.owner.address
+        src, dst = {
+            "copy": (self.source.ctypes.data, here),
+            "read": (there, here),
+            "write": (here, there),
+        }[op]
+        slots = BUFFER_BYTES // size
+        rng = np.random.default_rng(size)
+        from_slots, to_slots = (rng.permutation(slots)[:most].astype(np.int64) for _ in range(2))
+        length = np.full(len(from_slots), size, dtype=np.int64)
+        return Copies(src + from_slots * size, dst + to_slots * size, length)
+
+    def _rounds(
+        self,
+        size: int,
+        tasks: Mapping[tuple[str, str], tuple[Task, int]],
+        least: int,
+        seconds: float = 0.0,
     ) -> int:
-        """Run rounds of all movers and the limits, or `only_rounds` rounds of a single mover."""
-        src, dst = slots(size)
-        limits = not only_rounds
-        tasks: dict[tuple[str, str], tuple[Task, int]] = {}
-        if limits:
-            copy = _scattered_memcpy(self.source, self.landing, src, dst, size)
-            tasks["memcpy", "copy"] = copy, len(src) * size
-        here, there = self.landing.ctypes.data, owner.address
-        for op in self.ops:
-            a, b = (there, here) if op == "read" else (here, there)
-            for name, mover in movers.items():
-                few = slice(0, MOST_DESCRIPTORS.get(name))
-                length = np.full(len(src[few]), size, dtype=np.int64)
-                copies = Copies(src[few] + a, dst[few] + b, length)
-                tasks[name, op] = mover.prepare(op, copies), len(length) * size
+        """Run rounds in which all tasks take turns, at least so many. Returns their number."""
         for task, _ in tasks.values():
             task()  # pages, connections, threads
-        until, rounds = time.monotonic() + self.seconds, 0
-        while rounds < (only_rounds or LEAST_ROUNDS) or (limits and time.monotonic() < until):
+        until, rounds = time.monotonic() + seconds, 0
+        while rounds < least or time.monotonic() < until:
             rounds += 1
-            for (name, op), (task, count) in tasks.items():
-                self._note(name, op, size, count / seconds_of(task))
-            if limits:
-                once = seconds_of(lambda: np.copyto(self.landing, self.source))
-                self.long_copy = max(self.long_copy, BUFFER_BYTES / once)
-                stream = BUFFER_BYTES / owner.stream_seconds(self.landing)
-                self._note("socket", "copy", size, stream)
+            for (name, op), (task, moved_bytes) in tasks.items():
+                rate = moved_bytes / seconds_of(task)
+                self.best[name, op, size] = max(self.best[name, op, size], rate)
         return rounds
 
-    def _note(self, name: str, op: str, size: int, rate: float) -> None:
-        self.best[name, op, size] = max(self.best.get((name, op, size), 0.0), rate)
+    def fastest(self, name: str) -> float:
+        return max(self.best[name, "copy", size] for size in self.sizes)
 
-    def result(self, wanted: _Wanted) -> TransportResult:
-        rows = []
-        for op in ("copy", *self.ops):
-            for name in ["memcpy"] if op == "copy" else wanted.names:
-                for size in self.sizes:
-                    rate, limit = self.best[name, op, size], self._baseline(name, op, size)
-                    ratio = rate / limit if limit else None
-                    rows.append(CarrierResult(name, op, size, rate / GB, rate / size, ratio))
-        nearest = min(self.sizes, key=lambda s: abs(s - SCATTER_BYTES))
-        return TransportResult(
-            memcpy_gb_s=self.long_copy / GB,
-            scatter_memcpy_gb_s=self.best["memcpy", "copy", nearest] / GB,
-            socket_gb_s=max(self.best["socket", "copy", size] for size in self.sizes) / GB,
-            results=tuple(rows),
-            missing=wanted.missing,
-        )
+    def results(self, names: Sequence[str]) -> Iterator[CarrierResult]:
+        rows = [("memcpy", "copy"), *((name, op) for op in OPS for name in names)]
+        for (name, op), size in itertools.product(rows, self.sizes):
+            rate, other = self.best[name, op, size], BASELINES.get(name, "")
+            by_op = "copy" if other in ("memcpy", "socket") else op
+            limit = self.best.get((other, by_op, size))
+            ratio = rate / limit if limit else None
+            yield CarrierResult(name, op, size, rate / GB, rate / size, ratio)
 
-    def _baseline(self, name: str, op: str, size: int) -> float | None:
-        other = BASELINES.get(name, "")
-        by_op = "copy" if other in ("memcpy", "socket") else op
-        return self.best.get((other, by_op, size))
+    def pairs(self, name: str) -> Iterator[PairedRow]:
+        """The overhead of the carrier `mooncake` or `nixl` over its library.
 
-
-def _scattered_memcpy(
-    source: NDArray[np.uint8], landing: NDArray[np.uint8], src: Ints, dst: Ints, size: int
-) -> Task:
-    if size < TAKE_BELOW_BYTES:
-        # NumPy's loop over rows: the same reads, with writes in order.
-        rows = source[: BUFFER_BYTES // size * size].reshape(-1, size)
-        into = landing[: len(src) * size].reshape(-1, size)
-        which = src // size
-
-        def take() -> None:
-            np.take(rows, which, axis=0, out=into, mode="clip")
-
-        return take
-    sources = (src + source.ctypes.data).tolist()
-    targets = (dst + landing.ctypes.data).tolist()
-
-    def copy() -> None:
-        memmove = ctypes.memmove
-        for a, b in zip(sources, targets, strict=True):
-            memmove(b, a, size)
-
-    return copy
-
-
-def slots(size: int) -> tuple[Ints, Ints]:
-    """Offsets of random slots on both sides."""
-    count = BUFFER_BYTES // size
-    some = min(count, MAX_DESCRIPTORS)
-    rng = np.random.default_rng(size)
-    src, dst = (rng.permutation(count)[:some].astype(np.int64) * size for _ in range(2))
-    return src, dst
+        Two engines of one library in the same two processes can differ by a factor of two,
+        depending on which threads serve which connections. So the carrier, and its library called
+        directly with the same batches, move the same copies over the *same* engine in turns:
+        library, carrier, library, ... The result is the median of the turns' ratios, with their
+        quartiles as the spread.
+        """
+        with self._open(name) as mover:
+            assert isinstance(mover, OurCarrier)
+            for size, op in itertools.product(self.sizes, OPS):
+                most = max(1, min(PAIR_DESCRIPTORS[name], PAIR_BYTES[name] // size))
+                copies = self._copies(op, size, most)
+                ours, theirs = mover.prepare(op, copies), mover.library(op, copies)
+                ours()  # pages, connections, threads
+                theirs()
+                seconds, ratios = in_turns(
+                    partial(seconds_of, ours),
+                    partial(seconds_of, theirs),
+                    LEAST_PAIRS,
+                    MOST_PAIRS,
+                    self.seconds,
+                )
+                low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
+                rate = len(copies) * size / float(np.median(seconds)) / GB
+                yield PairedRow(name, op, size, len(ratios), rate, middle, low, high)
 
 
 def seconds_of(task: Task) -> float:
     begin = time.perf_counter()
     task()
     return time.perf_counter() - begin
-
-
-# Pairs: a carrier and its library, in turns
-
-
-def paired(
-    owner: OwnerProcess,
-    landing: NDArray[np.uint8],
-    names: Sequence[str],
-    sizes: Sequence[int],
-    ops: Sequence[str],
-    seconds: float,
-) -> list[PairedRow]:
-    """The overhead of the carriers `mooncake` and `nixl` over their libraries.
-
-    Two engines of one library in the same two processes can differ by a factor of two, depending on
-    which threads serve which connections. So the carrier, and its library called directly with the
-    same batches, move the same copies over the *same* engine in turns: library, carrier, library,
-    ... The result is the median of the turns' ratios, with their quartiles as the spread.
-    """
-    rows: list[PairedRow] = []
-    for name in names:
-        if name not in IN_PAIRS:
-            continue
-        with closing(OurCarrier(name, landing)) as mover:
-            mover.connect(owner.open(name))
-            try:
-                for size, op in itertools.product(sizes, ops):
-                    rows.append(_row(owner, landing, mover, name, op, size, seconds))
-            finally:
-                owner.close(name)
-    return rows
-
-
-def _row(
-    owner: OwnerProcess,
-    landing: NDArray[np.uint8],
-    mover: OurCarrier,
-    name: str,
-    op: str,
-    size: int,
-    seconds: float,
-) -> PairedRow:
-    src, dst = slots(size)
-    few = slice(0, max(1, min(PAIR_DESCRIPTORS[name], PAIR_BYTES[name] // size)))
-    here, there = landing.ctypes.data, owner.address
-    a, b = (there, here) if op == "read" else (here, there)
-    length = np.full(len(src[few]), size, dtype=np.int64)
-    copies = Copies(src[few] + a, dst[few] + b, length)
-    ours, theirs = mover.prepare(op, copies), mover.library(op, copies)
-    ours()  # pages, connections, threads
-    theirs()
-    theirs_seconds, ratios = in_turns(
-        lambda: seconds_of(ours), lambda: seconds_of(theirs), LEAST_PAIRS, MOST_PAIRS, seconds
-    )
-    low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
-    rate = int(length.sum()) / float(np.median(theirs_seconds)) / GB
-    return PairedRow(name, op, size, len(ratios), rate, middle, low, high)
-
-
-def paired_lines(rows: Sequence[PairedRow]) -> Iterator[str]:
-    if not rows:
-        return
-    yield ""
-    title = f"{'of its library, one engine':26}{'descriptor':>12}{'pairs':>7}{'median':>9}"
-    yield title + "   quartiles"
-    for row in rows:
-        yield (
-            f"{row.carrier:20}{row.op:6}{show_bytes(row.descriptor_bytes):>12}"
-            f"{row.pairs:7}"
-            f"{row.of_library:9.2f}   {row.lower_quartile:.2f} to {row.upper_quartile:.2f}"
-        )
 
 
 def in_turns(
@@ -397,264 +367,132 @@ def in_turns(
     return found, (found[1:] + found[:-1]) / 2 / np.array(mine)
 
 
-# Targets
-
-
-@dataclass(frozen=True, slots=True)
-class _Goal:
-    carrier: str
-    times: float
-    than: str
-    at_least: int  # bytes of a descriptor
-    at_most: int
-
-    @property
-    def text(self) -> str:
-        sizes = f"{show_bytes(self.at_least)} to {show_bytes(self.at_most)}"
-        if self.at_least == self.at_most:
-            sizes = show_bytes(self.at_least)
-        return f"{self.carrier} at least {self.times:g} x {self.than}, {sizes}"
-
-
+# Targets: a carrier, how many times as fast as another mover, and from and to which size
 BESIDE = (
-    _Goal("local", 2.0, "raw-nixl", 4 * KIB, 64 * KIB),
-    _Goal("local", 5.0, "raw-mooncake", 4 * KIB, 16 * KIB),
-    _Goal("tcp", 3.0, "raw-mooncake", 256, 16 * KIB),
-    _Goal("tcp", 1.3, "raw-mooncake", 64 * KIB, 64 * KIB),
-    _Goal("tcp", 1.0, "raw-mooncake", 256 * KIB, 16 * KIB * KIB),
+    ("local", 2.0, "raw-nixl", 4 * KIB, 64 * KIB),
+    ("local", 5.0, "raw-mooncake", 4 * KIB, 16 * KIB),
+    ("tcp", 3.0, "raw-mooncake", 256, 16 * KIB),
+    ("tcp", 1.3, "raw-mooncake", 64 * KIB, 64 * KIB),
+    ("tcp", 1.0, "raw-mooncake", 256 * KIB, 16 * KIB * KIB),
 )
 OF_THE_LIBRARY = 0.95
 
 
-def judge(
-    rates: Mapping[tuple[str, str, int], float], pairs: Sequence[PairedRow]
-) -> tuple[SpeedTarget, ...]:
-    """Judge all targets. `rates` is by carrier, direction and size."""
+def judge(rates: Rates, pairs: Sequence[PairedRow]) -> tuple[SpeedTarget, ...]:
+    """Judge all targets by their worst cells."""
     found = []
-    for want in BESIDE:
+    for carrier, times, than, first, last in BESIDE:
         cells = {
-            (op, size): rate / rates[want.than, op, size]
+            (op, size): rate / rates[than, op, size]
             for (name, op, size), rate in rates.items()
-            if name == want.carrier
-            and want.at_least <= size <= want.at_most
-            and (want.than, op, size) in rates
+            if name == carrier and first <= size <= last and (than, op, size) in rates
         }
-        sizes = [size for size in SIZES if want.at_least <= size <= want.at_most]
-        found.append(_target(want.text, want.times, cells, sizes))
-    for name in ("mooncake", "nixl"):
-        text = f"{name} at least {OF_THE_LIBRARY:.0%} of its library, same batches, same engine"
-        cells = {(r.op, r.descriptor_bytes): r.of_library for r in pairs if r.carrier == name}
+        bounds = " to ".join(show_bytes(size) for size in dict.fromkeys((first, last)))
+        text = f"{carrier} at least {times:g} x {than}, {bounds}"
+        found.append(_target(text, times, cells, [s for s in SIZES if first <= s <= last]))
+    for carrier in PAIR_BYTES:
+        cells = {(r.op, r.descriptor_bytes): r.of_library for r in pairs if r.carrier == carrier}
+        text = f"{carrier} at least {OF_THE_LIBRARY:.0%} of its library, same batches, same engine"
         found.append(_target(text, OF_THE_LIBRARY, cells, SIZES))
     return tuple(found)
 
 
 def _target(
-    text: str, wanted: float, cells: Mapping[Cell, float], sizes: Sequence[int]
+    text: str, wanted: float, cells: Mapping[tuple[str, int], float], sizes: Sequence[int]
 ) -> SpeedTarget:
+    """`cells` has ratios by direction and size, `sizes` the sizes for which the target holds."""
     if not cells:
         return SpeedTarget(text, wanted, None, "", None, (), tuple(sizes))
-    worst = min(cells, key=lambda cell: cells[cell])
+    op, size = worst = min(cells, key=lambda cell: cells[cell])
     judged = tuple(sorted({size for _, size in cells}))
     left_out = tuple(size for size in sizes if size not in judged)
     met = cells[worst] >= wanted
-    where = f"{worst[0]} {show_bytes(worst[1])}"
+    where = f"{op} {show_bytes(size)}"
     return SpeedTarget(text, wanted, cells[worst], where, met, judged, left_out)
 
 
-def target_lines(targets: Sequence[SpeedTarget]) -> Iterator[str]:
-    if targets:
-        yield ""
-    for target in targets:
-        if target.found is None:
-            yield f"{'not measured':13}{target.text}"
-            continue
-        verdict = "MISSED" if not target.met else "met in part" if target.left_out_bytes else "met"
-        at = ", ".join(show_bytes(size) for size in target.judged_bytes)
-        yield (
-            f"{verdict:13}{target.text}: {target.found:.2f} at worst ({target.where}); "
-            f"judged at {at}"
-        )
-
-
-# Which movers are measured
-
-
-@dataclass(slots=True)
-class _Wanted:
-    """Movers to measure."""
-
-    names: list[str]
-    missing: dict[str, str]  # movers that are left out, and why
-    named: bool  # the user named the carriers, so none may be left out
-
-    @classmethod
-    def of(cls, named: Sequence[str]) -> _Wanted:
-        """The named movers, or all that are installed."""
-        for name in named:
-            if name not in MOVERS:
-                raise TransferError(
-                    f"the carrier {name!r} is not measured here; choose among {', '.join(MOVERS)}"
-                )
-        reasons = _why_not_installed()
-        for name in named:
-            if reasons[name]:
-                raise TransferError(reasons[name])
-        if named:
-            return cls(list(dict.fromkeys(named)), {}, True)
-        missing = {name: why for name, why in reasons.items() if why}
-        return cls([name for name in MOVERS if name not in missing], missing, False)
-
-    def require_own_way(self, name: str, detour: str) -> bool:
-        """Leave out a carrier that falls back to another one; then returns False."""
-        if not detour:
-            return True
-        why = f"it goes by tcp here, which is measured as tcp: {detour}"
-        if self.named:
-            raise TransferError(f"{name} cannot be measured: {why}")
-        self.names.remove(name)
-        self.missing[name] = why
-        return False
-
-
-def _why_not_installed() -> dict[str, str]:
-    """By mover: why it cannot run here, or an empty string."""
-    reasons = {}
-    for name in MOVERS:
-        reasons[name] = ""
-        try:
-            if "mooncake" in name:
-                mooncake.engine_class()
-            if "nixl" in name:
-                nixl.api()
-        except TransferError as error:
-            reasons[name] = str(error)
-    return reasons
-
-
-@contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Set the libraries' log levels before they are loaded; they log every connection otherwise."""
-    ours = {name: value for name, value in QUIET.items() if name not in os.environ}
-    with shared.environment(ours):
-        yield
-
-
-# The process that owns the memory
-
-
 @dataclass(frozen=True, slots=True)
-class OwnerProcess:
+class Owner:
     """The other process, which owns the memory that is read and written."""
 
-    address: int
-    commands: IO[str]
+    address: int  # of its memory
+    pipe: Connection
     stream: socket.socket
 
-    def open(self, name: str) -> bytes:
-        """Open its side of a mover. Returns the endpoint."""
-        self._say(f"open {name}")
-        return bytes.fromhex(_line(self.stream))
+    def ask(self, *words: str) -> Any:
+        """Its answer to `open NAME` (the mover's endpoint) or `close NAME`."""
+        self.pipe.send(words)
+        return _heard(self.pipe)
 
-    def close(self, name: str) -> None:
-        self._say(f"close {name}")
-        _line(self.stream)
-
-    def stream_seconds(self, landing: NDArray[np.uint8]) -> float:
-        """Seconds for its whole buffer over one plain connection."""
+    def stream_into(self, landing: Bytes) -> None:
+        """Receive its whole buffer over one plain connection."""
         view = memoryview(landing.data)
-        begin = time.perf_counter()
-        self._say("stream")
+        self.pipe.send(("stream",))
         while view:
             got = self.stream.recv_into(view)
             if got == 0:
                 raise TransferError("the process that owns the memory ended")
             view = view[got:]
-        return time.perf_counter() - begin
-
-    def _say(self, words: str) -> None:
-        self.commands.write(words + "\n")
-        self.commands.flush()
 
 
-def _line(stream: socket.socket) -> str:
+def _heard(pipe: Connection) -> Any:
     """One answer of the owner."""
-    heard = b""
-    while not heard.endswith(b"\n"):
-        got = stream.recv(1)
-        if not got:
-            raise TransferError("the process that owns the memory ended")
-        heard += got
-    answer = json.loads(heard)
-    if "error" in answer:
-        raise TransferError(answer["error"])
-    return str(answer["value"])
+    try:
+        if not pipe.poll(WAIT_SECONDS):
+            raise TransferError(f"the process that owns the memory is silent for {WAIT_SECONDS} s")
+        answer = pipe.recv()
+    except (EOFError, ConnectionError):
+        raise TransferError("the process that owns the memory ended") from None
+    if isinstance(answer, TransferError):
+        raise answer
+    return answer
 
 
 @contextmanager
-def owner() -> Iterator[OwnerProcess]:
-    """Start the owner. It gets commands on its standard input and answers on a socket, because
-    libraries print to its standard output."""
-    code = "from kvferry.bench.transport import own; own()"
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        ) as process,
-    ):
-        assert process.stdin
+def owner_process() -> Iterator[Owner]:
+    context = multiprocessing.get_context("spawn")
+    pipe, its_pipe = context.Pipe()
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        its_stream = socket.create_connection(listener.getsockname())
+        stream, _ = listener.accept()
+    stream.settimeout(WAIT_SECONDS)
+    with pipe, stream:
+        process = context.Process(target=own, args=(its_pipe, its_stream), daemon=True)
+        process.start()
+        its_pipe.close()
+        its_stream.close()
         try:
-            process.stdin.write(f"{listener.getsockname()[1]}\n")
-            process.stdin.flush()
-            listener.settimeout(WAIT_SECONDS)
-            try:
-                stream, _ = listener.accept()
-            except TimeoutError:
-                raise TransferError("the process that owns the memory did not start") from None
-            stream.settimeout(WAIT_SECONDS)
-            with stream:
-                yield OwnerProcess(int(_line(stream)), process.stdin, stream)
+            yield Owner(_heard(pipe), pipe, stream)
         finally:
             process.kill()
+            process.join()
 
 
-def own() -> None:
-    """The owner's program."""
-    port = int(sys.stdin.readline())
+def own(pipe: Connection, stream: socket.socket) -> None:
+    """The owner's program. It ends when the pipe closes."""
     memory = buffer(3)
     movers: dict[str, Mover] = {}
-    with socket.create_connection(("127.0.0.1", port)) as stream:
-
-        def answer(**words: object) -> None:
-            stream.sendall(json.dumps(words).encode() + b"\n")
-
-        answer(value=memory.ctypes.data)
-        for line in sys.stdin:
-            match line.split():
+    pipe.send(memory.ctypes.data)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            match pipe.recv():
                 case ["stream"]:
                     stream.sendall(memory.data)
                 case ["open", name]:
                     try:
                         movers[name] = MOVERS[name](memory)
-                        answer(value=movers[name].endpoint().hex())
+                        pipe.send(movers[name].endpoint())
                     except Exception as error:
-                        answer(error=f"{name}: {error}")
+                        pipe.send(TransferError(f"{name}: {error}"))
                 case ["close", name]:
                     movers.pop(name).close()
-                    answer(value="closed")
+                    pipe.send("closed")
     os._exit(0)  # without waiting for the libraries' threads
 
 
-def buffer(seed: int) -> NDArray[np.uint8]:
+def buffer(seed: int) -> Bytes:
     """Memory whose pages are touched already."""
-    made = np.empty(BUFFER_BYTES, dtype=np.uint8)
-    made[:] = seed
-    return made
-
-
-# Carriers, and the libraries called directly
+    return np.full(BUFFER_BYTES, seed, dtype=np.uint8)
 
 
 class Mover(Protocol):
@@ -673,7 +511,7 @@ class Mover(Protocol):
 
     def endpoint(self) -> bytes: ...
     def connect(self, endpoint: bytes) -> None: ...
-    def prepare(self, op: str, copies: Copies) -> Callable[[], None]: ...
+    def prepare(self, op: str, copies: Copies) -> Task: ...
     def close(self) -> None: ...
 
 
@@ -697,11 +535,11 @@ class OurCarrier(Mover):
     def connect(self, endpoint: bytes) -> None:
         self._peer = self._carrier.connect(endpoint, time.monotonic() + WAIT_SECONDS)
 
-    def prepare(self, op: str, copies: Copies) -> Callable[[], None]:
+    def prepare(self, op: str, copies: Copies) -> Task:
         start = self._carrier.read if op == "read" else self._carrier.write
         return lambda: start(self._peer, copies).wait(time.monotonic() + WAIT_SECONDS)
 
-    def library(self, op: str, copies: Copies) -> Callable[[], None]:
+    def library(self, op: str, copies: Copies) -> Task:
         """The same copies by the library alone, called directly on the carrier's engine."""
         carrier, peer = self._carrier, self._peer.handle.name
         if carrier.name == "mooncake":
@@ -730,7 +568,7 @@ class RawMooncake(Mover):
     def connect(self, endpoint: bytes) -> None:
         self._target = endpoint.decode()
 
-    def prepare(self, op: str, copies: Copies) -> Callable[[], None]:
+    def prepare(self, op: str, copies: Copies) -> Task:
         return mooncake_calls(self._engine, self._target, op, copies)
 
     def close(self) -> None:
@@ -758,7 +596,7 @@ class RawNixl(Mover):
     def connect(self, endpoint: bytes) -> None:
         self._peer = self._agent.add_remote_agent(endpoint)
 
-    def prepare(self, op: str, copies: Copies) -> Callable[[], None]:
+    def prepare(self, op: str, copies: Copies) -> Task:
         return nixl_calls(self._agent, self._peer, op, copies)
 
     def close(self) -> None:
@@ -769,7 +607,7 @@ class RawNixl(Mover):
         self._agent = None
 
 
-def mooncake_calls(engine: Any, target: str, op: str, copies: Copies) -> Callable[[], None]:
+def mooncake_calls(engine: Any, target: str, op: str, copies: Copies) -> Task:
     call = getattr(engine, f"batch_transfer_sync_{op}")
     parts = list(batches(copies, mooncake.BATCH_DESCRIPTORS, mooncake.BATCH_BYTES))
 
@@ -782,7 +620,7 @@ def mooncake_calls(engine: Any, target: str, op: str, copies: Copies) -> Callabl
     return go
 
 
-def nixl_calls(agent: Any, peer: Any, op: str, copies: Copies) -> Callable[[], None]:
+def nixl_calls(agent: Any, peer: Any, op: str, copies: Copies) -> Task:
     parts = list(batches(copies, nixl.BATCH_DESCRIPTORS, nixl.BATCH_BYTES))
 
     def go() -> None:
@@ -807,16 +645,12 @@ def _sides(op: str, part: Copies) -> tuple[Ints, Ints]:
     return (part.dst, part.src) if op == "read" else (part.src, part.dst)
 
 
-def _ours(name: str) -> Callable[[Bytes], Mover]:
-    return lambda memory: OurCarrier(name, memory)
-
-
 # In the order of their turns: a carrier next to its library.
 MOVERS: dict[str, Callable[[Bytes], Mover]] = {
-    "local": _ours("local"),
-    "tcp": _ours("tcp"),
-    "mooncake": _ours("mooncake"),
+    "local": partial(OurCarrier, "local"),
+    "tcp": partial(OurCarrier, "tcp"),
+    "mooncake": partial(OurCarrier, "mooncake"),
     "raw-mooncake": RawMooncake,
-    "nixl": _ours("nixl"),
+    "nixl": partial(OurCarrier, "nixl"),
     "raw-nixl": RawNixl,
 }

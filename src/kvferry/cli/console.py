@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from kvferry.errors import DescriptionError, KvferryError
 
@@ -46,6 +47,21 @@ def libraries_to_stderr() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def say(line: str) -> None:
+    """Show progress on standard error."""
+    err.print(line, style="dim", highlight=False)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
+    """A table whose first `words` columns are words; all others are numbers."""
+    made = Table(box=None, header_style="bold", pad_edge=False)
+    for index, title in enumerate(head):
+        made.add_column(title, justify="left" if index < words else "right")
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def keep_page(path: Path, page: str, what: str) -> None:

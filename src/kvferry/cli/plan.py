@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.cli.console import Html, Json, keep_page, print_json, refusals
+from kvferry.cli.console import Html, Json, keep_page, print_json, refusals, table
 from kvferry.layout.presets import load_model, presets
 from kvferry.layout.shape import EngineShape
 from kvferry.plan.report import EdgeReport, PlanReport, report
@@ -30,15 +30,15 @@ _ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
 def models() -> None:
     """List the models that can be named without a config.json."""
-    table = Table("model", "layers", "groups", "cache a token", box=None, header_style="bold")
+    shown = Table("model", "layers", "groups", "cache a token", box=None, header_style="bold")
     for name in presets():
         model = load_model(name)
         groups = ", ".join(
             f"{g.name} x{len(g.layers)}" + (f" ({g.residency.span})" if g.residency.span else "")
             for g in model.groups
         )
-        table.add_row(name, str(model.num_layers), groups, show_bytes(model.token_bytes()))
-    Console().print(table)
+        shown.add_row(name, str(model.num_layers), groups, show_bytes(model.token_bytes()))
+    Console().print(shown)
 
 
 def plan(
@@ -94,16 +94,13 @@ def _print(console: Console, report: PlanReport, link_bytes_per_s: float | None)
     console.print(f"[bold]{report.model}[/], {report.tokens:,} tokens", highlight=False)
     console.print(f"  from  {report.src}", highlight=False)
     console.print(f"  to    {report.dst}\n", highlight=False)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("from", "to", "layers", "heads"):
-        table.add_column(title)
-    titles = ["bytes", "share", "runs", "copies", "mean run"]
-    for title in [*titles, "time"] if link_bytes_per_s else titles:
-        table.add_column(title, justify="right")
+    head = ["from", "to", "layers", "heads", "bytes", "share", "runs", "copies", "mean run"]
     shown = sorted(report.edges, key=lambda e: -e.bytes)[:MOST_ROWS]
-    for edge in sorted(shown, key=lambda e: (e.src, e.dst)):
-        table.add_row(*_row(edge, report.total_bytes, link_bytes_per_s))
-    console.print(table)
+    rows = [
+        _row(edge, report.total_bytes, link_bytes_per_s)
+        for edge in sorted(shown, key=lambda e: (e.src, e.dst))
+    ]
+    console.print(table([*head, "time"] if link_bytes_per_s else head, rows, words=4))
     if len(shown) < len(report.edges):
         console.print(f"  ... and {len(report.edges) - len(shown)} smaller edges (see --html)")
     console.print()

@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from kvferry.cli.console import Json, print_json, refusals
+from kvferry.cli.console import Json, print_json, refusals, table
 from kvferry.errors import DescriptionError
 from kvferry.verify.sweep import Report, check, run
 
@@ -68,10 +67,8 @@ def _sweep(pairs: int, seed: int, processes: int, as_json: bool) -> bool:
 
 
 def _print(console: Console, report: Report, seed: int) -> None:
-    table = Table("share of pairs", "", box=None, header_style="bold", pad_edge=False)
-    for name, share in report.mix.items():
-        table.add_row(name, f"{share:.1%}")
-    console.print(table)
+    shares = [(name, f"{share:.1%}") for name, share in report.mix.items()]
+    console.print(table(["share of pairs", ""], shares))
     console.print(
         f"\n{report.pairs:,} pairs, {report.mismatches} mismatches, "
         f"{report.refused:,} refused rightly, {report.seconds:.1f} s",

@@ -1,0 +1,144 @@
+"""A benchmark's result as tables on a terminal, and as a self-contained HTML page with plots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from rich.console import Console
+
+from kvferry.cli.console import table
+
+WIDTH, HEIGHT, MARGIN = 640, 360, 56  # pixels of a plot
+KEY = 120  # pixels beside it, for the names of its lines
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def html(self) -> str:
+        head = "".join(f"<th>{escape(name)}</th>" for name in self.head)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+            for row in self.rows
+        )
+        return (
+            f"<h2>{escape(self.title)}</h2>\n"
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>\n"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Plots are only on the HTML page. All the rest is on the terminal too."""
+
+    command: str
+    title: str
+    about: str
+    sheets: Sequence[Sheet]
+    notes: Sequence[str]
+    plots: Sequence[tuple[str, str]]  # a heading, and an SVG
+
+    def print(self) -> None:
+        print_sheets(self.sheets)
+        for note in self.notes:
+            Console().print(note, highlight=False, markup=False, soft_wrap=True)
+
+    def html(self) -> str:
+        plots = "".join(f"<h2>{escape(heading)}</h2>\n{svg}\n" for heading, svg in self.plots)
+        notes = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
+        return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{escape(self.command)}</title>
+<style>
+ body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
+   color: #1b1f24; background: #fff }}
+ table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
+ th, td {{ padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #d8dee4 }}
+ th:first-child, td:first-child {{ text-align: left }}
+ svg text {{ font: 12px system-ui, sans-serif; fill: currentColor }}
+ @media (prefers-color-scheme: dark) {{ body {{ color: #e6edf3; background: #0d1117 }} }}
+</style></head><body>
+<h1>{escape(self.title)}</h1>
+<p>{escape(self.about)}</p>
+{plots}{"".join(sheet.html() for sheet in self.sheets)}<ul>{notes}</ul>
+</body></html>
+"""
+
+
+def print_sheets(sheets: Sequence[Sheet]) -> None:
+    console = Console()
+    for sheet in sheets:
+        console.print(f"[bold]{sheet.title}[/]", highlight=False)
+        console.print(table(sheet.head, sheet.rows))
+        console.print()
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    name: str
+    colour: str
+    points: Sequence[tuple[float, float]]
+    dash: str = ""  # an SVG dash pattern; such a line is a limit, drawn without points
+
+
+def log_plot(
+    series: Sequence[Curve],
+    x_title: str,
+    y_title: str,
+    x_label: Callable[[float], str] = "{:,.0f}".format,
+) -> str:
+    """Lines on two logarithmic axes, as SVG."""
+    xs = [x for line in series for x, _ in line.points]
+    ys = [y for line in series for _, y in line.points]
+    x_low, x_high = math.log2(min(xs)), math.log2(max(xs))
+    y_low, y_high = math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys)))
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        right = (math.log2(x) - x_low) / ((x_high - x_low) or 1)
+        up = (math.log10(y) - y_low) / ((y_high - y_low) or 1)
+        return (
+            MARGIN + right * (WIDTH - 2 * MARGIN),
+            HEIGHT - MARGIN - up * (HEIGHT - 2 * MARGIN),
+        )
+
+    def text(x: float, y: float, words: str, anchor: str = "middle", style: str = "") -> str:
+        look = f' style="{style}"' if style else ""
+        return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}"{look}>{escape(words)}</text>'
+
+    parts = [
+        text(place(x, 10.0**y_low)[0], HEIGHT - MARGIN + 18, x_label(x)) for x in sorted(set(xs))
+    ]
+    for power in range(y_low, y_high + 1):
+        _, at = place(min(xs), 10.0**power)
+        parts.append(
+            f'<line x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{at:.0f}" y2="{at:.0f}" '
+            'stroke="currentColor" stroke-opacity=".15"/>'
+        )
+        parts.append(text(MARGIN - 8, at + 4, f"{10.0**power:g}", "end"))
+    for index, line in enumerate(series):
+        placed = [place(x, y) for x, y in line.points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+        look = f'fill="none" stroke="{line.colour}"'
+        if line.dash:
+            look += f' stroke-width="1.5" stroke-dasharray="{line.dash}"'
+        else:
+            look += ' stroke-width="2.5"'
+            parts += [
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{line.colour}"/>'
+                for x, y in placed
+            ]
+        parts.append(f'<polyline points="{path}" {look}/>')
+        left, at = WIDTH - MARGIN + 16, MARGIN + 20 * index
+        parts.append(f'<line x1="{left}" x2="{left + 24}" y1="{at}" y2="{at}" {look}/>')
+        parts.append(text(left + 32, at + 4, line.name, "start"))
+    parts.append(text(WIDTH / 2, HEIGHT - 12, x_title))
+    parts.append(text(MARGIN, 14, y_title, "end"))
+    return (
+        f'<svg viewBox="0 0 {WIDTH + KEY} {HEIGHT}" width="{WIDTH + KEY}" role="img" '
+        f'aria-label="{escape(y_title)} by {escape(x_title)}">{"".join(parts)}</svg>'
+    )
