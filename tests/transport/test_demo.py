@@ -8,21 +8,25 @@ import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import host_device
 from kvferry.carriers.cuda import driver
-from kvferry.cli.demo import Lines, demo, describe
+from kvferry.cli.demo import describe
+from kvferry.cli.main import app
 from kvferry.demo import rank as rank_module
+from kvferry.demo import run as run_module
 from kvferry.demo.cache import make_views, write_entries, wrong_entries
-from kvferry.demo.rank import DecodeRank, PrefillRank, open_carriers
-from kvferry.demo.run import Prefill, run_demo
-from kvferry.demo.work import DEMO_FROM, DEMO_TO, DemoWork, demo_model, find_model, make_work
+from kvferry.demo.rank import DecodeRank, PrefillRank, RankMoved, open_carriers
+from kvferry.demo.run import Prefill, Silent, run_demo
+from kvferry.demo.work import DEMO_FROM, DEMO_TO, DemoWork, find_model, make_work
 from kvferry.errors import BindError, DescriptionError, TransferError
 from kvferry.layout.shape import EngineShape, Rank, Span
 
@@ -35,13 +39,27 @@ def children() -> int:
     return len(multiprocessing.active_children())
 
 
+class Phases(Silent):
+    """Notes the bytes of each phase, and the bytes that ranks reported in it."""
+
+    def __init__(self) -> None:
+        self.total: dict[str, int] = {}
+        self.done: dict[str, int] = {}
+
+    def phase(self, name: str, total_bytes: int) -> None:
+        self.total[name], self.done[name] = total_bytes, 0
+
+    def advance(self, done_bytes: int) -> None:
+        self.done[list(self.done)[-1]] += done_bytes
+
+
 @pytest.mark.parametrize(
     ("how", "method"),
     [({"method": "auto"}, "local"), ({"method": "vm"}, "local"), ({"transport": "tcp"}, "tcp")],
 )
 def test_every_byte_arrives(how: dict[str, str], method: str) -> None:
-    lines: list[str] = []
-    result = run_demo(progress=Lines(lines.append), **how, **SMALL)
+    phases = Phases()
+    result = run_demo(progress=phases, **how, **SMALL)
     assert result.ok
     assert result.mismatched_bytes == 0
     assert result.method == method
@@ -52,24 +70,51 @@ def test_every_byte_arrives(how: dict[str, str], method: str) -> None:
     assert (result.src_ranks, result.dst_ranks) == (4, 3)
     assert children() == 0
     assert "every byte" in "\n".join(describe(result))
-    assert any(line.startswith("move") for line in lines)
+    assert list(phases.total) == ["fill", "move", "check"]
+    assert phases.done == phases.total
     keys = {"requests", "bytes", "mismatched_bytes", "gb_per_s", "method", "seconds", "descriptors"}
     assert keys <= result.to_dict().keys()
 
 
-@pytest.mark.parametrize("fault", ["flip", "stray"])
-def test_damaged_bytes_are_counted(fault: str) -> None:
-    result = run_demo(*TWO_RANKS, fault=fault, **SMALL)
-    assert result.mismatched_bytes == 3
-    assert not result.ok
-    assert "WRONG" in "\n".join(describe(result))
+def test_damaged_bytes_are_counted() -> None:
+    """Bytes that arrived, and bytes that no load may write."""
+    work = small_work()
+    with all_ranks(work, "tcp") as ([source], [target], prefill):
+        hand_over(source, target, prefill)
+        assert target.check().wrong_bytes == 0
+        view = target.views[0]
+        tables = [target.table(view, request) for request in work.requests]
+        for block in (tables[0][-1], target.blocks_but(view, tables)[-1]):
+            unit = view.array[-1, block, 0, 0, -1].view(np.uint8)[..., :3]
+            unit ^= 0xFF
+            assert target.check().wrong_bytes == 3
+            unit ^= 0xFF
+
+
+def test_wrong_bytes_are_said_and_are_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = replace(run_demo(*TWO_RANKS, **SMALL), mismatched_bytes=3)
+    assert not wrong.ok
+    monkeypatch.setattr(run_module, "run_demo", lambda *_, **__: wrong)
+    done = CliRunner().invoke(app, ["demo", "--html", str(tmp_path / "plan.html")])
+    assert done.exit_code == 1
+    assert "WRONG    3 bytes differ" in done.stdout
 
 
 def test_a_rank_that_dies_ends_the_demo() -> None:
+    class Killer(Phases):
+        def advance(self, done_bytes: int) -> None:
+            super().advance(done_bytes)
+            if "move" in self.total:
+                for process in multiprocessing.active_children():
+                    if process.name.startswith("decode"):
+                        process.kill()
+
     with pytest.raises(
-        TransferError, match="decode rank pp0 tp0 ended with status 3 during 'load'"
+        TransferError, match="decode rank pp0 tp0 ended with status -9 during 'load'"
     ):
-        run_demo(*TWO_RANKS, fault="die", **SMALL)
+        run_demo(*TWO_RANKS, progress=Killer(), **SMALL)
     assert children() == 0
 
 
@@ -123,12 +168,16 @@ def test_cuda_without_a_driver_says_so() -> None:
     assert children() == 0
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(tmp_path: Path) -> None:
     picture = tmp_path / "deep" / "plan.html"
-    assert demo(*TWO_RANKS, gib=0.01, requests=5, html=picture) == 0
-    shown = capsys.readouterr()
-    assert "every byte" in shown.out
-    assert str(picture) in shown.out
+    _, src, dst = TWO_RANKS
+    options = ["--from", src, "--to", dst, "--gib", "0.01", "--requests", "5"]
+    shown = CliRunner().invoke(app, ["demo", *options, "--html", str(picture)])
+    assert shown.exit_code == 0
+    assert "every byte" in shown.stdout
+    assert f"picture  {picture}" in shown.stdout
+    said = [line.split()[0] for line in shown.stderr.splitlines()]
+    assert said == ["1", "fill", "move", "method", "check"]
     assert "<html" in picture.read_text()
 
 
@@ -167,8 +216,8 @@ def test_any_shape(model: str, src: str, dst: str) -> None:
             source.hold(prefill.tickets)
         for target in targets:
             target.fill()
-            moved = target.load(prefill.passed_on())
-            assert all(": carrier tcp: " in link for link in moved.links)
+            moved = target.load(passed_on(prefill))
+            assert moved.links and all(": carrier tcp: " in link for link in moved.links)
             checked = target.check()
             assert checked.wrong_bytes == 0
             assert 0 < checked.arrived_bytes <= moved.stats.bytes
@@ -184,19 +233,35 @@ def all_ranks(
     def nobody(_: int) -> None:
         pass
 
-    ranks: list[Any] = []
-    with Prefill(work) as prefill:
-        try:
-            for rank in work.src.ranks:
-                ranks.append(PrefillRank(work, rank, transport, nobody))
-            sources = list(ranks)
-            prefill.introduce([source.start() for source in sources])
-            for rank in work.dst.ranks:
-                ranks.append(DecodeRank(work, rank, transport, nobody))
-            yield sources, ranks[len(sources) :], prefill
-        finally:
-            for rank in ranks:
-                rank.close()
+    def opened(rank: Any) -> Any:
+        stack.callback(rank.close)
+        return rank
+
+    with closing(Prefill(work)) as prefill, ExitStack() as stack:
+        sources = [
+            opened(PrefillRank(work, rank, transport, nobody)) for rank in work.src.shape.ranks
+        ]
+        prefill.directory.set_ranks([source.describe() for source in sources])
+        targets = [
+            opened(DecodeRank(work, rank, transport, nobody)) for rank in work.dst.shape.ranks
+        ]
+        yield sources, targets, prefill
+
+
+def small_work() -> DemoWork:
+    shapes = [EngineShape.parse(text) for text in TWO_RANKS[1:]]
+    return make_work(find_model("demo"), *shapes, min_bytes=2 << 20, requests=6, seed=1)
+
+
+def passed_on(prefill: Prefill) -> list[dict[str, Any]]:
+    return [ticket.to_params() for ticket in prefill.tickets]
+
+
+def hand_over(source: PrefillRank, target: DecodeRank, prefill: Prefill) -> RankMoved:
+    source.fill()
+    target.fill()
+    source.hold(prefill.tickets)
+    return target.load(passed_on(prefill))
 
 
 def test_caches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,15 +272,13 @@ def test_caches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         rank_module, "open_carriers", lambda _, memory: open_carriers("tcp", memory)
     )
-    shapes = [EngineShape.parse(text) for text in TWO_RANKS[1:]]
-    work = make_work(find_model("demo"), *shapes, min_bytes=2 << 20, requests=6, seed=1)
-    with all_ranks(work, "cuda") as ([source], [target], prefill):
+    with all_ranks(small_work(), "cuda") as ([source], [target], prefill):
         assert source.memory.address in on.live and target.memory.address in on.live
         for rank in (source, target):
             rank.fill()
             rank.memory.bytes[:] = 0  # from here on, nobody looks at the copies
         source.hold(prefill.tickets)
-        moved = target.load(prefill.passed_on())
+        moved = target.load(passed_on(prefill))
         checked = target.check()
         assert checked.wrong_bytes == 0
         assert 0 < checked.arrived_bytes <= moved.stats.bytes and checked.guarded_bytes > 0
@@ -225,22 +288,22 @@ def test_caches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_work_covers_what_was_asked_for() -> None:
     shapes = EngineShape.parse(DEMO_FROM), EngineShape.parse(DEMO_TO)
-    work = make_work(demo_model(), *shapes, min_bytes=1 << 30, requests=300, seed=0)
-    again = make_work(demo_model(), *shapes, min_bytes=1 << 30, requests=300, seed=0)
+    work = make_work(find_model("demo"), *shapes, min_bytes=1 << 30, requests=300, seed=0)
+    again = make_work(find_model("demo"), *shapes, min_bytes=1 << 30, requests=300, seed=0)
     assert len(work.requests) == 300
     assert 1 << 30 <= work.bytes < 1.2 * (1 << 30)
     assert len({r.tokens for r in work.requests}) > 50
     assert sum(r.skip > 0 for r in work.requests) > 20
-    for tables in ("src_tables", "dst_tables"):
+    for engine in (work.src, work.dst):
         for group in range(2):
-            ids = np.concatenate([getattr(r, tables)[group] for r in work.requests])
+            ids = np.concatenate([tables[group] for tables in engine.tables])
             ids = ids[ids != 0]
             assert len(np.unique(ids)) == len(ids)
             assert (np.diff(ids) == 1).mean() < 0.1  # scattered
     assert all(
         np.array_equal(a, b)
-        for x, y in zip(work.requests, again.requests, strict=True)
-        for a, b in zip(x.dst_tables, y.dst_tables, strict=True)
+        for x, y in zip(work.dst.tables, again.dst.tables, strict=True)
+        for a, b in zip(x, y, strict=True)
     )
 
 
@@ -248,7 +311,7 @@ def test_every_logical_byte_has_its_own_value() -> None:
     """Two places, layers, units or requests never look alike, and the check sees one byte."""
     memory = {"full": np.zeros(5 * 4 * 16 * 12 * 512, np.uint8)}
     memory["window"] = np.zeros(2 * 4 * 16 * 12 * 512, np.uint8)
-    views = make_views(demo_model(), EngineShape.parse("tp=1"), Rank(0, 0), 4, memory)
+    views = make_views(find_model("demo"), EngineShape.parse("tp=1"), Rank(0, 0), 4, memory)
     ids, entries = np.asarray([1, 3]), np.arange(32).reshape(2, 1, 16)
     for number, view in enumerate(views):
         write_entries(view, (number,), ids, entries)

@@ -1,117 +1,105 @@
-"""`kvferry demo` on a terminal: progress, result, and the picture's path."""
+"""`kvferry demo`: options, progress, result, and the picture's path."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
+import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvferry.bench.transport import quiet_libraries
-from kvferry.cli.console import write_page
-from kvferry.cli.plan import plan_page
-from kvferry.demo.run import DemoResult, Watch, run_demo
-from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, find_model
-from kvferry.layout.shape import EngineShape
-from kvferry.plan.report import report
+from kvferry.cli.console import Json, err, print_json, refusals, write_page
 from kvferry.units import show_bytes
 
-PICTURE = Path("out/demo-plan.html")
+if TYPE_CHECKING:
+    from kvferry.demo.run import DemoResult
+
 PICTURE_TOKENS = 4096  # of the one request that the picture shows
 
 
-class Lines(Watch):
-    """Plain lines, for logs and pipes."""
-
-    def __init__(self, write: Callable[[str], object]) -> None:
-        self.write = write
-
-    def say(self, text: str) -> None:
-        self.write(text + "\n")
-
-    def phase(self, name: str, total_bytes: int) -> None:
-        self.say(f"{name} {show_bytes(total_bytes)}")
-
-
-class Bars(Watch):
-    """A progress bar for each phase."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        self.task = progress.add_task("start", total=None)
-
-    def say(self, text: str) -> None:
-        self.progress.console.print(text, highlight=False, soft_wrap=True)
-
-    def phase(self, name: str, total_bytes: int) -> None:
-        done = self.progress.tasks[-1].total
-        if done is None:  # the start phase has no bytes to show
-            self.progress.remove_task(self.task)
-        else:
-            self.progress.update(self.task, completed=done)
-        self.task = self.progress.add_task(name, total=total_bytes)
-
-    def advance(self, done_bytes: int) -> None:
-        self.progress.advance(self.task, done_bytes)
-
-
 def demo(
-    model: str = DEMO_MODEL,
-    from_shape: str = DEMO_FROM,
-    to_shape: str = DEMO_TO,
-    *,
-    gib: float = 1.0,
-    requests: int = 300,
-    seed: int = 0,
-    method: str = "auto",
-    transport: str = "",
-    as_json: bool = False,
-    html: Path | None = PICTURE,
-) -> int:
-    """Run the demo on a terminal. Returns 0 if every byte is right, else 1."""
-    progress_console = Console(stderr=True)
-    columns = (TextColumn("{task.description:6}"), BarColumn(), DownloadColumn(binary_units=True))
-    with ExitStack() as stack:
-        if transport:
-            stack.enter_context(quiet_libraries())
-        watch: Watch
-        if progress_console.is_terminal:
-            bars = Progress(*columns, TimeElapsedColumn(), console=progress_console)
-            watch = Bars(stack.enter_context(bars))
-        else:
-            watch = Lines(sys.stderr.write)
-        result = run_demo(
-            model,
-            from_shape,
-            to_shape,
-            min_bytes=int(gib * (1 << 30)),
-            requests=requests,
-            seed=seed,
-            method=method,
-            transport=transport,
-            progress=watch,
-        )
-    if html is not None:
+    model: Annotated[str, typer.Option(help="demo, a preset or a config.json.")] = "demo",
+    src: Annotated[str | None, typer.Option("--from", help="Source shape.")] = None,
+    dst: Annotated[str | None, typer.Option("--to", help="Destination shape.")] = None,
+    requests: Annotated[int, typer.Option(help="Requests to move.")] = 300,
+    gib: Annotated[float, typer.Option(help="GiB to move at least.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
+    method: Annotated[str, typer.Option(help="auto, or vm: the carrier `local` only.")] = "auto",
+    transport: Annotated[
+        str, typer.Option(help="A carrier: auto, local, tcp, mooncake, nixl, cuda.")
+    ] = "",
+    as_json: Json = False,
+    html: Annotated[Path, typer.Option(help="Where to draw the plan.")] = Path(
+        "out/demo-plan.html"
+    ),
+) -> None:
+    """Hand requests over between the ranks of two engines on this machine; check every byte."""
+    from kvferry.bench.transport import quiet_libraries
+    from kvferry.demo.run import run_demo
+    from kvferry.demo.work import DEMO_FROM, DEMO_TO
+
+    columns = TextColumn("{task.description:6}"), BarColumn(), DownloadColumn(binary_units=True)
+    bars = Progress(*columns, TimeElapsedColumn(), console=err, disable=not err.is_terminal)
+    quiet = quiet_libraries() if transport else nullcontext()
+    with refusals():
+        with quiet, bars:
+            result = run_demo(
+                model,
+                src or DEMO_FROM,
+                dst or DEMO_TO,
+                min_bytes=int(gib * (1 << 30)),
+                requests=requests,
+                seed=seed,
+                method=method,
+                transport=transport,
+                progress=Shown(bars),
+            )
         draw(result, html)
     if as_json:
-        print(json.dumps(result.to_dict()))
+        print_json(result.to_dict())
     else:
-        print("\n".join(describe(result, html)))
-    return 0 if result.ok else 1
+        print("\n".join([*describe(result), f"picture  {html}"]))
+    raise typer.Exit(0 if result.ok else 1)
+
+
+class Shown:
+    """Progress on standard error: a bar for each phase, or plain lines if it is no terminal."""
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        bars.add_task("start", total=None)
+
+    def say(self, text: str) -> None:
+        self._bars.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def phase(self, name: str, total_bytes: int) -> None:
+        if self._bars.disable:
+            self.say(f"{name} {show_bytes(total_bytes)}")
+        last = self._bars.tasks[-1]
+        if last.total is None:  # the start phase has no bytes to show
+            self._bars.remove_task(last.id)
+        else:
+            self._bars.update(last.id, completed=last.total)
+        self._bars.add_task(name, total=total_bytes)
+
+    def advance(self, done_bytes: int) -> None:
+        self._bars.advance(self._bars.tasks[-1].id, done_bytes)
 
 
 def draw(result: DemoResult, path: Path) -> None:
     """Write the picture of the plan that the demo used."""
-    model = find_model(result.model)
+    from kvferry.cli.plan import plan_page
+    from kvferry.demo.work import find_model
+    from kvferry.layout.shape import EngineShape
+    from kvferry.plan.report import report
+
     shapes = EngineShape.parse(result.src), EngineShape.parse(result.dst)
-    write_page(path, plan_page(report(model, *shapes, PICTURE_TOKENS), None), "picture")
+    planned = report(find_model(result.model), *shapes, PICTURE_TOKENS)
+    write_page(path, plan_page(planned, None), "picture")
 
 
-def describe(result: DemoResult, picture: Path | None = None) -> list[str]:
+def describe(result: DemoResult) -> list[str]:
     """The result in a few lines for people."""
     lines = [
         f"moved    {show_bytes(result.bytes)} of KV cache in {result.requests:,} requests "
@@ -135,6 +123,4 @@ def describe(result: DemoResult, picture: Path | None = None) -> list[str]:
         )
     if result.method != result.asked:
         lines.append(f"method   {result.method}: {result.why}")
-    if picture is not None:
-        lines.append(f"picture  {picture}")
     return lines

@@ -15,6 +15,7 @@ from kvferry import __version__
 from kvferry.cli import pool
 from kvferry.cli.bench import bench
 from kvferry.cli.console import Json, refusals
+from kvferry.cli.demo import demo
 from kvferry.cli.plan import models, plan
 from kvferry.cli.verify import verify
 from kvferry.errors import DescriptionError
@@ -25,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (models, plan, verify):
+for command in (plan, demo, verify, models):
     app.command()(command)
 app.add_typer(bench, name="bench")
 app.add_typer(pool.app, name="pool")
@@ -42,43 +43,6 @@ def _root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
 ) -> None:
     """Options of the command itself."""
-
-
-@app.command()
-def demo(
-    model: Annotated[str, typer.Option(help="demo, a preset or a config.json.")] = "demo",
-    src: Annotated[str | None, typer.Option("--from", help="Source shape.")] = None,
-    dst: Annotated[str | None, typer.Option("--to", help="Destination shape.")] = None,
-    requests: Annotated[int, typer.Option(help="Requests to move.")] = 300,
-    gib: Annotated[float, typer.Option(help="GiB to move at least.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
-    method: Annotated[str, typer.Option(help="auto, or vm: the carrier `local` only.")] = "auto",
-    transport: Annotated[
-        str, typer.Option(help="A carrier: auto, local, tcp, mooncake, nixl, cuda.")
-    ] = "",
-    as_json: Json = False,
-    html: Annotated[Path, typer.Option(help="Where to draw the plan.")] = Path(
-        "out/demo-plan.html"
-    ),
-) -> None:
-    """Hand requests over between the ranks of two engines on this machine; check every byte."""
-    from kvferry.cli.demo import demo as run
-    from kvferry.demo.work import DEMO_FROM, DEMO_TO
-
-    with refusals():
-        status = run(
-            model,
-            src or DEMO_FROM,
-            dst or DEMO_TO,
-            gib=gib,
-            requests=requests,
-            seed=seed,
-            method=method,
-            transport=transport,
-            as_json=as_json,
-            html=html,
-        )
-    raise typer.Exit(status)
 
 
 @app.command()

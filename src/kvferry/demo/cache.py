@@ -55,14 +55,25 @@ class View:
         return (slice(start, start + step) for start in range(0, len(ids), step))
 
 
-# Content
-
-
-def _mix(values: Words) -> Words:
-    """The finaliser of splitmix64: every input bit changes about half of the output bits."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def make_views(
+    model: CacheModel,
+    shape: EngineShape,
+    rank: Rank,
+    num_blocks: int,
+    regions: dict[str, Bytes],
+) -> list[View]:
+    """Views of all components on a rank. `regions` is its memory, by the names of its layout."""
+    held = {g.name: shape.layers(model, g, rank.pp) for g in model.groups}
+    most = max(map(len, held.values()))
+    views = []
+    for group in model.groups:
+        layers = held[group.name]
+        if layers:
+            pager = _Pager(group, shape, rank, num_blocks, most if shape.overlay else len(layers))
+            for component, raw in pager.components(regions):
+                units = shape.units(group, component, rank.tp)
+                views.append(View(group, component, layers, units, _words(raw[: len(layers)])))
+    return views
 
 
 def content(view: View, key: tuple[int, ...], entries: Ints) -> NDArray[Any]:
@@ -120,20 +131,6 @@ def wrong_byte(view: View, ids: Ints, byte: int) -> int:
     return wrong
 
 
-def _repeated(byte: int, dtype: np.dtype[Any]) -> Any:
-    return np.frombuffer(bytes([byte]) * dtype.itemsize, dtype)[0]
-
-
-def _differing(found: NDArray[Any], expected: NDArray[Any]) -> int:
-    if np.array_equal(found, expected):
-        return 0
-    a, b = (np.ascontiguousarray(x).view(np.uint8) for x in (found, expected))
-    return int(np.count_nonzero(a != b))
-
-
-# Which entry lies in which slot
-
-
 def slot_entries(group: Group, shape: EngineShape, tp_rank: int, blocks: Span, held: Span) -> Ints:
     """The entry in each slot (blocks x kernel blocks x slots) of a request's blocks on one rank."""
     block, kernel = shape.entries(group)
@@ -150,9 +147,6 @@ def slot_entries(group: Group, shape: EngineShape, tp_rank: int, blocks: Span, h
         entries = (local // per * ranks + mine) * per + local % per
         entries[(entries < held.start) | (entries >= held.stop)] = ABSENT
     return entries.reshape(-1, block // kernel, kernel)
-
-
-# Which entries a request has, on both sides
 
 
 def block_span(group: Group, shape: EngineShape) -> int:
@@ -216,28 +210,22 @@ def _stop_and_needed(group: Group, tokens: int) -> tuple[int, int]:
     return stop, group.residency.needed_from(tokens) // per
 
 
-# Views of memory
+def _mix(values: Words) -> Words:
+    """The finaliser of splitmix64: every input bit changes about half of the output bits."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
-def make_views(
-    model: CacheModel,
-    shape: EngineShape,
-    rank: Rank,
-    num_blocks: int,
-    regions: dict[str, Bytes],
-) -> list[View]:
-    """Views of all components on a rank. `regions` is its memory, by the names of its layout."""
-    held = {g.name: shape.layers(model, g, rank.pp) for g in model.groups}
-    most = max(map(len, held.values()))
-    views = []
-    for group in model.groups:
-        layers = held[group.name]
-        if layers:
-            pager = _Pager(group, shape, rank, num_blocks, most if shape.overlay else len(layers))
-            for component, raw in pager.components(regions):
-                units = shape.units(group, component, rank.tp)
-                views.append(View(group, component, layers, units, _words(raw[: len(layers)])))
-    return views
+def _repeated(byte: int, dtype: np.dtype[Any]) -> Any:
+    return np.frombuffer(bytes([byte]) * dtype.itemsize, dtype)[0]
+
+
+def _differing(found: NDArray[Any], expected: NDArray[Any]) -> int:
+    if np.array_equal(found, expected):
+        return 0
+    a, b = (np.ascontiguousarray(x).view(np.uint8) for x in (found, expected))
+    return int(np.count_nonzero(a != b))
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,10 +251,9 @@ class _Pager:
         memory = regions["cache" if self.shape.overlay else self.group.name]
         if interior in ("joined", "split"):
             cell = sum(c.unit_bytes for c in self.group.components)
-            pages, start = self._cells(memory, self.group.components[0], cell), 0
-            for c in self.group.components:
-                yield c, pages[..., start : start + c.unit_bytes]
-                start += c.unit_bytes
+            pages = self._cells(memory, self.group.components[0], cell)
+            sizes = [c.unit_bytes for c in self.group.components]
+            yield from zip(self.group.components, _cut(pages, sizes), strict=True)
         elif interior == "cpu":
             yield from self._cpu(memory)
         elif interior == "state":
@@ -319,10 +306,9 @@ class _Pager:
     def _planes(self, memory: Bytes) -> Iterator[tuple[Component, Bytes]]:
         slots = self._split[1]
         sizes = [slots * self._units(c) * c.unit_bytes for c in self.group.components]
-        pages, start = self._pages(memory, sum(sizes)), 0
+        planes = _cut(self._pages(memory, sum(sizes)), sizes)
         token_major = self.shape.order.index("N") < self.shape.order.index("H")
-        for c, size in zip(self.group.components, sizes, strict=True):
-            plane, start = pages[..., start : start + size], start + size
+        for c, plane in zip(self.group.components, planes, strict=True):
             if token_major:
                 yield c, plane.reshape(*plane.shape[:3], slots, -1, c.unit_bytes)
             else:
@@ -331,11 +317,11 @@ class _Pager:
 
     def _state(self, memory: Bytes) -> Iterator[tuple[Component, Bytes]]:
         """Convolution sections share one channels x rows array; the other states follow it."""
-        parts = self.group.components
-        conv = [c for c in parts if c.name.startswith("conv_")]
-        conv_bytes = sum(self._units(c) * c.unit_bytes for c in conv)
-        page_bytes = sum(self._units(c) * c.unit_bytes for c in parts)
-        pages = self._pages(memory, page_bytes)[:, :, :, None, :]  # one slot
+        conv = [c for c in self.group.components if c.name.startswith("conv_")]
+        rest = [c for c in self.group.components if c not in conv]
+        sizes = [self._units(c) * c.unit_bytes for c in (*conv, *rest)]
+        conv_bytes = sum(sizes[: len(conv)])
+        pages = self._pages(memory, sum(sizes))[:, :, :, None, :]  # one slot
         outer = pages.shape[:-1]
         if conv:
             rows, element = conv[0].dims[1], conv[0].element_bytes
@@ -344,17 +330,18 @@ class _Pager:
             else:
                 by_row = pages[..., :conv_bytes].reshape(*outer, rows, -1, element)
                 channels = by_row.swapaxes(-3, -2)
-            first = 0
-            for c in conv:
-                count = self._units(c) * c.dims[0]
-                mine, first = channels[..., first : first + count, :, :], first + count
+            sections = _cut(channels, [self._units(c) * c.dims[0] for c in conv], axis=-3)
+            for c, mine in zip(conv, sections, strict=True):
                 yield c, mine.reshape(*outer, -1, c.dims[0], rows, element)
-        start = conv_bytes
-        for c in parts:
-            if c not in conv:
-                size = self._units(c) * c.unit_bytes
-                plane, start = pages[..., start : start + size], start + size
+        if rest:
+            planes = _cut(pages[..., conv_bytes:], sizes[len(conv) :])
+            for c, plane in zip(rest, planes, strict=True):
                 yield c, plane.reshape(*outer, -1, c.unit_bytes)
+
+
+def _cut(array: Bytes, sizes: list[int], axis: int = -1) -> list[Bytes]:
+    """Views of consecutive parts of an axis."""
+    return np.split(array, np.cumsum(sizes)[:-1], axis)
 
 
 def _same_memory(before: Bytes, after: Bytes) -> Bytes:

@@ -2,7 +2,7 @@
 
 The demo's main process tells its ranks over a pipe which of these methods to call, one at a time:
 
-    (start)          -> RankInfo    a rank describes itself, as an engine's worker does
+    describe()       -> RankInfo    producer: as an engine's worker describes itself
     fill()                          producer: write the requests; consumer: write canaries
     hold(tickets)                   producer: open a hold for every request
     load(tickets)    -> RankMoved   consumer: load every request by its ticket
@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from logging.handlers import BufferingHandler
 from multiprocessing import current_process
 from multiprocessing.connection import Connection
 from typing import Any
@@ -49,7 +48,7 @@ from kvferry.demo.cache import (
     wrong_byte,
     wrong_entries,
 )
-from kvferry.demo.work import DemoRequest, DemoWork
+from kvferry.demo.work import DemoEngine, DemoRequest, DemoWork
 from kvferry.errors import KvferryError, TransferError
 from kvferry.handover.consumer import ConsumerRank
 from kvferry.handover.describe import engine_info, rank_info
@@ -70,6 +69,8 @@ PAGE_BYTES = 4096
 MAP_NORESERVE = 0x4000  # because unused blocks are never touched
 LOAD_SECONDS = 50.0  # for one load; less than SILENCE_SECONDS, which end the demo
 LEASE_SECONDS = 3600.0  # a request may wait for its turn as long as the demo takes
+MOST_LOG_LINES = 1 << 16
+CARRIER_LINE = ": carrier "  # in the log line about the carrier to a source
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
@@ -98,10 +99,34 @@ class Checked:
     wrong_bytes: int
 
 
-def describe_engine(work: DemoWork, *, producer: bool) -> EngineInfo:
-    """The description of one of the two engines."""
-    name, shape = ("prefill", work.src) if producer else ("decode", work.dst)
-    return engine_info(name, "demo", work.model, shape, {"model": work.model.name})
+def rank_main(
+    kind: type[PrefillRank | DecodeRank],
+    work: DemoWork,
+    rank: Rank,
+    transport: str,
+    pipe: Connection,
+) -> None:
+    """Body of a rank's process. It ends after its first error, which the main process raises."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it, and closes the pipe
+    error: KvferryError
+    try:
+        with closing(kind(work, rank, transport, pipe.send)) as made:
+            while True:
+                try:
+                    name, arguments = pipe.recv()
+                except (EOFError, ConnectionError):
+                    return
+                pipe.send(Done(getattr(made, name)(*arguments)))
+    except KvferryError as known:
+        error = known
+    except Exception:
+        error = TransferError(f"{current_process().name} failed:\n{traceback.format_exc()}")
+    with suppress(ConnectionError):
+        pipe.send(error)
+
+
+def describe_engine(work: DemoWork, name: str, engine: DemoEngine) -> EngineInfo:
+    return engine_info(name, "demo", work.model, engine.shape, {"model": work.model.name})
 
 
 class RankMemory:
@@ -153,36 +178,42 @@ class RankMemory:
         return np.array([self.address]), np.array([self.bytes.nbytes])
 
 
+def open_carriers(transport: str, memory: RankMemory) -> list[Carrier]:
+    """The named carrier, or all carriers that an engine opens for "auto"."""
+    names = [chosen.name for chosen in auto.select([transport]) if not chosen.why_not]
+    carriers = [make_carrier(name, host=LOOPBACK) for name in names]
+    for carrier in carriers:
+        carrier.register([memory.region])
+    return carriers
+
+
 class DemoRank:
     """The common part of producers and consumers: memory, views of it, and carriers."""
 
     def __init__(
-        self, work: DemoWork, rank: Rank, transport: str, report: Report, *, producer: bool
+        self, work: DemoWork, engine: DemoEngine, rank: Rank, transport: str, report: Report
     ) -> None:
-        self.work, self.rank, self.report = work, rank, report
-        shape, pools = (work.src, work.src_pools) if producer else (work.dst, work.dst_pools)
-        blocks = 1 + max(int(pool[-1]) for pool in pools)
-        self.engine = describe_engine(work, producer=producer)
-        self.layout = RankLayout.build(work.model, shape, rank, blocks)
+        self.work, self.engine, self.rank, self.report = work, engine, rank, report
+        self.layout = RankLayout.build(work.model, engine.shape, rank, engine.blocks)
         self.memory = RankMemory(self.layout, on_gpu=transport == ON_GPU)
-        self.views = make_views(work.model, shape, rank, blocks, self.memory.regions)
-        self.pools = pools
+        self.views = make_views(work.model, engine.shape, rank, engine.blocks, self.memory.regions)
         self.sockets = Sockets()
         self.carriers = open_carriers(transport, self.memory)
-
-    def describe(self, address: str = "") -> RankInfo:
-        endpoints = {carrier.name: carrier.endpoint() for carrier in self.carriers}
-        return rank_info(
-            self.layout, self.memory.bases.tolist(), address, self.engine.incarnation, endpoints
-        )
+        self.bell = Wakeup()
 
     def group_of(self, view: View) -> int:
         return self.work.model.groups.index(view.group)
 
+    def table(self, view: View, request: DemoRequest) -> Ints:
+        return self.engine.tables[request.number][self.group_of(view)]
+
     def blocks_but(self, view: View, used: Sequence[Ints]) -> Ints:
         """Ids of the null block and of all blocks of the view's group, except for these."""
-        pool = self.pools[self.group_of(view)]
+        pool = self.engine.pools[self.group_of(view)]
         return np.setdiff1d(np.arange(pool[-1] + 1), np.concatenate([np.zeros(0, np.int64), *used]))
+
+    def slots(self, view: View, blocks: Span, held: Span) -> Ints:
+        return slot_entries(view.group, self.engine.shape, self.rank.tp, blocks, held)
 
     def key_of(self, request: DemoRequest, view: View) -> tuple[int, ...]:
         """The key of one component of one request."""
@@ -195,48 +226,41 @@ class DemoRank:
         self.sockets.close()
 
 
-def open_carriers(transport: str, memory: RankMemory) -> list[Carrier]:
-    """The named carrier, or all carriers that an engine opens for "auto"."""
-    names = [chosen.name for chosen in auto.select([transport]) if not chosen.why_not]
-    carriers = [make_carrier(name, host=LOOPBACK) for name in names]
-    for carrier in carriers:
-        carrier.register([memory.region])
-    return carriers
-
-
 class PrefillRank(DemoRank):
     def __init__(self, work: DemoWork, rank: Rank, transport: str, report: Report) -> None:
-        super().__init__(work, rank, transport, report, producer=True)
-        self.bell = Wakeup()
+        super().__init__(work, work.src, rank, transport, report)
+        self.incarnation = describe_engine(work, "prefill", work.src).incarnation
         self.producer = ProducerRank(
-            self.sockets, self.engine.incarnation, lease_seconds=LEASE_SECONDS, bell=self.bell
+            self.sockets, self.incarnation, lease_seconds=LEASE_SECONDS, bell=self.bell
         )
         self.producer.start()
 
-    def start(self) -> RankInfo:
-        return self.describe(f"{LOOPBACK}:{self.producer.port}")
+    def describe(self) -> RankInfo:
+        address = f"{LOOPBACK}:{self.producer.port}"
+        endpoints = {carrier.name: carrier.endpoint() for carrier in self.carriers}
+        bases = self.memory.bases.tolist()
+        return rank_info(self.layout, bases, address, self.incarnation, endpoints)
 
     def fill(self) -> None:
-        work = self.work
         for view in self.views:
-            used = [request.src_tables[self.group_of(view)] for request in work.requests]
+            used = [self.table(view, request) for request in self.work.requests]
             write_byte(view, self.blocks_but(view, used), POISON)
-        for request in work.requests:
+        for request in self.work.requests:
             self.report(sum(self._fill(view, request) for view in self.views))
         self.memory.publish()
 
     def _fill(self, view: View, request: DemoRequest) -> int:
-        extent = source_extent(view.group, self.work.src, request.tokens)
+        extent = source_extent(view.group, self.engine.shape, request.tokens)
         blocks = Span(extent.first_held, extent.blocks)
-        ids = request.src_tables[self.group_of(view)][blocks.start :]
-        entries = slot_entries(view.group, self.work.src, self.rank.tp, blocks, extent.entries)
+        ids = self.table(view, request)[blocks.start :]
+        entries = self.slots(view, blocks, extent.entries)
         return write_entries(view, self.key_of(request, view), ids, entries)
 
     def hold(self, tickets: list[Ticket]) -> None:
-        for ticket, request in zip(tickets, self.work.requests, strict=True):
-            tables = [table.tolist() for table in request.src_tables]
+        for ticket, tables in zip(tickets, self.engine.tables, strict=True):
+            ids = [table.tolist() for table in tables]
             self.producer.open_hold(
-                HoldOrder(ticket.hold_id, ticket.request_id, ticket.digest, ticket.tokens, tables)
+                HoldOrder(ticket.hold_id, ticket.request_id, ticket.digest, ticket.tokens, ids)
             )
 
     def delivered(self) -> int:
@@ -253,14 +277,11 @@ class PrefillRank(DemoRank):
 
 
 class DecodeRank(DemoRank):
-    def __init__(
-        self, work: DemoWork, rank: Rank, transport: str, report: Report, fault: str = ""
-    ) -> None:
-        super().__init__(work, rank, transport, report, producer=False)
-        self.fault, self.bell = fault, Wakeup()
+    def __init__(self, work: DemoWork, rank: Rank, transport: str, report: Report) -> None:
+        super().__init__(work, work.dst, rank, transport, report)
         self.consumer = ConsumerRank(
             self.sockets,
-            self.engine,
+            describe_engine(work, "decode", work.dst),
             work.model,
             self.layout,
             self.memory.bases.tolist(),
@@ -269,9 +290,6 @@ class DecodeRank(DemoRank):
             bell=self.bell,
         )
 
-    def start(self) -> RankInfo:
-        return self.describe()
-
     def fill(self) -> None:
         for view in self.views:
             write_byte(view, self.blocks_but(view, []), CANARY)
@@ -279,10 +297,10 @@ class DecodeRank(DemoRank):
 
     def load(self, tickets: list[dict[str, Any]]) -> RankMoved:
         """Load one request after the other. Tickets come as a router's request parameters."""
-        with _words_of_auto() as said:
+        with _log_lines() as heard:
             for request, params in zip(self.work.requests, tickets, strict=True):
                 ticket = Ticket.from_params(params)
-                tables = tuple(tuple(table.tolist()) for table in request.dst_tables)
+                tables = tuple(tuple(ids.tolist()) for ids in self.engine.tables[request.number])
                 load = Load(ticket.request_id, ticket, tables, request.skip, LOAD_SECONDS)
                 self.consumer.start(load)
                 while not (done := self.consumer.take_done()):
@@ -291,25 +309,24 @@ class DecodeRank(DemoRank):
                 if not loaded.ok:
                     raise TransferError(f"request {request.number}: {loaded.error}")
                 self.report(loaded.bytes)
-                if self.fault == "die":
-                    os._exit(3)
-        return RankMoved(self.consumer.stats(), tuple(said))
+        said = [record.getMessage() for record in heard if record.levelno == logging.INFO]
+        links = tuple(line for line in said if CARRIER_LINE in line)
+        return RankMoved(self.consumer.stats(), links)
 
     def check(self) -> Checked:
         work = self.work
         self.memory.fetch()
-        self._corrupt()
         arrived, guarded, wrong = 0, 0, 0
         loaded: list[list[Ints]] = [[] for _ in work.model.groups]
         for request in work.requests:
             before = arrived
             for view in self.views:
                 extent = destination_extent(
-                    view.group, work.src, work.dst, request.tokens, request.skip
+                    view.group, work.src.shape, work.dst.shape, request.tokens, request.skip
                 )
                 blocks = Span(extent.first_loaded, extent.blocks)
-                ids = request.dst_tables[self.group_of(view)][blocks.start :]
-                entries = slot_entries(view.group, work.dst, self.rank.tp, blocks, extent.entries)
+                ids = self.table(view, request)[blocks.start :]
+                entries = self.slots(view, blocks, extent.entries)
                 wrong += wrong_entries(view, self.key_of(request, view), ids, entries)
                 loaded[self.group_of(view)].append(ids)
                 slot_bytes = len(view.layers) * view.units.size * view.component.unit_bytes
@@ -318,23 +335,11 @@ class DecodeRank(DemoRank):
                 guarded += (entries.size - present) * slot_bytes
             self.report(arrived - before)
         for view in self.views:
-            sharing = loaded if work.dst.overlay else [loaded[self.group_of(view)]]
+            sharing = loaded if work.dst.shape.overlay else [loaded[self.group_of(view)]]
             free = self.blocks_but(view, [ids for group in sharing for ids in group])
             wrong += wrong_byte(view, free, CANARY)
             guarded += view.block_bytes * len(free)
         return Checked(arrived, guarded, wrong)
-
-    def _corrupt(self) -> None:
-        """Damage bytes like a broken copy, if a test asks for it."""
-        if self.fault not in ("flip", "stray"):
-            return
-        view = self.views[0]
-        tables = [request.dst_tables[self.group_of(view)] for request in self.work.requests]
-        if self.fault == "flip":
-            block = int(tables[0][-1])
-        else:
-            block = int(self.blocks_but(view, tables)[-1])
-        view.array[-1, block, 0, 0, -1].view(np.uint8)[..., :3] ^= 0xFF
 
     def close(self) -> None:
         self.consumer.close()
@@ -342,53 +347,13 @@ class DecodeRank(DemoRank):
 
 
 @contextmanager
-def _words_of_auto() -> Iterator[list[str]]:
-    """Collect the log lines about the carrier chosen for each source."""
-    said: list[str] = []
-
-    class Hear(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.module == "auto" and record.levelno == logging.INFO:
-                said.append(record.getMessage())
-
-    handler, level = Hear(), auto.log.level
-    auto.log.addHandler(handler)
+def _log_lines() -> Iterator[list[logging.LogRecord]]:
+    """Collect log lines: the choice of a carrier, and its reason, is only in the log."""
+    heard, level = BufferingHandler(MOST_LOG_LINES), auto.log.level
+    auto.log.addHandler(heard)
     auto.log.setLevel(logging.INFO)
     try:
-        yield said
+        yield heard.buffer
     finally:
-        auto.log.removeHandler(handler)
+        auto.log.removeHandler(heard)
         auto.log.setLevel(level)
-
-
-def rank_main(
-    work: DemoWork, producer: bool, rank: Rank, transport: str, fault: str, pipe: Connection
-) -> None:
-    """Body of a rank's process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it, and closes the pipe
-    with ExitStack() as stack, suppress(EOFError, ConnectionError):
-
-        def make() -> PrefillRank | DecodeRank:
-            if producer:
-                return PrefillRank(work, rank, transport, pipe.send)
-            return DecodeRank(work, rank, transport, pipe.send, fault)
-
-        made = _answer(make)
-        if not isinstance(made, Done):
-            pipe.send(made)
-            return
-        stack.callback(made.value.close)
-        pipe.send(_answer(made.value.start))
-        while True:
-            name, arguments = pipe.recv()
-            pipe.send(_answer(partial(getattr(made.value, name), *arguments)))
-
-
-def _answer(call: Callable[[], Any]) -> Done | KvferryError:
-    """A call's result, or the error for the main process to raise."""
-    try:
-        return Done(call())
-    except KvferryError as error:
-        return error
-    except Exception:
-        return TransferError(f"{current_process().name} failed:\n{traceback.format_exc()}")

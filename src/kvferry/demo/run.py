@@ -18,25 +18,33 @@ However the demo ends, its processes end with it.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvferry.carriers.auto import AUTO, CARRIERS, select
-from kvferry.demo.rank import LOOPBACK, Checked, Done, RankMoved, describe_engine, rank_main
+from kvferry.demo.rank import (
+    CARRIER_LINE,
+    LOOPBACK,
+    Checked,
+    DecodeRank,
+    Done,
+    PrefillRank,
+    RankMoved,
+    describe_engine,
+    rank_main,
+)
 from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, DemoWork, find_model, make_work
 from kvferry.errors import DescriptionError, KvferryError, PermissionDenied, TransferError
 from kvferry.handover.producer import Directory
 from kvferry.handover.ticket import Ticket, prompt_digest
 from kvferry.layout.shape import EngineShape, Rank
-from kvferry.net.messages import RankInfo
 from kvferry.net.rpc import Sockets
 from kvferry.units import show_bytes
 
@@ -87,12 +95,16 @@ class DemoResult:
         return {**asdict(self), "ok": self.ok}
 
 
-class Watch:
-    """Shows the demo's progress. This base class shows nothing."""
+class Watch(Protocol):
+    """Shows the demo's progress."""
 
     def say(self, text: str) -> None: ...
     def phase(self, name: str, total_bytes: int) -> None: ...
     def advance(self, done_bytes: int) -> None: ...
+
+
+class Silent(Watch):
+    """Shows nothing."""
 
 
 def run_demo(
@@ -106,13 +118,8 @@ def run_demo(
     method: str = "auto",
     transport: str = "",
     progress: Watch | None = None,
-    fault: str = "",
 ) -> DemoResult:
-    """Run the whole demo, and return what it found.
-
-    `fault` breaks the first decode rank, for tests: "flip" damages three bytes that arrived,
-    "stray" damages three bytes that no load may write, "die" ends the rank while it loads.
-    """
+    """Run the whole demo, and return what it found."""
     if method not in METHODS:
         raise DescriptionError(f"method must be one of {', '.join(METHODS)}, found {method!r}")
     if transport and (method != "auto" or transport not in TRANSPORTS):
@@ -120,28 +127,29 @@ def run_demo(
             f"transport must be one of {', '.join(TRANSPORTS)}, without a method; found "
             f"{transport!r} and method {method!r}"
         )
-    watch = progress or Watch()
+    watch = progress or Silent()
     started = time.monotonic()
     _require_memory(2 * min_bytes)  # before block tables of that size are made
     src, dst = EngineShape.parse(from_shape), EngineShape.parse(to_shape)
     work = make_work(
         find_model(model_name), src, dst, min_bytes=min_bytes, requests=requests, seed=seed
     )
-    _require_memory(work.pool_bytes)
+    _require_memory(work.src.pool_bytes(work.model) + work.dst.pool_bytes(work.model))
     watch.say(
         f"{len(src.ranks)} prefill ranks ({src.describe()}) and {len(dst.ranks)} decode ranks "
         f"({dst.describe()}), each a process; {len(work.requests)} requests"
     )
     carrier = transport or METHODS[method]
-    with Prefill(work) as prefill, Crew(watch.advance) as crew:
-        infos = crew.start(work, carrier, fault)
-        prefill.introduce(infos[: len(src.ranks)])
-        watch.phase("fill", work.held_bytes)
+    with closing(Prefill(work)) as prefill, Crew(watch.advance) as crew:
+        crew.start(work, carrier)
+        prefill.directory.set_ranks(crew.ask(crew.prefill, "describe"))
+        watch.phase("fill", work.src.held_bytes(work.model))
         crew.ask(crew.everyone, "fill")
         crew.ask(crew.prefill, "hold", prefill.tickets)
         watch.phase("move", work.bytes)
         begun = time.monotonic()
-        moved: list[RankMoved] = crew.ask(crew.decode, "load", prefill.passed_on())
+        params = [ticket.to_params() for ticket in prefill.tickets]  # as a router passes them on
+        moved: list[RankMoved] = crew.ask(crew.decode, "load", params)
         transfer_seconds = time.monotonic() - begun
         way, why = _reached(carrier, [link for one in moved for link in one.links])
         if method == "vm" and way != METHODS["vm"]:
@@ -182,7 +190,7 @@ def _reached(transport: str, links: Sequence[str]) -> tuple[str, str]:
     """The carriers that moved bytes, and the reason for each, from the first log line about it."""
     ways: dict[str, str] = {}
     for link in links:
-        words = link.partition(": carrier ")[2]
+        words = link.partition(CARRIER_LINE)[2]
         name, _, why = words.partition(": ")
         ways.setdefault(f"{name}, by tcp" if "(by tcp: " in why else name, why)
     reasons = list(ways.values())
@@ -193,10 +201,8 @@ def _reached(transport: str, links: Sequence[str]) -> tuple[str, str]:
 
 
 def _require_memory(needed: int) -> None:
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     if needed > free * MEMORY_PART:
         raise DescriptionError(
             f"the two engines would need {show_bytes(needed)} of memory, and {show_bytes(free)} "
@@ -208,13 +214,10 @@ class Prefill:
     """The prefill engine without its ranks: its directory, and the tickets that it issues."""
 
     def __init__(self, work: DemoWork) -> None:
-        self._stack = ExitStack()
-        sockets = Sockets()
-        self._stack.callback(sockets.close)
-        engine = describe_engine(work, producer=True)
-        self._directory = Directory(sockets, engine)
-        self._stack.callback(self._directory.close)
-        self._directory.start()
+        engine = describe_engine(work, "prefill", work.src)
+        self._sockets = Sockets()
+        self.directory = Directory(self._sockets, engine)
+        self.directory.start()
         self.tickets = [
             Ticket(
                 engine_id=engine.engine_id,
@@ -223,38 +226,28 @@ class Prefill:
                 digest=prompt_digest(range(request.number, request.number + request.tokens)),
                 tokens=request.tokens,
                 host=LOOPBACK,
-                port=self._directory.port,
+                port=self.directory.port,
                 request_id=str(request.number),
-                tp_size=work.src.tp,
-                pp_size=work.src.pp,
+                tp_size=work.src.shape.tp,
+                pp_size=work.src.shape.pp,
             )
             for request in work.requests
         ]
 
-    def introduce(self, ranks: list[RankInfo]) -> None:
-        self._directory.set_ranks(ranks)
-
-    def passed_on(self) -> list[dict[str, Any]]:
-        """The tickets as request parameters, like a router passes them on."""
-        return [ticket.to_params() for ticket in self.tickets]
-
-    def __enter__(self) -> Prefill:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def close(self) -> None:
+        self.directory.close()
+        self._sockets.close()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """A rank's process."""
+    """A rank's process. The pipe ends when the process does."""
 
     name: str
     process: BaseProcess
     pipe: Connection
 
 
-@dataclass(slots=True, eq=False)
 class Crew:
     """All ranks. Leaving the context ends every process, in any state.
 
@@ -262,79 +255,62 @@ class Crew:
     names the rank, and all other ranks end too.
     """
 
-    advance: Callable[[int], None]  # called with the bytes that a rank reports
-    prefill: list[Member] = field(default_factory=list)
-    decode: list[Member] = field(default_factory=list)
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self.advance = advance  # called with the bytes that a rank reports
+        self.prefill: list[Member] = []
+        self.decode: list[Member] = []
 
     @property
     def everyone(self) -> list[Member]:
         return [*self.prefill, *self.decode]
 
-    def start(self, work: DemoWork, transport: str, fault: str) -> list[RankInfo]:
-        """Start all ranks. Returns their descriptions."""
+    def start(self, work: DemoWork, transport: str) -> None:
+        """Start all ranks."""
         context = multiprocessing.get_context("forkserver")
         # The fork server imports the modules of ranks once. A rank is then a fork of it.
         context.set_forkserver_preload(["kvferry.demo.rank", "kvferry.cli.main"])
 
-        def member(producer: bool, rank: Rank, fault: str) -> Member:
-            name = f"{'prefill' if producer else 'decode'} rank pp{rank.pp} tp{rank.tp}"
+        def member(kind: type[PrefillRank | DecodeRank], role: str, rank: Rank) -> Member:
+            name = f"{role} rank pp{rank.pp} tp{rank.tp}"
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=rank_main,
-                args=(work, producer, rank, transport, fault, theirs),
-                name=name,
-                daemon=True,
-            )
+            arguments = (kind, work, rank, transport, theirs)
+            process = context.Process(target=rank_main, args=arguments, name=name, daemon=True)
             process.start()
             theirs.close()
             return Member(name, process, ours)
 
-        for rank in work.src.ranks:
-            self.prefill.append(member(True, rank, ""))
-        for rank in work.dst.ranks:
-            self.decode.append(member(False, rank, fault if rank == work.dst.ranks[0] else ""))
-        infos: list[RankInfo] = self._answers(self.everyone, "start")
-        return infos
+        for rank in work.src.shape.ranks:
+            self.prefill.append(member(PrefillRank, "prefill", rank))
+        for rank in work.dst.shape.ranks:
+            self.decode.append(member(DecodeRank, "decode", rank))
 
     def ask(self, members: Sequence[Member], name: str, *arguments: Any) -> Any:
         """Let these ranks call a method. Returns their results in the same order."""
         for member in members:
-            try:
+            with _while_alive(member, name):
                 member.pipe.send((name, arguments))
-            except ConnectionError:
-                raise _gone(member, name) from None
-        return self._answers(members, name)
-
-    def _answers(self, members: Sequence[Member], name: str) -> Any:
-        answers: dict[str, Any] = {}
+        by_pipe: dict[Any, Member] = {member.pipe: member for member in self.everyone}
+        answers: dict[Member, Any] = {}
         while len(answers) < len(members):
-            pipes = {m.pipe: m for m in members if m.name not in answers}
-            ended = {m.process.sentinel: m for m in self.everyone}
-            ready = wait([*pipes, *ended], SILENCE_SECONDS)
+            # The pipe of a rank that has nothing to answer is ready only when the rank has ended.
+            ready = wait(list(by_pipe), SILENCE_SECONDS)
             if not ready:
-                silent = ", ".join(m.name for m in pipes.values())
+                silent = ", ".join(m.name for m in members if m not in answers)
                 raise TransferError(
                     f"no word from {silent} for {SILENCE_SECONDS:.0f} s while waiting for "
                     f"{name!r}; the machine is overloaded, or a rank hangs"
                 )
-            for item in ready:
-                if item in ended and not ended[item].pipe.poll():
-                    raise _gone(ended[item], name)
-                if item not in pipes:
-                    continue
-                member = pipes[item]
-                try:
+            for member in map(by_pipe.__getitem__, ready):
+                with _while_alive(member, name):
                     told = member.pipe.recv()
-                except (EOFError, ConnectionError):
-                    raise _gone(member, name) from None
                 match told:
                     case Done(value):
-                        answers[member.name] = value
+                        answers[member] = value
                     case KvferryError():
                         raise told
                     case done_bytes:
                         self.advance(done_bytes)
-        return [answers[member.name] for member in members]
+        return [answers[member] for member in members]
 
     def __enter__(self) -> Crew:
         return self
@@ -342,22 +318,27 @@ class Crew:
     def __exit__(self, kind: object, *_: object) -> None:
         for member in self.everyone:
             member.pipe.close()  # an idle rank ends now
-        deadline = time.monotonic() + FAREWELL_SECONDS
+        # After a good run, ranks get time to end by themselves.
+        grace_seconds = FAREWELL_SECONDS if kind is None else 0.0
         for end in (BaseProcess.terminate, BaseProcess.kill):
+            deadline = time.monotonic() + grace_seconds
             for member in self.everyone:
-                if kind is None:  # after a good run, ranks get time to end by themselves
-                    member.process.join(max(0.0, deadline - time.monotonic()))
+                member.process.join(max(0.0, deadline - time.monotonic()))
                 if member.process.is_alive():
                     end(member.process)
-            for member in self.everyone:
-                member.process.join(FAREWELL_SECONDS)
+            grace_seconds = FAREWELL_SECONDS
         for member in self.everyone:
-            member.process.close()
+            member.process.join(FAREWELL_SECONDS)
 
 
-def _gone(member: Member, name: str) -> TransferError:
-    member.process.join(FAREWELL_SECONDS)
-    return TransferError(
-        f"{member.name} ended with status {member.process.exitcode} during {name!r}; "
-        "a negative status is a signal (-9: often out of memory). All other ranks were ended too"
-    )
+@contextmanager
+def _while_alive(member: Member, name: str) -> Iterator[None]:
+    """Raise an error that names the rank if its process has ended."""
+    try:
+        yield
+    except (EOFError, ConnectionError):
+        member.process.join(FAREWELL_SECONDS)
+        raise TransferError(
+            f"{member.name} ended with status {member.process.exitcode} during {name!r}; a "
+            "negative status is a signal (-9: often out of memory). All other ranks were ended too"
+        ) from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -33,8 +33,11 @@ TOKENS_SPREAD = 1.0  # standard deviation of the logarithm of a request's length
 ROUNDS = 12  # attempts to scale requests to the wanted bytes
 
 
-def demo_model() -> CacheModel:
-    """A small model that is hard to pair: 12 heads, 7 layers, two kinds of attention."""
+def find_model(name: str) -> CacheModel:
+    """A preset, a config.json, or the demo's own small model, which is hard to pair: 12 heads, 7
+    layers, two kinds of attention."""
+    if name != DEMO_MODEL:
+        return load_model(name)
     kv = tuple(Component(name, 12, (128,), 2, content="bf16") for name in ("k", "v"))
     window = Residency("window", 128)
     return CacheModel(
@@ -42,58 +45,55 @@ def demo_model() -> CacheModel:
     )
 
 
-def find_model(name: str) -> CacheModel:
-    return demo_model() if name == DEMO_MODEL else load_model(name)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class DemoRequest:
     number: int
     tokens: int
     skip: int  # leading tokens that the destination already holds
-    src_tables: tuple[Ints, ...]  # one for each group; dropped blocks have the null id
-    dst_tables: tuple[Ints, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DemoEngine:
+    """One of the two engines, and its blocks as its scheduler would assign them."""
+
+    shape: EngineShape
+    tables: tuple[tuple[Ints, ...], ...]  # by request and group; dropped blocks have the null id
+    pools: tuple[Ints, ...]  # by group: the ids that requests may use
+
+    @property
+    def blocks(self) -> int:
+        return 1 + max(int(pool[-1]) for pool in self.pools)
+
+    def pool_bytes(self, model: CacheModel) -> int:
+        return self._bytes(model, [len(pool) for pool in self.pools])
+
+    def held_bytes(self, model: CacheModel) -> int:
+        """Bytes of all blocks that requests hold."""
+        null = self.shape.null_block or 0
+        by_group = [np.concatenate(tables) for tables in zip(*self.tables, strict=True)]
+        return self._bytes(model, [int(np.count_nonzero(ids != null)) for ids in by_group])
+
+    def _bytes(self, model: CacheModel, blocks: Sequence[int]) -> int:
+        """Bytes on all ranks of this many blocks of each group."""
+        shape = self.shape
+        return sum(
+            count
+            * len(shape.layers(model, group, rank.pp))
+            * shape.entries(group)[0]
+            * sum(shape.units(group, c, rank.tp).size * c.unit_bytes for c in group.components)
+            for rank in shape.ranks
+            for group, count in zip(model.groups, blocks, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DemoWork:
-    """The requests and their blocks, as the two engines' schedulers would assign them."""
-
     model: CacheModel
-    src: EngineShape
-    dst: EngineShape
+    src: DemoEngine
+    dst: DemoEngine
     seed: int
     requests: tuple[DemoRequest, ...]
-    src_pools: tuple[Ints, ...]  # for each group, the ids that requests may use
-    dst_pools: tuple[Ints, ...]
     bytes: int  # that the destination ranks need
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of all blocks that the source fills."""
-        null = self.src.null_block or 0
-        counts = [
-            sum(int(np.count_nonzero(request.src_tables[i] != null)) for request in self.requests)
-            for i in range(len(self.model.groups))
-        ]
-        return self._bytes(self.src, counts)
-
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of all blocks of both engines."""
-        sides = (self.src, self.src_pools), (self.dst, self.dst_pools)
-        return sum(self._bytes(shape, [len(pool) for pool in pools]) for shape, pools in sides)
-
-    def _bytes(self, shape: EngineShape, blocks: list[int]) -> int:
-        """Bytes on all ranks of this many blocks of each group."""
-        return sum(
-            count
-            * len(shape.layers(self.model, group, rank.pp))
-            * shape.entries(group)[0]
-            * sum(shape.units(group, c, rank.tp).size * c.unit_bytes for c in group.components)
-            for rank in shape.ranks
-            for group, count in zip(self.model.groups, blocks, strict=True)
-        )
 
 
 def make_work(
@@ -118,26 +118,21 @@ def make_work(
     def cost(tokens: int, skip: int) -> int:
         return sum(needed_bytes(pair, rank, tokens, skip) for rank in dst.ranks)
 
-    requests = max(1, min(requests, min_bytes // max(cost(1, 0), 1) + 1))
     align = lcm(
         *[block_span(g, dst) * g.tokens_per_entry for g in model.groups if not is_single(g)]
     )
-    drawn, total = _draw(rng, requests, align, min_bytes, cost)
+    requests = max(1, min(requests, min_bytes // max(cost(1, 0), 1) + 1))
+    total = 0
     while total < min_bytes:
-        requests = requests * min_bytes // max(total, 1) + 1
         drawn, total = _draw(rng, requests, align, min_bytes, cost)
+        requests = requests * min_bytes // max(total, 1) + 1
     for tokens, skip in drawn:
         for group in model.groups:
             moved(group, src, dst, tokens, skip)  # raises if the source has dropped too much
     held = [[source_extent(g, src, t) for g in model.groups] for t, _ in drawn]
     due = [[destination_extent(g, src, dst, t, s) for g in model.groups] for t, s in drawn]
-    src_tables, src_pools = _tables(src, held, rng)
-    dst_tables, dst_pools = _tables(dst, due, rng)
-    made = tuple(
-        DemoRequest(number, tokens, skip, src_tables[number], dst_tables[number])
-        for number, (tokens, skip) in enumerate(drawn)
-    )
-    return DemoWork(model, src, dst, seed, made, src_pools, dst_pools, total)
+    made = tuple(DemoRequest(number, *one) for number, one in enumerate(drawn))
+    return DemoWork(model, _engine(src, held, rng), _engine(dst, due, rng), seed, made, total)
 
 
 def _draw(
@@ -160,10 +155,10 @@ def _draw(
     return drawn, total
 
 
-def _tables(
+def _engine(
     shape: EngineShape, extents: list[list[Extent]], rng: np.random.Generator
-) -> tuple[list[tuple[Ints, ...]], tuple[Ints, ...]]:
-    """Scattered block ids for all requests, and the ids of each group's pool."""
+) -> DemoEngine:
+    """Scattered block ids for all requests."""
     null = shape.null_block or 0
     counts = np.asarray([[e.blocks - e.first_held for e in row] for row in extents])
     # With an overlay, all groups share one pool: one column of ids, request by request.
@@ -177,11 +172,11 @@ def _tables(
     groups = counts.shape[1]
     if shape.overlay:
         pools, ids = pools * groups, [ids[0][group::groups] for group in range(groups)]
-    tables = [
+    tables = tuple(
         tuple(
             np.concatenate((np.full(extent.first_held, null, dtype=np.int64), ids[group][number]))
             for group, extent in enumerate(row)
         )
         for number, row in enumerate(extents)
-    ]
-    return tables, tuple(pools)
+    )
+    return DemoEngine(shape, tables, tuple(pools))
