@@ -82,6 +82,7 @@ QUIET = {"MC_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "E
 Bytes = NDArray[np.uint8]
 Task = Callable[[], object]
 Timed = Callable[[], float]  # runs once, and returns the seconds
+Tasks = dict[tuple[str, str], tuple[Task, int]]  # by mover and direction; the bytes that it moves
 Rates = Mapping[tuple[str, str, int], float]  # by carrier, direction and bytes of a descriptor
 
 
@@ -236,16 +237,13 @@ class _Bench:
             finally:
                 self.owner.ask("close", name)
 
-    def _limits(self, size: int) -> dict[tuple[str, str], tuple[Task, int]]:
-        """The limits of this machine, as tasks with the bytes that each one moves."""
+    def _limits(self, size: int) -> Tasks:
+        """The limits of this machine."""
         copies = self._copies("copy", size, MAX_DESCRIPTORS)
         return {
             ("memcpy", "copy"): (self._memcpy(copies, size), len(copies) * size),
-            ("long memcpy", "copy"): (
-                lambda: np.copyto(self.landing, self.source),
-                BUFFER_BYTES,
-            ),
-            ("socket", "copy"): (lambda: self.owner.stream_into(self.landing), BUFFER_BYTES),
+            ("long memcpy", "copy"): (partial(np.copyto, self.landing, self.source), BUFFER_BYTES),
+            ("socket", "copy"): (partial(self.owner.stream_into, self.landing), BUFFER_BYTES),
         }
 
     def _memcpy(self, copies: Copies, size: int) -> Task:
@@ -264,9 +262,7 @@ class _Bench:
 
         return copy
 
-    def _tasks(
-        self, movers: Mapping[str, Mover], size: int
-    ) -> dict[tuple[str, str], tuple[Task, int]]:
+    def _tasks(self, movers: Mapping[str, Mover], size: int) -> Tasks:
         tasks = {}
         for op, (name, mover) in itertools.product(OPS, movers.items()):
             copies = self._copies(op, size, MOST_DESCRIPTORS.get(name, MAX_DESCRIPTORS))
@@ -287,13 +283,7 @@ class _Bench:
         length = np.full(len(from_slots), size, dtype=np.int64)
         return Copies(src + from_slots * size, dst + to_slots * size, length)
 
-    def _rounds(
-        self,
-        size: int,
-        tasks: Mapping[tuple[str, str], tuple[Task, int]],
-        least: int,
-        seconds: float = 0.0,
-    ) -> int:
+    def _rounds(self, size: int, tasks: Tasks, least: int, seconds: float = 0.0) -> int:
         """Run rounds in which all tasks take turns, at least so many. Returns their number."""
         for task, _ in tasks.values():
             task()  # pages, connections, threads

@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from kvferry.cli.console import Html, Json, keep_page, print_json, refusals, table
 from kvferry.layout.presets import load_model, presets
@@ -30,15 +29,15 @@ _ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
 def models() -> None:
     """List the models that can be named without a config.json."""
-    shown = Table("model", "layers", "groups", "cache a token", box=None, header_style="bold")
+    rows = []
     for name in presets():
         model = load_model(name)
         groups = ", ".join(
             f"{g.name} x{len(g.layers)}" + (f" ({g.residency.span})" if g.residency.span else "")
             for g in model.groups
         )
-        shown.add_row(name, str(model.num_layers), groups, show_bytes(model.token_bytes()))
-    Console().print(shown)
+        rows.append((name, str(model.num_layers), groups, show_bytes(model.token_bytes())))
+    Console().print(table(["model", "layers", "groups", "cache a token"], rows, words=4))
 
 
 def plan(

@@ -21,7 +21,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from logging.handlers import BufferingHandler
 from multiprocessing import current_process
@@ -38,6 +38,7 @@ from kvferry.demo.cache import (
     ABSENT,
     CANARY,
     POISON,
+    Extent,
     View,
     destination_extent,
     make_views,
@@ -108,21 +109,20 @@ def rank_main(
 ) -> None:
     """Body of a rank's process. It ends after its first error, which the main process raises."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it, and closes the pipe
-    error: KvferryError
-    try:
-        with closing(kind(work, rank, transport, pipe.send)) as made:
+    with suppress(ConnectionError), ExitStack() as stack:
+        try:
+            made = kind(work, rank, transport, pipe.send)
+            stack.callback(made.close)
             while True:
-                try:
-                    name, arguments = pipe.recv()
-                except (EOFError, ConnectionError):
-                    return
+                name, arguments = pipe.recv()
                 pipe.send(Done(getattr(made, name)(*arguments)))
-    except KvferryError as known:
-        error = known
-    except Exception:
-        error = TransferError(f"{current_process().name} failed:\n{traceback.format_exc()}")
-    with suppress(ConnectionError):
-        pipe.send(error)
+        except EOFError:
+            return  # the main process has closed the pipe
+        except KvferryError as error:
+            pipe.send(error)
+        except Exception:
+            name = current_process().name
+            pipe.send(TransferError(f"{name} failed:\n{traceback.format_exc()}"))
 
 
 def describe_engine(work: DemoWork, name: str, engine: DemoEngine) -> EngineInfo:
@@ -212,8 +212,14 @@ class DemoRank:
         pool = self.engine.pools[self.group_of(view)]
         return np.setdiff1d(np.arange(pool[-1] + 1), np.concatenate([np.zeros(0, np.int64), *used]))
 
-    def slots(self, view: View, blocks: Span, held: Span) -> Ints:
-        return slot_entries(view.group, self.engine.shape, self.rank.tp, blocks, held)
+    def places(
+        self, view: View, request: DemoRequest, extent: Extent, first_block: int
+    ) -> tuple[Ints, Ints]:
+        """Ids of a request's blocks from this number on, and the entry in each of their slots."""
+        blocks = Span(first_block, extent.blocks)
+        shape, tp = self.engine.shape, self.rank.tp
+        entries = slot_entries(view.group, shape, tp, blocks, extent.entries)
+        return self.table(view, request)[first_block:], entries
 
     def key_of(self, request: DemoRequest, view: View) -> tuple[int, ...]:
         """The key of one component of one request."""
@@ -251,9 +257,7 @@ class PrefillRank(DemoRank):
 
     def _fill(self, view: View, request: DemoRequest) -> int:
         extent = source_extent(view.group, self.engine.shape, request.tokens)
-        blocks = Span(extent.first_held, extent.blocks)
-        ids = self.table(view, request)[blocks.start :]
-        entries = self.slots(view, blocks, extent.entries)
+        ids, entries = self.places(view, request, extent, extent.first_held)
         return write_entries(view, self.key_of(request, view), ids, entries)
 
     def hold(self, tickets: list[Ticket]) -> None:
@@ -324,9 +328,7 @@ class DecodeRank(DemoRank):
                 extent = destination_extent(
                     view.group, work.src.shape, work.dst.shape, request.tokens, request.skip
                 )
-                blocks = Span(extent.first_loaded, extent.blocks)
-                ids = self.table(view, request)[blocks.start :]
-                entries = self.slots(view, blocks, extent.entries)
+                ids, entries = self.places(view, request, extent, extent.first_loaded)
                 wrong += wrong_entries(view, self.key_of(request, view), ids, entries)
                 loaded[self.group_of(view)].append(ids)
                 slot_bytes = len(view.layers) * view.units.size * view.component.unit_bytes
