@@ -192,7 +192,6 @@ CARRIER_OPTIONS: Mapping[str, Mapping[str, Words]] = {
         "streams_per_transfer": ("2; 4 for a GPU", "Connections that share one transfer."),
     },
     "cuda": {
-        "workers": "Threads that run transfers.",
         "triton": (
             "if it is installed",
             "Whether the copy kernel is used; without it, each run is one copy of the driver.",

@@ -157,7 +157,10 @@ CARRIERS: dict[str, type[Any] | tuple[str, str]] = {
     "nixl": ("kvferry.carriers.library.nixl", "NixlCarrier"),
     "cuda": ("kvferry.carriers.cuda.carrier", "CudaCarrier"),
 }
-HAD_PACKING = ("local", "tcp", "mooncake", "nixl")  # an option that configurations may still have
+REMOVED_OPTIONS = {  # configurations may still have them
+    "packing": ("local", "tcp", "mooncake", "nixl"),
+    "workers": ("cuda",),
+}
 
 
 def make_carrier(name: str, **options: Any) -> Carrier:
@@ -167,9 +170,10 @@ def make_carrier(name: str, **options: Any) -> Carrier:
         raise TransferError(f"there is no carrier {name!r}; there are {', '.join(CARRIERS)}")
     if isinstance(kind, tuple):
         kind = getattr(import_module(kind[0]), kind[1])
-    if name in HAD_PACKING and "packing" in options:
-        del options["packing"]
-        log.warning("carrier %s: `packing` has no effect any more; remove it", name)
+    for removed, carriers in REMOVED_OPTIONS.items():
+        if name in carriers and removed in options:
+            del options[removed]
+            log.warning("carrier %s: `%s` has no effect any more; remove it", name, removed)
     takes = inspect.signature(kind).parameters
     unknown = sorted(set(options) - set(takes))
     if unknown:
