@@ -186,7 +186,7 @@ class Modelless:
             worker._incarnation,
             lease_seconds=worker.config.lease_seconds,
             pusher=pusher if push else None,
-            bell=worker._bell,
+            wakeup=worker._wakeup,
         )
         worker._producer.start()
         worker._consumer = ConsumerRank(
@@ -198,7 +198,7 @@ class Modelless:
             [carrier],
             zero=HostMemory([region]).zero,
             mode=worker.config.mode,
-            bell=worker._bell,
+            wakeup=worker._wakeup,
         )
         info = rank_info(
             layout,
@@ -231,7 +231,7 @@ class Modelless:
     @property
     def pushes(self) -> int:
         """What this engine wrote into others."""
-        return sum(worker._producer.stats().pushes_done for worker in self._workers)
+        return sum(worker._producer.counters["pushes done"] for worker in self._workers)
 
     # Requests
 

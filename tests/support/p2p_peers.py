@@ -50,7 +50,7 @@ from kvferry.handover.load import Load, Loaded
 from kvferry.handover.peers import Peers
 from kvferry.handover.producer import Directory, ProducerRank
 from kvferry.handover.push import Pusher
-from kvferry.handover.stats import ConsumerStats, ProducerStats
+from kvferry.handover.stats import ConsumerStats
 from kvferry.handover.ticket import Ticket
 from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.placement import RankLayout
@@ -480,15 +480,15 @@ class Producer(Gates):
     def open_holds(self) -> int:
         return sum(server.open_holds for server in self.ranks)
 
-    def stats(self) -> list[ProducerStats]:
-        return [server.stats() for server in self.ranks]
+    def pushes(self) -> list[int]:
+        """Writes that are queued or under way, by rank."""
+        return [pusher.under_way for pusher in self.pushers]
 
     def counts(self) -> dict[str, int]:
-        stats = self.stats()
         return {
-            "holds": sum(one.holds_open for one in stats),
-            "parked": sum(one.parked for one in stats),
-            "pushes": sum(one.pushes_now for one in stats),
+            "holds": self.open_holds(),
+            "parked": self.parked(),
+            "pushes": sum(self.pushes()),
         }
 
     def descriptions(self) -> tuple[int, list[RankInfo]]:

@@ -55,7 +55,7 @@ def test_without_a_thread_to_write_a_source_is_read(monkeypatch: pytest.MonkeyPa
     with peers() as (p, d), no_threads(monkeypatch, "kvferry-push"):
         (loaded,) = d.load(hold(p, PROMPTS[0]), PROMPTS[0])
         assert loaded.ok and not loaded.pushed and d.wrong_bytes(PROMPTS[0]) == 0
-        assert [one.pushes_now for one in p.stats()] == [0, 0]
+        assert p.pushes() == [0, 0]
 
 
 def test_a_write_is_answered_though_the_next_one_finds_no_thread(
@@ -66,7 +66,7 @@ def test_a_write_is_answered_though_the_next_one_finds_no_thread(
         first = d.start(hold(p, PROMPTS[0]), PROMPTS[0])
         p.wait_at_gate()
         second = d.start(hold(p, PROMPTS[1]), PROMPTS[1])
-        wait_until(lambda: all(one.pushes_now == 2 for one in p.stats()))
+        wait_until(lambda: p.pushes() == [2, 2])
         with no_threads(monkeypatch, "kvferry-push"):
             p.open_gate()
             for (loaded,) in d.wait(first, second):

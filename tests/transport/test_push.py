@@ -185,7 +185,7 @@ def test_queueing_at_the_source_is_not_transferring(monkeypatch: pytest.MonkeyPa
         first = d.start(hold(p, prompts[0]), prompts[0])
         p.wait_at_gate()
         second = d.start(hold(p, prompts[1]), prompts[1])
-        wait_until(lambda: all(server.stats().pushes_now == 2 for server in p.ranks))
+        wait_until(lambda: p.pushes() == [2] * len(p.ranks))
         time.sleep(WAITED_SECONDS)
         p.open_gate()
         (one,), (other,) = d.wait(first, second)

@@ -199,7 +199,7 @@ class DemoRank:
         self.views = make_views(work.model, engine.shape, rank, engine.blocks, self.memory.regions)
         self.sockets = Sockets()
         self.carriers = open_carriers(transport, self.memory)
-        self.bell = Wakeup()
+        self.wakeup = Wakeup()
 
     def group_of(self, view: View) -> int:
         return self.work.model.groups.index(view.group)
@@ -237,7 +237,7 @@ class PrefillRank(DemoRank):
         super().__init__(work, work.src, rank, transport, report)
         self.incarnation = describe_engine(work, "prefill", work.src).incarnation
         self.producer = ProducerRank(
-            self.sockets, self.incarnation, lease_seconds=LEASE_SECONDS, bell=self.bell
+            self.sockets, self.incarnation, lease_seconds=LEASE_SECONDS, wakeup=self.wakeup
         )
         self.producer.start()
 
@@ -271,7 +271,7 @@ class PrefillRank(DemoRank):
         until = time.monotonic() + LOAD_SECONDS
         closed: list[Closed] = []
         while len(closed) < len(self.work.requests) and time.monotonic() < until:
-            self.bell.wait(1.0)
+            self.wakeup.wait(1.0)
             closed += self.producer.take_closed()
         return sum(one.why == "delivered" for one in closed)
 
@@ -291,7 +291,7 @@ class DecodeRank(DemoRank):
             self.memory.bases.tolist(),
             self.carriers,
             zero=self.memory.reach.zero,
-            bell=self.bell,
+            wakeup=self.wakeup,
         )
 
     def fill(self) -> None:
@@ -308,7 +308,7 @@ class DecodeRank(DemoRank):
                 load = Load(ticket.request_id, ticket, tables, request.skip, LOAD_SECONDS)
                 self.consumer.start(load)
                 while not (done := self.consumer.take_done()):
-                    self.bell.wait(1.0)
+                    self.wakeup.wait(1.0)
                 (loaded,) = done
                 if not loaded.ok:
                     raise TransferError(f"request {request.number}: {loaded.error}")

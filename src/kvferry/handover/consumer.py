@@ -65,12 +65,12 @@ class ConsumerRank:
         optional_roles: frozenset[str] = frozenset(),
         mode: Mode = "pull",
         checked: Memory | None = None,
-        bell: Wakeup | None = None,
+        wakeup: Wakeup | None = None,
     ) -> None:
         """`mode` "push": sources write if their carrier can revoke writes; otherwise we read.
 
         `checked`: compare what arrives in this memory with checksums of the sources. Such loads
-        read in both modes. `bell`: rung when a load has ended. `zero` clears runs of our memory.
+        read in both modes. `wakeup`: rung when a load has ended. `zero` clears runs of our memory.
         """
         self.engine, self.model, self.layout = engine, model, layout
         self._caller = Caller(sockets)
@@ -106,7 +106,7 @@ class ConsumerRank:
             offering,
             checked,
         )
-        self._lock, self._bell = threading.Lock(), bell or Wakeup()
+        self._lock, self._wakeup = threading.Lock(), wakeup or Wakeup()
         self._done: list[Loaded] = []
         self._running: dict[str, Deadline] = {}
 
@@ -235,7 +235,7 @@ class ConsumerRank:
         with self._lock:
             self._running.pop(result.request_id, None)
             self._done.append(result)
-        self._bell.ring()
+        self._wakeup.ring()
         if not result.ok:
             log.warning("request %s: not loaded: %s", result.request_id, result.error)
 

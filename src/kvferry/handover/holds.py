@@ -44,6 +44,7 @@ from kvferry.net.server import ENTRY_BYTES, Budget, reader_bytes
 Why = Literal["delivered", "failed", "expired", "withdrawn"]
 Parked = TypeVar("Parked")
 
+DEFAULT_LEASE_SECONDS = 60.0  # a hold without a claim or a renewal closes after this long
 TOMBSTONES = 65_536  # closed holds remembered, so that late claims are refused at once
 # For parked claims and offers: 10,000 offers of 128,000 tokens in blocks of 16. One connection (one
 # consumer rank) may use half.
@@ -75,26 +76,24 @@ class Hold:
     budget: Budget  # for readers; all holds of the rank share it
     charged_bytes: int = 0
     packed: Any = None  # the encoded answer to claims, which the server keeps here
-    # Both by (engine id, incarnation): ranks announced, and ranks that have spoken.
-    expected: dict[tuple[str, str], int] = field(default_factory=dict)
-    spoke: dict[tuple[str, str], set[tuple[int, int]]] = field(default_factory=dict)
+    engines: dict[tuple[str, str], _Engine] = field(default_factory=dict)  # by id and incarnation
     outcomes: dict[Outcome, int] = field(default_factory=dict)
 
     def announce(self, reader: Reader, readers: int) -> bool:
         """Expect last words from the reader's engine; False if too many engines read already."""
-        engine = (reader.engine_id, reader.incarnation)
-        if engine not in self.expected:
-            full = len(self.expected) >= MOST_ENGINES
+        key = (reader.engine_id, reader.incarnation)
+        if key not in self.engines:
+            full = len(self.engines) >= MOST_ENGINES
             if full or not self._charge(ENTRY_BYTES + reader_bytes(reader)):
                 return False
-        self.expected[engine] = max(self.expected.get(engine, 0), readers)
-        self.spoke.setdefault(engine, set())
+            self.engines[key] = _Engine()
+        self.engines[key].ranks = max(self.engines[key].ranks, readers)
         return True
 
     def hear(self, reader: Reader, readers: int, outcome: Outcome) -> None:
         """Count a reader's last word; only its first one counts."""
         if self.announce(reader, readers):
-            spoke = self.spoke[reader.engine_id, reader.incarnation]
+            spoke = self.engines[reader.engine_id, reader.incarnation].spoke
             rank = (reader.pp_rank, reader.tp_rank)
             if rank not in spoke and len(spoke) < MAX_READERS and self._charge(SPOKE_BYTES):
                 spoke.add(rank)
@@ -106,13 +105,24 @@ class Hold:
         return taken
 
     @property
+    def silent(self) -> int:
+        """Readers that have not sent their last word."""
+        return sum(max(0, one.ranks - len(one.spoke)) for one in self.engines.values())
+
+    @property
     def over(self) -> Why | None:
         """How the hold ended, or None while readers are missing. One failure makes it failed."""
-        if not self.expected or any(
-            len(self.spoke[engine]) < count for engine, count in self.expected.items()
-        ):
+        if not self.engines or self.silent:
             return None
         return "failed" if "failed" in self.outcomes else "delivered"
+
+
+@dataclass(slots=True)
+class _Engine:
+    """An engine that reads a hold."""
+
+    ranks: int = 0  # that it announced
+    spoke: set[tuple[int, int]] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +132,8 @@ class Closed:
     hold_id: str
     request_id: str
     why: Why
-    outcomes: dict[Outcome, int]
+    outcomes: dict[Outcome, int]  # of the readers that sent a last word
+    silent: int = 0  # readers that claimed the hold and sent no last word
 
 
 @dataclass(slots=True, eq=False)
@@ -203,13 +214,18 @@ class HoldTable(Generic[Parked]):
             hold.hear(word.reader, word.readers, word.outcome)
         return self._close_if_over(hold)
 
-    def find(self, hold_id: str, now: float) -> Hold | Why | None:
-        """The open hold with its lease renewed, why it closed, or None if it has not arrived."""
-        hold = self.open.get(hold_id)
-        if hold is None:
-            buried = self._tombstones.get(hold_id)
-            return "withdrawn" if hold_id in self._unborn else buried[0] if buried else None
-        hold.expires = now + self.lease_seconds
+    def find(self, hold_id: str) -> Hold | Why | None:
+        """The open hold, why it closed, or None if it has not arrived."""
+        if hold_id in self.open:
+            return self.open[hold_id]
+        buried = self._tombstones.get(hold_id)
+        return "withdrawn" if hold_id in self._unborn else buried[0] if buried else None
+
+    def renew(self, hold_id: str, now: float) -> Hold | Why | None:
+        """Like `find`, and an open hold's lease begins anew."""
+        hold = self.find(hold_id)
+        if isinstance(hold, Hold):
+            hold.expires = now + self.lease_seconds
         return hold
 
     def park(
@@ -239,7 +255,7 @@ class HoldTable(Generic[Parked]):
         """Whether the hold was open when the reader spoke, and the hold if this closed it."""
         hold = self.open.get(hold_id)
         if hold is None:
-            if outcome != "done" and self.find(hold_id, now) is None:
+            if outcome != "done" and self.find(hold_id) is None:
                 until = now + self.lease_seconds
                 word = _Early(hold_id, reader, readers, outcome, until)
                 self._early.append(word)
@@ -330,7 +346,8 @@ class HoldTable(Generic[Parked]):
         if len(self._leases) > 2 * len(self.open) + STALE_ENTRIES:
             self._leases = [entry for entry in self._leases if entry[1] in self.open]
             heapq.heapify(self._leases)
-        return self._bury(Closed(order.hold_id, order.request_id, why, dict(hold.outcomes)))
+        outcomes = dict(hold.outcomes)
+        return self._bury(Closed(order.hold_id, order.request_id, why, outcomes, hold.silent))
 
     def _bury(self, closed: Closed) -> Closed:
         self._tombstones[closed.hold_id] = closed.why, hash(closed.request_id)

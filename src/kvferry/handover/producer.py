@@ -8,11 +8,15 @@ What happens when a request finishes prefill:
    were parked. It refuses claims of another incarnation or of a closed hold at once.
 3. Consumer ranks read the blocks by a carrier, without help from this process. Each then sends one
    last word. The answer says whether the hold was still open; only then does the load count.
-   In push mode, a consumer rank offers its own blocks instead and this rank writes them
-   (`Deliveries`). Its answer to the offer then stands for the last word: it is `Delivered` only if
-   the hold was open until after the last byte.
+   In push mode, a consumer rank offers its own blocks instead and this rank's `Pusher` writes them.
+   Its answer to the offer then stands for the last word: it is `Delivered` only if the hold was
+   open until after the last byte.
 4. The rank closes the hold when all readers have spoken, or when the lease has run out. Only then
    does the hold appear in `take_closed`. The engine reports it, and vLLM frees the blocks.
+
+An idle engine collects an expired hold without a request or a message: the server's thread sleeps
+until `next_deadline`, `tick` closes the hold and rings the wakeup, and vLLM, which keeps taking
+empty steps while it has finished requests with held blocks, calls `take_closed` in the next one.
 
 What happens when something fails:
 
@@ -32,10 +36,8 @@ import hashlib
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -48,9 +50,8 @@ from kvferry.handover.describe import (
     require_plannable,
     require_same_meaning,
 )
-from kvferry.handover.holds import Closed, Hold, HoldOrder, HoldTable, Why
+from kvferry.handover.holds import DEFAULT_LEASE_SECONDS, Closed, Hold, HoldOrder, HoldTable, Why
 from kvferry.handover.push import CannotWrite, Pushed, Pusher
-from kvferry.handover.stats import ProducerStats
 from kvferry.handover.wakeup import Wakeup
 from kvferry.layout.model import require_same_cache
 from kvferry.net.messages import (
@@ -67,7 +68,6 @@ from kvferry.net.messages import (
     Look,
     Offer,
     RankInfo,
-    Reader,
     Reason,
     Refused,
     Renew,
@@ -85,7 +85,6 @@ from kvferry.net.rpc import Sockets
 from kvferry.net.server import ENTRY_BYTES, Packed, Server, kept_bytes, pack
 from kvferry.plan.assign import assign
 
-DEFAULT_LEASE_SECONDS = 60.0
 MOST_PATIENCE_SECONDS = 600.0  # for parked claims and offers
 
 log = logging.getLogger("kvferry")
@@ -102,7 +101,17 @@ class _Sender:
 
 
 class ProducerRank(Server):
-    """The holds of one worker, and the thread that answers for them."""
+    """The holds of one worker, and the thread that answers for them.
+
+    The `Pusher` writes on its own threads and knows nothing about holds. This rank's thread decides
+    which offers are written, and which writes count:
+
+        an offer comes     refused if this rank has no pusher, does not know the consumer, or holds
+                           other tokens than the offer wants; otherwise the write begins or queues
+        a write has ended  it counts only if the hold is still open. It is also the reader's last
+                           word and may close the hold, unless other requests share the ticket
+        a hold closes      its writes are given up, because its blocks will be reused
+    """
 
     def __init__(
         self,
@@ -114,20 +123,20 @@ class ProducerRank(Server):
         lease_seconds: float = DEFAULT_LEASE_SECONDS,
         pusher: Pusher | None = None,
         memory: Memory | None = None,
-        bell: Wakeup | None = None,
+        wakeup: Wakeup | None = None,
     ) -> None:
         """`pusher` writes to offered blocks; without one, consumers are told to read.
 
-        `memory` is what checksums cover; without it, requests for checksums are refused. `bell` is
-        rung when a hold has closed.
+        `memory` is what checksums cover; without it, requests for checksums are refused. `wakeup`
+        is rung when a hold has closed.
         """
         super().__init__(sockets, host, port, "kvferry-producer")
         self._summing = Summing(memory) if memory is not None else None
         self.incarnation = incarnation
         self._table: HoldTable[_Sender] = HoldTable(lease_seconds)
-        self._deliveries = Deliveries(pusher, self._table, self.counters, self._report)
+        self._pusher = pusher
         self._closed: list[Closed] = []
-        self._closed_lock, self._bell = threading.Lock(), bell or Wakeup()
+        self._closed_lock, self._wakeup = threading.Lock(), wakeup or Wakeup()
 
     # Called by the engine
 
@@ -178,22 +187,6 @@ class ProducerRank(Server):
             closed, self._closed = self._closed, []
         return closed
 
-    def stats(self) -> ProducerStats:
-        """Counts of open holds and of how holds ended. Safe from any thread."""
-        return ProducerStats(
-            holds_open=len(self._table.open),
-            parked=self._table.parked,
-            holds_delivered=self.counters["closed: delivered"],
-            holds_failed=self.counters["closed: failed"],
-            holds_expired=self.counters["closed: expired"],
-            holds_withdrawn=self.counters["closed: withdrawn"],
-            claims=self.counters["claims"],
-            pushes_now=self._deliveries.under_way,
-            pushes_done=self.counters["pushes done"],
-            pushes_failed=self.counters["pushes failed"],
-            bytes_pushed=self.counters["bytes pushed"],
-        )
-
     @property
     def open_holds(self) -> int:
         return len(self._table.open)
@@ -221,10 +214,11 @@ class ProducerRank(Server):
                     body = msgspec.structs.replace(body, tables=body.tables.copy())
                 until = time.monotonic() + min(body.patience_seconds, MOST_PATIENCE_SECONDS)
                 asked = _Sender(sender, request.id, body, until)
-                known = self._table.find(body.hold_id, time.monotonic()) is not None
-                return self._take_up(asked) if known else self._park(asked)
+                arrived = self._table.find(body.hold_id) is not None
+                return self._take_up(asked) if arrived else self._park(asked)
             case Introduce():
-                self._deliveries.introduce(body)
+                if self._pusher is not None:
+                    self._pusher.introduce(body.engine, body.rank)
                 return Introduced()
             case Complete():
                 return self._complete(body)
@@ -232,26 +226,25 @@ class ProducerRank(Server):
                 return self._sum(sender, request.id, body)
             case Renew():
                 now = time.monotonic()
-                found = {h: self._table.find(h, now) for h in body.hold_ids}
+                found = {h: self._table.renew(h, now) for h in body.hold_ids}
                 return Renewed(
                     [h for h, hold in found.items() if isinstance(hold, Hold)],
                     [h for h, hold in found.items() if isinstance(hold, str)],
                 )
 
     def _take_up(self, sender: _Sender) -> ReplyBody | Packed | None:
-        """Answer a claim or an offer whose hold is known. None: a write has begun."""
+        """Answer a claim or an offer whose hold has arrived. None: a write has begun."""
         claim = sender.claim
-        hold = self._table.find(claim.hold_id, time.monotonic())
+        hold = self._table.renew(claim.hold_id, time.monotonic())
         if not isinstance(hold, Hold):
-            return refuse_closed(hold or "withdrawn")
+            return refuse_closed(hold)
         if claim.digest != hold.order.digest:
             return Refused(
                 "digest", "the ticket is for another prompt than the request it came with"
             )
-        if isinstance(claim, Offer):
-            refused = self._deliveries.refuse(claim, hold)
-            if refused is not None:
-                return refused
+        refused = self._refuse(claim, hold) if isinstance(claim, Offer) else None
+        if refused is not None:
+            return refused
         if not hold.announce(claim.reader, claim.readers):
             return Refused("busy", "too many engines read this hold, or this rank's holds")
         self.counters["claims"] += 1
@@ -277,26 +270,71 @@ class ProducerRank(Server):
         self.counters["parked"] += 1
         return None
 
-    # Offers
+    def _refuse(self, offer: Offer, hold: Hold) -> Refused | None:
+        """Why the offer is refused, or None."""
+        if self._pusher is None:
+            return Refused("unable", "this engine writes nothing; read")
+        if not self._pusher.knows(offer.reader):
+            return Refused("unmet", "a rank offers its blocks, but has not introduced itself")
+        if not self._pusher.can_serve(offer.tokens, hold.order.tokens):
+            return Refused(
+                "digest",
+                f"the ticket promises {offer.tokens} tokens, this rank holds {hold.order.tokens}",
+            )
+        return None
 
-    def _push(self, sender: _Sender, offer: Offer, hold: Hold) -> ReplyBody | None:
+    def _push(self, sender: _Sender, offer: Offer, hold: Hold) -> Refused | None:
         """Write to the offered blocks. The answer follows when the write has ended."""
+        patience = sender.until - time.monotonic()  # the offer may have been parked before
+        if not patience > 0:  # nor NaN
+            return Refused("expired", "the offer has no time left")
 
         def done(outcome: Pushed | KvferryError) -> None:
             def answer() -> None:
-                body = self._deliveries.ended(offer, outcome)
-                self.reply(sender.identity, sender.request_id, body)
+                self.reply(sender.identity, sender.request_id, self._pushed(offer, outcome))
 
             self.submit(answer)
 
-        return self._deliveries.start(offer, hold, sender.until - time.monotonic(), done)
+        assert self._pusher is not None  # the offer was not refused
+        if not self._pusher.start(offer, hold.order.tables, patience, done):
+            return Refused("busy", "too many offers wait to be written")
+        return None
+
+    def _pushed(self, offer: Offer, outcome: Pushed | KvferryError) -> Delivered | Refused:
+        """Count a write that has ended. Returns the answer to its reader."""
+        body: Delivered | Refused
+        if isinstance(outcome, KvferryError):
+            reason: Reason = "unable" if isinstance(outcome, CannotWrite) else "transfer"
+            body = refusal(reason, f"{type(outcome).__name__}: {outcome}")
+        elif not self._still_open(offer):
+            why = self._table.find(offer.hold_id)
+            body = refuse_closed(why if isinstance(why, str) else None)
+        else:
+            body = Delivered(offer.grant, outcome.bytes, outcome.descriptors, outcome.seconds)
+            self.counters["bytes pushed"] += outcome.bytes
+        self.counters["pushes done" if isinstance(body, Delivered) else "pushes failed"] += 1
+        return body
+
+    def _still_open(self, offer: Offer) -> bool:
+        """Whether a write counts. Unless others share the ticket, it is the reader's last word."""
+        now = time.monotonic()
+        if offer.keep_open:
+            return isinstance(self._table.renew(offer.hold_id, now), Hold)
+        was_open, closed = self._table.last_word(
+            offer.hold_id, offer.reader, offer.readers, "done", now
+        )
+        self.counters["last words: done"] += was_open
+        if closed is not None:
+            self._report(closed)
+        return was_open
 
     def _complete(self, last: Complete) -> ReplyBody:
         was_open, closed = self._table.last_word(
             last.hold_id, last.reader, last.readers, last.outcome, time.monotonic()
         )
         self.counters[f"last words: {last.outcome}"] += 1
-        self._deliveries.cancel(last.hold_id, last.reader)  # this reader is finished
+        if self._pusher is not None:
+            self._pusher.cancel(last.hold_id, last.reader)  # this reader is finished
         if closed is not None:
             self._report(closed)
         return Closing(was_open)
@@ -307,9 +345,9 @@ class ProducerRank(Server):
             return Refused("malformed", "this rank makes no checksums")
         algorithm = named(asked.algorithm, self._summing.memory)
         address, length = decode_runs(asked.runs, algorithm)
-        hold = self._table.find(asked.hold_id, time.monotonic())
+        hold = self._table.renew(asked.hold_id, time.monotonic())
         if not isinstance(hold, Hold):
-            return refuse_closed(hold or "withdrawn")
+            return refuse_closed(hold)
 
         hold_id = asked.hold_id  # so that `work` does not keep `asked` and its runs
 
@@ -330,14 +368,16 @@ class ProducerRank(Server):
         return None
 
     def _summed(self, sender: bytes, request_id: int, hold_id: str, reply: ReplyBody) -> None:
-        hold = self._table.find(hold_id, time.monotonic())
+        hold = self._table.renew(hold_id, time.monotonic())
         if not isinstance(hold, Hold):  # another request may have overwritten the bytes
-            reply = refuse_closed(hold or "withdrawn")
+            reply = refuse_closed(hold)
         self.counters["sums" if isinstance(reply, Summed) else "refused sums"] += 1
         self.reply(sender, request_id, reply)
 
     def tick(self, now: float) -> None:
-        self._deliveries.tidy(now)
+        """Close holds whose lease ran out. The thread calls this at `next_deadline`, or earlier."""
+        if self._pusher is not None:
+            self._pusher.tidy(now)
         closed, impatient = self._table.expire(now)
         for one in closed:
             self._report(one)
@@ -352,17 +392,19 @@ class ProducerRank(Server):
         return self._table.next_deadline()
 
     def close(self) -> None:
-        self._deliveries.close()
+        if self._pusher is not None:
+            self._pusher.close()
         super().close()
         if self._summing is not None:
             self._summing.close()
 
     def _report(self, closed: Closed) -> None:
         self.counters[f"closed: {closed.why}"] += 1
-        self._deliveries.cancel(closed.hold_id)  # the engine may reuse its blocks soon
+        if self._pusher is not None:
+            self._pusher.cancel(closed.hold_id)  # the engine may reuse its blocks soon
         with self._closed_lock:
             self._closed.append(closed)
-        self._bell.ring()
+        self._wakeup.ring()
 
 
 MOST_JUDGED = 256  # verdicts about consumers that the directory remembers
@@ -370,15 +412,6 @@ MOST_JUDGED = 256  # verdicts about consumers that the directory remembers
 # takes a few milliseconds. A peer that sends new descriptions all the time is told to ask later.
 JUDGING_SECONDS = 1.0
 JUDGING_PERIOD_SECONDS = 60.0
-
-
-def refuse_version(version: int) -> Refused | None:
-    if version == VERSION:
-        return None
-    return Refused(
-        "version",
-        f"the peer speaks version {version}, this engine {VERSION}; run the same kvferry on both",
-    )
 
 
 class Directory(Server):
@@ -477,107 +510,15 @@ class Directory(Server):
         return None
 
 
-def refuse_closed(why: Why) -> Refused:
-    return Refused("closed", f"the hold is closed ({why}); prefill again")
-
-
-class Deliveries:
-    """Decides which offers of consumers are written, and which writes count.
-
-    The `Pusher` writes on its own threads and knows nothing about holds. This class runs on the
-    rank's server thread:
-
-        an offer comes     refused if this rank has no pusher, does not know the consumer, or holds
-                           other tokens than the offer wants; otherwise the write begins or queues
-        a write has ended  it counts only if the hold is still open. It is also the reader's last
-                           word and may close the hold, unless other requests share the ticket
-        a hold closes      its writes are given up, because its blocks will be reused
-    """
-
-    def __init__(
-        self,
-        pusher: Pusher | None,
-        table: HoldTable[Any],
-        counters: Counter[str],
-        report: Callable[[Closed], None],
-    ) -> None:
-        self.pusher, self._table, self._counters, self._report = pusher, table, counters, report
-
-    @property
-    def under_way(self) -> int:
-        return self.pusher.under_way if self.pusher else 0
-
-    def introduce(self, body: Introduce) -> None:
-        if self.pusher is not None:
-            self.pusher.introduce(body.engine, body.rank)
-
-    def refuse(self, offer: Offer, hold: Hold) -> Refused | None:
-        """Why the offer is refused, or None."""
-        if self.pusher is None:
-            return Refused("unable", "this engine writes nothing; read")
-        if not self.pusher.knows(offer.reader):
-            return Refused("unmet", "a rank offers its blocks, but has not introduced itself")
-        if not self.pusher.can_serve(offer.tokens, hold.order.tokens):
-            return Refused(
-                "digest",
-                f"the ticket promises {offer.tokens} tokens, this rank holds {hold.order.tokens}",
-            )
+def refuse_version(version: int) -> Refused | None:
+    if version == VERSION:
         return None
+    return Refused(
+        "version",
+        f"the peer speaks version {version}, this engine {VERSION}; run the same kvferry on both",
+    )
 
-    def start(
-        self,
-        offer: Offer,
-        hold: Hold,
-        patience_seconds: float,
-        done: Callable[[Pushed | KvferryError], None],
-    ) -> Refused | None:
-        """Write to the offered blocks. A writing thread calls `done`.
 
-        `patience_seconds` is the rest of the offer's time: it may have been parked before.
-        """
-        if not patience_seconds > 0:  # nor NaN
-            return Refused("expired", "the offer has no time left")
-        assert self.pusher is not None  # it was not refused
-        if not self.pusher.start(offer, hold.order.tables, patience_seconds, done):
-            return Refused("busy", "too many offers wait to be written")
-        return None
-
-    def ended(self, offer: Offer, outcome: Pushed | KvferryError) -> Delivered | Refused:
-        """Count a write that has ended. Returns the answer to its reader."""
-        body: Delivered | Refused
-        if isinstance(outcome, KvferryError):
-            reason: Reason = "unable" if isinstance(outcome, CannotWrite) else "transfer"
-            body = refusal(reason, f"{type(outcome).__name__}: {outcome}")
-        elif not self._still_open(offer):
-            why = self._table.find(offer.hold_id, time.monotonic())
-            body = refuse_closed(why if isinstance(why, str) else "withdrawn")
-        else:
-            body = Delivered(offer.grant, outcome.bytes, outcome.descriptors, outcome.seconds)
-            self._counters["bytes pushed"] += outcome.bytes
-        self._counters["pushes done" if isinstance(body, Delivered) else "pushes failed"] += 1
-        return body
-
-    def _still_open(self, offer: Offer) -> bool:
-        now = time.monotonic()
-        if offer.keep_open:
-            return isinstance(self._table.find(offer.hold_id, now), Hold)
-        was_open, closed = self._table.last_word(
-            offer.hold_id, offer.reader, offer.readers, "done", now
-        )
-        self._counters["last words: done"] += was_open
-        if closed is not None:
-            self._report(closed)
-        return was_open
-
-    def cancel(self, hold_id: str, reader: Reader | None = None) -> None:
-        """Give up the writes of a hold, to one reader or to all."""
-        if self.pusher is not None:
-            self.pusher.cancel(hold_id, reader)
-
-    def tidy(self, now: float) -> None:
-        if self.pusher is not None:
-            self.pusher.tidy(now)
-
-    def close(self) -> None:
-        if self.pusher is not None:
-            self.pusher.close()
+def refuse_closed(why: Why | None) -> Refused:
+    """`why` is None if the hold closed so long ago that this rank has forgotten it."""
+    return Refused("closed", f"the hold is closed ({why or 'withdrawn'}); prefill again")

@@ -31,7 +31,7 @@ from concurrent.futures import wait as wait_all
 from dataclasses import dataclass, field
 
 from kvferry.errors import HandoverError, KvferryError, StaleTicket
-from kvferry.handover.producer import DEFAULT_LEASE_SECONDS
+from kvferry.handover.holds import DEFAULT_LEASE_SECONDS
 from kvferry.handover.ticket import Ticket
 from kvferry.net.messages import (
     VERSION,

@@ -34,6 +34,7 @@ from urllib.parse import urlsplit
 from kvferry.carriers.auto import require_carriers, require_options
 from kvferry.errors import DescriptionError, ProtocolError
 from kvferry.handover.consumer import Mode
+from kvferry.handover.holds import DEFAULT_LEASE_SECONDS
 from kvferry.handover.ticket import is_host
 from kvferry.net.keys import HOW_TO_MAKE_ONE, Key
 from kvferry.net.names import is_loopback
@@ -239,7 +240,9 @@ class FerryConfig:
     checksums: Flag = False  # compare bytes that arrive with digests from the source
     carrier_options: Options = field(default_factory=dict)  # by carrier
     mode: Annotated[Mode, MODE] = "pull"  # push: the producer writes if it can be stopped
-    lease_seconds: Seconds = 60.0  # a hold without a renewal closes after this long
+    lease_seconds: Seconds = (
+        DEFAULT_LEASE_SECONDS  # a hold without a renewal closes then
+    )
     load_seconds: Seconds = 120.0  # a load fails after this long
     model_id: Text = ""  # names the weights, if the model's path differs between engines
     draft_layers: Annotated[str, DRAFTS] = "refuse"  # if a prefill engine lacks them; or "zero"

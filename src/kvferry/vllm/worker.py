@@ -68,7 +68,7 @@ class FerryWorker:
         self._producer: ProducerRank | None = None
         self._consumer: ConsumerRank | None = None
         self._handshake: FerryHandshake | None = None
-        self._idle, self._bell = False, Wakeup()
+        self._idle, self._wakeup = False, Wakeup()
         self._ready = WhenReady(gpu=False)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
@@ -98,7 +98,7 @@ class FerryWorker:
             lease_seconds=self.config.lease_seconds,
             memory=reached,
             pusher=Pusher(engine, described.model, layout, bases, self._carriers),
-            bell=self._bell,
+            wakeup=self._wakeup,
         )
         self._producer.start()
         self._consumer = ConsumerRank(
@@ -112,7 +112,7 @@ class FerryWorker:
             optional_roles=frozenset({"draft"} if self.config.draft_layers == "zero" else ()),
             checked=reached if self.config.checksums else None,
             mode=self.config.mode,
-            bell=self._bell,
+            wakeup=self._wakeup,
         )
         address = f"{self.config.host or '127.0.0.1'}:{self._producer.port}"
         info = rank_info(
@@ -193,12 +193,21 @@ class FerryWorker:
         if self._producer is None or self._consumer is None:
             return results
         expecting = self._consumer.busy or self._producer.open_holds
-        self._bell.wait(IDLE_STEP_SECONDS if self._idle and expecting else 0.0)
+        self._wakeup.wait(IDLE_STEP_SECONDS if self._idle and expecting else 0.0)
         for closed in self._producer.take_closed():
             results.finished_sending.add(closed.request_id)
             self._closed[closed.request_id] = closed.why
-            if closed.why == "expired":
-                log.warning("request %s: nobody fetched its KV cache in time", closed.request_id)
+            if closed.why == "expired" and closed.silent:
+                log.warning(
+                    "request %s: the lease of its KV cache ran out before %d decode ranks had read "
+                    "it: they died, stalled, or cannot reach this engine",
+                    closed.request_id,
+                    closed.silent,
+                )
+            elif closed.why == "expired":
+                log.warning(
+                    "request %s: no decode engine fetched its KV cache in time", closed.request_id
+                )
         for loaded in self._consumer.take_done():
             results.finished_recving.add(loaded.request_id)
             self._stats.loaded(loaded)

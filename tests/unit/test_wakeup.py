@@ -9,19 +9,19 @@ from kvferry.handover.wakeup import Wakeup
 
 
 def test_rings_of_before_and_of_meanwhile_end_the_wait() -> None:
-    bell = Wakeup()
-    bell.ring()
+    wakeup = Wakeup()
+    wakeup.ring()
     begun = time.monotonic()
-    bell.wait(30.0)
-    threading.Timer(0.05, bell.ring).start()
-    bell.wait(30.0)
+    wakeup.wait(30.0)
+    threading.Timer(0.05, wakeup.ring).start()
+    wakeup.wait(30.0)
     assert 0.04 < time.monotonic() - begun < 10.0
 
 
 def test_a_ring_is_heard_once() -> None:
-    bell = Wakeup()
-    bell.ring()
-    bell.wait(30.0)
+    wakeup = Wakeup()
+    wakeup.ring()
+    wakeup.wait(30.0)
     begun = time.monotonic()
-    bell.wait(0.05)
+    wakeup.wait(0.05)
     assert time.monotonic() - begun > 0.04
