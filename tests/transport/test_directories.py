@@ -82,6 +82,6 @@ def test_a_load_without_room_fails_and_tells_its_source(mode: Any) -> None:
         rank.start(Load("no room", ticket, ((),), 0, 10.0))
         ((loaded,),) = d.wait("no room")
         assert not loaded.ok and "too short" in loaded.error
-        wait_until(lambda: not p.open_holds())
-        assert all(rank.counters["closed: failed"] == 1 for rank in p.ranks)
+        wait_until(lambda: all(rank.counters["closed: failed"] == 1 for rank in p.ranks))
+        assert p.open_holds() == 0
         require_loaded(d, p, PROMPTS[1])
