@@ -46,11 +46,10 @@ from kvferry.handover.checksum import offered
 from kvferry.handover.consumer import ConsumerRank
 from kvferry.handover.describe import engine_info, rank_info
 from kvferry.handover.holds import Closed, HoldOrder
-from kvferry.handover.load import Load, Loaded
+from kvferry.handover.load import ConsumerStats, Load, Loaded
 from kvferry.handover.peers import Peers
 from kvferry.handover.producer import Directory, ProducerRank
 from kvferry.handover.push import Pusher
-from kvferry.handover.stats import ConsumerStats
 from kvferry.handover.ticket import Ticket
 from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.placement import RankLayout
@@ -547,7 +546,7 @@ class Consumer(Gates):
 
     def known(self, rank: int = 0) -> Peers:
         """The engines that a rank has met."""
-        return self.ranks[rank]._loading.known
+        return self.ranks[rank]._loading.peers
 
     def start(
         self,

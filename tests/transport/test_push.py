@@ -20,8 +20,7 @@ from kvferry.demo.cache import CANARY, wrong_byte
 from kvferry.errors import DeadlineExceeded, PeerLost
 from kvferry.handover import push
 from kvferry.handover.deadline import end_transfers
-from kvferry.handover.load import Loaded
-from kvferry.handover.stats import ConsumerTally
+from kvferry.handover.load import ConsumerTally, Loaded
 from kvferry.handover.ticket import Ticket
 from kvferry.plan import Copies
 from p2p_peers import Consumer, Producer, Prompt, Spec
@@ -159,7 +158,7 @@ def test_a_restarted_consumer_voids_what_was_known_of_it() -> None:
             assert error_of(again.load(hold(p, prompt), prompt)) == ""
             assert again.wrong_bytes(prompt) == 0
             for pusher in p.pushers:
-                assert [key[1] for key in pusher._targets] == ["second"]
+                assert [reader.incarnation for reader in pusher._targets] == ["second"]
         finally:
             again.close()
 

@@ -54,9 +54,8 @@ from kvferry.errors import KvferryError, TransferError
 from kvferry.handover.consumer import ConsumerRank
 from kvferry.handover.describe import engine_info, rank_info
 from kvferry.handover.holds import Closed, HoldOrder
-from kvferry.handover.load import Load
+from kvferry.handover.load import ConsumerStats, Load
 from kvferry.handover.producer import ProducerRank
-from kvferry.handover.stats import ConsumerStats
 from kvferry.handover.ticket import Ticket
 from kvferry.handover.wakeup import Wakeup
 from kvferry.layout.placement import RankLayout

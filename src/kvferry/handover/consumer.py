@@ -30,15 +30,22 @@ from kvferry.carriers.base import Carrier, Memory, is_granting
 from kvferry.errors import Cancelled, KvferryError
 from kvferry.handover.deadline import Clock, Deadline
 from kvferry.handover.describe import rank_info
-from kvferry.handover.load import WORD_SECONDS, HoldClient, Load, Loaded, Loading
+from kvferry.handover.load import (
+    WORD_SECONDS,
+    ConsumerStats,
+    ConsumerTally,
+    HoldClient,
+    Introductions,
+    Load,
+    Loaded,
+    Loading,
+)
 from kvferry.handover.peers import Known, Meetings, Peers, Remote
-from kvferry.handover.push import WriteOffering
-from kvferry.handover.stats import ConsumerStats, ConsumerTally
 from kvferry.handover.ticket import Ticket
 from kvferry.handover.wakeup import Wakeup
 from kvferry.layout.model import CacheModel
 from kvferry.layout.placement import Ints, RankLayout
-from kvferry.net.messages import EngineInfo, Outcome, Reader
+from kvferry.net.messages import EngineInfo, Outcome
 from kvferry.net.rpc import Caller, Sockets
 from kvferry.plan import everything_plan
 from kvferry.topology import TransferTopology
@@ -76,34 +83,23 @@ class ConsumerRank:
         self._caller = Caller(sockets)
         self._threads = Threads("kvferry-load", LOAD_THREADS)
         self._meetings = Meetings("kvferry-meet")
-        rank = layout.rank
-        reader = Reader(engine.engine_id, engine.incarnation, rank.pp, rank.tp)
         self._tally = ConsumerTally()
-        offering = None
-        if mode == "push" and checked is None:
-            endpoints = {c.name: c.endpoint() for c in carriers if is_granting(c)}
-            offering = WriteOffering(
-                reader,
-                engine,
-                rank_info(layout, bases, "", engine.incarnation, endpoints),
-                np.asarray(bases, dtype=np.int64),
-                self._caller,
-                self._tally,
-            )
         self.topology = TransferTopology(
             engine.engine_id, model, layout.shape, layout.rank, optional_roles
         )
-        known = Peers(self._caller, engine, self.topology, layout, list(carriers))
-        self._words = HoldClient(reader, model, known, self._caller)
+        self._peers = Peers(self._caller, engine, self.topology, layout, list(carriers))
+        introductions = None
+        if mode == "push" and checked is None:
+            endpoints = {c.name: c.endpoint() for c in carriers if is_granting(c)}
+            info = rank_info(layout, bases, "", engine.incarnation, endpoints)
+            introductions = Introductions(self._peers, info)
         self._loading = Loading(
-            model,
-            known,
-            self._words,
+            self._peers,
             np.asarray(bases, dtype=np.int64),
             everything_plan(model, layout),
             zero,
             self._tally,
-            offering,
+            introductions,
             checked,
         )
         self._lock, self._wakeup = threading.Lock(), wakeup or Wakeup()
@@ -118,10 +114,7 @@ class ConsumerRank:
         with self._lock:
             self._running[load.request_id] = watch
         work = partial(self._run, load, watch, Clock())
-        try:
-            self._once_met(load.ticket, watch, work, partial(self._not_met, load))
-        except KvferryError as error:
-            self.fail(load, f"{type(error).__name__}: it did not begin: {error}")
+        self._once_met(load.ticket, watch, work, partial(self._not_met, load))
 
     def fail(self, load: Load, why: str) -> None:
         """Report a load as failed before it begins, and tell its sources."""
@@ -142,9 +135,8 @@ class ConsumerRank:
         """
         watch = Deadline(time.monotonic() + seconds)
         try:
-            self._once_met(ticket, watch, partial(self._release, ticket, outcome, watch), _expires)
-        except KvferryError as error:
-            _expires(error)
+            work = partial(self._release, ticket, outcome, watch)
+            self._once_met(ticket, watch, work, _not_released)
         except Exception:  # the caller does not wait for the result
             log.exception("the hold of a ticket was not released, and will expire")
 
@@ -184,30 +176,32 @@ class ConsumerRank:
         fail: Callable[[KvferryError], None],
     ) -> None:
         """Run `work` on a load thread once the ticket's engine is met, or else call `fail`."""
-        everyone = self._loading.known
 
         def run(known: Known) -> None:
             try:
                 work(known.remote.result())
             finally:
-                everyone.leave(known)
+                self._peers.leave(known)
 
-        def go(known: Known) -> None:
+        def submit(known: Known) -> None:
             try:
                 self._threads.submit(partial(run, known), ticket.directory)
             except BaseException:
-                everyone.leave(known)
+                self._peers.leave(known)
                 raise
 
         def meet(seconds: float) -> None:
             watch.require_wanted()
-            go(everyone.meet(ticket, watch, seconds))
+            submit(self._peers.meet(ticket, watch, seconds))
 
-        known = everyone.using(ticket)
-        if known is not None:
-            go(known)
-        else:
-            self._meetings.submit(ticket.directory, meet, fail)
+        try:
+            known = self._peers.using(ticket)
+            if known is not None:
+                submit(known)
+            else:
+                self._meetings.submit(ticket.directory, meet, fail)
+        except KvferryError as error:
+            fail(error)
 
     def _not_met(self, load: Load, error: KvferryError) -> None:
         if isinstance(error, Cancelled) and not load.keep_open:
@@ -228,10 +222,7 @@ class ConsumerRank:
         self._end(result)
 
     def _end(self, result: Loaded) -> None:
-        if result.ok:
-            self._tally.done(result.bytes, result.descriptors, result.seconds, pushed=result.pushed)
-        else:
-            self._tally.failed(result.error.partition(":")[0], result.seconds)
+        self._tally.ended(result)
         with self._lock:
             self._running.pop(result.request_id, None)
             self._done.append(result)
@@ -240,15 +231,15 @@ class ConsumerRank:
             log.warning("request %s: not loaded: %s", result.request_id, result.error)
 
     def _release(self, ticket: Ticket, outcome: Outcome, watch: Deadline, remote: Remote) -> None:
+        client = HoldClient(self._peers, remote, ticket, watch)
         try:
-            calls = self._words.say(remote.sources, ticket, outcome, watch.deadline)
-            for call in calls.values():
-                self._words.answer(remote, call, watch)
+            for call in client.say(remote.sources, outcome).values():
+                client.answer(call)
         except KvferryError as error:
-            _expires(error)
+            _not_released(error)
         except Exception:  # no caller waits for the result
             log.exception("the hold of a ticket was not released, and will expire")
 
 
-def _expires(error: KvferryError) -> None:
+def _not_released(error: KvferryError) -> None:
     log.info("the hold of a ticket was not released, and will expire: %s", error)

@@ -34,6 +34,11 @@ class Deadline:
     def over(self) -> bool:
         return self.given_up.done() or time.monotonic() >= self.deadline
 
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return max(0.0, self.deadline - time.monotonic())
+
     def require_wanted(self) -> None:
         if self.given_up.done():
             raise Cancelled("the request was given up")
@@ -43,10 +48,12 @@ class Deadline:
         self.require_wanted()
 
     def first(self, futures: Sequence[Future[T]]) -> Future[T]:
-        """The first of these futures that is done."""
+        """The first of these futures that is done.
+
+        Raises if the wait is given up or runs out of time.
+        """
         either: list[Future[Any]] = [*futures, self.given_up]
-        left = max(0.0, self.deadline - time.monotonic())
-        wait_any(either, timeout=left, return_when=FIRST_COMPLETED)
+        wait_any(either, timeout=self.left, return_when=FIRST_COMPLETED)
         self.require_wanted()
         for future in futures:
             if future.done():
@@ -54,14 +61,7 @@ class Deadline:
         raise DeadlineExceeded("the peer did not answer in time")
 
     def result(self, future: Future[T]) -> T:
-        """A future's result. Raises if the wait is given up or runs out of time."""
-        either: list[Future[Any]] = [future, self.given_up]
-        left = max(0.0, self.deadline - time.monotonic())
-        wait_any(either, timeout=left, return_when=FIRST_COMPLETED)
-        self.require_wanted()
-        if not future.done():
-            raise DeadlineExceeded("the peer did not answer in time")
-        return future.result()
+        return self.first([future]).result()
 
 
 class Clock:

@@ -5,7 +5,7 @@ The steps:
 1. **meet** the producer engine: its directory's welcome, the plans, the connections. This happens
    once per incarnation, on a thread of `peers.Meetings`, so that an engine that never answers
    delays no load.
-2. **offer** (push mode only): let sources write if their carrier can revoke writes (`push.Offers`).
+2. **offer** (push mode only): let sources write if their carrier can revoke writes (`Offers`).
    The following steps concern the other sources.
 3. **claim** the hold at every source rank, all at once. A source parks a claim whose hold has not
    arrived yet.
@@ -25,6 +25,8 @@ What happens when something fails:
     a source answers                   the load
     stale                              fails; the engine is forgotten, the ticket is void
     closed, expired                    fails; the ticket is void
+    unable (to an offer)               claims and reads from that source instead
+    unmet (to an offer)                introduces itself again, and offers once more
     another refusal, or nonsense       fails
     nothing in time, or disconnects    fails; the engine is forgotten, the next load meets it again
 
@@ -39,48 +41,64 @@ engine may reuse the blocks then.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
-from kvferry.carriers.base import (
-    Memory,
-    Transfer,
-)
+from kvferry.carriers.base import Memory, Transfer, is_granting
 from kvferry.copies import Copies
-from kvferry.errors import Cancelled, ChecksumError, HandoverError, KvferryError, StaleTicket
+from kvferry.errors import (
+    Cancelled,
+    ChecksumError,
+    DeadlineExceeded,
+    HandoverError,
+    KvferryError,
+    StaleTicket,
+)
 from kvferry.handover.checksum import Algorithm, common, digest, encode_runs, parts
-from kvferry.handover.deadline import Clock, Deadline, await_transfer, end_transfers
+from kvferry.handover.deadline import (
+    Clock,
+    Deadline,
+    await_transfer,
+    end_for_good,
+    end_transfers,
+)
 from kvferry.handover.peers import Peers, Remote, Source
-from kvferry.handover.push import Arrived, Offers, WriteOffering
-from kvferry.handover.stats import ConsumerTally
 from kvferry.handover.ticket import Ticket
-from kvferry.layout.model import CacheModel
 from kvferry.layout.placement import Ints
 from kvferry.net.messages import (
+    MOST_OFFERED_IDS,
     VERSION,
     Claim,
     Claimed,
     Closing,
     Complete,
+    Delivered,
+    Introduce,
+    Offer,
     Outcome,
-    Reader,
+    RankInfo,
     Refused,
     Renew,
     Renewed,
     ReplyBody,
+    RequestBody,
     Sum,
     Summed,
+    pack_tables,
 )
-from kvferry.net.rpc import Caller
 from kvferry.plan import Bound, EdgePlan, Uncovered, bind, uncovered, whole_blocks
-from kvferry.plan.bind import require_distinct_blocks
+from kvferry.plan.bind import landing, require_distinct_blocks
 from kvferry.plan.pieces import padded_tokens
 
+log = logging.getLogger("kvferry")
+
 WORD_SECONDS = 5.0  # for a last word after a failure
-NOTHING = Arrived(0, 0, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,54 +134,122 @@ class Loaded:
         return not self.error
 
 
+@dataclass(slots=True)
+class ConsumerStats:
+    """Loads of one rank since it started.
+
+    Most counts only rise. `abandoned_now` and `quarantined_blocks` should be zero: they count loads
+    that are over but cannot be reported, because their carrier has not confirmed the cancel and
+    bytes may still arrive, and the blocks that these loads keep.
+    """
+
+    loads_done: int = 0
+    loads_failed: dict[str, int] = field(default_factory=dict)  # by the error's name
+    loads_pushed: int = 0  # good loads in which at least one source wrote
+    abandoned_now: int = 0
+    quarantined_blocks: int = 0
+    revoked: int = 0  # grants closed before their source had answered
+    bytes: int = 0
+    descriptors: int = 0
+    checked_bytes: int = 0  # compared by checksum
+    seconds: dict[str, float] = field(default_factory=dict)  # of all ended loads, by step
+    running: int = 0  # loads under way
+
+
+class ConsumerTally:
+    """Keeps the `ConsumerStats` of one rank. Any method, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock, self._stats = threading.Lock(), ConsumerStats()
+
+    def ended(self, loaded: Loaded) -> None:
+        with self._lock:
+            stats = self._stats
+            if loaded.ok:
+                stats.loads_done += 1
+                stats.loads_pushed += loaded.pushed
+                stats.bytes += loaded.bytes
+                stats.descriptors += loaded.descriptors
+            else:
+                reason = loaded.error.partition(":")[0]
+                stats.loads_failed[reason] = stats.loads_failed.get(reason, 0) + 1
+            for step, spent in loaded.seconds.items():
+                stats.seconds[step] = stats.seconds.get(step, 0.0) + spent
+
+    def checked(self, count_bytes: int) -> None:
+        with self._lock:
+            self._stats.checked_bytes += count_bytes
+
+    def revoked(self) -> None:
+        with self._lock:
+            self._stats.revoked += 1
+
+    @contextlib.contextmanager
+    def abandoned(self, blocks: int) -> Iterator[None]:
+        """Count a load that is over while it keeps its blocks."""
+        with self._lock:
+            self._stats.abandoned_now += 1
+            self._stats.quarantined_blocks += blocks
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stats.abandoned_now -= 1
+                self._stats.quarantined_blocks -= blocks
+
+    def snapshot(self, running: int = 0) -> ConsumerStats:
+        with self._lock:
+            failed, seconds = dict(self._stats.loads_failed), dict(self._stats.seconds)
+            return replace(self._stats, loads_failed=failed, seconds=seconds, running=running)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Loading:
     """The steps of loads into one rank's memory. It keeps no state of a single load."""
 
-    model: CacheModel
-    known: Peers
-    words: HoldClient
+    peers: Peers
     bases: Ints  # addresses of this rank's regions
     everything: EdgePlan  # covers all bytes of this rank's blocks
     zero: Callable[[Ints, Ints], None]
     tally: ConsumerTally
-    offering: WriteOffering | None = None  # push mode
+    introductions: Introductions | None = None  # push mode
     checked: Memory | None = None  # this rank's memory, if digests are compared
 
     def run(self, remote: Remote, load: Load, watch: Deadline, clock: Clock) -> Loaded:
+        client = HoldClient(self.peers, remote, load.ticket, watch)
         try:
             require_distinct_blocks(
-                self.model,
-                self.known.layout,
+                self.peers.topology.model,
+                self.peers.layout,
                 remote.shape,
                 tokens=load.ticket.tokens,
                 skip=load.skip,
                 dst_tables=load.tables,
             )
-            written = NOTHING
-            if self.offering is not None and self.checked is None:  # checksums are for reads
-                written = self._let_write(self.offering, remote, load, watch, clock)
+            written = Arrived()
+            if self.introductions is not None:
+                written = self._let_write(self.introductions, client, load, clock)
             read = [source for source in remote.sources if source not in written.delivered]
-            claimed = self.words.claim(remote, read, load.ticket, watch)
+            claimed = client.claim(read)
             clock.stop("claim")
             bound = self._bind(remote, load, claimed)
             clock.stop("bind")
-            rest = self._read(remote, load, bound, watch, clock)
+            rest = self._read(client, load, bound, clock)
             moved = sum(b.bytes for b in bound.values())
             descriptors = sum(b.descriptors for b in bound.values())
             if self.checked is not None:
-                self._check(remote, load.ticket, bound, self.checked, watch)
+                require_equal(client, bound, self.checked)
                 self.tally.checked(moved)
                 clock.stop("check")
-            words = self._last_words(read, load, watch)
+            # A source that wrote has counted its own last word.
+            words = client.ask_open(read) if load.keep_open else client.say(read, "done")
             zeroed = self._zero_rest(rest)  # while the last words travel
             clock.stop("zero")
-            self.words.require_open(remote, load.ticket, words, watch)
+            client.require_open(words)
             clock.stop("confirm")
         except BaseException:
             if not load.keep_open:
-                deadline = time.monotonic() + WORD_SECONDS
-                self.words.say(remote.sources, load.ticket, "failed", deadline)
+                client.say(remote.sources, "failed", time.monotonic() + WORD_SECONDS)
             raise
         return Loaded(
             load.request_id,
@@ -176,29 +262,14 @@ class Loading:
         )
 
     def _let_write(
-        self, offering: WriteOffering, remote: Remote, load: Load, watch: Deadline, clock: Clock
+        self, introductions: Introductions, client: HoldClient, load: Load, clock: Clock
     ) -> Arrived:
         """Let sources write if they can be stopped. No source can write after this returns."""
-
-        def answer(call: Future[ReplyBody]) -> ReplyBody:
-            reply = self.words.answer(remote, call, watch)
-            if isinstance(reply, Refused) and reply.reason == "stale":
-                self.known.forget(remote)  # other refusals void the ticket alone
-            return reply
-
-        offers = Offers(offering, remote, lambda: self.tally.abandoned(load.blocks))
+        offers = Offers(introductions, client, load, self.tally)
         try:
-            offers.open(
-                hold_id=load.ticket.hold_id,
-                digest=load.ticket.digest,
-                tokens=load.ticket.tokens,
-                skip=load.skip,
-                tables=load.tables,
-                keep_open=load.keep_open,
-                watch=watch,
-            )
+            offers.open(self.bases)
             clock.stop("offer")
-            arrived = offers.arrive(watch, answer)
+            arrived = offers.arrive()
             clock.split("wait", "push", arrived.write_seconds)
             return arrived
         finally:
@@ -209,7 +280,7 @@ class Loading:
     ) -> dict[Source, Bound]:
         """Bind each source's plan to block addresses. The copies themselves are made later."""
         tokens = padded_tokens(
-            remote.pair.model, remote.shape, self.known.layout.shape, load.ticket.tokens
+            remote.pair.model, remote.shape, self.peers.layout.shape, load.ticket.tokens
         )
         return {
             source: bind(
@@ -226,60 +297,34 @@ class Loading:
         }
 
     def _read(
-        self,
-        remote: Remote,
-        load: Load,
-        bound: dict[Source, Bound],
-        watch: Deadline,
-        clock: Clock,
+        self, client: HoldClient, load: Load, bound: dict[Source, Bound], clock: Clock
     ) -> list[Uncovered]:
         """Read all copies. Meanwhile, find the bytes to zero."""
         transfers: list[Transfer] = []
         try:
-            post_reads(bound, transfers, watch)
-            rest = self._rest(remote, load)
+            post_reads(bound, transfers, client.watch)
+            rest = self._rest(client.remote, load)
             for transfer in transfers:
-                await_transfer(transfer, watch)
+                await_transfer(transfer, client.watch)
             clock.stop("read")
             return rest
         except BaseException as error:
             end_transfers(transfers, lambda: self.tally.abandoned(load.blocks))
             if not isinstance(error, Cancelled):
-                self.known.forget(remote)
-            raise
-
-    def _check(
-        self,
-        remote: Remote,
-        ticket: Ticket,
-        bound: dict[Source, Bound],
-        memory: Memory,
-        watch: Deadline,
-    ) -> None:
-        try:
-            require_equal(
-                self.words.caller,
-                ticket.hold_id,
-                bound,
-                memory,
-                watch.deadline,
-                lambda call: self.words.answer(remote, call, watch),
-            )
-        except ChecksumError:
-            self.known.forget(remote)
+                self.peers.forget(client.remote)
             raise
 
     def _rest(self, remote: Remote, load: Load) -> list[Uncovered]:
         """Bytes that no source covers, then the layers that the producer lacks."""
         where: dict[str, Any] = {
+            "tokens": load.ticket.tokens,
             "skip": load.skip,
             "dst_tables": load.tables,
             "dst_bases": self.bases,
         }
-        tokens = load.ticket.tokens
-        rest = [uncovered(self.everything, remote.shape, tokens=tokens, **where)]
+        rest = [uncovered(self.everything, remote.shape, **where)]
         if remote.lacking is not None:
-            rest.append(whole_blocks(remote.lacking, tokens=tokens, **where))
+            rest.append(whole_blocks(remote.lacking, **where))
         return rest
 
     def _zero_rest(self, rest: list[Uncovered]) -> int:
@@ -289,119 +334,285 @@ class Loading:
                 self.zero(part.address, part.length)
         return sum(part.bytes for part in rest[1:])
 
-    def _last_words(self, sources: Sequence[Source], load: Load, watch: Deadline) -> Calls:
-        """Tell every source that was read. A source that wrote has counted its own last word."""
-        if load.keep_open:
-            return self.words.ask_open(sources, load.ticket, watch.deadline)
-        return self.words.say(sources, load.ticket, "done", watch.deadline)
-
 
 Calls = dict[Source, Future[ReplyBody]]
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HoldClient:
-    """Sends claims and last words of one rank, and judges the answers (see the module's table).
+    """Talks with the source ranks of one hold, for one load or release.
 
-    It keeps no state of a single load.
+    It judges the answers (see the module's table).
     """
 
-    reader: Reader  # this rank, as producers count it
-    model: CacheModel
-    known: Peers
-    caller: Caller
+    peers: Peers
+    remote: Remote
+    ticket: Ticket
+    watch: Deadline
 
-    def answer(self, remote: Remote, call: Future[ReplyBody], watch: Deadline) -> ReplyBody:
+    def call(
+        self, source: Source, body: RequestBody, deadline: float | None = None
+    ) -> Future[ReplyBody]:
+        until = self.watch.deadline if deadline is None else deadline
+        return self.peers.caller.call(source.address, body, until)
+
+    def answer(self, call: Future[ReplyBody]) -> ReplyBody:
         try:
-            return watch.result(call)
+            reply = self.watch.result(call)
         except Cancelled:
             raise
         except KvferryError:
-            self.known.forget(remote)  # the peer may have restarted; the next load meets it again
+            self.peers.forget(self.remote)  # it may have restarted; the next load meets it again
             raise
+        if isinstance(reply, Refused) and reply.reason == "stale":
+            self.peers.forget(self.remote)  # other refusals void the ticket alone
+        return reply
 
-    def claim(
-        self, remote: Remote, sources: Sequence[Source], ticket: Ticket, watch: Deadline
-    ) -> dict[Source, Claimed]:
+    def claim(self, sources: Sequence[Source]) -> dict[Source, Claimed]:
         """Claim the hold at these sources. Returns when all have answered."""
-        patience = max(0.0, watch.deadline - time.monotonic())
+        ticket, patience = self.ticket, self.watch.left
         calls = {
-            source: self.caller.call(
-                source.address,
+            source: self.call(
+                source,
                 Claim(
                     VERSION,
                     source.incarnation,
                     ticket.hold_id,
                     ticket.digest,
-                    self.reader,
+                    self.peers.reader,
                     source.readers,
                     patience,
                 ),
-                watch.deadline,
             )
             for source in sources
         }
         claimed = {}
         for source, call in calls.items():
-            reply = self.answer(remote, call, watch)
-            who = f"rank {tuple(source.rank)}"
-            if isinstance(reply, Refused):
-                if reply.reason == "stale":
-                    self.known.forget(remote)
-                if reply.reason in ("stale", "closed", "expired"):
-                    raise StaleTicket(f"{who} refuses the claim: {reply.message}")
-                raise HandoverError(f"{who} refuses the claim: {reply.message}")
-            if not isinstance(reply, Claimed):
-                raise HandoverError(f"{who} answered a claim with a {type(reply).__name__}")
-            exact = self.model.of_one_length and reply.tokens != ticket.tokens
+            reply = _require(source, self.answer(call), Claimed, "claim")
+            exact = self.peers.topology.model.of_one_length and reply.tokens != ticket.tokens
             if exact or reply.tokens < ticket.tokens:
                 raise HandoverError(
-                    f"the ticket promises {ticket.tokens} tokens, {who} holds {reply.tokens}"
+                    f"the ticket promises {ticket.tokens} tokens, rank {tuple(source.rank)} holds "
+                    f"{reply.tokens}"
                 )
             claimed[source] = reply
-        watch.require_wanted()
+        self.watch.require_wanted()
         return claimed
 
     def say(
-        self, sources: Sequence[Source], ticket: Ticket, outcome: Outcome, deadline: float
+        self, sources: Sequence[Source], outcome: Outcome, deadline: float | None = None
     ) -> Calls:
         """Send this rank's last word to these sources."""
+        hold_id, reader = self.ticket.hold_id, self.peers.reader
         return {
-            source: self.caller.call(
-                source.address,
-                Complete(
-                    VERSION,
-                    source.incarnation,
-                    ticket.hold_id,
-                    self.reader,
-                    source.readers,
-                    outcome,
-                ),
+            source: self.call(
+                source,
+                Complete(VERSION, source.incarnation, hold_id, reader, source.readers, outcome),
                 deadline,
             )
             for source in sources
         }
 
-    def ask_open(self, sources: Sequence[Source], ticket: Ticket, deadline: float) -> Calls:
+    def ask_open(self, sources: Sequence[Source]) -> Calls:
         """Ask these sources whether the hold is open, and leave it open."""
         return {
-            source: self.caller.call(
-                source.address, Renew(VERSION, source.incarnation, [ticket.hold_id]), deadline
-            )
+            source: self.call(source, Renew(VERSION, source.incarnation, [self.ticket.hold_id]))
             for source in sources
         }
 
-    def require_open(self, remote: Remote, ticket: Ticket, calls: Calls, watch: Deadline) -> None:
+    def require_open(self, calls: Calls) -> None:
         """Require of every answer that the hold was open. Takes answers to `say` or `ask_open`."""
         for source, call in calls.items():
-            reply = self.answer(remote, call, watch)
+            reply = self.answer(call)
             was_open = isinstance(reply, Closing) and reply.was_open
-            was_open |= isinstance(reply, Renewed) and ticket.hold_id in reply.open
+            was_open |= isinstance(reply, Renewed) and self.ticket.hold_id in reply.open
             if not was_open:
                 raise StaleTicket(
                     f"rank {tuple(source.rank)} closed the hold before the load was over; what was "
                     "read is discarded"
                 )
+
+
+def _require(source: Source, reply: ReplyBody, kind: type[Answer], request: str) -> Answer:
+    """The answer, if it is of this kind."""
+    who = f"rank {tuple(source.rank)}"
+    if isinstance(reply, Refused):
+        void = reply.reason in ("stale", "closed", "expired")
+        error = StaleTicket if void else HandoverError
+        raise error(f"{who} refuses the {request}: {reply.message}")
+    if not isinstance(reply, kind):
+        raise HandoverError(f"{who} answered the {request} with a {type(reply).__name__}")
+    return reply
+
+
+# Push mode. For every source whose carrier can revoke writes, a load opens a grant of exactly the
+# bytes that the source's edge covers, and offers it. Carriers that cannot revoke (shared memory of
+# one host, CUDA IPC, RDMA) get no offer; the load reads through them. `push.py` is the source's
+# side.
+
+CLOSE_GRANT_SECONDS = 5.0  # for a writer to stop; closing its connection usually does it at once
+INTRODUCE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """What sources wrote. The other sources have to be read."""
+
+    bytes: int = 0
+    descriptors: int = 0
+    delivered: tuple[Source, ...] = ()
+    write_seconds: float = 0.0  # of the slowest source, by its own clock
+
+
+class Introductions:
+    """Describes this rank's memory to the sources that may write to it, once to each."""
+
+    def __init__(self, peers: Peers, info: RankInfo) -> None:
+        self._peers, self._info = peers, info
+        self._made: set[tuple[str, str]] = set()  # addresses, incarnations
+        self._lock = threading.Lock()
+
+    def make(self, source: Source) -> None:
+        """Introduce this rank to a source, unless it did. No answer is awaited.
+
+        The offer follows on the same connection, so it arrives after the introduction.
+        """
+        key = (source.address, source.incarnation)
+        with self._lock:  # so that no other load's offer overtakes it
+            if key in self._made:
+                return
+            self._made.add(key)
+            introduce = Introduce(VERSION, source.incarnation, self._peers.engine, self._info)
+            until = time.monotonic() + INTRODUCE_SECONDS
+            self._peers.caller.call(source.address, introduce, until)
+
+    def forget(self, source: Source) -> None:
+        with self._lock:
+            self._made.discard((source.address, source.incarnation))
+
+
+@dataclass(slots=True, eq=False)
+class _Offered:
+    source: Source
+    offer: Offer
+    bytes: int  # that the source has to write
+    call: Future[ReplyBody]
+    open: bool = True
+    again: bool = False  # offered a second time
+
+
+class Offers:
+    """The offers of one load. The caller must call `close`, whatever happens.
+
+    A source has delivered if as many bytes arrived under its grant as the plan says and as the
+    source claims. This rank closes all grants before the load is reported, without help from the
+    sources. A source that is stopped, gone or lying cannot write after that.
+    """
+
+    def __init__(
+        self, introductions: Introductions, client: HoldClient, load: Load, tally: ConsumerTally
+    ) -> None:
+        self._introductions, self._client, self._load = introductions, client, load
+        self._tally = tally
+        self._offered: list[_Offered] = []
+
+    def open(self, bases: Ints) -> None:
+        """Open a grant for each source that can be revoked, and offer it."""
+        load, client = self._load, self._client
+        if load.blocks > MOST_OFFERED_IDS:
+            return
+        packed = pack_tables(load.tables)
+        for source in client.remote.sources:
+            carrier = source.carrier
+            if source.plan is None or not is_granting(carrier):
+                continue
+            land = landing(
+                source.plan,
+                tokens=load.ticket.tokens,
+                skip=load.skip,
+                dst_tables=load.tables,
+                dst_bases=bases,
+            )
+            offer = Offer(
+                VERSION,
+                source.incarnation,
+                load.ticket.hold_id,
+                load.ticket.digest,
+                client.peers.reader,
+                source.readers,
+                client.watch.left,
+                carrier.name,
+                carrier.open_grant(land.address, land.length),
+                load.ticket.tokens,
+                load.skip,
+                packed,
+                load.keep_open,
+            )
+            one = _Offered(source, offer, land.bytes, Future())
+            self._offered.append(one)  # from here on, `close` closes the grant
+            self._call(one)
+
+    def arrive(self) -> Arrived:
+        """Wait until every source has written or declined. Raise on the first other answer."""
+        waiting = list(self._offered)
+        delivered: list[Source] = []
+        moved = descriptors = 0
+        seconds = 0.0
+        while waiting:
+            call = self._client.watch.first([one.call for one in waiting])
+            one = next(one for one in waiting if one.call is call)
+            reply = self._client.answer(call)
+            if isinstance(reply, Refused) and reply.reason == "unmet" and not one.again:
+                one.again = True
+                self._introductions.forget(one.source)
+                self._call(one)
+                continue
+            waiting.remove(one)
+            if isinstance(reply, Refused) and reply.reason == "unable":
+                log.info("rank %s is read instead: %s", tuple(one.source.rank), reply.message)
+                self._close(one)
+                continue
+            said = _require(one.source, reply, Delivered, "offer")
+            came = self._close(one)
+            if not said.bytes == came == one.bytes or said.grant != one.offer.grant:
+                raise HandoverError(
+                    f"rank {tuple(one.source.rank)} says that it wrote {said.bytes} bytes, {came} "
+                    f"arrived and {one.bytes} were due; what came is discarded"
+                )
+            moved, descriptors = moved + came, descriptors + said.descriptors
+            seconds = max(seconds, said.write_seconds)
+            delivered.append(one.source)
+        return Arrived(moved, descriptors, tuple(delivered), seconds)
+
+    def close(self) -> None:
+        """Revoke all grants. After this returns, no byte of these offers can arrive."""
+        for one in self._offered:
+            if one.open:
+                self._tally.revoked()
+                self._close(one)
+
+    def _call(self, one: _Offered) -> None:
+        self._introductions.make(one.source)
+        one.call = self._client.call(one.source, one.offer)
+
+    def _close(self, one: _Offered) -> int:
+        """Close a grant. Returns how many bytes came under it."""
+        carrier, came = one.source.carrier, 0
+        assert is_granting(carrier)
+
+        def end() -> bool:
+            nonlocal came
+            try:
+                came = carrier.close_grant(one.offer.grant, CLOSE_GRANT_SECONDS)
+            except DeadlineExceeded as error:
+                log.error("a load that is over keeps its blocks: %s", error)
+                return False
+            return True
+
+        end_for_good(end, lambda: self._tally.abandoned(self._load.blocks))
+        one.open = False
+        return came
 
 
 # Reading. A carrier gets one piece per call: a slice of copies, or a whole strided batch if the
@@ -452,34 +663,29 @@ def _pieces(source: Source, copies: Bound) -> Iterator[Any]:
 # Checking. Slice by slice, all sources digest their bytes while this rank digests its own.
 # `checksum.py` says why this is sound.
 
-Asked = tuple[Source, Copies, Future[ReplyBody]]
 
-
-def require_equal(
-    caller: Caller,
-    hold_id: str,
-    bound: Mapping[Source, Bound],
-    memory: Memory,
-    deadline: float,
-    answer: Callable[[Future[ReplyBody]], ReplyBody],
-) -> None:
+def require_equal(client: HoldClient, bound: Mapping[Source, Bound], memory: Memory) -> None:
     """Raise `ChecksumError` if bytes here differ from the source's. The hold must be open."""
     by = {source: common(memory, source.sums) for source in bound}
     left = {source: parts(copies, by[source]) for source, copies in bound.items()}
     while left:
-        asked: list[Asked] = []
+        asked: list[tuple[Source, Copies, Future[ReplyBody]]] = []
         for source, more in list(left.items()):
             part = next(more, None)
             if part is None:
                 del left[source]
                 continue
             runs = encode_runs(part.src, part.length)
-            question = Sum(VERSION, source.incarnation, hold_id, runs, by[source].name)
-            call = caller.call(source.address, question, deadline)
-            asked.append((source, part, call))
+            hold_id, algorithm = client.ticket.hold_id, by[source].name
+            question = Sum(VERSION, source.incarnation, hold_id, runs, algorithm)
+            asked.append((source, part, client.call(source, question)))
         for source, part, call in asked:
             ours = digest(memory, part.dst, part.length, by[source])
-            _require_same(source, part, by[source], ours, answer(call))
+            try:
+                _require_same(source, part, by[source], ours, client.answer(call))
+            except ChecksumError:
+                client.peers.forget(client.remote)
+                raise
 
 
 def _require_same(

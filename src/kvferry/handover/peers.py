@@ -49,11 +49,20 @@ from kvferry.handover.describe import (
     require_plannable,
     require_same_meaning,
 )
-from kvferry.handover.ticket import Ticket, are_siblings
+from kvferry.handover.ticket import Ticket, supersedes
 from kvferry.layout.model import CacheModel, require_same_cache
 from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
-from kvferry.net.messages import VERSION, EngineInfo, Hello, RankInfo, Refused, ReplyBody, Welcome
+from kvferry.net.messages import (
+    VERSION,
+    EngineInfo,
+    Hello,
+    RankInfo,
+    Reader,
+    Refused,
+    ReplyBody,
+    Welcome,
+)
 from kvferry.net.names import is_loopback
 from kvferry.net.rpc import Caller
 from kvferry.plan.cover import everything_plan
@@ -101,19 +110,6 @@ class Remote:
     sources: tuple[Source, ...]
     lacking: EdgePlan | None = None  # layers that only our engine has; loads zero them
 
-    def describe(self) -> str:
-        """One line for logs."""
-        read = [
-            f"{tuple(source.rank)} over {source.carrier.name}"
-            for source in self.sources
-            if source.carrier is not None
-        ]
-        return (
-            f"engine {self.engine.engine_id} ({self.shape.describe()}, incarnation "
-            f"{self.engine.incarnation}): reads from ranks {', '.join(read) or 'none'}; talks to "
-            f"{len(self.sources)}"
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class PeerKey:
@@ -129,11 +125,7 @@ class PeerKey:
 
     def voids(self, other: PeerKey) -> bool:
         """Whether this incarnation shows that the other one has ended."""
-        return (
-            self.engine_id == other.engine_id
-            and self.incarnation != other.incarnation
-            and not are_siblings(self.incarnation, other.incarnation)
-        )
+        return self.engine_id == other.engine_id and supersedes(self.incarnation, other.incarnation)
 
 
 @dataclass(slots=True, eq=False)
@@ -165,6 +157,12 @@ class Peers:
     carriers: Sequence[Carrier]
     _remotes: dict[PeerKey, Known] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def reader(self) -> Reader:
+        """This rank, as producers count it."""
+        engine, rank = self.engine, self.layout.rank
+        return Reader(engine.engine_id, engine.incarnation, rank.pp, rank.tp)
 
     @property
     def engines(self) -> dict[PeerKey, Known]:

@@ -1,25 +1,7 @@
-"""Push mode: producer ranks write into blocks that consumer ranks offer, and can revoke.
+"""Push mode on a producer rank: it writes into blocks that consumer ranks offer, and can revoke.
 
-Two sides, in this order below: the producer rank (`Pusher`, `Target`) and the consumer rank
-(`WriteOffering`, `Offers`).
-
-**The consumer offers.** For every source whose carrier can revoke writes, a load opens a *grant* of
-exactly the bytes that the source's edge covers, and offers it. Carriers that cannot revoke (shared
-memory of one host, CUDA IPC, RDMA) get no offer; the consumer reads through them.
-
-    the source answers      the load
-    delivered               counts the source as done, if as many bytes arrived under the grant as
-                            the plan says and the source claims
-    refused: unable         claims and reads from that source instead
-    refused: unmet          introduces itself again, and offers once more
-    refused: anything else  fails
-    nothing                 fails at its deadline, or when the connection breaks
-
-The consumer closes all grants of a load before it reports the load, without help from the source.
-A source that is stopped, gone or lying cannot write after that, so the blocks may be reused.
-
-**The producer writes.** A consumer rank introduces itself once (engine, layout, endpoints of its
-carriers). Each of its offers then runs on a thread of the producer rank:
+A consumer rank introduces itself once (engine, layout, endpoints of its carriers). `Target` is what
+this rank knows of it. Each of its offers (`load.Offers`) then runs on a thread of the `Pusher`:
 
     plan      the edge from this rank to that one, once; both sides compute the same
     connect   by the carrier that the offer names, once, within part of the offer's time
@@ -38,7 +20,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -49,8 +31,8 @@ import msgspec
 import numpy as np
 
 from kvferry.carriers.base import Carrier, GrantingCarrier, Transfer, is_granting
-from kvferry.errors import Cancelled, DeadlineExceeded, HandoverError, KvferryError, StaleTicket
-from kvferry.handover.deadline import Deadline, Stuck, await_transfer, end_for_good, end_transfers
+from kvferry.errors import Cancelled, DeadlineExceeded, HandoverError, KvferryError
+from kvferry.handover.deadline import Deadline, await_transfer, end_transfers
 from kvferry.handover.describe import (
     read_layout,
     read_model,
@@ -58,30 +40,13 @@ from kvferry.handover.describe import (
     require_plannable,
     require_same_meaning,
 )
-from kvferry.handover.peers import Remote, Source
-from kvferry.handover.stats import ConsumerTally
-from kvferry.handover.ticket import are_siblings
+from kvferry.handover.ticket import supersedes
 from kvferry.layout.model import CacheModel
-from kvferry.layout.placement import Ints, RankLayout
+from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import Rank
-from kvferry.net.messages import (
-    MOST_OFFERED_IDS,
-    VERSION,
-    Delivered,
-    EngineInfo,
-    Introduce,
-    Offer,
-    RankInfo,
-    Reader,
-    Refused,
-    ReplyBody,
-    pack_tables,
-    read_tables,
-)
-from kvferry.net.rpc import Caller
+from kvferry.net.messages import EngineInfo, Offer, RankInfo, Reader, read_tables
 from kvferry.net.server import ENTRY_BYTES
 from kvferry.plan import Copies, EdgePlan, bind, plan_pair
-from kvferry.plan.bind import landing
 from kvferry.workers import Threads
 
 log = logging.getLogger("kvferry")
@@ -94,6 +59,9 @@ TARGETS_BYTES = 256 << 20  # for descriptions; 1,024 ranks of 100 layers in 10 g
 MOST_PUSHES = 4096  # offers queued or under way
 PUSHES_BYTES = 256 << 20  # for the block tables of these offers
 SLICE_DESCRIPTORS = 65_536  # bound at a time, so that no NumPy call takes long
+CONNECT_SECONDS = 2.0  # for a connection, if the offer allows: enough to resend a lost packet
+MOST_CONNECT_SECONDS = 10.0  # a peer that can be reached is reached within this time
+RETRY_SECONDS = 30.0  # after a failed connection; until then, consumers are told to read
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,32 +69,6 @@ class Pushed:
     bytes: int
     descriptors: int
     seconds: float  # spent on writing, without queueing, planning and connecting
-
-
-Key = tuple[str, str, int, int]  # engine, incarnation, pp, tp
-
-
-def key_of(reader: Reader) -> Key:
-    return (reader.engine_id, reader.incarnation, reader.pp_rank, reader.tp_rank)
-
-
-@dataclass(slots=True, eq=False)
-class _Lane:
-    """The writes to one target: those that run, and those that wait."""
-
-    target: Target
-    running: int = 0
-    queue: deque[_Push] = field(default_factory=deque)  # empty while nothing runs
-    used: float = field(default_factory=time.monotonic)
-
-
-@dataclass(slots=True, eq=False)
-class _Push:
-    lane: _Lane
-    offer: Offer
-    tables: Sequence[Sequence[int]]  # of the hold
-    watch: Deadline
-    done: Callable[[Pushed | KvferryError], None]
 
 
 class Pusher:
@@ -145,11 +87,11 @@ class Pusher:
         self._bases = np.asarray(bases, dtype=np.int64)
         self._carriers: dict[str, GrantingCarrier] = {c.name: c for c in carriers if is_granting(c)}
         self._lock = threading.Lock()
-        self._targets: OrderedDict[Key, _Lane] = OrderedDict()
+        self._targets: OrderedDict[Reader, Target] = OrderedDict()
         self._pushes: set[_Push] = set()
         self._pushes_bytes = self._targets_bytes = 0
         self._unused: list[Unused] = []
-        self._threads = Threads("kvferry-push", PUSH_THREADS)
+        self._threads = Threads("kvferry-push", PUSH_THREADS, per_lane=THREADS_PER_TARGET)
         self._next_tidy = time.monotonic() + IDLE_SECONDS
         self._closed = False
 
@@ -159,21 +101,30 @@ class Pusher:
 
     def introduce(self, engine: EngineInfo, info: RankInfo) -> None:
         """Remember a consumer rank. A new incarnation of its engine voids the old one."""
-        key = (engine.engine_id, engine.incarnation, info.pp_rank, info.tp_rank)
+        key = Reader(engine.engine_id, engine.incarnation, info.pp_rank, info.tp_rank)
         target = Target.of(engine, info)
         with self._lock:
             known = self._targets.get(key)
-            if self._closed or (known and known.target.is_like(target)):
+            if self._closed or (known and known.is_like(target)):
                 return
-            void = [k for k in self._targets if k == key or _supersedes(key, k)]
-            old = [self._targets.pop(k) for k in void]
-            self._targets[key] = _Lane(target)
-            self._targets_bytes += target.bytes - sum(lane.target.bytes for lane in old)
+            void = [
+                k
+                for k in self._targets
+                if k == key
+                or (k.engine_id == key.engine_id and supersedes(key.incarnation, k.incarnation))
+            ]
+            old = {self._targets.pop(k) for k in void}
+            self._targets[key] = target
+            self._targets_bytes += target.bytes - sum(one.bytes for one in old)
             while len(self._targets) > MOST_TARGETS or self._targets_bytes > TARGETS_BYTES:
-                old.append(self._targets.popitem(last=False)[1])
-                self._targets_bytes -= old[-1].target.bytes
-        for lane in old:
-            self._drop(lane)
+                _, oldest = self._targets.popitem(last=False)
+                self._targets_bytes -= oldest.bytes
+                old.add(oldest)
+            for push in self._pushes:
+                if push.target in old:
+                    push.watch.give_up()
+            for one in old:
+                self._unused += one.take_peers(drop=True)
         self._give_back_later()
 
     def can_serve(self, tokens: int, held: int) -> bool:
@@ -181,7 +132,7 @@ class Pusher:
         return tokens == held if self._origin.model.of_one_length else tokens <= held
 
     def knows(self, reader: Reader) -> bool:
-        return key_of(reader) in self._targets
+        return reader in self._targets
 
     def start(
         self,
@@ -196,39 +147,28 @@ class Pusher:
         """
         watch = Deadline(time.monotonic() + patience_seconds)
         with self._lock:
-            lane = self._targets.get(key_of(offer.reader))
+            target = self._targets.get(offer.reader)
             full = self._pushes_bytes + len(offer.tables) > PUSHES_BYTES
-            if self._closed or lane is None or len(self._pushes) >= MOST_PUSHES or full:
+            if self._closed or target is None or len(self._pushes) >= MOST_PUSHES or full:
                 return False
-            push = _Push(lane, offer, tables, watch, done)
-            self._targets.move_to_end(key_of(offer.reader))
+            push = _Push(target, offer, tables, watch, done)
+            self._targets.move_to_end(offer.reader)
             self._pushes.add(push)
             self._pushes_bytes += len(offer.tables)
-            lane.queue.append(push)
-            refused: KvferryError | None = None
-            try:
-                self._start_next(lane)
-            except KvferryError as error:  # no thread can start, so nothing else is queued
-                refused = error
-                lane.queue.clear()
-                self._leave(push)
-        if refused is not None:
-            done(CannotWrite(f"nothing can be written from here: {refused}"))
+            target.used = time.monotonic()
+        try:
+            self._threads.submit(partial(self._run, push), lane=str(offer.reader))
+        except KvferryError as error:
+            self._leave(push)
+            done(CannotWrite(f"nothing can be written from here: {error}"))
         return True
 
     def _leave(self, push: _Push) -> None:
-        """Count a push as ended. Call it with the lock held."""
-        if push in self._pushes:
+        """Count a push as ended."""
+        with self._lock:
             self._pushes.remove(push)
             self._pushes_bytes -= len(push.offer.tables)
-
-    def _start_next(self, lane: _Lane) -> None:
-        """Start a target's next push if it may use one more thread. Call it with the lock held."""
-        lane.used = time.monotonic()
-        if lane.queue and lane.running < THREADS_PER_TARGET and not self._closed:
-            self._threads.submit(partial(self._run, lane.queue[0]))
-            lane.queue.popleft()
-            lane.running += 1
+            push.target.used = time.monotonic()
 
     def cancel(self, hold_id: str, reader: Reader | None = None) -> None:
         """Give up the writes of a hold, to one reader or to all."""
@@ -246,20 +186,20 @@ class Pusher:
         with self._lock:
             if self._closed:
                 return
-            for lane in self._targets.values():  # a later push connects again
-                if not lane.running and lane.used + IDLE_SECONDS <= now:
-                    self._unused += lane.target.take_peers()
+            busy = {push.target for push in self._pushes}
+            for target in self._targets.values():  # a later push connects again
+                if target not in busy and target.used + IDLE_SECONDS <= now:
+                    self._unused += target.take_peers()
         self._give_back_later()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            lanes = list(self._targets.values())
-            self._targets.clear()
             for push in self._pushes:
                 push.watch.give_up()
-        for lane in lanes:
-            self._drop(lane)
+            for target in self._targets.values():
+                self._unused += target.take_peers(drop=True)
+            self._targets.clear()
         self._threads.close()
         self._give_back()
 
@@ -273,16 +213,11 @@ class Pusher:
         except Exception as error:
             log.exception("writing hold %s failed", push.offer.hold_id)
             outcome = HandoverError(f"internal error: {error!r}")
-        try:
-            with self._lock:
-                self._leave(push)
-                push.lane.running -= 1
-                self._start_next(push.lane)  # this thread at least is free for it
-        finally:
-            push.done(outcome)
+        self._leave(push)
+        push.done(outcome)
 
     def _write(self, push: _Push) -> Pushed:
-        target, offer, watch = push.lane.target, push.offer, push.watch
+        target, offer, watch = push.target, push.offer, push.watch
         watch.require_wanted()
         carrier = self._carriers.get(offer.carrier)
         if carrier is None:
@@ -312,22 +247,6 @@ class Pusher:
             raise
         return Pushed(bound.bytes, bound.descriptors, time.monotonic() - begun)
 
-    # Targets that are dropped
-
-    def _drop(self, lane: _Lane) -> None:
-        """Forget a target. Its queued pushes end here, its running ones end by themselves."""
-        with self._lock:
-            orphans = list(lane.queue)
-            lane.queue.clear()
-            for push in orphans:
-                self._leave(push)
-            for push in self._pushes:
-                if push.lane is lane:
-                    push.watch.give_up()
-            self._unused += lane.target.take_peers(drop=True)
-        for push in orphans:
-            push.done(Cancelled("the consumer restarted, or this engine is shutting down"))
-
     def _give_back_later(self) -> None:
         """Close unused connections on a push thread, because a peer may be slow to let go."""
         if self._closed or not self._unused:
@@ -347,14 +266,13 @@ class Pusher:
                 log.exception("connections to %s were not given back", one.engine_id)
 
 
-def _supersedes(new: Key, old: Key) -> bool:
-    """Whether the new key's engine has restarted since the old key."""
-    return new[0] == old[0] and new[1] != old[1] and not are_siblings(new[1], old[1])
-
-
-CONNECT_SECONDS = 2.0  # for a connection, if the offer allows: enough to resend a lost packet
-MOST_CONNECT_SECONDS = 10.0  # a peer that can be reached is reached within this time
-RETRY_SECONDS = 30.0  # after a failed connection; until then, consumers are told to read
+@dataclass(slots=True, eq=False)
+class _Push:
+    target: Target
+    offer: Offer
+    tables: Sequence[Sequence[int]]  # of the hold
+    watch: Deadline
+    done: Callable[[Pushed | KvferryError], None]
 
 
 class CannotWrite(HandoverError):
@@ -404,6 +322,7 @@ class Target:
     engine_id: str
     packed_engine: bytes
     packed_info: bytes
+    used: float = field(default_factory=time.monotonic)  # when a push last began or ended
     _edge: TargetEdge | None = None
     _planning: threading.Lock = field(default_factory=threading.Lock)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # never held while waiting
@@ -520,190 +439,3 @@ class Target:
             carrier.disconnect(peer)
             raise error
         return peer
-
-
-# The consumer's side
-
-CLOSE_GRANT_SECONDS = 5.0  # for a writer to stop; closing its connection usually does it at once
-INTRODUCE_SECONDS = 10.0
-
-
-@dataclass(slots=True, eq=False)
-class _Offered:
-    source: Source
-    offer: Offer
-    bytes: int  # that the source has to write
-    call: Future[ReplyBody]
-    open: bool = True
-    again: bool = False  # offered a second time
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """What sources wrote. The other sources have to be read."""
-
-    bytes: int
-    descriptors: int
-    delivered: tuple[Source, ...]
-    write_seconds: float = 0.0  # of the slowest source, by its own clock
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WriteOffering:
-    """What one consumer rank needs to offer its blocks."""
-
-    reader: Reader
-    engine: EngineInfo
-    info: RankInfo  # describes this rank's memory to producers
-    bases: Ints
-    caller: Caller
-    tally: ConsumerTally
-    _introduced: set[tuple[str, str]] = field(default_factory=set)  # addresses, incarnations
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def takes(self, source: Source, tables: tuple[tuple[int, ...], ...]) -> bool:
-        ids = sum(len(table) for table in tables)
-        return source.plan is not None and is_granting(source.carrier) and ids <= MOST_OFFERED_IDS
-
-    def introduce(self, source: Source) -> None:
-        """Introduce this rank to a source, once. No answer is awaited.
-
-        The offer follows on the same connection, so it arrives after the introduction.
-        """
-        key = (source.address, source.incarnation)
-        with self._lock:  # so that no other load's offer overtakes it
-            if key in self._introduced:
-                return
-            self._introduced.add(key)
-            introduce = Introduce(VERSION, source.incarnation, self.engine, self.info)
-            self.caller.call(source.address, introduce, time.monotonic() + INTRODUCE_SECONDS)
-
-    def forget(self, source: Source) -> None:
-        with self._lock:
-            self._introduced.discard((source.address, source.incarnation))
-
-
-class Offers:
-    """The offers of one load. The caller must call `close`, whatever happens."""
-
-    def __init__(
-        self,
-        offering: WriteOffering,
-        remote: Remote,
-        stuck: Stuck,
-    ) -> None:
-        self._offering, self._remote, self._stuck = offering, remote, stuck
-        self._offered: list[_Offered] = []
-
-    def open(
-        self,
-        *,
-        hold_id: str,
-        digest: str,
-        tokens: int,
-        skip: int,
-        tables: tuple[tuple[int, ...], ...],
-        keep_open: bool,
-        watch: Deadline,
-    ) -> None:
-        """Open a grant for each source that can be revoked, and offer it."""
-        offering = self._offering
-        packed = pack_tables(tables)
-        for source in self._remote.sources:
-            carrier = source.carrier
-            if not offering.takes(source, tables) or not is_granting(carrier):
-                continue
-            assert source.plan is not None
-            land = landing(
-                source.plan, tokens=tokens, skip=skip, dst_tables=tables, dst_bases=offering.bases
-            )
-            offer = Offer(
-                VERSION,
-                source.incarnation,
-                hold_id,
-                digest,
-                offering.reader,
-                source.readers,
-                max(0.0, watch.deadline - time.monotonic()),
-                carrier.name,
-                carrier.open_grant(land.address, land.length),
-                tokens,
-                skip,
-                packed,
-                keep_open,
-            )
-            one = _Offered(source, offer, land.bytes, Future())
-            self._offered.append(one)  # from here on, `close` closes the grant
-            self._call(one, watch)
-
-    def arrive(self, watch: Deadline, answer: Callable[[Future[ReplyBody]], ReplyBody]) -> Arrived:
-        """Wait until every source has written or declined. Raise on the first other answer."""
-        waiting = list(self._offered)
-        delivered: list[Source] = []
-        moved = descriptors = 0
-        seconds = 0.0
-        while waiting:
-            call = watch.first([one.call for one in waiting])
-            one = next(one for one in waiting if one.call is call)
-            reply = answer(call)
-            if isinstance(reply, Refused) and reply.reason == "unmet" and not one.again:
-                one.again = True
-                self._offering.forget(one.source)
-                self._call(one, watch)
-                continue
-            waiting.remove(one)
-            if isinstance(reply, Refused) and reply.reason == "unable":
-                log.info("rank %s is read instead: %s", tuple(one.source.rank), reply.message)
-                self._close(one)
-                continue
-            said = _delivered(one, reply)
-            came = self._close(one)
-            if not said.bytes == came == one.bytes or said.grant != one.offer.grant:
-                raise HandoverError(
-                    f"rank {tuple(one.source.rank)} says that it wrote {said.bytes} bytes, {came} "
-                    f"arrived and {one.bytes} were due; what came is discarded"
-                )
-            moved, descriptors = moved + came, descriptors + said.descriptors
-            seconds = max(seconds, said.write_seconds)
-            delivered.append(one.source)
-        return Arrived(moved, descriptors, tuple(delivered), seconds)
-
-    def close(self) -> None:
-        """Revoke all grants. After this returns, no byte of these offers can arrive."""
-        for one in self._offered:
-            if one.open:
-                self._offering.tally.revoked()
-                self._close(one)
-
-    def _call(self, one: _Offered, watch: Deadline) -> None:
-        self._offering.introduce(one.source)
-        one.call = self._offering.caller.call(one.source.address, one.offer, watch.deadline)
-
-    def _close(self, one: _Offered) -> int:
-        """Close a grant. Returns how many bytes came under it."""
-        carrier, came = one.source.carrier, 0
-        assert is_granting(carrier)
-
-        def end() -> bool:
-            nonlocal came
-            try:
-                came = carrier.close_grant(one.offer.grant, CLOSE_GRANT_SECONDS)
-            except DeadlineExceeded as error:
-                log.error("a load that is over keeps its blocks: %s", error)
-                return False
-            return True
-
-        end_for_good(end, self._stuck)
-        one.open = False
-        return came
-
-
-def _delivered(one: _Offered, reply: ReplyBody) -> Delivered:
-    who = f"rank {tuple(one.source.rank)}"
-    if isinstance(reply, Refused):
-        if reply.reason in ("stale", "closed", "expired"):
-            raise StaleTicket(f"{who} refuses the offer: {reply.message}")
-        raise HandoverError(f"{who} refuses the offer: {reply.message}")
-    if not isinstance(reply, Delivered):
-        raise HandoverError(f"{who} answered an offer with a {type(reply).__name__}")
-    return reply

@@ -179,3 +179,8 @@ def are_siblings(one: str, other: str) -> bool:
     """Whether both belong to different children of the same life of one engine."""
     a, b = _CHILD.match(one), _CHILD.match(other)
     return bool(a and b and a["engine"] == b["engine"] and a["child"] != b["child"])
+
+
+def supersedes(new: str, old: str) -> bool:
+    """Whether an engine's incarnation shows that an older one of the same engine has ended."""
+    return new != old and not are_siblings(new, old)
