@@ -7,8 +7,9 @@ the same checks as a description made by hand, and limits the time and memory of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from math import lcm
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -48,17 +49,14 @@ def engine_info(
     meaning: Mapping[str, str],
 ) -> EngineInfo:
     groups = [
-        GroupInfo(
-            g.name,
-            list(g.layers),
-            [ComponentInfo(**asdict(c)) for c in g.components],
-            (g.residency.kind, g.residency.span),
-            g.role,
-            g.tokens_per_entry,
-            g.partial_entries,
-            g.context_parallel,
+        _info(
+            GroupInfo,
+            group,
+            layers=list(group.layers),
+            components=[_info(ComponentInfo, component) for component in group.components],
+            residency=(group.residency.kind, group.residency.span),
         )
-        for g in model.groups
+        for group in model.groups
     ]
     plain = msgspec.msgpack.decode(msgspec.msgpack.encode(shape))  # as plain values
     return EngineInfo(
@@ -69,17 +67,14 @@ def engine_info(
 def read_model(info: EngineInfo) -> CacheModel:
     try:
         groups = tuple(
-            Group(
-                name=g.name,
-                layers=tuple(g.layers),
-                components=tuple(Component(**msgspec.structs.asdict(c)) for c in g.components),
-                residency=Residency(*g.residency),
-                role=g.role,
-                tokens_per_entry=g.tokens_per_entry,
-                partial_entries=g.partial_entries,
-                context_parallel=g.context_parallel,
+            _made(
+                Group,
+                group,
+                layers=tuple(group.layers),
+                components=tuple(_made(Component, component) for component in group.components),
+                residency=Residency(*group.residency),
             )
-            for g in info.groups
+            for group in info.groups
         )
         return CacheModel(info.model, groups, info.total_layers)
     except DescriptionError as error:
@@ -166,33 +161,7 @@ def rank_info(
         for region, base in zip(layout.regions, bases, strict=True)
     ]
     parts = [
-        PartInfo(
-            part.group,
-            part.layers.tolist(),
-            part.table,
-            part.pool,
-            part.num_blocks,
-            part.block_entries,
-            part.page_bytes,
-            part.page_slack,
-            part.interior,
-            [
-                PlacementInfo(
-                    p.component,
-                    (p.units.start, p.units.stop),
-                    p.block_stride,
-                    p.tile_slots,
-                    p.tile_stride,
-                    p.slot_stride,
-                    p.unit_stride,
-                    p.dim_sizes,
-                    p.dim_strides,
-                    p.regions.tolist(),
-                    p.offsets.tolist(),
-                )
-                for p in part.placements
-            ],
-        )
+        _info(PartInfo, part, placements=[_info(PlacementInfo, p) for p in part.placements])
         for part in layout.parts
     ]
     rank = layout.rank
@@ -222,6 +191,37 @@ def read_layout(info: RankInfo, shape: EngineShape) -> tuple[RankLayout, list[in
     return layout, [region.address for region in info.regions]
 
 
+def require_same_meaning(ours: EngineInfo, theirs: EngineInfo) -> None:
+    """Refuse engines whose bytes have another meaning, even if their shapes fit."""
+    for key in sorted({*ours.meaning, *theirs.meaning}):
+        a, b = ours.meaning.get(key), theirs.meaning.get(key)
+        if a != b:
+            raise IncompatibleError(
+                f"{key}: engine {ours.engine_id!r} has {a!r}, engine {theirs.engine_id!r} has "
+                f"{b!r}; both must serve the same model in the same way"
+            )
+
+
+# A message and the thing that it describes have fields of the same names.
+
+Message = TypeVar("Message", bound=msgspec.Struct)
+Thing = TypeVar("Thing")
+
+
+def _info(kind: type[Message], thing: Any, **values: Any) -> Message:
+    """The message that describes a thing; `values` are the fields that differ in type."""
+    for name in kind.__struct_fields__:
+        if name not in values:
+            value = getattr(thing, name)
+            values[name] = value.tolist() if isinstance(value, np.ndarray) else value
+    return kind(**values)
+
+
+def _made(kind: type[Thing], info: msgspec.Struct, **values: Any) -> Thing:
+    """The thing that a message describes; `values` are the fields that differ in type."""
+    return kind(**{**msgspec.structs.asdict(info), **values})
+
+
 def _layout(info: RankInfo, shape: EngineShape, rank: Rank) -> RankLayout:
     for part in info.parts:
         if not part.placements:
@@ -232,17 +232,20 @@ def _layout(info: RankInfo, shape: EngineShape, rank: Rank) -> RankLayout:
             if min(p.regions) < 0 or max(p.regions) >= len(info.regions):
                 raise DescriptionError(f"group {part.group!r} lies in a region that is not there")
     parts = tuple(
-        Part(
-            group=part.group,
+        _made(
+            Part,
+            part,
             layers=np.asarray(part.layers, dtype=np.int64),
-            table=part.table,
-            pool=part.pool,
-            num_blocks=part.num_blocks,
-            block_entries=part.block_entries,
-            page_bytes=part.page_bytes,
-            page_slack=part.page_slack,
-            interior=part.interior,
-            placements=tuple(_placement(p) for p in part.placements),
+            placements=tuple(
+                _made(
+                    Placement,
+                    p,
+                    units=Span(*p.units),
+                    regions=np.asarray(p.regions, dtype=np.int64),
+                    offsets=np.asarray(p.offsets, dtype=np.int64),
+                )
+                for p in part.placements
+            ),
         )
         for part in info.parts
     )
@@ -277,30 +280,3 @@ def _require_inside(part: Part, p: Placement, regions: Sequence[Region]) -> None
             f"region, from offsets of 0 on, found room for {room} (least offset "
             f"{int(p.offsets.min())})"
         )
-
-
-def _placement(p: PlacementInfo) -> Placement:
-    return Placement(
-        component=p.component,
-        units=Span(*p.units),
-        block_stride=p.block_stride,
-        tile_slots=p.tile_slots,
-        tile_stride=p.tile_stride,
-        slot_stride=p.slot_stride,
-        unit_stride=p.unit_stride,
-        dim_sizes=tuple(p.dim_sizes),
-        dim_strides=tuple(p.dim_strides),
-        regions=np.asarray(p.regions, dtype=np.int64),
-        offsets=np.asarray(p.offsets, dtype=np.int64),
-    )
-
-
-def require_same_meaning(ours: EngineInfo, theirs: EngineInfo) -> None:
-    """Refuse engines whose bytes have another meaning, even if their shapes fit."""
-    for key in sorted({*ours.meaning, *theirs.meaning}):
-        a, b = ours.meaning.get(key), theirs.meaning.get(key)
-        if a != b:
-            raise IncompatibleError(
-                f"{key}: engine {ours.engine_id!r} has {a!r}, engine {theirs.engine_id!r} has "
-                f"{b!r}; both must serve the same model in the same way"
-            )
