@@ -14,7 +14,7 @@ import pytest
 from kvferry.errors import IncompatibleError
 from kvferry.handover import load as pieces_module
 from kvferry.handover.load import Loaded
-from kvferry.handover.peers import meet
+from kvferry.handover.peers import PeerKey
 from kvferry.handover.ticket import Ticket
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.net import rpc
@@ -500,10 +500,9 @@ def test_other_engines_are_refused_on_both_sides(other: Spec, words: tuple[str, 
         assert all(word in loaded[0].error for word in words), loaded[0].error
         assert p.ask("counters")[-1]["refused model"] == 1
         # and we would refuse it, had it not
-        rank, rack = d.ranks[0], d.racks[0]
         welcome = Welcome(p.ask("welcome").engine, [])
         with pytest.raises(IncompatibleError) as caught:
-            meet(welcome, ticket, d.engine, rank.topology, rack.layout, [], time.monotonic() + 1)
+            d.known().plan_with(welcome, PeerKey.of(ticket), time.monotonic() + 1, "p")
         assert all(word in str(caught.value) for word in words), caught.value
 
 

@@ -145,6 +145,10 @@ class Known:
     def is_of(self, remote: Remote) -> bool:
         return self.met and self.remote.result() is remote
 
+    def disconnect(self) -> None:
+        if self.met:
+            _disconnect(self.remote.result().sources)
+
 
 @dataclass(slots=True)
 class Peers:
@@ -191,7 +195,7 @@ class Peers:
                 known.users += 1
             try:
                 if mine:
-                    self._make_known(known, key, ticket, watch, seconds)
+                    self._make_known(known, key, watch, seconds)
                 else:
                     watch.result(known.remote)
                 return known
@@ -204,100 +208,213 @@ class Peers:
                 self.leave(known)
                 raise
 
+    def leave(self, known: Known) -> None:
+        """A load has ended. Closes connections that are no longer used, of any engine."""
+        now = time.monotonic()
+        with self._lock:
+            known.users -= 1
+            known.used = now
+            idle = [
+                key
+                for key, one in self._remotes.items()
+                if not one.users and one.used + IDLE_SECONDS <= now
+            ]
+            over = self._drop(idle)
+            if known.forgotten and not known.users:
+                over.append(known)
+        for one in over:
+            one.disconnect()
+
+    def forget(self, remote: Remote) -> None:
+        """Let the next load meet the engine again. A newer handshake with it is kept."""
+        with self._lock:
+            over = self._drop([key for key, one in self._remotes.items() if one.is_of(remote)])
+        for one in over:
+            one.disconnect()
+
+    def _drop(self, keys: Iterable[PeerKey]) -> list[Known]:
+        """Forget engines whose handshakes are over. Call it with the lock held.
+
+        Returns those without a load; the caller closes their connections, without the lock.
+        """
+        dropped = [self._remotes.pop(key) for key in keys]
+        for known in dropped:
+            known.forgotten = True
+            if all(known.name != other.name for other in self._remotes.values()):
+                self.topology.unregister_remote_engine(known.name)
+        return [known for known in dropped if not known.users]
+
     def _free_name(self, key: PeerKey) -> str:
         """A name in our topology that no other known engine has. Call it with the lock held.
 
-        It is the engine's id, unless a sibling or an engine of another directory has that.
+        It is the engine's id, unless a sibling or an engine of another directory has that, or our
+        own engine: one engine may prefill and decode the same request.
         """
         taken = {
             known.name
             for other, known in self._remotes.items()
             if not (key.voids(other) and known.remote.done())
         }
-        name = plain = topology_name(self.topology, key.engine_id)
+        ours = key.engine_id == self.topology.engine_id
+        name = plain = f"{key.engine_id} itself" if ours else key.engine_id
         numbers = itertools.count(2)
         while name in taken:
             name = f"{plain} ({next(numbers)})"
         return name
 
-    def _drop(self, key: PeerKey) -> Known:
-        """Forget an engine whose handshake is over. Call it with the lock held."""
-        known = self._remotes.pop(key)
-        known.forgotten = True
-        if all(known.name != other.name for other in self._remotes.values()):
-            self.topology.unregister_remote_engine(known.name)
-        return known
-
-    def leave(self, known: Known) -> None:
-        now = time.monotonic()
-        with self._lock:
-            known.users -= 1
-            known.used = now
-            over = [known] if known.forgotten and known.users == 0 else self._idle(now)
-        for one in over:
-            _disconnect(one)
-
-    def _idle(self, now: float) -> list[Known]:
-        """Forget and return engines without a load for long. Call it with the lock held."""
-        idle = [
-            key
-            for key, known in self._remotes.items()
-            if not known.users and known.used + IDLE_SECONDS <= now
-        ]
-        return [self._drop(key) for key in idle]
-
-    def _make_known(
-        self, known: Known, key: PeerKey, ticket: Ticket, watch: Deadline, seconds: float
-    ) -> None:
+    def _make_known(self, known: Known, key: PeerKey, watch: Deadline, seconds: float) -> None:
         try:
-            welcome = self._ask_directory(ticket, watch, seconds)
-            remote = meet(
-                welcome,
-                ticket,
-                self.engine,
-                self.topology,
-                self.layout,
-                self.carriers,
-                min(watch.deadline, time.monotonic() + seconds),
-                known.name,
-            )
+            reply = self._ask_directory(key.directory, watch, seconds)
+            deadline = min(watch.deadline, time.monotonic() + seconds)
+            remote = self.plan_with(reply, key, deadline, known.name)
         except BaseException as error:
             with self._lock:
-                self._drop(key)  # the next load tries again
+                self._drop([key])  # the next load tries again
                 self.topology.unregister_remote_engine(known.name)
             known.remote.set_exception(error)
             raise
         with self._lock:  # a new incarnation voids the older ones
             void = [k for k, old in self._remotes.items() if key.voids(k) and old.remote.done()]
-            idle = [old for old in map(self._drop, void) if not old.users]
-        for old in idle:
-            _disconnect(old)
+            over = self._drop(void)
+        for old in over:
+            old.disconnect()
         known.remote.set_result(remote)
 
-    def _ask_directory(self, ticket: Ticket, watch: Deadline, seconds: float) -> ReplyBody:
-        """The directory's welcome. Ask again while the engine's workers are starting."""
+    def _ask_directory(self, directory: str, watch: Deadline, seconds: float) -> ReplyBody:
+        """The directory's answer. Ask again while the engine's workers are starting."""
         hello = Hello(VERSION, self.engine)
         last = min(watch.deadline, time.monotonic() + STARTING * seconds)
         while True:
             now = time.monotonic()
             brief = Deadline(min(watch.deadline, now + seconds), watch.given_up)
-            welcome = brief.result(self.caller.call(ticket.directory, hello, brief.deadline))
-            if knows_all_ranks(welcome) or time.monotonic() + ASK_AGAIN_SECONDS >= last:
-                return welcome
+            reply = brief.result(self.caller.call(directory, hello, brief.deadline))
+            if not _is_starting(reply) or time.monotonic() + ASK_AGAIN_SECONDS >= last:
+                return reply
             watch.pause(ASK_AGAIN_SECONDS)
 
-    def forget(self, remote: Remote) -> None:
-        """Let the next load meet the engine again. A newer handshake with it is kept."""
-        with self._lock:
-            keys = [key for key, known in self._remotes.items() if known.is_of(remote)]
-            idle = [known for known in map(self._drop, keys) if not known.users]
-        for known in idle:
-            _disconnect(known)
+    def plan_with(self, reply: ReplyBody, key: PeerKey, deadline: float, name: str) -> Remote:
+        """Turn a directory's answer into plans and connections, or raise the reason against it.
+
+        `name` is the engine's name in this rank's topology.
+        """
+        welcome, topology = require_welcome(reply, key), self.topology
+        require_same_meaning(self.engine, welcome.engine)
+        shape, model = read_shape(welcome.engine), read_model(welcome.engine)
+        require_same_cache(model, topology.model, topology.optional_roles)
+        require_plannable(topology.model, shape, self.layout.shape)
+        by_rank = {Rank(info.pp_rank, info.tp_rank): info for info in welcome.ranks}
+        missing = sorted(set(shape.ranks) - set(by_rank))
+        if missing:
+            raise HandoverError(
+                f"the directory of engine {key.engine_id!r} does not know its ranks "
+                f"{[tuple(r) for r in missing]} yet"
+            )
+        _register(topology, name, welcome.engine, model, shape, by_rank)
+        pair = topology.pair_with(name)
+        sources: list[Source] = []
+        try:
+            for rank, readers in topology.partners(name).items():
+                sources.append(self._source(pair, by_rank[rank], shape, readers, deadline))
+        except BaseException:
+            _disconnect(sources)
+            raise
+        lacking = topology.model.beyond(pair.model)
+        if lacking is not None:
+            log.warning(
+                "kvferry: engine %r has no %s, which will be zeroed here",
+                key.engine_id,
+                ", ".join(f"layers {list(g.layers)} of group {g.name!r}" for g in lacking.groups),
+            )
+        plan = everything_plan(lacking, self.layout) if lacking else None
+        return Remote(welcome.engine, shape, pair, tuple(sources), plan)
+
+    def _source(
+        self, pair: PairPlan, info: RankInfo, shape: EngineShape, readers: int, deadline: float
+    ) -> Source:
+        rank, ours = Rank(info.pp_rank, info.tp_rank), self.layout.rank
+        plan, carrier, peer = None, None, None
+        bases: list[int] = []
+        if rank in pair.sources(ours):
+            layout, bases = read_layout(info, shape)
+            plan = pair.plan(pair.edge(rank, ours), layout, self.layout)
+            who = f"rank {tuple(rank)} at {info.address}"
+            carrier, peer = connect(info.carriers, self.carriers, deadline, who)
+        return Source(
+            rank,
+            info.address,
+            info.incarnation,
+            readers,
+            plan,
+            tuple(bases),
+            carrier,
+            peer,
+            info.sums,
+        )
 
 
-def _disconnect(known: Known) -> None:
-    if known.met:
-        disconnect(known.remote.result().sources)
+def require_welcome(reply: ReplyBody, key: PeerKey) -> Welcome:
+    """A directory's answer to a hello, if it is a welcome to this incarnation of this engine."""
+    if isinstance(reply, Refused):
+        raise IncompatibleError(f"the prefill engine refuses us: {reply.message}")
+    if not isinstance(reply, Welcome):
+        raise HandoverError(f"the directory answered a hello with a {type(reply).__name__}")
+    if reply.engine.engine_id != key.engine_id:
+        raise StaleTicket(
+            f"the ticket is of engine {key.engine_id!r}, but {key.directory} is the directory of "
+            f"engine {reply.engine.engine_id!r}; prefill again"
+        )
+    if reply.engine.incarnation != key.incarnation:
+        raise StaleTicket(
+            f"engine {key.engine_id!r} was restarted since it issued the ticket; prefill again"
+        )
+    return reply
+
+
+def _is_starting(reply: ReplyBody) -> bool:
+    """Whether a directory will know more soon, because its engine's workers are starting."""
+    if not isinstance(reply, Welcome):
+        return isinstance(reply, Refused) and reply.reason == "busy"
+    told = {Rank(info.pp_rank, info.tp_rank) for info in reply.ranks}
+    return not told >= set(read_shape(reply.engine).ranks)
+
+
+def _disconnect(sources: Iterable[Source]) -> None:
+    for source in sources:
+        if source.carrier is not None:
+            source.carrier.disconnect(source.peer)
+
+
+def _register(
+    topology: TransferTopology,
+    name: str,
+    engine: EngineInfo,
+    model: CacheModel,
+    shape: EngineShape,
+    by_rank: Mapping[Rank, RankInfo],
+) -> None:
+    """Enter a remote engine into the topology, stage by stage."""
+    for stage in range(shape.pp):
+        parts = by_rank[Rank(stage, 0)].parts
+        layers = shape.stage_layers(model, stage)
+        attention = [g for g in model.groups if not g.is_state]
+        block, kernel = shape.entries(attention[0]) if attention else (1, 1)
+        topology.register_remote_engine(
+            name,
+            EngineTransferInfo(
+                remote_tp_size=shape.tp,
+                remote_block_len=parts[0].page_bytes if parts else 0,
+                remote_block_size=shape.block_size,
+                remote_physical_blocks_per_logical=block // kernel,
+                remote_pp_rank=stage,
+                start_layer=layers.start,
+                end_layer=layers.stop,
+                remote_dcp_size=shape.dcp,
+                incarnation=engine.incarnation,
+                remote_shape=shape,
+                remote_model=model,
+            ),
+        )
+        log.debug("kvferry: met %s", topology.describe(name, stage))
 
 
 class Meetings:
@@ -394,150 +511,3 @@ class Meetings:
             self._addresses[keys[1]] -= keys[0] not in self._waiting
             if not self._addresses[keys[1]]:
                 del self._addresses[keys[1]]
-
-
-def knows_all_ranks(welcome: ReplyBody) -> bool:
-    """Whether the welcome is final. If not, the engine's workers are still starting."""
-    if not isinstance(welcome, Welcome):
-        return not (isinstance(welcome, Refused) and welcome.reason == "busy")
-    told = {Rank(info.pp_rank, info.tp_rank) for info in welcome.ranks}
-    return told >= set(read_shape(welcome.engine).ranks)
-
-
-def meet(
-    welcome: ReplyBody,
-    ticket: Ticket,
-    ours: EngineInfo,
-    topology: TransferTopology,
-    layout: RankLayout,
-    carriers: Sequence[Carrier],
-    deadline: float,
-    name: str = "",
-) -> Remote:
-    """Turn a directory's answer into plans and connections, or raise the reason against it.
-
-    `name` is the engine's name in this rank's topology, if that is not the engine's id.
-    """
-    if isinstance(welcome, Refused):
-        raise IncompatibleError(f"the prefill engine refuses us: {welcome.message}")
-    if not isinstance(welcome, Welcome):
-        raise HandoverError(f"the directory answered a hello with a {type(welcome).__name__}")
-    if welcome.engine.engine_id != ticket.engine_id:
-        raise StaleTicket(
-            f"the ticket is of engine {ticket.engine_id!r}, but {ticket.directory} is the "
-            f"directory of engine {welcome.engine.engine_id!r}; prefill again"
-        )
-    if welcome.engine.incarnation != ticket.incarnation:
-        raise StaleTicket(
-            f"engine {welcome.engine.engine_id!r} was restarted since it issued the ticket; "
-            "prefill again"
-        )
-    require_same_meaning(ours, welcome.engine)
-    shape, model = read_shape(welcome.engine), read_model(welcome.engine)
-    require_same_cache(model, topology.model, topology.optional_roles)
-    require_plannable(topology.model, shape, layout.shape)
-    by_rank = {Rank(info.pp_rank, info.tp_rank): info for info in welcome.ranks}
-    missing = sorted(set(shape.ranks) - set(by_rank))
-    if missing:
-        raise HandoverError(
-            f"the directory of engine {welcome.engine.engine_id!r} does not know its ranks "
-            f"{[tuple(r) for r in missing]} yet"
-        )
-    name = name or topology_name(topology, ticket.engine_id)
-    register(topology, name, welcome.engine, model, shape, by_rank)
-    pair = topology.pair_with(name)
-    sources: list[Source] = []
-    try:
-        for source, readers in topology.partners(name).items():
-            info = by_rank[source]
-            sources.append(_source(pair, info, layout, shape, readers, carriers, deadline))
-    except BaseException:
-        disconnect(sources)
-        raise
-    lacking = topology.model.beyond(pair.model)
-    if lacking is not None:
-        log.warning(
-            "kvferry: engine %r has no %s, which will be zeroed here",
-            welcome.engine.engine_id,
-            ", ".join(f"layers {list(g.layers)} of group {g.name!r}" for g in lacking.groups),
-        )
-    plan = everything_plan(lacking, layout) if lacking else None
-    return Remote(welcome.engine, shape, pair, tuple(sources), plan)
-
-
-def disconnect(sources: Iterable[Source]) -> None:
-    """Close the connections to these sources."""
-    for source in sources:
-        if source.carrier is not None:
-            source.carrier.disconnect(source.peer)
-
-
-def topology_name(topology: TransferTopology, engine_id: str) -> str:
-    """The engine's name in a topology: its id, unless it is our own engine.
-
-    One engine may prefill and decode the same request. It then stands twice in the topology.
-    """
-    return f"{engine_id} itself" if engine_id == topology.engine_id else engine_id
-
-
-def register(
-    topology: TransferTopology,
-    name: str,
-    engine: EngineInfo,
-    model: CacheModel,
-    shape: EngineShape,
-    by_rank: Mapping[Rank, RankInfo],
-) -> None:
-    """Enter a remote engine into the topology, stage by stage."""
-    for stage in range(shape.pp):
-        parts = by_rank[Rank(stage, 0)].parts
-        layers = shape.stage_layers(model, stage)
-        attention = [g for g in model.groups if not g.is_state]
-        block, kernel = shape.entries(attention[0]) if attention else (1, 1)
-        topology.register_remote_engine(
-            name,
-            EngineTransferInfo(
-                remote_tp_size=shape.tp,
-                remote_block_len=parts[0].page_bytes if parts else 0,
-                remote_block_size=shape.block_size,
-                remote_physical_blocks_per_logical=block // kernel,
-                remote_pp_rank=stage,
-                start_layer=layers.start,
-                end_layer=layers.stop,
-                remote_dcp_size=shape.dcp,
-                incarnation=engine.incarnation,
-                remote_shape=shape,
-                remote_model=model,
-            ),
-        )
-        log.debug("kvferry: met %s", topology.describe(name, stage))
-
-
-def _source(
-    pair: PairPlan,
-    info: RankInfo,
-    layout: RankLayout,
-    shape: EngineShape,
-    readers: int,
-    carriers: Sequence[Carrier],
-    deadline: float,
-) -> Source:
-    rank = Rank(info.pp_rank, info.tp_rank)
-    plan, carrier, peer = None, None, None
-    bases: list[int] = []
-    if rank in pair.sources(layout.rank):
-        remote_layout, bases = read_layout(info, shape)
-        plan = pair.plan(pair.edge(rank, layout.rank), remote_layout, layout)
-        who = f"rank {tuple(rank)} at {info.address}"
-        carrier, peer = connect(info.carriers, carriers, deadline, who)
-    return Source(
-        rank,
-        info.address,
-        info.incarnation,
-        readers,
-        plan,
-        tuple(bases),
-        carrier,
-        peer,
-        info.sums,
-    )

@@ -30,19 +30,11 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_all
 from dataclasses import dataclass, field
 
-from kvferry.errors import HandoverError, KvferryError, StaleTicket
+from kvferry.errors import HandoverError, IncompatibleError, KvferryError, StaleTicket
 from kvferry.handover.holds import DEFAULT_LEASE_SECONDS
+from kvferry.handover.peers import PeerKey, require_welcome
 from kvferry.handover.ticket import Ticket
-from kvferry.net.messages import (
-    VERSION,
-    EngineInfo,
-    Hello,
-    Refused,
-    Renew,
-    Renewed,
-    ReplyBody,
-    Welcome,
-)
+from kvferry.net.messages import VERSION, EngineInfo, Hello, Refused, Renew, Renewed, ReplyBody
 from kvferry.net.rpc import Caller, Sockets
 
 log = logging.getLogger("kvferry")
@@ -62,17 +54,6 @@ class _Address:
 
     address: str
     incarnation: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Key:
-    directory: str
-    engine_id: str
-    incarnation: str
-
-    @classmethod
-    def of(cls, ticket: Ticket) -> _Key:
-        return cls(ticket.directory, ticket.engine_id, ticket.incarnation)
 
 
 @dataclass(slots=True)
@@ -102,8 +83,8 @@ class Renewer:
         self._caller = Caller(sockets)
         self._hello = Hello(VERSION, engine)
         self._interval_seconds, self._call_seconds = interval_seconds, call_seconds
-        self._engines: dict[_Key, _Engine] = {}
-        self._of_hold: dict[str, _Key] = {}
+        self._engines: dict[PeerKey, _Engine] = {}
+        self._of_hold: dict[str, PeerKey] = {}
         self._condition = threading.Condition()
         self._due = time.monotonic()  # time of the next round
         self._stopped = False
@@ -112,7 +93,7 @@ class Renewer:
 
     def watch(self, ticket: Ticket) -> None:
         """Keep a ticket's hold open from now on."""
-        key = _Key.of(ticket)
+        key = PeerKey.of(ticket)
         with self._condition:
             if self._stopped or self._of_hold.get(ticket.hold_id) == key:
                 return
@@ -168,7 +149,7 @@ class Renewer:
             except Exception:
                 log.exception("kvferry's renewer goes on after an error")
 
-    def _round(self, engines: dict[_Key, _Engine]) -> None:
+    def _round(self, engines: dict[PeerKey, _Engine]) -> None:
         """Renew at all known ranks, and ask directories for the ranks of other engines."""
         known = {key: engine for key, engine in engines.items() if engine.ranks}
         unknown = {key: engine for key, engine in engines.items() if not engine.ranks}
@@ -179,13 +160,13 @@ class Renewer:
         for key in fresh:
             try:
                 fresh[key].ranks = _ranks(key, hellos[key.directory])
-            except StaleTicket as error:
+            except (StaleTicket, IncompatibleError) as error:
                 self._forget(key, str(error))
             except KvferryError as error:
                 self._failed(key, fresh[key], error)
         renewals += self._renew(fresh)
         self._wait(call for _, _, call in renewals)
-        errors: dict[_Key, KvferryError] = {}
+        errors: dict[PeerKey, KvferryError] = {}
         for key, rank, call in renewals:
             try:
                 self._note(key, rank, _renewed(call))
@@ -200,8 +181,8 @@ class Renewer:
                 engines[key].failures = 0
 
     def _renew(
-        self, engines: dict[_Key, _Engine]
-    ) -> list[tuple[_Key, _Address, Future[ReplyBody]]]:
+        self, engines: dict[PeerKey, _Engine]
+    ) -> list[tuple[PeerKey, _Address, Future[ReplyBody]]]:
         return [
             (key, rank, self._call(rank.address, Renew(VERSION, rank.incarnation, holds)))
             for key, engine in engines.items()
@@ -221,7 +202,7 @@ class Renewer:
         step = MOST_HOLDS_PER_CALL
         return [holds[start : start + step] for start in range(0, len(holds), step)]
 
-    def _note(self, key: _Key, rank: _Address, renewed: Renewed) -> None:
+    def _note(self, key: PeerKey, rank: _Address, renewed: Renewed) -> None:
         """Note which holds are closed at this rank. Forget those that all ranks have closed."""
         with self._condition:
             engine = self._engines.get(key)
@@ -231,7 +212,7 @@ class Renewer:
                     if engine.holds[hold] >= set(engine.ranks):
                         self._drop(hold)
 
-    def _forget(self, key: _Key, why: str) -> None:
+    def _forget(self, key: PeerKey, why: str) -> None:
         with self._condition:
             holds = list(self._engines[key].holds) if key in self._engines else []
             for hold in holds:
@@ -241,7 +222,7 @@ class Renewer:
                 "%d holds of engine %r are no longer renewed: %s", len(holds), key.engine_id, why
             )
 
-    def _failed(self, key: _Key, engine: _Engine, error: KvferryError) -> None:
+    def _failed(self, key: PeerKey, engine: _Engine, error: KvferryError) -> None:
         engine.failures += 1
         engine.ranks = []  # the ranks may have moved
         if not engine.asked:
@@ -253,7 +234,7 @@ class Renewer:
             )
 
 
-def _some(unknown: dict[_Key, _Engine]) -> list[str]:
+def _some(unknown: dict[PeerKey, _Engine]) -> list[str]:
     """Directories to ask in this round: those with the fewest failures first, hosts in turn."""
     failures = {key.directory: engine.failures for key, engine in unknown.items()}
     turns: Counter[str] = Counter()
@@ -265,19 +246,14 @@ def _some(unknown: dict[_Key, _Engine]) -> list[str]:
     return [directory for *_, directory in sorted(order)[:MOST_HELLOS]]
 
 
-def _ranks(key: _Key, call: Future[ReplyBody]) -> list[_Address]:
+def _ranks(key: PeerKey, call: Future[ReplyBody]) -> list[_Address]:
     reply = _reply(call)
     if isinstance(reply, Refused) and reply.reason == "busy":  # the engine is still starting
         raise HandoverError(reply.message)
-    if isinstance(reply, Refused):
-        raise StaleTicket(f"it refuses us: {reply.message}")
-    if not isinstance(reply, Welcome):
-        raise HandoverError(f"the directory answered a hello with a {type(reply).__name__}")
-    if (reply.engine.engine_id, reply.engine.incarnation) != (key.engine_id, key.incarnation):
-        raise StaleTicket("it was restarted since it issued the ticket")
-    if not reply.ranks:
+    welcome = require_welcome(reply, key)
+    if not welcome.ranks:
         raise HandoverError("its directory does not know its ranks yet")
-    return [_Address(info.address, info.incarnation) for info in reply.ranks]
+    return [_Address(info.address, info.incarnation) for info in welcome.ranks]
 
 
 def _renewed(call: Future[ReplyBody]) -> Renewed:
