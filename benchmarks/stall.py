@@ -131,7 +131,7 @@ def _ours(
         producers.append(producer)
         carriers.append(carrier)
     directory.start()
-    directory.set_ranks(ranks)
+    directory.set_engine(told, ranks)
     layout = RankLayout.build(model, dst, Rank(0, 0), 2 * blocks)
     landing = np.zeros(layout.total_bytes, dtype=np.uint8)
     region = MemoryRegion(landing.ctypes.data, landing.nbytes)

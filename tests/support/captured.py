@@ -232,7 +232,7 @@ class CapturedProducer:
         told = engine_info("p", "first", engine.model, engine.shape, {})
         self.directory = Directory(self.sockets, told)
         self.directory.start()
-        self.directory.set_ranks(infos)
+        self.directory.set_engine(told, infos)
 
     def descriptions(self) -> tuple[int, list[Any]]:
         return self.directory.port, []

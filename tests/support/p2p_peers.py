@@ -436,7 +436,7 @@ class Producer(Gates):
         return [c for pusher in self.pushers for c in pusher._carriers.values()]
 
     def tell(self, infos: list[RankInfo] | None = None) -> None:
-        self.directory.set_ranks(self.infos if infos is None else infos)
+        self.directory.set_engine(self.engine, self.infos if infos is None else infos)
 
     def ticket(self, prompt: Prompt, hold_id: str = "") -> Ticket:
         return make_ticket(self.spec, self.directory.port, prompt, hold_id)

@@ -231,6 +231,7 @@ import numpy as np
 from kvferry.net.rpc import Caller
 from kvferry.carriers.local import LocalCarrier, LocalEndpoint
 from kvferry.carriers.base import MemoryRegion
+from kvferry.copies import Copies
 from kvferry.net.messages import VERSION, Look, Request, encode
 from kvferry.net.rpc import Sockets
 import zmq

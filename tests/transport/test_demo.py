@@ -241,7 +241,7 @@ def all_ranks(
         sources = [
             opened(PrefillRank(work, rank, transport, nobody)) for rank in work.src.shape.ranks
         ]
-        prefill.directory.set_ranks([source.describe() for source in sources])
+        prefill.introduce([source.describe() for source in sources])
         targets = [
             opened(DecodeRank(work, rank, transport, nobody)) for rank in work.dst.shape.ranks
         ]

@@ -45,6 +45,7 @@ from kvferry.errors import DescriptionError, KvferryError, PermissionDenied, Tra
 from kvferry.handover.producer import Directory
 from kvferry.handover.ticket import Ticket, prompt_digest
 from kvferry.layout.shape import EngineShape, Rank
+from kvferry.net.messages import RankInfo
 from kvferry.net.rpc import Sockets
 from kvferry.units import show_bytes
 
@@ -146,7 +147,7 @@ def run_demo(
     carrier = transport or METHODS[method]
     with closing(Prefill(work)) as prefill, Crew(watch.advance) as crew:
         crew.start(work, carrier)
-        prefill.directory.set_ranks(crew.ask(crew.prefill, "describe"))
+        prefill.introduce(crew.ask(crew.prefill, "describe"))
         watch.phase("fill", work.src.held_bytes(work.model))
         crew.ask(crew.everyone, "fill")
         crew.ask(crew.prefill, "hold", prefill.tickets)
@@ -218,10 +219,10 @@ class Prefill:
     """The prefill engine without its ranks: its directory, and the tickets that it issues."""
 
     def __init__(self, work: DemoWork) -> None:
-        engine = describe_engine(work, "prefill", work.src)
+        self._engine = engine = describe_engine(work, "prefill", work.src)
         self._sockets = Sockets()
-        self.directory = Directory(self._sockets, engine)
-        self.directory.start()
+        self._directory = Directory(self._sockets, engine)
+        self._directory.start()
         self.tickets = [
             Ticket(
                 engine_id=engine.engine_id,
@@ -230,7 +231,7 @@ class Prefill:
                 digest=prompt_digest(range(request.number, request.number + request.tokens)),
                 tokens=request.tokens,
                 host=LOOPBACK,
-                port=self.directory.port,
+                port=self._directory.port,
                 request_id=str(request.number),
                 tp_size=work.src.shape.tp,
                 pp_size=work.src.shape.pp,
@@ -238,8 +239,11 @@ class Prefill:
             for request in work.requests
         ]
 
+    def introduce(self, ranks: list[RankInfo]) -> None:
+        self._directory.set_engine(self._engine, ranks)
+
     def close(self) -> None:
-        self.directory.close()
+        self._directory.close()
         self._sockets.close()
 
 

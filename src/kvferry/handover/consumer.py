@@ -128,12 +128,12 @@ class ConsumerRank:
             if request_id in self._running:
                 self._running[request_id].give_up()
 
-    def release(self, ticket: Ticket, outcome: Outcome, seconds: float = WORD_SECONDS) -> None:
+    def release(self, ticket: Ticket, outcome: Outcome) -> None:
         """Send this rank's last word about a ticket without a load. Nothing waits for the answer.
 
         If it does not get through, the hold expires at the producer.
         """
-        watch = Deadline(time.monotonic() + seconds)
+        watch = Deadline(time.monotonic() + WORD_SECONDS)
         try:
             work = partial(self._release, ticket, outcome, watch)
             self._once_met(ticket, watch, work, _not_released)

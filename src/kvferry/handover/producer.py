@@ -51,7 +51,7 @@ from kvferry.handover.describe import (
     require_same_meaning,
 )
 from kvferry.handover.holds import DEFAULT_LEASE_SECONDS, Closed, Hold, HoldOrder, HoldTable, Why
-from kvferry.handover.push import CannotWrite, Pushed, Pusher
+from kvferry.handover.push import OPTIONAL_ROLES, CannotWrite, Pushed, Pusher
 from kvferry.handover.wakeup import Wakeup
 from kvferry.layout.model import require_same_cache
 from kvferry.net.messages import (
@@ -119,7 +119,6 @@ class ProducerRank(Server):
         incarnation: str,
         *,
         host: str | None = None,
-        port: int = 0,
         lease_seconds: float = DEFAULT_LEASE_SECONDS,
         pusher: Pusher | None = None,
         memory: Memory | None = None,
@@ -130,7 +129,7 @@ class ProducerRank(Server):
         `memory` is what checksums cover; without it, requests for checksums are refused. `wakeup`
         is rung when a hold has closed.
         """
-        super().__init__(sockets, host, port, "kvferry-producer")
+        super().__init__(sockets, host, 0, "kvferry-producer")
         self._summing = Summing(memory) if memory is not None else None
         self.incarnation = incarnation
         self._table: HoldTable[_Sender] = HoldTable(lease_seconds)
@@ -149,9 +148,7 @@ class ProducerRank(Server):
                 body = self._take_up(sender)
                 if body is not None:
                     self.reply(sender.identity, sender.request_id, body)
-            closed = closed or self._table.settle(order.hold_id)
-            if closed is not None:
-                self._report(closed)
+            self._report(closed or self._table.settle(order.hold_id))
 
         self.submit(work)
 
@@ -160,10 +157,8 @@ class ProducerRank(Server):
 
         def work() -> None:
             closed, waited = self._table.withdraw(hold_id)
-            if closed is not None:
-                self._report(closed)
-            for sender in waited:
-                self.reply(sender.identity, sender.request_id, refuse_closed("withdrawn"))
+            self._report(closed)
+            self._refuse_all(waited, refuse_closed("withdrawn"))
 
         self.submit(work)
 
@@ -173,11 +168,9 @@ class ProducerRank(Server):
         def work() -> None:
             self.incarnation = incarnation
             for hold_id in list(self._table.open):
-                closed, _ = self._table.withdraw(hold_id)
-                if closed is not None:
-                    self._report(closed)
-            for sender in self._table.unpark_all():  # their holds will have other ids
-                self.reply(sender.identity, sender.request_id, refuse_closed("withdrawn"))
+                self._report(self._table.withdraw(hold_id)[0])
+            # The holds that these claims wait for will have other ids.
+            self._refuse_all(self._table.unpark_all(), refuse_closed("withdrawn"))
 
         self.submit(work)
 
@@ -324,8 +317,7 @@ class ProducerRank(Server):
             offer.hold_id, offer.reader, offer.readers, "done", now
         )
         self.counters["last words: done"] += was_open
-        if closed is not None:
-            self._report(closed)
+        self._report(closed)
         return was_open
 
     def _complete(self, last: Complete) -> ReplyBody:
@@ -335,8 +327,7 @@ class ProducerRank(Server):
         self.counters[f"last words: {last.outcome}"] += 1
         if self._pusher is not None:
             self._pusher.cancel(last.hold_id, last.reader)  # this reader is finished
-        if closed is not None:
-            self._report(closed)
+        self._report(closed)
         return Closing(was_open)
 
     def _sum(self, sender: bytes, request_id: int, asked: Sum) -> ReplyBody | None:
@@ -381,12 +372,8 @@ class ProducerRank(Server):
         closed, impatient = self._table.expire(now)
         for one in closed:
             self._report(one)
-        for sender in impatient:
-            self.reply(
-                sender.identity,
-                sender.request_id,
-                Refused("expired", "the hold did not arrive while the claim could wait"),
-            )
+        late = Refused("expired", "the hold did not arrive while the claim could wait")
+        self._refuse_all(impatient, late)
 
     def next_deadline(self) -> float | None:
         return self._table.next_deadline()
@@ -398,7 +385,14 @@ class ProducerRank(Server):
         if self._summing is not None:
             self._summing.close()
 
-    def _report(self, closed: Closed) -> None:
+    def _refuse_all(self, waited: list[_Sender], refusal: Refused) -> None:
+        for sender in waited:
+            self.reply(sender.identity, sender.request_id, refusal)
+
+    def _report(self, closed: Closed | None) -> None:
+        """Let the engine take a hold that has just closed, if one has."""
+        if closed is None:
+            return
         self.counters[f"closed: {closed.why}"] += 1
         if self._pusher is not None:
             self._pusher.cancel(closed.hold_id)  # the engine may reuse its blocks soon
@@ -438,16 +432,11 @@ class Directory(Server):
         # By connection: the start of its minute, and the seconds spent on it since.
         self._judging: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
 
-    def set_ranks(self, ranks: list[RankInfo]) -> None:
-        """Set the descriptions of all workers, of all pipeline stages."""
-
-        def work() -> None:
-            self._ranks, self._welcome = list(ranks), None
-
-        self.submit(work)
-
     def set_engine(self, engine: EngineInfo, ranks: list[RankInfo]) -> None:
-        """Set the engine's first description, or that of a new incarnation."""
+        """Set the engine's first description, or that of a new incarnation.
+
+        `ranks` are the descriptions of all workers, of all pipeline stages.
+        """
 
         def work() -> None:
             self.engine, self._ranks, self._welcome = engine, list(ranks), None
@@ -501,7 +490,7 @@ class Directory(Server):
         try:
             require_same_meaning(self.engine, consumer)
             ours, theirs = read_model(self.engine), read_model(consumer)
-            require_same_cache(ours, theirs, frozenset({"draft"}))
+            require_same_cache(ours, theirs, OPTIONAL_ROLES)
             shapes = read_shape(self.engine), read_shape(consumer)
             require_plannable(ours, *shapes)
             assign(ours, *shapes)

@@ -51,6 +51,7 @@ from kvferry.workers import Threads
 
 log = logging.getLogger("kvferry")
 
+OPTIONAL_ROLES = frozenset({"draft"})  # layers of these roles may be missing on one side
 PUSH_THREADS = 256  # started when needed
 THREADS_PER_TARGET = 4  # at a time; a peer of the tcp carrier has as many transfers
 IDLE_SECONDS = 60.0  # without an offer; then connections are closed, and plans are kept
@@ -81,9 +82,8 @@ class Pusher:
         layout: RankLayout,
         bases: Sequence[int],
         carriers: Sequence[Carrier],
-        optional_roles: frozenset[str] = frozenset({"draft"}),
     ) -> None:
-        self._origin = Origin(engine, model, layout, optional_roles)
+        self._origin = Origin(engine, model, layout)
         self._bases = np.asarray(bases, dtype=np.int64)
         self._carriers: dict[str, GrantingCarrier] = {c.name: c for c in carriers if is_granting(c)}
         self._lock = threading.Lock()
@@ -286,7 +286,6 @@ class Origin:
     engine: EngineInfo
     model: CacheModel
     layout: RankLayout
-    optional_roles: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -344,8 +343,7 @@ class Target:
         return ENTRY_BYTES + len(self.packed_engine) + len(self.packed_info)
 
     def is_like(self, other: Target) -> bool:
-        mine, theirs = (self.packed_engine, self.packed_info), other.packed_engine
-        return mine == (theirs, other.packed_info)
+        return (self.packed_engine, self.packed_info) == (other.packed_engine, other.packed_info)
 
     def edge(self, origin: Origin) -> TargetEdge:
         """The plan of what this rank writes there. Both sides compute the same one."""
@@ -361,7 +359,7 @@ class Target:
                     origin.layout.shape,
                     shape,
                     dst_model=read_model(engine),
-                    optional_roles=origin.optional_roles,
+                    optional_roles=OPTIONAL_ROLES,
                 )
                 layout, bases = read_layout(info, shape)
                 rank = Rank(info.pp_rank, info.tp_rank)
