@@ -47,6 +47,7 @@ from p2p_peers import (
     make_ticket,
     producer,
 )
+from vllm_engines import free_port
 from waiting import wait_until
 
 SHORT_SECONDS = 1.5  # a load's deadline, where it is to run out
@@ -139,12 +140,12 @@ def test_a_producer_is_killed_and_comes_back_at_its_address(
     monkeypatch.setattr(pieces_module, "SLICE_DESCRIPTORS", 64)
     first, second = Prompt(1, 200, 1, 1), Prompt(2, 100, 20, 20)
     gate = 5 if when == "during" else None
-    port, stale, before = 0, None, {}
+    # The system gives this port to no other process while the producer is dead.
+    port, stale, before = free_port(), None, {}
     with consumer(replace(way.d, gate_after=gate), way.p, alone=False) as d:
         for life in range(3):
             spec = replace(way.p, port=port, incarnation=f"life {life}")
             with producer(replace(spec, gate_after=gate, slice_descriptors=64)) as p:
-                port = p.port
                 if stale is not None:  # tickets of the dead one are stale, not another's cache
                     with within(0.0):
                         errors = [error_of(d.load(stale, second)) for _ in range(2)]

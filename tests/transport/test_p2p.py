@@ -31,6 +31,7 @@ from p2p_peers import (
     make_ticket,
     producer,
 )
+from vllm_engines import free_port
 from waiting import require_for, wait_until
 
 Mode = Literal["pull", "push"]
@@ -417,11 +418,12 @@ def test_a_producer_that_is_stopped_past_the_deadline_and_goes_on() -> None:
 
 def test_tickets_of_a_producer_that_was_restarted_are_stale() -> None:
     prompts = [Prompt(1, 100, 1, 1), Prompt(2, 100, 20, 20), Prompt(3, 100, 40, 40)]
-    with producer(P) as p, consumer(D, P, alone=False) as d:
+    first = replace(P, port=free_port())
+    with producer(first) as p, consumer(D, P, alone=False) as d:
         tickets = [p.hold(prompt) for prompt in prompts]
         require_ok(d.load(tickets[0], prompts[0]))
         p.kill()
-        with producer(replace(P, port=p.port, incarnation="second")) as q:
+        with producer(replace(first, incarnation="second")) as q:
             require_failed(d.load(tickets[1], prompts[1]), "PeerLost")
             require_failed(d.load(tickets[1], prompts[1]), "StaleTicket: engine 'p' was restarted")
             require_ok(d.load(q.hold(prompts[2]), prompts[2]))

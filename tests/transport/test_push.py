@@ -73,7 +73,10 @@ def bend(p: Producer, how: Any) -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        (lambda c: Copies(c.src[:-1], c.dst[:-1], c.length[:-1]), "were due; what came is disc"),
+        (
+            lambda c: Copies(c.src[:-1], c.dst[:-1], c.length[:-1]),
+            "were due; the bytes that came are disc",
+        ),
         (lambda c: Copies(*(np.append(a, a[:1]) for a in (c.src, c.dst, c.length))), "were due"),
         (lambda c: Copies(c.src[::-1], c.dst[::-1] + (1 << 16), c.length[::-1]), "OutOfBounds"),
         (lambda c: Copies(c.src, c.dst - c.dst.min() + 8, c.length), "OutOfBounds"),

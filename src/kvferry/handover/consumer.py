@@ -79,7 +79,6 @@ class ConsumerRank:
         `checked`: compare what arrives in this memory with checksums of the sources. Such loads
         read in both modes. `wakeup`: rung when a load has ended. `zero` clears runs of our memory.
         """
-        self.engine, self.model, self.layout = engine, model, layout
         self._caller = Caller(sockets)
         self._threads = Threads("kvferry-load", LOAD_THREADS)
         self._meetings = Meetings("kvferry-meet")

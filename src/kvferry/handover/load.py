@@ -11,7 +11,7 @@ The steps:
    arrived yet.
 4. **read** by carrier from all sources at once, in slices.
 5. **check** (optional): compare digests of the bytes that arrived with digests from the sources.
-6. send the **last word**, `done`, to every source rank, also to those that nothing is read from.
+6. send the **last word**, `done`, to every source rank, also if the load reads nothing from it.
 7. meanwhile, **zero** bytes of the loaded blocks that no source covers, and layers that the
    producer lacks.
 8. **confirm**: the load is good only if every source answers that the hold was still open. Then no
@@ -60,7 +60,7 @@ from kvferry.errors import (
     KvferryError,
     StaleTicket,
 )
-from kvferry.handover.checksum import Algorithm, common, digest, encode_runs, parts
+from kvferry.handover.checksum import common, digest, encode_runs, parts
 from kvferry.handover.deadline import (
     Clock,
     Deadline,
@@ -393,8 +393,7 @@ class HoldClient:
             exact = self.peers.topology.model.of_one_length and reply.tokens != ticket.tokens
             if exact or reply.tokens < ticket.tokens:
                 raise HandoverError(
-                    f"the ticket promises {ticket.tokens} tokens, rank {tuple(source.rank)} holds "
-                    f"{reply.tokens}"
+                    f"the ticket promises {ticket.tokens} tokens, {source} holds {reply.tokens}"
                 )
             claimed[source] = reply
         self.watch.require_wanted()
@@ -429,20 +428,19 @@ class HoldClient:
             was_open |= isinstance(reply, Renewed) and self.ticket.hold_id in reply.open
             if not was_open:
                 raise StaleTicket(
-                    f"rank {tuple(source.rank)} closed the hold before the load was over; what was "
-                    "read is discarded"
+                    f"{source} closed the hold before the load was over; the bytes that were read "
+                    "are discarded"
                 )
 
 
 def _require(source: Source, reply: ReplyBody, kind: type[Answer], request: str) -> Answer:
     """The answer, if it is of this kind."""
-    who = f"rank {tuple(source.rank)}"
     if isinstance(reply, Refused):
         void = reply.reason in ("stale", "closed", "expired")
         error = StaleTicket if void else HandoverError
-        raise error(f"{who} refuses the {request}: {reply.message}")
+        raise error(f"{source} refuses the {request}: {reply.message}")
     if not isinstance(reply, kind):
-        raise HandoverError(f"{who} answered the {request} with a {type(reply).__name__}")
+        raise HandoverError(f"{source} answered the {request} with a {type(reply).__name__}")
     return reply
 
 
@@ -570,15 +568,15 @@ class Offers:
                 continue
             waiting.remove(one)
             if isinstance(reply, Refused) and reply.reason == "unable":
-                log.info("rank %s is read instead: %s", tuple(one.source.rank), reply.message)
+                log.info("%s is read instead: %s", one.source, reply.message)
                 self._close(one)
                 continue
             said = _require(one.source, reply, Delivered, "offer")
             came = self._close(one)
             if not said.bytes == came == one.bytes or said.grant != one.offer.grant:
                 raise HandoverError(
-                    f"rank {tuple(one.source.rank)} says that it wrote {said.bytes} bytes, {came} "
-                    f"arrived and {one.bytes} were due; what came is discarded"
+                    f"{one.source} says that it wrote {said.bytes} bytes, {came} arrived and "
+                    f"{one.bytes} were due; the bytes that came are discarded"
                 )
             moved, descriptors = moved + came, descriptors + said.descriptors
             seconds = max(seconds, said.write_seconds)
@@ -681,24 +679,15 @@ def require_equal(client: HoldClient, bound: Mapping[Source, Bound], memory: Mem
             asked.append((source, part, client.call(source, question)))
         for source, part, call in asked:
             ours = digest(memory, part.dst, part.length, by[source])
-            try:
-                _require_same(source, part, by[source], ours, client.answer(call))
-            except ChecksumError:
+            reply = client.answer(call)
+            if not isinstance(reply, Summed):
+                why = reply.message if isinstance(reply, Refused) else type(reply).__name__
+                raise HandoverError(f"{source} gives no checksum: {why}")
+            if reply.digest != ours:
                 client.peers.forget(client.remote)
-                raise
-
-
-def _require_same(
-    source: Source, part: Copies, by: Algorithm, ours: bytes, reply: ReplyBody
-) -> None:
-    who = f"rank {tuple(source.rank)}"
-    if not isinstance(reply, Summed):
-        why = reply.message if isinstance(reply, Refused) else type(reply).__name__
-        raise HandoverError(f"{who} gives no checksum: {why}")
-    if reply.digest != ours:
-        raise ChecksumError(
-            f"{who}: {len(part)} runs of {int(part.length.sum())} bytes arrived differently than "
-            f"the source holds them ({by.name} {reply.digest.hex()} there, {ours.hex()} here); "
-            "nothing of this load is used. The carrier or the network between the two engines "
-            "damages bytes"
-        )
+                raise ChecksumError(
+                    f"{source}: {len(part)} runs of {int(part.length.sum())} bytes arrived "
+                    f"differently than the source holds them ({by[source].name} "
+                    f"{reply.digest.hex()} there, {ours.hex()} here); nothing of this load is "
+                    "used. The carrier or the network between the two engines damages bytes"
+                )

@@ -99,12 +99,14 @@ class Source:
     peer: Any
     sums: tuple[str, ...]  # checksum algorithms that it offers
 
+    def __str__(self) -> str:
+        return f"rank {tuple(self.rank)}"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Remote:
     """A producer engine that this rank has met."""
 
-    engine: EngineInfo
     shape: EngineShape
     pair: PairPlan
     sources: tuple[Source, ...]
@@ -326,7 +328,7 @@ class Peers:
                 ", ".join(f"layers {list(g.layers)} of group {g.name!r}" for g in lacking.groups),
             )
         plan = everything_plan(lacking, self.layout) if lacking else None
-        return Remote(welcome.engine, shape, pair, tuple(sources), plan)
+        return Remote(shape, pair, tuple(sources), plan)
 
     def _source(
         self, pair: PairPlan, info: RankInfo, shape: EngineShape, readers: int, deadline: float

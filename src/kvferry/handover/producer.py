@@ -250,7 +250,7 @@ class ProducerRank(Server):
 
     def _park(self, sender: _Sender) -> ReplyBody | None:
         """Let a claim or an offer wait until its hold arrives."""
-        if not sender.claim.patience_seconds > 0:  # nor NaN
+        if not sender.claim.patience_seconds > 0:  # also refuses NaN
             return Refused("expired", "the hold has not arrived, and the claim does not wait")
         if not self._table.park(
             sender.claim.hold_id,
@@ -279,7 +279,7 @@ class ProducerRank(Server):
     def _push(self, sender: _Sender, offer: Offer, hold: Hold) -> Refused | None:
         """Write to the offered blocks. The answer follows when the write has ended."""
         patience = sender.until - time.monotonic()  # the offer may have been parked before
-        if not patience > 0:  # nor NaN
+        if not patience > 0:  # also refuses NaN
             return Refused("expired", "the offer has no time left")
 
         def done(outcome: Pushed | KvferryError) -> None:
@@ -475,8 +475,8 @@ class Directory(Server):
                 return Refused("busy", "this peer describes itself too often; ask again later")
             verdict = self._judged[key] = self._judge(consumer)
             if verdict is not None:
-                who = f"{consumer.engine_id:.80}"
-                self.complain(who, "engine %r is refused: %.2000s", who, verdict.message)
+                name = f"{consumer.engine_id:.80}"
+                self.complain(name, "engine %r is refused: %.2000s", name, verdict.message)
             self._judging[sender] = since, spent + time.monotonic() - begun
             for memory in (self._judged, self._judging):
                 while len(memory) > MOST_JUDGED:

@@ -19,7 +19,7 @@ def acquaintances(met: dict[PeerKey, Known]) -> Peers:
 
 
 def remote() -> Any:
-    return SimpleNamespace(engine=SimpleNamespace(engine_id="p", incarnation="1"), sources=())
+    return SimpleNamespace(sources=())
 
 
 def known(value: Any) -> Known:
