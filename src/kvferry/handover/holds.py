@@ -117,14 +117,6 @@ class Hold:
         return "failed" if "failed" in self.outcomes else "delivered"
 
 
-@dataclass(slots=True)
-class _Engine:
-    """An engine that reads a hold."""
-
-    ranks: int = 0  # that it announced
-    spoke: set[tuple[int, int]] = field(default_factory=set)
-
-
 @dataclass(frozen=True, slots=True)
 class Closed:
     """A hold that has just closed. The rank reports it once."""
@@ -134,6 +126,14 @@ class Closed:
     why: Why
     outcomes: dict[Outcome, int]  # of the readers that sent a last word
     silent: int = 0  # readers that claimed the hold and sent no last word
+
+
+@dataclass(slots=True)
+class _Engine:
+    """An engine that reads a hold."""
+
+    ranks: int = 0  # that it announced
+    spoke: set[tuple[int, int]] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)
