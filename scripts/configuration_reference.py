@@ -333,8 +333,8 @@ def removed() -> str:
 def their_keys() -> str:
     config = ours("kvferry.vllm.config")
     known = {
-        "nixl": config.THEIR_KEYS["nixl"],
-        "mooncake": config.THEIR_KEYS["mooncake"],
+        "nixl": config.IN_TREE["nixl"].keys,
+        "mooncake": config.IN_TREE["mooncake"].keys,
         "store": ours("kvferry.vllm.pool.config").MOONCAKE_ONLY,
     }
     whose = {

@@ -219,10 +219,9 @@ class Modelless:
         sides = getattr(self.worker_side, "sub_connectors", [self.worker_side])
         return [c.worker for c in sides if isinstance(c, FerryConnector) and c.STYLE]
 
-    @property
-    def handovers(self) -> list[dict[str, Any]]:
-        """What was told of hand-overs, step by step."""
-        return [told["handover"] for told in self.stats]
+    def told(self, name: str) -> list[Any]:
+        """A metric, step by step, of the steps that had something to tell of it."""
+        return [step[name] for step in self.stats if name in step]
 
     @property
     def parked_claims(self) -> int:

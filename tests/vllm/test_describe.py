@@ -6,6 +6,8 @@ finds must be those that the fixtures' probes confirmed (`tests/unit/test_golden
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import fields, replace
 from types import SimpleNamespace as Fake
 from typing import Any
@@ -59,16 +61,15 @@ def test_layouts_are_those_that_probes_confirmed(name: str) -> None:
                 for field in fields(a):
                     same = np.array_equal(getattr(a, field.name), getattr(b, field.name))
                     assert same, field.name
-        assert len(found.regions) == len(worker.kv_caches)
-        for region in found.regions:
-            tensor = worker.kv_caches[region.layer_name]
-            assert region.base_addr == tensor.data_ptr()
-            assert (
-                region.kv_block_len
-                <= region.block_len
-                == tensor.stride(0)
-                * (tensor.element_size() * tensor.shape[0] // expected.parts[0].num_blocks)
-            )
+        lengths = Counter(
+            tensor.stride(0)
+            * (tensor.element_size() * tensor.shape[0] // expected.parts[0].num_blocks)
+            for tensor in worker.kv_caches.values()
+        )
+        said = re.findall(r"(\d+) layers of (\d+) bytes a block", found.summary())
+        assert {int(size): int(count) for count, size in said} == lengths
+        starts = {tensor.untyped_storage().data_ptr() for tensor in worker.kv_caches.values()}
+        assert set(found.bases) == starts
 
 
 def test_states_that_are_not_as_configured_are_refused() -> None:
@@ -101,7 +102,7 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
     from kvferry.vllm.consuming import _unfit
     from kvferry.vllm.fingerprint import request_digest
     from kvferry.vllm.metadata import HandoverOrders
-    from kvferry.vllm.metrics import HandoverStats
+    from kvferry.vllm.metrics import FerryStats
     from kvferry.vllm.producing import Producing
 
     def request(tokens: int, **params: Any) -> Request:
@@ -120,7 +121,7 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
         1,
         facts,
         orders,
-        HandoverStats(),
+        FerryStats(),
         Fake(begin=lambda *_, **__: None),
     )
 
@@ -152,7 +153,7 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
     assert _unfit(single, request(1), facts) == ("unfit", too_short)
     uncut = replace(ticket, digest=whole, tokens=129)  # of an engine that leaves nothing to others
     assert _unfit(uncut, request(129), facts) == ("bad ticket", too_short)
-    assert not offering._digests
+    assert not offering._accepted
 
 
 CONFIGS = ("vllm_config", "kv_cache_config")
@@ -170,8 +171,7 @@ class TestDraftLayers:
         assert found.layout.shape.block_tokens(draft) == 64
         (part,) = found.layout.parts_of("draft")
         assert part.table == 1 and part.interior == "cpu" and len(set(part.placements[0].regions))
-        lengths = {r.layer_name[-19:]: r.block_len for r in found.regions}
-        assert len(set(lengths.values())) == 2  # main and draft pages differ
+        assert found.summary().count(" layers of ") == 2  # main and draft pages differ
 
     def test_a_draft_model_on_one_rank_of_two(self) -> None:
         worker = Worker(golden("llama-tp2"), Rank(0, 1))

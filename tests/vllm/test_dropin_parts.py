@@ -66,7 +66,7 @@ from kvferry.vllm.bootstrap import (
 )
 from kvferry.vllm.config import FerryConfig, host_port
 from kvferry.vllm.metadata import HandoverOrders
-from kvferry.vllm.metrics import HandoverStats, levels
+from kvferry.vllm.metrics import FerryStats, levels
 from kvferry.vllm.multiconnector import Family, Siblings
 from kvferry.vllm.plugin import NAMES
 from kvferry.vllm.producing import PrefillCut, Producing
@@ -233,7 +233,7 @@ def offering(style: Any, **config: Any) -> tuple[Producing, HandoverOrders]:
         1234,
         PrefillCut(),
         orders,
-        HandoverStats(),
+        FerryStats(),
         Spanless(),  # type: ignore[arg-type]
     )
     return made, orders
@@ -281,7 +281,7 @@ class TestOffering:
         assert told["do_remote_prefill"] is False and "max_held_blocks" in str(told)
         made.sent(["a", "unknown"])
         assert made.held_blocks == 0 and ended(made, request("c"), ([3, 4],))[0]
-        assert made.stats.data["unheld"] == {"limit": 1} and not orders.withdrawals
+        assert made.stats.data["requests_not_held"] == {"limit": 1} and not orders.withdrawals
 
     def test_a_request_id_that_comes_again(self) -> None:
         """Push style: the ticket still serves, the name does not."""
@@ -536,13 +536,13 @@ class TestBootstrap:
 
     def test_a_rank_registers_as_soon_as_somebody_listens(self) -> None:
         port = free_port()
-        registration = Registration(f"127.0.0.1:{port}", 1, SECRET, 5.0)
-        registration.tell(Whereabouts("e_dp1", "h", 1, "i").entry({}))
+        registration = Registration(f"127.0.0.1:{port}", SECRET, 5.0)
+        registration.put(1, Whereabouts("e_dp1", "h", 1, "i").entry({}))
         time.sleep(0.2)  # the first attempt finds nobody
         bootstrap = Bootstrap(None, port, SECRET)
         try:
             assert reaches(lambda: bool(bootstrap._entries), True)
-            registration.tell(Whereabouts("e_dp1", "h", 1, "j").entry({}))
+            registration.put(1, Whereabouts("e_dp1", "h", 1, "j").entry({}))
             told = lambda: query(f"127.0.0.1:{port}", "e_dp1", 5.0).incarnation  # noqa: E731
             assert reaches(told, "j")
         finally:
@@ -552,7 +552,7 @@ class TestBootstrap:
     def test_a_rank_registers_after_any_error(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(registration_module, "AGAIN_SECONDS", 0.01)
+        monkeypatch.setattr(registration_module, "TELL_AGAIN_SECONDS", 0.01)
         errors: list[Exception] = [MemoryError("none left"), KeyError("x"), HandoverError("no")]
 
         def fails_first(*told: Any) -> None:
@@ -562,9 +562,9 @@ class TestBootstrap:
 
         monkeypatch.setattr(registration_module, "register", fails_first)
         bootstrap = Bootstrap(None, 0, SECRET)
-        registration = Registration(f"127.0.0.1:{bootstrap.port}", 1, SECRET, 5.0)
+        registration = Registration(f"127.0.0.1:{bootstrap.port}", SECRET, 5.0)
         try:
-            registration.tell(Whereabouts("e_dp1", "h", 1, "i").entry({}))
+            registration.put(1, Whereabouts("e_dp1", "h", 1, "i").entry({}))
             assert reaches(lambda: bool(bootstrap._entries), True)
             assert [record.getMessage()[-2:] for record in caplog.records] == ["no"]  # said once
         finally:
@@ -591,7 +591,7 @@ class TestStats:
     def test_over_ranks_and_over_time(self) -> None:
         ranks = []
         for rank in range(2):
-            stats = HandoverStats()
+            stats = FerryStats()
             steps = {"meet": 1.0, "claim": 2.0, "bind": 0.5}
             stats.loaded(Loaded("r", "", 100, 3, seconds=steps))
             steps = {"meet": 0.5, "offer": 0.5, "wait": 2.0, "push": 0.25}
@@ -599,14 +599,14 @@ class TestStats:
             stats.loaded(Loaded("s", "StaleTicket: closed"))
             stats.level(f"0/0.{rank}", claims_parked=rank + 1)
             taken = stats.take()
-            assert taken is not None and stats.take() is None
-            ranks.append(HandoverStats(json.loads(json.dumps(taken.data))))  # as vLLM sends them
+            assert not taken.is_empty() and stats.take().is_empty()
+            ranks.append(FerryStats(json.loads(json.dumps(taken.data))))  # as vLLM sends them
         both = ranks[0].aggregate(ranks[1])
         assert both.data["claim_seconds"] == [3.0] * 4
         assert both.data["transfer_seconds"] == [0.0, 0.25] * 2  # waiting is no transfer
-        assert both.data["failures"] == {"StaleTicket": 2}
+        assert both.data["load_failures"] == {"StaleTicket": 2}
         assert levels(both.data["levels"])["claims_parked"] == 3
-        later = HandoverStats()
+        later = FerryStats()
         later.level("0/0.1", claims_parked=0)
         line = both.aggregate(later).reduce()
         assert line["claims_parked"] == 1 and line["failed: StaleTicket"] == 2
@@ -624,12 +624,12 @@ class TestStats:
             for cls in (MooncakeConnector, NixlConnector)
         ]
         for child, metrics in enumerate(made):
-            stats = HandoverStats()
+            stats = FerryStats()
             stats.level(f"{child}/scheduler", held_blocks=child + 1)
-            metrics.observe({"handover": stats.data}, 0)
-        gauge = made[0].handover.levels["held_blocks"].labels("m", "0")
-        assert gauge._value.get() == 3
-        exposed = set(re.findall(r"^([a-z_:]+?)(?:\{| )", generate_latest().decode(), re.M))
+            metrics.observe(stats.data, 0)
+        text = generate_latest().decode()
+        assert re.search(r"^vllm:kvferry_held_blocks{.*} 3\.0$", text, re.M)
+        exposed = set(re.findall(r"^([a-z_:]+?)(?:\{| )", text, re.M))
         dashboard = (ROOT / "dashboards" / "kvferry.json").read_text()
         named = set(re.findall(r"vllm:[a-z_]+", dashboard))
         assert len(named) >= 14 and named <= exposed, named - exposed

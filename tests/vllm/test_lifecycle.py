@@ -91,7 +91,7 @@ def prefilled(engine: Modelless, name: str, tokens: list[int], **params: Any) ->
 
 
 def loads(engine: Modelless) -> int:
-    return sum(len(told["bytes"]) for told in engine.handovers)
+    return sum(engine.told("loads"))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -133,8 +133,7 @@ def test_what_is_here_already_is_not_loaded(make: Pairs) -> None:
     run(p, d, until=lambda: {"full", "partial"} <= set(d.ended))
     assert d.tokens["full"] == expected(tokens, 3)
     assert d.tokens["partial"] == expected(longer, 3)
-    moved = [b for told in d.handovers for b in told["bytes"]]
-    assert sum(moved) <= (8 + 50 + 8) * 8 * 2  # never what was here
+    assert sum(d.told("bytes")) <= (8 + 50 + 8) * 8 * 2  # never what was here
     run(p, d, until=lambda: p.used_blocks == 0)
 
 
@@ -361,7 +360,7 @@ def test_a_limit_of_held_blocks(make: Pairs) -> None:
     told = [prefilled(p, f"p{i}", prompt(50 + i, 60)) for i in range(3)]  # four blocks each
     assert ["not_held" in params["kvferry"] for params in told] == [False, False, True]
     assert p.connector.has_pending_block_frees()
-    levels = [told["levels"]["0/scheduler"] for told in p.handovers if told["levels"]]
+    levels = [told["0/scheduler"] for told in p.told("levels")]
     assert levels[-1] == {"holds_open": 2, "held_blocks": 8}
     for i, params in enumerate(told):
         d.add(f"d{i}", prompt(50 + i, 60), 3, **params)
@@ -432,8 +431,7 @@ def test_a_failed_load_fails_the_request_where_asked(make: Pairs) -> None:
         d.scheduler.reset_prefix_cache()
     assert d.tokens["first"] == expected(tokens, 3)
     assert d.tokens["second"] == [] and str(d.ended["second"]) == "error"
-    failures = [told["failures"] for told in d.handovers if told["failures"]]
-    assert failures == [{"StaleTicket": 1}]
+    assert d.told("load_failures") == [{"StaleTicket": 1}]
 
 
 def test_a_hold_that_was_not_loaded_is_not_counted_as_delivered(make: Pairs) -> None:
@@ -448,7 +446,7 @@ def test_a_hold_that_was_not_loaded_is_not_counted_as_delivered(make: Pairs) -> 
         run(p, d, until=lambda: name in d.ended and not p.used_blocks)  # noqa: B023
         assert d.tokens[name] == expected(tokens, 3)
         d.scheduler.reset_prefix_cache()
-        told = [one["holds"] for one in p.handovers if one["holds"]]
+        told = p.told("holds_closed")
         assert told[-1] == {why: 1} and len(told) == (1 if why == "delivered" else 2)
 
 
@@ -460,9 +458,9 @@ def test_a_hold_ends_as_its_worst_part_did(make: Pairs) -> None:
     offering.closed(both.closed)
     offering.closed({"c": "delivered", "d": "delivered"})  # another rank, a step later
     offering.sent(["a", "b", "c"])
-    assert stats.take().data["holds"] == {"failed": 2, "expired": 1}
+    assert stats.take().data["holds_closed"] == {"failed": 2, "expired": 1}
     offering.sent(["d", "never held"])
-    assert stats.take().data["holds"] == {"delivered": 1}
+    assert stats.take().data["holds_closed"] == {"delivered": 1}
 
 
 def test_spans_of_both_engines_in_one_trace(make: Pairs) -> None:
@@ -592,8 +590,7 @@ class TestMulti:
         assert d.tokens["by ticket"] == expected(first, 4)
         assert d.tokens["by id"] == expected(second, 4)
         for name in ("FerryMooncakeConnector", "FerryNixlConnector"):
-            told = [step[name]["handover"] for step in d.stats if name in step]
-            assert sum(len(one["bytes"]) for one in told) == 1
+            assert sum(step[name].get("loads", 0) for step in d.stats if name in step) == 1
         whole = MultiConnector.build_kv_connector_stats(d.stats[0])
         for step in d.stats[1:]:
             whole = whole.aggregate(MultiConnector.build_kv_connector_stats(step))

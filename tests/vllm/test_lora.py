@@ -31,7 +31,7 @@ from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.consuming import Consuming
 from kvferry.vllm.fingerprint import Prompts, adapted, request_digest
 from kvferry.vllm.metadata import HandoverOrders
-from kvferry.vllm.metrics import HandoverStats
+from kvferry.vllm.metrics import FerryStats
 from kvferry.vllm.producing import PrefillCut, Producing
 
 TOKENS = list(range(7, 47))
@@ -62,7 +62,7 @@ class Engine:
         self.adapters = Adapters(settings, "are not handed over")
         self.orders = HandoverOrders()
         spans: Any = Fake(begin=lambda *_, **__: None, end=lambda *_: None)
-        told_of = (PrefillCut(), self.orders, HandoverStats(), spans)
+        told_of = (PrefillCut(), self.orders, FerryStats(), spans)
         self.offering = Producing(
             FerryConfig(), "p", "i", "mooncake", True, (1, 1), 9, *told_of, adapters=self.adapters
         )
@@ -176,8 +176,8 @@ def test_files_that_cannot_be_read(tmp_path: Path, made: Any, where: str) -> Non
         assert "LoRA adapter 'sql'" in answer["kvferry"]["not_held"]
         assert unknown not in answer["kvferry"]["not_held"]
         assert prefill.orders.withdrawals == [derived_hold("i", "transfer t")]
-        assert prefill.offering.stats.data["unheld"] == {"lora": 1}
-        assert not prefill.orders.holds and not prefill.offering._adapters
+        assert prefill.offering.stats.data["requests_not_held"] == {"lora": 1}
+        assert not prefill.orders.holds and not prefill.offering._accepted
     if where != "prefill":
         params = made().ticket(path)
         if where == "both":  # a client may say so

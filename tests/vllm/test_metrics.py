@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from kvferry.pool.orders import EVENTS
-from kvferry.vllm.metrics import FerryStats, HandoverStats, Here, PoolStats
+from kvferry.vllm.metrics import FerryStats, Here
 from vllm_pairs import OURS
 
 QUARANTINE = "vllm:kvferry_pool_blocks_quarantined"
@@ -45,6 +45,13 @@ class Exposed:
         return {label: float(value) for label, value in found}
 
 
+def pooled(**counts: Any) -> FerryStats:
+    """A report with the pool's counts."""
+    stats = FerryStats()
+    stats.add_pool(counts)
+    return stats
+
+
 def multi(*children: tuple[str, dict[str, Any]]) -> Any:
     connectors = [
         {"kv_connector": name, **OURS, "kv_role": "kv_both", "kv_connector_extra_config": extra}
@@ -62,14 +69,14 @@ def test_pools_under_one_multi_connector_share_metrics() -> None:
     assert set(events) == set(EVENTS) and not any(events.values())
     assert shown.values(QUARANTINE) == {"": 0}
     for told in (
-        {both: {"pool": {"loads": 1, "levels": {"0": 7}}}},
-        {pool: {"pool": {"loads": 2, "levels": {"1": 5}}}, store: {"pool": {"save_errors": 4}}},
+        {both: pooled(loads=1, levels={"0": 7}).data},
+        {pool: pooled(loads=2, levels={"1": 5}).data, store: pooled(save_errors=4).data},
     ):
         metrics.observe(told, 0)
     events = shown.values("vllm:kvferry_pool_total")
     assert (events["loads"], events["save_errors"]) == (3, 4)
     assert shown.values(QUARANTINE) == {"": 12}
-    metrics.observe({both: {"pool": {"levels": {"0": 0}}}}, 0)
+    metrics.observe({both: pooled(levels={"0": 0}).data}, 0)
     assert shown.values(QUARANTINE) == {"": 5}  # it falls again
 
 
@@ -79,49 +86,42 @@ def test_another_logger_has_metrics_of_its_own() -> None:
         shown = Exposed()
         transfer = SimpleNamespace(kv_connector_extra_config={"pool": {}})
         metrics = shown.build(kvferry.vllm.FerryConnector, transfer)
-        stats = HandoverStats()
-        stats.count("computed_here", "no ticket", 2)
-        metrics.observe({"handover": stats.data, "pool": {"loads": 1}}, 0)
+        stats = pooled(loads=1)
+        stats.count("requests_computed_here", "no ticket", 2)
+        metrics.observe(stats.data, 0)
         here = shown.values("vllm:kvferry_requests_computed_here_total")
         assert here == {reason: 2 * (reason == "no ticket") for reason in get_args(Here)}
         assert shown.values("vllm:kvferry_pool_total")["loads"] == 1
 
 
 @pytest.mark.parametrize(
-    ("extra", "pooled"), [({}, 0), ({"pool": False}, 0), ({"pool": None}, 0), ({"pool": {}}, 1)]
+    ("extra", "has_pool"), [({}, 0), ({"pool": False}, 0), ({"pool": None}, 0), ({"pool": {}}, 1)]
 )
-def test_a_pool_is_shown_where_there_is_one(extra: dict[str, Any], pooled: int) -> None:
+def test_a_pool_is_shown_where_there_is_one(extra: dict[str, Any], has_pool: int) -> None:
     shown = Exposed()
-    made = shown.build(
-        kvferry.vllm.FerryConnector, SimpleNamespace(kv_connector_extra_config=extra)
-    )
-    assert (made.pool is not None) == bool(shown.values(QUARANTINE)) == bool(pooled)
+    shown.build(kvferry.vllm.FerryConnector, SimpleNamespace(kv_connector_extra_config=extra))
+    assert bool(shown.values(QUARANTINE)) == bool(has_pool)
+    assert shown.values("vllm:kvferry_holds_open") == {"": 0}
 
 
 def test_the_pool_s_line_of_log() -> None:
     """Counts add up; levels are those that were told last."""
-    stats = PoolStats({"loads": 1, "levels": {"0": 7}})
-    stats = stats.aggregate(PoolStats({"loads": 2, "save_done": 1, "levels": {"1": 2}}))
-    assert stats.reduce() == {"loads": 3, "save_done": 1, "blocks_quarantined": 9}
-    stats = stats.aggregate(PoolStats({"levels": {"0": 0}}))
-    assert stats.reduce()["blocks_quarantined"] == 2
-    assert stats.aggregate(PoolStats({"levels": {"1": 0}})).reduce() == stats.counts
+    stats = pooled(loads=1, levels={"0": 7})
+    stats = stats.aggregate(pooled(loads=2, save_done=1, levels={"1": 2}))
+    counts = {"pool loads": 3, "pool save_done": 1}
+    assert stats.reduce() == {**counts, "pool blocks_quarantined": 9}
+    stats = stats.aggregate(pooled(levels={"0": 0}))
+    assert stats.reduce()["pool blocks_quarantined"] == 2
+    assert stats.aggregate(pooled(levels={"1": 0})).reduce() == counts
 
 
 def test_halves_add_up_apart() -> None:
     """Either may be missing in a report; the line of log tells them apart."""
-    mine = HandoverStats()
-    mine.count("computed_here", "no ticket", 2)
-    told = [
-        FerryStats.of(mine.take(), {}),
-        FerryStats.of(None, {"loads": 3}),
-        FerryStats.of(None, {}),
-    ]
-    assert told[2] is None
+    handed_over = FerryStats()
+    handed_over.count("requests_computed_here", "no ticket", 2)
     both = kvferry.vllm.FerryConnector.build_kv_connector_stats(None)
-    assert both.is_empty()
-    for one in (told[0], told[1], told[1]):
-        assert one is not None
+    assert both.is_empty() and pooled().is_empty()
+    for one in (handed_over, pooled(loads=3), pooled(loads=3)):
         both = both.aggregate(one)
     line = both.reduce()
     assert (line["computed here: no ticket"], line["pool loads"]) == (2, 6)

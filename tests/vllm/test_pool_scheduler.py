@@ -293,8 +293,8 @@ def test_abort_while_a_load_hangs(make: Make, faults: Any, monkeypatch: Any) -> 
 
     def stats() -> Any:
         taken = take()
-        counts = taken.data["pool"] if taken is not None else {}
-        told.extend(counts.get("levels", {}).values())
+        levels = taken.data.get("levels", {}) if taken is not None else {}
+        told.extend(level["pool_blocks_quarantined"] for level in levels.values())
         return taken
 
     monkeypatch.setattr(second.connector, "get_kv_connector_stats", stats)

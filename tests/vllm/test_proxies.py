@@ -155,7 +155,7 @@ def test_behind_vllm_proxies(proxied: tuple[Front, Front, int]) -> None:
             time.sleep(0.5)
         assert status == 200, answer
         assert answer["choices"][0]["token_ids"] == expected(tokens, 5)
-    assert sum(len(told["bytes"]) for told in d.engine.stats) == 3  # all of them were loaded
+    assert sum(d.engine.told("loads")) == 3  # all of them were loaded
     deadline = time.monotonic() + 20
     while p.engine.used_blocks and time.monotonic() < deadline:
         time.sleep(0.05)

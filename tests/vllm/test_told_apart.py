@@ -61,7 +61,7 @@ from kvferry.vllm.consuming import Consuming
 from kvferry.vllm.describe import meaning
 from kvferry.vllm.fingerprint import Prompts, content, request_digest
 from kvferry.vllm.metadata import FerryHandshake, HandoverOrders
-from kvferry.vllm.metrics import HandoverStats
+from kvferry.vllm.metrics import FerryStats
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler
 from kvferry.vllm.producing import PrefillCut, Producing
@@ -333,7 +333,7 @@ class Ends:
         prompts = Prompts.of(engine_config())
         spans: Any = Fake(begin=lambda *_, **__: None)
         self.orders = HandoverOrders()
-        told_of = (PrefillCut(), self.orders, HandoverStats(), spans)
+        told_of = (PrefillCut(), self.orders, FerryStats(), spans)
         self.offering = Producing(
             FerryConfig(), "e", "i", "mooncake", True, (1, 1), 1234, *told_of, prompts=prompts
         )
@@ -350,8 +350,8 @@ class TestHandover:
         held, answer = ends.offering.finished(asked, ([1, 2, 3],))
         assert not held and answer is not None and answer["kvferry"]["not_held"]
         assert ends.orders.withdrawals == [derived_hold("i", "transfer t")]  # nobody waits for it
-        assert ends.offering.stats.data["unheld"] == {"unfit": 1}
-        assert not ends.orders.holds and not ends.offering._refusals
+        assert ends.offering.stats.data["requests_not_held"] == {"unfit": 1}
+        assert not ends.orders.holds and not ends.offering._accepted
 
     @pytest.mark.parametrize("kind", UNFIT)
     @pytest.mark.parametrize("named", [False, True])
@@ -428,7 +428,7 @@ class TestImagesNamedByClients:
         prefill, decode = Ends(), hashed(victims, FIRST.clone())
         for name, shown in ((victims, FIRST), (forged, SECOND)):
             prefill.offering.accept(replace_id(hashed(name, shown), str(shown is FIRST)))
-        digests = prefill.offering._digests
+        digests = {name: one.digest for name, one in prefill.offering._accepted.items()}
         assert digests["True"] == request_digest(decode) != digests["False"]
         for digest, tokens in ((digests["True"], COUNT), (digests["False"], 0)):
             asking = Ends().asking

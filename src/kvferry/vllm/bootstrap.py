@@ -1,15 +1,18 @@
-"""The bootstrap address of a Mooncake-style deployment: where proxies and decode engines ask.
+"""How engines find each other that got a request at the same time, without a ticket.
 
-A proxy for vLLM's MooncakeConnector knows an address for each prefill server, asks it `GET /query`,
-and gets engine ids by data-parallel rank. It names one of them, and the address, to the decode
-engine, which asks the same address where that engine's directory is. Ours is such a server:
+In Mooncake style, a proxy knows an address for each prefill server, asks it `GET /query`, and gets
+engine ids by data-parallel rank. It names one of them, and the address, to the decode engine, which
+asks the same address where that engine's directory is. `Bootstrap` is such a server:
 
     GET  /query     {"0": {"engine_id": …, "worker_addr": {}, "kvferry": {host, port, incarnation}}}
     POST /register  from data-parallel ranks that have no server of their own; its body is
                     authenticated by an HMAC in the header X-Kvferry-Mac
 
-Strangers may connect too: the HTTP server bounds what they can take of it. Registered entries are
-bounded by what an asker reads, and never replace the engine's own entry.
+Any process may connect: the HTTP server bounds the resources that a connection can take. Registered
+entries are bounded by the size that a client reads, and never replace the engine's own entry.
+
+In the style of NixlPushConnector's proxy, the request names the directory itself. `Rendezvous`
+asks either, on the decode engine.
 
 An answer is a hint and no secret: the server at the named directory must prove to know the secret
 before anything else is said, and a wrong incarnation makes every claim stale.
@@ -17,12 +20,11 @@ before anything else is said, and a wrong incarnation makes every claim stale.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import hashlib
 import hmac
 import http.client
 import io
-import json
 import logging
 import re
 import socket
@@ -30,8 +32,11 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from typing import Any, cast
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
+from typing import Annotated, Any, cast
+
+import msgspec
 
 from kvferry.errors import (
     AuthenticationError,
@@ -45,16 +50,27 @@ from kvferry.handover.ticket import MARK, is_host, is_text
 from kvferry.net.http import HttpAnswer, HttpRequest, HttpServer
 from kvferry.net.keys import Key
 from kvferry.net.messages import VERSION, EngineInfo, Hello, Refused, Welcome
-from kvferry.net.names import Reach, at_port, dial, is_loopback, literal
+from kvferry.net.names import Reach, at_port, dial, literal
 from kvferry.net.rpc import Caller, Sockets
-from kvferry.units import require_port
+from kvferry.units import MOST_PORT, require_port
 from kvferry.vllm.config import FerryConfig, Style, host_port
+
+log = logging.getLogger("kvferry")
 
 MOST_BYTES = 1 << 20  # of a message; an engine of a thousand ranks has less
 MAC = "X-Kvferry-Mac"
 PURPOSE = "bootstrap"  # of the key that registrations are authenticated by
 MOST_ENTRIES = MOST_BYTES - (1 << 10)  # of all registrations; an answer has a head too
 MOST_RANKS = 4096  # data-parallel
+TELL_AGAIN_SECONDS = 1.0  # from a failed registration to the next attempt
+REFRESH_SECONDS = 30.0  # the server may have restarted, and then knows nothing
+AGAIN_SECONDS = 0.05  # between two questions, while the engine is starting
+FRESH_SECONDS = 1.0  # after this time, `Rendezvous` asks anew
+PATIENCE_SECONDS = 0.2  # for the new answer, before the last one is used
+KEEP_SECONDS = 300.0  # an answer is used no longer than this
+MOST_KEPT = 4096  # answers
+CHILD = re.compile(r"^\d+_")  # vLLM's request ids of the samples of one `n > 1` request
+SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # that vLLM adds to each id
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,268 +79,27 @@ class Whereabouts:
 
     engine_id: str
     host: str
-    port: int
+    port: Annotated[int, msgspec.Meta(ge=1, le=MOST_PORT)]
     incarnation: str
 
     def entry(self, ranks: Mapping[int, Mapping[int, str]]) -> dict[str, Any]:
-        where = {k: v for k, v in asdict(self).items() if k != "engine_id"}
-        return {"engine_id": self.engine_id, "worker_addr": ranks, "kvferry": where}
+        ours = {"host": self.host, "port": self.port, "incarnation": self.incarnation}
+        return {"engine_id": self.engine_id, "worker_addr": ranks, "kvferry": ours}
 
     @classmethod
-    def read(cls, entry: Any, address: str) -> Whereabouts:
+    def read(cls, entry: Mapping[str, Any], address: str) -> Whereabouts:
         """An engine's entry, as any server at an address may have sent it: trust nothing."""
-        ours = entry.get("kvferry") if isinstance(entry, dict) else None
+        ours = entry.get("kvferry")
         if not isinstance(ours, dict):
             raise ProtocolError(
                 f"the engine at {address} runs vLLM's own MooncakeConnector, which does not speak "
                 "kvferry's protocol; run kvferry's connector on both sides"
             )
-        engine_id, host, inc = (entry.get("engine_id"), ours.get("host"), ours.get("incarnation"))
-        port = ours.get("port")
-        if not (is_text(engine_id) and is_host(host) and is_text(inc)):
-            raise ProtocolError(f"the entry of an engine at {address} is damaged: {entry!r:.200}")
-        if type(port) is not int or not 0 < port < 1 << 16:  # True is no port
-            raise ProtocolError(f"the entry of an engine at {address} has port {port!r:.40}")
-        return cls(str(engine_id), str(host), port, str(inc))
-
-
-class Bootstrap:
-    """A server for one engine, and for those that register with it."""
-
-    def __init__(self, host: str | None, port: int, secret: str | None) -> None:
-        self._entries: dict[str, dict[str, Any]] = {}
-        self._own: set[str] = set()
-        self._answer = HttpAnswer.of(200, {})  # to a query
-        self._lock = threading.Lock()
-        key = Key.of(secret)
-        self._key = key.derive(PURPOSE)
-        if host is not None:
-            Reach(key.configured).require_listening(host)
-        where = "127.0.0.1" if host is None else literal(host) or host
-        family = socket.AF_INET6 if ":" in where else socket.AF_INET
-        try:
-            listener = socket.create_server(
-                (where, require_port(port)), family=family, backlog=1024
-            )
-        except OSError as error:
-            taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
-            raise HandoverError(
-                f"the bootstrap cannot listen at {at_port(where, port)}: {error}; "
-                + (
-                    "set bootstrap_port, or VLLM_MOONCAKE_BOOTSTRAP_PORT, to a free port"
-                    if taken
-                    else "set host to an address of this host"
-                )
-            ) from None
-        self.port = int(listener.getsockname()[1])
-        self._server = HttpServer(listener, self._asked, "kvferry-bootstrap")
-
-    def put(self, dp_rank: int, entry: Mapping[str, Any]) -> None:
-        """The engine's own entry."""
-        with self._lock:
-            self._own.add(str(dp_rank))
-            self._put(str(dp_rank), entry)
-
-    def _put(self, dp_rank: str, entry: Mapping[str, Any]) -> None:
-        """With the lock held."""
-        entries = {**self._entries, dp_rank: dict(entry)}
-        answer = HttpAnswer.of(200, entries)
-        if len(answer.json) > MOST_ENTRIES and dp_rank not in self._own:
-            raise ProtocolError(
-                f"with this registration there would be more than {MOST_ENTRIES} bytes of them"
-            )
-        self._entries, self._answer = entries, answer
-
-    def _asked(self, asked: HttpRequest) -> HttpAnswer:
-        """On the server's thread."""
-        if asked.method == "GET" and asked.path == "/query":
-            return self._answer
-        if asked.method != "POST" or asked.path != "/register":
-            return HttpAnswer.of(404, {"detail": "ask GET /query, or POST /register"})
-        try:
-            self._register(asked.body, asked.headers.get(MAC.lower(), ""))
-        except (ProtocolError, ValueError, RecursionError) as error:
-            return HttpAnswer.of(400, {"detail": str(error)})
-        return HttpAnswer.of(200, {"status": "ok"})
-
-    def _register(self, body: bytes, mac: str) -> None:
-        told_mac = mac.encode(errors="replace")  # a header may hold what a digest never does
-        if not hmac.compare_digest(told_mac, _mac(self._key, body).encode()):
-            raise ProtocolError("this registration does not prove to know our secret")
-        told = json.loads(body)
-        rank = told.get("dp_rank") if isinstance(told, dict) else None
-        if type(rank) is not int or not 0 <= rank < MOST_RANKS:
-            raise ProtocolError(f"a registration names its dp_rank, from 0 to {MOST_RANKS - 1}")
-        if "kvferry" not in told:
-            raise ProtocolError(
-                "this bootstrap belongs to kvferry's connector, and a worker of vLLM's own "
-                "MooncakeConnector wants to register; run one of the two on all engines"
-            )
-        Whereabouts.read(told, "a registration")
-        with self._lock:
-            if str(rank) in self._own:
-                raise ProtocolError(f"dp_rank {rank} is the bootstrap's own rank, not another's")
-            self._put(str(rank), {k: v for k, v in told.items() if k != "dp_rank"})
-
-    def close(self) -> None:
-        self._server.close()
-
-
-def _mac(key: bytes, body: bytes) -> str:
-    return hmac.new(key, body, hashlib.sha256).hexdigest()
-
-
-def register(
-    server: str, dp_rank: int, entry: Mapping[str, Any], secret: str | None, seconds: float
-) -> None:
-    """Tell another engine's bootstrap of this one."""
-    body = json.dumps({"dp_rank": dp_rank, **entry}).encode()
-    mac = _mac(Key.of(secret).derive(PURPOSE), body)
-    status, answer = _ask(server, "POST", "/register", seconds, body, {MAC: mac})
-    if status != 200:
-        raise HandoverError(f"the bootstrap at {server} does not take us: {answer!r:.300}")
-
-
-def query(server: str, engine_id: str, seconds: float) -> Whereabouts:
-    """Ask a bootstrap where an engine is."""
-    status, answer = _ask(server, "GET", "/query", seconds)
-    try:
-        entries = json.loads(answer) if status == 200 else None
-    except (ValueError, RecursionError):
-        entries = None
-    if not isinstance(entries, dict):
-        raise ProtocolError(f"{server} is no bootstrap: it answered /query with status {status}")
-    for entry in entries.values():
-        if isinstance(entry, dict) and entry.get("engine_id") == engine_id:
-            return Whereabouts.read(entry, server)
-    told = [e.get("engine_id") for e in entries.values() if isinstance(e, dict)]
-    raise ProtocolError(
-        f"the bootstrap at {server} knows engines {told!r:.200}, not {engine_id!r:.80}; the "
-        "prefill engine may have restarted: the proxy must ask /query again"
-    )
-
-
-def _ask(
-    server: str,
-    method: str,
-    path: str,
-    seconds: float,
-    body: bytes | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> tuple[int, bytes]:
-    """One HTTP exchange: no redirects, no proxies, bounded in time and size, however slowly the
-    other side sends, and its name is resolved."""
-    host, port = host_port(server)
-    deadline = time.monotonic() + seconds
-    said = {"Host": at_port(host, port), "Content-Length": str(len(body or b"")), **(headers or {})}
-    head = "".join(f"{name}: {value}\r\n" for name, value in said.items())
-    question = f"{method} {path} HTTP/1.0\r\n{head}\r\n".encode() + (body or b"")
-    try:
-        with dial(host, port, deadline) as connection:
-            connection.sendall(question)
-            answer = http.client.HTTPResponse(cast(Any, _Received(connection, deadline)))
-            answer.begin()
-            return answer.status, answer.read()
-    except (
-        OSError,
-        ValueError,
-        OverflowError,  # it announces more bytes than there are numbers for
-        http.client.HTTPException,
-        TransferError,
-    ) as error:
-        raise HandoverError(
-            f"the bootstrap at {at_port(host, port)} does not answer: {error}"
-        ) from None
-
-
-class _Received:
-    """All that a server sends until it closes, for `http.client` to read."""
-
-    def __init__(self, connection: socket.socket, deadline: float) -> None:
-        self._data = io.BytesIO()
-        while self._data.tell() <= MOST_BYTES:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("it did not answer in time")
-            connection.settimeout(left)
-            data = connection.recv(1 << 16)
-            if not data:
-                break
-            self._data.write(data)
-        else:
-            raise ValueError(f"it sends more than {MOST_BYTES} bytes")
-        self._data.seek(0)
-
-    def makefile(self, *args: Any, **kwargs: Any) -> Any:
-        return self._data
-
-
-log = logging.getLogger("kvferry")
-
-TELL_AGAIN_SECONDS = 1.0  # after a failure
-REFRESH_SECONDS = 30.0  # the server may have restarted, and then knows nothing
-
-
-class Registration:
-    """Keeps the bootstrap of another engine told of this one: a data-parallel rank without its own.
-
-    Ranks start in any order, and the one that serves the bootstrap may come late or come again. So
-    a thread of its own goes on telling; neither an engine's start nor its reset waits for it.
-    """
-
-    def __init__(self, server: str, dp_rank: int, secret: str | None, seconds: float) -> None:
-        """`seconds` is for one attempt."""
-        self._to = (server, dp_rank)
-        self._secret, self._seconds = secret, seconds
-        self._entry: Mapping[str, Any] = {}
-        self._changed = threading.Event()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kvferry-register", daemon=True)
-
-    def tell(self, entry: Mapping[str, Any]) -> None:
-        """What the server is to know from now on."""
-        self._entry = entry
-        self._changed.set()
-        if self._thread.ident is None:
-            self._thread.start()
-
-    def close(self) -> None:
-        self._closed = True
-        self._changed.set()
-
-    def _run(self) -> None:
-        pause, failed = 0.0, False
-        while True:
-            self._changed.wait(pause)
-            self._changed.clear()
-            if self._closed:
-                return
-            server, dp_rank = self._to
-            try:
-                register(server, dp_rank, self._entry, self._secret, self._seconds)
-            except Exception as error:  # whatever it is: only this thread registers the rank
-                if not failed:
-                    log.warning(
-                        "kvferry: requests by transfer id cannot reach data-parallel rank %d until "
-                        "it has registered, which is tried again and again: %s",
-                        dp_rank,
-                        error,
-                        exc_info=None if isinstance(error, KvferryError) else error,
-                    )
-                pause, failed = TELL_AGAIN_SECONDS, True
-            else:
-                if failed:
-                    log.info("kvferry: data-parallel rank %d is registered at %s", dp_rank, server)
-                pause, failed = REFRESH_SECONDS, False
-
-
-AGAIN_SECONDS = 0.05  # between two, while the engine is starting
-FRESH_SECONDS = 1.0  # after these, an answer is asked for anew
-PATIENCE_SECONDS = 0.2  # for the new one, before the last one is used
-KEEP_SECONDS = 300.0  # and that is used no longer than this
-MOST_KEPT = 4096
-CHILD = re.compile(r"^\d+_")  # vLLM's request ids of the samples of one `n > 1` request
-SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # that vLLM adds to each id
+        with contextlib.suppress(msgspec.ValidationError):
+            found = msgspec.convert({**ours, "engine_id": entry.get("engine_id")}, cls)
+            if is_text(found.engine_id) and is_host(found.host) and is_text(found.incarnation):
+                return found
+        raise ProtocolError(f"the entry of an engine at {address} is damaged: {entry!r:.200}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,43 +119,6 @@ class Appointment:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A question, and what the one before it brought."""
-
-    at: float
-    answer: Future[tuple[float, Whereabouts]]  # and when it came
-    before: tuple[float, Whereabouts] | None
-
-    @property
-    def known(self) -> tuple[float, Whereabouts] | None:
-        """The latest answer, if any was good."""
-        if self.answer.done() and not self.answer.exception():
-            return self.answer.result()
-        return self.before
-
-    def stale(self, now: float) -> bool:
-        if not self.answer.done():
-            return False
-        return now > max(self.at, self.known[0] if self.known else 0.0) + FRESH_SECONDS
-
-
-def transfer_name(params: Mapping[str, Any], request_id: str, style: Style) -> str | None:
-    """What producer and consumer call a request; None where only a ticket can tell."""
-    if style in ("mooncake", "ferry") and params.get("transfer_id"):
-        name = params["transfer_id"]
-        if not is_text(name):
-            raise ProtocolError("transfer_id must be a text of at most 512 characters")
-        return f"transfer {name}"
-    if style == "push":
-        return f"request {SUFFIX.sub('', CHILD.sub('', request_id))}"
-    return None
-
-
-def derived_hold(incarnation: str, name: str) -> str:
-    return hashlib.sha256(f"{incarnation}\n{name}".encode()).hexdigest()
-
-
 def appointment(params: Mapping[str, Any], request_id: str, style: Style) -> Appointment:
     """Where a request without a ticket of ours sends us, or why it cannot."""
     name = transfer_name(params, request_id, style)
@@ -388,8 +126,7 @@ def appointment(params: Mapping[str, Any], request_id: str, style: Style) -> App
     if name is not None and isinstance(engine_id, str) and is_text(engine_id):
         if name.startswith("transfer ") and params.get("remote_bootstrap_addr"):
             host, port = host_port(params["remote_bootstrap_addr"])
-            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            return Appointment(BootstrapPlace(engine_id, address, True), name)
+            return Appointment(BootstrapPlace(engine_id, at_port(host, port), True), name)
         directory = _directory(params) if style == "push" else None
         if directory is not None and not params.get("remote_block_ids"):
             return Appointment(BootstrapPlace(engine_id, directory, False), name)
@@ -409,11 +146,20 @@ def appointment(params: Mapping[str, Any], request_id: str, style: Style) -> App
     )
 
 
-def _directory(params: Mapping[str, Any]) -> str | None:
-    host, port = params.get("remote_host"), params.get("remote_port")
-    if not is_host(host) or type(port) is not int or not 0 < port < 1 << 16:
-        return None
-    return f"{'127.0.0.1' if host == 'localhost' else host}:{port}"
+def transfer_name(params: Mapping[str, Any], request_id: str, style: Style) -> str | None:
+    """What producer and consumer call a request; None where only a ticket can tell."""
+    if style in ("mooncake", "ferry") and params.get("transfer_id"):
+        name = params["transfer_id"]
+        if not is_text(name):
+            raise ProtocolError("transfer_id must be a text of at most 512 characters")
+        return f"transfer {name}"
+    if style == "push":
+        return f"request {SUFFIX.sub('', CHILD.sub('', request_id))}"
+    return None
+
+
+def derived_hold(incarnation: str, name: str) -> str:
+    return hashlib.sha256(f"{incarnation}\n{name}".encode()).hexdigest()
 
 
 class Rendezvous:
@@ -434,7 +180,7 @@ class Rendezvous:
     """
 
     def __init__(self, config: FerryConfig, sockets: Sockets) -> None:
-        self._config = config
+        self._reach = Reach(config.secret is not None, config.admits)
         self._sockets = sockets
         self._caller: Caller | None = None
         self._engine: EngineInfo | None = None
@@ -487,7 +233,7 @@ class Rendezvous:
             answer.set_result((time.monotonic(), found))
 
         try:
-            self._require_allowed(place)
+            self._reach.require(place.address.rsplit(":", 1)[0])
             self._meetings.submit(place.address, ask, answer.set_exception)
         except AuthenticationError as error:
             answer.set_exception(error)
@@ -495,18 +241,6 @@ class Rendezvous:
             answer.set_exception(HandoverError(f"{place.address} cannot be asked: {error}"))
         asked = self._asked[place] = _Asked(now, answer, known)
         return asked
-
-    def _require_allowed(self, place: BootstrapPlace) -> None:
-        host = place.address.rsplit(":", 1)[0]
-        if not self._config.admits(host):
-            raise AuthenticationError(
-                f"the request names a producer at {host}, which is not among the configured peers"
-            )
-        if not self._config.secret and not is_loopback(host):
-            raise AuthenticationError(
-                f"the request names a producer at {host}, on another host, and no secret is "
-                "configured; set the same secret on both engines"
-            )
 
     def _found_at(self, place: BootstrapPlace, seconds: float) -> Whereabouts:
         deadline = time.monotonic() + seconds
@@ -521,11 +255,7 @@ class Rendezvous:
                 if time.monotonic() + AGAIN_SECONDS > deadline or self._closed:
                     raise HandoverError(str(error)) from None
                 time.sleep(AGAIN_SECONDS)
-        if not self._config.admits(found.host):
-            raise AuthenticationError(
-                f"the engine {found.engine_id!r:.80} is at {found.host}, which is not among the "
-                "configured peers"
-            )
+        self._reach.require(found.host)
         return found
 
     def _hello(self, place: BootstrapPlace, deadline: float) -> Whereabouts:
@@ -558,5 +288,249 @@ class Rendezvous:
             self._caller.close()
 
 
+class Bootstrap:
+    """A server for one engine, and for those that register with it."""
+
+    def __init__(self, host: str | None, port: int, secret: str | None) -> None:
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._own: set[str] = set()
+        self._answer = HttpAnswer.of(200, {})  # to a query
+        self._lock = threading.Lock()
+        key = Key.of(secret)
+        self._key = key.derive(PURPOSE)
+        if host is not None:
+            Reach(key.configured).require_listening(host)
+        where = "127.0.0.1" if host is None else literal(host) or host
+        family = socket.AF_INET6 if ":" in where else socket.AF_INET
+        try:
+            listener = socket.create_server(
+                (where, require_port(port)), family=family, backlog=1024
+            )
+        except OSError as error:
+            raise HandoverError(
+                f"the bootstrap cannot listen at {at_port(where, port)}: {error}; set host to an "
+                "address of this host, and bootstrap_port (or VLLM_MOONCAKE_BOOTSTRAP_PORT) to a "
+                "free port"
+            ) from None
+        self.port = int(listener.getsockname()[1])
+        self._server = HttpServer(listener, self._asked, "kvferry-bootstrap")
+
+    def put(self, dp_rank: int, entry: Mapping[str, Any]) -> None:
+        """The engine's own entry."""
+        with self._lock:
+            self._own.add(str(dp_rank))
+            self._put(str(dp_rank), entry)
+
+    def _put(self, dp_rank: str, entry: Mapping[str, Any]) -> None:
+        """With the lock held."""
+        entries = {**self._entries, dp_rank: dict(entry)}
+        answer = HttpAnswer.of(200, entries)
+        if len(answer.json) > MOST_ENTRIES and dp_rank not in self._own:
+            raise ProtocolError(
+                f"with this registration there would be more than {MOST_ENTRIES} bytes of them"
+            )
+        self._entries, self._answer = entries, answer
+
+    def _asked(self, asked: HttpRequest) -> HttpAnswer:
+        """On the server's thread."""
+        if asked.method == "GET" and asked.path == "/query":
+            return self._answer
+        if asked.method != "POST" or asked.path != "/register":
+            return HttpAnswer.of(404, {"detail": "ask GET /query, or POST /register"})
+        try:
+            self._register(asked.body, asked.headers.get(MAC.lower(), ""))
+        except (ProtocolError, msgspec.DecodeError, RecursionError) as error:
+            return HttpAnswer.of(400, {"detail": str(error)})
+        return HttpAnswer.of(200, {"status": "ok"})
+
+    def _register(self, body: bytes, mac: str) -> None:
+        told_mac = mac.encode(errors="replace")  # a header may hold what a digest never does
+        if not hmac.compare_digest(told_mac, _mac(self._key, body).encode()):
+            raise ProtocolError("this registration does not prove to know our secret")
+        told = msgspec.json.decode(body, type=dict[str, Any])
+        rank = told.get("dp_rank")
+        if type(rank) is not int or not 0 <= rank < MOST_RANKS:
+            raise ProtocolError(f"a registration names its dp_rank, from 0 to {MOST_RANKS - 1}")
+        if "kvferry" not in told:
+            raise ProtocolError(
+                "this bootstrap belongs to kvferry's connector, and a worker of vLLM's own "
+                "MooncakeConnector wants to register; run one of the two on all engines"
+            )
+        Whereabouts.read(told, "a registration")
+        with self._lock:
+            if str(rank) in self._own:
+                raise ProtocolError(f"dp_rank {rank} is the bootstrap's own rank, not another's")
+            self._put(str(rank), {k: v for k, v in told.items() if k != "dp_rank"})
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def register(
+    server: str, dp_rank: int, entry: Mapping[str, Any], secret: str | None, seconds: float
+) -> None:
+    """Tell another engine's bootstrap of this one."""
+    body = msgspec.json.encode({"dp_rank": dp_rank, **entry})
+    mac = _mac(Key.of(secret).derive(PURPOSE), body)
+    status, answer = _ask(server, "POST", "/register", seconds, body, {MAC: mac})
+    if status != 200:
+        raise HandoverError(f"the bootstrap at {server} does not take us: {answer!r:.300}")
+
+
+def query(server: str, engine_id: str, seconds: float) -> Whereabouts:
+    """Ask a bootstrap where an engine is."""
+    status, answer = _ask(server, "GET", "/query", seconds)
+    try:
+        entries = msgspec.json.decode(answer, type=dict[str, dict[str, Any]])
+    except (msgspec.DecodeError, RecursionError):
+        entries = None
+    if status != 200 or entries is None:
+        raise ProtocolError(f"{server} is no bootstrap: it answered /query with status {status}")
+    for entry in entries.values():
+        if entry.get("engine_id") == engine_id:
+            return Whereabouts.read(entry, server)
+    told = [entry.get("engine_id") for entry in entries.values()]
+    raise ProtocolError(
+        f"the bootstrap at {server} knows engines {told!r:.200}, not {engine_id!r:.80}; the "
+        "prefill engine may have restarted: the proxy must ask /query again"
+    )
+
+
+class Registration:
+    """Keeps the bootstrap of another engine told of this one: a data-parallel rank without its own.
+
+    Ranks start in any order, and the one that serves the bootstrap may come late or come again. So
+    a thread of its own goes on telling; neither an engine's start nor its reset waits for it.
+    """
+
+    def __init__(self, server: str, secret: str | None, seconds: float) -> None:
+        """`seconds` is for one attempt."""
+        self._server, self._secret, self._seconds = server, secret, seconds
+        self._told: tuple[int, Mapping[str, Any]] = (0, {})
+        self._changed = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvferry-register", daemon=True)
+
+    def put(self, dp_rank: int, entry: Mapping[str, Any]) -> None:
+        """The engine's own entry, which the server is to have from now on."""
+        self._told = (dp_rank, entry)
+        self._changed.set()
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def close(self) -> None:
+        self._closed = True
+        self._changed.set()
+
+    def _run(self) -> None:
+        pause, failed = 0.0, False
+        while True:
+            self._changed.wait(pause)
+            self._changed.clear()
+            if self._closed:
+                return
+            dp_rank, entry = self._told
+            try:
+                register(self._server, dp_rank, entry, self._secret, self._seconds)
+            except Exception as error:  # whatever it is: only this thread registers the rank
+                if not failed:
+                    log.warning(
+                        "kvferry: requests by transfer id cannot reach data-parallel rank %d until "
+                        "it has registered, which is tried again and again: %s",
+                        dp_rank,
+                        error,
+                        exc_info=None if isinstance(error, KvferryError) else error,
+                    )
+                pause, failed = TELL_AGAIN_SECONDS, True
+            else:
+                if failed:
+                    log.info(
+                        "kvferry: data-parallel rank %d is registered at %s", dp_rank, self._server
+                    )
+                pause, failed = REFRESH_SECONDS, False
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A question, and what the one before it brought."""
+
+    at: float
+    answer: Future[tuple[float, Whereabouts]]  # and when it came
+    before: tuple[float, Whereabouts] | None
+
+    @property
+    def known(self) -> tuple[float, Whereabouts] | None:
+        """The latest answer, if any was good."""
+        if self.answer.done() and not self.answer.exception():
+            return self.answer.result()
+        return self.before
+
+    def stale(self, now: float) -> bool:
+        if not self.answer.done():
+            return False
+        return now > max(self.at, self.known[0] if self.known else 0.0) + FRESH_SECONDS
+
+
+def _directory(params: Mapping[str, Any]) -> str | None:
+    host, port = params.get("remote_host"), params.get("remote_port")
+    if not is_host(host) or type(port) is not int or not 0 < port <= MOST_PORT:
+        return None
+    return at_port(literal(str(host)) or str(host), port)
+
+
 class _NotYet(KvferryError):
     """The engine is there, and not ready."""
+
+
+def _mac(key: bytes, body: bytes) -> str:
+    return hmac.new(key, body, hashlib.sha256).hexdigest()
+
+
+def _ask(
+    server: str,
+    method: str,
+    path: str,
+    seconds: float,
+    body: bytes = b"",
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[int, bytes]:
+    """One HTTP exchange without redirects and proxies. It is bounded in size and in time, however
+    slowly the name is resolved or the server sends."""
+    host, port = host_port(server)
+    deadline = time.monotonic() + seconds
+    said = {"Host": at_port(host, port), "Content-Length": str(len(body)), **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in said.items())
+    question = f"{method} {path} HTTP/1.0\r\n{head}\r\n".encode() + body
+    try:
+        with dial(host, port, deadline) as connection:
+            connection.sendall(question)
+            data = io.BytesIO(_received(connection, deadline))
+            stream = SimpleNamespace(makefile=lambda *_, **__: data)
+            answer = http.client.HTTPResponse(cast(Any, stream))
+            answer.begin()
+            return answer.status, answer.read()
+    except (
+        OSError,
+        ValueError,
+        OverflowError,  # it announces more bytes than there are numbers for
+        http.client.HTTPException,
+        TransferError,
+    ) as error:
+        raise HandoverError(
+            f"the bootstrap at {at_port(host, port)} does not answer: {error}"
+        ) from None
+
+
+def _received(connection: socket.socket, deadline: float) -> bytes:
+    """All that a server sends until it closes."""
+    received = bytearray()
+    while len(received) <= MOST_BYTES:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("it did not answer in time")
+        connection.settimeout(left)
+        data = connection.recv(1 << 16)
+        if not data:
+            return bytes(received)
+        received += data
+    raise ValueError(f"it sends more than {MOST_BYTES} bytes")

@@ -47,7 +47,7 @@ from kvferry.vllm.config import FerryConfig, Style, incarnation, require_support
 from kvferry.vllm.consuming import Consuming
 from kvferry.vllm.fingerprint import Prompts
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryReport, HandoverOrders
-from kvferry.vllm.metrics import FerryPromMetrics, FerryStats, HandoverStats, Spans
+from kvferry.vllm.metrics import FerryPromMetrics, FerryStats, Spans
 from kvferry.vllm.multiconnector import Family, Siblings, multiconnector
 from kvferry.vllm.pool.config import PoolConfig, default_tenant
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler
@@ -272,11 +272,6 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # In the scheduler's process: once
 
-    def set_xfer_handshake_metadata(
-        self, metadata: dict[int, KVConnectorHandshakeMetadata]
-    ) -> None:
-        self.set_xfer_handshake_metadata_pp_aware({(0, tp): m for tp, m in metadata.items()})
-
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
@@ -323,10 +318,6 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.pool_worker is not None:
             self.pool_worker.save()
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending, results.finished_recving
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
         for part in (self.worker, self.pool_worker):
@@ -336,10 +327,6 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 results.finished_recving |= mine.finished_recving
                 results.failed_recving |= mine.failed_recving
         return results
-
-    def get_finished_count(self) -> int | None:
-        """Every rank of every stage reports every id: vLLM's default, the world's size."""
-        return None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.pool_worker.take_invalid() if self.pool_worker is not None else set()
@@ -353,10 +340,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> FerryStats | None:
         handover, pool = self.handover or self.worker, self.pool or self.pool_worker
-        return FerryStats.of(
-            handover.take_stats() if handover is not None else None,
-            pool.take_counts() if pool is not None else {},
-        )
+        stats = handover.take_stats() if handover is not None else FerryStats()
+        if pool is not None:
+            stats.add_pool(pool.take_counts())
+        return None if stats.is_empty() else stats
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
@@ -470,7 +457,7 @@ class FerryScheduler:
         self._directory.start()
         self._renewer: Renewer | None = None
         self._rendezvous = Rendezvous(config, self._sockets)
-        self.orders, self.stats, self.spans = HandoverOrders(), HandoverStats(), Spans(vllm_config)
+        self.orders, self.stats, self.spans = HandoverOrders(), FerryStats(), Spans(vllm_config)
         self.consuming = Consuming(
             config,
             style,
@@ -499,10 +486,10 @@ class FerryScheduler:
             prompts=prompts,
             adapters=adapters,
         )
-        self._bootstrap: Bootstrap | None = None
-        self._registration: Registration | None = None
+        self._bootstrap: Bootstrap | Registration | None = None
         if (config.bootstrap_port or config.bootstrap_server) and self._produces:
-            self._open_bootstrap(parallel)
+            self._bootstrap = self._open_bootstrap(parallel)
+            self._tell_bootstrap()
         log.info(
             "kvferry: engine %s offers its caches at port %d", self.engine_id, self._directory.port
         )
@@ -577,37 +564,32 @@ class FerryScheduler:
         self._tell_bootstrap()
         log.info("kvferry: engine %s is reset: tickets from before are void", self.engine_id)
 
-    def _open_bootstrap(self, parallel: Any) -> None:
+    def _open_bootstrap(self, parallel: Any) -> Bootstrap | Registration:
         """Where Mooncake-style proxies ask. The first data-parallel rank's serves all, or the first
         of each host where every host has a front door of its own."""
         config, local = self.config, parallel.local_engines_only
         first = not (parallel.data_parallel_rank_local if local else self._dp_rank)
         if first and not config.bootstrap_server:
-            self._bootstrap = Bootstrap(config.host, config.bootstrap_port, config.secret)
-            log.info("kvferry: bootstrap at port %d", self._bootstrap.port)
-        else:
-            host = config.host or "127.0.0.1"
-            if not local and not is_loopback(parallel.data_parallel_master_ip):
-                host = parallel.data_parallel_master_ip
-            server = config.bootstrap_server or at_port(host.strip("[]"), config.bootstrap_port)
-            self._registration = Registration(
-                server, self._dp_rank, config.secret, config.bootstrap_seconds
-            )
-        self._tell_bootstrap()
+            bootstrap = Bootstrap(config.host, config.bootstrap_port, config.secret)
+            log.info("kvferry: bootstrap at port %d", bootstrap.port)
+            return bootstrap
+        host = config.host or "127.0.0.1"
+        if not local and not is_loopback(parallel.data_parallel_master_ip):
+            host = parallel.data_parallel_master_ip
+        server = config.bootstrap_server or at_port(host.strip("[]"), config.bootstrap_port)
+        return Registration(server, config.secret, config.bootstrap_seconds)
 
     def _tell_bootstrap(self) -> None:
+        if self._bootstrap is None:
+            return
         host = self.config.host or "127.0.0.1"
         where = (self.engine_id, host, self._directory.port, self.producing.incarnation)
         ranks = {
             tp: dict.fromkeys(range(self._shape[1]), NOT_FOR_OTHERS) for tp in range(self._shape[0])
         }
-        entry = Whereabouts(*where).entry(ranks)
-        if self._bootstrap is not None:
-            self._bootstrap.put(self._dp_rank, entry)
-        if self._registration is not None:
-            self._registration.tell(entry)
+        self._bootstrap.put(self._dp_rank, Whereabouts(*where).entry(ranks))
 
-    def take_stats(self) -> HandoverStats | None:
+    def take_stats(self) -> FerryStats:
         held = {"holds_open": len(self.producing.held), "held_blocks": self.producing.held_blocks}
         if held != self._levels:
             self._levels = held
@@ -617,10 +599,6 @@ class FerryScheduler:
     def close(self) -> None:
         self.spans.close()
         self._rendezvous.close()
-        if self._renewer is not None:
-            self._renewer.close()
-        for open_end in (self._registration, self._bootstrap):
-            if open_end is not None:
-                open_end.close()
-        self._directory.close()
-        self._sockets.close()
+        for part in (self._renewer, self._bootstrap, self._directory, self._sockets):
+            if part is not None:
+                part.close()

@@ -26,7 +26,7 @@ from kvferry.vllm.bootstrap import CHILD, Appointment, Rendezvous, appointment, 
 from kvferry.vllm.config import FerryConfig, Style
 from kvferry.vllm.fingerprint import Prompts, adapted, request_digest
 from kvferry.vllm.metadata import HandoverOrders
-from kvferry.vllm.metrics import HandoverStats, Here, Spans
+from kvferry.vllm.metrics import FerryStats, Here, Spans
 from kvferry.vllm.producing import PrefillCut
 
 log = logging.getLogger("kvferry")
@@ -99,7 +99,7 @@ class Consuming:
     rendezvous: Rendezvous
     handed_over: PrefillCut
     orders: HandoverOrders
-    stats: HandoverStats
+    stats: FerryStats
     spans: Spans
     prompts: Prompts = field(default_factory=Prompts)
     adapters: Adapters = field(default_factory=Adapters)
@@ -123,33 +123,37 @@ class Consuming:
             log.exception("request %s", request.request_id)
             self._here(request, "error", "of an error of ours")
             if (wanted := self._wanted.get(request.request_id)) is not None:
-                wanted.over = True
                 self._through(request.request_id, wanted)
 
     def _arrived(self, request: Any) -> None:
-        params, request_id = request.kv_transfer_params, request.request_id
-        wanted = _Wanted(time.monotonic(), bool(CHILD.match(request_id)))
-        unfit = self.prompts.unfit(request)
-        ticketed = isinstance(params.get(MARK), dict)
-        if ticketed and "not_held" in params[MARK]:
-            why = f"it is not held: {str(params[MARK]['not_held'])[:300]!r}"
+        request_id, marked = request.request_id, request.kv_transfer_params.get(MARK)
+        if isinstance(marked, dict) and "not_held" in marked:
+            why = f"it is not held: {str(marked['not_held'])[:300]!r}"
             self._here(request, "not held", why, logging.INFO)
             return
+        wanted = _Wanted(time.monotonic(), bool(CHILD.match(request_id)))
         wanted.lora = self.adapters.ask(request, ADAPTER_SECONDS)
+        unfit = self.prompts.unfit(request)
+        if isinstance(marked, dict):
+            self._came_with_ticket(request, wanted, unfit)
+            return
         try:
-            if not ticketed:
-                wanted.appointment = appointment(params, request_id, self.style)
-                self._wanted[request_id] = wanted
-                if not unfit:
-                    self._find(request, wanted)
-                    return
-                self._here(request, "unfit", unfit)
-                self._through(request_id, wanted)  # its producer may hold it
-                wanted.over = True
-                return
-            ticket = Ticket.from_params(params)
+            wanted.appointment = appointment(request.kv_transfer_params, request_id, self.style)
         except KvferryError as error:
-            self._here(request, "bad ticket" if ticketed else "no ticket", str(error))
+            self._here(request, "no ticket", str(error))
+            return
+        self._wanted[request_id] = wanted
+        if unfit:
+            self._here(request, "unfit", unfit)
+            self._through(request_id, wanted)  # its producer may hold it
+        else:
+            self._find(request, wanted)
+
+    def _came_with_ticket(self, request: Any, wanted: _Wanted, unfit: str) -> None:
+        try:
+            ticket = Ticket.from_params(request.kv_transfer_params)
+        except KvferryError as error:
+            self._here(request, "bad ticket", str(error))
             return
         if not self.config.admits(ticket.host):
             why = (
@@ -163,18 +167,18 @@ class Consuming:
             self._here(request, *refusal)
             self.orders.releases.append(ticket)
             return
-        self._wanted[request_id] = wanted
-        self._ticketed(request_id, wanted, ticket)
+        self._wanted[request.request_id] = wanted
+        self._ticketed(request.request_id, wanted, ticket)
 
     def _here(self, request: Any, reason: Here, why: str, level: int = logging.WARNING) -> None:
-        """A request is computed here: said and counted, which callers do once."""
+        """Log and count a request that is computed here. Callers do it once for a request."""
         if getattr(request, "abort_immediately", False):
             return  # vLLM tells that it rejected a request: its prompt is no prompt
-        self.stats.count("computed_here", reason)
+        self.stats.count("requests_computed_here", reason)
         log.log(level, "request %s: computed here, because %s", request.request_id, why)
 
     def _find(self, request: Any, wanted: _Wanted) -> None:
-        """Look for the producer that a request named; its ticket, once found."""
+        """Look for the producer that a request named. Once it is found, there is a ticket."""
         assert wanted.appointment is not None
         try:
             ticket = self._ticket(wanted.appointment, request)
@@ -191,11 +195,9 @@ class Consuming:
         if ticket is not None:
             self._ticketed(request.request_id, wanted, ticket)
         elif time.monotonic() > wanted.arrived + QUESTIONS * self.config.bootstrap_seconds:
-            self._here(
-                request, "not found", f"nobody answers for {wanted.appointment.place.address}"
-            )
+            why = f"{wanted.appointment.place.address} did not answer in time"
+            self._here(request, "not found", why)
             self._through(request.request_id, wanted)
-            wanted.over = True
 
     def _ticket(self, named: Appointment, request: Any = None) -> Ticket | None:
         found = self.rendezvous.find(named.place)
@@ -255,7 +257,6 @@ class Consuming:
         if why:
             self._here(request, "lora", why)
             self._through(request.request_id, wanted)
-            wanted.over = True
         return not why
 
     def allocated(self, request: Any, block_ids: Iterable[Iterable[int]], external: int) -> None:
@@ -335,21 +336,23 @@ class Consuming:
                 if wanted.loading:
                     self.orders.cancels.append(request_id)
                 else:
-                    self.stats.count("computed_here", "reset")
+                    self.stats.count("requests_computed_here", "reset")
                     self._through(request_id, wanted)
-                    wanted.over = True
 
     def _through(self, request_id: str, wanted: _Wanted) -> None:
-        """A request needs its ticket no more."""
+        """A request needs its ticket no more, and is not matched again."""
+        wanted.over = True
         if wanted.ticket is None:
             if wanted.appointment is not None:
                 self._unfound.append(wanted.appointment)
-            return
-        if not wanted.shared:
-            self.orders.releases.append(wanted.ticket)
-            self._drop(wanted.ticket)
-            return
-        self._siblings.leave(request_id, wanted.ticket)
+        elif wanted.shared:
+            self._siblings.leave(request_id, wanted.ticket)
+        else:
+            self._give_back(wanted.ticket)
+
+    def _give_back(self, ticket: Ticket) -> None:
+        self.orders.releases.append(ticket)
+        self._drop(ticket)
 
     def _drop(self, ticket: Ticket) -> None:
         if self._renewer is not None:
@@ -365,23 +368,21 @@ class Consuming:
     def settle(self) -> None:
         """Once a step: give back tickets that no request needs."""
         for unneeded in self._siblings.due():
-            self.orders.releases.append(unneeded)
-            self._drop(unneeded)
+            self._give_back(unneeded)
         for named in list(self._unfound):
             try:
                 ticket = self._ticket(named)
-            except KvferryError as error:
+            except Exception as error:  # whatever a client or a bootstrap says, the engine goes on
                 self._unfound.remove(named)
-                log.info(
-                    "what %s names %r is not given back, and will expire: %s",
-                    named.place.address,
+                ours = None if isinstance(error, KvferryError) else error
+                log.log(
+                    logging.INFO if ours is None else logging.ERROR,
+                    "the hold of %r at %s is not given back, and will expire: %s",
                     named.name,
+                    named.place.address,
                     error,
+                    exc_info=ours,
                 )
-                continue
-            except Exception:  # as above
-                self._unfound.remove(named)
-                log.exception("what %s names %r will expire", named.place.address, named.name)
                 continue
             if ticket is not None:
                 self._unfound.remove(named)

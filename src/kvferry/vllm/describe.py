@@ -32,7 +32,6 @@ from kvferry.layout.placement import RankLayout, Region
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.layout.tensors import LayerKey, TensorView, layout_from_tensors
 from kvferry.pool.weights import hub_snapshot
-from kvferry.topology import TransferRegion
 
 # Backends that keep [K | V] of one head and slot side by side, in the order that is registered.
 JOINED = """
@@ -45,6 +44,7 @@ CPU_ISA = {"vec": "cpu", "vec16": "cpu", "amx": "cpu_amx"}
 IRRELEVANT = """
 _name_or_path transformers_version torch_dtype dtype architectures use_cache max_model_len
 """
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 LLAMA4 = "llama4_text"
 # vLLM's: longer contexts make Llama 4 weigh attention by position, unless a file says otherwise
 LLAMA4_TUNED_ABOVE_TOKENS = 32_768
@@ -58,11 +58,12 @@ class Described:
     layout: RankLayout
     bases: tuple[int, ...]
     meaning: dict[str, str]
-    regions: tuple[TransferRegion, ...]  # one a layer
 
     def summary(self) -> str:
-        """How many layers have pages of which length."""
-        lengths = Counter(region.block_len for region in self.regions)
+        """How many layers have blocks of which length."""
+        lengths: Counter[int] = Counter()
+        for part in self.layout.parts:
+            lengths[part.placements[0].block_stride] += len(part.layers)
         return ", ".join(f"{n} layers of {size} bytes a block" for size, n in lengths.items())
 
 
@@ -80,12 +81,10 @@ def describe_worker(
     """
     model, keys = cache_model(vllm_config, kv_cache_config)
     layers = vllm_config.compilation_config.static_forward_context
-    interiors: dict[str, str] = {}
+    pages: dict[str, _Pages] = {}  # by group
     tensors: dict[LayerKey, list[TensorView]] = {}
     tables: dict[LayerKey, int] = {}
     padded: dict[str, int] = {}
-    block_sizes: dict[str, int] = {}
-    kernel_sizes: dict[str, int] = {}
     storages: dict[int, int] = {}  # region by address
     regions: list[Region] = []
     for table, name, spec in layer_specs(kv_cache_config):
@@ -107,11 +106,13 @@ def describe_worker(
         padded[group] = getattr(spec, "page_size_padded", None) or 0
         if is_state(spec):
             continue
-        _alike(group, "interiors", interiors, _interior(layers[name]))
-        _alike(group, "block sizes", block_sizes, int(spec.block_size))
         slots = view.shape[2] * max(1, int(spec.tokens_per_state))
-        _alike(group, "kernel block sizes", kernel_sizes, slots)
-    shape = engine_shape(vllm_config, kv_cache_config, model, interiors, block_sizes, kernel_sizes)
+        found = _Pages(_interior(layers[name]), int(spec.block_size), slots)
+        if pages.setdefault(group, found) != found:
+            raise DescriptionError(
+                f"layers of group {group!r} have different pages: {pages[group]} and {found}"
+            )
+    shape = engine_shape(vllm_config, kv_cache_config, model, pages)
     shape = replace(shape, tp=tp or shape.tp)
     for _, name, spec in layer_specs(kv_cache_config):
         require_spec(model.group(keys[name][0]), shape, rank, spec, name)
@@ -124,49 +125,16 @@ def describe_worker(
         model, shape, rank, regions, tensors, tables=tables, padded_page_bytes=padded
     )
     told = meaning(vllm_config, kv_cache_config, model_id)
-    return Described(
-        model,
-        layout,
-        tuple(storages),
-        told,
-        _regions(model, shape, keys, tables, tensors, storages),
-    )
+    return Described(model, layout, tuple(storages), told)
 
 
-def _alike(group: str, what: str, known: dict[str, Any], found: Any) -> None:
-    """Layers of a group must agree."""
-    if known.setdefault(group, found) != found:
-        raise DescriptionError(
-            f"layers of group {group!r} have different {what}: {known[group]!r} and {found!r}"
-        )
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """What the pages of a group's layers have in common."""
 
-
-def _regions(
-    model: CacheModel,
-    shape: EngineShape,
-    keys: Mapping[str, LayerKey],
-    tables: Mapping[LayerKey, int],
-    tensors: Mapping[LayerKey, list[TensorView]],
-    storages: Mapping[int, int],
-) -> tuple[TransferRegion, ...]:
-    bases = list(storages)
-    made = []
-    for name, key in keys.items():
-        if key not in tensors:
-            continue
-        block, kernel = shape.entries(model.group(key[0]))
-        (view,) = tensors[key]
-        made.append(
-            TransferRegion(
-                layer_name=name,
-                layer_index=key[1],
-                base_addr=bases[view.region] + view.offset,
-                block_len=view.stride_bytes(0) * (block // kernel),
-                kv_block_len=view.page_bytes * (block // kernel),
-                group_index=tables[key],
-            )
-        )
-    return tuple(made)
+    interior: str
+    block_size: int
+    kernel_block_size: int
 
 
 def _interior(layer: Any) -> str:
@@ -182,9 +150,7 @@ def engine_shape(
     vllm_config: Any,
     kv_cache_config: Any,
     model: CacheModel,
-    interiors: Mapping[str, str],
-    block_sizes: Mapping[str, int],
-    kernel_sizes: Mapping[str, int],
+    pages: Mapping[str, _Pages],
 ) -> EngineShape:
     from vllm.distributed.utils import get_pp_indices
 
@@ -195,10 +161,13 @@ def engine_shape(
     kinds = {type(spec).__name__ for spec in specs if not is_state(spec)}  # on all stages
     windows = any(g.residency.kind in ("window", "chunk") for g in model.groups)
     # a setting that all groups share is said once: a stage without some group must say the same
+    interiors = {g: p.interior for g, p in pages.items()}
     alike = len(set(interiors.values())) == 1
-    own = {g: n for g, n in block_sizes.items() if n != cache.block_size}
-    split = {g: n for g, n in kernel_sizes.items() if n != block_sizes[g]}
-    one_kernel = bool(split) and len(set(kernel_sizes.values())) == 1
+    own = {g: p.block_size for g, p in pages.items() if p.block_size != cache.block_size}
+    split = {
+        g: p.kernel_block_size for g, p in pages.items() if p.kernel_block_size != p.block_size
+    }
+    one_kernel = bool(split) and len({p.kernel_block_size for p in pages.values()}) == 1
     return EngineShape(
         tp=parallel.tensor_parallel_size,
         pp=pp,
@@ -410,22 +379,14 @@ def rope_factors(text: Mapping[str, Any], config: Any) -> str:
 
     config  whose length counts
     """
-    told = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    told, key = text.get("rope_parameters") or text.get("rope_scaling") or {}, ORIGINAL_LENGTH
     kinds = [told, *(kind for kind in told.values() if isinstance(kind, Mapping))]
-    originals = [
-        _original_length(text, kind)
-        for kind in kinds
-        if (kind.get("rope_type") or kind.get("type")) in ("longrope", "su")
-    ]
-    if not originals:
-        return ""
-    length = loaded_length(config)
-    return "+".join("long" if length > original else "short" for original in originals)
-
-
-def _original_length(text: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
-    key = "original_max_position_embeddings"
-    return int(rope.get(key) or text.get(key) or text["max_position_embeddings"])
+    factors = []
+    for kind in kinds:
+        if (kind.get("rope_type") or kind.get("type")) in ("longrope", "su"):
+            original = kind.get(key) or text.get(key) or text["max_position_embeddings"]
+            factors.append("long" if loaded_length(config) > int(original) else "short")
+    return "+".join(factors)
 
 
 def configuration_digest(text: Mapping[str, Any]) -> str:
@@ -488,10 +449,7 @@ def _media(config: Any) -> str:
     told = {
         "processor": options.mm_processor_kwargs,
         "pruned": options.video_pruning_rate
-        and (
-            options.video_pruning_rate,
-            options.video_pruning_method,
-        ),
+        and (options.video_pruning_rate, options.video_pruning_method),
         "encoder dtype": options.mm_encoder_attn_dtype,
         # of the text's configuration they are in its digest, of an encoder's here only
         "overrides": overrides if isinstance(overrides, dict) else None,
@@ -527,11 +485,6 @@ def _scales(vllm_config: Any, kv_cache_config: Any) -> str:
     return configuration_digest({name: list(pair) for name, pair in found.items()})
 
 
-def layer_spec(spec: Any, layer: str) -> Any:
-    """A layer's own spec, where its group holds several."""
-    return spec.kv_cache_specs[layer] if hasattr(spec, "kv_cache_specs") else spec
-
-
 def group_spec(spec: Any) -> Any:
     """One of a group's specs; those of states are alike."""
     return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
@@ -542,10 +495,11 @@ def is_state(spec: Any) -> bool:
 
 
 def layer_specs(kv_cache_config: Any) -> Iterator[tuple[int, str, Any]]:
-    """Table, name and spec of every layer on this worker."""
+    """Table, name and spec of every layer on this worker; a group may hold several specs."""
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         for name in group.layer_names:
-            yield table, name, layer_spec(group.kv_cache_spec, name)
+            yield table, name, group.kv_cache_spec if specs is None else specs[name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,11 @@
 Workers report loads and how holds ended, the scheduler reports requests and blocks. vLLM adds the
 reports up every step (`FerryStats.aggregate`) and sends them to the process that logs. There,
 `FerryPromMetrics` turns them into `/metrics`, and `FerryStats.reduce` into one line of log per
-interval. Lists hold observations, counts add up. Levels (holds open now) are kept by reporter:
-the sum goes over reporters, and a reporter's later level replaces its earlier one.
+interval. Loads are counted by rank: each rank moves its part.
 
-Names begin with `vllm:kvferry_`, so that vLLM treats them as its own (multi-process mode, several
-engines behind one API server, unregistering). Loads are counted by rank: each rank moves its part.
+Four tables list all metrics; statistics go by the same names. Names of the pool begin with `pool`.
+`vllm:kvferry_` before a name makes vLLM treat the metric as its own (multi-process mode, several
+engines behind one API server, unregistering).
 """
 
 from __future__ import annotations
@@ -25,19 +25,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvferry.handover.load import Loaded
 from kvferry.pool.orders import EVENTS
-from kvferry.vllm.multiconnector import Shared
 
-# Observations: one number a load and rank, or one a request.
-PER_LOAD = (
-    "bytes",
-    "descriptors",
-    "zeroed_bytes",
-    "claim_seconds",
-    "plan_seconds",
-    "transfer_seconds",
-)
-PER_REQUEST = ("queue_seconds", "total_seconds")
-COUNTS = ("failures", "holds", "unheld", "computed_here")  # each by reason
+PREFIX = "vllm:kvferry_"
+SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 # Why a request that asked for a remote prefill was not loaded. Comments: the part to look at.
 Here = Literal[
     "no ticket",  # the proxy, or another connector on the prefill engine
@@ -51,18 +41,63 @@ Here = Literal[
     "reset",  # this engine's caches were, while the request waited
     "error",  # of ours; the log has the traceback
 ]
-LEVELS = (
-    "holds_open",
-    "held_blocks",
-    "claims_parked",
-    "loads_abandoned",
-    "blocks_quarantined",
-)
-WORDS: Mapping[str, str] = {  # of the log's line
-    "failures": "failed",
-    "holds": "hold",
-    "unheld": "not held",
-    "computed_here": "computed here",
+
+
+HISTOGRAMS: Mapping[str, str] = {
+    "queue_seconds": "From a request's arrival at the decode engine to the order to load its cache",
+    "claim_seconds": "From the order until bytes can move, by rank; early ones wait here",
+    "plan_seconds": "Binding plans to a request's blocks, by rank",
+    "transfer_seconds": "Moving bytes, by rank",
+    "total_seconds": "From a request's arrival at the decode engine to its cache being there",
+}
+COUNTERS: Mapping[str, str] = {
+    "loads": "Loads that ended well, by rank",
+    "bytes": "Bytes of KV cache loaded, all ranks",
+    "zeroed_bytes": "Bytes of draft layers zeroed, which the prefill engine has not, all ranks",
+    "descriptors": "Copies that loads were made of, all ranks",
+}
+LEVELS: Mapping[str, str] = {
+    "holds_open": "Finished requests whose blocks are kept for a consumer",
+    "held_blocks": "Blocks that those requests keep",
+    "claims_parked": "Claims that wait for a prefill to finish, all ranks",
+    "loads_abandoned": "Loads that are over and not reported: bytes of theirs may still arrive",
+    "blocks_quarantined": "Blocks that abandoned loads keep",
+    "pool_blocks_quarantined": "Blocks that a store may still write, of loads that were given up",
+}
+
+
+class ByReason(NamedTuple):
+    meaning: str
+    line: str  # before a reason, in the line of log
+    reasons: tuple[str, ...]  # that show from the start
+    label: str = "reason"
+
+
+BY_REASON: Mapping[str, ByReason] = {
+    "load_failures": ByReason(
+        "Loads that failed, by rank and kind of error",
+        "failed: ",
+        ("StaleTicket", "PeerLost", "DeadlineExceeded", "Cancelled"),
+    ),
+    "holds_closed": ByReason(
+        "Holds that ended, by how", "hold: ", ("delivered", "failed", "expired", "withdrawn")
+    ),
+    "requests_not_held": ByReason(
+        "Prefills whose cache was not kept for a consumer, by reason",
+        "not held: ",
+        ("limit", "reused id", "bad id", "cut", "unfit", "lora"),
+    ),
+    "requests_computed_here": ByReason(
+        "Requests for a remote prefill that were not loaded, by reason",
+        "computed here: ",
+        get_args(Here),
+    ),
+    "pool": ByReason(
+        "What kvferry's pool looked up, loaded and saved, and what failed.",
+        "pool ",
+        EVENTS,
+        "event",
+    ),
 }
 STEPS: Mapping[str, tuple[str, ...]] = {  # of a load, by the names in `Loaded.seconds`
     "claim_seconds": ("meet", "offer", "wait", "claim"),
@@ -73,176 +108,110 @@ STEPS: Mapping[str, tuple[str, ...]] = {  # of a load, by the names in `Loaded.s
 
 @dataclass
 class FerryStats(KVConnectorStats):  # type: ignore[misc]
-    """What one interval brought: plain dicts and lists, `handover` and `pool`; either may be
-    missing. vLLM sends the data between processes."""
+    """What one interval brought, by name of the metric. vLLM sends `data` between processes.
 
-    @classmethod
-    def of(cls, handover: HandoverStats | None, pool: dict[str, Any]) -> FerryStats | None:
-        """None where there is nothing to tell."""
-        data = {"handover": handover.data} if handover is not None else {}
-        if pool:
-            data["pool"] = pool
-        return cls(data) if data else None
+    A histogram has a list of observations, a counter a number, or numbers by reason. Levels (holds
+    open now) are under `levels`, by reporter. The sum goes over reporters, and a reporter's later
+    level replaces its earlier one.
+    """
+
+    def observe(self, name: str, seconds: float) -> None:
+        self.data.setdefault(name, []).append(seconds)
+
+    def count(self, name: str, reason: str, times: int = 1) -> None:
+        by_reason = self.data.setdefault(name, {})
+        by_reason[reason] = by_reason.get(reason, 0) + times
+
+    def level(self, reporter: str, **values: int) -> None:
+        self.data.setdefault("levels", {})[reporter] = values
+
+    def loaded(self, load: Loaded) -> None:
+        """How a load of one rank ended."""
+        if not load.ok:
+            self.count("load_failures", load.error.partition(":")[0])
+            return
+        moved = {
+            "loads": 1,
+            "bytes": load.bytes,
+            "descriptors": load.descriptors,
+            "zeroed_bytes": load.zeroed_bytes,
+        }
+        for name, count in moved.items():
+            self.data[name] = self.data.get(name, 0) + count
+        for name, steps in STEPS.items():
+            self.observe(name, sum(load.seconds.get(step, 0.0) for step in steps))
+
+    def add_pool(self, counts: Mapping[str, Any]) -> None:
+        """The pool's counts by event; and under `levels`, by reporter, blocks in quarantine."""
+        for event, count in counts.items():
+            if event != "levels":
+                self.count("pool", event, count)
+        for reporter, blocks in counts.get("levels", {}).items():
+            self.level(f"pool {reporter}", pool_blocks_quarantined=blocks)
+
+    def take(self) -> FerryStats:
+        """What was gathered since the last call."""
+        taken = FerryStats(self.data)
+        self.reset()
+        return taken
 
     def reset(self) -> None:
-        self.data.clear()
+        self.data: dict[str, Any] = {}
 
     def is_empty(self) -> bool:
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> FerryStats:
-        kinds: dict[str, Any] = {"handover": HandoverStats, "pool": PoolStats}
         for name, theirs in other.data.items():
-            kind, mine = kinds[name], self.data.get(name)
-            self.data[name] = kind(mine).aggregate(kind(theirs)).data if mine else theirs
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """One line of log."""
-        line: dict[str, int | float] = {}
-        if "handover" in self.data:
-            line |= HandoverStats(self.data["handover"]).reduce()
-        if "pool" in self.data:
-            pool = PoolStats(self.data["pool"]).reduce()
-            line |= {f"pool {name}": count for name, count in pool.items()}
-        return line
-
-
-@dataclass
-class HandoverStats:
-    """Where the scheduler or a worker gathers what happened to its hand-overs."""
-
-    data: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not self.data:
-            self.reset()
-
-    def reset(self) -> None:
-        self.data = {name: [] for name in (*PER_LOAD, *PER_REQUEST)}
-        self.data |= {name: {} for name in (*COUNTS, "levels")}
-
-    def observe(self, name: str, value: float) -> None:
-        self.data[name].append(value)
-
-    def count(self, name: str, reason: str, times: int = 1) -> None:
-        self.data[name][reason] = self.data[name].get(reason, 0) + times
-
-    def level(self, reporter: str, **values: int) -> None:
-        self.data["levels"][reporter] = values
-
-    def loaded(self, load: Loaded) -> None:
-        """How a load of one rank ended."""
-        if not load.ok:
-            self.count("failures", load.error.partition(":")[0])
-            return
-        self.observe("bytes", load.bytes)
-        self.observe("descriptors", load.descriptors)
-        self.observe("zeroed_bytes", load.zeroed_bytes)
-        for name, steps in STEPS.items():
-            self.observe(name, sum(load.seconds.get(step, 0.0) for step in steps))
-
-    def take(self) -> HandoverStats | None:
-        """What was gathered since the last call; None where nothing was."""
-        if not any(self.data.values()):
-            return None
-        taken = HandoverStats(self.data)
-        self.reset()
-        return taken
-
-    def aggregate(self, other: HandoverStats) -> HandoverStats:
-        for name in (*PER_LOAD, *PER_REQUEST):
-            self.data[name] = self.data[name] + other.data[name]
-        for name in COUNTS:
-            for reason, times in other.data[name].items():
-                self.count(name, reason, times)
-        self.data["levels"] = {**self.data["levels"], **other.data["levels"]}
+            mine = self.data.get(name)
+            if mine is None:
+                self.data[name] = theirs
+            elif name == "levels":
+                self.data[name] = {**mine, **theirs}
+            elif isinstance(mine, dict):
+                names = mine.keys() | theirs.keys()
+                self.data[name] = {n: mine.get(n, 0) + theirs.get(n, 0) for n in names}
+            else:
+                self.data[name] = mine + theirs
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """One line of log: what an operator looks at first."""
-        moved, total = sum(self.data["bytes"]), self.data["total_seconds"]
-        seconds = sum(self.data["transfer_seconds"])
+        line = self._loads() if self.data.keys() - {"pool", "levels"} else {}
+        for name, counter in BY_REASON.items():
+            told = sorted(self.data.get(name, {}).items())
+            line |= {f"{counter.line}{reason}": times for reason, times in told}
+        for name, level in levels(self.data.get("levels", {})).items():
+            if level:
+                line[name.replace("pool_", "pool ")] = level
+        return line
+
+    def _loads(self) -> dict[str, int | float]:
+        moved, total = self.data.get("bytes", 0) / (1 << 20), self.data.get("total_seconds", [])
+        seconds = sum(self.data.get("transfer_seconds", ()))
         line: dict[str, int | float] = {
-            "loads": len(total) or len(self.data["bytes"]),
-            "MiB": round(moved / (1 << 20), 1),
-            "MiB/s": round(moved / (1 << 20) / seconds, 1) if seconds else 0,
+            "loads": len(total) or self.data.get("loads", 0),
+            "MiB": round(moved, 1),
+            "MiB/s": round(moved / seconds, 1) if seconds else 0,
         }
         if total:
             middle, most = np.percentile(total, (50, 99))
-            line |= {
-                "total p50 ms": round(float(middle) * 1e3, 1),
-                "p99 ms": round(float(most) * 1e3, 1),
-            }
-        for name, words in WORDS.items():
-            line |= {f"{words}: {reason}": n for reason, n in sorted(self.data[name].items())}
-        return line | {name: n for name, n in levels(self.data["levels"]).items() if n}
+            line["total p50 ms"] = round(float(middle) * 1e3, 1)
+            line["p99 ms"] = round(float(most) * 1e3, 1)
+        return line
 
 
 def levels(by_reporter: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     """The sum over all reporters."""
-    return {name: sum(told.get(name, 0) for told in by_reporter.values()) for name in LEVELS}
-
-
-@dataclass
-class PoolStats:
-    """Counts by name, and under `levels` the blocks in quarantine, by reporter."""
-
-    data: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {name: count for name, count in self.data.items() if name != "levels"}
-
-    def aggregate(self, other: PoolStats) -> PoolStats:
-        data = {**self.data, **other.data}
-        for name, count in self.counts.items():
-            data[name] = count + other.data.get(name, 0)
-        levels = {**self.data.get("levels", {}), **other.data.get("levels", {})}
-        return PoolStats({**data, **({"levels": levels} if levels else {})})
-
-    def reduce(self) -> dict[str, int | float]:
-        level = sum(self.data.get("levels", {}).values())
-        return dict(sorted(self.counts.items())) | ({"blocks_quarantined": level} if level else {})
-
-
-PREFIX = "vllm:kvferry_"
-SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-HISTOGRAMS: Mapping[str, str] = {
-    "queue_seconds": "From a request's arrival at the decode engine to the order to load its cache",
-    "claim_seconds": "From the order until bytes can move, by rank; early ones wait here",
-    "plan_seconds": "Binding plans to a request's blocks, by rank",
-    "transfer_seconds": "Moving bytes, by rank",
-    "total_seconds": "From a request's arrival at the decode engine to its cache being there",
-}
-COUNTERS: Mapping[str, str] = {  # of observations
-    "loads": "Loads that ended well, by rank",
-    "bytes": "Bytes of KV cache loaded, all ranks",
-    "zeroed_bytes": "Bytes of draft layers zeroed, which the prefill engine has not, all ranks",
-    "descriptors": "Copies that loads were made of, all ranks",
-}
-# The name in the stats, then the reasons that show from the start.
-REASONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "load_failures": ("failures", ("StaleTicket", "PeerLost", "DeadlineExceeded", "Cancelled")),
-    "holds_closed": ("holds", ("delivered", "failed", "expired", "withdrawn")),
-    "requests_not_held": ("unheld", ("limit", "reused id", "bad id", "cut", "unfit", "lora")),
-    "requests_computed_here": ("computed_here", get_args(Here)),
-}
-MEANING: Mapping[str, str] = {
-    "load_failures": "Loads that failed, by rank and kind of error",
-    "holds_closed": "Holds that ended, by how",
-    "requests_not_held": "Prefills whose cache was not kept for a consumer, by reason",
-    "requests_computed_here": "Requests for a remote prefill that were not loaded, by reason",
-    "holds_open": "Finished requests whose blocks are kept for a consumer",
-    "held_blocks": "Blocks that those requests keep",
-    "claims_parked": "Claims that wait for a prefill to finish, all ranks",
-    "loads_abandoned": "Loads that are over and not reported: bytes of theirs may still arrive",
-    "blocks_quarantined": "Blocks that abandoned loads keep",
-}
+    found: dict[str, int] = {}
+    for told in by_reporter.values():
+        for name, level in told.items():
+            found[name] = found.get(name, 0) + level
+    return found
 
 
 class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """Metrics of the halves that a connector has; children of a MultiConnector share them."""
+    """Metrics of the halves that a connector has."""
 
     def __init__(
         self,
@@ -255,116 +224,69 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         pool: bool,
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        kinds = Kinds(self._histogram_cls, self._counter_cls, self._gauge_cls)
-        told, values = (kinds, labelnames, per_engine_labelvalues), per_engine_labelvalues
-        self.handover = _handovers.get(values, lambda: HandoverMetrics(*told)) if handover else None
-        self.pool = _pools.get(values, lambda: PoolMetrics(*told)) if pool else None
+        self._exposed = _Exposed.of(per_engine_labelvalues)
+
+        def expose(name: str, make: Any, meaning: str, *label: str, **options: Any) -> None:
+            if name in self._exposed.metrics or not (pool if name.startswith("pool") else handover):
+                return
+            names = [*labelnames, *label]
+            metric = make(name=PREFIX + name, documentation=meaning, labelnames=names, **options)
+            self._exposed.metrics[name] = metric
+            for values in per_engine_labelvalues.values():  # it shows from the start
+                if not label:
+                    metric.labels(*values)
+                for reason in BY_REASON[name].reasons if label else ():
+                    metric.labels(*values, reason)
+
+        for name, meaning in HISTOGRAMS.items():
+            expose(name, self._histogram_cls, meaning, buckets=SECONDS)
+        for name, meaning in COUNTERS.items():
+            expose(name, self._counter_cls, meaning)
+        for name, counter in BY_REASON.items():
+            expose(name, self._counter_cls, counter.meaning, counter.label)
+        for name, meaning in LEVELS.items():
+            expose(name, self._gauge_cls, meaning, multiprocess_mode="mostrecent")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        if self.handover is not None and "handover" in transfer_stats_data:
-            self.handover.observe(transfer_stats_data["handover"], engine_idx)
-        if self.pool is not None and "pool" in transfer_stats_data:
-            self.pool.observe(transfer_stats_data["pool"], engine_idx)
+        values = self.per_engine_labelvalues[engine_idx]
+        exposed, last = self._exposed.metrics, self._exposed.levels.setdefault(engine_idx, {})
+        for name, told in transfer_stats_data.items():
+            if name == "levels":
+                last.update(told)
+                for gauge, level in levels(last).items():
+                    exposed[gauge].labels(*values).set(level)
+            elif isinstance(told, list):
+                metric = exposed[name].labels(*values)
+                for seconds in told:
+                    metric.observe(seconds)
+            elif isinstance(told, dict):
+                for value, times in told.items():
+                    exposed[name].labels(*values, value).inc(times)
+            else:
+                exposed[name].labels(*values).inc(told)
 
 
-class Kinds(NamedTuple):
-    """How vLLM makes metrics."""
+@dataclass(slots=True)
+class _Exposed:
+    """Metrics that children of a MultiConnector share: Prometheus takes a name once.
 
-    histogram: Any
-    counter: Any
-    gauge: Any
+    vLLM makes a logger's metrics in one go, each child's by a call with the same label values.
+    Another logger unregisters the metrics of the one before, and has label values of its own.
+    """
 
+    labelvalues: Any  # kept, so that no later logger's have the same id
+    metrics: dict[str, Any] = field(default_factory=dict)
+    levels: dict[int, dict[str, dict[str, int]]] = field(default_factory=dict)  # last, by engine
 
-class HandoverMetrics:
-    def __init__(self, kinds: Kinds, labels: list[str], values: dict[int, list[object]]) -> None:
-        self._values = values  # of labels, by engine
-        self._last: dict[int, dict[str, dict[str, int]]] = {}  # levels, by engine and reporter
-        self.histograms = {
-            name: kinds.histogram(
-                name=PREFIX + name, documentation=meaning, buckets=SECONDS, labelnames=labels
-            )
-            for name, meaning in HISTOGRAMS.items()
-        }
-        self.counters = {
-            name: kinds.counter(name=PREFIX + name, documentation=meaning, labelnames=labels)
-            for name, meaning in COUNTERS.items()
-        }
-        for name in REASONS:
-            self.counters[name] = kinds.counter(
-                name=PREFIX + name, documentation=MEANING[name], labelnames=[*labels, "reason"]
-            )
-        self.levels = {
-            name: kinds.gauge(
-                name=PREFIX + name,
-                documentation=MEANING[name],
-                labelnames=labels,
-                multiprocess_mode="mostrecent",
-            )
-            for name in LEVELS
-        }
-        for of_engine in values.values():  # all are there from the start
-            for metric in (*self.histograms.values(), *self.levels.values()):
-                metric.labels(*of_engine)
-            for name in COUNTERS:
-                self.counters[name].labels(*of_engine)
-            for name, (_, reasons) in REASONS.items():
-                for reason in reasons:
-                    self.counters[name].labels(*of_engine, reason)
-
-    def observe(self, data: dict[str, Any], engine: int) -> None:
-        values = self._values[engine]
-        for name in HISTOGRAMS:
-            metric = self.histograms[name].labels(*values)
-            for value in data[name]:
-                metric.observe(value)
-        for name in COUNTERS:
-            moved = len(data["bytes"]) if name == "loads" else sum(data[name])
-            self.counters[name].labels(*values).inc(moved)
-        for name, (stats, _) in REASONS.items():
-            for reason, times in data[stats].items():
-                self.counters[name].labels(*values, reason).inc(times)
-        if data["levels"]:
-            last = self._last.setdefault(engine, {})
-            last.update(data["levels"])
-            for name, level in levels(last).items():
-                self.levels[name].labels(*values).set(level)
+    @classmethod
+    def of(cls, labelvalues: Any) -> _Exposed:
+        global _latest
+        if _latest is None or _latest.labelvalues is not labelvalues:
+            _latest = cls(labelvalues)
+        return _latest
 
 
-class PoolMetrics:
-    """`vllm:kvferry_pool_total{event="..."}`, one counter for each event; and the gauge
-    `vllm:kvferry_pool_blocks_quarantined`, which falls again."""
-
-    def __init__(self, kinds: Kinds, labels: list[str], values: dict[int, list[object]]) -> None:
-        self._values = values
-        self._last: dict[int, dict[str, int]] = {}  # levels, by engine and reporter
-        self.events = kinds.counter(
-            name=PREFIX + "pool",
-            documentation="What kvferry's pool looked up, loaded and saved, and what failed.",
-            labelnames=[*labels, "event"],
-        )
-        self.quarantined = kinds.gauge(
-            name=PREFIX + "pool_blocks_quarantined",
-            documentation="Blocks that a store may still write, of loads that were given up",
-            labelnames=labels,
-            multiprocess_mode="mostrecent",
-        )
-        for of_engine in values.values():  # all are there from the start
-            self.quarantined.labels(*of_engine)
-            for event in EVENTS:
-                self.events.labels(*of_engine, event)
-
-    def observe(self, data: dict[str, Any], engine: int) -> None:
-        values = self._values[engine]
-        for event, count in PoolStats(data).counts.items():
-            self.events.labels(*values, event).inc(count)
-        if levels := data.get("levels"):
-            last = self._last.setdefault(engine, {})
-            last.update(levels)
-            self.quarantined.labels(*values).set(sum(last.values()))
-
-
-_handovers: Shared[HandoverMetrics] = Shared()
-_pools: Shared[PoolMetrics] = Shared()
+_latest: _Exposed | None = None
 
 
 class Spans:

@@ -19,9 +19,9 @@ the same key into a response. vLLM tells a child nothing of its siblings. So kvf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 from weakref import WeakValueDictionary
 
 from vllm.config import KVTransferConfig, get_current_vllm_config_or_none
@@ -41,7 +41,6 @@ MooncakeStoreConnector OffloadingConnector SimpleCPUOffloadConnector
 CUTTING_ALIKE = ("NixlPullConnector", "NixlPushConnector")
 CUTTING_ONE = ("MooncakeConnector", "MoRIIOConnector")
 CUTTING = CUTTING_ALIKE + CUTTING_ONE
-T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -130,19 +129,3 @@ def _name(cls: type) -> str:
     """A class's own name, or that of the connector whose subclass it is, where that matters."""
     names = [one.__name__ for one in cls.__mro__]
     return next((name for name in names if name in CUTTING), names[0])
-
-
-class Shared(Generic[T]):
-    """Metrics that several children share: Prometheus takes a name once.
-
-    vLLM makes a logger's metrics in one go, each child's by a call with the same label values;
-    another logger unregisters what was there before, and has label values of its own.
-    """
-
-    def __init__(self) -> None:
-        self._made: tuple[Any, T] | None = None  # by label values, which are kept: ids come again
-
-    def get(self, labelvalues: Any, make: Callable[[], T]) -> T:
-        if self._made is None or self._made[0] is not labelvalues:
-            self._made = (labelvalues, make())
-        return self._made[1]

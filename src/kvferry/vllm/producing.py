@@ -29,7 +29,7 @@ from kvferry.vllm.config import FerryConfig, Style
 from kvferry.vllm.describe import group_spec, is_state
 from kvferry.vllm.fingerprint import Prompts, adapted, request_digest
 from kvferry.vllm.metadata import HandoverOrders, worse
-from kvferry.vllm.metrics import HandoverStats, Spans
+from kvferry.vllm.metrics import FerryStats, Spans
 from kvferry.vllm.multiconnector import CUTTING, CUTTING_ONE, Siblings
 
 CUT_BEFORE = (
@@ -56,6 +56,15 @@ class _Named:
     held: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Accepted:
+    """A prompt to hand over, as it came."""
+
+    digest: str = ""  # of the whole prompt
+    lora: Asked | None = None  # its adapter
+    refusal: tuple[str, str] | None = None  # reason and message: it will not be held
+
+
 @dataclass(slots=True)
 class Producing:
     config: FerryConfig
@@ -67,7 +76,7 @@ class Producing:
     port: int  # of the directory
     handed_over: PrefillCut
     orders: HandoverOrders
-    stats: HandoverStats
+    stats: FerryStats
     spans: Spans
     second: bool = False  # whether a sibling sees requests before us
     prompts: Prompts = field(default_factory=Prompts)
@@ -76,30 +85,28 @@ class Producing:
     held_blocks: int = 0
     _names: OrderedDict[str, _Named] = field(default_factory=OrderedDict)
     _moved: float = 0.0  # when a hold last came or went
-    _digests: dict[str, str] = field(default_factory=dict)  # of whole prompts, by request
-    _adapters: dict[str, Asked] = field(default_factory=dict)  # by request, where it has one
+    _accepted: dict[str, _Accepted] = field(default_factory=dict)  # by request
     _ends: dict[str, str] = field(default_factory=dict)  # of holds that some workers have closed
-    _refusals: dict[str, tuple[str, str]] = field(default_factory=dict)  # by request
 
     def accept(self, request: Any) -> None:
         """A prompt to hand over. The digest covers the whole prompt; prefill may stop earlier."""
+        request_id = request.request_id
+        if request_id in self._accepted:
+            return
         if self.second and request.kv_transfer_params.get(CUT):
-            self._refusals[request.request_id] = ("cut", CUT_BEFORE)
+            self._accepted[request_id] = _Accepted(refusal=("cut", CUT_BEFORE))
         elif why := self.prompts.unfit(request):
-            self._refusals[request.request_id] = ("unfit", why)
-        elif request.prompt_token_ids and request.request_id not in self._digests:
-            self._digests[request.request_id] = request_digest(request)
-            if (lora := self.adapters.ask(request)) is not None:
-                self._adapters[request.request_id] = lora
+            self._accepted[request_id] = _Accepted(refusal=("unfit", why))
+        elif request.prompt_token_ids:
+            digest, lora = request_digest(request), self.adapters.ask(request)
+            self._accepted[request_id] = _Accepted(digest, lora)
             self.handed_over.stop_short(request)
 
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A prefill is over: whether its blocks stay, and what goes into its response."""
-        digest = self._digests.pop(request.request_id, None)
-        lora = self._adapters.pop(request.request_id, None)
-        refusal = self._refusals.pop(request.request_id, None)
+        accepted = self._accepted.pop(request.request_id, None)
         try:
             name = transfer_name(request.kv_transfer_params, request.request_id, self.style)
         except ProtocolError as error:
@@ -124,12 +131,13 @@ class Producing:
                     None,
                 )
         awaited = hold_id if name is not None else None  # consumers may know it already
-        if refusal and completed(request):
-            return self._unheld(*refusal, awaited)
-        if digest is None or not completed(request):
+        if accepted is None or not completed(request):
             if awaited is not None:
                 self.orders.withdrawals.append(awaited)
             return False, None
+        if accepted.refusal is not None:
+            return self._unheld(*accepted.refusal, awaited)
+        digest, lora = accepted.digest, accepted.lora
         if lora is not None:
             adapter = lora.digest
             if not adapter:
@@ -178,7 +186,7 @@ class Producing:
         self, reason: str, message: str, awaited: str | None
     ) -> tuple[bool, dict[str, Any] | None]:
         """Say why nothing is kept; a consumer that reads it computes the prompt itself."""
-        self.stats.count("unheld", reason)
+        self.stats.count("requests_not_held", reason)
         log.warning("a prefill is not held for a consumer: %s", message)
         if awaited is not None:
             self.orders.withdrawals.append(awaited)
@@ -196,7 +204,7 @@ class Producing:
         """Holds that all workers have closed: their blocks are free."""
         for request_id in request_ids:
             if why := self._ends.pop(request_id, ""):
-                self.stats.count("holds", why)
+                self.stats.count("holds_closed", why)
             if request_id in self.held:
                 self.held_blocks -= self.held.pop(request_id)
                 self._moved = time.monotonic()

@@ -35,7 +35,7 @@ from kvferry.net.rpc import Sockets
 from kvferry.vllm.config import FerryConfig, incarnation
 from kvferry.vllm.describe import describe_worker
 from kvferry.vllm.metadata import FerryHandshake, HandoverOrders, HandoverReport
-from kvferry.vllm.metrics import HandoverStats
+from kvferry.vllm.metrics import FerryStats
 from kvferry.vllm.multiconnector import Siblings
 
 log = logging.getLogger("kvferry")
@@ -60,7 +60,7 @@ class FerryWorker:
         self._incarnation = child(incarnation(vllm_config), index)
         self._index, self._siblings = index, siblings
         self._rank = Rank(0, 0)
-        self._stats, self._levels = HandoverStats(), {"claims_parked": 0}
+        self._stats, self._levels = FerryStats(), {"claims_parked": 0}
         self._undescribed = siblings is not None
         self._closed: dict[str, str] = {}  # how holds ended, since the last step
         self._sockets: Sockets | None = None
@@ -217,7 +217,7 @@ class FerryWorker:
                 _log_load(loaded)
         return results
 
-    def take_stats(self) -> HandoverStats | None:
+    def take_stats(self) -> FerryStats:
         if self._producer is not None and self._consumer is not None:
             loads = self._consumer.stats()
             levels = {"claims_parked": self._producer.parked_claims}
