@@ -8,9 +8,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_engines import Engine
+
+if TYPE_CHECKING:
+    from kvferry.vllm.config import FerryConfig, Style
+    from kvferry.vllm.producing import HandoverParts
 
 USAGE = "vllm:kv_cache_usage_perc"
 OURS = {"kv_connector_module_path": "kvferry.vllm"}
@@ -18,6 +23,18 @@ STARTED = r"kvferry: (engine|rank) .*(?:offers its caches|carriers) .*"
 IN_VLLMS_FORMAT = re.compile(
     rf"^\([^()]+ pid=(\d+)\) INFO \d\d-\d\d [\d:]+ \[\w+\.py:\d+\] {STARTED}$", re.M
 )
+
+
+def handover_parts(style: Style, config: FerryConfig | None = None, **others: Any) -> HandoverParts:
+    """What a scheduler's two directions share, without an engine and without traces."""
+    from kvferry.pool.weights import Adapters
+    from kvferry.vllm.config import FerryConfig
+    from kvferry.vllm.fingerprint import Prompts
+    from kvferry.vllm.producing import HandoverParts, PrefillCut
+
+    spans: Any = SimpleNamespace(begin=lambda *_, **__: None, end=lambda *_: None)
+    made = {"cut": PrefillCut(), "prompts": Prompts(), "adapters": Adapters(), **others}
+    return HandoverParts(config or FerryConfig(), style, spans, **made)
 
 
 def prompt(seed: int, tokens: int) -> list[int]:

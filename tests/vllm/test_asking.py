@@ -39,10 +39,8 @@ from kvferry.vllm.bootstrap import (
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.consuming import Consuming
 from kvferry.vllm.fingerprint import request_digest
-from kvferry.vllm.metadata import HandoverOrders
-from kvferry.vllm.metrics import FerryStats, Here
-from kvferry.vllm.producing import PrefillCut
-from vllm_pairs import mooncake_decode, reaches
+from kvferry.vllm.metrics import Here
+from vllm_pairs import handover_parts, mooncake_decode, reaches
 
 TOKENS = 40
 SECRET = "a secret for these tests"
@@ -68,11 +66,10 @@ class Engine:
 
     def __init__(self, config: FerryConfig | None = None) -> None:
         config = config or FerryConfig()
-        self.orders, self.sockets = HandoverOrders(), Sockets()
+        self.sockets, parts = Sockets(), handover_parts("mooncake", config)
         self.rendezvous = Rendezvous(config, self.sockets)
-        spans: Any = SimpleNamespace(begin=lambda *_, **__: None, end=lambda *_: None)
-        told_of = (PrefillCut(), self.orders, FerryStats(), spans)
-        self.asking = Consuming(config, "mooncake", self.rendezvous, *told_of)
+        self.asking = Consuming(parts, self.rendezvous)
+        self.orders, self.stats = parts.orders, parts.stats
 
     @cached_property
     def bootstrap(self) -> Bootstrap:
@@ -85,7 +82,7 @@ class Engine:
     @property
     def here(self) -> dict[Here, int]:
         """Requests that were computed here, by reason."""
-        counted: dict[Here, int] = self.asking.stats.data.get("requests_computed_here", {})
+        counted: dict[Here, int] = self.stats.data.get("requests_computed_here", {})
         return counted
 
     def look(self, asked: Any) -> tuple[int | None, bool]:
@@ -222,7 +219,7 @@ def test_what_is_computed_here_is_counted_once(engine: Engine, reason: Here, mak
     engine.asking.reset()
     engine.asking.finished(asked.request_id)
     assert engine.here == {reason: 1} and reason in get_args(Here)
-    assert engine.asking.stats.reduce()[f"computed here: {reason}"] == 1
+    assert engine.stats.reduce()[f"computed here: {reason}"] == 1
     # what vLLM sends to say that it rejected a request is no request
     engine.asking.arrived(changed(make(), abort_immediately=True))
     assert engine.here == {reason: 1}
@@ -286,7 +283,7 @@ def test_what_is_loaded_here_already_or_aborted_is_not_computed(engine: Engine) 
     engine.asking.allocated(here, ([1, 2, 3],), 0)
     for asked in (loaded, here, aborted):
         engine.asking.finished(asked.request_id)
-    assert not engine.here and len(engine.asking.stats.data["total_seconds"]) == 1
+    assert not engine.here and len(engine.stats.data["total_seconds"]) == 1
 
 
 @pytest.mark.parametrize(

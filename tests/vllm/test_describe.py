@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import fields, replace
-from types import SimpleNamespace as Fake
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ kv = pytest.importorskip("vllm.v1.kv_cache_interface")
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base")
 
 from kvferry.vllm.producing import PrefillCut
+from vllm_pairs import handover_parts
 from workers import Worker
 
 
@@ -98,11 +98,8 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
     from vllm.v1.request import Request, RequestStatus
 
     from kvferry.handover.ticket import Ticket
-    from kvferry.vllm.config import FerryConfig
     from kvferry.vllm.consuming import _unfit
     from kvferry.vllm.fingerprint import request_digest
-    from kvferry.vllm.metadata import HandoverOrders
-    from kvferry.vllm.metrics import FerryStats
     from kvferry.vllm.producing import Producing
 
     def request(tokens: int, **params: Any) -> Request:
@@ -110,20 +107,9 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
         made.kv_transfer_params = params
         return made
 
-    facts, orders = PrefillCut(1, (0, None)), HandoverOrders()
-    offering = Producing(
-        FerryConfig(),
-        "p",
-        "first",
-        "ferry",
-        False,
-        (1, 1),
-        1,
-        facts,
-        orders,
-        FerryStats(),
-        Fake(begin=lambda *_, **__: None),
-    )
+    facts = PrefillCut(1, (0, None))
+    parts = handover_parts("ferry", cut=facts)
+    offering = Producing(parts, "p", "first", (1, 1), 1, second=False)
 
     def prefilled(made: Request, tables: tuple[list[int], ...]) -> Ticket:
         offering.accept(made)
@@ -140,7 +126,7 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
         assert prefill.num_prompt_tokens == len(prefill.prompt_token_ids) == 128
         assert prefill.num_tokens == 128 and prefill.max_tokens == 1
     ticket = prefilled(prefill, ([0, 7], [1, 2]))
-    (order,) = orders.holds
+    (order,) = parts.orders.holds
     assert (order.tokens, order.digest, order.tables) == (128, whole, ((7,), (1, 2)))
     # the same prompt is known again by its whole; one that leaves nothing to compute is not used
     assert _unfit(ticket, request(129), facts) is None

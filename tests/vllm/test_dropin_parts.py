@@ -69,9 +69,9 @@ from kvferry.vllm.metadata import HandoverOrders
 from kvferry.vllm.metrics import FerryStats, levels
 from kvferry.vllm.multiconnector import Family, Siblings
 from kvferry.vllm.plugin import NAMES
-from kvferry.vllm.producing import PrefillCut, Producing
+from kvferry.vllm.producing import Producing
 from vllm_engines import free_port
-from vllm_pairs import mooncake_decode, push_decode, reaches
+from vllm_pairs import handover_parts, mooncake_decode, push_decode, reaches
 
 ROOT = Path(__file__).parents[2]
 SECRET = "a secret for these tests"
@@ -215,28 +215,9 @@ def request(request_id: str = "cmpl-r-0-0123abcd", **params: Any) -> Any:
     )
 
 
-class Spanless:
-    def begin(self, *_: Any, **__: Any) -> None: ...
-
-    def end(self, *_: Any) -> None: ...
-
-
 def offering(style: Any, **config: Any) -> tuple[Producing, HandoverOrders]:
-    orders = HandoverOrders()
-    made = Producing(
-        FerryConfig(**config),
-        "e",
-        "i",
-        style,
-        True,
-        (1, 1),
-        1234,
-        PrefillCut(),
-        orders,
-        FerryStats(),
-        Spanless(),  # type: ignore[arg-type]
-    )
-    return made, orders
+    parts = handover_parts(style, FerryConfig(**config))
+    return Producing(parts, "e", "i", (1, 1), 1234, flat=True, second=False), parts.orders
 
 
 def ended(made: Producing, request: Any, tables: tuple[list[int], ...]) -> Any:
@@ -281,7 +262,7 @@ class TestOffering:
         assert told["do_remote_prefill"] is False and "max_held_blocks" in str(told)
         made.sent(["a", "unknown"])
         assert made.held_blocks == 0 and ended(made, request("c"), ([3, 4],))[0]
-        assert made.stats.data["requests_not_held"] == {"limit": 1} and not orders.withdrawals
+        assert made.parts.stats.data["requests_not_held"] == {"limit": 1} and not orders.withdrawals
 
     def test_a_request_id_that_comes_again(self) -> None:
         """Push style: the ticket still serves, the name does not."""

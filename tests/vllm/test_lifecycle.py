@@ -452,7 +452,7 @@ def test_a_hold_that_was_not_loaded_is_not_counted_as_delivered(make: Pairs) -> 
 
 def test_a_hold_ends_as_its_worst_part_did(make: Pairs) -> None:
     p, _ = make.pair()
-    offering, stats = p.ferry.producing, p.ferry.stats
+    offering, stats = p.ferry.producing, p.ferry.parts.stats
     one = HandoverReport([], {"a": "delivered", "b": "failed"})
     both = one.aggregate(HandoverReport([], {"a": "failed", "b": "delivered", "c": "expired"}))
     offering.closed(both.closed)

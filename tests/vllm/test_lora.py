@@ -26,13 +26,11 @@ from kvferry.handover.ticket import Ticket, prompt_digest
 from kvferry.pool import weights
 from kvferry.pool.weights import Adapters
 from kvferry.vllm.bootstrap import derived_hold
-from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.consuming import Consuming
 from kvferry.vllm.fingerprint import Prompts, adapted, request_digest
-from kvferry.vllm.metadata import HandoverOrders
-from kvferry.vllm.metrics import FerryStats
-from kvferry.vllm.producing import PrefillCut, Producing
+from kvferry.vllm.producing import Producing
+from vllm_pairs import handover_parts
 
 TOKENS = list(range(7, 47))
 NAMED = {"transfer_id": "t", "remote_engine_id": "p", "remote_bootstrap_addr": "http://h:1"}
@@ -60,16 +58,13 @@ class Engine:
 
     def __init__(self, settings: str = "") -> None:
         self.adapters = Adapters(settings, "are not handed over")
-        self.orders = HandoverOrders()
-        spans: Any = Fake(begin=lambda *_, **__: None, end=lambda *_: None)
-        told_of = (PrefillCut(), self.orders, FerryStats(), spans)
-        self.offering = Producing(
-            FerryConfig(), "p", "i", "mooncake", True, (1, 1), 9, *told_of, adapters=self.adapters
-        )
+        parts = handover_parts("mooncake", adapters=self.adapters)
+        self.orders, self.stats = parts.orders, parts.stats
+        self.offering = Producing(parts, "p", "i", (1, 1), 9, flat=True, second=False)
         found: Any = Fake(
             find=lambda _: Fake(engine_id="p", incarnation="i", host="127.0.0.1", port=9)
         )
-        self.asking = Consuming(FerryConfig(), "mooncake", found, *told_of, adapters=self.adapters)
+        self.asking = Consuming(parts, found)
 
     def accepted(self, asked: Request) -> Request:
         """A prefill that has arrived, and its adapter's files were read."""
@@ -176,7 +171,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, made: Any, where: str) -> Non
         assert "LoRA adapter 'sql'" in answer["kvferry"]["not_held"]
         assert unknown not in answer["kvferry"]["not_held"]
         assert prefill.orders.withdrawals == [derived_hold("i", "transfer t")]
-        assert prefill.offering.stats.data["requests_not_held"] == {"lora": 1}
+        assert prefill.stats.data["requests_not_held"] == {"lora": 1}
         assert not prefill.orders.holds and not prefill.offering._accepted
     if where != "prefill":
         params = made().ticket(path)

@@ -55,16 +55,15 @@ from kvferry.pool.scheduler import PoolLimits
 from kvferry.pool.weights import Adapters
 from kvferry.vllm import fingerprint
 from kvferry.vllm.bootstrap import derived_hold
-from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.consuming import Consuming
 from kvferry.vllm.describe import meaning
 from kvferry.vllm.fingerprint import Prompts, content, request_digest
-from kvferry.vllm.metadata import FerryHandshake, HandoverOrders
-from kvferry.vllm.metrics import FerryStats
+from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler
-from kvferry.vllm.producing import PrefillCut, Producing
+from kvferry.vllm.producing import Producing
+from vllm_pairs import handover_parts
 from workers import Worker
 
 ORIGINAL = 64  # tokens that the model was trained on first
@@ -331,14 +330,11 @@ class Ends:
 
     def __init__(self) -> None:
         prompts = Prompts.of(engine_config())
-        spans: Any = Fake(begin=lambda *_, **__: None)
-        self.orders = HandoverOrders()
-        told_of = (PrefillCut(), self.orders, FerryStats(), spans)
-        self.offering = Producing(
-            FerryConfig(), "e", "i", "mooncake", True, (1, 1), 1234, *told_of, prompts=prompts
-        )
+        parts = handover_parts("mooncake", prompts=prompts)
+        self.orders, self.stats = parts.orders, parts.stats
+        self.offering = Producing(parts, "e", "i", (1, 1), 1234, flat=True, second=False)
         found: Any = Fake(find=lambda _: Fake(engine_id="e", incarnation="i", host="h", port=1))
-        self.asking = Consuming(FerryConfig(), "mooncake", found, *told_of, prompts=prompts)
+        self.asking = Consuming(parts, found)
 
 
 class TestHandover:
@@ -350,7 +346,7 @@ class TestHandover:
         held, answer = ends.offering.finished(asked, ([1, 2, 3],))
         assert not held and answer is not None and answer["kvferry"]["not_held"]
         assert ends.orders.withdrawals == [derived_hold("i", "transfer t")]  # nobody waits for it
-        assert ends.offering.stats.data["requests_not_held"] == {"unfit": 1}
+        assert ends.stats.data["requests_not_held"] == {"unfit": 1}
         assert not ends.orders.holds and not ends.offering._accepted
 
     @pytest.mark.parametrize("kind", UNFIT)

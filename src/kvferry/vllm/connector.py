@@ -46,13 +46,13 @@ from kvferry.vllm.bootstrap import Bootstrap, Registration, Rendezvous, Whereabo
 from kvferry.vllm.config import FerryConfig, Style, incarnation, require_supported_vllm
 from kvferry.vllm.consuming import Consuming
 from kvferry.vllm.fingerprint import Prompts
-from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryReport, HandoverOrders
+from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryReport
 from kvferry.vllm.metrics import FerryPromMetrics, FerryStats, Spans
 from kvferry.vllm.multiconnector import Family, Siblings, multiconnector
 from kvferry.vllm.pool.config import PoolConfig, default_tenant
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler
 from kvferry.vllm.pool.worker import PoolWorker
-from kvferry.vllm.producing import PrefillCut, Producing
+from kvferry.vllm.producing import HandoverParts, PrefillCut, Producing
 from kvferry.vllm.worker import FerryWorker
 
 log = logging.getLogger("kvferry")
@@ -117,9 +117,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             config = replace(config, host=own_address())  # where in-tree connectors listen too
         cut = PrefillCut.of(vllm_config, cache)
         if schedules:
-            self.handover = FerryScheduler(
-                config, vllm_config, self._family, index, cut, self._prompts, self._adapters
-            )
+            spans = Spans(vllm_config)
+            parts = HandoverParts(config, style, spans, cut, self._prompts, self._adapters)
+            self.handover = FerryScheduler(parts, vllm_config, self._family, index)
             return
         siblings = Siblings.of(index)
         if siblings is not None and vllm_config.kv_transfer_config.is_kv_producer:
@@ -230,7 +230,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         handover = pool = None
         if self.handover is not None:
             self.handover.consuming.settle()
-            handover = self.handover.orders.take()
+            handover = self.handover.parts.orders.take()
         if self.pool is not None:
             pool = self.pool.step(scheduler_output)
         idle = scheduler_output.total_num_scheduled_tokens == 0
@@ -430,20 +430,10 @@ class FerryScheduler:
     resets its caches (new weights, sleep): all holds are withdrawn, all tickets void.
     """
 
-    def __init__(
-        self,
-        config: FerryConfig,
-        vllm_config: Any,
-        family: Family,
-        index: int,
-        handed_over: PrefillCut,
-        prompts: Prompts,
-        adapters: Adapters,
-    ) -> None:
+    def __init__(self, parts: HandoverParts, vllm_config: Any, family: Family, index: int) -> None:
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        self.config, self.handed_over = config, handed_over
+        self.parts, self.config = parts, parts.config
         self._family, self._index = family, index
-        style = family.styles[index]
         self.engine_id = str(transfer.engine_id)
         self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
         self._first = child(incarnation(vllm_config), index)
@@ -452,39 +442,15 @@ class FerryScheduler:
         self._handshakes: dict[tuple[int, int], FerryHandshake] = {}
         self._described: tuple[EngineInfo, list[RankInfo]] | None = None
         self._levels: dict[str, int] = {}
+        config = parts.config
         self._sockets = Sockets(config.secret, config.admits)
         self._directory = Directory(self._sockets, host=config.host, port=config.port)
         self._directory.start()
         self._renewer: Renewer | None = None
         self._rendezvous = Rendezvous(config, self._sockets)
-        self.orders, self.stats, self.spans = HandoverOrders(), FerryStats(), Spans(vllm_config)
-        self.consuming = Consuming(
-            config,
-            style,
-            self._rendezvous,
-            handed_over,
-            self.orders,
-            self.stats,
-            self.spans,
-            prompts,
-            adapters,
-        )
+        self.consuming = Consuming(parts, self._rendezvous)
         self.producing = Producing(
-            config,
-            self.engine_id,
-            incarnation=self._first,
-            style=style,
-            # Until workers have told what stands beside this connector, it may be any.
-            flat=False,
-            second=True,
-            shape=self._shape,
-            port=self._directory.port,
-            handed_over=handed_over,
-            orders=self.orders,
-            stats=self.stats,
-            spans=self.spans,
-            prompts=prompts,
-            adapters=adapters,
+            parts, self.engine_id, self._first, self._shape, self._directory.port
         )
         self._bootstrap: Bootstrap | Registration | None = None
         if (config.bootstrap_port or config.bootstrap_server) and self._produces:
@@ -509,7 +475,7 @@ class FerryScheduler:
     @property
     def waits_for_a_step(self) -> bool:
         """Whether an idle engine should step: workers have something to hear, or to tell."""
-        return self.orders.pending or self.consuming.unsettled or not self._handshakes
+        return self.parts.orders.pending or self.consuming.unsettled or not self._handshakes
 
     def described_by(self, handshakes: Iterable[FerryHandshake]) -> None:
         """Descriptions from workers under a MultiConnector, which come with their first step."""
@@ -557,8 +523,8 @@ class FerryScheduler:
     def reset(self) -> None:
         """vLLM forgets all its caches: every ticket of this engine is void."""
         self.consuming.reset()
-        self.producing.incarnation = self.orders.incarnation = after_reset(self._first)
-        self.orders.withdrawals += [hold.hold_id for hold in self.orders.holds]
+        self.producing.incarnation = self.parts.orders.incarnation = after_reset(self._first)
+        self.parts.orders.withdrawals += [hold.hold_id for hold in self.parts.orders.holds]
         if self._described is not None:
             self._publish()
         self._tell_bootstrap()
@@ -593,11 +559,11 @@ class FerryScheduler:
         held = {"holds_open": len(self.producing.held), "held_blocks": self.producing.held_blocks}
         if held != self._levels:
             self._levels = held
-            self.stats.level(f"{self._index}/scheduler", **held)
-        return self.stats.take()
+            self.parts.stats.level(f"{self._index}/scheduler", **held)
+        return self.parts.stats.take()
 
     def close(self) -> None:
-        self.spans.close()
+        self.parts.spans.close()
         self._rendezvous.close()
         for part in (self._renewer, self._bootstrap, self._directory, self._sockets):
             if part is not None:

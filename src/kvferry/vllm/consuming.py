@@ -21,13 +21,11 @@ from kvferry.errors import AuthenticationError, KvferryError
 from kvferry.handover.load import Load
 from kvferry.handover.renew import Renewer
 from kvferry.handover.ticket import MARK, Ticket
-from kvferry.pool.weights import Adapters, Asked
+from kvferry.pool.weights import Asked
 from kvferry.vllm.bootstrap import CHILD, Appointment, Rendezvous, appointment, derived_hold
-from kvferry.vllm.config import FerryConfig, Style
-from kvferry.vllm.fingerprint import Prompts, adapted, request_digest
-from kvferry.vllm.metadata import HandoverOrders
-from kvferry.vllm.metrics import FerryStats, Here, Spans
-from kvferry.vllm.producing import PrefillCut
+from kvferry.vllm.fingerprint import adapted, request_digest
+from kvferry.vllm.metrics import Here
+from kvferry.vllm.producing import HandoverParts, PrefillCut
 
 log = logging.getLogger("kvferry")
 
@@ -94,15 +92,8 @@ class _Wanted:
 
 @dataclass(slots=True)
 class Consuming:
-    config: FerryConfig
-    style: Style
+    parts: HandoverParts
     rendezvous: Rendezvous
-    handed_over: PrefillCut
-    orders: HandoverOrders
-    stats: FerryStats
-    spans: Spans
-    prompts: Prompts = field(default_factory=Prompts)
-    adapters: Adapters = field(default_factory=Adapters)
     _wanted: dict[str, _Wanted] = field(default_factory=dict)
     _siblings: SharedTickets = field(default_factory=SharedTickets)
     _unfound: list[Appointment] = field(default_factory=list)  # of requests that are over
@@ -132,13 +123,15 @@ class Consuming:
             self._here(request, "not held", why, logging.INFO)
             return
         wanted = _Wanted(time.monotonic(), bool(CHILD.match(request_id)))
-        wanted.lora = self.adapters.ask(request, ADAPTER_SECONDS)
-        unfit = self.prompts.unfit(request)
+        wanted.lora = self.parts.adapters.ask(request, ADAPTER_SECONDS)
+        unfit = self.parts.prompts.unfit(request)
         if isinstance(marked, dict):
             self._came_with_ticket(request, wanted, unfit)
             return
         try:
-            wanted.appointment = appointment(request.kv_transfer_params, request_id, self.style)
+            wanted.appointment = appointment(
+                request.kv_transfer_params, request_id, self.parts.style
+            )
         except KvferryError as error:
             self._here(request, "no ticket", str(error))
             return
@@ -155,17 +148,17 @@ class Consuming:
         except KvferryError as error:
             self._here(request, "bad ticket", str(error))
             return
-        if not self.config.admits(ticket.host):
+        if not self.parts.config.admits(ticket.host):
             why = (
                 f"its ticket names the host {ticket.host}, which is not among the configured peers"
             )
             self._here(request, "not allowed", why)
             return
         refusal: tuple[Here, str] | None
-        refusal = ("unfit", unfit) if unfit else _unfit(ticket, request, self.handed_over)
+        refusal = ("unfit", unfit) if unfit else _unfit(ticket, request, self.parts.cut)
         if refusal is not None:
             self._here(request, *refusal)
-            self.orders.releases.append(ticket)
+            self.parts.orders.releases.append(ticket)
             return
         self._wanted[request.request_id] = wanted
         self._ticketed(request.request_id, wanted, ticket)
@@ -174,7 +167,7 @@ class Consuming:
         """Log and count a request that is computed here. Callers do it once for a request."""
         if getattr(request, "abort_immediately", False):
             return  # vLLM tells that it rejected a request: its prompt is no prompt
-        self.stats.count("requests_computed_here", reason)
+        self.parts.stats.count("requests_computed_here", reason)
         log.log(level, "request %s: computed here, because %s", request.request_id, why)
 
     def _find(self, request: Any, wanted: _Wanted) -> None:
@@ -194,7 +187,7 @@ class Consuming:
             return
         if ticket is not None:
             self._ticketed(request.request_id, wanted, ticket)
-        elif time.monotonic() > wanted.arrived + QUESTIONS * self.config.bootstrap_seconds:
+        elif time.monotonic() > wanted.arrived + QUESTIONS * self.parts.config.bootstrap_seconds:
             why = f"{wanted.appointment.place.address} did not answer in time"
             self._here(request, "not found", why)
             self._through(request.request_id, wanted)
@@ -208,7 +201,7 @@ class Consuming:
             incarnation=found.incarnation,
             hold_id=derived_hold(found.incarnation, named.name),
             digest=request_digest(request) if request is not None else "-",
-            tokens=self.handed_over.tokens(request) if request is not None else 1,
+            tokens=self.parts.cut.tokens(request) if request is not None else 1,
             host=found.host,
             port=found.port,
             request_id=named.name,
@@ -271,7 +264,7 @@ class Consuming:
         if wanted.loading or wanted.ticket is None:
             return
         wanted.loading = True
-        tables, skip = self.handed_over.tables(block_ids), wanted.ticket.tokens - external
+        tables, skip = self.parts.cut.tables(block_ids), wanted.ticket.tokens - external
         if external != wanted.matched:
             log.error(
                 "request %s: not loaded, because vLLM makes room for %d tokens from elsewhere, and "
@@ -283,20 +276,20 @@ class Consuming:
             # Other positions than those that vLLM counts on must not be filled. vLLM waits for
             # a load, so one is ordered that fails and tells its source: it has no block to fill.
             tables, skip = tuple(() for _ in tables), 0
-        self.stats.observe("queue_seconds", time.monotonic() - wanted.arrived)
-        self.spans.begin(
+        self.parts.stats.observe("queue_seconds", time.monotonic() - wanted.arrived)
+        self.parts.spans.begin(
             "load",
             request,
             **{"kvferry.producer": wanted.ticket.engine_id, "kvferry.tokens": external},
         )
         ticket = replace(wanted.ticket, digest=wanted.digest or wanted.ticket.digest)
-        self.orders.loads.append(
+        self.parts.orders.loads.append(
             Load(
                 request_id=request.request_id,
                 ticket=ticket,
                 tables=tables,
                 skip=skip,
-                seconds=self.config.load_seconds,
+                seconds=self.parts.config.load_seconds,
                 keep_open=wanted.shared,
             )
         )
@@ -304,13 +297,13 @@ class Consuming:
     def received(self, request_ids: Iterable[str], failed: Collection[str]) -> None:
         """Loads that all workers have ended, well or not."""
         for request_id in request_ids:
-            self.spans.end("load", request_id, "failed" if request_id in failed else "")
+            self.parts.spans.end("load", request_id, "failed" if request_id in failed else "")
             wanted = self._wanted.get(request_id)
             if wanted is None or not wanted.loading or wanted.ticket is None:
                 continue  # aborted meanwhile, or a sibling connector's
             wanted.over = True
             if request_id not in failed:
-                self.stats.observe("total_seconds", time.monotonic() - wanted.arrived)
+                self.parts.stats.observe("total_seconds", time.monotonic() - wanted.arrived)
             elif wanted.appointment is not None:
                 self.rendezvous.forget(wanted.appointment.place)
             if wanted.shared:
@@ -323,7 +316,7 @@ class Consuming:
         wanted = self._wanted.pop(request_id, None)
         if wanted is not None and not wanted.over:
             if wanted.loading:
-                self.orders.cancels.append(request_id)
+                self.parts.orders.cancels.append(request_id)
             if wanted.loading and not wanted.shared and wanted.ticket is not None:
                 self._drop(wanted.ticket)  # the load says the last word
             else:
@@ -334,9 +327,9 @@ class Consuming:
         for request_id, wanted in self._wanted.items():
             if not wanted.over:
                 if wanted.loading:
-                    self.orders.cancels.append(request_id)
+                    self.parts.orders.cancels.append(request_id)
                 else:
-                    self.stats.count("requests_computed_here", "reset")
+                    self.parts.stats.count("requests_computed_here", "reset")
                     self._through(request_id, wanted)
 
     def _through(self, request_id: str, wanted: _Wanted) -> None:
@@ -351,7 +344,7 @@ class Consuming:
             self._give_back(wanted.ticket)
 
     def _give_back(self, ticket: Ticket) -> None:
-        self.orders.releases.append(ticket)
+        self.parts.orders.releases.append(ticket)
         self._drop(ticket)
 
     def _drop(self, ticket: Ticket) -> None:
@@ -386,10 +379,10 @@ class Consuming:
                 continue
             if ticket is not None:
                 self._unfound.remove(named)
-                self.orders.releases.append(ticket)
+                self.parts.orders.releases.append(ticket)
 
 
-def _unfit(ticket: Ticket, request: Any, handed_over: PrefillCut) -> tuple[Here, str] | None:
+def _unfit(ticket: Ticket, request: Any, cut: PrefillCut) -> tuple[Here, str] | None:
     """Why a ticket cannot be for this request; None where it can."""
     lora = getattr(request, "lora_request", None) is not None  # compared when its files are known
     if not lora and ticket.digest != request_digest(request):
@@ -397,8 +390,8 @@ def _unfit(ticket: Ticket, request: Any, handed_over: PrefillCut) -> tuple[Here,
     if ticket.tokens > request.num_tokens:
         words = f"its ticket is for {ticket.tokens} tokens, and it has {request.num_tokens}"
         return "bad ticket", words
-    if handed_over.reaches_too_far(ticket.tokens, request.num_tokens):
-        words = f"its ticket leaves less than {handed_over.held_back} tokens to compute here"
-        short = request.num_tokens <= handed_over.held_back  # for any prefill engine
+    if cut.reaches_too_far(ticket.tokens, request.num_tokens):
+        words = f"its ticket leaves less than {cut.held_back} tokens to compute here"
+        short = request.num_tokens <= cut.held_back  # for any prefill engine
         return "unfit" if short else "bad ticket", words
     return None

@@ -67,20 +67,14 @@ class _Accepted:
 
 @dataclass(slots=True)
 class Producing:
-    config: FerryConfig
+    parts: HandoverParts
     engine_id: str
     incarnation: str
-    style: Style
-    flat: bool  # whether tickets may use in-tree names
     shape: tuple[int, int]  # tp, pp
     port: int  # of the directory
-    handed_over: PrefillCut
-    orders: HandoverOrders
-    stats: FerryStats
-    spans: Spans
-    second: bool = False  # whether a sibling sees requests before us
-    prompts: Prompts = field(default_factory=Prompts)
-    adapters: Adapters = field(default_factory=Adapters)
+    # Until workers have told what stands beside this connector, it may be any.
+    flat: bool = False  # whether tickets may use in-tree names
+    second: bool = True  # whether a sibling sees requests before us
     held: dict[str, int] = field(default_factory=dict)  # blocks, by request
     held_blocks: int = 0
     _names: OrderedDict[str, _Named] = field(default_factory=OrderedDict)
@@ -95,12 +89,12 @@ class Producing:
             return
         if self.second and request.kv_transfer_params.get(CUT):
             self._accepted[request_id] = _Accepted(refusal=("cut", CUT_BEFORE))
-        elif why := self.prompts.unfit(request):
+        elif why := self.parts.prompts.unfit(request):
             self._accepted[request_id] = _Accepted(refusal=("unfit", why))
         elif request.prompt_token_ids:
-            digest, lora = request_digest(request), self.adapters.ask(request)
+            digest, lora = request_digest(request), self.parts.adapters.ask(request)
             self._accepted[request_id] = _Accepted(digest, lora)
-            self.handed_over.stop_short(request)
+            self.parts.cut.stop_short(request)
 
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -108,7 +102,7 @@ class Producing:
         """A prefill is over: whether its blocks stay, and what goes into its response."""
         accepted = self._accepted.pop(request.request_id, None)
         try:
-            name = transfer_name(request.kv_transfer_params, request.request_id, self.style)
+            name = transfer_name(request.kv_transfer_params, request.request_id, self.parts.style)
         except ProtocolError as error:
             return self._unheld("bad id", f"{error}", None)
         hold_id = secrets.token_hex(16)
@@ -121,7 +115,7 @@ class Producing:
                 if first.held:  # by another sample of the same request
                     return False, None
                 hold_id = derived_hold(self.incarnation, name)
-            elif self.style == "push":  # a ticket still serves, if the proxy passes it on
+            elif self.parts.style == "push":  # a ticket still serves, if the proxy passes it on
                 name = None
             else:
                 return self._unheld(
@@ -133,7 +127,7 @@ class Producing:
         awaited = hold_id if name is not None else None  # consumers may know it already
         if accepted is None or not completed(request):
             if awaited is not None:
-                self.orders.withdrawals.append(awaited)
+                self.parts.orders.withdrawals.append(awaited)
             return False, None
         if accepted.refusal is not None:
             return self._unheld(*accepted.refusal, awaited)
@@ -149,19 +143,21 @@ class Producing:
         if name is not None:
             self._names[name].held = True
         tokens, request_id = len(request.prompt_token_ids), request.request_id
-        tables = self.handed_over.tables(block_ids)
-        self.orders.holds.append(HoldOrder(hold_id, request_id, digest, tokens, tables))
+        tables = self.parts.cut.tables(block_ids)
+        self.parts.orders.holds.append(HoldOrder(hold_id, request_id, digest, tokens, tables))
         self.held[request_id] = blocks
         self.held_blocks += blocks
         self._moved = time.monotonic()
-        self.spans.begin("hold", request, **{"kvferry.tokens": tokens, "kvferry.blocks": blocks})
+        self.parts.spans.begin(
+            "hold", request, **{"kvferry.tokens": tokens, "kvferry.blocks": blocks}
+        )
         ticket = Ticket(
             engine_id=self.engine_id,
             incarnation=self.incarnation,
             hold_id=hold_id,
             digest=digest,
             tokens=tokens,
-            host=self.config.host or "127.0.0.1",
+            host=self.parts.config.host or "127.0.0.1",
             port=self.port,
             request_id=request_id,
             tp_size=self.shape[0],
@@ -171,9 +167,9 @@ class Producing:
 
     def _over_limit(self, blocks: int) -> str:
         """Why so many more may not be held; empty where they may."""
-        limit, which = self.config.max_held_blocks, "max_held_blocks"
+        limit, which = self.parts.config.max_held_blocks, "max_held_blocks"
         if limit is None:  # a lone prompt may be longer than that: it would never be handed over
-            limit = int(HELD_SHARE * self.handed_over.cache_blocks) if self.held_blocks else 0
+            limit = int(HELD_SHARE * self.parts.cut.cache_blocks) if self.held_blocks else 0
             which += f", by default a share of the cache of {HELD_SHARE:g}"
         if not limit or self.held_blocks + blocks <= limit:
             return ""
@@ -186,10 +182,10 @@ class Producing:
         self, reason: str, message: str, awaited: str | None
     ) -> tuple[bool, dict[str, Any] | None]:
         """Say why nothing is kept; a consumer that reads it computes the prompt itself."""
-        self.stats.count("requests_not_held", reason)
+        self.parts.stats.count("requests_not_held", reason)
         log.warning("a prefill is not held for a consumer: %s", message)
         if awaited is not None:
-            self.orders.withdrawals.append(awaited)
+            self.parts.orders.withdrawals.append(awaited)
         told: dict[str, Any] = {MARK: {"format": FORMAT, "not_held": message}}
         if self.flat:
             told |= {"do_remote_prefill": False, "do_remote_decode": False}
@@ -204,11 +200,11 @@ class Producing:
         """Holds that all workers have closed: their blocks are free."""
         for request_id in request_ids:
             if why := self._ends.pop(request_id, ""):
-                self.stats.count("holds_closed", why)
+                self.parts.stats.count("holds_closed", why)
             if request_id in self.held:
                 self.held_blocks -= self.held.pop(request_id)
                 self._moved = time.monotonic()
-                self.spans.end("hold", request_id)
+                self.parts.spans.end("hold", request_id)
 
     @property
     def moving(self) -> bool:
@@ -225,6 +221,20 @@ def completed(request: Any) -> bool:
         RequestStatus.FINISHED_STOPPED,
         RequestStatus.FINISHED_REPETITION,
     )
+
+
+@dataclass(slots=True)
+class HandoverParts:
+    """What `Producing` and `Consuming` of one engine share."""
+
+    config: FerryConfig
+    style: Style
+    spans: Spans
+    cut: PrefillCut
+    prompts: Prompts
+    adapters: Adapters
+    orders: HandoverOrders = field(default_factory=HandoverOrders)  # of the next step
+    stats: FerryStats = field(default_factory=FerryStats)
 
 
 @dataclass(frozen=True, slots=True)
