@@ -51,7 +51,10 @@ from kvferry.vllm import (
 from kvferry.vllm import bootstrap as registration_module
 from kvferry.vllm import bootstrap as rendezvous_module
 from kvferry.vllm.bootstrap import (
+    FRESH_SECONDS,
+    KEEP_SECONDS,
     MAC,
+    PATIENCE_SECONDS,
     PURPOSE,
     Bootstrap,
     BootstrapPlace,
@@ -331,6 +334,13 @@ def listening(serve: Callable[[socket.socket], object]) -> Iterator[str]:
     thread.join(10)
 
 
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class TestRendezvous:
     def find(self, rendezvous: Rendezvous, place: BootstrapPlace) -> Whereabouts:
         assert reaches(lambda: rendezvous.find(place) is not None, True)
@@ -357,32 +367,30 @@ class TestRendezvous:
             bootstrap.close()
             sockets.close()
 
-    def test_what_was_answered_is_asked_for_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_was_answered_is_asked_for_anew(self) -> None:
         """So that no request is sent by it to an engine that was reset; the last answer serves
         where none comes, for a while."""
-        monkeypatch.setattr(rendezvous_module, "FRESH_SECONDS", 0.3)
-        sockets = Sockets()
-        rendezvous = Rendezvous(FerryConfig(bootstrap_seconds=1.0), sockets)
+        clock, sockets = Clock(), Sockets()
+        rendezvous = Rendezvous(FerryConfig(bootstrap_seconds=1.0), sockets, clock)
         bootstrap = Bootstrap(None, 0, None)
         bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "i").entry({}))
         place = BootstrapPlace("e", f"127.0.0.1:{bootstrap.port}", True)
         try:
             assert self.find(rendezvous, place).incarnation == "i"
             bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "j").entry({}))
-            time.sleep(0.4)
-            assert rendezvous.find(place) is None  # it is asked for, and nobody waits
+            clock.now += FRESH_SECONDS + 0.1
+            assert rendezvous.find(place) is None  # it is asked for, and the caller does not wait
             assert self.find(rendezvous, place).incarnation == "j"
             bootstrap.put(0, Whereabouts("other", "127.0.0.1", 77, "k").entry({}))
-            time.sleep(0.4)
+            clock.now += FRESH_SECONDS + 0.1
             with pytest.raises(ProtocolError, match="restarted"):  # it did answer
                 self.find(rendezvous, place)
             bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "l").entry({}))
             assert self.find(rendezvous, place).incarnation == "l"
             bootstrap.close()
-            time.sleep(0.4)
-            assert self.find(rendezvous, place).incarnation == "l"  # nobody answers
-            monkeypatch.setattr(rendezvous_module, "KEEP_SECONDS", 0.1)
-            time.sleep(0.4)
+            clock.now += FRESH_SECONDS + 0.1
+            assert self.find(rendezvous, place).incarnation == "l"  # there is no answer
+            clock.now += KEEP_SECONDS
             with pytest.raises(KvferryError, match="bootstrap"):
                 self.find(rendezvous, place)
         finally:
@@ -390,10 +398,9 @@ class TestRendezvous:
             bootstrap.close()
             sockets.close()
 
-    def test_a_bootstrap_that_is_slow_holds_up_nobody_who_knows(
+    def test_a_bootstrap_that_is_slow_does_not_hold_up_a_request_with_a_known_producer(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(rendezvous_module, "FRESH_SECONDS", 0.1)
         answers, release = iter([0.3, 20.0]), threading.Event()
 
         def slow(address: str, engine_id: str, seconds: float) -> Whereabouts:
@@ -401,16 +408,16 @@ class TestRendezvous:
             return Whereabouts(engine_id, "127.0.0.1", 77, "i")
 
         monkeypatch.setattr(rendezvous_module, "query", slow)
-        sockets = Sockets()
-        rendezvous = Rendezvous(FerryConfig(), sockets)
+        clock, sockets = Clock(), Sockets()
+        rendezvous = Rendezvous(FerryConfig(), sockets, clock)
         place = BootstrapPlace("e", "127.0.0.1:1", True)
         try:
             assert self.find(rendezvous, place).incarnation == "i"  # however long it took
-            time.sleep(0.2)
-            begin = time.monotonic()
+            clock.now += FRESH_SECONDS + 0.1
             assert rendezvous.find(place) is None
-            assert self.find(rendezvous, place).incarnation == "i"
-            assert time.monotonic() - begin < 10.0
+            clock.now += PATIENCE_SECONDS + 0.1
+            found = rendezvous.find(place)  # while the second question is still open
+            assert found is not None and found.incarnation == "i"
         finally:
             release.set()
             rendezvous.close()
@@ -453,6 +460,13 @@ class TestRendezvous:
         finally:
             rendezvous.close()
             sockets.close()
+
+
+def registered(port: int) -> str | None:
+    """The incarnation that a bootstrap tells of data-parallel rank 1."""
+    with contextlib.suppress(KvferryError):
+        return query(f"127.0.0.1:{port}", "e_dp1", 5.0).incarnation
+    return None
 
 
 class TestBootstrap:
@@ -515,17 +529,18 @@ class TestBootstrap:
                 query(server, "e", 0.4)
             assert time.monotonic() - began < 2.0
 
-    def test_a_rank_registers_as_soon_as_somebody_listens(self) -> None:
+    def test_a_rank_registers_as_soon_as_a_bootstrap_listens(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         port = free_port()
         registration = Registration(f"127.0.0.1:{port}", SECRET, 5.0)
         registration.put(1, Whereabouts("e_dp1", "h", 1, "i").entry({}))
-        time.sleep(0.2)  # the first attempt finds nobody
+        assert reaches(lambda: "until it has registered" in caplog.text, True)
         bootstrap = Bootstrap(None, port, SECRET)
         try:
-            assert reaches(lambda: bool(bootstrap._entries), True)
+            assert reaches(lambda: registered(port), "i")
             registration.put(1, Whereabouts("e_dp1", "h", 1, "j").entry({}))
-            told = lambda: query(f"127.0.0.1:{port}", "e_dp1", 5.0).incarnation  # noqa: E731
-            assert reaches(told, "j")
+            assert reaches(lambda: registered(port), "j")
         finally:
             registration.close()
             bootstrap.close()
@@ -546,7 +561,7 @@ class TestBootstrap:
         registration = Registration(f"127.0.0.1:{bootstrap.port}", SECRET, 5.0)
         try:
             registration.put(1, Whereabouts("e_dp1", "h", 1, "i").entry({}))
-            assert reaches(lambda: bool(bootstrap._entries), True)
+            assert reaches(lambda: registered(bootstrap.port), "i")
             assert [record.getMessage()[-2:] for record in caplog.records] == ["no"]  # said once
         finally:
             registration.close()

@@ -30,7 +30,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
@@ -179,7 +179,11 @@ class Rendezvous:
     A claim for a prefill that was aborted, or not held, is refused there as soon as that is known.
     """
 
-    def __init__(self, config: FerryConfig, sockets: Sockets) -> None:
+    def __init__(
+        self, config: FerryConfig, sockets: Sockets, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """clock  for the age of answers"""
+        self._clock = clock
         self._reach = Reach(config.secret is not None, config.admits)
         self._sockets = sockets
         self._caller: Caller | None = None
@@ -197,7 +201,7 @@ class Rendezvous:
 
     def find(self, place: BootstrapPlace) -> Whereabouts | None:
         """A producer, or None while it is asked for; raises why it cannot be found."""
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             asked = self._asked.get(place)
             if asked is None or asked.stale(now):
@@ -230,7 +234,7 @@ class Rendezvous:
 
         def ask(seconds: float) -> None:
             found = self._found_at(place, seconds)
-            answer.set_result((time.monotonic(), found))
+            answer.set_result((self._clock(), found))
 
         try:
             self._reach.require(place.address.rsplit(":", 1)[0])

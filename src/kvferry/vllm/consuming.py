@@ -35,67 +35,11 @@ ADAPTER_SECONDS = 2.0  # a request waits for the first reading of its adapter; t
 
 
 @dataclass(slots=True)
-class _Family:
-    ticket: Ticket
-    requests: set[str] = field(default_factory=set)
-    release_at: float | None = None  # a sibling may still be on its way until then
-
-
-class SharedTickets:
-    """Tickets that several requests came with (`n > 1`): given back when the last is through."""
-
-    def __init__(self) -> None:
-        self._families: dict[str, _Family] = {}  # by hold
-
-    def join(self, request_id: str, ticket: Ticket) -> None:
-        family = self._families.setdefault(ticket.hold_id, _Family(ticket))
-        family.requests.add(request_id)
-        family.release_at = None
-
-    def leave(self, request_id: str, ticket: Ticket) -> None:
-        family = self._families.get(ticket.hold_id)
-        if family is not None:
-            family.requests.discard(request_id)
-            if not family.requests:
-                family.release_at = time.monotonic() + SIBLING_SECONDS
-
-    @property
-    def leaving(self) -> bool:
-        """Whether `due` will have something though no request comes."""
-        return any(family.release_at is not None for family in self._families.values())
-
-    def due(self) -> list[Ticket]:
-        """Tickets that no request needs any more, each once."""
-        now = time.monotonic()
-        over = [
-            hold_id
-            for hold_id, family in self._families.items()
-            if family.release_at is not None and family.release_at <= now
-        ]
-        return [self._families.pop(hold_id).ticket for hold_id in over]
-
-
-@dataclass(slots=True)
-class _Wanted:
-    """A request that wants a cache from elsewhere."""
-
-    arrived: float
-    shared: bool  # other requests may come with the same ticket
-    ticket: Ticket | None = None  # None: its producer is not found yet
-    appointment: Appointment | None = None
-    lora: Asked | None = None  # its adapter
-    digest: str = ""  # of its prompt and its adapter, once that is known
-    matched: int = 0  # tokens that we said we would load, when vLLM last asked
-    loading: bool = False  # a load was ordered: its last word is the load's
-    over: bool = False  # loaded, failed or not needed: never matched again
-
-
-@dataclass(slots=True)
 class Consuming:
     parts: HandoverParts
     rendezvous: Rendezvous
     _wanted: dict[str, _Wanted] = field(default_factory=dict)
-    _siblings: SharedTickets = field(default_factory=SharedTickets)
+    _siblings: SharedTickets = field(default_factory=lambda: SharedTickets())
     _unfound: list[Appointment] = field(default_factory=list)  # of requests that are over
     _renewer: Renewer | None = None
     _unwatched: list[Ticket] = field(default_factory=list)  # until there is a renewer
@@ -380,6 +324,62 @@ class Consuming:
             if ticket is not None:
                 self._unfound.remove(named)
                 self.parts.orders.releases.append(ticket)
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A request that wants a cache from elsewhere."""
+
+    arrived: float
+    shared: bool  # other requests may come with the same ticket
+    ticket: Ticket | None = None  # None: its producer is not found yet
+    appointment: Appointment | None = None
+    lora: Asked | None = None  # its adapter
+    digest: str = ""  # of its prompt and its adapter, once that is known
+    matched: int = 0  # tokens that we said we would load, when vLLM last asked
+    loading: bool = False  # a load was ordered: its last word is the load's
+    over: bool = False  # loaded, failed or not needed: never matched again
+
+
+class SharedTickets:
+    """Tickets that several requests came with (`n > 1`): given back when the last is through."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, _Family] = {}  # by hold
+
+    def join(self, request_id: str, ticket: Ticket) -> None:
+        family = self._families.setdefault(ticket.hold_id, _Family(ticket))
+        family.requests.add(request_id)
+        family.release_at = None
+
+    def leave(self, request_id: str, ticket: Ticket) -> None:
+        family = self._families.get(ticket.hold_id)
+        if family is not None:
+            family.requests.discard(request_id)
+            if not family.requests:
+                family.release_at = time.monotonic() + SIBLING_SECONDS
+
+    @property
+    def leaving(self) -> bool:
+        """Whether `due` will have something though no request comes."""
+        return any(family.release_at is not None for family in self._families.values())
+
+    def due(self) -> list[Ticket]:
+        """Tickets that no request needs any more, each once."""
+        now = time.monotonic()
+        over = [
+            hold_id
+            for hold_id, family in self._families.items()
+            if family.release_at is not None and family.release_at <= now
+        ]
+        return [self._families.pop(hold_id).ticket for hold_id in over]
+
+
+@dataclass(slots=True)
+class _Family:
+    ticket: Ticket
+    requests: set[str] = field(default_factory=set)
+    release_at: float | None = None  # a sibling may still be on its way until then
 
 
 def _unfit(ticket: Ticket, request: Any, cut: PrefillCut) -> tuple[Here, str] | None:

@@ -32,37 +32,19 @@ from kvferry.vllm.metadata import HandoverOrders, worse
 from kvferry.vllm.metrics import FerryStats, Spans
 from kvferry.vllm.multiconnector import CUTTING, CUTTING_ONE, Siblings
 
+log = logging.getLogger("kvferry")
+
+CUT = "_p_side_truncated"  # vLLM's mark, in the request's parameters
 CUT_BEFORE = (
     "a connector before kvferry has cut the prompt; list kvferry first in MultiConnector's "
     "`connectors`"
 )
-
-log = logging.getLogger("kvferry")
-
-CUT = "_p_side_truncated"  # vLLM's mark, in the request's parameters
 MOST_NAMES = 65_536  # transfer ids remembered, to refuse those that come again
 # Of the cache, that finished requests may keep where nothing is configured: prefills that are never
 # fetched pin no more. Nothing in a request names its client, so all clients share it.
 HELD_SHARE = 0.5
 # Held blocks are worth waiting for, rather than preempting a request, while holds come and go.
 MOVING_SECONDS = 1.0
-
-
-@dataclass(slots=True)
-class _Named:
-    """The request that used a transfer's name first."""
-
-    request_id: str
-    held: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Accepted:
-    """A prompt to hand over, as it came."""
-
-    digest: str = ""  # of the whole prompt
-    lora: Asked | None = None  # its adapter
-    refusal: tuple[str, str] | None = None  # reason and message: it will not be held
 
 
 @dataclass(slots=True)
@@ -210,6 +192,23 @@ class Producing:
     def moving(self) -> bool:
         """Whether held blocks are likely to come back soon."""
         return bool(self.held) and time.monotonic() - self._moved < MOVING_SECONDS
+
+
+@dataclass(slots=True)
+class _Named:
+    """The request that used a transfer's name first."""
+
+    request_id: str
+    held: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Accepted:
+    """A prompt to hand over, as it came."""
+
+    digest: str = ""  # of the whole prompt
+    lora: Asked | None = None  # its adapter
+    refusal: tuple[str, str] | None = None  # reason and message: it will not be held
 
 
 def completed(request: Any) -> bool:
