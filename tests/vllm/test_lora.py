@@ -29,6 +29,7 @@ from kvferry.vllm.bootstrap import derived_hold
 from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.consuming import Consuming
 from kvferry.vllm.fingerprint import Prompts, adapted, request_digest
+from kvferry.vllm.metadata import HandoverOrders
 from kvferry.vllm.producing import Producing
 from vllm_pairs import handover_parts
 
@@ -58,8 +59,9 @@ class Engine:
 
     def __init__(self, settings: str = "") -> None:
         self.adapters = Adapters(settings, "are not handed over")
-        parts = handover_parts("mooncake", adapters=self.adapters)
-        self.orders, self.stats = parts.orders, parts.stats
+        self.orders = HandoverOrders()
+        parts = handover_parts("mooncake", adapters=self.adapters, orders=self.orders)
+        self.stats = parts.stats
         self.offering = Producing(parts, "p", "i", (1, 1), 9, flat=True, second=False)
         found: Any = Fake(
             find=lambda _: Fake(engine_id="p", incarnation="i", host="127.0.0.1", port=9)

@@ -117,11 +117,11 @@ class FerryConfig:
     carriers: Names = ("auto",)  # or names, in order of preference
     checksums: Flag = False  # compare bytes that arrive with digests from the source
     carrier_options: Options = field(default_factory=dict)  # by carrier
-    mode: TransferMode = "pull"  # push: the producer writes if it can be stopped
-    lease_seconds: Seconds = 60.0  # a hold without a renewal closes after this long
+    mode: Annotated[Mode, MODE] = "pull"  # push: the producer writes if it can be stopped
+    lease_seconds: Seconds = DEFAULT_LEASE_SECONDS  # a hold without a renewal closes after this long
     load_seconds: Seconds = 120.0  # a load fails after this long
     model_id: Text = ""  # names the weights, if the model's path differs between engines
-    draft_layers: DraftLayers = "refuse"  # if a prefill engine lacks them; or "zero"
+    draft_layers: Annotated[str, DRAFTS] = "refuse"  # if a prefill engine lacks them; or "zero"
     # Blocks that holds of finished requests may keep; None: half of the cache; 0: no limit.
     max_held_blocks: Count | None = None
     peers: Hosts = ()  # hosts and networks that tickets may name; empty: any
@@ -342,6 +342,8 @@ def take_server(value: Any) -> str:
 
 SECRET = Rule("a text that is not empty", take_name, hidden=True)
 PATH = Rule("a path", take_path)
+MODE = Rule.of('"pull" or "push"', Mode)
+DRAFTS = Rule.of('"refuse" or "zero"', Literal["refuse", "zero"])
 PORT = Rule.of(f"a port from 0 to {MOST_PORT}", Annotated[int, Meta(ge=0, le=MOST_PORT)])
 
 Secret = Annotated[str, SECRET]
@@ -367,8 +369,6 @@ Seconds = Annotated[
 Share = Annotated[
     float, Rule.of("a share, more than 0 and at most 1", Annotated[float, Meta(gt=0, le=1)])
 ]
-TransferMode = Annotated[Mode, Rule.of('"pull" or "push"', Mode)]
-DraftLayers = Annotated[str, Rule.of('"refuse" or "zero"', Literal["refuse", "zero"])]
 Host = Annotated[str, Rule("the name or an address of this host", take_host)]
 Hosts = Annotated[
     tuple[str, ...],
