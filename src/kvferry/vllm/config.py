@@ -118,7 +118,7 @@ class FerryConfig:
     checksums: Flag = False  # compare bytes that arrive with digests from the source
     carrier_options: Options = field(default_factory=dict)  # by carrier
     mode: Annotated[Mode, MODE] = "pull"  # push: the producer writes if it can be stopped
-    lease_seconds: Seconds = DEFAULT_LEASE_SECONDS  # a hold without a renewal closes after this long
+    lease_seconds: Seconds = DEFAULT_LEASE_SECONDS  # a hold that is not renewed closes
     load_seconds: Seconds = 120.0  # a load fails after this long
     model_id: Text = ""  # names the weights, if the model's path differs between engines
     draft_layers: Annotated[str, DRAFTS] = "refuse"  # if a prefill engine lacks them; or "zero"
