@@ -197,6 +197,8 @@ def _measure(folder: Path) -> SchedulerShare:
         initialize_model_parallel,
     )
 
+    from kvferry.pool.lookup import sequence_keys
+
     config, cache = _vllm(folder)
     with set_current_vllm_config(config):
         init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
@@ -213,7 +215,8 @@ def _measure(folder: Path) -> SchedulerShare:
         hashes = [h.hex() for h in request.block_hashes]
         chain = pool.track(request.request_id, tuple).chain
         chain.cover(request.all_token_ids, len(request.all_token_ids))
-        mine = pool._client._server._database.question(chain, [pool._ours]).keys
+        (part,) = sequence_keys(pool._metadata, chain, [pool._ours])
+        mine = part.keys
         keys = len(mine)
         _fill(half.store, mine)
         _fill(half.store, [PoolKey.build_key_string(p, h) for p in prefixes for h in hashes])

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from kvferry.layout import Rank, RankLayout
-from kvferry.pool.hits import Held, Need, longest_hit
+from kvferry.layout.model import Residency
+from kvferry.pool.hits import Held, Need, Reader, longest_hit
 from kvferry.pool.layout_registry import (
     PoolLayout,
     make_layout,
@@ -110,24 +111,25 @@ def check(case: CaseDict, *, break_range: bool = False) -> int:
     ours = make_layout(model, {"dtype": "test"}, list(ranks.values()))
     require_readable(ours, layout)
     shape = ours.shape
+    full = case["dst"]["shape"]["full_residency"]
     needs = [
-        Need(g.name, g.residency, block_span(g, shape), case["dst"]["shape"]["full_residency"])
+        Need(g.name, Residency() if full and not g.is_state else g.residency, block_span(g, shape))
         for g in model.groups
     ]
     held = []
     for group in layout.model.groups:
         span = block_span(group, layout.shape)
+        tables = {kind.table for kind in layout.kinds if group.name in kind.groups}
+        fragments = [f for f in layout.fragments if f.table in tables]
         exists = [
-            all(f"{f.name}/{i}" in objects for f in layout.fragments_of(group.name))
+            all(f"{f.name}/{i}" in objects for f in fragments)
             for i in range(-(-case["tokens"] // span))
         ]
         held.append(Held(layout.id, group.name, span, np.asarray(exists, dtype=bool)))
     align = math.lcm(*[need.block_tokens for need in needs])
     if case["skip"] >= case["tokens"]:
         return 0
-    hit = longest_hit(
-        needs, held, most_tokens=case["tokens"], align_tokens=align, computed=case["skip"]
-    )
+    hit = longest_hit(Reader(tuple(needs), align), held, case["tokens"], case["skip"])
     assert hit.tokens == case["tokens"], (hit, case["tokens"])
     memory = AddressSpace.build("dst", ranks)
     compared = 0

@@ -23,8 +23,8 @@ from kvferry.pool import lookup
 from kvferry.pool import lookup as lookup_module
 from kvferry.pool import rank as rank_module
 from kvferry.pool.embedded.store import EmbeddedStore
-from kvferry.pool.layout_registry import ChunkedTokenDatabase, PoolLayout
-from kvferry.pool.lookup import LookupKeyServer
+from kvferry.pool.layout_registry import PoolLayout
+from kvferry.pool.lookup import LookupKeyServer, sequence_keys
 from kvferry.pool.scheduler import PoolLimits
 from kvferry.pool.store import Outcome, Store
 from kvferry.verify.case import CaseDict
@@ -129,10 +129,7 @@ def written(engine: SmallEngine, tokens: list[int], at: int, fragment: int = 0) 
     """Key of block `at` of one of an engine's fragments."""
     chain = engine.scheduler.track("key", tuple).chain
     chain.cover(tokens, len(tokens))
-    database = ChunkedTokenDatabase(engine.metadata, engine.layout)
-    question = database.question(chain, [engine.layout])
-    per = len(question.keys) // len(engine.layout.fragments)
-    return question.keys[fragment * per + at]
+    return sequence_keys(engine.metadata, chain, [engine.layout])[fragment].keys[at]
 
 
 def counters(engine: SmallEngine, *names: str) -> dict[str, int]:
@@ -304,10 +301,10 @@ def broken(monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException) ->
 
 
 SAVE_POINTS = [
-    "layout_registry.ChunkedTokenDatabase.my_turn",
-    "layout_registry.ChunkedTokenDatabase.keys",
-    "layout_registry.ChunkedTokenDatabase.objects",
-    "layout_registry.object_keys",
+    "rank.RankScope.my_turn",
+    "rank.RankScope.keys",
+    "rank.RankScope.objects",
+    "rank.object_keys",
     "objects.ObjectMemory.addresses",
     "fence",
 ]
@@ -347,7 +344,7 @@ def test_an_exception_at_each_point_of_a_save(
 LOAD_POINTS = [
     "rank.plan_read",
     "layout_registry.ReadPlan.bind",
-    "rank.object_keys",
+    "rank.key_prefix",
     "rank._cut",
     "rank.Loader._read",
 ]
@@ -382,8 +379,8 @@ def test_an_exception_at_each_point_of_a_load(
 LOOKUP_POINTS = [
     "keys.ContentChain.signature",
     "keys.ContentChain.digests",
-    "layout_registry.Question.answer",
-    "layout_registry.LayoutBook.refresh",
+    "lookup.held_blocks",
+    "layout_registry.LayoutRegistry.refresh",
     "lookup.longest_hit",
     "lookup.covered_prefix",
 ]
@@ -650,17 +647,11 @@ def test_a_lookup_asks_for_all_ranks(pair: Pair) -> None:
 
 
 def test_a_lookup_for_rank_0_alone(pair: Pair, monkeypatch: Any) -> None:
-    ask = ChunkedTokenDatabase.question
+    def first_only(metadata: Any, chain: Any, layouts: list[PoolLayout]) -> Any:
+        parts = sequence_keys(metadata, chain, layouts)
+        return [part for part in parts if part.fragment.tp == 0]
 
-    def first_only(self: Any, chain: Any, layouts: list[PoolLayout]) -> Any:
-        question = ask(self, chain, layouts)
-        kept = [part for part in question.parts if part[1].tp == 0]
-        size = {part[0].id: part[2] for part in kept}
-        keys = [k for k in question.keys if k.split("/")[4].endswith(".0")]
-        assert size
-        return type(question)(keys, tuple(kept))
-
-    monkeypatch.setattr(ChunkedTokenDatabase, "question", first_only)
+    monkeypatch.setattr(lookup, "sequence_keys", first_only)
     with pytest.raises(AssertionError):
         one_rank_is_missing(pair)
 

@@ -20,7 +20,7 @@ from kvferry.layout.presets import load_model
 from kvferry.pool import lookup
 from kvferry.pool import rank as load_module
 from kvferry.pool.keys import KeyMetadata
-from kvferry.pool.layout_registry import LayoutBook, PoolLayout, make_layout
+from kvferry.pool.layout_registry import LayoutRegistry, PoolLayout, make_layout
 from kvferry.pool.orders import PoolCounters
 from kvferry.pool.scheduler import PoolLimits
 from kvferry.verify.case import CaseDict
@@ -186,8 +186,8 @@ def test_what_cannot_be_planned_is_not_promised(
     metadata, store = KeyMetadata.of("", "m", {}), DirStore(str(tmp_path))
     writer, reader, counters = layout(theirs), layout(ours), PoolCounters()
     assert writer.id != reader.id
-    LayoutBook(metadata, writer, PoolCounters()).refresh(store, time.monotonic() + 5)
-    book = LayoutBook(metadata, reader, counters)
-    book.refresh(store, time.monotonic() + 5)
-    assert (writer.id in {x.id for x in book.layouts}) == readable
+    LayoutRegistry(metadata, writer, PoolCounters()).refresh(store, time.monotonic() + 5)
+    registry = LayoutRegistry(metadata, reader, counters)
+    registry.refresh(store, time.monotonic() + 5)
+    assert (writer.id in {x.id for x in registry.layouts}) == readable
     assert counters["layouts_refused"] == (0 if readable else 1)

@@ -98,7 +98,7 @@ class Objects:
 def test_what_is_gone_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "PERIOD_SECONDS", 0.0)
     monkeypatch.setattr(lookup, "BLOCKS_AT_A_TIME", 2)
-    seen: EvictionWatch[str] = EvictionWatch()
+    seen = EvictionWatch()
     store: Any = Objects("a0", "a1", "b0", "c0")
     for name in "abc":
         seen.add(name, [f"{name}0", f"{name}1"] if name == "a" else [f"{name}0"])
@@ -123,7 +123,7 @@ def test_only_states_at_the_ends_of_blocks_are_saved() -> None:
         TableKind(1, ("state",), 32, Residency("state")),
     ]
     chain = ContentChain()
-    chain.extend(list(range(100)))
+    chain.cover(range(100), 100)
     states = [
         WholeState(1, 7, 64),
         WholeState(1, 8, 80),  # inside a block

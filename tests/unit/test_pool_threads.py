@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from test_pool_closing import database
 from kvferry.pool import rank as load_module
 from kvferry.pool.hits import Segment
 from kvferry.pool.orders import LoadOrder, PoolCounters, Saved, SaveOrder, TableBlocks
-from kvferry.pool.rank import Loader, Saver, Sources
+from kvferry.pool.rank import Loader, Saver
 from kvferry.pool.store import Outcome
 from kvferry.workers import Threads
 from no_threads import no_threads
@@ -53,7 +54,7 @@ class Plan:
         return type("", (), {"slices": [one], "fragments": [0], "blocks": [0], "starts": [0]})
 
 
-SOURCES = Sources(None, lambda _: Plan, np.zeros(1, dtype=np.int64))  # type: ignore[arg-type]
+SCOPE: Any = SimpleNamespace(metadata=None, plan=lambda _: Plan, bases=np.zeros(1, dtype=np.int64))
 SAVE = SaveOrder(1, (TableBlocks(0, (0, 1), (0, 1), ("a", "b")),), 30.0)
 
 
@@ -74,7 +75,7 @@ def store() -> Any:
 
 @pytest.fixture
 def loader(store: Any, monkeypatch: Any) -> Any:
-    monkeypatch.setattr(load_module, "object_keys", lambda *_: ["one"])
+    monkeypatch.setattr(load_module, "key_prefix", lambda *_: "one/")
     made = Loader(store, PoolCounters())
     yield made
     store.may_go.set()
@@ -84,11 +85,11 @@ def loader(store: Any, monkeypatch: Any) -> Any:
 def test_a_load_without_a_thread_has_failed(loader: Loader, store: Any, monkeypatch: Any) -> None:
     """And nothing of it happens later."""
     with no_threads(monkeypatch, "kvferry-load-one"):
-        loader.start(order("r"), SOURCES)
+        loader.start(order("r"), SCOPE)
         (end,) = loader.take_done()
         assert not end.ok and not end.hung and end.bad_from == 0
         assert loader.running == 0 and loader.take_done() == [] and store.seen == []
-    loader.start(order("again"), SOURCES)
+    loader.start(order("again"), SCOPE)
     assert [(e.request_id, e.ok) for e in ended(loader, 1)] == [("again", True)]
 
 
@@ -98,7 +99,7 @@ def test_loads_that_queue_are_not_hung(loader: Loader, store: Any, monkeypatch: 
     loader._threads._most = 2
     store.may_go.clear()
     for name in "abcd":
-        loader.start(order(name, 0.1), SOURCES)
+        loader.start(order(name, 0.1), SCOPE)
     found = {end.request_id: end for end in ended(loader, 4)}
     assert {name for name, end in found.items() if end.hung} == {"a", "b"}
     assert not any(end.ok for end in found.values()) and store.seen == ["get", "get"]
@@ -118,20 +119,20 @@ def test_a_load_begins_after_its_fence(loader: Loader, store: Any, monkeypatch: 
         assert written.wait(20)
         store.seen.append("fence")
 
-    loader.start(order("r"), SOURCES, fence)
+    loader.start(order("r"), SCOPE, fence)
     require_for(0.05, lambda: store.seen == [])
     written.set()
     assert ended(loader, 1)[0].ok and store.seen == ["fence", "get"]
     monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.05)
     written.clear()
-    loader.start(order("late", 0.05), SOURCES, fence)
+    loader.start(order("late", 0.05), SCOPE, fence)
     (end,) = ended(loader, 1)
     assert not end.ok and not end.hung, "it has written nothing"
     written.set()
     wait_until(lambda: store.seen == ["fence", "get", "fence"])
     require_for(0.05, lambda: store.seen == ["fence", "get", "fence"])
     assert loader.take_done() == []
-    loader.start(order("broken"), SOURCES, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    loader.start(order("broken"), SCOPE, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     (end,) = ended(loader, 1)
     assert "ZeroDivisionError" in end.error and store.seen == ["fence", "get", "fence"]
 

@@ -24,7 +24,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from dir_store import DirStore, FaultyStore
 from kvferry.errors import StoreError
-from kvferry.pool.layout_registry import ChunkedTokenDatabase, ReadPlan
+from kvferry.pool.layout_registry import ReadPlan
+from kvferry.pool.lookup import FragmentKeys, sequence_keys
 from kvferry.pool.scheduler import PoolScheduler
 from vllm_scheduler import SchedulerEngine
 
@@ -57,13 +58,12 @@ def make(tmp_path: Path, faults: dict[str, Callable[..., Any]]) -> Iterator[Make
         engine.close()
 
 
-def question_of(engine: SchedulerEngine, tokens: list[int]) -> Any:
+def keys_of(engine: SchedulerEngine, tokens: list[int]) -> list[FragmentKeys]:
     """The keys of all objects that the engine saves of these tokens."""
     chain = engine.pool.track("question", tuple).chain
     chain.cover(tokens, len(tokens))
     engine.pool.finished("question")
-    ours = engine.pool._ours
-    return ChunkedTokenDatabase(engine.pool._metadata, ours).question(chain, [ours])
+    return sequence_keys(engine.pool._metadata, chain, [engine.pool._ours])
 
 
 def ended(engine: SchedulerEngine) -> None:
@@ -123,7 +123,9 @@ def test_context_parallelism(make: Make, writer: Any, reader: Any, hits: int) ->
     first.run()
     ended(first)
     saved = sum(rank.counters["save_done"] for rank in first.pool_ranks)
-    assert saved == len(question_of(first, prompt(1, 100)).keys), "each object, once"
+    assert saved == sum(len(part.keys) for part in keys_of(first, prompt(1, 100))), (
+        "each object, once"
+    )
     second = make(**reader)
     second.add("b", prompt(1, 100))
     second.add("other", prompt(2, 100))
@@ -171,7 +173,7 @@ def test_exactly_the_right_blocks_are_computed_again(make: Make, tp: int, faults
     first.run()
     second = make(tp=tp)  # a layout that is published later is noticed later
     store = DirStore(str(first.open_store().path))
-    key = question_of(first, prompt(1, 100)).keys[3]
+    key = keys_of(first, prompt(1, 100))[0].keys[3]
 
     def lose(*_: Any) -> None:
         store.remove([key], 0)
@@ -384,8 +386,9 @@ def test_a_state_that_is_not_at_the_hit(make: Make, faults: Any) -> None:
     first.add("a", prompt(1, 100))
     first.run()
     store = DirStore(str(first.open_store().path))
-    by_fragment = dict(question_of(first, prompt(1, 100)).by_fragment())
-    states = by_fragment[first.pool._ours.fragments_of("state")[0]]
+    (table,) = [kind.table for kind in first.pool._ours.kinds if "state" in kind.groups]
+    parts = keys_of(first, prompt(1, 100))
+    states = next(part.keys for part in parts if part.fragment.table == table)
     there = store.exists(states, 0)
     assert there[5], "the state after 96 tokens"
     store.remove([states[5]], 0)

@@ -19,9 +19,7 @@ from math import gcd
 import numpy as np
 
 from kvferry.layout.model import Residency
-from kvferry.pool.store import Bools
-
-Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+from kvferry.pool.store import Bools, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +27,17 @@ class Need:
     """What the reading engine keeps of one group."""
 
     group: str
-    residency: Residency
+    residency: Residency  # full where the reader keeps every block, also of windows and chunks
     block_tokens: int  # of the reader
-    full_residency: bool = False  # the reader keeps every block, also of windows and chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """The facts about the reading engine on which its hits depend."""
+
+    needs: tuple[Need, ...]
+    align_tokens: int  # a hit is a multiple of this
+    layout_id: str = ""  # to read from where it reaches as far as any other
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,20 +68,12 @@ class Hit:
     segments: tuple[Segment, ...] = ()
 
 
-def longest_hit(
-    needs: Sequence[Need],
-    held: Sequence[Held],
-    *,
-    most_tokens: int,
-    align_tokens: int,
-    computed: int = 0,
-    preferred: str = "",
-) -> Hit:
-    """The longest hit of at most `most_tokens`, a multiple of `align_tokens`.
+def longest_hit(reader: Reader, held: Sequence[Held], most_tokens: int, computed: int = 0) -> Hit:
+    """The longest hit of at most `most_tokens`.
 
-    computed   leading tokens that the reader has already
-    preferred  layout to read from if it reaches as far as any other
+    computed  leading tokens that the reader has already
     """
+    needs, align_tokens = reader.needs, reader.align_tokens
     most = most_tokens // align_tokens * align_tokens
     if most <= computed or not needs:
         return Hit()
@@ -104,7 +102,7 @@ def longest_hit(
     segments: list[Segment] = []
     for need in needs:
         start = max(int(_needed_from(need, np.asarray([tokens]))[0]), computed)
-        segments += _segments(need, covers[need.group], unit, start, tokens, preferred)
+        segments += _segments(need, covers[need.group], unit, start, tokens, reader.layout_id)
     return Hit(tokens, tuple(segments))
 
 
@@ -112,8 +110,6 @@ def _needed_from(need: Need, ends: Ints) -> Ints:
     """First token of the blocks that the reader needs for each hit length."""
     span = need.residency.span
     match need.residency.kind:
-        case _ if need.full_residency:
-            first = np.zeros_like(ends)
         case "window":
             first = np.maximum(0, ends - span + 1)
         case "chunk":

@@ -25,15 +25,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import numpy as np
 
 from kvferry.errors import DescriptionError
-from kvferry.layout.placement import Ints
 
 ROOT = "kvferry1"  # also the version of this format
 CONTENT_BYTES = 24
@@ -56,9 +55,6 @@ class KeyMetadata:
         cls, tenant: str, model: str, meaning: Mapping[str, str], weights: str = ""
     ) -> KeyMetadata:
         return cls(tenant, model, tuple(sorted(meaning.items())), weights)
-
-    def at_epoch(self, epoch: str) -> KeyMetadata:
-        return replace(self, epoch=epoch)
 
     @property
     def namespace(self) -> str:
@@ -94,42 +90,16 @@ class Fragment:
         return f"{self.table}.{self.pp}.{self.tp}"
 
 
-@dataclass(frozen=True, slots=True)
-class PoolKey:
-    """One object's key in parts, for tools and tests. Requests use `object_keys`."""
-
-    tenant: str
-    namespace: str
-    layout_id: str
-    fragment: Fragment
-    content: str  # hexadecimal
-
-    def to_string(self) -> str:
-        return prefix_of(self.tenant, self.namespace, self.layout_id, self.fragment) + self.content
-
-    @classmethod
-    def parse(cls, key: str) -> PoolKey:
-        words = key.split("/")
-        try:
-            root, tenant, namespace, layout_id, part, content = words
-            table, pp, tp = map(int, part.split("."))
-            bytes.fromhex(content)
-        except ValueError:
-            raise DescriptionError(f"{key!r} is no key of a pool's object") from None
-        if root != ROOT:
-            raise DescriptionError(f"{key!r} is of another format than {ROOT!r}")
-        return cls(unquote(tenant), namespace, layout_id, Fragment(table, pp, tp), content)
-
-
-def prefix_of(tenant: str, namespace: str, layout_id: str, fragment: Fragment) -> str:
-    return f"{ROOT}/{quote(tenant, safe='')}/{namespace}/{layout_id}/{fragment.name}/"
+def key_prefix(metadata: KeyMetadata, layout_id: str, fragment: Fragment) -> str:
+    """The key of a fragment's object, without the content at its end."""
+    return f"{metadata.root}/{layout_id}/{fragment.name}/"
 
 
 def object_keys(
     metadata: KeyMetadata, layout_id: str, fragment: Fragment, contents: Sequence[str]
 ) -> list[str]:
     """Keys of many blocks of one fragment."""
-    prefix = f"{metadata.root}/{layout_id}/{fragment.name}/"
+    prefix = key_prefix(metadata, layout_id, fragment)
     return [prefix + content for content in contents]
 
 
@@ -172,17 +142,6 @@ class ContentChain:
     def tokens(self) -> int:
         return len(self._stream) // 4
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens."""
-        ids = np.asarray(tokens, dtype=np.int64)
-        with self._lock:
-            self._append(ids)
-
-    def _append(self, ids: Ints) -> None:
-        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= MARK):
-            raise DescriptionError(f"token ids are below {MARK}, found {ids.min()}..{ids.max()}")
-        self._stream += ids.astype("<u4").tobytes()
-
     def signature(self) -> str:
         """A digest of the whole sequence, also of tokens that fill no block."""
         with self._lock:
@@ -197,9 +156,12 @@ class ContentChain:
             ids = np.asarray(tokens[have:count], dtype=np.int64)
             if not ids.size:
                 raise DescriptionError(f"the sequence has {have} tokens, expected {count}")
+            least, most = int(ids.min()), int(ids.max())
+            if least < 0 or most >= MARK:
+                raise DescriptionError(f"token ids are below {MARK}, found {least}..{most}")
             with self._lock:  # another thread may have appended them meanwhile
                 if self.tokens == have:
-                    self._append(ids)
+                    self._stream += ids.astype("<u4").tobytes()
 
     def digests(self, block_tokens: int, blocks: int | None = None) -> list[str]:
         """Digests of the first whole blocks of this size, as hexadecimal."""
@@ -214,23 +176,16 @@ class ContentChain:
             return walk.digests[:wanted]
 
     def _advance(self, walk: _Walk, block_tokens: int, wanted: int) -> None:
-        start = len(walk.digests) * block_tokens
-        stop = wanted * block_tokens
-        extras = [e for e in self._extras if start <= max(e.position, 0) < stop]
+        start, stop = len(walk.digests) * block_tokens, wanted * block_tokens
+        places = [(max(extra.position, 0), extra) for extra in self._extras]
+        extras = [((at - start) * 4, extra) for at, extra in places if start <= at < stop]
         size = block_tokens * 4
         hasher, digests = walk.hasher, walk.digests
         with memoryview(bytes(self._stream[start * 4 : stop * 4])) as view:
-            if not extras:
-                for at in range(0, len(view), size):
-                    hasher.update(view[at : at + size])
-                    digests.append(hasher.copy().hexdigest())
-                return
             at = 0
-            for number in range(len(digests), wanted):
-                end = (number + 1) * size - start * 4
-                while extras and max(extras[0].position, 0) * 4 - start * 4 < end:
-                    extra = extras.pop(0)
-                    here = max(extra.position, 0) * 4 - start * 4
+            for end in range(size, len(view) + 1, size):
+                while extras and extras[0][0] < end:
+                    here, extra = extras.pop(0)
                     hasher.update(view[at:here])
                     hasher.update(frame(extra.text))
                     at = here

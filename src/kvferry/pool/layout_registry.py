@@ -11,24 +11,24 @@ another engine. A read binds the plan to tokens. The writer's blocks are numbere
 the sequence, so a source address is an object and an offset in it. The result is one list of slices
 for each object, with only the bytes that are needed.
 
-**The registry** (`LayoutBook`). A namespace has a fixed number of index slots. A writer puts its
-record under the layout's id, and the id into the first free slot. Nothing is ever changed, so two
-writers cannot damage each other's entries. If the store has evicted a slot or a record, its owner
-writes it again. Until then, engines that do not know the layout miss its objects.
+**The registry** (`LayoutRegistry`). A namespace has a fixed number of index slots. A writer puts
+its record under the layout's id, and the id into the first free slot. Nothing is ever changed, so
+two writers cannot damage each other's entries. If the store has evicted a slot or a record, its
+owner writes it again. Until then, engines that do not know the layout miss its objects.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import msgspec
 import numpy as np
 
-from kvferry.errors import BindError, IncompatibleError, KvferryError, ProtocolError, StoreError
+from kvferry.errors import BindError, IncompatibleError, KvferryError, ProtocolError
 from kvferry.handover.describe import engine_info, rank_info, read_layout, read_model, read_shape
 from kvferry.layout.model import CacheModel, require_same_cache
 from kvferry.layout.placement import Ints, RankLayout
@@ -37,10 +37,9 @@ from kvferry.net.messages import EngineInfo, RankInfo
 from kvferry.plan import EdgePlan, plan_pair
 from kvferry.plan.bind import Binder, Bound
 from kvferry.plan.pieces import Piece
-from kvferry.pool.hits import Held, Segment
-from kvferry.pool.keys import ContentChain, Fragment, KeyMetadata, object_keys
+from kvferry.pool.hits import Segment
+from kvferry.pool.keys import Fragment, KeyMetadata
 from kvferry.pool.objects import (
-    ObjectMemory,
     TableKind,
     block_span,
     compact,
@@ -49,7 +48,7 @@ from kvferry.pool.objects import (
     table_kinds,
 )
 from kvferry.pool.orders import PoolCounters
-from kvferry.pool.store import MOST_RECORD_BYTES, Bools, Outcome, Ranges, Slices, Store
+from kvferry.pool.store import MOST_RECORD_BYTES, Outcome, Slices, Store
 
 FORMAT = 1
 ID_BYTES = 12
@@ -83,10 +82,6 @@ class PoolLayout:
 
     def kind(self, table: int) -> TableKind:
         return next(kind for kind in self.kinds if kind.table == table)
-
-    def fragments_of(self, group: str) -> tuple[Fragment, ...]:
-        tables = {kind.table for kind in self.kinds if group in kind.groups}
-        return tuple(f for f in self.fragments if f.table in tables)
 
     def block_tokens(self, group: str) -> int:
         return next(kind.block_tokens for kind in self.kinds if group in kind.groups)
@@ -199,15 +194,6 @@ def require_readable(ours: PoolLayout, theirs: PoolLayout) -> None:
         )
 
 
-def is_usable(ours: PoolLayout, theirs: PoolLayout) -> str:
-    """Why a layout cannot be read here; empty if it can."""
-    try:
-        require_readable(ours, theirs)
-    except KvferryError as error:
-        return str(error)
-    return ""
-
-
 TABLE_SHIFT = 52  # a source address of a ReadPlan is table << 52 | block * stride | offset
 
 
@@ -219,10 +205,6 @@ class WantedParts:
     blocks: list[int]
     starts: list[int]  # first wanted token of each
     slices: list[Slices]
-
-    @property
-    def bytes(self) -> int:
-        return sum(int(s.length.sum()) for s in self.slices)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,8 +218,8 @@ class ReadPlan:
     def bind(self, segment: Segment, tables: Sequence[Ints], bases: Ints) -> WantedParts:
         """The parts of objects to read for a segment, into these blocks."""
         src_bases = np.arange(self._tables, dtype=np.int64) << TABLE_SHIFT
+        fragments = self.theirs.fragments
         made: list[tuple[Ints, Ints, Ints, Ints]] = []
-        fragments: list[Fragment] = []
         for plan in self.plans:
             group = plan.groups.get(segment.group)
             if group is None:
@@ -259,12 +241,12 @@ class ReadPlan:
                     continue
                 at = copies.src & ((1 << TABLE_SHIFT) - 1)
                 stride = object_stride(self.theirs.ranks[plan.src].regions[piece.src.table].bytes)
-                fragments.append(self.theirs.owner[piece.src.table, plan.src])
-                which = np.full(len(copies), len(fragments) - 1, dtype=np.int64)
-                block = at // stride
-                made.append(((which << 40) + block, at - block * stride, copies.dst, copies.length))
+                number = fragments.index(self.theirs.owner[piece.src.table, plan.src])
+                block, offset = np.divmod(at, stride)
+                objects = block * len(fragments) + number
+                made.append((objects, offset, copies.dst, copies.length))
             binder.require_distinct_destinations()
-        return self._grouped(segment, made, fragments)
+        return self._grouped(segment, made)
 
     @property
     def _tables(self) -> int:
@@ -298,32 +280,25 @@ class ReadPlan:
         return Span(segment.start // per, segment.stop // per)
 
     def _grouped(
-        self,
-        segment: Segment,
-        made: list[tuple[Ints, Ints, Ints, Ints]],
-        fragments: list[Fragment],
+        self, segment: Segment, made: Sequence[tuple[Ints, Ints, Ints, Ints]]
     ) -> WantedParts:
-        """Group copies by object, in the order of blocks."""
+        """Group copies (object, offset, address, length) by object, in the order of blocks."""
         if not made:
             return WantedParts([], [], [], [])
-        distinct = sorted(set(fragments))
-        number = np.asarray([distinct.index(f) for f in fragments], dtype=np.int64)
-        keys, offset, address, length = (np.concatenate([m[i] for m in made]) for i in range(4))
-        block = keys & ((1 << 40) - 1)
-        objects = block * len(distinct) + number[keys >> 40]
+        objects, offset, address, length = (np.concatenate([m[i] for m in made]) for i in range(4))
         order = np.argsort(objects, kind="stable")
-        objects, offset = objects[order], offset[order]
-        address, length = address[order], length[order]
+        objects = objects[order]
         heads = np.concatenate(([0], np.flatnonzero(np.diff(objects)) + 1))
-        blocks, which = np.divmod(objects[heads], len(distinct))
+        fragments = self.theirs.fragments
+        blocks, which = np.divmod(objects[heads], len(fragments))
         group = self.theirs.model.group(segment.group)
         span = block_span(group, self.theirs.shape)
         starts = np.maximum(blocks * span, 0 if group.is_state else segment.start)
         return WantedParts(
-            [distinct[i] for i in which.tolist()],
+            [fragments[i] for i in which.tolist()],
             blocks.tolist(),
             starts.tolist(),
-            _slices(offset, address, length, heads),
+            _slices(offset[order], address[order], length[order], heads),
         )
 
 
@@ -358,7 +333,7 @@ log = logging.getLogger("kvferry")
 REFRESH_SECONDS = 2.0  # a new layout is noticed within this time
 
 
-class LayoutBook:
+class LayoutRegistry:
     """The layouts of one namespace: publishes our own, and finds others. For one thread."""
 
     def __init__(self, metadata: KeyMetadata, ours: PoolLayout, counters: PoolCounters) -> None:
@@ -373,9 +348,9 @@ class LayoutBook:
     def layouts(self) -> list[PoolLayout]:
         return list(self._known.values())
 
-    def refresh(self, store: Store, deadline: float, now: float | None = None) -> None:
+    def refresh(self, store: Store, deadline: float) -> None:
         """Every few seconds, look for new layouts, and publish ours if it is missing."""
-        now = time.monotonic() if now is None else now
+        now = time.monotonic()
         if now < self._next:
             return
         index = self.metadata.index_keys()
@@ -401,15 +376,15 @@ class LayoutBook:
             return
         try:
             layout = read_record(encoded, layout_id)
-            why = is_usable(self.ours, layout)
-            if not why:  # the scheduler must not promise what a rank cannot read
-                for rank in self.ours.ranks.values():
-                    plan_read(layout, self.ours.model, rank)
-        except KvferryError as error:
-            why = str(error)
+            require_readable(self.ours, layout)
+            for rank in self.ours.ranks.values():  # the scheduler promises only what all can read
+                plan_read(layout, self.ours.model, rank)
         except Exception as error:  # a record may hold anything
-            why = f"{type(error).__name__}: {error}"
-        if why:
+            why = (
+                str(error)
+                if isinstance(error, KvferryError)
+                else f"{type(error).__name__}: {error}"
+            )
             self._refused.add(layout_id)
             self._counters.add("layouts_refused")
             log.warning("layout %s of the pool is not read: %s", layout_id, why)
@@ -441,86 +416,3 @@ class LayoutBook:
     def _count(self, outcome: Outcome) -> None:
         if outcome not in (Outcome.DONE, Outcome.EXISTS):
             self._counters.add("layouts_unpublished")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Question:
-    """The keys of all fragments of all blocks of a sequence, in all known layouts."""
-
-    keys: list[str]
-    parts: tuple[tuple[PoolLayout, Fragment, int], ...]  # with the number of keys of each
-
-    def by_fragment(self) -> Iterator[tuple[Fragment, list[str]]]:
-        start = 0
-        for _, fragment, count in self.parts:
-            yield fragment, self.keys[start : start + count]
-            start += count
-
-    def answer(self, found: Bools) -> list[Held]:
-        """By layout and group: the blocks of which every fragment exists."""
-        if len(found) != len(self.keys):
-            raise StoreError(f"a store answered {len(found)} of {len(self.keys)} questions")
-        by_layout: dict[str, dict[int, Bools]] = {}
-        layouts: dict[str, PoolLayout] = {}
-        start = 0
-        for layout, fragment, count in self.parts:
-            one = found[start : start + count]
-            start += count
-            layouts[layout.id] = layout
-            tables = by_layout.setdefault(layout.id, {})
-            before = tables.get(fragment.table)
-            tables[fragment.table] = one if before is None else before & one
-        held = []
-        for layout_id, tables in by_layout.items():
-            for group in layouts[layout_id].model.groups:
-                mine = [
-                    tables[kind.table]
-                    for kind in layouts[layout_id].kinds
-                    if group.name in kind.groups
-                ]
-                span = layouts[layout_id].block_tokens(group.name)
-                held.append(Held(layout_id, group.name, span, np.logical_and.reduce(mine)))
-        return held
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ChunkedTokenDatabase:
-    """From tokens to keys of one namespace and, with a rank's memory, to addresses of blocks."""
-
-    metadata: KeyMetadata
-    layout: PoolLayout  # our own
-    rank: Rank | None = None
-    memory: Mapping[int, ObjectMemory] = field(default_factory=dict)  # by table
-    bases: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    replica: int = 0  # this worker's number among those with the same rank and bytes
-    replicas: int = 1
-
-    def question(self, chain: ContentChain, layouts: Sequence[PoolLayout]) -> Question:
-        keys: list[str] = []
-        parts = []
-        for layout in layouts:
-            for fragment in layout.fragments:
-                contents = chain.digests(layout.kind(fragment.table).block_tokens)
-                keys += object_keys(self.metadata, layout.id, fragment, contents)
-                parts.append((layout, fragment, len(contents)))
-        return Question(keys, tuple(parts))
-
-    def my_turn(self, table: int, numbers: Ints) -> Ints:
-        """Indices of those blocks that this rank writes. Replicas take turns."""
-        assert self.rank is not None
-        turns = self.layout.turns[self.layout.owner[table, self.rank]]
-        turn = turns.index(self.rank) + len(turns) * self.replica
-        mine: Ints = np.flatnonzero(numbers % (len(turns) * self.replicas) == turn)
-        return mine
-
-    def keys(self, table: int, contents: Sequence[str]) -> list[str]:
-        """Keys of this rank's objects."""
-        assert self.rank is not None
-        fragment = self.layout.owner[table, self.rank]
-        return object_keys(self.metadata, self.layout.id, fragment, contents)
-
-    def objects(self, table: int, block_ids: Ints) -> list[Ranges]:
-        """Memory of this rank's blocks."""
-        template = self.memory[table]
-        rows = template.addresses(self.bases, block_ids)
-        return [Ranges(row, template.lengths) for row in rows]

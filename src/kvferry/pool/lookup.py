@@ -26,19 +26,19 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
 from kvferry.errors import StoreError
-from kvferry.pool.hits import Held, Hit, Need, covered_prefix, longest_hit
-from kvferry.pool.keys import ContentChain, KeyMetadata
-from kvferry.pool.layout_registry import ChunkedTokenDatabase, LayoutBook, PoolLayout
+from kvferry.pool.hits import Held, Hit, Reader, covered_prefix, longest_hit
+from kvferry.pool.keys import ContentChain, Fragment, KeyMetadata, object_keys
+from kvferry.pool.layout_registry import LayoutRegistry, PoolLayout
 from kvferry.pool.orders import PoolCounters
-from kvferry.pool.store import Store
+from kvferry.pool.store import Bools, Store, require_answers
 
 log = logging.getLogger("kvferry")
 
@@ -46,15 +46,6 @@ CACHE_SECONDS = 1.0  # an answer may be this old; the load notices evictions
 CACHED_ANSWERS = 256
 IDLE_SECONDS = 2.0  # between two checks of published layouts while no question comes
 OPEN_AGAIN_SECONDS = 1.0  # after a failure to open the store
-
-
-@dataclass(frozen=True, slots=True)
-class LookupReader:
-    """The reader's facts on which a hit depends."""
-
-    needs: tuple[Need, ...]
-    align_tokens: int
-    layout_id: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,18 +59,11 @@ class LookupAnswer:
     failed: bool = False
     at: float = field(default_factory=time.monotonic)
 
-    def hit_after(self, reader: LookupReader, most_tokens: int, computed: int) -> Hit:
+    def hit_after(self, reader: Reader, most_tokens: int, computed: int) -> Hit:
         """The hit for a reader that has `computed` tokens already."""
         if computed == 0 or self.failed:
             return self.hit
-        return longest_hit(
-            reader.needs,
-            self.held,
-            most_tokens=most_tokens,
-            align_tokens=reader.align_tokens,
-            computed=computed,
-            preferred=reader.layout_id,
-        )
+        return longest_hit(reader, self.held, most_tokens, computed)
 
 
 @dataclass(slots=True, eq=False)
@@ -104,14 +88,13 @@ class LookupKeyServer:
         open_store: Callable[[], Store],
         metadata: KeyMetadata,
         ours: PoolLayout,
-        reader: LookupReader,
+        reader: Reader,
         counters: PoolCounters,
-        watch: EvictionWatch[Any] | None = None,
+        watch: EvictionWatch,
     ) -> None:
         self._open, self._reader, self._counters = open_store, reader, counters
-        self._watch: EvictionWatch[Any] = watch or EvictionWatch()
-        self._book = LayoutBook(metadata, ours, counters)
-        self._database = ChunkedTokenDatabase(metadata, ours)
+        self._metadata, self._watch = metadata, watch
+        self._registry = LayoutRegistry(metadata, ours, counters)
         self._queue: SimpleQueue[LookupQuestion | None] = SimpleQueue()
         self._store: Store | None = None
         self._open_after = 0.0
@@ -128,6 +111,13 @@ class LookupKeyServer:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
+
+    def stuck(self, now: float) -> bool:
+        """Whether a call of the store is long past its deadline."""
+        busy_until, opening = self.busy_until, self.opening_since
+        if opening is not None:
+            return now > opening + OPEN_SECONDS
+        return busy_until is not None and now > busy_until + STUCK_SECONDS
 
     def ask(self, asked: LookupQuestion) -> None:
         self._queue.put(asked)
@@ -192,7 +182,7 @@ class LookupKeyServer:
         try:
             store = self._opened()
             deadline = self.busy_until = time.monotonic() + IDLE_SECONDS
-            self._book.refresh(store, deadline)
+            self._registry.refresh(store, deadline)
             self._watch.look(store, deadline)
         except Exception as error:
             self._open_after = time.monotonic() + OPEN_AGAIN_SECONDS
@@ -220,23 +210,20 @@ class LookupKeyServer:
         chain, reader = asked.chain, self._reader
         chain.cover(asked.tokens, asked.count)
         store = self._opened()
-        self._book.refresh(store, asked.deadline)
+        self._registry.refresh(store, asked.deadline)
         name = (chain.signature(), asked.most_tokens)
         recent = self._recent.get(name)
         if recent is not None and time.monotonic() - recent.at < CACHE_SECONDS:
             self._counters.add("lookup_cached")
             return recent
-        layouts = self._book.layouts
-        question = self._database.question(chain, layouts)
-        self._counters.add("lookup_keys", len(question.keys))
-        held = question.answer(store.exists(question.keys, asked.deadline))
-        hit = longest_hit(
-            reader.needs,
-            held,
-            most_tokens=asked.most_tokens,
-            align_tokens=reader.align_tokens,
-            preferred=reader.layout_id,
-        )
+        layouts = self._registry.layouts
+        parts = sequence_keys(self._metadata, chain, layouts)
+        keys = [key for part in parts for key in part.keys]
+        self._counters.add("lookup_keys", len(keys))
+        found = store.exists(keys, asked.deadline)
+        require_answers(found, keys)
+        held = held_blocks(parts, found)
+        hit = longest_hit(reader, held, asked.most_tokens)
         saved = covered_prefix(held, reader.layout_id)
         answer = LookupAnswer(hit, tuple(held), {x.id: x for x in layouts}, saved)
         self._recent[name] = answer
@@ -246,7 +233,7 @@ class LookupKeyServer:
 
     def _tell(self, asked: LookupQuestion, answer: LookupAnswer) -> None:
         """Tell the store about an answered request, once, so that its eviction can learn."""
-        ours, align = self._book.ours, self._reader.align_tokens
+        ours, align = self._registry.ours, self._reader.align_tokens
         used = {s.layout_id for s in answer.hit.segments}
         if not used or answer.hit.tokens < asked.most_tokens // align * align:
             used.add(ours.id)  # this engine will save the rest in its own layout
@@ -254,14 +241,56 @@ class LookupKeyServer:
         try:
             for layout_id in sorted(used):
                 layout = answer.layouts.get(layout_id, ours)
-                for _, keys in self._database.question(asked.chain, [layout]).by_fragment():
-                    self._opened().access(keys, deadline)
+                for part in sequence_keys(self._metadata, asked.chain, [layout]):
+                    self._opened().access(part.keys, deadline)
             self._watch.look(self._opened(), deadline)
         except Exception as error:
             self._counters.add("lookup_errors")
             log.warning("the store did not hear of a request: %s: %s", type(error).__name__, error)
         finally:
             self.busy_until = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FragmentKeys:
+    """Keys of one fragment of a sequence's blocks, from the first block on."""
+
+    layout: PoolLayout
+    fragment: Fragment
+    keys: list[str]
+
+
+def sequence_keys(
+    metadata: KeyMetadata, chain: ContentChain, layouts: Iterable[PoolLayout]
+) -> list[FragmentKeys]:
+    """The keys of all whole blocks of a sequence, in all these layouts."""
+    parts = []
+    for layout in layouts:
+        for fragment in layout.fragments:
+            contents = chain.digests(layout.kind(fragment.table).block_tokens)
+            keys = object_keys(metadata, layout.id, fragment, contents)
+            parts.append(FragmentKeys(layout, fragment, keys))
+    return parts
+
+
+def held_blocks(parts: Sequence[FragmentKeys], found: Bools) -> list[Held]:
+    """By layout and group: the blocks of which every fragment was found."""
+    layouts: dict[str, PoolLayout] = {}
+    tables: dict[tuple[str, int], Bools] = {}  # by layout and table
+    start = 0
+    for part in parts:
+        here = found[start : start + len(part.keys)]
+        start += len(part.keys)
+        layouts[part.layout.id] = part.layout
+        at = part.layout.id, part.fragment.table
+        tables[at] = tables[at] & here if at in tables else here
+    held = []
+    for layout in layouts.values():
+        for group in layout.model.groups:
+            mine = [tables[layout.id, k.table] for k in layout.kinds if group.name in k.groups]
+            span = layout.block_tokens(group.name)
+            held.append(Held(layout.id, group.name, span, np.logical_and.reduce(mine)))
+    return held
 
 
 OLDEST_ANSWER_SECONDS = 10.0  # for a request that queued; longer than any step
@@ -296,10 +325,6 @@ class LookupKeyClient:
         self._server: LookupKeyServer | None = make_server()
         self._stuck: list[LookupKeyServer] = []
         self._asked: dict[str, LookupQuestion] = {}
-
-    @property
-    def pending(self) -> int:
-        return sum(asked.answer is None for asked in self._asked.values())
 
     def lookup(
         self,
@@ -343,39 +368,30 @@ class LookupKeyClient:
     def _able_server(self, now: float) -> LookupKeyServer | None:
         """The server, or a new one if it is dead or stuck. None: too many are stuck."""
         self._stuck = [s for s in self._stuck if s.alive]
-        server = self._server
-        if server is None:
-            if len(self._stuck) >= MOST_STUCK:
-                return None
-            self._server = self._make()
-            return self._server
-        busy_until, opening = server.busy_until, server.opening_since
-        stuck = busy_until is not None and now > busy_until + STUCK_SECONDS
-        stuck |= opening is not None and now > opening + OPEN_SECONDS
-        if server.alive and not stuck:
-            return server
-        self._counters.add("lookup_servers_replaced")
-        log.warning("a lookup server %s, and is replaced", "is stuck" if stuck else "died")
-        waiting = server.drain()
-        if server.alive:
-            server.close()
-            self._stuck.append(server)
-        self._server = None
-        if len(self._stuck) < MOST_STUCK:
-            self._server = self._make()
-            for asked in waiting:
+        server, waiting = self._server, []
+        if server is not None:
+            stuck = server.stuck(now)
+            if server.alive and not stuck:
+                return server
+            self._counters.add("lookup_servers_replaced")
+            log.warning("a lookup server %s, and is replaced", "is stuck" if stuck else "died")
+            waiting = server.drain()
+            if server.alive:
+                server.close()
+                self._stuck.append(server)
+        self._server = self._make() if len(self._stuck) < MOST_STUCK else None
+        for asked in waiting:
+            if self._server is not None:
                 self._server.ask(asked)
-        else:
-            for asked in waiting:
+            else:
                 asked.answer = LookupAnswer(failed=True)
         return self._server
 
-    def replace(self, make_server: Callable[[], LookupKeyServer]) -> None:
+    def restart(self) -> None:
         """Forget all answers, because the namespace has changed."""
         if self._server is not None:
             self._server.close()
-        self._make = make_server
-        self._server = make_server()
+        self._server = self._make()
         self._asked.clear()
 
     def close(self) -> None:
@@ -385,30 +401,28 @@ class LookupKeyClient:
         self._asked.clear()
 
 
-Name = TypeVar("Name", bound=Hashable)
-
 PERIOD_SECONDS = 2.0
 BLOCKS_AT_A_TIME = 1024
 MOST_BLOCKS = 1 << 18  # beyond, the oldest are forgotten, and never reported as gone
 
 
-class EvictionWatch(Generic[Name]):
+class EvictionWatch:
     """Blocks that routers know of, checked in turn; see the module. Any method, from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._blocks: OrderedDict[Name, tuple[str, ...]] = OrderedDict()
-        self._gone: deque[Name] = deque()
+        self._blocks: OrderedDict[Hashable, tuple[str, ...]] = OrderedDict()
+        self._gone: deque[Hashable] = deque()
         self._next_at = 0.0
 
-    def add(self, name: Name, keys: Sequence[str]) -> None:
+    def add(self, name: Hashable, keys: Sequence[str]) -> None:
         """Watch a block. It exists while all these objects exist."""
         with self._lock:
             self._blocks[name] = tuple(keys)
             if len(self._blocks) > MOST_BLOCKS:
                 self._blocks.popitem(last=False)
 
-    def discard(self, name: Name) -> None:
+    def discard(self, name: Hashable) -> None:
         """Stop watching a block that was reported as gone already."""
         with self._lock:
             self._blocks.pop(name, None)
@@ -422,7 +436,7 @@ class EvictionWatch(Generic[Name]):
     def has_gone(self) -> bool:
         return bool(self._gone)
 
-    def take_gone(self) -> list[Name]:
+    def take_gone(self) -> list[Any]:
         with self._lock:
             gone = list(self._gone)
             self._gone.clear()

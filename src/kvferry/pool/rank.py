@@ -38,19 +38,14 @@ from itertools import pairwise
 import numpy as np
 
 from kvferry.carriers.base import MemoryRegion
-from kvferry.errors import DescriptionError, KvferryError, StoreError
+from kvferry.errors import DescriptionError, KvferryError
 from kvferry.layout.model import CacheModel
 from kvferry.layout.placement import Ints, RankLayout
+from kvferry.layout.shape import Rank
 from kvferry.pool.hits import Segment
-from kvferry.pool.keys import KeyMetadata, object_keys
-from kvferry.pool.layout_registry import (
-    ChunkedTokenDatabase,
-    PoolLayout,
-    ReadPlan,
-    plan_read,
-    read_record,
-)
-from kvferry.pool.objects import object_memory
+from kvferry.pool.keys import KeyMetadata, key_prefix, object_keys
+from kvferry.pool.layout_registry import PoolLayout, ReadPlan, plan_read, read_record
+from kvferry.pool.objects import ObjectMemory, object_memory
 from kvferry.pool.orders import (
     LoadOrder,
     PoolCounters,
@@ -60,7 +55,7 @@ from kvferry.pool.orders import (
     Scope,
     TableBlocks,
 )
-from kvferry.pool.store import Outcome, Store
+from kvferry.pool.store import Outcome, Ranges, Store, require_answers
 from kvferry.workers import Call, Threads
 
 
@@ -71,6 +66,38 @@ class Ended:
     saved: list[Saved] = field(default_factory=list)
     loaded: list[PoolLoaded] = field(default_factory=list)
     recovered: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankScope:
+    """What a rank needs to save and load in one namespace."""
+
+    metadata: KeyMetadata
+    layout: PoolLayout  # our own
+    rank: Rank
+    memory: Mapping[int, ObjectMemory]  # by table
+    bases: Ints
+    plan: Callable[[str], ReadPlan]  # by layout id; raises a KvferryError
+    replica: int = 0  # this worker's number among those with the same rank and bytes
+    replicas: int = 1
+
+    def my_turn(self, table: int, numbers: Ints) -> Ints:
+        """Indices of those blocks that this rank writes. Replicas take turns."""
+        turns = self.layout.turns[self.layout.owner[table, self.rank]]
+        turn = turns.index(self.rank) + len(turns) * self.replica
+        mine: Ints = np.flatnonzero(numbers % (len(turns) * self.replicas) == turn)
+        return mine
+
+    def keys(self, table: int, contents: Sequence[str]) -> list[str]:
+        """Keys of this rank's objects."""
+        fragment = self.layout.owner[table, self.rank]
+        return object_keys(self.metadata, self.layout.id, fragment, contents)
+
+    def objects(self, table: int, block_ids: Ints) -> list[Ranges]:
+        """Memory of this rank's blocks."""
+        template = self.memory[table]
+        rows = template.addresses(self.bases, block_ids)
+        return [Ranges(row, template.lengths) for row in rows]
 
 
 class PoolRank:
@@ -92,8 +119,9 @@ class PoolRank:
         self._bases = np.asarray(bases, dtype=np.int64)
         self._memory = object_memory(model, layout)
         self._records: dict[str, PoolLayout] = {}
-        self._database: ChunkedTokenDatabase | None = None
-        self._shelf = PlanShelf(self._plan)
+        self._plans: dict[str, ReadPlan] = {}  # by layout id, made when first needed
+        self._planning = threading.Lock()
+        self._scope: RankScope | None = None
         store.register(
             [
                 MemoryRegion(base, region.bytes)
@@ -108,29 +136,33 @@ class PoolRank:
         for layout_id, encoded in scope.records.items():
             if layout_id not in self._records:
                 self._records[layout_id] = read_record(encoded, layout_id)
-        self._database = ChunkedTokenDatabase(
+        self._scope = RankScope(
             scope.metadata,
             self._records[scope.layout_id],
             self._layout.rank,
             self._memory,
             self._bases,
+            self._plan,
             self._replica,
             self._replicas,
         )
 
     def _plan(self, layout_id: str) -> ReadPlan:
-        if layout_id not in self._records:
-            raise DescriptionError(f"this rank never got the record of layout {layout_id}")
-        return plan_read(self._records[layout_id], self._model, self._layout)
+        with self._planning:
+            if layout_id not in self._plans:
+                if layout_id not in self._records:
+                    raise DescriptionError(f"this rank never got the record of layout {layout_id}")
+                record = self._records[layout_id]
+                self._plans[layout_id] = plan_read(record, self._model, self._layout)
+            return self._plans[layout_id]
 
     def save(self, order: SaveOrder, fence: Fence | None = None) -> None:
-        assert self._database is not None, "a scope is told before the first save"
-        self._saver.start(order, self._database, fence)
+        assert self._scope is not None, "a scope is told before the first save"
+        self._saver.start(order, self._scope, fence)
 
     def load(self, order: LoadOrder, fence: Fence | None = None) -> None:
-        assert self._database is not None, "a scope is told before the first load"
-        sources = Sources(self._database.metadata, self._shelf.plan, self._bases)
-        self._loader.start(order, sources, fence)
+        assert self._scope is not None, "a scope is told before the first load"
+        self._loader.start(order, self._scope, fence)
 
     def wait_done(self, seconds: float) -> None:
         """Wait a short time for a load to end, or leave the processor to saves and lookups."""
@@ -187,14 +219,12 @@ class Saver:
         with self._lock:
             return len(self._open)
 
-    def start(
-        self, order: SaveOrder, database: ChunkedTokenDatabase, fence: Fence | None = None
-    ) -> None:
+    def start(self, order: SaveOrder, scope: RankScope, fence: Fence | None = None) -> None:
         """Take a job. `take_done` returns its report later."""
         with self._lock:
             self._open.add(order.job_id)
         try:
-            self._threads.submit(partial(self._run, order, database, fence))
+            self._threads.submit(partial(self._run, order, scope, fence))
         except KvferryError as error:  # the next job tries again
             self._counters.add("save_errors")
             log.warning("nothing is saved to the pool: %s", error)
@@ -216,13 +246,13 @@ class Saver:
         self._threads.close()
         self._threads.join(seconds)
 
-    def _run(self, order: SaveOrder, database: ChunkedTokenDatabase, fence: Fence | None) -> None:
+    def _run(self, order: SaveOrder, scope: RankScope, fence: Fence | None) -> None:
         failed = _all_blocks(order)
         try:
             if self._closed:
                 self._counters.add("save_dropped")
             else:
-                failed = self._save(order, database, fence)
+                failed = self._save(order, scope, fence)
         except Exception as error:
             self._pause()
             self._counters.add("save_errors")
@@ -241,7 +271,7 @@ class Saver:
         self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
 
     def _save(
-        self, order: SaveOrder, database: ChunkedTokenDatabase, fence: Fence | None
+        self, order: SaveOrder, scope: RankScope, fence: Fence | None
     ) -> set[tuple[int, int]]:
         """Save a job's blocks. Returns those that are not stored."""
         if time.monotonic() < self._paused_until:
@@ -252,43 +282,41 @@ class Saver:
         deadline = time.monotonic() + order.seconds
         failed: set[tuple[int, int]] = set()
         for blocks in order.tables:
-            if blocks.table in database.memory:
-                failed |= self._save_table(blocks, database, deadline)
+            if blocks.table in scope.memory:
+                failed |= self._save_table(blocks, scope, deadline)
         if not failed:
             self._pause_seconds = FIRST_PAUSE_SECONDS
         return failed
 
     def _save_table(
-        self, blocks: TableBlocks, database: ChunkedTokenDatabase, deadline: float
+        self, blocks: TableBlocks, scope: RankScope, deadline: float
     ) -> set[tuple[int, int]]:
         numbers = np.asarray(blocks.numbers, dtype=np.int64)
-        mine = database.my_turn(blocks.table, numbers)
+        mine = scope.my_turn(blocks.table, numbers)
         ids = np.asarray(blocks.block_ids, dtype=np.int64)
-        keys = database.keys(blocks.table, [blocks.contents[i] for i in mine.tolist()])
+        keys = scope.keys(blocks.table, [blocks.contents[i] for i in mine.tolist()])
         if not keys:
             return set()
         known = self._store.exists(keys, deadline)
-        if len(known) != len(keys):
-            raise StoreError(f"a store answered {len(known)} of {len(keys)} questions")
+        require_answers(known, keys)
         self._counters.add("save_known", int(known.sum()))
         new = np.flatnonzero(~known)
         failed: set[tuple[int, int]] = set()
         for start in range(0, len(new), BATCH_OBJECTS):
             some = new[start : start + BATCH_OBJECTS]
             names = [keys[i] for i in some.tolist()]
-            objects = database.objects(blocks.table, ids[mine[some]])
+            objects = scope.objects(blocks.table, ids[mine[some]])
             if self._closed or time.monotonic() >= deadline:
                 outcomes = [Outcome.FAILED] * len(names)
             else:
                 outcomes = self._store.put(names, objects, deadline)
-            if len(outcomes) != len(names):
-                raise StoreError(f"a store returned {len(outcomes)} of {len(names)} outcomes")
+            require_answers(outcomes, names)
             for place, outcome in zip(some.tolist(), outcomes, strict=True):
                 self._counters.add(f"save_{outcome.value}")
                 if outcome not in (Outcome.DONE, Outcome.EXISTS):
                     failed.add((blocks.table, int(numbers[mine[place]])))
             done = sum(outcome is Outcome.DONE for outcome in outcomes)
-            object_bytes = database.memory[blocks.table].object_bytes
+            object_bytes = scope.memory[blocks.table].object_bytes
             self._counters.add("saved_bytes", done * object_bytes)
             if Outcome.FULL in outcomes or Outcome.FAILED in outcomes:
                 self._pause()  # the rest would fail too
@@ -326,15 +354,6 @@ class _Running:
     chunks: list[Call[_Chunk]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sources:
-    """What a load needs to read from the pool."""
-
-    metadata: KeyMetadata
-    plan: Callable[[str], ReadPlan]  # by layout id; raises a KvferryError
-    bases: Ints
-
-
 class Loader:
     """Runs loads. `take_done` reports each exactly once."""
 
@@ -353,13 +372,13 @@ class Loader:
         with self._changed:
             return len(self._running)
 
-    def start(self, order: LoadOrder, sources: Sources, fence: Fence | None = None) -> None:
+    def start(self, order: LoadOrder, scope: RankScope, fence: Fence | None = None) -> None:
         """Begin a load once `fence` has returned. This never raises and never waits."""
         running = _Running(order, time.monotonic() + order.seconds)
         with self._changed:
             self._running.add(running)
         try:
-            self._threads.submit(partial(self._run, running, sources, fence))
+            self._threads.submit(partial(self._run, running, scope, fence))
         except KvferryError as error:
             with self._changed:
                 self._give_up(running, f"it did not begin: {error}")
@@ -418,7 +437,7 @@ class Loader:
         self._crew.close()
         self._threads.close()
 
-    def _run(self, running: _Running, sources: Sources, fence: Fence | None) -> None:
+    def _run(self, running: _Running, scope: RankScope, fence: Fence | None) -> None:
         order, began = running.order, time.monotonic()
         first = _first_token(order)
         loaded = PoolLoaded(order.request_id, "ended without a report", bad_from=first)
@@ -430,7 +449,7 @@ class Loader:
                 if running not in self._running:
                     return  # given up
                 running.begun = True
-            loaded = self._load(running, sources)
+            loaded = self._load(running, scope)
         except Exception as error:
             raised = True
             loaded = replace(loaded, error=f"{type(error).__name__}: {error}")
@@ -455,17 +474,17 @@ class Loader:
             self._counters.add("load_failures")
             log.warning("request %s was not loaded in full: %s", loaded.request_id, loaded.error)
 
-    def _load(self, running: _Running, sources: Sources) -> PoolLoaded:
+    def _load(self, running: _Running, scope: RankScope) -> PoolLoaded:
         order, deadline, futures = running.order, running.deadline, running.chunks
         if self._closed:  # the threads that read have stopped
             raise KvferryError("the engine is closing")
         if not order.segments:
             raise KvferryError("the load has no segments")
         tables = [np.asarray(ids, dtype=np.int64) for ids in order.tables]
-        chunks = [c for s in order.segments for c in _cut(s, sources.plan(s.layout_id))]
+        chunks = [c for s in order.segments for c in _cut(s, scope.plan(s.layout_id))]
         try:
             for chunk in chunks:
-                read = partial(self._read, chunk, order.contents, tables, sources, deadline)
+                read = partial(self._read, chunk, order.contents, tables, scope, deadline)
                 futures.append(self._crew.call(read))
             seconds = max(0.0, deadline - time.monotonic())
             wait(futures, timeout=seconds, return_when=FIRST_EXCEPTION)
@@ -495,35 +514,34 @@ class Loader:
         segment: Segment,
         contents: Mapping[int, Sequence[str]],
         tables: Sequence[Ints],
-        sources: Sources,
+        scope: RankScope,
         deadline: float,
     ) -> _Chunk:
-        plan = sources.plan(segment.layout_id)
-        wanted = plan.bind(segment, tables, sources.bases)
+        plan = scope.plan(segment.layout_id)
+        wanted = plan.bind(segment, tables, scope.bases)
         if not wanted.slices:
             return _Chunk(0)
         digests = contents[plan.theirs.block_tokens(segment.group)]
-        keys: list[str] = []
-        for fragment, block in zip(wanted.fragments, wanted.blocks, strict=True):
-            keys += object_keys(sources.metadata, segment.layout_id, fragment, [digests[block]])
+        prefixes = {
+            fragment: key_prefix(scope.metadata, segment.layout_id, fragment)
+            for fragment in set(wanted.fragments)
+        }
+        parts = zip(wanted.fragments, wanted.blocks, strict=True)
+        keys = [prefixes[fragment] + digests[block] for fragment, block in parts]
         if self._closed:
             raise KvferryError("the engine is closing")
         if time.monotonic() >= deadline:
             raise KvferryError("the load's deadline has passed")
         outcomes = self._store.get(keys, wanted.slices, deadline)
-        if len(outcomes) != len(keys):
-            raise StoreError(f"a store returned {len(outcomes)} of {len(keys)} outcomes")
-        bad = []
-        for outcome, start in zip(outcomes, wanted.starts, strict=True):
+        require_answers(outcomes, keys)
+        bad, moved = [], 0
+        for outcome, start, part in zip(outcomes, wanted.starts, wanted.slices, strict=True):
             self._counters.add(f"load_{outcome.value}")
-            if outcome is not Outcome.DONE:
+            if outcome is Outcome.DONE:
+                moved += int(part.length.sum())
+            else:
                 bad.append((segment.group, start, outcome.value))
-        good = sum(
-            int(s.length.sum())
-            for s, outcome in zip(wanted.slices, outcomes, strict=True)
-            if outcome is Outcome.DONE
-        )
-        return _Chunk(good, tuple(bad))
+        return _Chunk(moved, tuple(bad))
 
 
 def _first_token(order: LoadOrder) -> int:
@@ -539,18 +557,3 @@ def _cut(segment: Segment, plan: ReadPlan) -> list[Segment]:
     cuts = [*range(segment.start // step * step + step, segment.stop, step)]
     bounds = [segment.start, *cuts, segment.stop]
     return [replace(segment, start=a, stop=b) for a, b in pairwise(bounds)]
-
-
-@dataclass(slots=True, eq=False)
-class PlanShelf:
-    """Read plans by layout, made when first needed."""
-
-    make: Callable[[str], ReadPlan]
-    _made: dict[str, ReadPlan] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def plan(self, layout_id: str) -> ReadPlan:
-        with self._lock:
-            if layout_id not in self._made:
-                self._made[layout_id] = self.make(layout_id)
-            return self._made[layout_id]

@@ -24,14 +24,15 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Any
 
-from kvferry.pool.hits import Hit, Need, Segment
+from kvferry.layout.model import Residency
+from kvferry.pool.hits import Hit, Need, Reader, Segment
 from kvferry.pool.keys import ContentChain, Extra, KeyMetadata, object_keys
 from kvferry.pool.layout_registry import PoolLayout
-from kvferry.pool.lookup import EvictionWatch, LookupKeyClient, LookupKeyServer, LookupReader
+from kvferry.pool.lookup import EvictionWatch, LookupKeyClient, LookupKeyServer
 from kvferry.pool.objects import TableKind, block_span
 from kvferry.pool.orders import (
     LoadOrder,
@@ -69,7 +70,7 @@ class PoolScheduler:
         self._keeps_old = False  # the engine's own cache may hold blocks of replaced weights
         self._orders = PoolOrders()
         self._told: set[str] = set()
-        self.watch: EvictionWatch[tuple[Any, int]] = EvictionWatch()  # by hash and table
+        self.watch = EvictionWatch()  # of blocks by hash and table
 
     # Start
 
@@ -86,20 +87,20 @@ class PoolScheduler:
         full_residency  the engine keeps every block, also of layers with a window
         """
         if self._client is None and self._epoch:
-            metadata = metadata.at_epoch(self._epoch)
+            metadata = replace(metadata, epoch=self._epoch)
         self._metadata, self._ours, self._ranks = metadata, ours, ranks
         self._full = full_residency
         groups = ours.model.groups
         spans = [block_span(group, ours.shape) for group in groups]
         needs = [
-            Need(group.name, group.residency, span, full_residency)
-            for group, span in zip(groups, spans, strict=True)
+            Need(g.name, Residency() if full_residency and not g.is_state else g.residency, span)
+            for g, span in zip(groups, spans, strict=True)
         ]
         self.align_tokens = lcm(*spans)
-        self._reader = LookupReader(tuple(needs), self.align_tokens, ours.id)
+        self._reader = Reader(tuple(needs), self.align_tokens, ours.id)
         self._tell({ours.id: ours})
         if self._client is not None:
-            self._client.replace(self._make_server)
+            self._client.restart()
         else:
             self._client = LookupKeyClient(
                 self._make_server, self.counters, self.limits.lookup_seconds
@@ -150,7 +151,7 @@ class PoolScheduler:
         for tracker in self._trackers.values():
             tracker.saved_tokens, tracker.load, tracker.old = 0, None, True
         self.watch.clear()
-        metadata = self._metadata.at_epoch(epoch)
+        metadata = replace(self._metadata, epoch=epoch)
         self.start(metadata, self._ours, self._ranks, full_residency=self._full)
 
     @property

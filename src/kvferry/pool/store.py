@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.carriers.base import MemoryRegion, RegionTable
+from kvferry.errors import StoreError
 
 _log = logging.getLogger(__name__)
 
@@ -123,6 +124,12 @@ def inside(regions: RegionTable, parts: Sequence[Ranges] | Sequence[Slices]) -> 
         return [True] * len(parts)
     _log.warning("%d bytes at %#x are not inside the registered memory", length[bad], address[bad])
     return [regions.first_outside(p.address, p.length) < 0 for p in parts]
+
+
+def require_answers(answers: Sized, keys: Sequence[str]) -> None:
+    """Refuse an answer that is not one for each key."""
+    if len(answers) != len(keys):
+        raise StoreError(f"a store answered {len(answers)} of {len(keys)} questions")
 
 
 STEP_BYTES = 1 << 20  # through an intermediate array, where both sides are scattered
