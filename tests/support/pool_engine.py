@@ -16,7 +16,7 @@ from kvferry.pool.keys import KeyMetadata
 from kvferry.pool.layout_registry import make_layout
 from kvferry.pool.orders import PoolLoaded, Saved
 from kvferry.pool.rank import PoolRank
-from kvferry.pool.scheduler import PoolLimits, PoolScheduler, RequestTracker, SavedBlocks
+from kvferry.pool.scheduler import PoolLimits, PoolScheduler, RequestTracker, SaveJob
 from kvferry.pool.store import Store
 from kvferry.verify.case import CaseDict
 from kvferry.verify.oracle import Oracle, Worker
@@ -85,7 +85,7 @@ class SmallEngine:
         )
         self.reports: list[Saved] = []
         self.ends: dict[str, list[PoolLoaded]] = {}
-        self.saved: list[SavedBlocks] = []
+        self.saved: list[SaveJob] = []
 
     def fill(self, oracle: Oracle) -> None:
         """Put the source's bytes into memory."""

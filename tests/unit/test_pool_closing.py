@@ -54,13 +54,20 @@ class Slow:
         self.seen.append("close")
 
 
-def database() -> Any:
+def scope() -> Any:
     return SimpleNamespace(
         memory={0: SimpleNamespace(object_bytes=1)},
         my_turn=lambda table, numbers: np.arange(len(numbers)),
         keys=lambda table, contents: list(contents),
         objects=lambda table, ids: [None] * len(ids),
     )
+
+
+def saved(saver: Saver) -> list[Saved]:
+    """The reports of jobs, once there is one."""
+    found: list[Saved] = []
+    wait_until(lambda: bool(found.extend(saver.take_done())) or bool(found))
+    return found
 
 
 def rank(store: Any, saver: Saver, loader: Loader) -> PoolRank:
@@ -72,7 +79,7 @@ def rank(store: Any, saver: Saver, loader: Loader) -> PoolRank:
 def reading(store: Slow) -> Any:
     """In the place of a load: one chunk, read like others."""
 
-    def load(running: Any, sources: Any) -> PoolLoaded:
+    def load(running: Any, scope: Any) -> PoolLoaded:
         store.get(["a"], None, 0.0)
         return PoolLoaded("r")
 
@@ -82,13 +89,12 @@ def reading(store: Slow) -> Any:
 def test_a_save_ends_after_the_batch_at_hand() -> None:
     store: Any = Slow()
     saver = Saver(store, PoolCounters())
-    saver.start(ORDER, database())
+    saver.start(ORDER, scope())
     assert store.begun.wait(5)
     saver.close(0.0)
     store.go_on.set()
-    wait_until(lambda: not saver.unfinished)
     failed = tuple((0, n) for n in range(BATCH_OBJECTS, BLOCKS))
-    assert saver.take_done() == [Saved(1, failed)] and store.seen == ["put"]
+    assert saved(saver) == [Saved(1, failed)] and store.seen == ["put"]
 
 
 def test_the_store_is_closed_after_what_it_has(monkeypatch: Any) -> None:
@@ -98,7 +104,7 @@ def test_the_store_is_closed_after_what_it_has(monkeypatch: Any) -> None:
     saver, loader = Saver(store, PoolCounters()), Loader(store, PoolCounters())
     made = rank(store, saver, loader)
     monkeypatch.setattr(loader, "_load", reading(store))
-    saver.start(ORDER, database())
+    saver.start(ORDER, scope())
     loader.start(LoadOrder("r", (), {}, (), 30.0), None)  # type: ignore[arg-type]
     assert store.begun.wait(5)
     threading.Timer(0.2, store.go_on.set).start()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_pool_closing import database
+from test_pool_closing import saved, scope
 
 from kvferry.pool import rank as load_module
 from kvferry.pool.hits import Segment
@@ -152,9 +152,8 @@ def test_nobody_takes_the_place_of_a_stuck_thread(monkeypatch: Any) -> None:
 def test_a_save_without_a_thread_has_its_last_word(store: Any, monkeypatch: Any) -> None:
     saver = Saver(store, PoolCounters())
     with no_threads(monkeypatch, "kvferry-save"):
-        saver.start(SAVE, database())
-        assert saver.take_done() == [Saved(1, ((0, 0), (0, 1)))] and saver.unfinished == 0
-    saver.start(SAVE, database())
-    wait_until(lambda: not saver.unfinished)
-    assert saver.take_done() == [Saved(1)] and store.seen == ["put"]
+        saver.start(SAVE, scope())
+        assert saver.take_done() == [Saved(1, ((0, 0), (0, 1)))]
+    saver.start(SAVE, scope())
+    assert saved(saver) == [Saved(1)] and store.seen == ["put"]
     saver.close()

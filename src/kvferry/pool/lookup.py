@@ -72,12 +72,16 @@ class LookupQuestion:
 
     chain: ContentChain
     tokens: Sequence[int]
-    count: int
-    most_tokens: int
+    count: int  # tokens that the sequence had then; it may have grown since
     deadline: float
     first: bool = True  # False: asked again, because the first answer was too old
     answer: LookupAnswer | None = None
     given_at: float | None = None  # when the scheduler got the answer
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a hit: at least one token has to be computed."""
+        return self.count - 1
 
 
 class LookupKeyServer:
@@ -327,19 +331,14 @@ class LookupKeyClient:
         self._asked: dict[str, LookupQuestion] = {}
 
     def lookup(
-        self,
-        request_id: str,
-        chain: ContentChain,
-        tokens: Sequence[int],
-        count: int,
-        most_tokens: int,
+        self, request_id: str, chain: ContentChain, tokens: Sequence[int]
     ) -> LookupAnswer | None:
         """What the pool holds of the sequence, or None: ask again in the next step."""
         now = time.monotonic()
         asked = self._asked.get(request_id)
-        if asked is None or asked.most_tokens != most_tokens or _stale(asked, now):
+        if asked is None or asked.count != len(tokens) or _stale(asked, now):
             deadline = now + self._seconds
-            asked = LookupQuestion(chain, tokens, count, most_tokens, deadline, first=asked is None)
+            asked = LookupQuestion(chain, tokens, len(tokens), deadline, first=asked is None)
             self._asked[request_id] = asked
             self._counters.add("lookups")
             server = self._able_server(now)

@@ -78,8 +78,8 @@ class RankScope:
     memory: Mapping[int, ObjectMemory]  # by table
     bases: Ints
     plan: Callable[[str], ReadPlan]  # by layout id; raises a KvferryError
-    replica: int = 0  # this worker's number among those with the same rank and bytes
-    replicas: int = 1
+    replica: int  # this worker's number among those with the same rank and bytes
+    replicas: int
 
     def my_turn(self, table: int, numbers: Ints) -> Ints:
         """Indices of those blocks that this rank writes. Replicas take turns."""
@@ -107,17 +107,22 @@ class PoolRank:
         model: CacheModel,
         layout: RankLayout,
         bases: Sequence[int],
-        counters: PoolCounters | None = None,
         *,
         replica: int = 0,
         replicas: int = 1,
     ) -> None:
         """`replica` of `replicas`: this worker among those with the same rank and bytes."""
-        self.counters = counters or PoolCounters()
-        self._replica, self._replicas = replica, replicas
+        self.counters = PoolCounters()
         self._store, self._model, self._layout = store, model, layout
-        self._bases = np.asarray(bases, dtype=np.int64)
-        self._memory = object_memory(model, layout)
+        self._make_scope = partial(
+            RankScope,
+            rank=layout.rank,
+            memory=object_memory(model, layout),
+            bases=np.asarray(bases, dtype=np.int64),
+            plan=self._plan,
+            replica=replica,
+            replicas=replicas,
+        )
         self._records: dict[str, PoolLayout] = {}
         self._plans: dict[str, ReadPlan] = {}  # by layout id, made when first needed
         self._planning = threading.Lock()
@@ -136,16 +141,7 @@ class PoolRank:
         for layout_id, encoded in scope.records.items():
             if layout_id not in self._records:
                 self._records[layout_id] = read_record(encoded, layout_id)
-        self._scope = RankScope(
-            scope.metadata,
-            self._records[scope.layout_id],
-            self._layout.rank,
-            self._memory,
-            self._bases,
-            self._plan,
-            self._replica,
-            self._replicas,
-        )
+        self._scope = self._make_scope(scope.metadata, self._records[scope.layout_id])
 
     def _plan(self, layout_id: str) -> ReadPlan:
         with self._planning:
@@ -170,10 +166,6 @@ class PoolRank:
             self._loader.wait_done(seconds)
         else:
             time.sleep(seconds)
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._saver.unfinished or self._loader.running)
 
     def take(self) -> Ended:
         return Ended(
@@ -208,21 +200,12 @@ class Saver:
         self._store, self._counters = store, counters
         self._threads = Threads("kvferry-save", 1)
         self._done: deque[Saved] = deque()
-        self._open: set[int] = set()  # jobs without a report yet
-        self._lock = threading.Lock()
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._paused_until = 0.0
         self._closed = False
 
-    @property
-    def unfinished(self) -> int:
-        with self._lock:
-            return len(self._open)
-
     def start(self, order: SaveOrder, scope: RankScope, fence: Fence | None = None) -> None:
         """Take a job. `take_done` returns its report later."""
-        with self._lock:
-            self._open.add(order.job_id)
         try:
             self._threads.submit(partial(self._run, order, scope, fence))
         except KvferryError as error:  # the next job tries again
@@ -262,8 +245,6 @@ class Saver:
 
     def _end(self, order: SaveOrder, failed: set[tuple[int, int]]) -> None:
         """Report the job, with the blocks that were not saved."""
-        with self._lock:
-            self._open.discard(order.job_id)
         self._done.append(Saved(order.job_id, tuple(sorted(failed))))
 
     def _pause(self) -> None:
@@ -381,15 +362,8 @@ class Loader:
             self._threads.submit(partial(self._run, running, scope, fence))
         except KvferryError as error:
             with self._changed:
-                self._give_up(running, f"it did not begin: {error}")
-
-    def _give_up(self, running: _Running, why: str) -> None:
-        """Report a load that has written nothing and never will. Call it with the lock held."""
-        self._running.discard(running)
-        loaded = PoolLoaded(running.order.request_id, why, bad_from=_first_token(running.order))
-        self._done.append(loaded)
-        self._counters.add("load_errors")
-        self._count(loaded)
+                self._running.discard(running)
+                self._report(_failure(order, f"it did not begin: {error}"), raised=True)
 
     def wait_done(self, seconds: float) -> None:
         """Wait until a load has ended, at most `seconds`."""
@@ -402,16 +376,15 @@ class Loader:
         with self._changed:
             late = [r for r in self._running if not r.hung and now > r.deadline + HUNG_SECONDS]
             for running in late:
-                if not running.begun:
-                    self._give_up(running, "no thread had begun it by its deadline")
+                if not running.begun:  # it has written nothing, and never will
+                    self._running.discard(running)
+                    why = "no thread had begun it by its deadline"
+                    self._report(_failure(running.order, why), raised=True)
                     continue
                 running.hung = True
                 self._counters.add("load_hung")
-                error = "the store did not end the load by its deadline"
-                first = _first_token(running.order)
-                loaded = PoolLoaded(running.order.request_id, error, bad_from=first, hung=True)
-                self._done.append(loaded)
-                self._count(loaded)
+                why = "the store did not end the load by its deadline"
+                self._report(replace(_failure(running.order, why), hung=True))
                 for chunk in running.chunks:  # other loads must not wait behind these
                     self._crew.give_up(chunk)
             done = list(self._done)
@@ -439,8 +412,7 @@ class Loader:
 
     def _run(self, running: _Running, scope: RankScope, fence: Fence | None) -> None:
         order, began = running.order, time.monotonic()
-        first = _first_token(order)
-        loaded = PoolLoaded(order.request_id, "ended without a report", bad_from=first)
+        loaded = _failure(order, "ended without a report")
         raised = False
         try:
             if fence is not None:  # an earlier step may still write to these blocks
@@ -461,14 +433,14 @@ class Loader:
                 if running.hung:
                     self._recovered.append(order.request_id)
                 elif not reported:
-                    self._done.append(loaded)
-                    self._counters.add("load_errors", int(raised))
-                    self._count(loaded)
+                    self._report(loaded, raised=raised)
                 self._changed.notify_all()
 
-    def _count(self, loaded: PoolLoaded) -> None:
-        """Count a report. Call it with the lock held. A hung load is counted when it hangs."""
+    def _report(self, loaded: PoolLoaded, *, raised: bool = False) -> None:
+        """Report a load, once: when it ends or hangs. Call it with the lock held."""
+        self._done.append(loaded)
         self._counters.add("loads")
+        self._counters.add("load_errors", int(raised))
         self._counters.add("loaded_bytes", loaded.bytes)
         if not loaded.ok:
             self._counters.add("load_failures")
@@ -544,8 +516,10 @@ class Loader:
         return _Chunk(moved, tuple(bad))
 
 
-def _first_token(order: LoadOrder) -> int:
-    return min((s.start for s in order.segments), default=0)
+def _failure(order: LoadOrder, why: str) -> PoolLoaded:
+    """A report that nothing of a load can be used."""
+    first = min((s.start for s in order.segments), default=0)
+    return PoolLoaded(order.request_id, why, bad_from=first)
 
 
 def _cut(segment: Segment, plan: ReadPlan) -> list[Segment]:

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from math import lcm
 from typing import Any
 
@@ -57,16 +58,18 @@ class PoolScheduler:
         pin: Callable[[Sequence[int]], None],
         unpin: Callable[[Sequence[int]], None],
         null_block: int | None = 0,
-        counters: PoolCounters | None = None,
     ) -> None:
-        self.limits, self.counters = limits, counters or PoolCounters()
+        self.limits, self.counters = limits, PoolCounters()
         self._open_store = open_store
         self._null = null_block
         self._client: LookupKeyClient | None = None
         self._epoch = ""  # set by a reset before the start
         self._trackers: dict[str, RequestTracker] = {}
-        self._jobs = SaveJobs(pin, unpin, limits.most_pinned_blocks)
-        self._loads = LoadJobs(pin, unpin, null_block)
+        self._jobs: dict[int, SaveJob] = {}  # saves that some rank has not reported, by job id
+        self._job_ids = count()
+        self._saving = Pins(pin, unpin)  # blocks of these jobs
+        self._loads: dict[str, LoadOrder] = {}  # loads that some rank has not reported, by request
+        self._quarantine = Pins(pin, unpin)  # blocks of hung loads, by request
         self._keeps_old = False  # the engine's own cache may hold blocks of replaced weights
         self._orders = PoolOrders()
         self._told: set[str] = set()
@@ -176,20 +179,20 @@ class PoolScheduler:
         tracker.load = None
         # The request computes everything from here on, except for its local hit.
         tracker.old = self._keeps_old and (tracker.old or computed > 0)
-        count = len(tokens)
+        most = len(tokens) - 1
         if (
             self._client is None
             or not self.limits.lookup
             or tracker.over
             or tracker.loading is not None
-            or count - 1 < self.align_tokens
+            or most < self.align_tokens
         ):
             return 0
-        answer = self._client.lookup(request_id, tracker.chain, tokens, count, count - 1)
+        answer = self._client.lookup(request_id, tracker.chain, tokens)
         if answer is None:
             return None
         tracker.saved_tokens = max(tracker.saved_tokens, answer.saved_tokens)
-        hit = answer.hit_after(self._reader, count - 1, computed)
+        hit = answer.hit_after(self._reader, most, computed)
         spec = LoadSpec(hit, computed, answer.layouts)
         if spec.tokens < max(1, self.limits.min_load_tokens):
             return 0
@@ -221,7 +224,7 @@ class PoolScheduler:
             tuple(tuple(ids) for ids in tables),
             self.limits.load_seconds,
         )
-        self._loads.order(tracker.loading)
+        self._loads[request_id] = tracker.loading
         self._orders.loads.append(tracker.loading)
         self.counters.add("hit_tokens", external)
 
@@ -247,7 +250,8 @@ class PoolScheduler:
         start = min(stop, tracker.saved_tokens // self.align_tokens * self.align_tokens)
         if start == stop and not states:
             return
-        if self._jobs.full:
+        most = self.limits.most_pinned_blocks
+        if len(self._jobs) >= MOST_JOBS or self._saving.blocks >= most:
             self.counters.add("save_postponed")
             return
         chain, kinds = tracker.chain, self._ours.kinds
@@ -256,10 +260,16 @@ class PoolScheduler:
         if start < stop:
             blocks += blocks_to_save(kinds, chain, start, stop, tables(), self._null)
             tracker.saved_tokens = stop
-        order = self._jobs.order(tuple(blocks), self._ranks, self.limits.save_seconds, tag)
-        if order is not None:
-            self._orders.saves.append(order)
-            self.counters.add("save_jobs")
+        if blocks:
+            self._save(tuple(blocks), tag)
+
+    def _save(self, tables: tuple[TableBlocks, ...], tag: Any) -> None:
+        """Order a job for these blocks."""
+        job_id = next(self._job_ids)
+        self._jobs[job_id] = SaveJob(tables, tag)
+        self._saving.add(job_id, [i for t in tables for i in t.block_ids], self._ranks)
+        self._orders.saves.append(SaveOrder(job_id, tables, self.limits.save_seconds))
+        self.counters.add("save_jobs")
 
     def finished(self, request_id: str) -> None:
         """A request is over. Its pinned blocks stay pinned until their jobs have ended."""
@@ -273,9 +283,18 @@ class PoolScheduler:
         orders, self._orders = self._orders, PoolOrders()
         return orders
 
-    def saved(self, reports: Iterable[Saved]) -> list[SavedBlocks]:
+    def saved(self, reports: Iterable[Saved]) -> list[SaveJob]:
         """Take ranks' reports about save jobs. Returns the jobs that are over now."""
-        return self._jobs.reported(reports)
+        over = []
+        for report in reports:
+            job = self._jobs.get(report.job_id)
+            if job is None:
+                log.error("a rank reported save job %d, which is not open", report.job_id)
+                continue
+            job.failed.update(report.failed)
+            if self._saving.release(report.job_id):
+                over.append(self._jobs.pop(report.job_id))
+        return over
 
     def loaded(self, reports: Iterable[PoolLoaded]) -> None:
         """Take one rank's reports about loads."""
@@ -284,12 +303,14 @@ class PoolScheduler:
             if not report.ok and tracker is not None:
                 tracker.over = True  # it computes the rest, and saves that again
                 tracker.saved_tokens = min(tracker.saved_tokens, report.bad_from or 0)
-            if report.hung:
-                self._loads.hung(report.request_id)
+            order = self._loads.get(report.request_id)
+            if report.hung and order is not None:
+                ids = [i for table in order.tables for i in table if i != self._null]
+                self._quarantine.add(report.request_id, ids, ranks=1)
 
     def load_over(self, request_id: str) -> None:
-        """All ranks have ended a request's load; the request itself may be gone."""
-        self._loads.over(request_id)
+        """All ranks have reported a request's load. The request itself may be gone."""
+        self._loads.pop(request_id, None)
         tracker = self._trackers.get(request_id)
         if tracker is not None and tracker.loading is not None:
             stop = max((s.stop for s in tracker.loading.segments), default=0)
@@ -301,16 +322,17 @@ class PoolScheduler:
 
     def recovered(self, request_ids: Iterable[str]) -> None:
         """Hung loads that have ended on some rank."""
-        self._loads.recovered(request_ids)
+        for request_id in request_ids:
+            self._quarantine.release(request_id)
 
     @property
     def pinned_blocks(self) -> int:
-        return self._jobs.pinned_blocks + self._loads.quarantined_blocks
+        return self._saving.blocks + self._quarantine.blocks
 
     @property
     def quarantined_blocks(self) -> int:
         """Blocks of loads that hang. The engine must not reuse them until the loads have ended."""
-        return self._loads.quarantined_blocks
+        return self._quarantine.blocks
 
     @property
     def has_work(self) -> bool:
@@ -437,76 +459,13 @@ def states_to_save(
             )
 
 
-@dataclass(slots=True)
-class _Job:
-    """A save job that some rank has not reported."""
-
-    block_ids: list[int]
-    tables: tuple[TableBlocks, ...]
-    tag: Any
-    waiting: int
-    failed: set[tuple[int, int]] = field(default_factory=set)
-
-
 @dataclass(frozen=True, slots=True)
-class SavedBlocks:
-    """A save job that all ranks have reported, with the caller's tag."""
+class SaveJob:
+    """Blocks that ranks save. It is over when every rank has reported it."""
 
     tables: tuple[TableBlocks, ...]
-    failed: frozenset[tuple[int, int]]
-    tag: Any
-
-
-class SaveJobs:
-    """Jobs under way, and their pins."""
-
-    def __init__(
-        self,
-        pin: Callable[[Sequence[int]], None],
-        unpin: Callable[[Sequence[int]], None],
-        most_pinned_blocks: int,
-    ) -> None:
-        self._pin, self._unpin, self._most = pin, unpin, most_pinned_blocks
-        self._jobs: dict[int, _Job] = {}
-        self._next = 0
-        self.pinned_blocks = 0
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    @property
-    def full(self) -> bool:
-        return len(self._jobs) >= MOST_JOBS or self.pinned_blocks >= self._most
-
-    def order(
-        self, tables: tuple[TableBlocks, ...], ranks: int, seconds: float, tag: Any
-    ) -> SaveOrder | None:
-        """A job for these blocks; None if there are none."""
-        ids = [i for blocks in tables for i in blocks.block_ids]
-        if not ids:
-            return None
-        job_id, self._next = self._next, self._next + 1
-        self._pin(ids)
-        self.pinned_blocks += len(ids)
-        self._jobs[job_id] = _Job(ids, tables, tag, ranks)
-        return SaveOrder(job_id, tables, seconds)
-
-    def reported(self, reports: Iterable[Saved]) -> list[SavedBlocks]:
-        """Take ranks' reports. Unpins and returns the jobs that all ranks have reported."""
-        over = []
-        for report in reports:
-            job = self._jobs.get(report.job_id)
-            if job is None:
-                log.error("a rank reported save job %d, which is not open", report.job_id)
-                continue
-            job.failed |= set(report.failed)
-            job.waiting -= 1
-            if job.waiting == 0:
-                del self._jobs[report.job_id]
-                self.pinned_blocks -= len(job.block_ids)
-                self._unpin(job.block_ids)
-                over.append(SavedBlocks(job.tables, frozenset(job.failed), job.tag))
-        return over
+    tag: Any  # the caller's
+    failed: set[tuple[int, int]] = field(default_factory=set)  # not stored, as (table, number)
 
 
 # Loads
@@ -536,54 +495,39 @@ def segments_to_load(spec: LoadSpec, external: int, full: bool) -> tuple[Segment
 
 
 @dataclass(slots=True)
-class _Hung:
+class _Pinned:
     block_ids: list[int]
-    ranks: int = 0  # ranks on which it has not ended
+    ranks: int = 0  # that still use the blocks
 
 
-class LoadJobs:
-    """Loads that some rank has not ended, and the pinned blocks of those that hang."""
+class Pins:
+    """Blocks that the engine must not reuse yet, because ranks use them for a job or a load."""
 
     def __init__(
-        self,
-        pin: Callable[[Sequence[int]], None],
-        unpin: Callable[[Sequence[int]], None],
-        null_block: int | None,
+        self, pin: Callable[[Sequence[int]], None], unpin: Callable[[Sequence[int]], None]
     ) -> None:
-        self._pin, self._unpin, self._null = pin, unpin, null_block
-        self._orders: dict[str, LoadOrder] = {}
-        self._hung: dict[str, _Hung] = {}
+        self._pin, self._unpin = pin, unpin
+        self._pinned: dict[Hashable, _Pinned] = {}
+        self.blocks = 0
 
-    def order(self, order: LoadOrder) -> None:
-        self._orders[order.request_id] = order
+    def add(self, name: Hashable, block_ids: list[int], ranks: int) -> None:
+        """So many more ranks use these blocks."""
+        pinned = self._pinned.get(name)
+        if pinned is None:
+            self._pin(block_ids)
+            self.blocks += len(block_ids)
+            pinned = self._pinned[name] = _Pinned(block_ids)
+        pinned.ranks += ranks
 
-    def over(self, request_id: str) -> None:
-        """All ranks have reported the load, as ended or as hung."""
-        self._orders.pop(request_id, None)
-
-    def hung(self, request_id: str) -> None:
-        """A load hangs on one more rank."""
-        order = self._orders.get(request_id)
-        if order is None:
-            return
-        hung = self._hung.get(request_id)
-        if hung is None:
-            ids = [i for table in order.tables for i in table if i != self._null]
-            self._pin(ids)
-            hung = self._hung[request_id] = _Hung(ids)
-        hung.ranks += 1
-
-    def recovered(self, request_ids: Iterable[str]) -> None:
-        """Hung loads that have ended on some rank."""
-        for request_id in request_ids:
-            hung = self._hung.get(request_id)
-            if hung is None:
-                continue
-            hung.ranks -= 1
-            if hung.ranks == 0:
-                del self._hung[request_id]
-                self._unpin(hung.block_ids)
-
-    @property
-    def quarantined_blocks(self) -> int:
-        return sum(len(hung.block_ids) for hung in self._hung.values())
+    def release(self, name: Hashable) -> bool:
+        """One rank no longer uses the blocks. True if it was the last one."""
+        pinned = self._pinned.get(name)
+        if pinned is None:
+            return False
+        pinned.ranks -= 1
+        if pinned.ranks:
+            return False
+        del self._pinned[name]
+        self.blocks -= len(pinned.block_ids)
+        self._unpin(pinned.block_ids)
+        return True

@@ -20,7 +20,7 @@ from kvferry.pool.scheduler import (
     PoolOrders,
     PoolScheduler,
     RequestTracker,
-    SavedBlocks,
+    SaveJob,
     WholeState,
 )
 from kvferry.pool.weights import NOT_SHARED, Adapters, Asked, engine_weights
@@ -294,7 +294,7 @@ class PoolEvents:
         events, self._events = self._events, []
         return events
 
-    def stored(self, saved: SavedBlocks) -> None:
+    def stored(self, saved: SaveJob) -> None:
         if not self.wanted:
             return
         from vllm.distributed.kv_events import BlockStored
