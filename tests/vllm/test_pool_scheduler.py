@@ -260,11 +260,11 @@ def test_abort_while_loading_saves_nothing(make: Make, faults: Any) -> None:
     first = make()
     first.add("a", prompt(1, 200))
     first.run()
-    release = threading.Event()
-    faults["get"] = lambda *_: release.wait(20) and None
+    reading, release = threading.Event(), threading.Event()
+    faults["get"] = lambda *_: reading.set() or (release.wait(20) and None)
     second = make(tp=2)
     second.add("b", prompt(1, 200))
-    while not any(rank.busy for rank in second.pool_ranks):
+    while not reading.is_set():
         second.step()
     second.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
     second.step()
@@ -288,9 +288,9 @@ def test_abort_while_a_load_hangs(make: Make, faults: Any, monkeypatch: Any) -> 
     first = make()
     first.add("a", prompt(1, 200))
     first.run()
-    release = threading.Event()
+    reading, release = threading.Event(), threading.Event()
     second = make(tp=2, blocks=40, extra={"load_seconds": 0.5})
-    faults["get"] = lambda *_: release.wait(30) and None
+    faults["get"] = lambda *_: reading.set() or (release.wait(30) and None)
     told, take = [0], second.connector.get_kv_connector_stats
 
     def stats() -> Any:
@@ -301,7 +301,7 @@ def test_abort_while_a_load_hangs(make: Make, faults: Any, monkeypatch: Any) -> 
 
     monkeypatch.setattr(second.connector, "get_kv_connector_stats", stats)
     second.add("b", prompt(1, 200))
-    while not any(rank.busy for rank in second.pool_ranks):
+    while not reading.is_set():
         second.step()
     second.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
     deadline = time.monotonic() + 10

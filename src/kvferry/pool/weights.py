@@ -39,19 +39,19 @@ import contextlib
 import logging
 import math
 import os
-import queue
 import re
 import secrets
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from hashlib import blake2b
+from functools import partial
+from hashlib import blake2b, file_digest
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from kvferry.errors import DescriptionError
+from kvferry.errors import DescriptionError, KvferryError
+from kvferry.workers import Threads
 
 log = logging.getLogger("kvferry")
 
@@ -62,7 +62,6 @@ MOST_SAMPLES = 1 << 15  # in all files: seconds, even with a round trip to a fil
 THREADS = 8
 MOST_HEADER_BYTES = 100 << 20
 WHOLE_BYTES = 256 << 20  # files of up to this size in all are read whole, in tenths of a second
-READ_BYTES = 1 << 20
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -162,60 +161,52 @@ def _noted(file: Path) -> str | None:
 
 def _digest(files: Sequence[Path]) -> str:
     digest = blake2b(digest_size=16)
-    if sum(file.stat().st_size for file in files) <= WHOLE_BYTES:
-        with ThreadPoolExecutor(THREADS, "kvferry-weights") as threads:
+    with ThreadPoolExecutor(THREADS, "kvferry-weights") as threads:
+        if sum(file.stat().st_size for file in files) <= WHOLE_BYTES:
             for file, content in zip(files, threads.map(_content, files), strict=True):
                 digest.update(f"{file.name} {content}\n".encode())
-        return digest.hexdigest()
-    unknown = []
-    for file in files:
-        content = _blob(file) or ""
-        if not _SHA256.fullmatch(content):
-            content = _noted(file) or ""
-        digest.update(f"{file.name} {file.stat().st_size} {content}\n".encode())
-        if not content:
-            unknown.append(file)
-    total = sum(file.stat().st_size for file in unknown)
-    apart = max(SAMPLE_EVERY_BYTES, total // MOST_SAMPLES)
-    with ThreadPoolExecutor(THREADS, "kvferry-weights") as threads:
+            return digest.hexdigest()
+        unknown = []
+        for file in files:
+            content = _blob(file) or ""
+            if not _SHA256.fullmatch(content):
+                content = _noted(file) or ""
+            digest.update(f"{file.name} {file.stat().st_size} {content}\n".encode())
+            if not content:
+                unknown.append(file)
+        total = sum(file.stat().st_size for file in unknown)
+        apart = max(SAMPLE_EVERY_BYTES, total // MOST_SAMPLES)
         for file in unknown:
-            stat = file.stat()
-            digest.update(f"{file.name} {int(stat.st_mtime)}\n".encode())
-            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-                digest.update(_contents_table(file, fd))
-                last = max(0, stat.st_size - SAMPLE_BYTES)
-                places = [*range(0, last, apart), last]
-                shares = [places[i::THREADS] for i in range(THREADS)]
-                for sampled in threads.map(_sample, [fd] * THREADS, shares):
-                    digest.update(sampled)
-            finally:
-                os.close(fd)
+            digest.update(f"{file.name} {int(file.stat().st_mtime)}\n".encode())
+            with file.open("rb") as opened:
+                for part in _samples(opened, apart, threads):
+                    digest.update(part)
     return digest.hexdigest()
 
 
 def _content(file: Path) -> str:
-    digest = blake2b(digest_size=32)
     with file.open("rb") as opened:
-        while some := opened.read(READ_BYTES):
-            digest.update(some)
-    return digest.hexdigest()
+        return file_digest(opened, lambda: blake2b(digest_size=32)).hexdigest()
 
 
-def _contents_table(file: Path, fd: int) -> bytes:
-    """The header of a safetensors file: names, shapes and offsets of all tensors."""
-    if file.suffix != ".safetensors":
-        return b""
-    size = int.from_bytes(os.pread(fd, 8, 0), "little")
-    return os.pread(fd, min(size, MOST_HEADER_BYTES), 8)
+def _samples(opened: BinaryIO, apart: int, threads: ThreadPoolExecutor) -> Iterator[bytes]:
+    """The table of contents of a safetensors file (names, shapes, offsets), and digests of samples
+    of any file."""
+    fd = opened.fileno()
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    if opened.name.endswith(".safetensors"):
+        size = int.from_bytes(os.pread(fd, 8, 0), "little")
+        yield os.pread(fd, min(size, MOST_HEADER_BYTES), 8)
+    last = max(0, os.fstat(fd).st_size - SAMPLE_BYTES)
+    places = [*range(0, last, apart), last]
 
+    def sample(share: int) -> bytes:
+        digest = blake2b(digest_size=16)
+        for place in places[share::THREADS]:
+            digest.update(os.pread(fd, SAMPLE_BYTES, place))
+        return digest.digest()
 
-def _sample(fd: int, places: Sequence[int]) -> bytes:
-    digest = blake2b(digest_size=16)
-    for place in places:
-        digest.update(os.pread(fd, SAMPLE_BYTES, place))
-    return digest.digest()
+    yield from threads.map(sample, range(THREADS))
 
 
 # LoRA adapters
@@ -283,15 +274,13 @@ class Adapters:
     """The adapters of one engine.
 
     settings  the engine's settings that change what adapters compute (`adapter_settings`)
-    outcome   what happens to requests whose adapter has no digest, for the log
     """
 
-    def __init__(self, settings: str = "", outcome: str = "are kept out of the pool") -> None:
-        self._settings, self._outcome = settings, outcome
+    def __init__(self, settings: str = "") -> None:
+        self._settings = settings
         self._readings: dict[int, _Reading] = {}  # by number
         self._told: set[tuple[int, str]] = set()
-        self._queue: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._threads = Threads("kvferry-lora", 1)
 
     def ask(self, request: Any, seconds: float = math.inf) -> Asked | None:
         """Ask for the adapter of a vLLM request; None if it has none.
@@ -315,31 +304,22 @@ class Adapters:
             )
         elif reading is None or reading.digest == NOT_SHARED:  # after a failure, read again
             reading = self._readings[adapter.number] = _Reading(adapter)
-            self._begin(reading)
+            try:
+                self._threads.submit(partial(self._read, reading))
+            except KvferryError as error:  # the next request tries again
+                self._tell(adapter, str(error))
+                reading.digest = NOT_SHARED
         return Asked(adapter, reading, time.monotonic() + seconds)
 
     def close(self) -> None:
-        self._queue.put(None)
+        self._threads.close()
 
-    def _begin(self, reading: _Reading) -> None:
-        if self._thread is None:  # a daemon, so that a hanging file server does not block the exit
-            thread = threading.Thread(target=self._serve, name="kvferry-lora", daemon=True)
-            try:
-                thread.start()
-            except (RuntimeError, MemoryError) as error:  # the next request tries again
-                self._tell(reading.adapter, str(error))
-                reading.digest = NOT_SHARED
-                return
-            self._thread = thread
-        self._queue.put(reading)
-
-    def _serve(self) -> None:
-        while (reading := self._queue.get()) is not None:
-            try:
-                reading.digest = self._digest(reading.adapter)
-            except Exception as error:  # bad files must not end the thread
-                self._tell(reading.adapter, str(error))
-                reading.digest = NOT_SHARED
+    def _read(self, reading: _Reading) -> None:
+        try:
+            reading.digest = self._digest(reading.adapter)
+        except Exception as error:  # a later request reads the files again
+            self._tell(reading.adapter, str(error))
+            reading.digest = NOT_SHARED
 
     def _digest(self, adapter: Adapter) -> str:
         if adapter.in_place:
@@ -359,7 +339,7 @@ class Adapters:
         if (adapter.number, why) not in self._told:
             self._told.add((adapter.number, why))
             log.warning(
-                "requests with the LoRA adapter of %s %s: %s", adapter.path, self._outcome, why
+                "requests with the LoRA adapter of %s are not shared: %s", adapter.path, why
             )
 
 

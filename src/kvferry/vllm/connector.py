@@ -82,7 +82,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         schedules = role == KVConnectorRole.SCHEDULER
         if schedules:
             self._prompts = Prompts.of(vllm_config)
-            self._adapters = Adapters(adapter_settings(vllm_config), "are not shared")
+            self._adapters = Adapters(adapter_settings(vllm_config))
         handover, pool = self._sections(vllm_config.kv_transfer_config)
         if handover is not None:
             self._make_handover(handover, schedules)
