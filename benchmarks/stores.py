@@ -394,7 +394,6 @@ def store_of(address: str, segment_bytes: int) -> MooncakeStore:
             global_segment_size=segment_bytes,
             local_buffer_size=64 << 20,
         ),
-        hold_memory=True,  # as engines use it
     )
 
 

@@ -129,10 +129,6 @@ POOL: Mapping[str, Words] = {
         "the Hub's commit, or read off the files",
         "Names the weights ([what is shared with whom](pool.md#what-is-shared-with-whom)).",
     ),
-    "load_async": "A key of vLLM's connector; loads are asynchronous whatever it says.",
-    "discard_partial_chunks": "A key of vLLM's connector; only whole blocks are kept, whatever it "
-    "says.",
-    "lookup_rpc_port": ("", "A key of vLLM's connector; no port is needed."),
     "enable_lookup": "Whether requests are looked up; `false` only saves.",
     "save_decode_cache": (
         "true; of `MooncakeStoreConnector` and `kv_consumer`, false",
@@ -169,7 +165,10 @@ THEIRS: Mapping[str, Mapping[str, str]] = {
     },
     "store": {
         "preferred_segment": "No effect, and logged: Mooncake chooses where blocks lie.",
+        "load_async": "No effect: loads are always asynchronous.",
         "lookup_async": "No effect: lookups are always asynchronous.",
+        "lookup_rpc_port": "No effect: no port is needed.",
+        "discard_partial_chunks": "No effect: only whole blocks are kept.",
         "consumer_is_to_put": "No effect; see `save_decode_cache`.",
         "custom_mem_pool": "No effect.",
         "enable_cross_layers_blocks": "No effect.",
@@ -226,7 +225,6 @@ VARIABLES: Mapping[str, str] = {
     "MOONCAKE_MASTER": "Mooncake's master, `host:port`.",
     "MOONCAKE_DEVICE": "Mooncake Store's `device_name`.",
     "MOONCAKE_TE_META_DATA_SERVER": "Mooncake Store's `metadata_server`.",
-    "MOONCAKE_OFFLOAD_ENABLED": "Mooncake Store's `enable_offload`; accepted, and changes nothing.",
     "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "The name under which other hosts reach this one.",
     "MOONCAKE_PREFERRED_SEGMENT": "Not supported, which is logged.",
 }
@@ -238,7 +236,6 @@ STORE: Mapping[str, Words] = {
     "mode": "`embedded`: the engine gives memory to the pool; `standalone-store`: it gives none.",
     "global_segment_size": "Bytes that each engine process gives; 0 with `standalone-store`.",
     "local_buffer_size": "Bytes of the client's own buffer.",
-    "enable_offload": "Accepted, and changes nothing.",
     "tenant_id": "Mooncake's tenant.",
     "local_hostname": (
         "`VLLM_HOST_IP`, or the address from which the master is reached",

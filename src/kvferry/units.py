@@ -9,6 +9,8 @@ from kvferry.errors import DescriptionError
 
 MOST_PORT = 65535
 _LINK = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt])(bit|b|B)(?:/s|ps)?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
+_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
@@ -25,6 +27,17 @@ def parse_link(text: str) -> float:
             f"a link must have some speed, found {text!r}; write 400Gbit or 50GB"
         )
     return speed
+
+
+def parse_size(value: object) -> int:
+    """Bytes of 80GB, 80GiB, "512 mb", 1024; all of these units are powers of 1024."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _SIZE.fullmatch(str(value))
+    if match is None:
+        raise DescriptionError(f"a size of {value!r}; write 80GB, 512MB or a number of bytes")
+    amount, unit = match.groups()
+    return int(float(amount) * _BYTES[unit.lower()])
 
 
 def parse_sizes(text: str) -> list[int]:

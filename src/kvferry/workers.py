@@ -30,7 +30,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from enum import Enum
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -238,58 +237,35 @@ def _begin_in_child() -> None:
 os.register_at_fork(after_in_child=_begin_in_child)
 
 
-LATE_SECONDS = 15.0  # Mooncake's client gives up on a dead master after about five
 MAX_ABANDONED = 16
-
-
-class BlockUse(Enum):
-    """What a call does to blocks of its caller."""
-
-    NONE = "none"
-    READS = "reads"
-    WRITES = "writes"
 
 
 class LateCalls:
     """Calls of one client that takes no deadline, each with one. No call waits for another.
 
     The caller leaves at its deadline with `StoreError`, and the call is *abandoned*, with its
-    thread. While `most_hanging` calls hang, all others fail at once.
-
-    A call that moves blocks could still touch its caller's memory after that. A late put would
-    store another request's bytes under this request's key; a late get would overwrite another
-    request's cache. So the caller of a call that writes stays `LATE_SECONDS` longer, which covers a
-    client's own timeouts. `late_writes` counts the calls that had not ended even then: memory that
-    was handed to them must not be used again. With `hold_memory`, the callers of calls that read or
-    write blocks stay until the call has ended, however long that takes: for callers that pin and
-    quarantine blocks.
+    thread. While `most_hanging` calls hang, all others fail at once. An abandoned call goes on, so
+    no call may use memory of its caller.
     """
 
-    def __init__(
-        self, client: str, *, hold_memory: bool = False, most_hanging: int = MAX_ABANDONED
-    ) -> None:
-        self._client, self._hold, self._most = client, hold_memory, most_hanging
+    def __init__(self, client: str, *, most_hanging: int = MAX_ABANDONED) -> None:
+        self._client, self._most = client, most_hanging
         self._threads = Threads(f"kvferry-{client}", sys.maxsize, most_stuck=sys.maxsize)
-        self._lock = threading.Lock()
-        self.abandoned = 0
-        self.late_writes = 0
 
-    def __call__(
-        self,
-        what: str,
-        function: Callable[[], T],
-        deadline: float,
-        memory: BlockUse = BlockUse.NONE,
-    ) -> T:
+    def __call__(self, what: str, function: Callable[[], T], deadline: float) -> T:
         """The function's result by the deadline, or `StoreError`."""
-        if self._hold and memory is not BlockUse.NONE:
-            call = Call(function)
-            call()  # it is waited for in any case: no other thread is needed
-        else:
-            call = self._begin(what, function)
-            if not _ended(call, deadline - time.monotonic()):
-                raise StoreError(self._give_up(what, call, memory is BlockUse.WRITES))
-        error = call.exception()
+        if self.hanging >= self._most:
+            raise StoreError(f"{self.hanging} calls of {self._client} hang; {what} refused")
+        try:
+            call = self._threads.call(function)
+        except KvferryError as error:
+            raise StoreError(f"{self._client}'s {what} failed: {error}") from None
+        try:
+            error = call.exception(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:  # what the call itself raises is returned, not raised
+            call.cancel()
+            self._threads.give_up(call)
+            raise StoreError(f"{self._client}'s {what} did not end by its deadline") from None
         if error is None:
             return call.result()
         if isinstance(error, StoreError):
@@ -304,30 +280,3 @@ class LateCalls:
     def close(self) -> None:
         """Let idle threads end, and others when their calls do."""
         self._threads.close()
-
-    def _begin(self, what: str, function: Callable[[], T]) -> Call[T]:
-        if self.hanging >= self._most:
-            raise StoreError(f"{self.hanging} calls of {self._client} hang; {what} refused")
-        try:
-            return self._threads.call(function)
-        except KvferryError as error:
-            raise StoreError(f"{self._client}'s {what} failed: {error}") from None
-
-    def _give_up(self, what: str, call: Call[Any], writes: bool) -> str:
-        ended = (writes and _ended(call, LATE_SECONDS)) or call.cancel()
-        late = writes and not ended and not call.done()
-        self._threads.give_up(call)
-        with self._lock:
-            self.abandoned += 1
-            self.late_writes += late
-        more = "; its memory may still be written to" if late else ""
-        return f"{self._client}'s {what} did not end by its deadline{more}"
-
-
-def _ended(call: Call[Any], seconds: float) -> bool:
-    """Whether the call ends within this time."""
-    try:
-        call.exception(max(0.0, seconds))
-    except TimeoutError:  # what the call itself raises is returned, not raised
-        return False
-    return True

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
-from kvferry.pool.store import Bools, Outcome, Ranges, Slices, Store, StoreStats
+from kvferry.pool.store import Bools, Outcome, Ranges, Slices, Store
 
 DIGEST = 16
 
@@ -108,10 +108,6 @@ class DirStore:
         for key in there:
             self.file(key).unlink()
         return len(there)
-
-    def stats(self) -> StoreStats:
-        sizes = [file.stat().st_size for file in self.path.iterdir()]
-        return StoreStats(len(sizes), sum(sizes), 1 << 40)
 
     def close(self) -> None:
         """Nothing is open."""

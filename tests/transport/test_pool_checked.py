@@ -15,7 +15,7 @@ from test_pool_staged import FAR, FarMemory
 from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.host import HostMemory
 from kvferry.pool import wrappers
-from kvferry.pool.store import Bools, Outcome, Ranges, Slices, StoreStats
+from kvferry.pool.store import Bools, Outcome, Ranges, Slices
 from kvferry.pool.wrappers import HEADER_BYTES, CheckedStore
 from kvferry.verify.oracle import Oracle
 from pool_engine import SmallEngine
@@ -79,9 +79,6 @@ class PlainStore:
 
     def remove(self, keys: Sequence[str], deadline: float) -> int:
         return sum(self.objects.pop(key, None) is not None for key in keys)
-
-    def stats(self) -> StoreStats:
-        return StoreStats(len(self.objects), 0, 1 << 40)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.errors import StoreError
-from kvferry.pool.mooncake import MooncakeStoreConfig, parse_size
+from kvferry.errors import DescriptionError, StoreError
+from kvferry.pool.mooncake import MooncakeStoreConfig
+from kvferry.units import parse_size
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_sizes(text: object, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "much", "-1", "1.2.3GB", None, -5, "5 elephants"])
 def test_bad_sizes(text: object) -> None:
-    with pytest.raises(StoreError, match="80GB"):
+    with pytest.raises(DescriptionError, match="80GB"):
         parse_size(text)
 
 
@@ -81,17 +82,16 @@ def test_a_file_means_what_it_means_to_vllm(tmp_path: Path) -> None:
 def test_variables_have_two_names() -> None:
     """The field in capitals, and what Mooncake's own processes read, which wins."""
     ours = {"MOONCAKE_MASTER_SERVER_ADDRESS": "h:1", "MOONCAKE_DEVICE_NAME": "mlx5_0"}
-    ours |= {"MOONCAKE_METADATA_SERVER": "http://a/metadata", "MOONCAKE_ENABLE_OFFLOAD": "false"}
+    ours |= {"MOONCAKE_METADATA_SERVER": "http://a/metadata"}
     theirs = {"MOONCAKE_MASTER": "h:2", "MOONCAKE_DEVICE": "mlx5_1"}
     theirs |= {"MOONCAKE_TE_META_DATA_SERVER": "http://b/metadata"}
-    theirs |= {"MOONCAKE_OFFLOAD_ENABLED": "on"}
 
     def read(variables: dict[str, str]) -> tuple[Any, ...]:
         c = MooncakeStoreConfig.load(variables)
-        return c.master_server_address, c.device_name, c.metadata_server, c.enable_offload
+        return c.master_server_address, c.device_name, c.metadata_server
 
-    assert read(ours) == ("h:1", "mlx5_0", "http://a/metadata", False)
-    assert read(theirs) == ("h:2", "mlx5_1", "http://b/metadata", True)
+    assert read(ours) == ("h:1", "mlx5_0", "http://a/metadata")
+    assert read(theirs) == ("h:2", "mlx5_1", "http://b/metadata")
     assert read({**theirs, **ours}) == read(theirs)
 
 
@@ -148,7 +148,7 @@ def test_refusals(tmp_path: Path) -> None:
         MooncakeStoreConfig.load({"MOONCAKE_CONFIG_PATH": str(tmp_path / "none")})
     with pytest.raises(StoreError, match="standalone-store"):
         MooncakeStoreConfig.load({"MOONCAKE_MASTER": "h:1", "MOONCAKE_MODE": "else"})
-    for bad in ({"local_hostname": 5}, {"protocol": ["tcp"]}, {"enable_offload": "maybe"}):
+    for bad in ({"local_hostname": 5}, {"protocol": ["tcp"]}):
         with pytest.raises(StoreError, match=next(iter(bad))):
             MooncakeStoreConfig.of({"master_server_address": "h:1", **bad})
     assert MooncakeStoreConfig.of(

@@ -16,7 +16,7 @@ from kvferry.pool.keys import ContentChain
 from kvferry.pool.lookup import EvictionWatch
 from kvferry.pool.objects import TableKind
 from kvferry.pool.scheduler import WholeState, states_to_save
-from kvferry.workers import BlockUse, LateCalls
+from kvferry.workers import LateCalls
 from waiting import wait_until
 
 
@@ -39,7 +39,7 @@ def test_a_call_that_hangs_keeps_nobody_waiting() -> None:
     with pytest.raises(StoreError, match="deadline"):
         calls("look", lambda: release.wait(5), soon(0.05))
     assert calls("look", lambda: 7, soon()) == 7
-    assert (calls.abandoned, calls.hanging) == (1, 1)
+    assert calls.hanging == 1
     release.set()
     wait_until(lambda: calls.hanging == 0)
 
@@ -54,20 +54,6 @@ def test_too_many_that_hang() -> None:
     release.set()
     wait_until(lambda: calls.hanging == 0)
     assert calls("look", lambda: 7, soon()) == 7
-
-
-def test_memory_is_held() -> None:
-    """With blocks in its hands, a call is waited for, past any deadline; lookups are not."""
-    calls = LateCalls("x", hold_memory=True)
-    release = threading.Event()
-    for memory in (BlockUse.READS, BlockUse.WRITES):
-        release.clear()
-        threading.Timer(0.05, release.set).start()
-        assert calls("move", lambda: release.wait(20) and 3, soon(0.0), memory) == 3
-    release.clear()
-    with pytest.raises(StoreError, match="deadline"):
-        calls("look", lambda: release.wait(20), soon(0.0))
-    release.set()
 
 
 def test_errors_of_calls() -> None:

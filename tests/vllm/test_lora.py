@@ -58,7 +58,7 @@ class Engine:
     """What of a scheduler hands over."""
 
     def __init__(self, settings: str = "") -> None:
-        self.adapters = Adapters(settings, "are not handed over")
+        self.adapters = Adapters(settings)
         self.orders = HandoverOrders()
         parts = handover_parts("mooncake", adapters=self.adapters, orders=self.orders)
         self.stats = parts.stats

@@ -35,20 +35,11 @@ from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.describe import _interior, cache_rank, replicas
 from kvferry.vllm.fingerprint import Prompts
 from kvferry.vllm.metadata import FerryHandshake, PoolReport
-from kvferry.vllm.pool.config import PoolConfig, parse_bytes
+from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler
 from kvferry.vllm.pool.worker import PoolWorker
 
 BLOCK = 16
-
-
-def test_sizes() -> None:
-    assert parse_bytes("80GB") == parse_bytes("80GiB") == 80 << 30  # as in Mooncake
-    assert parse_bytes("512MiB") == 512 << 20
-    assert parse_bytes("1.5KiB") == 1536
-    assert parse_bytes(4096) == parse_bytes("4096") == 4096
-    with pytest.raises(DescriptionError, match="cannot read a size"):
-        parse_bytes("much")
 
 
 def test_loads_wait_for_a_step_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

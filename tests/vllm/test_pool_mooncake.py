@@ -30,7 +30,7 @@ def master(tmp_path: Path) -> Iterator[Master]:
 
 
 def opener(master: Master) -> Callable[[], MooncakeStore]:
-    return lambda: MooncakeStore(master.config(MEMORY, MEMORY), hold_memory=True)
+    return lambda: MooncakeStore(master.config(MEMORY, MEMORY))
 
 
 def two_to_one() -> CaseDict:

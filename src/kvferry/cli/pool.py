@@ -20,8 +20,7 @@ from kvferry.errors import StoreError
 from kvferry.pool.embedded.disk import DISK_LINK
 from kvferry.pool.embedded.index import peek
 from kvferry.pool.embedded.store import EmbeddedStore, default_directory
-from kvferry.pool.mooncake import parse_size
-from kvferry.units import show_bytes, show_seconds
+from kvferry.units import parse_size, show_bytes, show_seconds
 
 app = typer.Typer(help="The embedded store of this host.", no_args_is_help=True)
 

@@ -35,7 +35,7 @@ from kvferry.layout.placement import Ints, RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.net.messages import EngineInfo, RankInfo
 from kvferry.plan import EdgePlan, plan_pair
-from kvferry.plan.bind import Binder, Bound
+from kvferry.plan.bind import Binder
 from kvferry.plan.pieces import Piece
 from kvferry.pool.hits import Segment
 from kvferry.pool.keys import Fragment, KeyMetadata
@@ -43,6 +43,7 @@ from kvferry.pool.objects import (
     TableKind,
     block_span,
     compact,
+    copies_of,
     object_memory,
     object_stride,
     table_kinds,
@@ -235,8 +236,7 @@ class ReadPlan:
             for piece in plan.pieces:
                 if piece.group != segment.group:
                     continue
-                batches = binder.batches(piece, self._span(plan, piece, segment))
-                copies = Bound(tuple(batches), 0, sum(b.descriptors for b in batches)).copies()
+                copies = copies_of(binder, piece, self._span(plan, piece, segment))
                 if len(copies) == 0:
                     continue
                 at = copies.src & ((1 << TABLE_SHIFT) - 1)

@@ -5,14 +5,18 @@ call as well; for parts it opens a session (one question to the master), reads r
 their places, and ends it. Nothing is copied on our side. The client reconnects by itself when its
 master comes back; objects that the old master knew are misses then.
 
-The client's calls take no deadline and may block for seconds when the master is gone: they run in
-`LateCalls`. Mooncake keeps no checksums: a byte that flips in its memory is not seen here. Lengths
-are checked, and an object is readable only after it was put whole.
+The client's calls take no deadline and may block for seconds when the master is gone. Calls that
+move no blocks run in `LateCalls`. Calls that move blocks run on the caller's thread until they end,
+however long that takes: a late put would store another request's bytes under this request's key,
+and a late get would overwrite another request's cache.
+
+Mooncake keeps no checksums: a byte that flips in its memory is not seen here. Lengths are checked,
+and an object is readable only after it was put whole.
 
 `MooncakeStoreConfig` comes from the JSON file that `MOONCAKE_CONFIG_PATH` names, or from
 `MOONCAKE_*` variables, which win over the file. A variable is the field in capitals
 (`MOONCAKE_GLOBAL_SEGMENT_SIZE=80GB`), or Mooncake's own name for it, which wins where both are set:
-`MOONCAKE_MASTER`, `MOONCAKE_DEVICE`, `MOONCAKE_TE_META_DATA_SERVER`, `MOONCAKE_OFFLOAD_ENABLED`.
+`MOONCAKE_MASTER`, `MOONCAKE_DEVICE`, `MOONCAKE_TE_META_DATA_SERVER`.
 Sizes are written as 80GB, 512 MB or a number of bytes; as in Mooncake and vLLM, a GB is 2^30 bytes.
 A file that names no protocol means rdma, as it does to vLLM; variables alone mean tcp. null means
 that the key is not there, and unknown keys are named once in the log.
@@ -44,8 +48,9 @@ import numpy as np
 
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
-from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, StoreStats
-from kvferry.workers import BlockUse, LateCalls
+from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices
+from kvferry.units import parse_size
+from kvferry.workers import LateCalls
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,15 +60,11 @@ SETUP_SECONDS = 60.0
 CLOSE_SECONDS = 10.0
 NO_ROOM, NOT_FOUND, EXISTS_ALREADY, RPC_FAILED = -200, -704, -705, -900  # Mooncake's codes
 OTHER_SIZE = (-600, -800)  # buffers shorter, or longer, than the object
-_UNITS = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40}
 _MODES = ("embedded", "standalone-store")
-_WORDS = {"1": True, "true": True, "yes": True, "on": True, "enable": True}
-_WORDS |= {"0": False, "false": False, "no": False, "off": False, "disable": False, "": False}
 _THEIRS = {  # variables that Mooncake's own processes read
     "master_server_address": "MOONCAKE_MASTER",
     "device_name": "MOONCAKE_DEVICE",
     "metadata_server": "MOONCAKE_TE_META_DATA_SERVER",
-    "enable_offload": "MOONCAKE_OFFLOAD_ENABLED",
 }
 
 
@@ -72,10 +73,8 @@ class MooncakeStore:
 
     name = "mooncake"
 
-    def __init__(
-        self, config: MooncakeStoreConfig | None = None, *, hold_memory: bool = False
-    ) -> None:
-        self.config = config or MooncakeStoreConfig.load()
+    def __init__(self, config: MooncakeStoreConfig) -> None:
+        self.config = config
         try:
             client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
         except ImportError as error:
@@ -84,11 +83,9 @@ class MooncakeStore:
                 "mooncake-transfer-engine on machines with CUDA"
             ) from None
         self._client = client
-        self.calls = LateCalls("Mooncake", hold_memory=hold_memory)
-        self._lock = threading.Lock()
+        self.calls = LateCalls("Mooncake")
         self._sessions: set[str] = set()
-        self._session_ended = threading.Condition(self._lock)
-        self._puts = self._put_bytes = 0
+        self._session_ended = threading.Condition()
         self._regions: list[MemoryRegion] = []
         self._closed = False
         c = self.config
@@ -136,72 +133,62 @@ class MooncakeStore:
     def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
         if not keys:
             return []
-        names, addresses = list(keys), lists([o.address for o in objects])
+        addresses = lists([o.address for o in objects])
         lengths = lists([o.length for o in objects])
-        codes = self._call(
-            "put",
-            lambda: self._client.batch_put_from_multi_buffers(names, addresses, lengths),
-            deadline,
-            BlockUse.READS,
-        )
-        self._require_master("put", codes)
-        outcomes = [_put_outcome(code) if code else Outcome.DONE for code in codes]
-        if len(outcomes) != len(names):
-            raise StoreError(f"Mooncake told {len(outcomes)} of {len(names)} outcomes")
-        done = outcomes.count(Outcome.DONE)
-        if all(one is lengths[0] for one in lengths):
-            moved = done * sum(lengths[0])
-        else:
-            pairs = zip(lengths, outcomes, strict=True)
-            moved = sum(sum(length) for length, told in pairs if told is Outcome.DONE)
-        with self._lock:
-            self._puts += done
-            self._put_bytes += moved
-        return outcomes
+        with self._moving("put"):
+            codes = self._client.batch_put_from_multi_buffers(list(keys), addresses, lengths)
+            self._require_master("put", codes)
+            return [_put_outcome(code) if code else Outcome.DONE for code in codes]
 
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
         if not keys:
             return []
         names, parts = list(keys), parts_of(wanted)
-        addresses, lengths, sizes = parts.addresses, parts.lengths, parts.sizes
         outcomes = [Outcome.FAILED] * len(names)
-
-        def read() -> list[Outcome]:
-            rest = set(range(len(names)))
+        rest = set(range(len(names)))
+        with self._moving("get"):
             if parts.whole:
-                asked: list[list[Any]] = [names, addresses, lengths]
+                asked: list[list[Any]] = [names, parts.addresses, parts.lengths]
                 if len(parts.whole) < len(names):
                     asked = [_some(rows, parts.whole) for rows in asked]
                 counts = self._client.batch_get_into_multi_buffers(*asked)
-                if counts == sizes:
+                if counts == parts.sizes:
                     return [Outcome.DONE] * len(names)
                 self._require_master("get", counts)
                 for i, count in zip(parts.whole, counts, strict=True):
                     if count not in OTHER_SIZE:
-                        outcomes[i] = _get_outcome(count, sizes[i])
+                        outcomes[i] = _get_outcome(count, parts.sizes[i])
                         rest.discard(i)
             if rest:
-                read_ranges(sorted(rest))
-            return outcomes
+                self._get_ranges(names, wanted, parts, sorted(rest), outcomes, deadline)
+        return outcomes
 
-        def read_ranges(places: list[int]) -> None:
-            with self._session(_some(names, places), deadline) as codes:
-                self._require_master("get", codes)
-                for i, code in zip(places, codes, strict=True):
-                    if code in (0, NOT_FOUND):
-                        outcomes[i] = Outcome.MISSING
-                there = [i for i, code in zip(places, codes, strict=True) if code == 0]
-                if there:
-                    moved = self._client.batch_get_into_multi_buffer_ranges(
-                        _some(names, there),
-                        _some(addresses, there),
-                        _some(lengths, there),
-                        [wanted[i].offset.tolist() for i in there],
-                    )
-                    for i, count in zip(there, moved, strict=True):
-                        outcomes[i] = _get_outcome(count, sizes[i])
-
-        return self._call("get", read, deadline, BlockUse.WRITES)
+    def _get_ranges(
+        self,
+        names: list[str],
+        wanted: Sequence[Slices],
+        parts: Parts,
+        places: list[int],
+        outcomes: list[Outcome],
+        deadline: float,
+    ) -> None:
+        """Read the wanted parts of the objects at these places, and set their outcomes."""
+        with self._session(_some(names, places), deadline) as codes:
+            self._require_master("get", codes)
+            for i, code in zip(places, codes, strict=True):
+                if code in (0, NOT_FOUND):
+                    outcomes[i] = Outcome.MISSING
+            there = [i for i, code in zip(places, codes, strict=True) if code == 0]
+            if not there:
+                return
+            moved = self._client.batch_get_into_multi_buffer_ranges(
+                _some(names, there),
+                _some(parts.addresses, there),
+                _some(parts.lengths, there),
+                [wanted[i].offset.tolist() for i in there],
+            )
+            for i, count in zip(there, moved, strict=True):
+                outcomes[i] = _get_outcome(count, parts.sizes[i])
 
     def put_bytes(self, key: str, value: bytes, deadline: float) -> Outcome:
         code = self._call("put", lambda: self._client.put(key, value), deadline)
@@ -219,12 +206,8 @@ class MooncakeStore:
         self._require_master("remove", codes)
         return sum(code == 0 for code in codes)
 
-    def stats(self) -> StoreStats:
-        """The objects that this client put, and the memory that it gives: it cannot see more."""
-        return StoreStats(self._puts, self._put_bytes, self.config.global_segment_size)
-
     def close(self) -> None:
-        with self._lock:
+        with self._session_ended:
             if self._closed:
                 return
             self._closed = True
@@ -240,16 +223,23 @@ class MooncakeStore:
             _log.warning("Mooncake's client did not close: %s", error)
         self.calls.close()
 
-    def _call(
-        self,
-        what: str,
-        function: Callable[[], T],
-        deadline: float,
-        memory: BlockUse = BlockUse.NONE,
-    ) -> T:
+    def _call(self, what: str, function: Callable[[], T], deadline: float) -> T:
+        """A call that moves no blocks."""
         if self._closed:
             raise StoreError("the store is closed")
-        return self.calls(what, function, deadline, memory)
+        return self.calls(what, function, deadline)
+
+    @contextmanager
+    def _moving(self, what: str) -> Iterator[None]:
+        """Calls that move blocks."""
+        if self._closed:
+            raise StoreError("the store is closed")
+        try:
+            yield
+        except StoreError:
+            raise
+        except Exception as error:
+            raise StoreError(f"Mooncake's {what} failed: {error!r}") from error
 
     @contextmanager
     def _session(self, keys: list[str], deadline: float) -> Iterator[list[int]]:
@@ -323,7 +313,6 @@ class MooncakeStoreConfig:
     mode: str = "embedded"  # or standalone-store: this process gives no memory
     global_segment_size: int = 4 << 30  # bytes that this process gives to the pool
     local_buffer_size: int = 1 << 30
-    enable_offload: bool = False
     tenant_id: str = "default"
     local_hostname: str = ""  # empty: the address from which the master is reached
 
@@ -356,7 +345,7 @@ class MooncakeStoreConfig:
             if not isinstance(found, dict):
                 raise StoreError(f"MOONCAKE_CONFIG_PATH={path}: expected a JSON object")
             found = {name: value for name, value in found.items() if value is not None}
-            _name_unknown(path, frozenset(found).difference(_FIELDS))
+            _name_unknown(path, frozenset(found).difference(_FIELDS, _UNUSED))
             found.setdefault("protocol", "rdma")
         for f in fields(cls):
             for variable in (f"MOONCAKE_{f.name.upper()}", _THEIRS.get(f.name, "")):
@@ -381,8 +370,6 @@ class MooncakeStoreConfig:
         for name, value in known.items():
             if name in ("global_segment_size", "local_buffer_size"):
                 known[name] = parse_size(value)
-            elif name == "enable_offload":
-                known[name] = _parse_flag(name, value)
             elif not isinstance(value, str):
                 raise StoreError(f"Mooncake's {name} must be a text, found {value!r:.100}")
             else:
@@ -402,6 +389,7 @@ class MooncakeStoreConfig:
 
 
 _FIELDS = tuple(f.name for f in fields(MooncakeStoreConfig))
+_UNUSED = ("enable_offload",)  # of Mooncake's own store; changes nothing here
 
 
 @lru_cache(maxsize=64)  # each process opens several stores
@@ -413,15 +401,6 @@ def _name_unknown(path: str, names: frozenset[str]) -> None:
             path,
             ", ".join(_FIELDS),
         )
-
-
-def _parse_flag(name: str, value: Any) -> bool:
-    if isinstance(value, bool | int):
-        return bool(value)
-    found = _WORDS.get(value.strip().lower()) if isinstance(value, str) else None
-    if found is None:
-        raise StoreError(f"Mooncake's {name} must be true or false, found {value!r:.100}")
-    return found
 
 
 def _address_towards(master: str) -> str:
@@ -441,18 +420,6 @@ def _address_towards(master: str) -> str:
             "name this host with local_hostname"
         ) from None
     raise StoreError(f"no route to Mooncake's master at {master}; name this host: local_hostname")
-
-
-def parse_size(value: Any) -> int:
-    """Bytes of 80GB, 80GiB, "512 mb", 1024; all of these units are powers of 1024."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", str(value).lower())
-    unit = match.group(2).replace("i", "") if match else ""
-    unit = unit + "b" if unit in ("k", "m", "g", "t") else unit
-    if match is None or unit not in _UNITS:
-        raise StoreError(f"a size of {value!r}; write 80GB, 512MB or a number of bytes")
-    return int(float(match.group(1)) * _UNITS[unit])
 
 
 # Blocks as the client takes them: lists of integers, made in as few steps as can be. Blocks stream

@@ -15,6 +15,7 @@ from itertools import product
 
 import numpy as np
 
+from kvferry.copies import Copies
 from kvferry.errors import DescriptionError
 from kvferry.layout.model import CacheModel, Group, Residency
 from kvferry.layout.placement import Ints, Part, Placement, RankLayout, Region
@@ -98,17 +99,22 @@ def block_span(group: Group, shape: EngineShape) -> int:
     return shape.block_tokens(group) * shape.dcp_for(group)
 
 
+def copies_of(binder: Binder, piece: Piece, span: Span) -> Copies:
+    """All copies of a piece, over these entries."""
+    batches = binder.batches(piece, span)
+    return Bound(tuple(batches), 0, sum(b.descriptors for b in batches)).copies()
+
+
 def object_memory(model: CacheModel, layout: RankLayout) -> dict[int, ObjectMemory]:
     """The memory of block 0, for each table of which this rank has layers."""
-    found: dict[int, list[tuple[Ints, Ints, int]]] = {}
+    found: dict[int, list[tuple[Ints, Ints, int]]] = {}  # by table
     anywhere = replace(layout.shape, null_block=None)
     plan = everything_plan(model, replace(layout, shape=anywhere))
     tables = [np.zeros(1, dtype=np.int64)] * layout.tables
     bases = np.arange(len(layout.regions), dtype=np.int64) << REGION_SHIFT
     for piece in plan.pieces:
         binder = Binder(tables, tables, bases, bases)
-        batches = binder.batches(_one_block(piece), Span(0, piece.dst.paging.block_entries))
-        copies = Bound(tuple(batches), 0, sum(b.descriptors for b in batches)).copies()
+        copies = copies_of(binder, piece, Span(0, piece.dst.paging.block_entries))
         ranges = copies.dst, copies.length, piece.dst.block_stride
         found.setdefault(piece.dst.table, []).append(ranges)
     for part in layout.parts:
@@ -118,11 +124,6 @@ def object_memory(model: CacheModel, layout: RankLayout) -> dict[int, ObjectMemo
             at = (first.regions << REGION_SHIFT) + first.offsets
             found.setdefault(part.table, []).append((at, lengths, first.block_stride))
     return {table: _merged(table, ranges) for table, ranges in sorted(found.items())}
-
-
-def _one_block(piece: Piece) -> Piece:
-    src, dst = (replace(side, null_block=None) for side in (piece.src, piece.dst))
-    return Piece(piece.group, piece.opaque, src, dst, piece.slabs)
 
 
 def _merged(table: int, ranges: list[tuple[Ints, Ints, int]]) -> ObjectMemory:
@@ -155,10 +156,9 @@ def compact(layout: RankLayout, memory: dict[int, ObjectMemory]) -> RankLayout:
     return RankLayout(layout.rank, shape, parts, regions, layout.tables)
 
 
-def object_stride(memory: ObjectMemory | int) -> int:
+def object_stride(object_bytes: int) -> int:
     """The distance between objects in the compact layout."""
-    size = memory if isinstance(memory, int) else memory.object_bytes
-    return size + GUARD_BYTES
+    return object_bytes + GUARD_BYTES
 
 
 def _compact_part(part: Part, memory: ObjectMemory) -> Part:
@@ -190,7 +190,7 @@ def _compact_placement(part: Part, p: Placement, memory: ObjectMemory) -> Placem
     dims = tuple(inner(s, n) for s, n in zip(p.dim_strides, p.dim_sizes, strict=True))
     made = replace(
         p,
-        block_stride=object_stride(memory),
+        block_stride=object_stride(memory.object_bytes),
         tile_stride=tile,
         slot_stride=slot,
         unit_stride=unit,

@@ -107,8 +107,6 @@ class Store(Protocol):
     def remove(self, keys: Sequence[str], deadline: float) -> int:
         """How many of them were there."""
 
-    def stats(self) -> StoreStats: ...
-
     def close(self) -> None:
         """Idempotent."""
 

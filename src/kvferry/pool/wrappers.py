@@ -8,7 +8,7 @@ StagedStore moves a device's memory through buffers that the device reaches fast
 Buffers are plain memory; the device crosses the bus by pinned chunks of its own. Each call has a
 buffer to itself, from a few. A call that gets no buffer by its deadline fails, and nothing was
 moved. Only parts that the store calls DONE are ever written to the device. A store must be done
-with a buffer when its call ends, in any way: the embedded one is, Mooncake's with `hold_memory`.
+with a buffer when its call ends, in any way: the embedded one and Mooncake's are.
 `close` closes the store first, which may give up waiting for calls. Buffers and the device's
 staging memory are freed after the last call that uses any of them.
 
@@ -41,7 +41,7 @@ import xxhash
 from kvferry.carriers.base import Bytes, Memory, MemoryRegion, RegionTable
 from kvferry.carriers.host import joined
 from kvferry.errors import TransferError
-from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, Store, StoreStats, inside, move
+from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, Store, inside, move
 
 log = logging.getLogger("kvferry")
 
@@ -225,9 +225,6 @@ class StagedStore:
 
     def remove(self, keys: Sequence[str], deadline: float) -> int:
         return self._store.remove(keys, deadline)
-
-    def stats(self) -> StoreStats:
-        return self._store.stats()
 
     def close(self) -> None:
         with self._changed:

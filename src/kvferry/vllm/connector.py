@@ -49,7 +49,7 @@ from kvferry.vllm.fingerprint import Prompts
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryReport
 from kvferry.vllm.metrics import FerryPromMetrics, FerryStats, Spans
 from kvferry.vllm.multiconnector import Family, Siblings, multiconnector
-from kvferry.vllm.pool.config import PoolConfig, default_tenant
+from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler
 from kvferry.vllm.pool.worker import PoolWorker
 from kvferry.vllm.producing import HandoverParts, PrefillCut, Producing
@@ -128,8 +128,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _make_pool(self, extra: dict[str, Any], schedules: bool) -> None:
         vllm_config, transfer = self._vllm_config, self._vllm_config.kv_transfer_config
-        defaults = {"cache_prefix": default_tenant(), **self.POOL_DEFAULTS}
-        config = PoolConfig.read(extra, **defaults)
+        config = PoolConfig.read(extra, **self.POOL_DEFAULTS)
         parent = None if schedules else multiconnector()
         if transfer.kv_load_failure_policy == "fail":
             # A block that a cache lost is computed; that is no reason to end a request. Under a

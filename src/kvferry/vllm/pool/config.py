@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-from kvferry.errors import DescriptionError, StoreError
-from kvferry.pool.mooncake import parse_size
+from kvferry.errors import DescriptionError
 from kvferry.pool.scheduler import PoolLimits
 from kvferry.pool.store import Store
+from kvferry.units import parse_size
 from kvferry.vllm.config import (
     Count,
     FilePath,
@@ -40,10 +40,13 @@ MOONCAKE_ONLY = frozenset(
     {
         "consumer_is_to_put",
         "custom_mem_pool",
+        "discard_partial_chunks",
         "enable_cross_layers_blocks",
         "enable_group_semantics",
         "enable_store_tp_lcm",
+        "load_async",
         "lookup_async",
+        "lookup_rpc_port",
         "prefer_alloc_in_same_node",
         "preferred_segment",
         "prefill_tp_sizes",
@@ -54,23 +57,13 @@ LOOKUP_BUFFER_BYTES = 64 << 20
 
 
 def _take_size(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError
     try:
         return parse_size(value)
-    except StoreError:
+    except DescriptionError:
         raise ValueError from None
 
 
-def _take_any_port(value: Any) -> int | str:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError
-    return value
-
-
-SIZE = Rule("a size such as 80GB, 512MiB or a number of bytes", _take_size)
-Size = Annotated[int | str, SIZE]
-SpelledPort = Annotated[int | str, Rule("a port, as a number or a text", _take_any_port)]
+Size = Annotated[int, Rule("a size such as 80GB, 512MiB or a number of bytes", _take_size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +79,6 @@ class PoolConfig:
     cache_prefix: Text = ""  # the tenant: engines with different ones share nothing
     model_id: Text = ""  # names the model, where its path differs between engines
     weight_revision: Text = ""  # names the weights; default: see `kvferry.pool.weights`
-    load_async: Flag = True
-    discard_partial_chunks: Flag = True
-    lookup_rpc_port: SpelledPort = 0  # no port is needed: accepted, and not used
     enable_lookup: Flag = True
     save_decode_cache: Flag | None = None  # None: yes, of engines that save at all
     lookup_seconds: Seconds = 2.0
@@ -100,6 +90,7 @@ class PoolConfig:
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], **defaults: Any) -> PoolConfig:
+        """From the keys of an operator. Defaults are those of a connector class."""
         known = set(rules(cls))
         extra = without_removed(extra)
         unknown = sorted(set(extra) - known - MOONCAKE_ONLY)
@@ -114,12 +105,9 @@ class PoolConfig:
         if unused:
             log.info("kvferry's pool has no need of %s", ", ".join(unused))
         given = {k: v for k, v in told(extra).items() if k in known}
+        defaults = {"cache_prefix": os.environ.get("KVFERRY_POOL_PREFIX"), **defaults}
         config = cls(**read_keys(cls, {**defaults, **given}))
         config._require_consistent()
-        if not config.load_async:
-            log.info("load_async is off: loads are asynchronous all the same, and no step waits")
-        if not config.discard_partial_chunks:
-            log.info("discard_partial_chunks is off: only whole blocks are kept all the same")
         return config
 
     def _require_consistent(self) -> None:
@@ -188,10 +176,10 @@ class PoolConfig:
 
         sizes: dict[str, Any] = {}
         if self.size is not None:
-            sizes["memory_bytes"] = parse_bytes(self.size)
+            sizes["memory_bytes"] = self.size
         if self.disk_path is not None:
             sizes["disk_directory"] = Path(self.disk_path)
-            sizes["disk_bytes"] = parse_bytes(self.disk_size)
+            sizes["disk_bytes"] = self.disk_size
         return EmbeddedStore(Path(self.path) if self.path else None, **sizes)
 
     def _open_mooncake(self, lookups_only: bool) -> Store:
@@ -205,16 +193,4 @@ class PoolConfig:
                 global_segment_size=0,
                 local_buffer_size=LOOKUP_BUFFER_BYTES,
             )
-        return MooncakeStore(config, hold_memory=True)
-
-
-def parse_bytes(amount: float | str) -> int:
-    """Bytes of an amount such as 80GB, 512MiB or 1073741824; a GB is 2^30 bytes, as in Mooncake."""
-    try:
-        return parse_size(amount)
-    except StoreError as error:
-        raise DescriptionError(f"cannot read a size: {error}") from None
-
-
-def default_tenant() -> str:
-    return os.environ.get("KVFERRY_POOL_PREFIX", "")
+        return MooncakeStore(config)
