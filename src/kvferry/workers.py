@@ -261,16 +261,16 @@ class LateCalls:
         except KvferryError as error:
             raise StoreError(f"{self._client}'s {what} failed: {error}") from None
         try:
-            error = call.exception(max(0.0, deadline - time.monotonic()))
+            failure = call.exception(max(0.0, deadline - time.monotonic()))
         except TimeoutError:  # what the call itself raises is returned, not raised
             call.cancel()
             self._threads.give_up(call)
             raise StoreError(f"{self._client}'s {what} did not end by its deadline") from None
-        if error is None:
+        if failure is None:
             return call.result()
-        if isinstance(error, StoreError):
-            raise error
-        raise StoreError(f"{self._client}'s {what} failed: {error!r}") from error
+        if isinstance(failure, StoreError):
+            raise failure
+        raise StoreError(f"{self._client}'s {what} failed: {failure!r}") from failure
 
     @property
     def hanging(self) -> int:

@@ -67,9 +67,8 @@ class StagedStore:
         self._changed = threading.Condition()
         self._idle: list[Bytes | None] = [None] * buffers  # None: not made yet
         self._outgrown: list[Bytes] = []  # registered, so their addresses must not come again
-        self._in_use = 0  # buffers that calls have
+        self._users = 1  # calls that have a buffer, and the store until it is closed
         self._closed = False
-        self._may_free = False  # the store is closed, too
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         self._registered.extend(regions)
@@ -82,9 +81,12 @@ class StagedStore:
             some = [objects[i] for i in part]
             return self._put_some([keys[i] for i in part], some, sizes[part], deadline)
 
-        outcomes = [Outcome.FAILED] * len(keys)
-        self._in_parts(sizes, inside(self._regions, objects), put_some, outcomes)
-        return outcomes
+        return self._in_parts(sizes, self._inside(objects), put_some)
+
+    def _inside(self, parts: Sequence[Ranges] | Sequence[Slices]) -> list[Outcome]:
+        """FAILED for objects whose memory is not registered; DONE, so far, for others."""
+        good = inside(self._regions, parts)
+        return [Outcome.DONE if one else Outcome.FAILED for one in good]
 
     def _put_some(
         self, keys: Sequence[str], objects: Sequence[Ranges], sizes: Ints, deadline: float
@@ -117,9 +119,7 @@ class StagedStore:
                 told = list(self._store.get([keys[i] for i in part], staged, deadline))
                 return self._scatter(some, buffer, begins, lengths, told)
 
-        outcomes = [Outcome.FAILED] * len(keys)
-        self._in_parts(sizes, inside(self._regions, wanted), get_some, outcomes)
-        return outcomes
+        return self._in_parts(sizes, self._inside(wanted), get_some)
 
     def _scatter(
         self,
@@ -145,18 +145,14 @@ class StagedStore:
         return outcomes
 
     def _in_parts(
-        self,
-        sizes: Ints,
-        good: Sequence[bool],
-        work: Callable[[list[int]], list[Outcome]],
-        outcomes: list[Outcome],
-    ) -> None:
-        """Work on the good objects of a batch, as many at a time as fit a buffer together; a larger
-        object has one to itself. A part that cannot be moved has FAILED."""
+        self, sizes: Ints, outcomes: list[Outcome], work: Callable[[list[int]], list[Outcome]]
+    ) -> list[Outcome]:
+        """Work on those objects of a batch that are DONE so far, as many at a time as fit a buffer
+        together. A larger object has a buffer to itself. A part that cannot be moved has FAILED."""
         parts: list[list[int]] = []
         total = self._stage_bytes + 1
         for at, size in enumerate(sizes.tolist()):
-            if not good[at]:
+            if outcomes[at] is not Outcome.DONE:
                 continue
             if total + size > self._stage_bytes:
                 parts.append([])
@@ -171,6 +167,7 @@ class StagedStore:
                 told = [Outcome.FAILED] * len(part)
             for i, outcome in zip(part, told, strict=True):
                 outcomes[i] = outcome
+        return outcomes
 
     @contextlib.contextmanager
     def _buffer(self, count: int, deadline: float) -> Iterator[Bytes]:
@@ -180,8 +177,8 @@ class StagedStore:
             self._changed.wait_for(lambda: self._idle or self._closed, seconds)
             if not self._idle or self._closed:
                 raise TransferError("no staging buffer was free in time")
-            buffer = self._take(count)
-            self._in_use += 1
+            buffer = self._idle.pop()  # the last used one, which is long enough for most calls
+            self._users += 1
         try:
             if buffer is None or buffer.nbytes < count:
                 size = self._stage_bytes
@@ -197,17 +194,18 @@ class StagedStore:
         finally:
             with self._changed:
                 self._idle.append(buffer)
-                self._in_use -= 1
-                last = self._may_free and self._in_use == 0
                 self._changed.notify()
-            if last:
-                self._free()
+            self._leave()
 
-    def _take(self, count: int) -> Bytes | None:
-        """The last used one that is long enough; else one that is not made yet, or the shortest."""
-        sizes = [-1 if buffer is None else buffer.nbytes for buffer in self._idle]
-        fitting = [at for at, size in enumerate(sizes) if size >= count]
-        return self._idle.pop(fitting[-1] if fitting else sizes.index(min(sizes)))
+    def _leave(self) -> None:
+        """The last user frees all memory."""
+        with self._changed:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            self._idle.clear()
+            self._outgrown.clear()
+            self._memory.close()
 
     # Calls that need no buffer
 
@@ -235,17 +233,7 @@ class StagedStore:
         try:
             self._store.close()
         finally:
-            with self._changed:
-                self._may_free = True
-                unused = self._in_use == 0
-            if unused:
-                self._free()
-
-    def _free(self) -> None:
-        """Once: by `close`, or by the last call that was under way then."""
-        self._idle.clear()
-        self._outgrown.clear()
-        self._memory.close()
+            self._leave()
 
 
 def _packed(wanted: Slices, begin: int) -> Slices:
@@ -329,20 +317,16 @@ class CheckedStore(StagedStore):
             if not good[at] or int(need.offset.min(initial=0)) < 0 or end > lengths[at]:
                 log.warning("%s has %d bytes; up to %d were asked for", keys[at], lengths[at], end)
                 outcomes[at] = Outcome.FAILED
-        sizes = np.array(lengths, dtype=np.int64)
 
         def get_whole(part: list[int]) -> list[Outcome]:
-            some = [wanted[i] for i in part]
-            seals = [sums[i] for i in part]
-            return self._get_whole([keys[i] for i in part], some, sizes[part], seals, deadline)
+            some, seals = [wanted[i] for i in part], [sums[i] for i in part]
+            return self._get_whole([keys[i] for i in part], some, lengths[part], seals, deadline)
 
-        there = [outcome is Outcome.DONE for outcome in outcomes]
-        self._in_parts(sizes, there, get_whole, outcomes)
-        return outcomes
+        return self._in_parts(lengths, outcomes, get_whole)
 
     def _headers(
         self, keys: Sequence[str], deadline: float
-    ) -> tuple[list[Outcome], list[int], list[int]]:
+    ) -> tuple[list[Outcome], Ints, list[int]]:
         """For each object: whether its header is right, its length, its checksum."""
         count = len(keys)
         with self._buffer(HEADER_BYTES * count, deadline) as buffer:
@@ -351,7 +335,7 @@ class CheckedStore(StagedStore):
             heads = [Slices(zero, np.array([place]), size) for place in places]
             outcomes = list(self._store.get(keys, heads, deadline))
             raw = buffer[: HEADER_BYTES * count].tobytes()
-        lengths, sums = [0] * count, [0] * count
+        lengths, sums = np.zeros(count, dtype=np.int64), [0] * count
         for at, key in enumerate(keys):
             if outcomes[at] is Outcome.DONE:
                 read = _open(key, raw[at * HEADER_BYTES : (at + 1) * HEADER_BYTES])
@@ -395,8 +379,7 @@ class CheckedStore(StagedStore):
                     continue
                 need = wanted[at]
                 if len(need.length):
-                    ends = np.cumsum(need.length)
                     base = buffer.ctypes.data
-                    to = base + int(packed[at]) + ends - need.length
+                    to = base + int(packed[at]) + np.cumsum(need.length) - need.length
                     move(base + begin + need.offset, to, need.length)
             return self._scatter(wanted, buffer, packed, sizes, outcomes)
