@@ -234,8 +234,7 @@ class SchedulerEngine:
                 )
             )
             worker._rank = self.pool_ranks[-1]
-            worker._partial = hybrid in ("", "latent")
-            worker._block_tokens = block_size * dcp
+            worker._prefix_tokens = block_size * dcp if hybrid in ("", "latent") else 0
             self.workers.append(worker)
             tp_rank, pcp_rank = places[rank]  # keyed as vLLM does
             handshakes[0, tp_rank + (pcp_rank * tp if dcp > 1 else 0)] = FerryHandshake(

@@ -266,10 +266,10 @@ def test_an_evicted_block_is_told(
         scheduler.reported(PoolReport([Saved(save.job_id)]), ())
     assert [type(e) for e in scheduler.take_events()] == [BlockStored]
     scheduler.pool.watch.look(store, soon)
-    assert not scheduler.has_events
+    assert not scheduler.waits_for_a_step
     store.remove([keys[1][1]], soon)  # one rank's part is enough
     scheduler.pool.watch.look(store, soon)
-    assert scheduler.has_events
+    assert scheduler.waits_for_a_step
     (event,) = scheduler.take_events()
     assert isinstance(event, BlockRemoved) and event.medium == "STORAGE"
     assert event.block_hashes == [maybe_convert_block_hash(asked.block_hashes[1])]

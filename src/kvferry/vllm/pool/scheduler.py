@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -47,11 +48,10 @@ class VllmPoolScheduler:
     ) -> None:
         self.config, self._vllm = config, vllm_config
         self._prompts, self._adapters = prompts, adapters
-        self._adapters_of: dict[str, Asked] = {}  # by request
+        self._requests: dict[str, _PoolRequest] = {}  # those that are for the pool
         self._number = str(next(_numbers))
         self._quarantined = 0  # blocks, as last told
         self._blocks: Any = None  # vLLM's block pool
-        self._requests: dict[str, Any] = {}
         self._handshakes: dict[tuple[int, int], FerryHandshake] = {}
         if self._prompts.media_unseen:
             log.warning(
@@ -128,10 +128,8 @@ class VllmPoolScheduler:
         if why := self._prompts.unfit(request):
             log.debug("request %s is not for the pool: %s", request.request_id, why)
             return
-        self._requests[request.request_id] = request
         asked = self._adapters.ask(request, self.config.lookup_seconds)
-        if asked is not None:
-            self._adapters_of[request.request_id] = asked
+        self._requests[request.request_id] = _PoolRequest(request, asked)
         # the lookup is under way before the scheduler comes to this request
         self.matched(request, 0)
 
@@ -153,20 +151,15 @@ class VllmPoolScheduler:
     def _tracker(self, request: Any) -> RequestTracker | None:
         """None: the request is not for the pool, or its adapter's digest is not known yet."""
         request_id = request.request_id
-        if request_id not in self._requests or not self.pool.started:
+        known = self._requests.get(request_id)
+        if known is None or not self.pool.started:
             return None
-        asked = self._adapters_of.get(request_id)
-        adapter = asked.digest if asked is not None else None
-        if asked is not None and not adapter:
+        adapter = known.asked.digest if known.asked is not None else None
+        if known.asked is not None and not adapter:
             if adapter == NOT_SHARED:
-                self._forget(request_id)
+                self.finished(request)
             return None
         return self.pool.track(request_id, lambda: _extras(request, adapter))
-
-    def _forget(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
-        self._adapters_of.pop(request_id, None)
-        self.pool.finished(request_id)
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], external: int) -> None:
         self.pool.allocated(request.request_id, tables, external)
@@ -178,9 +171,10 @@ class VllmPoolScheduler:
         progress = [(r.req_id, r.num_computed_tokens) for r in output.scheduled_new_reqs]
         progress += list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, computed in progress:
-            request = self._requests.get(request_id)
-            if request is None:
+            known = self._requests.get(request_id)
+            if known is None:
                 continue
+            request = known.request
             final = computed + output.num_scheduled_tokens[request_id]
             if self.config.save_decode_cache is False:
                 final = min(final, request.num_prompt_tokens)
@@ -200,7 +194,8 @@ class VllmPoolScheduler:
         Nothing is saved here: vLLM counts tokens as computed while they are still being loaded, so
         the blocks of a request that was aborted may hold anything.
         """
-        self._forget(request.request_id)
+        self._requests.pop(request.request_id, None)
+        self.pool.finished(request.request_id)
 
     # Reports
 
@@ -212,20 +207,18 @@ class VllmPoolScheduler:
                 self._events.stored(saved)
             self.pool.loaded(report.loaded)
             for loaded in report.loaded:
-                self._events.missing(loaded, self._requests.get(loaded.request_id))
+                known = self._requests.get(loaded.request_id)
+                if known is not None:
+                    self._events.missing(loaded, known.request)
             self.pool.recovered(report.recovered)
         for request_id in received:
             self.pool.load_over(request_id)
 
     @property
-    def has_events(self) -> bool:
-        return self._events.waiting
-
-    @property
     def waits_for_a_step(self) -> bool:
         """Whether an idle engine should step: until saves have ended and routers were told; at the
         start under a MultiConnector, until its workers have described themselves."""
-        return self.pool.has_work or self.has_events or not self.pool.started
+        return self.pool.has_work or self._events.waiting or not self.pool.started
 
     def take_events(self) -> list[Any]:
         return self._events.take()
@@ -241,6 +234,12 @@ class VllmPoolScheduler:
 
     def close(self) -> None:
         self.pool.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _PoolRequest:
+    request: Any  # vLLM's
+    asked: Asked | None  # for its adapter's digest
 
 
 def _extras(request: Any, adapter: str | None) -> list[Extra]:
@@ -303,18 +302,21 @@ class PoolEvents:
         lora = getattr(request, "lora_request", None)
         for blocks in saved.tables:
             size = self._pool.block_tokens(blocks.table)
-            hashes = _Hashes(request, self._hashes_per_block(size))
-            numbers = [n for n in blocks.numbers if (blocks.table, n) not in saved.failed]
-            numbers = [n for n in numbers if n in hashes]
-            content = dict(zip(blocks.numbers, blocks.contents, strict=True))
-            keys = self._pool.keys_of(blocks.table, [content[n] for n in numbers])
-            for number, of_block in zip(numbers, keys, strict=True):
-                self._pool.watch.add((hashes[number], blocks.table), of_block)
-            for run in _runs(numbers):
+            hashes, contents = {}, []
+            for number, digest in zip(blocks.numbers, blocks.contents, strict=True):
+                block_hash = self._hash(request, size, number)
+                if block_hash is not None and (blocks.table, number) not in saved.failed:
+                    hashes[number] = block_hash
+                    contents.append(digest)
+            keys = self._pool.keys_of(blocks.table, contents)
+            for block_hash, of_block in zip(hashes.values(), keys, strict=True):
+                self._pool.watch.add((block_hash, blocks.table), of_block)
+            for run in _runs(list(hashes)):
+                parent = self._hash(request, size, run[0] - 1) if run[0] else None
                 self._events.append(
                     BlockStored(
                         block_hashes=[hashes[number] for number in run],
-                        parent_block_hash=hashes[run[0] - 1] if run[0] else None,
+                        parent_block_hash=parent,
                         token_ids=list(request.all_token_ids[run[0] * size : (run[-1] + 1) * size]),
                         block_size=size,
                         lora_id=getattr(lora, "lora_int_id", None),
@@ -325,15 +327,14 @@ class PoolEvents:
                 )
 
     def missing(self, loaded: PoolLoaded, request: Any) -> None:
-        """request: vLLM's, or None where it is over."""
-        if not self.wanted or request is None or not loaded.missing:
+        if not self.wanted or not loaded.missing:
             return
         from vllm.distributed.kv_events import BlockRemoved
 
         size = self._pool.align_tokens
-        hashes = _Hashes(request, self._hashes_per_block(size))
         numbers = sorted({token // size for _, token in loaded.missing})
-        gone = [hashes[number] for number in numbers if number in hashes]
+        hashes = [self._hash(request, size, number) for number in numbers]
+        gone = [block_hash for block_hash in hashes if block_hash is not None]
         if gone:
             self._events.append(BlockRemoved(block_hashes=gone, medium=MEDIUM))
             for block_hash in gone:
@@ -349,25 +350,14 @@ class PoolEvents:
         for table, hashes in by_table.items():
             self._events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=table))
 
-    def _hashes_per_block(self, block_tokens: int) -> int:
-        """vLLM's hashes in one of our blocks; 0: the two do not fit."""
-        size = self.hash_tokens or block_tokens
-        return block_tokens // size if block_tokens % size == 0 else 0
-
-
-class _Hashes:
-    """vLLM's hash up to the end of each of our blocks; only those asked for are converted."""
-
-    def __init__(self, request: Any, per_block: int) -> None:
-        self._hashes, self._per = request.block_hashes, per_block
-
-    def __contains__(self, block: int) -> bool:
-        return self._per > 0 and (block + 1) * self._per <= len(self._hashes)
-
-    def __getitem__(self, block: int) -> Any:
+    def _hash(self, request: Any, block_tokens: int, number: int) -> Any:
+        """vLLM's hash of the tokens up to the end of one of our blocks; None: vLLM has none."""
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-        return maybe_convert_block_hash(self._hashes[(block + 1) * self._per - 1])
+        tokens, size = (number + 1) * block_tokens, self.hash_tokens or block_tokens
+        if block_tokens % size or tokens // size > len(request.block_hashes):
+            return None
+        return maybe_convert_block_hash(request.block_hashes[tokens // size - 1])
 
 
 def _runs(numbers: Sequence[int]) -> list[list[int]]:

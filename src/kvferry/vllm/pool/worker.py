@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import DescriptionError
 from kvferry.handover.describe import engine_info, rank_info
+from kvferry.pool.objects import block_span
 from kvferry.pool.orders import LoadOrder, PoolLoaded, SaveOrder
 from kvferry.pool.rank import Fence, PoolRank
 from kvferry.pool.scheduler import PoolOrders
@@ -41,8 +42,7 @@ class PoolWorker:
         self._saves: list[SaveOrder] = []
         self._report = PoolReport()
         self._invalid: set[int] = set()
-        self._partial = False  # whether a failed load's valid prefix can be told
-        self._block_tokens = 1
+        self._prefix_tokens = 0  # in a block, where a failed load's valid prefix can be told
         self._on_device = False
         self._idle = False
 
@@ -70,13 +70,10 @@ class PoolWorker:
             )
         layout, bases = described.layout, described.bases
         groups = described.model.groups
-        self._partial = layout.tables == 1 and all(
+        if layout.tables == 1 and all(
             g.residency.kind == "full" or layout.shape.full_residency for g in groups
-        )
-        if self._partial:
-            group = groups[0]
-            dcp = layout.shape.dcp_for(group)
-            self._block_tokens = layout.shape.block_tokens(group) * dcp
+        ):
+            self._prefix_tokens = block_span(groups[0], layout.shape)
         store = self.config.opener()()
         if staged or self.config.checked:
             pairs = zip(bases, layout.regions, strict=True)
@@ -155,9 +152,9 @@ class PoolWorker:
             results.finished_recving.add(loaded.request_id)
             if loaded.ok:
                 _log_load(loaded)
-            elif self._partial and not loaded.hung and loaded.bad_from is not None:
+            elif self._prefix_tokens and not loaded.hung and loaded.bad_from is not None:
                 # nothing from the first bad block on is trusted, also where it arrived
-                first = loaded.bad_from // self._block_tokens
+                first = loaded.bad_from // self._prefix_tokens
                 self._invalid |= set(order.tables[0][first:])
             else:
                 results.failed_recving.add(loaded.request_id)
