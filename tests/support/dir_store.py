@@ -123,7 +123,6 @@ class FaultyStore:
 
     def __init__(self, store: Store, faults: dict[str, Callable[..., Any]] | None = None) -> None:
         self.inner, self.faults = store, faults if faults is not None else {}
-        self.name = store.name
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:

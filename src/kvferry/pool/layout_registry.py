@@ -51,6 +51,8 @@ from kvferry.pool.objects import (
 from kvferry.pool.orders import PoolCounters
 from kvferry.pool.store import MOST_RECORD_BYTES, Outcome, Slices, Store
 
+log = logging.getLogger("kvferry")
+
 FORMAT = 1
 ID_BYTES = 12
 
@@ -327,8 +329,6 @@ def plan_read(theirs: PoolLayout, model: CacheModel, ours: RankLayout) -> ReadPl
     ]
     return ReadPlan(theirs, ours, tuple(plans))
 
-
-log = logging.getLogger("kvferry")
 
 REFRESH_SECONDS = 2.0  # a new layout is noticed within this time
 

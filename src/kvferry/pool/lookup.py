@@ -303,19 +303,6 @@ OPEN_SECONDS = 180.0  # for opening its store; after that, a server counts as st
 MOST_STUCK = 4
 
 
-def _stale(asked: LookupQuestion, now: float) -> bool:
-    """Whether an answer is too old to promise anything.
-
-    An answer that the scheduler did not take in time is asked for once more. The second answer
-    counts however slow the scheduler's steps are, or a request could wait for ever.
-    """
-    if asked.answer is None or asked.answer.failed:
-        return False
-    if asked.given_at is None:
-        return asked.first and now - asked.answer.at > OLDEST_ANSWER_SECONDS
-    return now - asked.given_at > CACHE_SECONDS
-
-
 class LookupKeyClient:
     """Asks on behalf of requests, and never waits. For the scheduler's thread alone."""
 
@@ -398,6 +385,19 @@ class LookupKeyClient:
             self._server.close(seconds=1.0)
             self._server = None
         self._asked.clear()
+
+
+def _stale(asked: LookupQuestion, now: float) -> bool:
+    """Whether an answer is too old to promise anything.
+
+    An answer that the scheduler did not take in time is asked for once more. The second answer
+    counts however slow the scheduler's steps are, or a request could wait for ever.
+    """
+    if asked.answer is None or asked.answer.failed:
+        return False
+    if asked.given_at is None:
+        return asked.first and now - asked.answer.at > OLDEST_ANSWER_SECONDS
+    return now - asked.given_at > CACHE_SECONDS
 
 
 PERIOD_SECONDS = 2.0

@@ -71,8 +71,6 @@ _THEIRS = {  # variables that Mooncake's own processes read
 class MooncakeStore:
     """A `Store` over one `MooncakeDistributedStore`."""
 
-    name = "mooncake"
-
     def __init__(self, config: MooncakeStoreConfig) -> None:
         self.config = config
         try:

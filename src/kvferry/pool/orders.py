@@ -111,7 +111,3 @@ class PoolCounters:
         with self._lock:
             taken, self._new = dict(self._new), Counter()
         return taken
-
-    def all(self) -> dict[str, int]:
-        with self._lock:
-            return dict(self._total)

@@ -58,6 +58,11 @@ from kvferry.pool.orders import (
 from kvferry.pool.store import Outcome, Ranges, Store, require_answers
 from kvferry.workers import Call, Threads
 
+log = logging.getLogger("kvferry")
+
+CLOSE_SECONDS = 5.0  # for running saves and loads when the engine ends
+Fence = Callable[[], None]  # returns when the device has finished all earlier work
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -182,15 +187,9 @@ class PoolRank:
         self._store.close()
 
 
-log = logging.getLogger("kvferry")
-
 BATCH_OBJECTS = 64  # put at a time; the deadline is checked in between
-CLOSE_SECONDS = 5.0  # for running saves and loads when the engine ends
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 8.0
-
-
-Fence = Callable[[], None]  # returns when the device has finished all earlier work
 
 
 class Saver:

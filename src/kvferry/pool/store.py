@@ -76,8 +76,6 @@ class StoreStats:
 
 
 class Store(Protocol):
-    name: str
-
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Memory that objects are put from and got into."""
 

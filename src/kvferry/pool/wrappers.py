@@ -60,7 +60,6 @@ class StagedStore:
         stage_bytes: int = STAGE_BYTES,
         buffers: int = BUFFERS,
     ) -> None:
-        self.name = store.name
         self._store, self._memory, self._stage_bytes = store, memory, stage_bytes
         self._registered: list[MemoryRegion] = []
         self._regions = RegionTable.of([])
@@ -236,46 +235,13 @@ class StagedStore:
             self._leave()
 
 
-def _packed(wanted: Slices, begin: int) -> Slices:
-    """The same parts, one after another from `begin` on; neighbours in the object are one part."""
-    offset, length = joined(wanted.offset, wanted.length)
-    return Slices(offset, begin + np.cumsum(length) - length, length)
-
-
-def _sizes(parts: Sequence[Ranges] | Sequence[Slices]) -> Ints:
-    return np.array([int(p.length.sum()) for p in parts], dtype=np.int64)
-
-
-def _runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """First and last (exclusive) of each stretch of True."""
-    edges = np.flatnonzero(np.diff(np.array([False, *there, False], dtype=np.int8)))
-    return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
-
-
 HEADER_BYTES = 64
-# One rank's part of one block is a hundred times smaller. A reader takes memory for what a header
-# says, and any writer of the store can seal one.
+# One rank's part of one block is a hundred times smaller. A reader takes memory for the length in a
+# header, and any writer of the store can seal a header.
 MOST_OBJECT_BYTES = 4 << 30
-MEANING = ("checksums", "KVFSUM01")  # of keys, beside what else bytes mean
+MEANING = ("checksums", "KVFSUM01")  # goes into the namespace of keys
 _HEADER = struct.Struct("<8sQQ")
 _MAGIC = b"KVFSUM01"
-
-
-def _checksum(key: str, data: memoryview) -> int:
-    return xxhash.xxh3_64_intdigest(data, xxhash.xxh3_64_intdigest(key.encode()))
-
-
-def _seal(key: str, length: int, checksum: int) -> bytes:
-    header = _HEADER.pack(_MAGIC, length, checksum)
-    header += _checksum(key, memoryview(header)).to_bytes(8, "little")
-    return header + bytes(HEADER_BYTES - len(header))
-
-
-def _open(key: str, header: bytes) -> tuple[int, int] | None:
-    """Length and checksum of an object; None where its header is not right."""
-    _, length, checksum = _HEADER.unpack_from(header)
-    right = length <= MOST_OBJECT_BYTES and header == _seal(key, length, checksum)
-    return (length, checksum) if right else None
 
 
 class CheckedStore(StagedStore):
@@ -383,3 +349,36 @@ class CheckedStore(StagedStore):
                     to = base + int(packed[at]) + np.cumsum(need.length) - need.length
                     move(base + begin + need.offset, to, need.length)
             return self._scatter(wanted, buffer, packed, sizes, outcomes)
+
+
+def _packed(wanted: Slices, begin: int) -> Slices:
+    """The same parts, one after another from `begin` on; neighbours in the object are one part."""
+    offset, length = joined(wanted.offset, wanted.length)
+    return Slices(offset, begin + np.cumsum(length) - length, length)
+
+
+def _sizes(parts: Sequence[Ranges] | Sequence[Slices]) -> Ints:
+    return np.array([int(p.length.sum()) for p in parts], dtype=np.int64)
+
+
+def _runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """First and last (exclusive) of each stretch of True."""
+    edges = np.flatnonzero(np.diff(np.array([False, *there, False], dtype=np.int8)))
+    return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+
+
+def _checksum(key: str, data: memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(data, xxhash.xxh3_64_intdigest(key.encode()))
+
+
+def _seal(key: str, length: int, checksum: int) -> bytes:
+    header = _HEADER.pack(_MAGIC, length, checksum)
+    header += _checksum(key, memoryview(header)).to_bytes(8, "little")
+    return header + bytes(HEADER_BYTES - len(header))
+
+
+def _open(key: str, header: bytes) -> tuple[int, int] | None:
+    """Length and checksum of an object; None where its header is not right."""
+    _, length, checksum = _HEADER.unpack_from(header)
+    right = length <= MOST_OBJECT_BYTES and header == _seal(key, length, checksum)
+    return (length, checksum) if right else None

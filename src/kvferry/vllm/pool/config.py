@@ -6,9 +6,9 @@ of vLLM's own MooncakeStoreConnector are understood, so that its configuration m
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -155,13 +155,12 @@ class PoolConfig:
             return self._open_embedded
         if self.store == "mooncake":
             return lambda: self._open_mooncake(lookups_only)
-        module, _, name = self.store.partition(":")
-        if not name:
+        if ":" not in self.store:
             raise DescriptionError(
                 f"store is 'embedded', 'mooncake' or 'module:function', found {self.store!r}"
             )
         try:
-            make = getattr(importlib.import_module(module), name)
+            make = pkgutil.resolve_name(self.store)
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise DescriptionError(
                 f"store {self.store!r} cannot be imported: {error}; name a function of a module "
