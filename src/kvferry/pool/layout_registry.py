@@ -244,9 +244,9 @@ class ReadPlan:
                 at = copies.src & ((1 << TABLE_SHIFT) - 1)
                 stride = object_stride(self.theirs.ranks[plan.src].regions[piece.src.table].bytes)
                 number = fragments.index(self.theirs.owner[piece.src.table, plan.src])
-                block, offset = np.divmod(at, stride)
+                block = at // stride
                 objects = block * len(fragments) + number
-                made.append((objects, offset, copies.dst, copies.length))
+                made.append((objects, at - block * stride, copies.dst, copies.length))
             binder.require_distinct_destinations()
         return self._grouped(segment, made)
 

@@ -246,8 +246,8 @@ class PoolScheduler:
         if tracker is None or tracker.old or self._client is None or not self.limits.save:
             return
         final = min(final, len(tokens))
-        stop = final // self.align_tokens * self.align_tokens
-        start = min(stop, tracker.saved_tokens // self.align_tokens * self.align_tokens)
+        stop = self._aligned(final)
+        start = min(stop, self._aligned(tracker.saved_tokens))
         if start == stop and not states:
             return
         most = self.limits.most_pinned_blocks
@@ -262,6 +262,9 @@ class PoolScheduler:
             tracker.saved_tokens = stop
         if blocks:
             self._save(tuple(blocks), tag)
+
+    def _aligned(self, tokens: int) -> int:
+        return tokens // self.align_tokens * self.align_tokens
 
     def _save(self, tables: tuple[TableBlocks, ...], tag: Any) -> None:
         """Order a job for these blocks."""
@@ -315,9 +318,7 @@ class PoolScheduler:
         if tracker is not None and tracker.loading is not None:
             stop = max((s.stop for s in tracker.loading.segments), default=0)
             if not tracker.over:  # these blocks came from the pool, and need no save
-                tracker.saved_tokens = max(
-                    tracker.saved_tokens, stop // self.align_tokens * self.align_tokens
-                )
+                tracker.saved_tokens = max(tracker.saved_tokens, self._aligned(stop))
             tracker.loading = None
 
     def recovered(self, request_ids: Iterable[str]) -> None:
