@@ -26,7 +26,8 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -179,36 +180,39 @@ class LookupKeyServer:
                 self.opening_since = None
         return self._store
 
+    @contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """Calls of the store. Any error is counted and logged as `what`, and the thread goes on."""
+        try:
+            yield
+        except Exception as error:
+            self._counters.add("lookup_errors")
+            log.warning("%s: %s: %s", what, type(error).__name__, error)
+        finally:
+            self.busy_until = None
+
     def _tend(self) -> None:
         """Keep our layout published, learn others, and look for evictions."""
         if time.monotonic() < self._open_after:
             return
-        try:
+        tended = False
+        with self._guarded("the pool's layouts were not read"):
             store = self._opened()
             deadline = self.busy_until = time.monotonic() + IDLE_SECONDS
             self._registry.refresh(store, deadline)
             self._watch.look(store, deadline)
-        except Exception as error:
+            tended = True
+        if not tended:
             self._open_after = time.monotonic() + OPEN_AGAIN_SECONDS
-            self._counters.add("lookup_errors")
-            log.warning("the pool's layouts were not read: %s: %s", type(error).__name__, error)
-        finally:
-            self.busy_until = None
 
     def _answer(self, asked: LookupQuestion) -> LookupAnswer:
         """Answer a question. Any error is a miss."""
-        try:
+        with self._guarded("a lookup failed, and is a miss"):
             self._opened()
-            if time.monotonic() >= asked.deadline:
-                return LookupAnswer(failed=True)
-            self.busy_until = asked.deadline
-            return self._look_up(asked)
-        except Exception as error:
-            self._counters.add("lookup_errors")
-            log.warning("a lookup failed, and is a miss: %s: %s", type(error).__name__, error)
-            return LookupAnswer(failed=True)
-        finally:
-            self.busy_until = None
+            if time.monotonic() < asked.deadline:
+                self.busy_until = asked.deadline
+                return self._look_up(asked)
+        return LookupAnswer(failed=True)
 
     def _look_up(self, asked: LookupQuestion) -> LookupAnswer:
         chain, reader = asked.chain, self._reader
@@ -241,18 +245,13 @@ class LookupKeyServer:
         used = {s.layout_id for s in answer.hit.segments}
         if not used or answer.hit.tokens < asked.most_tokens // align * align:
             used.add(ours.id)  # this engine will save the rest in its own layout
-        deadline = self.busy_until = time.monotonic() + IDLE_SECONDS
-        try:
+        with self._guarded("the store did not hear of a request"):
+            deadline = self.busy_until = time.monotonic() + IDLE_SECONDS
             for layout_id in sorted(used):
                 layout = answer.layouts.get(layout_id, ours)
                 for part in sequence_keys(self._metadata, asked.chain, [layout]):
                     self._opened().access(part.keys, deadline)
             self._watch.look(self._opened(), deadline)
-        except Exception as error:
-            self._counters.add("lookup_errors")
-            log.warning("the store did not hear of a request: %s: %s", type(error).__name__, error)
-        finally:
-            self.busy_until = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
