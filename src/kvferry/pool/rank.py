@@ -337,14 +337,14 @@ class _Running:
 class Loader:
     """Runs loads. `take_done` reports each exactly once."""
 
-    def __init__(self, store: Store, counters: PoolCounters, threads: int = THREADS) -> None:
+    def __init__(self, store: Store, counters: PoolCounters) -> None:
         self._store, self._counters = store, counters
         self._running: set[_Running] = set()
         self._done: deque[PoolLoaded] = deque()
         self._recovered: deque[str] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._crew = Threads("kvferry-load", threads, most_stuck=MOST_LOST_THREADS)
+        self._crew = Threads("kvferry-load", THREADS, most_stuck=MOST_LOST_THREADS)
         self._threads = Threads("kvferry-load-one", MOST_LOADS)
 
     @property

@@ -63,7 +63,7 @@ class PoolScheduler:
         self._open_store = open_store
         self._null = null_block
         self._client: LookupKeyClient | None = None
-        self._epoch = ""  # set by a reset before the start
+        self._epoch = ""  # of the last reset
         self._trackers: dict[str, RequestTracker] = {}
         self._jobs: dict[int, SaveJob] = {}  # saves that some rank has not reported, by job id
         self._job_ids = count()
@@ -89,10 +89,7 @@ class PoolScheduler:
 
         full_residency  the engine keeps every block, also of layers with a window
         """
-        if self._client is None and self._epoch:
-            metadata = replace(metadata, epoch=self._epoch)
-        self._metadata, self._ours, self._ranks = metadata, ours, ranks
-        self._full = full_residency
+        self._ours, self._ranks = ours, ranks
         groups = ours.model.groups
         spans = [block_span(group, ours.shape) for group in groups]
         needs = [
@@ -101,7 +98,12 @@ class PoolScheduler:
         ]
         self.align_tokens = lcm(*spans)
         self._reader = Reader(tuple(needs), self.align_tokens, ours.id)
-        self._tell({ours.id: ours})
+        self._use(replace(metadata, epoch=self._epoch))
+
+    def _use(self, metadata: KeyMetadata) -> None:
+        """Look up, save and load in this namespace from now on."""
+        self._metadata = metadata
+        self._tell({self._ours.id: self._ours})
         if self._client is not None:
             self._client.restart()
         else:
@@ -145,17 +147,15 @@ class PoolScheduler:
         keeps_blocks  the engine's own cache was not emptied. Until a reset that finds it empty, a
                       request that hits it saves nothing
         """
-        epoch = secrets.token_hex(8)
-        log.info("the pool's namespace changes (epoch %s)", epoch)
+        self._epoch = secrets.token_hex(8)
+        log.info("the pool's namespace changes (epoch %s)", self._epoch)
         self._keeps_old = keeps_blocks
         if self._client is None:
-            self._epoch = epoch
             return
         for tracker in self._trackers.values():
             tracker.saved_tokens, tracker.load, tracker.old = 0, None, True
         self.watch.clear()
-        metadata = replace(self._metadata, epoch=epoch)
-        self.start(metadata, self._ours, self._ranks, full_residency=self._full)
+        self._use(replace(self._metadata, epoch=self._epoch))
 
     @property
     def tables(self) -> int:
