@@ -110,12 +110,12 @@ class Store(Protocol):
 
 
 def inside(regions: RegionTable, parts: Sequence[Ranges] | Sequence[Slices]) -> list[bool]:
-    """Whether each object's memory is registered; looked at one by one only if one is not."""
+    """Whether the memory of each object is registered."""
     if not parts:
         return []
     address = np.concatenate([p.address for p in parts])
     length = np.concatenate([p.length for p in parts])
-    bad = regions.first_outside(address, length)
+    bad = regions.first_outside(address, length)  # for all at once, as this is the usual case
     if bad < 0:
         return [True] * len(parts)
     _log.warning("%d bytes at %#x are not inside the registered memory", length[bad], address[bad])

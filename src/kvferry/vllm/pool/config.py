@@ -1,4 +1,4 @@
-"""What an operator may set for the pool, and how its store is opened.
+"""The operator's settings of the pool, and how each process opens its store.
 
 `FerryPoolConnector` needs nothing: the embedded store of this host, in its default place. The keys
 of vLLM's own MooncakeStoreConnector are understood, so that its configuration moves over as it is.
@@ -150,7 +150,7 @@ class PoolConfig:
         return self.checksums and self.store != "embedded"
 
     def opener(self, *, lookups_only: bool = False) -> Callable[[], Store]:
-        """What opens the store; every process and every lookup server opens its own."""
+        """A function that opens the store. Each process and each lookup server opens its own."""
         if self.store == "embedded":
             return self._open_embedded
         if self.store == "mooncake":

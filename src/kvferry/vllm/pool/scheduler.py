@@ -224,8 +224,7 @@ class VllmPoolScheduler:
         return self._events.take()
 
     def take_counts(self) -> dict[str, Any]:
-        """What was counted since the last time, and how many blocks are in quarantine, if that
-        has changed."""
+        """Counts since the last call, and the number of blocks in quarantine, if it has changed."""
         counts: dict[str, Any] = self.pool.counters.take()
         if self.pool.quarantined_blocks != self._quarantined:
             self._quarantined = self.pool.quarantined_blocks

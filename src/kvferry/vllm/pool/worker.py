@@ -126,7 +126,7 @@ class PoolWorker:
         self._saves = []
 
     def _fence(self) -> Fence | None:
-        """What returns when the device has done all that was asked of it until now."""
+        """A function that returns when the device has done all its work up to now."""
         if not self._on_device:
             return None
         import torch
