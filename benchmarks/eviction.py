@@ -46,18 +46,19 @@ from benchmarks.stores import scratch
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import DescriptionError
 from kvferry.pool.embedded.arena import ALIGN
-from kvferry.pool.embedded.eviction import BAR_SECONDS, BATCH_SHARE, FEW_OBJECTS, MakePolicy
+from kvferry.pool.embedded.eviction import BAR_SECONDS, BATCH_SHARE, FEW_OBJECTS
 from kvferry.pool.embedded.policy import (
     LEARNED_FLOATS,
     MOST_CLASSES,
     ConversationPolicy,
     Floats,
     History,
-    Ints,
     Tuning,
 )
 from kvferry.pool.embedded.store import EmbeddedStore
-from kvferry.pool.store import Outcome, Ranges
+from kvferry.pool.store import Ints, Outcome, Ranges
+
+MakePolicy = Callable[[History, Floats], ConversationPolicy]
 
 OBJECT_BYTES = 64  # a block's stand-in: with its header it takes one page of the arena
 NEVER = 1 << 60
@@ -221,9 +222,7 @@ def replay_optimum(trace: Trace, capacity: int, leaf_first: bool) -> Rates:
     return rates_of(trace, hits)
 
 
-def replay_store(
-    trace: Trace, capacity: int, make_policy: MakePolicy = ConversationPolicy
-) -> Rates:
+def replay_store(trace: Trace, capacity: int) -> Rates:
     """The real store: its index, its policy, its eviction, objects of one page each."""
     now = [trace.seconds[0]]
     with (
@@ -235,7 +234,6 @@ def replay_store(
                 slots=1 << 18,
                 threads=1,
                 clock=lambda: now[0],
-                make_policy=make_policy,
             )
         ) as store,
     ):

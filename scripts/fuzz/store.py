@@ -233,8 +233,11 @@ class Damage:
             with contextlib.suppress(OSError), path.open("r+b") as file:
                 file.seek(at)
                 head = file.read(image._HEAD.size)
-                whole = image.header_size(head)
-                if len(head) == image._HEAD.size <= whole <= LONGEST:
+                if len(head) < image._HEAD.size:
+                    return
+                _, _, key_bytes, _, _, chunks = image._HEAD.unpack(head)
+                whole = image.aligned(len(head) + 8 * chunks + key_bytes, 64)
+                if whole <= LONGEST:
                     file.seek(at + 8)
                     digest = xxhash.xxh3_64_intdigest(file.read(whole - 8))
                     file.seek(at)

@@ -169,10 +169,9 @@ def test_a_writer_goes_where_it_was_sent(place: Path, offset: int) -> None:
         place,
         f"""
 reserve = tiers.reserve
-def changed(*args):
-    granted = reserve(*args)
-    for at in granted.offsets: index.offset[at] = {offset}
-    return granted
+def changed(wishes, *rest):
+    reserve(wishes, *rest)
+    for wish in wishes: index.offset[wish.row] = {offset}
 tiers.reserve = changed
 peer.put(3)
 del tiers.reserve
@@ -254,8 +253,7 @@ def test_work_that_does_not_exist(place: Path) -> None:
         """
 index._header[14] = 99
 tiers.disk.begin()
-tiers.disk.wait(30)
-assert not tiers.disk._thread.is_alive() and index.files_due == 0
+assert tiers.disk.wait(30) and index.files_due == 0
 """,
     )
 
@@ -299,7 +297,7 @@ def test_extents_that_overlap_and_leave_the_arena(place: Path) -> None:
         place,
         """
 for n in range(20): peer.put(n)
-rows = index.with_extent()
+rows = index.in_state(*ix.WITH_EXTENT)
 index.offset[rows[0]] = 1 << 60
 index.extent[rows[1]] = 1 << 62
 index.extent[rows[2]] = -4096

@@ -54,7 +54,7 @@ def invariants(store: EmbeddedStore) -> None:
     index, arena = tiers.index, tiers.arena
     with tiers.locked(soon()):
         tiers.mend()
-        rows = index.with_extent()
+        rows = index.in_state(*ix.WITH_EXTENT)
         order = np.argsort(index.offset[rows])
         begin, size = index.offset[rows][order], index.extent[rows][order]
         assert (begin[1:] >= (begin + size)[:-1]).all(), "two objects share memory"

@@ -65,7 +65,7 @@ def test_what_goes_first() -> None:
     policy.observe(short_talk, np.zeros(8, dtype=bool), 300.0)
     late = 330.0
     assert policy.scores(rows(103), late)[0] > policy.scores(rows(203), late)[0]
-    policy.pin(rows(203))
+    policy.go_last(rows(203))
     assert policy.scores(rows(203), late)[0] > policy.scores(rows(103), late)[0]
 
 

@@ -37,25 +37,22 @@ import logging
 import mmap
 import os
 import struct
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
-from kvferry.carriers.base import RegionTable
 from kvferry.errors import StoreError
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.index import MAX_GAPS, SharedIndex
-from kvferry.pool.store import Outcome, Slices, move, spread
+from kvferry.pool.embedded.policy import Floats
+from kvferry.pool.store import Ints, Outcome, Slices, move, spread
 from kvferry.private_files import open_private
 
 _log = logging.getLogger(__name__)
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 ALIGN = 4096  # of extents
 GROW_BYTES = 64 << 20
@@ -105,10 +102,11 @@ class Arena:
     def take(self, size: int) -> int:
         """Offset of a free extent of `size` bytes (a multiple of `ALIGN`), or -1."""
         index = self._index
-        fits = index.gap_bytes[: index.gaps] >= size
-        at = int(fits.argmax()) if len(fits) else 0
-        if len(fits) == 0 or not fits[at]:
-            return self._take_grown(size)
+        at = self._first_gap(size)
+        if at < 0 and self._grow(size):
+            at = self._first_gap(size)
+        if at < 0:
+            return -1
         offset = int(index.gap_offset[at])
         if not 0 <= offset <= self.capacity - size:  # the next holder of the lock finds gaps anew
             raise StoreError(
@@ -117,6 +115,12 @@ class Arena:
             )
         self._shorten(at, size)
         return offset
+
+    def _first_gap(self, size: int) -> int:
+        """Number of the first gap of at least `size` bytes, or -1."""
+        fits = self._index.gap_bytes[: self._index.gaps] >= size
+        at = int(fits.argmax()) if len(fits) else -1
+        return at if at >= 0 and fits[at] else -1
 
     def _shorten(self, at: int, size: int) -> None:
         index = self._index
@@ -130,34 +134,23 @@ class Arena:
             )
             index.gaps = last
 
-    def _take_grown(self, size: int) -> int:
-        """Take more memory from the system; the tail gap, if any, becomes part of it."""
-        index = self._index
-        end = self._backed()
-        ends = index.gap_offset[: index.gaps] + index.gap_bytes[: index.gaps]
-        tail = np.flatnonzero(ends == end)
-        start = int(index.gap_offset[tail[0]]) if len(tail) else end
-        for step in (GROW_BYTES, 0):
-            grown = min(self.capacity, max(start + size, end + step))
-            if start + size > grown:
-                return -1
+    def _grow(self, size: int) -> bool:
+        """Whether the system gave more memory: a large step, or `size` bytes where that is all."""
+        index, end = self._index, self._backed()
+        for step in (max(GROW_BYTES, size), size):
+            grown = min(self.capacity, end + step)
+            if grown == end:
+                return False
             try:
                 os.posix_fallocate(self._fd, end, grown - end)
-                break
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM):
                     raise StoreError(f"the memory tier cannot grow: {error}") from error
-        else:
-            return -1
-        index.arena_bytes = grown
-        if len(tail):
-            index.gap_bytes[tail[0]] = grown - start
-        elif index.gaps < MAX_GAPS:
-            index.gap_offset[index.gaps], index.gap_bytes[index.gaps] = start, grown - start
-            index.gaps += 1
-        else:
-            index.gap_offset[0], index.gap_bytes[0] = start, grown - start  # until gaps are found
-        return self.take(size)
+                continue
+            index.arena_bytes = grown
+            self.find_gaps()  # joins the new memory and the gap in front of it
+            return True
+        return False
 
     def _backed(self) -> int:
         """Bytes of the arena that are backed by memory."""
@@ -166,7 +159,7 @@ class Arena:
     def find_gaps(self) -> None:
         """The list of gaps, from the records; the longest ones where there are too many."""
         index = self._index
-        rows = index.with_extent()
+        rows = index.in_state(*ix.WITH_EXTENT)
         begin, size = index.offset[rows], index.extent[rows]
         outside = (begin < 0) | (size <= 0) | (begin > self.capacity - size)
         if bool(outside.any()):
@@ -185,6 +178,7 @@ class Arena:
         index.gap_offset[: len(some)] = starts[some]
         index.gap_bytes[: len(some)] = room[some]
         index.gaps = len(some)
+        index.gaps_stale = False
 
     def _drop_damaged(self, rows: Ints) -> None:
         """Records whose extents are outside of the arena; their files, if any, may be whole."""
@@ -201,7 +195,7 @@ class Arena:
         Extents that are not in `rows` (a process writes to them) stay where they are.
         """
         index = self._index
-        taken = index.with_extent()
+        taken = index.in_state(*ix.WITH_EXTENT)
         taken = taken[np.argsort(index.offset[taken])]
         movable = np.isin(taken, rows)
         cost = np.full(len(taken), np.inf)
@@ -308,15 +302,6 @@ def open_image(image: memoryview) -> Image | None:
     return Image(key, size, length, chunk_bytes, sums)
 
 
-def header_size(head: bytes) -> int:
-    """Bytes of the header that begins like this; 0 where it is none."""
-    if len(head) < _HEAD.size:
-        return 0
-    _, magic, key_bytes, _, _, chunks = _HEAD.unpack_from(head)
-    whole = aligned(_HEAD.size + 8 * chunks + key_bytes, _HEADER_ALIGN)
-    return whole if magic == _MAGIC else 0
-
-
 def begins_image(head: bytes) -> bool:
     """Whether a file that begins like this is an image, or one whose beginning was never written.
 
@@ -335,29 +320,21 @@ class WantedObject:
     size: int  # of each part where all are alike and one after another, else 0
 
 
-def analyse(wanted: Sequence[Slices], regions: RegionTable) -> list[WantedObject | None]:
-    """The wanted parts of each object; None where a part leaves the registered memory.
+def analyse(wanted: Sequence[Slices]) -> list[WantedObject]:
+    """The wanted parts of each object.
 
     Everything that does not depend on a single object is found out here, once for the batch, in
     whole arrays. Objects that are wanted in the usual form (parts of one length, one after another)
     are then copied and checked by a few calls each; others cost some microseconds more.
     """
     counts = np.array([len(w.length) for w in wanted], dtype=np.int64)
+    result = [WantedObject(w, 0, 0, 0) for w in wanted]  # right where nothing is wanted
     some = np.flatnonzero(counts)
-    empty = np.empty(0, dtype=np.int64)
-    nothing = WantedObject(Slices(empty, empty, empty), 0, 0, 0)
-    result: list[WantedObject | None] = [nothing] * len(wanted)
     if len(some) == 0:
         return result
     offset = np.concatenate([wanted[i].offset for i in some.tolist()])
     length = np.concatenate([wanted[i].length for i in some.tolist()])
-    address = np.concatenate([wanted[i].address for i in some.tolist()])
     heads = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts[some])[:-1]))
-    outside = np.zeros(len(some), dtype=bool)
-    if regions.first_outside(address, length) >= 0:
-        outside[:] = [
-            regions.first_outside(wanted[i].address, wanted[i].length) >= 0 for i in some.tolist()
-        ]
     follows = np.ones(len(offset), dtype=bool)
     follows[1:] = offset[1:] == offset[:-1] + length[:-1]
     follows[heads] = True
@@ -367,7 +344,7 @@ def analyse(wanted: Sequence[Slices], regions: RegionTable) -> list[WantedObject
     end = np.maximum.reduceat(offset + length, heads).tolist()
     size = np.where(plain, length[heads], 0).tolist()
     for k, i in enumerate(some.tolist()):
-        result[i] = None if outside[k] else WantedObject(wanted[i], begin[k], end[k], size[k])
+        result[i] = WantedObject(wanted[i], begin[k], end[k], size[k])
     return result
 
 
@@ -386,7 +363,7 @@ def serve(
     data = view[image.header_bytes :]
     if need is None:
         return Outcome.DONE if image.check_all(data) else Outcome.CORRUPT
-    if need.begin < 0 or need.end > image.length:
+    if not 0 <= need.begin <= need.end <= image.length:
         _log.warning(
             "%s has %d bytes; %d to %d were asked for",
             image.key,
@@ -397,61 +374,33 @@ def serve(
         return Outcome.FAILED
     if need.begin == need.end:
         return Outcome.DONE
-    address += image.header_bytes
+    return _copy(image, data, address + image.header_bytes, need)
+
+
+def _copy(image: Image, data: memoryview, address: int, need: WantedObject) -> Outcome:
+    """By rising offset, so that no later part lies in a chunk that was checked before."""
+    offset, target, length = need.parts.offset, need.parts.address, need.parts.length
+    chunks: Sequence[int]
     if need.size:
-        return _copy_plain(image, data, address, need)
-    return _copy_any(image, data, address, need.parts)
-
-
-def _copy_plain(image: Image, data: memoryview, address: int, need: WantedObject) -> Outcome:
-    """Parts of one length, one after another."""
-    size, target = need.size, need.parts.address
-    step = max(1, HOT_BYTES // size)
-    checked = need.begin // image.chunk_bytes
-    for first in range(0, len(target), step):
-        part = target[first : first + step]
-        begin = need.begin + first * size
-        end = begin + len(part) * size
-        spread(address + begin, part, size)
-        # rounded down: the next parts complete this chunk
-        whole = end // image.chunk_bytes if end < need.end else -(-end // image.chunk_bytes)
-        if not image.check(data, range(checked, whole)):
-            return Outcome.CORRUPT
-        checked = max(checked, whole)
-    return Outcome.DONE
-
-
-def _copy_any(image: Image, data: memoryview, address: int, parts: Slices) -> Outcome:
-    """Parts of any form: by rising offset and a cache's worth at a time, or all of a small object.
-
-    So no later part lies in a chunk that was checked before.
-    """
-    offset, target, length = parts.offset, parts.address, parts.length
-    total = len(length)
-    steps = [total]
-    if image.length > HOT_BYTES:
-        order = np.argsort(offset, kind="stable")
-        offset, target, length = offset[order], target[order], length[order]
-        steps = _steps(length)
-    chunks = image.touched(offset, length)
-    first = checked = 0
-    for last in steps:
-        part = slice(first, last)
-        move(address + offset[part], target[part], length[part])
+        chunks = range(need.begin // image.chunk_bytes, -(-need.end // image.chunk_bytes))
+        step = max(1, HOT_BYTES // need.size)
+    else:
+        chunks = image.touched(offset, length).tolist()
+        step = max(1, HOT_BYTES * len(length) // max(1, int(length.sum())))
+        if step < len(length):
+            order = np.argsort(offset, kind="stable")
+            offset, target, length = offset[order], target[order], length[order]
+    checked = 0
+    for first in range(0, len(length), step):
+        last = first + step
+        if need.size:
+            spread(address + need.begin + first * need.size, target[first:last], need.size)
+        else:
+            move(address + offset[first:last], target[first:last], length[first:last])
         whole = len(chunks)
-        if last < total:
-            whole = int(np.searchsorted(chunks, offset[last] // image.chunk_bytes))
-        if not image.check(data, chunks[checked:whole].tolist()):
+        if last < len(length):  # the next parts complete the chunk in which they begin
+            whole = bisect_left(chunks, int(offset[last]) // image.chunk_bytes)
+        if not image.check(data, chunks[checked:whole]):
             return Outcome.CORRUPT
-        first, checked = last, whole
+        checked = whole
     return Outcome.DONE
-
-
-def _steps(length: Ints) -> list[int]:
-    """Ends of steps of about `HOT_BYTES` each."""
-    ends, steps = np.cumsum(length), [0]
-    while steps[-1] < len(length):
-        done = int(ends[steps[-1] - 1]) if steps[-1] else 0
-        fits = int(np.searchsorted(ends, done + HOT_BYTES, side="right"))
-        steps.append(max(steps[-1] + 1, fits))
-    return steps[1:]

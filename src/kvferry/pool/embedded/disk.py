@@ -37,22 +37,21 @@ import itertools
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvferry.errors import StoreError
 from kvferry.pool.embedded import index as ix
-from kvferry.pool.embedded.arena import Image, begins_image, header_size, open_image
+from kvferry.pool.embedded.arena import Image, begins_image, header_bytes, open_image
 from kvferry.pool.embedded.index import (
     ADOPT,
     NOTHING,
     SWEEP,
+    BackgroundWork,
     Calls,
     Locked,
     Members,
@@ -60,6 +59,7 @@ from kvferry.pool.embedded.index import (
     hash_keys,
     words_of,
 )
+from kvferry.pool.store import Bools, Ints
 from kvferry.private_files import create_private, private_directory
 
 _log = logging.getLogger(__name__)
@@ -67,20 +67,16 @@ DISK_LINK = "disk"  # in a store's directory: where its disk tier is
 _TEMPORARY = ".part-"
 _PART = re.compile(re.escape(_TEMPORARY) + r"(\d+)-\d+")
 _NAME = re.compile(r"[0-9a-f]{32}")
-_HEAD_BYTES = 32
-_MOST_HEADERS_BYTES = 1024  # one read for objects up to 30 MiB
+_LONGEST_KEY_BYTES = 4096  # of an object that is found again after a restart of the host
 _LONGEST_HEADER_BYTES = 16 << 20  # of an object of 500 GiB; a longer one is damaged
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 _DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)  # the medium, not the moment
 
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 UnderLock = Callable[[float], AbstractContextManager[None]]
 
 BATCH_FILES = 512  # in one hold of the lock: a few milliseconds
 LOCK_SECONDS = 1.0  # for each try of a walk, so that `close` need not wait long
-HAS_FILE = (ix.DISK, ix.BOTH, ix.PROMOTING, ix.DEMOTING)  # or will have
+HAS_FILE = (*ix.WITH_FILE, ix.DEMOTING)  # or will have
 
 
 class DiskTier:
@@ -102,8 +98,7 @@ class DiskTier:
         self._clock, self._calls, self._locked = clock, calls, locked
         self._made: set[str] = set()
         self._numbers = itertools.count(1)  # one step of the interpreter: threads never share one
-        self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
+        self._walks = BackgroundWork(calls, "kvferry-files", LOCK_SECONDS)
 
     def path(self, name: str) -> Path:
         return self._directory / name[:2] / name
@@ -185,22 +180,29 @@ class DiskTier:
 
     def header(self, name: str) -> Image | None:
         """The header of a file, if it is whole and the file has the size that it says."""
+        head, size = self._beginning(name) or (b"", 0)
+        image = open_image(memoryview(head))
+        return image if image is not None and image.header_bytes + image.length == size else None
+
+    def is_ours(self, name: str) -> bool:
+        """Whether such a file may be an image, or the rest of one after a loss of power."""
+        found = self._beginning(name)
+        return found is not None and begins_image(found[0])
+
+    def _beginning(self, name: str) -> tuple[bytes, int] | None:
+        """As many bytes of a file as a header may have, and the file's size."""
         try:
             fd = self._open(name)
         except OSError:
             return None
         try:
             size = os.fstat(fd).st_size
-            head = os.pread(fd, _MOST_HEADERS_BYTES, 0)
-            whole = min(header_size(head), size, _LONGEST_HEADER_BYTES)
-            if whole > len(head):
-                head += os.pread(fd, whole - len(head), len(head))
+            most = min(header_bytes(_LONGEST_KEY_BYTES, size), _LONGEST_HEADER_BYTES)
+            return os.pread(fd, most, 0), size
         except OSError:
             return None
         finally:
             os.close(fd)
-        image = open_image(memoryview(head))
-        return image if image is not None and image.header_bytes + image.length == size else None
 
     def names(self, *, tell: bool) -> Iterator[str]:
         """Every file with a name of the store's, folder by folder; `tell`: log the others."""
@@ -224,14 +226,6 @@ class DiskTier:
                 self._directory,
                 foreign,
             )
-
-    def is_ours(self, name: str) -> bool:
-        """Whether such a file may be an image, or the rest of one after a loss of power."""
-        try:
-            with os.fdopen(self._open(name), "rb") as file:
-                return begins_image(file.read(_HEAD_BYTES))
-        except OSError:
-            return False
 
     # Files and records
 
@@ -257,74 +251,54 @@ class DiskTier:
     def begin(self) -> None:
         """Start the walk that is due in a thread, unless a living member walks already."""
         index = self._index
-        if index.files_due == NOTHING and not index.files_by:
-            return
-        with self._starting:
-            by = index.files_by
-            if (self._thread and self._thread.is_alive()) or (by and self._members.alive(by)):
-                return
-            self._thread = self._calls.beside(self._walks, "kvferry-files")
+        by = index.files_by
+        if (by and not self._members.alive(by)) or (not by and index.files_due != NOTHING):
+            self._walks.begin(self._walk)
 
-    def wait(self, seconds: float) -> None:
-        if self._thread is not None:
-            self._thread.join(seconds)
+    def wait(self, seconds: float) -> bool:
+        """Whether this process's walks have ended after at most so many seconds."""
+        return self._walks.wait(seconds)
 
     def sweep_now(self, deadline: float) -> None:
         """Remove all files without a record, also those that were to get one."""
         for batch in _batches(self.names(tell=False)):
             self._sweep(batch, deadline)
 
-    def _walks(self) -> None:
-        """Until no walk is due. The thread tries again where it did not get the lock, because the
-        next call that needs room may be long in coming."""
-        while not self._calls.closing.is_set():
-            try:
-                self._walks_in_turn()
-                return
-            except StoreError as error:
-                _log.warning("disk tier: the walk through its files waits: %s", error)
-            except Exception:
-                _log.exception("disk tier: the walk through its files failed")
-                return
-            finally:
-                if self._index.files_by == self._members.me:
-                    self.sweep_later()
-                    self._index.files_by = 0  # no other process writes it while this member lives
-            self._calls.closing.wait(LOCK_SECONDS)
+    def _walk(self) -> None:
+        """Walk until no walk is due, or another living member walks."""
+        index, closing = self._index, self._calls.closing
+        try:
+            while not closing.is_set() and (due := self._take_walk()):
+                step = self._adopt if due == ADOPT else self._sweep
+                for batch in _batches(self.names(tell=due == ADOPT)):
+                    if closing.is_set() or not step(batch, time.monotonic() + LOCK_SECONDS):
+                        break
+                else:
+                    with self._locked(time.monotonic() + LOCK_SECONDS):
+                        index.files_by = 0
+                        if index.files_due == ADOPT:
+                            index.files_due = SWEEP  # for processes that died meanwhile
+        finally:
+            if index.files_by == self._members.me:
+                self.sweep_later()
+                index.files_by = 0  # no other process writes it while this member lives
 
-    def _walks_in_turn(self) -> None:
+    def _take_walk(self) -> int:
+        """The walk that this member has to do now, if any."""
         index, me = self._index, self._members.me
-        while not self._calls.closing.is_set():
-            with self._locked(time.monotonic() + LOCK_SECONDS):
-                by = index.files_by
-                if by not in (0, me):
-                    if self._members.alive(by):
-                        return
-                    self.sweep_later()  # the member that died had taken it off the list
-                due = index.files_due
-                if due == NOTHING:
-                    index.files_by = 0
-                    return
-                index.files_by = me
-                if due == SWEEP:  # a file that loses its record from now on is for another walk
-                    index.files_due = NOTHING
-                    # no process becomes a member without the lock
-                    self.clean(lambda member: not self._members.alive(member))
-            whole = self._walk(due)
-            with self._locked(time.monotonic() + LOCK_SECONDS):
-                index.files_by = 0
-                if due == SWEEP and not whole:
-                    self.sweep_later()
-                elif due == ADOPT and whole and index.files_due == ADOPT:
-                    index.files_due = SWEEP  # for processes that died meanwhile
-
-    def _walk(self, due: int) -> bool:
-        """Whether the walk came to the end."""
-        step = self._adopt if due == ADOPT else self._sweep
-        for batch in _batches(self.names(tell=due == ADOPT)):
-            if self._calls.closing.is_set() or not step(batch, time.monotonic() + LOCK_SECONDS):
-                return False
-        return True
+        with self._locked(time.monotonic() + LOCK_SECONDS):
+            by = index.files_by
+            if by not in (0, me):
+                if self._members.alive(by):
+                    return NOTHING
+                self.sweep_later()  # the member that died had taken it off the list
+            due = index.files_due
+            index.files_by = me if due else 0
+            if due == SWEEP:  # a file that loses its record from now on is for another walk
+                index.files_due = NOTHING
+                # no process becomes a member without the lock
+                self.clean(lambda member: not self._members.alive(member))
+            return due
 
     def _sweep(self, names: list[str], deadline: float) -> bool:
         lost = [name for name in self._unrecorded(names) if self.is_ours(name)]
@@ -426,7 +400,6 @@ OWNER_FILE = ".kvferry-store"
 OWNER_SECONDS = 5.0  # another process has the file for itself only while it writes a line
 GOING_SECONDS = 2.0  # a process that ends lets go of its locks one after the other
 _PAUSE_S = 0.005
-_BUSY = (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -459,7 +432,7 @@ class DirectoryOwner(Locked):
         deadline = time.monotonic() + OWNER_SECONDS
         gone_by = time.monotonic() + GOING_SECONDS
         while True:
-            if self._locked(fcntl.LOCK_EX):  # no process has it
+            if self._try(fcntl.LOCK_EX):  # no process has it
                 while others():
                     if time.monotonic() > gone_by:
                         raise StoreError(
@@ -472,10 +445,9 @@ class DirectoryOwner(Locked):
                 os.pwrite(self._fd, line := f"{store_id} {store.absolute()}\n".encode(), 0)
                 os.ftruncate(self._fd, len(line))
             # Not one step after the other kind: another store may have come between the two.
-            if self._locked(fcntl.LOCK_SH):
-                found, _, where = (
-                    os.pread(self._fd, 4096, 0).decode(errors="replace").partition(" ")
-                )
+            if self._try(fcntl.LOCK_SH):
+                line = os.pread(self._fd, 4096, 0)
+                found, _, where = line.decode(errors="replace").partition(" ")
                 if found == store_id:
                     return
                 raise StoreError(
@@ -490,12 +462,3 @@ class DirectoryOwner(Locked):
                     "that, or name another disk_path"
                 )
             time.sleep(_PAUSE_S)
-
-    def _locked(self, kind: int) -> bool:
-        try:
-            fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _BUSY:
-                raise
-            return False
-        return True

@@ -23,11 +23,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,20 +41,18 @@ from kvferry.pool.embedded.disk import DISK_LINK, DirectoryOwner, DiskTier, own_
 from kvferry.pool.embedded.index import (
     ADOPT,
     SWEEP,
+    BackgroundWork,
     Calls,
     Geometry,
     Members,
     SharedIndex,
     SharedLock,
 )
-from kvferry.pool.embedded.policy import ConversationPolicy, History
+from kvferry.pool.embedded.policy import ConversationPolicy, Floats
+from kvferry.pool.store import Ints
 from kvferry.private_files import private_directory
 
 _log = logging.getLogger(__name__)
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-MakePolicy = Callable[[History, Floats], ConversationPolicy]  # from shared memory
 
 OPEN_SECONDS = 60.0
 ADOPT_SECONDS = 5.0  # in which the first opener waits for files to get records; more come later
@@ -69,28 +66,23 @@ BATCH_SHARE = 256  # beyond, at least this part of the memory is freed at a time
 BAR_SECONDS = 1.0  # how long objects below the last victim's score are declined without a search
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Wish:
-    """An extent that is wanted."""
+    """An extent that is wanted, and what came of it."""
 
     row: int
     low: np.uint64  # the key, because a ghost's slot may be given away meanwhile
     high: np.uint64
     size: int  # bytes, a multiple of `arena.ALIGN`
     state: int  # WRITING or PROMOTING, once it has it
+    score: float = math.inf  # by the policy; infinity is never declined
+    offset: int = -1  # of the extent that was granted
+    declined: bool = False  # worth less than the objects that are there
 
     @property
     def before(self) -> int:
         """The row's state until then, and again if the extent is given back."""
         return ix.GHOST if self.state == ix.WRITING else ix.DISK
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """Offsets by row; `declined` rows were worth less than the objects that are there."""
-
-    offsets: dict[int, int] = field(default_factory=dict)
-    declined: set[int] = field(default_factory=set)
 
 
 class Tiers:
@@ -102,21 +94,18 @@ class Tiers:
         wanted: Geometry,
         disk: Path | None,
         clock: Callable[[], float],
-        make_policy: MakePolicy,
         calls: Calls,
     ) -> None:
         private_directory(directory)
         self.clock, self.calls = clock, calls
         self._reap_at = 0.0
         self._updates: deque[Callable[[], None]] = deque()  # of the records, still to be written
-        self._damaged: set[tuple[int, int]] = set()  # rows and generations to be removed
-        self._updating: threading.Thread | None = None
-        self._starting = threading.Lock()
+        self._updating = BackgroundWork(calls, "kvferry-updates", RETRY_SECONDS)
         with contextlib.ExitStack() as undo:  # a process that is refused leaves nothing open
             self.lock = SharedLock(directory / "lock")
             undo.callback(self.lock.close)
             with self.lock.held(time.monotonic() + OPEN_SECONDS):
-                self._open(directory, wanted, disk, make_policy, undo)
+                self._open(directory, wanted, disk, undo)
             undo.pop_all()
         if self.disk is not None:
             self.disk.begin()
@@ -124,19 +113,14 @@ class Tiers:
                 self.disk.wait(ADOPT_SECONDS)
 
     def _open(
-        self,
-        directory: Path,
-        wanted: Geometry,
-        disk: Path | None,
-        make_policy: MakePolicy,
-        undo: contextlib.ExitStack,
+        self, directory: Path, wanted: Geometry, disk: Path | None, undo: contextlib.ExitStack
     ) -> None:
         self.members = Members(directory / "members")
         undo.callback(self.members.close)
         me, others = self.members.me, self.members.others
         self.index = index = SharedIndex(directory / "index", wanted, others())
         undo.callback(index.close)
-        self.policy = make_policy(index.history, index.learned)
+        self.policy = ConversationPolicy(index.history, index.learned)
         self.arena = Arena(directory / "arena", index)
         undo.callback(self.arena.close)
         if not index.created:
@@ -207,7 +191,6 @@ class Tiers:
         index.leave_memory(rows[states == ix.WRITING], ix.GHOST)
         index.leave_memory(np.flatnonzero(index.state > ix.PROMOTING), ix.GHOST)  # damaged
         self.arena.find_gaps()
-        index.gaps_stale = False
 
     def _undo_demotions(self, disk: DiskTier, rows: Ints) -> None:
         """Back to memory, which still has the objects."""
@@ -215,14 +198,17 @@ class Tiers:
         disk.remove(self.index.names(rows))
         self.index.state[rows] = ix.MEMORY
 
+    def any_dead(self, rows: Ints) -> bool:
+        """Whether any of these records, which all have an owner, is a dead process's."""
+        owners = np.unique(self.index.owner[rows]).tolist()
+        return not all(self.members.alive(owner) for owner in owners)
+
     def _reap(self, deadline: float, seconds: float, *, now: bool = False) -> bool:
         """Whether memory came back from processes that died outside of the lock."""
         if not now and time.monotonic() < self._reap_at:
             return False
         self._reap_at = time.monotonic() + REAP_SECONDS
-        index = self.index
-        owners = np.unique(index.owner[index.in_state(*ix.OWNED)]).tolist()
-        if all(self.members.alive(owner) for owner in owners):
+        if not self.any_dead(self.index.in_state(*ix.OWNED)):
             return False
         with self.locked(deadline, seconds):
             self.mend()
@@ -236,76 +222,51 @@ class Tiers:
                 pass
         except StoreError as error:
             _log.warning("the store's records are put right later: %s", error)
-            with self._starting:
-                if self._updating is None:
-                    self._updating = self.calls.beside(self._keep_updating, "kvferry-updates")
+            self._updating.begin(self._write_updates)
 
-    def _keep_updating(self) -> None:
-        while True:
-            with self._starting:  # an update that is queued after this starts another thread
-                if not self._updates or self.calls.closing.is_set():
-                    self._updating = None
-                    return
-            self.calls.closing.wait(RETRY_SECONDS)
-            try:
-                with self.locked(time.monotonic() + RETRY_SECONDS):
-                    pass
-            except StoreError as error:
-                _log.debug("not yet: %s", error)
-            except Exception:
-                _log.exception("the store's records could not be put right")
+    def _write_updates(self) -> None:
+        if self._updates:
+            with self.locked(time.monotonic() + RETRY_SECONDS):
+                pass
 
     # Coming in
 
-    def reserve(
-        self,
-        wishes: list[Wish],
-        scores: Floats,
-        firm: bool,
-        deadline: float,
-        lock_seconds: float = math.inf,
-    ) -> Granted:
+    def reserve(self, wishes: list[Wish], deadline: float, lock_seconds: float = math.inf) -> None:
         """Extents for as many wishes as there can be, the most valuable first.
 
         The rows, each of them once, are GHOST (or DISK) when asked for and stay so until they have
-        their extent. `scores` of infinity are never declined; with `firm`, none is. A caller that
-        can do without waits `lock_seconds` for the lock, each time; making room takes its time.
+        their extent. A caller that can do without waits `lock_seconds` for the lock, each time;
+        making room takes its time.
         """
-        granted = Granted()
-        pending = [wishes[i] for i in np.argsort(-scores, kind="stable").tolist()]
-        pending = [w for w in pending if w.size <= self.arena.capacity]
-        worth = {wish.row: float(score) for wish, score in zip(wishes, scores, strict=True)}
+        pending = sorted(wishes, key=lambda wish: -wish.score)
+        pending = [wish for wish in pending if wish.size <= self.arena.capacity]
         stuck = 0
         try:
             while True:
                 before = len(pending)
                 with self.locked(deadline, lock_seconds):
-                    pending = self._take(pending, granted)
+                    pending = self._take(pending)
                 stuck = stuck + 1 if len(pending) == before else 0
                 if not pending or stuck > ROUNDS or time.monotonic() > deadline:
                     break
                 if self._reap(deadline, lock_seconds):  # before objects that may still be wanted
                     continue
-                victims = self._choose(pending, worth, firm, stuck > 1, granted.declined)
-                pending = [w for w in pending if w.row not in granted.declined]
+                victims = self._choose(pending, in_a_row=stuck > 1)
+                pending = [wish for wish in pending if not wish.declined]
                 if len(victims):
                     self._evict(victims, deadline, lock_seconds)
                 elif not pending or not self._reap(deadline, lock_seconds, now=True):
                     break
         except BaseException:
-            back = [w.row for w in wishes if w.row in granted.offsets]
-            if back:
-                self.abandon(np.array(back, dtype=np.int64), wishes[0].before)
+            self.abandon([wish for wish in wishes if wish.offset >= 0])
             raise
-        return granted
 
-    def _take(self, wishes: list[Wish], granted: Granted) -> list[Wish]:
+    def _take(self, wishes: list[Wish]) -> list[Wish]:
         """Free extents for these; those that found none."""
         index = self.index
         left: list[Wish] = []
         if index.gaps_stale:
             self.arena.find_gaps()
-            index.gaps_stale = False
         too_long = self.arena.capacity + 1  # no gap has this size
         for wish in wishes:
             row = wish.row
@@ -321,44 +282,39 @@ class Tiers:
             index.offset[row], index.extent[row] = offset, wish.size
             index.owner[row] = self.members.me
             index.state[row] = wish.state
-            granted.offsets[row] = offset
+            wish.offset = offset
         return left
 
-    def _choose(
-        self,
-        wishes: list[Wish],
-        worth: dict[int, float],
-        firm: bool,
-        in_a_row: bool,
-        declined: set[int],
-    ) -> Ints:
-        """The objects to evict for these wishes; wishes that are worth less become `declined`."""
+    def _choose(self, wishes: list[Wish], *, in_a_row: bool) -> Ints:
+        """The objects to evict for these wishes. Wishes that are worth less are declined, unless
+        evicted objects go to disk, and are not lost."""
         index, now = self.index, self.clock()
-        none = np.empty(0, dtype=np.int64)
+        may_decline = self.disk is None
         bar, when = index.bar
-        if not firm and 0 <= now - when < BAR_SECONDS:
-            declined.update(w.row for w in wishes if worth[w.row] < bar)
-            wishes = [w for w in wishes if w.row not in declined]
-        rows = index.in_state(ix.MEMORY, ix.BOTH) if wishes else none
+        if may_decline and 0 <= now - when < BAR_SECONDS:
+            for wish in wishes:
+                wish.declined = wish.score < bar
+            wishes = [wish for wish in wishes if not wish.declined]
+        rows = index.in_state(ix.MEMORY, ix.BOTH) if wishes else ix.NO_ROWS
         if len(rows) == 0:
-            return none
+            return rows
         scores = self.policy.scores(rows, now)
         if in_a_row:  # enough was freed, but no gap is long enough
             return self.arena.cheapest_window(wishes[0].size, rows, scores)
-        need = np.cumsum([w.size for w in wishes])
+        need = np.cumsum([wish.size for wish in wishes])
         goal = int(need[-1])
         if len(rows) > FEW_OBJECTS:
             goal = max(goal, self.arena.capacity // BATCH_SHARE)
         order = _lowest(scores, index.extent[rows], goal)
         freed = np.cumsum(index.extent[rows[order]])
-        if not firm:
+        if may_decline:
             last = np.minimum(np.searchsorted(freed, need), len(order) - 1)
-            worse = np.array([worth[w.row] for w in wishes]) <= scores[order[last]]
-            if bool(worse.any()):
-                declined.update(w.row for w, no in zip(wishes, worse, strict=True) if no)
+            for wish, score in zip(wishes, scores[order[last]].tolist(), strict=True):
+                wish.declined = wish.score <= score
+            if any(wish.declined for wish in wishes):
                 if len(rows) > FEW_OBJECTS:
                     index.bar = (float(scores[order[0]]), now)
-                goal = sum(w.size for w, no in zip(wishes, worse, strict=True) if not no)
+                goal = sum(wish.size for wish in wishes if not wish.declined)
         count = min(int(np.searchsorted(freed, goal)) + 1, len(order)) if goal else 0
         return np.asarray(rows[order[:count]])
 
@@ -379,7 +335,6 @@ class Tiers:
                 lost = lost[~np.isin(lost, down)]
             index.leave_memory(lost, ix.GHOST)
             index.count("dropped", len(lost))
-            index.gaps_stale = True
         if disk is not None and len(down):
             self._demote(disk, down, deadline)
 
@@ -425,7 +380,6 @@ class Tiers:
                 index.count("demoted", int((mine & ok).sum()))
                 index.count("disk_full", int((mine & ~ok).sum()))
                 index.count("dropped", int((mine & ~ok).sum()))
-                index.gaps_stale = True
             else:
                 self._undo_demotions(disk, rows[mine])
             # objects that were removed meanwhile; not those that came back and went down again
@@ -454,7 +408,7 @@ class Tiers:
         while len(left := np.flatnonzero(rows < 0)):
             slots = index.slots_of(low[left], high[left])
             taken = np.concatenate((batch, rows[rows >= 0]))
-            may_go = np.isin(index.state[slots], (ix.MEMORY, ix.BOTH, ix.DISK))
+            may_go = np.isin(index.state[slots], ix.AT_REST)
             may_go &= ~np.isin(slots, taken)
             scores = self.policy.scores(slots.ravel(), now).reshape(slots.shape)
             worst = np.where(may_go, scores, np.inf).argmin(axis=1)
@@ -468,38 +422,30 @@ class Tiers:
             rows[left] = index.claim(low[left], high[left], now, taken)
         return rows
 
-    def abandon(self, rows: Ints, state: int) -> None:
+    def abandon(self, wishes: list[Wish]) -> None:
         """Give back extents that this process was granted and did not fill."""
 
-        def write() -> None:
-            self.index.leave_memory(rows, state)
-            self.index.gaps_stale = True
-
+        if not wishes:
+            return
+        rows = np.array([wish.row for wish in wishes], dtype=np.int64)
+        write = partial(self.index.leave_memory, rows, wishes[0].before)
         self._update(write, time.monotonic() + UPDATE_SECONDS)
 
     # Leaving all tiers
 
-    def give_up(self, rows: Ints, generation: NDArray[np.uint32], deadline: float) -> int:
-        """Remove objects, if they are still of this generation; how many were."""
+    def give_up(self, rows: Ints, deadline: float) -> int:
+        """Remove the objects that these records have now; how many were removed."""
+        generation = self.index.generation[rows].copy()
         with self.locked(deadline):
-            rows = self._still(rows, generation)
-            self._drop(rows)
-        return len(rows)
+            return self._drop_same(rows, generation)
 
     def discard(self, row: int, generation: int, deadline: float) -> None:
         """Remove an object that is not what was written, now or as soon as the lock is free: its
         reader does not wait for a process that is stopped with the lock."""
-        known = (row, generation)
-        if known in self._damaged:
-            return
-        self._damaged.add(known)
 
         def write() -> None:
-            self._damaged.discard(known)
             generations = np.array([generation], dtype=np.uint32)
-            rows = self._still(np.array([row], dtype=np.int64), generations)
-            self._drop(rows)
-            if len(rows):
+            if self._drop_same(np.array([row]), generations):
                 self.index.count("corrupt")
                 _log.error("an object was not what was written, and is removed (record %d)", row)
 
@@ -511,26 +457,24 @@ class Tiers:
         if self.disk is not None:
             with self.locked(deadline):
                 index.files_due = min(index.files_due, SWEEP)  # no more files get records
-        rows = index.objects()
-        count = self.give_up(rows, index.generation[rows].copy(), deadline)
+        count = self.give_up(index.in_state(*ix.READABLE), deadline)
         if self.disk is not None:
             self.disk.sweep_now(deadline)
         return count
 
-    def _still(self, rows: Ints, generation: NDArray[np.uint32]) -> Ints:
-        """Those that have the object of this generation, and may lose it."""
+    def _drop_same(self, rows: Ints, generation: NDArray[np.uint32]) -> int:
+        """Remove objects that are still of this generation; how many were."""
         index = self.index
         same = index.readable(rows) & (index.generation[rows] == generation)
-        # PROMOTING: the owner still writes to the extent
-        same &= index.state[rows] != ix.PROMOTING
-        return np.asarray(rows[same])
+        same &= index.state[rows] != ix.PROMOTING  # the owner still writes to the extent
+        self._drop(rows[same])
+        return int(same.sum())
 
     def _drop(self, rows: Ints) -> None:
         index = self.index
         states = index.state[rows]
         names = index.names(rows[np.isin(states, (ix.DISK, ix.BOTH))])
         index.leave_memory(rows, ix.GHOST)
-        index.gaps_stale = True
         if self.disk is not None:
             if bool((states == ix.DEMOTING).any()):  # their writer removes the files, or dies first
                 self.disk.sweep_later()

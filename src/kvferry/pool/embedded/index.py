@@ -56,6 +56,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import StoreError
 from kvferry.pool.embedded.policy import LEARNED_FLOATS, History
+from kvferry.pool.store import Bools, Ints
 from kvferry.private_files import open_private
 
 HEADER_WORDS = 512
@@ -81,15 +82,17 @@ NOTHING, SWEEP, ADOPT = range(3)
 
 _log = logging.getLogger(__name__)
 
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 Words = NDArray[np.uint64]
 
 FREE, GHOST, WRITING, MEMORY, DISK, BOTH, DEMOTING, PROMOTING = range(8)
 OWNED = (WRITING, DEMOTING, PROMOTING)
-_READABLE = np.isin(np.arange(256), (MEMORY, DISK, BOTH, DEMOTING, PROMOTING))  # of any byte
-_IN_MEMORY = np.isin(np.arange(256), (MEMORY, BOTH, DEMOTING))
-_NO_ROWS = np.empty(0, dtype=np.int64)
+READABLE = (MEMORY, DISK, BOTH, DEMOTING, PROMOTING)
+IN_MEMORY = (MEMORY, BOTH, DEMOTING)
+WITH_EXTENT = (WRITING, MEMORY, BOTH, DEMOTING, PROMOTING)
+WITH_FILE = (DISK, BOTH, PROMOTING)
+AT_REST = (MEMORY, DISK, BOTH)  # no process works on it, so it may be evicted
+NO_ROWS = np.empty(0, dtype=np.int64)
+_IS_READABLE = np.isin(np.arange(256), READABLE)  # of any byte
 
 WAYS = 8  # 8 words of one cache line
 MAGIC = 0x6B76_6665_7272_7901  # the last byte is the version of all that lies in the directory
@@ -309,7 +312,7 @@ class SharedIndex:
         found &= self.state[rows] != FREE
         return np.where(found, rows, -1)
 
-    def claim(self, low: Words, high: Words, now: float, batch: Ints = _NO_ROWS) -> Ints:
+    def claim(self, low: Words, high: Words, now: float, batch: Ints = NO_ROWS) -> Ints:
         """Slots for new, distinct keys as GHOST, in place of the oldest ghosts if need be.
 
         `batch` are rows of keys in the same call; their ghosts stay. -1 where objects have all
@@ -375,23 +378,7 @@ class SharedIndex:
 
     def readable(self, rows: Ints) -> Bools:
         """Whether each row (or -1) has an object now."""
-        return np.asarray(_READABLE[self.state[rows]] & (rows >= 0))
-
-    def in_memory(self, state: int) -> bool:
-        return bool(_IN_MEMORY[state])
-
-    def has_object(self, state: int) -> bool:
-        return bool(_READABLE[state])
-
-    def with_extent(self) -> Ints:
-        return self.in_state(WRITING, MEMORY, BOTH, DEMOTING, PROMOTING)
-
-    def on_disk(self) -> Ints:
-        return self.in_state(DISK, BOTH, PROMOTING)
-
-    def objects(self) -> Ints:
-        """All rows that have one."""
-        return self.in_state(MEMORY, DISK, BOTH, DEMOTING, PROMOTING)
+        return np.asarray(_IS_READABLE[self.state[rows]] & (rows >= 0))
 
     def leave_memory(self, rows: Ints, state: int) -> None:
         """Give extents up: the state, then the generation; only then may they be reused.
@@ -401,6 +388,7 @@ class SharedIndex:
         """
         self.state[rows] = state
         self.generation[rows] += np.uint32(1)
+        self.gaps_stale = True
 
     def close(self) -> None:
         """Drop the views; the mapping goes with the last of them."""
@@ -411,6 +399,7 @@ class SharedIndex:
 
 MAX_MEMBERS = 4096  # processes that may have one store open at a time
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 1e-3
+_BUSY = (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR)
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, len, pid
 
 
@@ -420,6 +409,16 @@ class Locked:
     def __init__(self, path: Path) -> None:
         self._fd = open_private(path)
         _held.add(self)
+
+    def _try(self, kind: int) -> bool:
+        """Whether the whole file could be locked now."""
+        try:
+            fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _BUSY:
+                raise
+            return False
+        return True
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -466,20 +465,17 @@ class SharedLock(Locked):
 
     def _acquire(self, deadline: float) -> None:
         pause = FIRST_PAUSE_S
-        while True:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError as error:
-                if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
-                    raise StoreError(f"the store's lock cannot be taken: {error}") from error
-            if time.monotonic() > deadline:
-                raise StoreError(
-                    "the store is busy: another process holds its lock past the deadline "
-                    "(a stopped process? `fuser` on the lock file names it)"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+        try:
+            while not self._try(fcntl.LOCK_EX):
+                if time.monotonic() > deadline:
+                    raise StoreError(
+                        "the store is busy: another process holds its lock past the deadline "
+                        "(a stopped process? `fuser` on the lock file names it)"
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+        except OSError as error:
+            raise StoreError(f"the store's lock cannot be taken: {error}") from error
 
     def close(self) -> None:
         if os.getpid() != self._owner_pid:
@@ -527,8 +523,8 @@ class Calls:
 
     A store that is closed takes no new calls, and waits some seconds for those under way. Calls
     that are left then keep all that they work on, also the member's lock, which says that their
-    writer lives. The last of them closes the store's parts. Threads of the store (`beside`) count
-    like calls, and see by `closing` that they should end.
+    writer lives. The last of them closes the store's parts. The store's own threads count like
+    calls, and see by `closing` that they should end.
     """
 
     def __init__(self) -> None:
@@ -554,28 +550,6 @@ class Calls:
         if end is not None:
             end()
 
-    def beside(self, work: Callable[[], None], name: str) -> threading.Thread | None:
-        """A thread that does this work; None if the store is closed, or no thread can start."""
-
-        def counted() -> None:
-            try:
-                work()
-            finally:
-                self.__exit__()
-
-        try:
-            self.__enter__()
-        except StoreError:
-            return None
-        thread = threading.Thread(target=counted, name=name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            self.__exit__()
-            _log.warning("%s is left for later: %s", name, error)
-            return None
-        return thread
-
     def close(self, seconds: float, end: Callable[[], None]) -> int:
         """Take no more calls, and return how many were still under way after so many seconds.
 
@@ -593,3 +567,68 @@ class Calls:
                 return left
         end()
         return 0
+
+
+class BackgroundWork:
+    """Work that the store does beside its calls, in at most one thread.
+
+    Where the lock was not free for it, the thread tries again: the next call that takes the lock
+    may be long in coming.
+    """
+
+    def __init__(self, calls: Calls, name: str, pause_seconds: float) -> None:
+        self._calls, self._name, self._pause = calls, name, pause_seconds
+        self._changes = threading.Lock()
+        self._due: Callable[[], None] | None = None  # no longer: it may refer to the store
+        self._running = False
+        self._thread: threading.Thread | None = None
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Have this done; once more if it is under way now.
+
+        Nothing is done in a store that is closed, nor where no thread can start.
+        """
+        with self._changes:
+            self._running = self._running or self._start()
+            self._due = work if self._running else None
+
+    def wait(self, seconds: float) -> bool:
+        """Whether no thread is at work after at most so many seconds."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is None or not self._thread.is_alive()
+
+    def _start(self) -> bool:
+        try:
+            self._calls.__enter__()
+        except StoreError:
+            return False
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._calls.__exit__()
+            _log.warning("%s is left for later: %s", self._name, error)
+            return False
+        self._thread = thread
+        return True
+
+    def _run(self) -> None:
+        try:
+            while work := self._take():
+                try:
+                    work()
+                except StoreError as error:
+                    _log.info("%s tries again: %s", self._name, error)
+                    self._due = work
+                    self._calls.closing.wait(self._pause)
+                except Exception:
+                    _log.exception("%s failed", self._name)
+        finally:
+            self._calls.__exit__()
+
+    def _take(self) -> Callable[[], None] | None:
+        with self._changes:  # work that falls due after this starts another thread
+            work = None if self._calls.closing.is_set() else self._due
+            self._running, self._due = work is not None, None
+            return work

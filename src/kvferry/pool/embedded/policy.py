@@ -32,9 +32,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from kvferry.pool.store import Bools, Ints
+
 Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 # Seconds since the last turn: finer where it matters more whether a conversation returns.
 AGE_EDGES_S = np.array(
@@ -42,10 +42,10 @@ AGE_EDGES_S = np.array(
 )
 AGES = len(AGE_EDGES_S) - 1
 MOST_CLASSES = 8
-RECORD_CLASS = MOST_CLASSES  # small records that everything else needs; they go last
+RECORD_CLASS = MOST_CLASSES  # of objects that go last
 TAIL_PRIOR = 2.0
 DEPTH_WEIGHT = 1e-6  # per block of depth: breaks ties only
-PINNED_SCORE = 1e6
+GO_LAST_SCORE = 1e6  # above any rate of hits
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,8 @@ class ConversationPolicy:
         """These were read, or put again, outside of any observed request."""
         self.history.last[rows] = now
 
-    def pin(self, rows: Ints) -> None:
+    def go_last(self, rows: Ints) -> None:
+        """Small records that everything else needs: evicted after all other objects."""
         self.history.klass[rows] = RECORD_CLASS
 
     def scores(self, rows: Ints, now: float) -> Floats:
@@ -165,8 +166,8 @@ class ConversationPolicy:
         cells = np.searchsorted(AGE_EDGES_S, age, side="right") - 1
         depth, chain = h.depth[rows].astype(np.int64), h.chain[rows].astype(np.int64)
         score = table[np.minimum(h.klass[rows], RECORD_CLASS), cells]
-        tails = float(self._rest[0] / max(self._rest[1], 1e-9))
-        score = np.where((chain > 0) & (depth == chain - 1), score * min(tails, 1.0), score)
+        last_block = (chain > 0) & (depth == chain - 1)
+        score = np.where(last_block, score * min(self._last_block_hit(), 1.0), score)
         score = np.maximum(score, self.shared_rate(rows, age, now))
         # Older first among objects of one class and age, deeper first among those of one request.
         return np.asarray(score * (1.0 - DEPTH_WEIGHT * np.minimum(depth, 1000)) - 1e-12 * age)
@@ -195,8 +196,12 @@ class ConversationPolicy:
             "requests": float(self._rest[2]),
             "return_after_one_turn": round(float(chance[0]), 3),
             "return_after_many_turns": round(float(chance[self.tuning.turn_classes - 1]), 3),
-            "last_block_hit": round(float(self._rest[0] / max(self._rest[1], 1e-9)), 3),
+            "last_block_hit": round(self._last_block_hit(), 3),
         }
+
+    def _last_block_hit(self) -> float:
+        """Of the turns that went on, the share that hit the last block of the turn before."""
+        return float(self._rest[0] / max(self._rest[1], 1e-9))
 
 
 def _rates(returns: Floats, starts: Floats) -> Floats:
@@ -211,5 +216,5 @@ def _rates(returns: Floats, starts: Floats) -> Floats:
     for age in range(AGES):
         hits, cost = np.cumsum(share[:, age:], axis=1), np.cumsum(kept[:, age:], axis=1)
         table[:-1, age] = (hits / cost).max(axis=1)
-    table[RECORD_CLASS] = PINNED_SCORE
+    table[RECORD_CLASS] = GO_LAST_SCORE
     return table

@@ -33,11 +33,8 @@ import getpass
 import logging
 import os
 import platform
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -45,7 +42,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 
 from kvferry.carriers.base import MemoryRegion, RegionTable
-from kvferry.errors import NotPrivate, StoreError
+from kvferry.errors import KvferryError, NotPrivate, StoreError
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.arena import (
     ALIGN,
@@ -59,13 +56,11 @@ from kvferry.pool.embedded.arena import (
     seal,
     serve,
 )
-from kvferry.pool.embedded.eviction import MakePolicy, Tiers, Wish
+from kvferry.pool.embedded.eviction import Tiers, Wish
 from kvferry.pool.embedded.index import Calls, Geometry, hash_keys, words_of
-from kvferry.pool.embedded.policy import ConversationPolicy
 from kvferry.pool.store import (
     MOST_RECORD_BYTES,
     Bools,
-    Ints,
     Outcome,
     Ranges,
     Slices,
@@ -73,6 +68,7 @@ from kvferry.pool.store import (
     inside,
     move,
 )
+from kvferry.workers import Call, Threads
 
 _log = logging.getLogger(__name__)
 
@@ -154,7 +150,6 @@ class EmbeddedStore:
         slots: int | None = None,
         threads: int | None = None,
         clock: Callable[[], float] = time.time,
-        make_policy: MakePolicy = ConversationPolicy,
     ) -> None:
         """Open or create. The process that creates a store decides its sizes and the place of its
         disk tier; others take them as they are."""
@@ -177,9 +172,7 @@ class EmbeddedStore:
         self._calls = Calls()
         wanted = Geometry(slots, memory_bytes, disk_bytes)
         try:
-            self._tiers = Tiers(
-                self.directory, wanted, disk_directory, clock, make_policy, self._calls
-            )
+            self._tiers = Tiers(self.directory, wanted, disk_directory, clock, self._calls)
         except (OSError, NotPrivate) as error:
             raise StoreError(f"cannot open the store at {self.directory}: {error}") from error
         self._index = self._tiers.index
@@ -195,9 +188,8 @@ class EmbeddedStore:
         self._regions = RegionTable.of([])
         self._registered: list[MemoryRegion] = []
         # a quarter of the cores: the engine needs the others
-        self._threads = threads or min(4, max(1, (os.cpu_count() or 1) // 4))
-        many = self._threads > 1
-        self._pool = ThreadPoolExecutor(self._threads, "kvferry-store") if many else None
+        self._parts = threads or min(4, max(1, (os.cpu_count() or 1) // 4))
+        self._helpers = Threads("kvferry-store", self._parts - 1)
         self._promote_after = 0.0
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
@@ -205,8 +197,6 @@ class EmbeddedStore:
         self._regions = RegionTable.of(self._registered)
 
     def access(self, keys: Sequence[str], deadline: float) -> None:
-        if not keys:
-            return
         index, (low, high) = self._index, hash_keys(keys)
         try:
             with self._calls, self._tiers.locked(deadline):
@@ -222,8 +212,6 @@ class EmbeddedStore:
 
     @_call
     def exists(self, keys: Sequence[str], deadline: float) -> Bools:
-        if not keys:
-            return np.zeros(0, dtype=bool)
         return self._index.readable(self._index.find(*hash_keys(keys)))
 
     @_call
@@ -239,15 +227,13 @@ class EmbeddedStore:
                 total += sizes[last]
                 last += 1
             part = slice(first, last)
-            outcomes += self._put_part(keys[part], objects[part], good[part], False, deadline)
+            outcomes += self._put_part(keys[part], objects[part], good[part], deadline)
             first = last
         return outcomes
 
     @_call
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
-        if not keys:
-            return []
-        index, needs = self._index, analyse(wanted, self._regions)
+        index, needs, good = self._index, analyse(wanted), inside(self._regions, wanted)
         rows = index.find(*hash_keys(keys))
         there = index.readable(rows)
         outcomes = [Outcome.MISSING] * len(keys)
@@ -255,21 +241,19 @@ class EmbeddedStore:
 
         def some_of(places: list[int]) -> None:
             for at in places:
-                need = needs[at]
                 outcomes[at] = Outcome.FAILED
-                if need is None or self._calls.closing.is_set() or time.monotonic() > deadline:
+                if not good[at] or self._calls.closing.is_set() or time.monotonic() > deadline:
                     continue
                 try:
-                    outcomes[at] = self._read(keys[at], numbers[at], need, deadline)
+                    outcomes[at] = self._read(keys[at], numbers[at], needs[at], deadline)
                 except Exception as error:  # the rest of the batch goes on
                     what = f"{type(error).__name__}: {error}"
                     _log.warning("%s could not be read: %s", keys[at], what)
 
         places = np.flatnonzero(there).tolist()
-        total = sum(need.end - need.begin for need in needs if need is not None)
-        if self._pool is not None and total > PARALLEL_BYTES and len(places) > 1:
-            parts = [places[i :: self._threads] for i in range(self._threads)]
-            _share(self._pool, some_of, parts)
+        total = sum(need.end - need.begin for need in needs)
+        if self._parts > 1 and total > PARALLEL_BYTES and len(places) > 1:
+            _share(self._helpers, some_of, [places[i :: self._parts] for i in range(self._parts)])
         else:
             some_of(places)
         self._tiers.policy.touch(rows[there], self._clock())
@@ -288,14 +272,14 @@ class EmbeddedStore:
         source = np.frombuffer(value or b"\0", dtype=np.uint8)
         one = np.array([len(value)], dtype=np.int64)
         ranges = Ranges(np.array([source.ctypes.data], dtype=np.int64), one)
-        return self._put_part([key], [ranges], [True], True, deadline)[0]
+        return self._put_part([key], [ranges], [True], deadline, goes_last=True)[0]
 
     @_call
     def get_bytes(self, key: str, deadline: float) -> bytes | None:
         index = self._index
         row = int(index.find(*hash_keys([key]))[0])
         for _ in range(2):  # it may be replaced by one of another length in between
-            if row < 0 or not index.has_object(int(index.state[row])):
+            if row < 0 or int(index.state[row]) not in ix.READABLE:
                 return None
             length = int(index.length[row])
             if not 0 <= length <= MOST_RECORD_BYTES:
@@ -305,23 +289,21 @@ class EmbeddedStore:
             zero = np.zeros(1, dtype=np.int64)
             parts = Slices(zero, zero + into.ctypes.data, zero + length)
             need = WantedObject(parts, 0, length, length)
-            if self._read(key, row, need, deadline) is Outcome.DONE:
+            done = self._read(key, row, need, deadline) is Outcome.DONE
+            if done and int(index.length[row]) == length:
                 self._tiers.policy.touch(np.array([row]), self._clock())
                 return into[:length].tobytes()
         return None
 
     @_call
     def remove(self, keys: Sequence[str], deadline: float) -> int:
-        if not keys:
-            return 0
         rows = np.unique(self._index.find(*hash_keys(keys)))
-        rows = rows[rows >= 0]
-        return self._tiers.give_up(rows, self._index.generation[rows].copy(), deadline)
+        return self._tiers.give_up(rows[rows >= 0], deadline)
 
     @_call
     def stats(self) -> StoreStats:
         index = self._index
-        rows = index.objects()
+        rows = index.in_state(*ix.READABLE)
         return StoreStats(
             objects=len(rows),
             bytes=int(index.length[rows].sum()),
@@ -339,8 +321,7 @@ class EmbeddedStore:
             )
 
     def _end(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._helpers.close()
         self._tiers.close()
 
     # For people: `kvferry pool`
@@ -349,11 +330,10 @@ class EmbeddedStore:
     def counters(self) -> dict[str, int]:
         """Counts of all processes since the store was created, and bytes by tier."""
         index = self._index
-        extents = index.with_extent()
         return {
             **index.counters(),
-            "memory_bytes": int(index.extent[extents].sum()),
-            "disk_bytes": int(index.image_bytes[index.on_disk()].sum()),
+            "memory_bytes": int(index.extent[index.in_state(*ix.WITH_EXTENT)].sum()),
+            "disk_bytes": int(index.image_bytes[index.in_state(*ix.WITH_FILE)].sum()),
             "ghosts": len(index.in_state(ix.GHOST)),
         }
 
@@ -364,7 +344,7 @@ class EmbeddedStore:
     def listed(self) -> Iterator[Listed]:
         """All objects, the next victim first."""
         with self._calls:
-            rows = self._index.objects()
+            rows = self._index.in_state(*ix.READABLE)
             scores = self._tiers.policy.scores(rows, self._clock())
         for at in np.argsort(scores, kind="stable").tolist():
             with self._calls:  # not while the caller looks at the object
@@ -375,7 +355,7 @@ class EmbeddedStore:
         index, disk = self._index, self._tiers.disk
         name = index.names(np.array([row]))[0]
         image: Image | None = None
-        if index.in_memory(int(index.state[row])):
+        if int(index.state[row]) in ix.IN_MEMORY:
             offset, size = int(index.offset[row]), int(index.image_bytes[row])
             image = open_image(self._tiers.arena.view(offset, size))
         elif disk is not None:
@@ -396,7 +376,7 @@ class EmbeddedStore:
         """Read every object whole. Objects that cannot be read now, or not in time, stay."""
         good = corrupt = unread = 0
         why = ""
-        for row in self._index.objects().tolist():
+        for row in self._index.in_state(*ix.READABLE).tolist():
             try:
                 if time.monotonic() > deadline:
                     raise StoreError("the time for it is over")
@@ -413,11 +393,11 @@ class EmbeddedStore:
     def evict(self, size: int, deadline: float) -> int:
         """Remove the least valuable objects, `size` bytes or more, from all tiers; how many."""
         index = self._index
-        rows = index.in_state(ix.MEMORY, ix.BOTH, ix.DISK)
+        rows = index.in_state(*ix.AT_REST)
         order = np.argsort(self._tiers.policy.scores(rows, self._clock()), kind="stable")
         freed = np.cumsum(index.image_bytes[rows[order]])
         rows = rows[order[: int(np.searchsorted(freed, size)) + 1]] if size > 0 else rows[:0]
-        count = self._tiers.give_up(rows, index.generation[rows].copy(), deadline)
+        count = self._tiers.give_up(rows, deadline)
         index.count("dropped", count)
         return count
 
@@ -435,7 +415,7 @@ class EmbeddedStore:
         tiers, index = self._tiers, self._index
         for attempt in range(ATTEMPTS):  # again where it moved between tiers meanwhile
             generation, state = int(index.generation[row]), int(index.state[row])
-            in_memory, offset = index.in_memory(state), int(index.offset[row])
+            in_memory, offset = state in ix.IN_MEMORY, int(index.offset[row])
             if in_memory:
                 view = tiers.arena.view(offset, int(index.image_bytes[row]))
                 address, length = tiers.arena.address + offset, int(index.length[row])
@@ -452,9 +432,9 @@ class EmbeddedStore:
             else:
                 return Outcome.MISSING
             after = int(index.state[row])
-            if not index.has_object(after) or index.generation[row] != generation:
+            if after not in ix.READABLE or index.generation[row] != generation:
                 continue
-            if in_memory and not (index.in_memory(after) and index.offset[row] == offset):
+            if in_memory and not (after in ix.IN_MEMORY and index.offset[row] == offset):
                 continue
             if outcome is Outcome.MISSING and key is not None and index.is_of(row, key):
                 outcome = Outcome.CORRUPT  # another key's bytes, where the record says this key's
@@ -486,15 +466,15 @@ class EmbeddedStore:
         (low,), (high,) = words_of([name])
         wish = Wish(row, low, high, aligned(size), ix.PROMOTING)
         try:
-            granted = tiers.reserve([wish], np.array([np.inf]), True, deadline, LOCK_SECONDS)
+            tiers.reserve([wish], deadline, LOCK_SECONDS)
         except (StoreError, OSError) as error:
             if time.monotonic() > deadline:
                 raise
             _log.warning("no place in memory for an object that is on disk: %s", error)
             return False
-        if row not in granted.offsets:
-            return index.in_memory(int(index.state[row]))
-        view = tiers.arena.view(granted.offsets[row], size)
+        if wish.offset < 0:
+            return int(index.state[row]) in ix.IN_MEMORY
+        view = tiers.arena.view(wish.offset, size)
         filled = False
         try:
             image = open_image(view) if disk.read(name, size, view) else None
@@ -504,7 +484,7 @@ class EmbeddedStore:
                 index.count("promoted")
         finally:
             if not filled:
-                tiers.abandon(np.array([row], dtype=np.int64), ix.DISK)
+                tiers.abandon([wish])
         return filled
 
     def _lock_is_free(self, deadline: float) -> bool:
@@ -527,43 +507,41 @@ class EmbeddedStore:
         keys: Sequence[str],
         objects: Sequence[Ranges],
         good: Sequence[bool],
-        pinned: bool,
         deadline: float,
+        *,
+        goes_last: bool = False,
     ) -> list[Outcome]:
         """Put objects whose memory is `good`; the others FAILED."""
         tiers, index = self._tiers, self._index
         outcomes = [Outcome.FAILED] * len(keys)
         try:
-            rows, wishes = self._wishes(keys, objects, good, outcomes, deadline)
-            if not wishes:
-                index.count("full", outcomes.count(Outcome.FULL))
-                return outcomes
-            mine = rows[list(wishes)]
-            if pinned:
-                tiers.policy.pin(mine)
-            told = index.history.chain[mine] > 0
-            scores = np.where(told, tiers.policy.scores(mine, self._clock()), np.inf)
-            granted = tiers.reserve(list(wishes.values()), scores, tiers.disk is not None, deadline)
+            wishes = self._wishes(keys, objects, good, outcomes, deadline)
+            rows = np.array([wish.row for wish in wishes.values()], dtype=np.int64)
+            if goes_last:
+                tiers.policy.go_last(rows)
+            told = index.history.chain[rows] > 0
+            scores = np.where(told, tiers.policy.scores(rows, self._clock()), np.inf)
+            for wish, score in zip(wishes.values(), scores.tolist(), strict=True):
+                wish.score = score
+            if wishes:
+                tiers.reserve(list(wishes.values()), deadline)
         except StoreError as error:
             _log.warning("nothing was put: %s", error)
             return outcomes
-        written: set[int] = set()
         try:
             for at, wish in wishes.items():
                 row = wish.row
-                if row not in granted.offsets:
-                    no = Outcome.DECLINED if row in granted.declined else Outcome.FULL
+                if wish.offset < 0:
+                    no = Outcome.DECLINED if wish.declined else Outcome.FULL
                     taken = int(index.state[row]) not in (ix.FREE, ix.GHOST)
                     outcomes[at] = Outcome.EXISTS if taken and index.is_of(row, keys[at]) else no
                 elif time.monotonic() <= deadline:
-                    self._write(row, granted.offsets[row], keys[at].encode(), objects[at])
-                    written.add(row)
+                    self._write(wish, keys[at].encode(), objects[at])
                     outcomes[at] = Outcome.DONE
         finally:
-            undone = [row for row in granted.offsets if row not in written]
-            if undone:
-                tiers.abandon(np.array(undone, dtype=np.int64), ix.GHOST)
-        index.count("puts", len(written))
+            undone = [at for at in wishes if outcomes[at] is Outcome.FAILED]
+            tiers.abandon([wishes[at] for at in undone if wishes[at].offset >= 0])
+        index.count("puts", outcomes.count(Outcome.DONE))
         index.count("full", outcomes.count(Outcome.FULL))
         index.count("declined", outcomes.count(Outcome.DECLINED))
         return outcomes
@@ -575,9 +553,8 @@ class EmbeddedStore:
         good: Sequence[bool],
         outcomes: list[Outcome],
         deadline: float,
-    ) -> tuple[Ints, dict[int, Wish]]:
-        """A record for each key, and, by place in the batch, the extents that objects need. The
-        other objects get their outcome."""
+    ) -> dict[int, Wish]:
+        """By place in the batch, the extents that objects need. The others get their outcome."""
         tiers, index = self._tiers, self._index
         low, high = hash_keys(keys)
         _, first = np.unique(np.stack((low, high)), axis=1, return_index=True)
@@ -587,8 +564,7 @@ class EmbeddedStore:
             rows = index.find(low, high)
             new = np.array(good, dtype=bool) & once & (rows < 0)
             rows[new] = tiers.claim(low[new], high[new], rows[rows >= 0])
-            owners = np.unique(index.owner[rows[(rows >= 0) & (index.state[rows] == ix.WRITING)]])
-            if not all(tiers.members.alive(owner) for owner in owners.tolist()):
+            if tiers.any_dead(rows[(rows >= 0) & (index.state[rows] == ix.WRITING)]):
                 tiers.mend()  # records that a dead process was writing are ghosts again
             states = np.where(rows >= 0, index.state[rows], ix.FREE)
         wishes: dict[int, Wish] = {}
@@ -603,11 +579,11 @@ class EmbeddedStore:
                 size = image_bytes(len(keys[at].encode()), int(objects[at].length.sum()))
                 row = int(rows[at])
                 wishes[at] = Wish(row, low[at], high[at], aligned(size), ix.WRITING)
-        return rows, wishes
+        return wishes
 
-    def _write(self, row: int, offset: int, key: bytes, ranges: Ranges) -> None:
+    def _write(self, wish: Wish, key: bytes, ranges: Ranges) -> None:
         """To the extent that was granted, whatever the record says by now."""
-        arena, index = self._tiers.arena, self._index
+        arena, index, row, offset = self._tiers.arena, self._index, wish.row, wish.offset
         length = int(ranges.length.sum())
         size = image_bytes(len(key), length)
         start = arena.address + offset + header_bytes(len(key), length)
@@ -618,42 +594,17 @@ class EmbeddedStore:
         index.state[row] = ix.MEMORY
 
 
-def _share(
-    pool: ThreadPoolExecutor, work: Callable[[list[int]], None], parts: list[list[int]]
-) -> None:
-    """Work on all parts in the pool's threads. When this ends, in any way, no thread works on them:
-    they write to memory that the caller then takes back.
-
-    A pool that is refused a thread has kept its tasks, and may begin them at any time. So a task
-    takes any part that is left, this thread takes the rest, and parts at work are counted.
-    """
-    left, errors = deque(parts), list[BaseException]()
-    changed, at_work = threading.Condition(), 0
-
-    def take() -> None:
-        nonlocal at_work
-        while True:
-            with changed:
-                if not left:
-                    return
-                part = left.popleft()
-                at_work += 1
-            try:
-                work(part)
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                with changed:
-                    at_work -= 1
-                    changed.notify_all()
-
-    try:
-        for _ in parts:
-            pool.submit(take)
-    except RuntimeError as error:
-        _log.warning("objects are read by fewer threads: %s", error)
-        take()
-    with changed:
-        changed.wait_for(lambda: at_work == 0 and not left)
-    if errors:
-        raise errors[0]
+def _share(helpers: Threads, work: Callable[[list[int]], None], parts: list[list[int]]) -> None:
+    """Work on all parts, the first of them in this thread. When this ends, no thread works on them:
+    they write to memory that the caller then takes back."""
+    calls = [Call(functools.partial(work, part)) for part in parts]
+    for call in calls[1:]:
+        try:
+            helpers.submit(call)
+        except KvferryError as error:
+            _log.warning("objects are read by fewer threads: %s", error)
+            call()
+    calls[0]()
+    failed = [raised for call in calls if (raised := call.exception()) is not None]
+    if failed:
+        raise failed[0]
