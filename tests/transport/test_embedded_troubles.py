@@ -408,11 +408,11 @@ from pathlib import Path
 from test_embedded_troubles import Small
 from kvferry.pool.embedded import disk
 disk.BATCH_FILES = 4
-real, calls = disk._within, iter(range(9))
-def die(*args):
+real, calls = disk.DiskTier.used, iter(range(9))
+def die(self):
     if next(calls) == 2: os.kill(os.getpid(), 9)  # with the lock
-    return real(*args)
-disk._within = die
+    return real(self)
+disk.DiskTier.used = die
 Small(Path({str(tmp_path)!r}), disk={64 << 20})
 """
         child = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)

@@ -59,7 +59,6 @@ from kvferry.pool.embedded.index import (
     hash_keys,
     words_of,
 )
-from kvferry.pool.store import Bools, Ints
 from kvferry.private_files import create_private, private_directory
 
 _log = logging.getLogger(__name__)
@@ -331,7 +330,8 @@ class DiskTier:
             size = np.array([i.header_bytes + i.length for _, i in whole], dtype=np.int64)
             # an object that is in memory by now, or on its way, has no use for an old file
             fits = np.isin(state, (ix.FREE, ix.GHOST))
-            fits &= _within(np.where(fits, size, 0), index.geometry.disk_bytes - self.used())
+            room = index.geometry.disk_bytes - self.used()
+            fits &= np.cumsum(np.where(fits, size, 0)) <= room
             fresh = fits & (rows < 0)
             rows[fresh] = index.claim(low[fresh], high[fresh], self._clock(), rows[rows >= 0])
             fits &= rows >= 0
@@ -341,16 +341,6 @@ class DiskTier:
             index.state[taken] = ix.DISK
             self.remove_unrecorded(kept)
         return True
-
-
-def _within(sizes: Ints, room: int) -> Bools:
-    """Which of these, in turn, find room."""
-    fits = np.zeros(len(sizes), dtype=bool)
-    for at, size in enumerate(sizes.tolist()):
-        if size <= room:
-            fits[at] = True
-            room -= size
-    return fits
 
 
 def _batches(names: Iterator[str]) -> Iterator[list[str]]:
@@ -414,8 +404,8 @@ class DirectoryOwner(Locked):
         super().__init__(disk / OWNER_FILE)
         try:
             self._take(disk, store_id, store, others)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
+        except (OSError, StoreError) as error:
+            if isinstance(error, StoreError) or error.errno not in _NO_LOCKS:
                 self.close()
                 raise
             _log.warning(
@@ -424,9 +414,6 @@ class DirectoryOwner(Locked):
                 disk,
                 error,
             )
-        except StoreError:
-            self.close()
-            raise
 
     def _take(self, disk: Path, store_id: str, store: Path, others: Callable[[], bool]) -> None:
         deadline = time.monotonic() + OWNER_SECONDS

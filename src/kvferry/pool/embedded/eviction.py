@@ -106,7 +106,7 @@ class Tiers:
             undo.callback(self.lock.close)
             with self.lock.held(time.monotonic() + OPEN_SECONDS):
                 self._open(directory, wanted, disk, undo)
-            undo.pop_all()
+            self._opened = undo.pop_all()
         if self.disk is not None:
             self.disk.begin()
             if self.index.created:  # a small tier is whole when the store is open
@@ -126,10 +126,8 @@ class Tiers:
         if not index.created:
             disk = own_directory(directory, index.geometry.disk_bytes > 0, disk, others())
         self.disk: DiskTier | None = None
-        self._owner: DirectoryOwner | None = None
         if disk is not None:
-            self._owner = DirectoryOwner(disk, index.store_id, directory, others)
-            undo.callback(self._owner.close)
+            undo.callback(DirectoryOwner(disk, index.store_id, directory, others).close)
             self.disk = DiskTier(disk, index, self.members, self.clock, self.calls, self.locked)
         if index.created:
             self.policy.reset()
@@ -141,21 +139,17 @@ class Tiers:
                 link.symlink_to(disk.absolute())
             index.publish()
         else:
-            self._undo(lambda owner: owner == me)  # the last process that had this number
-            if self.disk is not None:
-                self.disk.clean(lambda member: member == me)
-                index.files_by = 0 if index.files_by == me else index.files_by
+            self._undo({me})  # the last process that had this number
+            if index.files_by == me:
+                index.files_by = 0
+        # before the directory's lock, because the next process waits for both
+        undo.callback(self.members.close)
 
     def close(self) -> None:
         """After the last call."""
         self.disk = None  # it refers to this object, and a circle would keep the mappings
         self._updates.clear()  # the same; the next process undoes the work of members that are gone
-        self.members.close()
-        if self._owner is not None:
-            self._owner.close()
-        self.lock.close()
-        self.arena.close()
-        self.index.close()
+        self._opened.close()
 
     # The right to change the records
 
@@ -174,13 +168,17 @@ class Tiers:
 
     def mend(self) -> None:
         self.index.count("mended")
-        self._undo(lambda owner: not self.members.alive(owner))
+        self._undo(self.dead_owners(self.index.in_state(*ix.OWNED)))
 
-    def _undo(self, of: Callable[[int], bool]) -> None:
+    def dead_owners(self, rows: Ints) -> set[int]:
+        """The owners of these records whose processes are gone."""
+        owners = np.unique(self.index.owner[rows]).tolist()
+        return {owner for owner in owners if not self.members.alive(owner)}
+
+    def _undo(self, gone: set[int]) -> None:
         """The work under way of these owners."""
         index = self.index
         rows = index.in_state(*ix.OWNED)
-        gone = {owner for owner in np.unique(index.owner[rows]).tolist() if of(owner)}
         rows = rows[np.isin(index.owner[rows], list(gone))]
         states = index.state[rows].copy()
         if self.disk is not None:
@@ -198,17 +196,12 @@ class Tiers:
         disk.remove(self.index.names(rows))
         self.index.state[rows] = ix.MEMORY
 
-    def any_dead(self, rows: Ints) -> bool:
-        """Whether any of these records, which all have an owner, is a dead process's."""
-        owners = np.unique(self.index.owner[rows]).tolist()
-        return not all(self.members.alive(owner) for owner in owners)
-
     def _reap(self, deadline: float, seconds: float, *, now: bool = False) -> bool:
         """Whether memory came back from processes that died outside of the lock."""
         if not now and time.monotonic() < self._reap_at:
             return False
         self._reap_at = time.monotonic() + REAP_SECONDS
-        if not self.any_dead(self.index.in_state(*ix.OWNED)):
+        if not self.dead_owners(self.index.in_state(*ix.OWNED)):
             return False
         with self.locked(deadline, seconds):
             self.mend()
@@ -346,10 +339,7 @@ class Tiers:
             return coming
         files = index.in_state(ix.DISK, ix.BOTH)
         rows = np.concatenate((coming, files))
-        size = index.image_bytes[rows]
-        order = _lowest(self.policy.scores(rows, self.clock()), size, over)
-        count = min(int(np.searchsorted(np.cumsum(size[order]), over)) + 1, len(order))
-        losers = rows[order[:count]]
+        losers = self._least_valuable(rows, over)
         gone = losers[np.isin(losers, files)]
         names = index.names(gone)
         both = index.state[gone] == ix.BOTH
@@ -424,7 +414,6 @@ class Tiers:
 
     def abandon(self, wishes: list[Wish]) -> None:
         """Give back extents that this process was granted and did not fill."""
-
         if not wishes:
             return
         rows = np.array([wish.row for wish in wishes], dtype=np.int64)
@@ -438,6 +427,13 @@ class Tiers:
         generation = self.index.generation[rows].copy()
         with self.locked(deadline):
             return self._drop_same(rows, generation)
+
+    def evict(self, size: int, deadline: float) -> int:
+        """Remove the least valuable objects, `size` bytes or more, from all tiers; how many."""
+        rows = self._least_valuable(self.index.in_state(*ix.AT_REST), size)
+        count = self.give_up(rows, deadline) if size > 0 else 0
+        self.index.count("dropped", count)
+        return count
 
     def discard(self, row: int, generation: int, deadline: float) -> None:
         """Remove an object that is not what was written, now or as soon as the lock is free: its
@@ -462,6 +458,13 @@ class Tiers:
             self.disk.sweep_now(deadline)
         return count
 
+    def _least_valuable(self, rows: Ints, goal: int) -> Ints:
+        """Those of these objects to be lost first, `goal` bytes of them or more if there are."""
+        sizes = self.index.image_bytes[rows]
+        order = _lowest(self.policy.scores(rows, self.clock()), sizes, goal)
+        count = int(np.searchsorted(np.cumsum(sizes[order]), goal)) + 1
+        return np.asarray(rows[order[:count]])
+
     def _drop_same(self, rows: Ints, generation: NDArray[np.uint32]) -> int:
         """Remove objects that are still of this generation; how many were."""
         index = self.index
@@ -483,7 +486,8 @@ class Tiers:
 
 def _lowest(scores: Floats, sizes: Ints, goal: int) -> Ints:
     """Indices by rising score, enough of them for `goal` bytes where there are enough."""
-    count = int(goal / max(float(sizes.mean()), 1.0) * 1.5) + 16
+    mean = max(1, int(sizes.sum()) // max(1, len(sizes)))
+    count = 3 * goal // (2 * mean) + 16
     while count < len(scores):
         some = np.argpartition(scores, count - 1)[:count]
         if int(sizes[some].sum()) >= goal:

@@ -278,22 +278,20 @@ class EmbeddedStore:
     def get_bytes(self, key: str, deadline: float) -> bytes | None:
         index = self._index
         row = int(index.find(*hash_keys([key]))[0])
-        for _ in range(2):  # it may be replaced by one of another length in between
-            if row < 0 or int(index.state[row]) not in ix.READABLE:
-                return None
-            length = int(index.length[row])
-            if not 0 <= length <= MOST_RECORD_BYTES:
-                self._read(key, row, None, deadline)  # a damaged record is removed
-                return None
-            into = np.zeros(max(1, length), dtype=np.uint8)
-            zero = np.zeros(1, dtype=np.int64)
-            parts = Slices(zero, zero + into.ctypes.data, zero + length)
-            need = WantedObject(parts, 0, length, length)
-            done = self._read(key, row, need, deadline) is Outcome.DONE
-            if done and int(index.length[row]) == length:
-                self._tiers.policy.touch(np.array([row]), self._clock())
-                return into[:length].tobytes()
-        return None
+        if row < 0 or int(index.state[row]) not in ix.READABLE:
+            return None
+        length = int(index.length[row])
+        if not 0 <= length <= MOST_RECORD_BYTES:
+            self._read(key, row, None, deadline)  # a damaged record is removed
+            return None
+        into = np.zeros(max(1, length), dtype=np.uint8)
+        zero = np.zeros(1, dtype=np.int64)
+        parts = Slices(zero, zero + into.ctypes.data, zero + length)
+        outcome = self._read(key, row, WantedObject(parts, 0, length, length), deadline)
+        if outcome is not Outcome.DONE or int(index.length[row]) != length:  # replaced meanwhile
+            return None
+        self._tiers.policy.touch(np.array([row]), self._clock())
+        return into[:length].tobytes()
 
     @_call
     def remove(self, keys: Sequence[str], deadline: float) -> int:
@@ -391,15 +389,7 @@ class EmbeddedStore:
 
     @_call
     def evict(self, size: int, deadline: float) -> int:
-        """Remove the least valuable objects, `size` bytes or more, from all tiers; how many."""
-        index = self._index
-        rows = index.in_state(*ix.AT_REST)
-        order = np.argsort(self._tiers.policy.scores(rows, self._clock()), kind="stable")
-        freed = np.cumsum(index.image_bytes[rows[order]])
-        rows = rows[order[: int(np.searchsorted(freed, size)) + 1]] if size > 0 else rows[:0]
-        count = self._tiers.give_up(rows, deadline)
-        index.count("dropped", count)
-        return count
+        return self._tiers.evict(size, deadline)
 
     @_call
     def clear(self, deadline: float) -> int:
@@ -564,7 +554,7 @@ class EmbeddedStore:
             rows = index.find(low, high)
             new = np.array(good, dtype=bool) & once & (rows < 0)
             rows[new] = tiers.claim(low[new], high[new], rows[rows >= 0])
-            if tiers.any_dead(rows[(rows >= 0) & (index.state[rows] == ix.WRITING)]):
+            if tiers.dead_owners(rows[(rows >= 0) & (index.state[rows] == ix.WRITING)]):
                 tiers.mend()  # records that a dead process was writing are ghosts again
             states = np.where(rows >= 0, index.state[rows], ix.FREE)
         wishes: dict[int, Wish] = {}
