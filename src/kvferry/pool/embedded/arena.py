@@ -38,7 +38,7 @@ import mmap
 import os
 import struct
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -239,24 +239,22 @@ class Image:
     chunk_bytes: int
     checksums: list[int]
 
-    def check(self, data: memoryview, chunks: Iterable[int]) -> bool:
-        """Whether these chunks of the object are what was written."""
+    def check(self, data: memoryview, chunks: Sequence[int] | None = None) -> bool:
+        """Whether these chunks of the object (None: all) are what was written."""
         step = self.chunk_bytes
-        for chunk in chunks:  # the last slice ends with the data
+        for chunk in range(len(self.checksums)) if chunks is None else chunks:
+            # the last slice ends with the data
             if _checksum(data[chunk * step : (chunk + 1) * step]) != self.checksums[chunk]:
                 return False
         return True
 
-    def check_all(self, data: memoryview) -> bool:
-        return self.check(data, range(len(self.checksums)))
-
-    def touched(self, offset: Ints, length: Ints) -> Ints:
+    def touched(self, offset: Ints, length: Ints) -> list[int]:
         """Chunks that these parts lie in."""
         edges = np.zeros(len(self.checksums) + 1, dtype=np.int64)
         some = length > 0
         np.add.at(edges, offset[some] // self.chunk_bytes, 1)
         np.add.at(edges, (offset[some] + length[some] - 1) // self.chunk_bytes + 1, -1)
-        return np.flatnonzero(np.cumsum(edges[:-1]))
+        return np.flatnonzero(np.cumsum(edges[:-1])).tolist()
 
 
 def aligned(size: int, to: int = ALIGN) -> int:
@@ -362,7 +360,7 @@ def serve(
         return Outcome.MISSING
     data = view[image.header_bytes :]
     if need is None:
-        return Outcome.DONE if image.check_all(data) else Outcome.CORRUPT
+        return Outcome.DONE if image.check(data) else Outcome.CORRUPT
     if not 0 <= need.begin <= need.end <= image.length:
         _log.warning(
             "%s has %d bytes; %d to %d were asked for",
@@ -385,7 +383,7 @@ def _copy(image: Image, data: memoryview, address: int, need: WantedObject) -> O
         chunks = range(need.begin // image.chunk_bytes, -(-need.end // image.chunk_bytes))
         step = max(1, HOT_BYTES // need.size)
     else:
-        chunks = image.touched(offset, length).tolist()
+        chunks = image.touched(offset, length)
         step = max(1, HOT_BYTES * len(length) // max(1, int(length.sum())))
         if step < len(length):
             order = np.argsort(offset, kind="stable")

@@ -58,7 +58,7 @@ OPEN_SECONDS = 60.0
 ADOPT_SECONDS = 5.0  # in which the first opener waits for files to get records; more come later
 UPDATE_SECONDS = 1.0  # for the lock, past a caller's deadline, to give back extents
 RETRY_SECONDS = 0.25  # between two tries of a thread for the lock, and for each of them
-DISCARD_SECONDS = 0.01  # for the lock: a thousand times as long as most hold it
+SHORT_WAIT_S = 0.01  # for the lock, of a reader: a thousand times as long as most hold it
 REAP_SECONDS = 1.0  # between two looks for extents of dead processes, while objects can be evicted
 ROUNDS = 6  # of making room for one batch: others may take the freed memory
 FEW_OBJECTS = 4096  # up to here, victims are looked for each time, and only as many as needed
@@ -445,7 +445,7 @@ class Tiers:
                 self.index.count("corrupt")
                 _log.error("an object was not what was written, and is removed (record %d)", row)
 
-        self._update(write, min(deadline, time.monotonic() + DISCARD_SECONDS))
+        self._update(write, min(deadline, time.monotonic() + SHORT_WAIT_S))
 
     def clear(self, deadline: float) -> int:
         """Remove all objects, and all files of the store, also those without a record."""

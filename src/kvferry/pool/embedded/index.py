@@ -530,13 +530,12 @@ class Calls:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._running = 0
-        self._closed = False
         self.closing = threading.Event()
         self._end: Callable[[], None] | None = None  # `close` has given up: the last call does it
 
     def __enter__(self) -> None:
         with self._changed:
-            if self._closed:
+            if self.closing.is_set():
                 raise StoreError("the store is closed")
             self._running += 1
 
@@ -544,7 +543,7 @@ class Calls:
         with self._changed:
             self._running -= 1
             end = None
-            if self._closed and self._running == 0:
+            if self.closing.is_set() and self._running == 0:
                 end, self._end = self._end, None
                 self._changed.notify_all()
         if end is not None:
@@ -556,9 +555,8 @@ class Calls:
         `end` runs once, when there are none: before this returns, or after the last of them.
         """
         with self._changed:
-            if self._closed:
+            if self.closing.is_set():
                 return 0
-            self._closed = True
             self.closing.set()
             self._changed.wait_for(lambda: self._running == 0, seconds)
             left = self._running

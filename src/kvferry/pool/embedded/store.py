@@ -56,7 +56,7 @@ from kvferry.pool.embedded.arena import (
     seal,
     serve,
 )
-from kvferry.pool.embedded.eviction import Tiers, Wish
+from kvferry.pool.embedded.eviction import SHORT_WAIT_S, Tiers, Wish
 from kvferry.pool.embedded.index import Calls, Geometry, hash_keys, words_of
 from kvferry.pool.store import (
     MOST_RECORD_BYTES,
@@ -83,9 +83,7 @@ CLOSE_SECONDS = 5.0  # for calls under way to end; then the last of them closes 
 PART_SHARE = 4  # of the memory: a put writes so much at a time, because objects in writing stay
 PARALLEL_BYTES = 8 << 20  # a larger batch is shared among threads
 ATTEMPTS = 5
-LOCK_PATIENCE_S = 0.01  # to bring an object to memory: a thousand times as long as most hold it
-LOCK_SECONDS = 0.5  # the same, once room is being made for it, so that this was not for nothing
-LEAVE_DISK_S = 0.25  # after the lock was not free, objects are read from disk without asking
+LEAVE_DISK_S = 0.25  # after no place was found in memory, objects are read from disk right away
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -448,7 +446,7 @@ class EmbeddedStore:
     def _promote(self, row: int, deadline: float) -> bool:
         """Bring an object from disk into memory; False where that was not possible."""
         tiers, index, disk = self._tiers, self._index, self._tiers.disk
-        if disk is None or not self._lock_is_free(deadline):
+        if disk is None or time.monotonic() < self._promote_after:
             return False
         (name,), size = index.names(np.array([row])), int(index.image_bytes[row])
         if size <= 0:  # damaged: reading its file shows it
@@ -456,10 +454,11 @@ class EmbeddedStore:
         (low,), (high,) = words_of([name])
         wish = Wish(row, low, high, aligned(size), ix.PROMOTING)
         try:
-            tiers.reserve([wish], deadline, LOCK_SECONDS)
+            tiers.reserve([wish], deadline, SHORT_WAIT_S)
         except (StoreError, OSError) as error:
             if time.monotonic() > deadline:
                 raise
+            self._promote_after = time.monotonic() + LEAVE_DISK_S
             _log.warning("no place in memory for an object that is on disk: %s", error)
             return False
         if wish.offset < 0:
@@ -468,7 +467,7 @@ class EmbeddedStore:
         filled = False
         try:
             image = open_image(view) if disk.read(name, size, view) else None
-            if image is not None and image.check_all(view[image.header_bytes :]):
+            if image is not None and image.check(view[image.header_bytes :]):
                 index.state[row] = ix.BOTH
                 filled = True  # others may evict it from now on, and bring it back
                 index.count("promoted")
@@ -476,19 +475,6 @@ class EmbeddedStore:
             if not filled:
                 tiers.abandon([wish])
         return filled
-
-    def _lock_is_free(self, deadline: float) -> bool:
-        """Whether the lock can be had now; a file can be read without it. Once room is being made,
-        waiting is worth it, because victims must not be dropped for want of time."""
-        if time.monotonic() < self._promote_after:
-            return False
-        try:
-            with self._tiers.locked(deadline, LOCK_PATIENCE_S):
-                return True
-        except StoreError as error:
-            self._promote_after = time.monotonic() + LEAVE_DISK_S
-            _log.info("objects are read from disk, and stay there: %s", error)
-            return False
 
     # Writing
 
