@@ -135,7 +135,7 @@ def copy(template: Path, place: Path) -> None:
     link.symlink_to(place / "disk")
 
 
-# --- damage --------------------------------------------------------------------------------------
+# Damage
 
 
 class Damage:
@@ -289,7 +289,7 @@ def _is_short(path: Path) -> bool:
     return path.stat().st_size <= 2 * LONGEST  # not one that was grown before
 
 
-# --- the child -----------------------------------------------------------------------------------
+# The child
 
 
 def use(place: Path, rng: random.Random) -> Counter[str]:
@@ -382,7 +382,7 @@ def child(template: Path, place: Path, seed: int, first: int, last: int) -> None
         print(json.dumps(said), flush=True)
 
 
-# --- the parent ----------------------------------------------------------------------------------
+# The parent
 
 
 def run(frames: int, seed: int) -> dict[str, int]:

@@ -55,12 +55,12 @@ def no_threads() -> bool:
     return not any(t.name.startswith(mine) for t in threading.enumerate())
 
 
-# --- a lock that nobody gives back ---------------------------------------------------------------
+# A lock that no process gives back
 
 
 def test_what_is_corrupt_is_removed_when_that_can_be(tmp_path: Path) -> None:
-    """Somebody is stopped with the lock: the reader is told at once, each time, and the object goes
-    when the lock is free again, though nobody asks for anything any more."""
+    """Another process is stopped with the lock. The reader is told at once, each time, and the
+    object goes when the lock is free again, without another call."""
     one, stopped = Small(tmp_path), Small(tmp_path)
     one.put("a", "b")
     assert one.store.put_bytes("layout", b"x" * 1000, soon()) is Outcome.DONE
@@ -83,8 +83,8 @@ def test_what_is_corrupt_is_removed_when_that_can_be(tmp_path: Path) -> None:
 def test_updates_are_written_without_being_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Extents that an engine could not give back are nobody's but its own: it may never put again,
-    and others need them."""
+    """Only the engine that was granted extents can give them back. It may never put again, and
+    others need them."""
     monkeypatch.setattr(eviction, "UPDATE_SECONDS", 0.05)
     one, other = Small(tmp_path), Small(tmp_path)
     one.put(*(f"a{i}" for i in range(7)), size=120_000)
@@ -109,7 +109,7 @@ def test_updates_are_written_without_being_asked(
 def test_stopped_while_room_is_made_for_a_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An object comes up from disk, another goes down for it, and meanwhile somebody is stopped
+    """An object comes up from disk, another goes down for it, and meanwhile a process is stopped
     with the lock: the read goes on without it, and nothing stays half-way."""
     monkeypatch.setattr(eviction, "UPDATE_SECONDS", 0.05)
     one, two, key = demoted(tmp_path)
@@ -141,14 +141,16 @@ from test_embedded_troubles import Small, soon
 one = Small(Path({place!r}), disk=64 << 20)
 one.put("mine")
 with one.tiers.locked(soon()):
+    heard, said = os.pipe()
     child = os.fork()
     if child == 0:  # a data loader's worker, say: it has never heard of the store
         os.write(1, b"%d " % one.tiers.members.me)
         os.close(1); os.close(2)
+        os.write(said, b"x")
         time.sleep(30)
         os._exit(0)
     os.write(1, b"%d " % child)
-    time.sleep(0.2)
+    os.read(heard, 1)
     os.kill(os.getpid(), 9)
 """
 
@@ -167,7 +169,7 @@ def test_a_forked_child_keeps_nothing_of_its_parents(tmp_path: Path) -> None:
         assert watcher.put("a", seconds=2.0) == [Outcome.DONE]
         assert not watcher.tiers.members.alive(member)
         watcher.store.close()
-        other = Small(tmp_path, disk=64 << 20, name="other")  # nobody has the disk any more
+        other = Small(tmp_path, disk=64 << 20, name="other")  # no process has the disk any more
         other.store.close()
     finally:
         os.kill(child, signal.SIGKILL)
@@ -196,7 +198,7 @@ def test_a_store_that_was_forked_is_refused(tmp_path: Path) -> None:
     one.store.close()
 
 
-# --- threads -------------------------------------------------------------------------------------
+# Threads
 
 
 def test_closed_while_a_walk_hangs(
@@ -215,7 +217,7 @@ def test_closed_while_a_walk_hangs(
     watcher = Small(tmp_path, disk=64 << 20)
     wait_until(lambda: watcher.index.files_by == 0 == watcher.index.files_due)
     monkeypatch.setattr(DiskTier, "names", hang)
-    one = Small(tmp_path, disk=64 << 20)  # whoever opens it looks for files of the dead
+    one = Small(tmp_path, disk=64 << 20)  # a process that opens it looks for files of the dead
     tiers, me = one.tiers, one.tiers.members.me
     assert inside.wait(5)
     begun = time.monotonic()
@@ -233,10 +235,10 @@ def test_closed_while_a_walk_hangs(
 
 
 def test_a_walk_goes_on_when_the_lock_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After a restart of the host, a neighbour is stopped with the lock while files are taken in:
-    those that are left are not forgotten, though nobody needs room."""
+    those that are left are not forgotten, though no process needs room."""
     keys = left_behind(tmp_path)
     monkeypatch.setattr(disk, "BATCH_FILES", 4)
     monkeypatch.setattr(disk, "LOCK_SECONDS", 0.1)
@@ -250,9 +252,9 @@ def test_a_walk_goes_on_when_the_lock_is_back(
     monkeypatch.setattr(DiskTier, "header", slow)
     one, stopped = Small(tmp_path, disk=64 << 20), Small(tmp_path, disk=64 << 20)
     wait_until(lambda: one.store.stats().objects == 4)
-    with stopped.tiers.lock.held(soon()):
+    with stopped.tiers.lock.held(soon()), caplog.at_level(logging.INFO):
         go_on.release(10 * len(keys))
-        time.sleep(0.4)
+        wait_until(lambda: "kvferry-files tries again" in caplog.text)
     wait_until(lambda: one.index.files_due == 0)
     assert {stopped.get(key) for key in keys} == {Outcome.DONE}
     stopped.store.close()
@@ -278,7 +280,7 @@ def test_no_thread_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_part_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool takes work in, and then finds no thread for it: nothing of it is done later, when
-    the memory is somebody else's."""
+    the memory is another request's."""
     monkeypatch.setattr(store, "PARALLEL_BYTES", 0)
     one = Small(tmp_path)
     one.store.close()
@@ -307,7 +309,7 @@ def test_a_part_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         patch.setattr(store, "serve", slow)
         assert many.get(keys, slices, soon()) == [Outcome.DONE] * 6
         assert (one.memory[500:6000:1000] == np.arange(1, 7)).all()
-        one.memory[:] = 0  # somebody else's now
+        one.memory[:] = 0  # another request's now
         require_for(0.5, lambda: not one.memory.any())
     many.close()
 
@@ -320,7 +322,7 @@ def test_closed_stores_are_told_nothing(tmp_path: Path) -> None:
         one.store.exists(["a"], soon())
 
 
-# --- extents and files that change hands ---------------------------------------------------------
+# Extents and files that change hands
 
 
 def demoted(place: Path) -> tuple[Small, Small, str]:
@@ -411,8 +413,8 @@ time.sleep(20)
 
 
 def test_who_swept_is_gone(tmp_path: Path) -> None:
-    """Killed outside of the lock, with nothing of its own: what it was at is begun again by the
-    next who needs room."""
+    """Killed outside of the lock, with nothing of its own: the next process that needs room
+    begins the walk again."""
     one, two, key = demoted(tmp_path)
     two.store.close()
     wait_until(lambda: one.index.files_by == 0 == one.index.files_due)
@@ -475,7 +477,7 @@ def test_a_disk_that_is_another_for_this_process(
     one.store.close()
 
 
-# --- where it lies -------------------------------------------------------------------------------
+# Where it lies
 
 
 def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,8 +490,8 @@ def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_directory().name == f"kvferry-{os.getuid()}"
 
 
-def test_a_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everybody may make directories in /dev/shm, also under this user's name."""
+def test_a_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every user may make directories in /dev/shm, also under this user's name."""
     monkeypatch.setattr(store, "default_directory", lambda: tmp_path / "planted")
     (tmp_path / "planted").mkdir(mode=0o700)
     os.chown(tmp_path / "planted", os.getuid() + 1 if os.getuid() == 0 else os.getuid(), -1)

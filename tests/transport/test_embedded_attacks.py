@@ -28,7 +28,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as 
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory that everybody may enter, unlike pytest's own."""
+    """A directory that every user may enter, unlike pytest's own."""
     before = os.umask(0o022)
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as name:
         Path(name).chmod(0o755)
@@ -52,7 +52,7 @@ for folder, _, names in os.walk(sys.argv[1]):
 """
 
 
-# --- another user --------------------------------------------------------------------------------
+# Another user
 
 
 @needs_root
@@ -120,7 +120,7 @@ def test_planted_files_are_refused(place: Path, name: str) -> None:
         Peer(place)
 
 
-# --- damage --------------------------------------------------------------------------------------
+# Damage
 
 DAMAGED = f"""
 import sys, time
@@ -312,7 +312,7 @@ for n in range(60): peer.get(n)
     )
 
 
-# --- machines ------------------------------------------------------------------------------------
+# Machines
 
 
 def test_machines_that_reorder_stores_are_refused(

@@ -50,7 +50,7 @@ def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:
         "hf/model.bin": b"weights",
         "ab/notes.txt": b"",
         f"ab/{digits}": b"KVF1 is not where we have it, and the folder is not ours either",
-        f"01/{digits}": b"\x89PNG: a cache of somebody else, with names like ours",
+        f"01/{digits}": b"\x89PNG: a cache of another program, with names like ours",
         ".part-of-a-download": b"half",
         ".part-1-2.tmp": b"half",
     }
@@ -91,7 +91,7 @@ def on_disk(peer: Peer) -> list[int]:
 
 @pytest.mark.parametrize("other", ["none", "elsewhere"])
 def test_an_engine_with_another_disk_configuration(tmp_path: Path, other: str) -> None:
-    """The store's own disk tier holds; nothing in it is lost to who does not know it."""
+    """The store's own disk tier holds; an engine that does not know it loses nothing of it."""
     first = filled(tmp_path)
     numbers = on_disk(first)
     before = first.store.counters()
@@ -156,7 +156,7 @@ def test_a_file_that_cannot_be_opened_now_is_not_lost(tmp_path: Path) -> None:
 
 
 def test_memory_of_a_process_that_died_outside_the_lock(tmp_path: Path) -> None:
-    """A quarter of the memory, in the hands of the dead, is used again by the next who need it."""
+    """A quarter of the memory belongs to a dead process; the next that needs it uses it again."""
     code = f"""
 import os, signal, sys
 sys.path.insert(0, {str(SUPPORT)!r})
@@ -190,7 +190,7 @@ def test_one_object_larger_than_what_the_living_hold(tmp_path: Path) -> None:
     row = index.in_state(ix.MEMORY)
     with watcher.tiers.locked(soon()):
         index.extent[row], index.offset[row] = watcher.tiers.arena.capacity, 0
-        index.owner[row] = 999  # a number that nobody has
+        index.owner[row] = 999  # a number that no process has
         index.state[row] = ix.WRITING
         watcher.tiers.arena.find_gaps()
     assert watcher.put(9) is Outcome.DONE

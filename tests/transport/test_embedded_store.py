@@ -88,7 +88,7 @@ def test_processes_share_it(place: Path) -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """Whoever its parent is, and whether that one has been told or not."""
+    """Whatever process its parent is, and whether the parent has been told or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -129,7 +129,7 @@ def test_killed_at_any_point(place: Path) -> None:
     invariants(watcher.store)
     files = watcher.tiers.disk
     assert files is not None
-    files.begin()  # as the next one who needs room does
+    files.begin()  # as the next process that needs room does
     files.wait(30)
     on_disk = sum(f.stat().st_size for f in (place / "disk").glob("??/*"))
     assert on_disk == watcher.store.counters()["disk_bytes"], f"seed {SEED}"
@@ -350,7 +350,7 @@ assert bad == 0 and good == peer.store.stats().objects
 
 
 def test_a_stopped_process_costs_a_deadline(place: Path) -> None:
-    """Whoever holds the lock and is stopped holds up nobody who only reads, and nobody for ever."""
+    """A process that is stopped with the lock delays no reader, and no writer past its deadline."""
     peer = Peer(place)
     assert peer.put(1) is Outcome.DONE
     code = f"""

@@ -87,7 +87,7 @@ def forget_memory(place: Path) -> None:
     shutil.rmtree(place / "s")
 
 
-# --- failures half-way ---------------------------------------------------------------------------
+# Failures half-way
 
 
 def test_a_disk_that_takes_nothing(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_extents_granted_before_a_failure(tmp_path: Path, monkeypatch: pytest.Mo
         keys = ["b0", "b1", "b2", "b3"]
         assert one.put(*keys, size=60_000, seconds=0.3) == [Outcome.FAILED] * 4
         assert time.monotonic() - begun < 5
-        assert one.count(ix.WRITING) == 3  # nobody could be told
+        assert one.count(ix.WRITING) == 3  # the other process has the lock
     held.__exit__(None, None, None)
     assert one.put(*keys, size=60_000) == [Outcome.DONE] * 4
     assert {one.get(key, 60_000) for key in keys} == {Outcome.DONE}
@@ -157,7 +157,7 @@ def test_extents_granted_before_a_failure(tmp_path: Path, monkeypatch: pytest.Mo
     one.store.close()
 
 
-# --- a full index --------------------------------------------------------------------------------
+# A full index
 
 
 @pytest.mark.parametrize("order", ["ghost first", "ghost last"])
@@ -200,7 +200,7 @@ def test_an_index_that_is_full(tmp_path: Path, disk: int) -> None:
     one.store.close()
 
 
-# --- the disk's capacity -------------------------------------------------------------------------
+# The disk's capacity
 
 
 def test_files_on_their_way_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,13 +283,13 @@ def test_clear_removes_what_no_record_names(tmp_path: Path) -> None:
     one.index.state[lost] = ix.GHOST
     theirs = tmp_path / "d" / "ab" / ("ab" * 16)
     theirs.parent.mkdir(exist_ok=True)
-    theirs.write_bytes(b"somebody else's, with a name like ours, and long enough for a header")
+    theirs.write_bytes(b"another program's, with a name like ours, and long enough for a header")
     one.store.clear(soon())
     assert files_of(tmp_path) == [theirs]
     one.store.close()
 
 
-# --- one store to a disk -------------------------------------------------------------------------
+# One store to a disk
 
 
 def test_two_stores_on_one_disk(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_two_stores_on_one_disk(tmp_path: Path) -> None:
     assert {again.get(key) for key in keys} == {Outcome.DONE}
     again.store.close()
     after = len(files_of(tmp_path))
-    other = Small(tmp_path, disk=4 << 20, name="other")  # nobody's now, and taken in
+    other = Small(tmp_path, disk=4 << 20, name="other")  # no store's now, and taken in
     assert other.store.stats().objects == after >= len(before)
     with pytest.raises(StoreError, match="disk_path of its own"):  # and no longer the first one's
         Small(tmp_path, disk=4 << 20)
@@ -348,7 +348,7 @@ def test_a_file_with_a_key_that_is_no_text(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-# --- after a restart of the host -----------------------------------------------------------------
+# After a restart of the host
 
 
 def left_behind(place: Path) -> list[str]:

@@ -47,7 +47,7 @@ def test_turns_are_recognised() -> None:
     policy.observe(chain, np.array([True] * 4 + [False] * 2), 60.0)
     assert set(history.turns[chain]) == {2}
     assert history.turns[4] == 1  # not part of it any more
-    # somebody else who begins alike is no next turn
+    # another conversation that begins alike is no next turn
     other = rows(0, 1, 20, 21)
     policy.observe(other, np.array([True, True, False, False]), 61.0)
     assert set(history.turns[other]) == {1}

@@ -348,9 +348,7 @@ def _batches(names: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def own_directory(
-    directory: Path, has_disk: bool, disk: Path | None, in_use: bool = False
-) -> Path | None:
+def own_directory(directory: Path, has_disk: bool, disk: Path | None, in_use: bool) -> Path | None:
     """The disk tier of an existing store: its creator's, whatever this process was configured with.
 
     A process that looked for the store's files elsewhere, or nowhere, would take all of them for
@@ -396,9 +394,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 class DirectoryOwner(Locked):
     """Holds a directory for one store until `close`."""
 
-    def __init__(
-        self, disk: Path, store_id: str, store: Path, others: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, disk: Path, store_id: str, store: Path, others: Callable[[], bool]) -> None:
         """`others`: whether other processes have the store open, with its directory."""
         private_directory(disk)
         super().__init__(disk / OWNER_FILE)

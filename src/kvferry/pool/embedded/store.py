@@ -195,6 +195,8 @@ class EmbeddedStore:
         self._regions = RegionTable.of(self._registered)
 
     def access(self, keys: Sequence[str], deadline: float) -> None:
+        if not keys:
+            return
         index, (low, high) = self._index, hash_keys(keys)
         try:
             with self._calls, self._tiers.locked(deadline):
