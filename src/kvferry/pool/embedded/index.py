@@ -30,7 +30,8 @@ in one process do not undo each other's. A forked child would share them, and ke
 parent is killed, so it closes them first. Every wait for a lock has a deadline.
 
 Bytes go to and from the mapping by address, so a call that outlives the mapping ends the process.
-`Calls` counts the calls under way; the store unmaps its files after the last one.
+`Calls` counts the calls under way; the store unmaps its files after the last one. Threads of the
+store (`BackgroundWork`) count as calls.
 """
 
 from __future__ import annotations
