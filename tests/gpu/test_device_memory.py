@@ -15,10 +15,11 @@ from kvferry.carriers.cuda.driver import device
 from kvferry.carriers.cuda.kernels import warm
 from kvferry.carriers.cuda.staging import DeviceMemory
 from kvferry.carriers.cuda.stream import ANYWHERE, StreamBuffers
-from kvferry.carriers.host import HostMemory, copy_scattered
+from kvferry.carriers.host import HostMemory
 from kvferry.copies import Copies, StridedCopies
 from kvferry.errors import OutOfBounds, TransferError
 from kvferry.handover.checksum import MIX128, XXH3, digest
+from scattered import copy_scattered
 
 SIZE = 32 << 20
 

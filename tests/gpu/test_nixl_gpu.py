@@ -14,8 +14,8 @@ from device_peer import NIXL, DeviceArea
 
 pytest.importorskip("nixl", reason="NIXL is not installed")
 from kvferry.carriers import Carrier
-from kvferry.carriers.host import copy_scattered
 from kvferry.errors import OutOfBounds, PeerLost
+from scattered import copy_scattered
 
 SECONDS = 60.0
 

@@ -32,7 +32,6 @@ from carrier_peer import (
 )
 
 from kvferry.carriers import Carrier, Transfer, TransferState, make_carrier
-from kvferry.carriers.host import copy_scattered
 from kvferry.carriers.null import Faults, NullCarrier
 from kvferry.copies import Copies
 from kvferry.errors import (
@@ -45,6 +44,7 @@ from kvferry.errors import (
     PeerLost,
     TransferError,
 )
+from scattered import copy_scattered
 
 PROMPT_SECONDS = 8.0  # "at once", on a busy machine
 CARRIERS = ["null", "local", "local-fallback", "tcp"]

@@ -28,7 +28,7 @@ from kvferry.carriers.library.shared import (
     LibraryPeer,
 )
 from kvferry.carriers.tcp.carrier import TcpCarrier
-from kvferry.carriers.transfer import Job, Latch, Workers
+from kvferry.carriers.transfer import Job, Workers
 from kvferry.copies import Copies
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
 from kvferry.handover.deadline import Deadline, await_transfer, end_transfers
@@ -203,22 +203,6 @@ def test_connecting_keeps_its_deadline_while_the_library_hangs() -> None:
         user.close()
         owner.close()
     assert not threads_left("kvferry-memmove")
-
-
-def test_a_latch_wakes_all_that_wait() -> None:
-    latch = Latch()
-    assert not latch.wait(0.01)
-    assert not latch.wait(-1)
-    seen: list[bool] = []
-    waiting = [threading.Thread(target=lambda: seen.append(latch.wait(5))) for _ in range(8)]
-    for thread in waiting:
-        thread.start()
-    latch.set()
-    for thread in waiting:
-        thread.join(5)
-    assert seen == [True] * 8
-    assert latch.is_set()
-    assert latch.wait()
 
 
 class EndsLate:

@@ -19,7 +19,7 @@ from kvferry.carriers.cuda import carrier, driver
 from kvferry.carriers.cuda.carrier import Allocation, CudaCarrier, CudaEndpoint, this_process
 from kvferry.carriers.cuda.driver import IPC_HANDLE_BYTES, DevicePlace
 from kvferry.carriers.liveness import PulseServer
-from kvferry.carriers.local import _boot
+from kvferry.carriers.local import boot_id
 from kvferry.errors import PeerLost, PermissionDenied, ProtocolError
 
 BASE, SIZE, OPENED_AT = 1 << 40, 1 << 20, 1 << 41
@@ -63,7 +63,7 @@ def endpoint() -> Iterator[CudaEndpoint]:
     handle = b"h" * IPC_HANDLE_BYTES
     yield CudaEndpoint(
         carrier="cuda",
-        boot=_boot(),
+        boot=boot_id(),
         process=b"another process!",
         host="127.0.0.1",
         pulse_port=server.port,

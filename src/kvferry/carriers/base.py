@@ -193,32 +193,28 @@ class RegionTable:
     @classmethod
     def of(cls, regions: Sequence[MemoryRegion]) -> RegionTable:
         """The table of these regions; refuses addresses that no memory has."""
-        merged: list[list[int]] = []
-        for region in sorted(regions, key=lambda r: r.address):
-            end = region.address + region.bytes
-            if region.address < 0 or region.bytes < 0 or end >= 1 << 63:
+        for region in regions:
+            if min(region.address, region.bytes) < 0 or region.address + region.bytes >= 1 << 63:
                 raise TransferError(
                     f"a region of {region.bytes} bytes at {region.address:#x} cannot be registered"
                 )
-            if region.bytes == 0:
-                continue
-            if merged and region.address <= merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], end)
-            else:
-                merged.append([region.address, end])
-        table = np.array(merged, dtype=np.int64).reshape(-1, 2)
-        return cls(np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1]))
+        return cls.of_arrays(
+            np.array([region.address for region in regions], dtype=np.int64),
+            np.array([region.bytes for region in regions], dtype=np.int64),
+        )
 
     @classmethod
     def of_arrays(cls, address: Ints, length: Ints) -> RegionTable:
         """The same of two arrays, for ranges by the thousand. The ranges must be real memory."""
         some = length > 0
         address, length = address[some], length[some]
+        if len(address) == 0:
+            return cls(address, length)
         order = np.argsort(address, kind="stable")
         starts = address[order]
         ends = np.maximum.accumulate(starts + length[order])
-        heads = np.flatnonzero(np.append(True, starts[1:] > ends[:-1])) if len(starts) else starts
-        lasts = np.append(heads[1:], len(starts)) - 1 if len(starts) else starts
+        heads = np.flatnonzero(np.append(True, starts[1:] > ends[:-1]))
+        lasts = np.append(heads[1:], len(starts)) - 1
         return cls(starts[heads], ends[lasts])
 
     def __len__(self) -> int:
@@ -230,9 +226,7 @@ class RegionTable:
 
     def first_outside(self, address: Ints, length: Ints) -> int:
         """Index of the first range that is not inside one region, or -1. Nothing overflows."""
-        if len(address) == 0:
-            return -1
-        if int(length.min()) >= 0 and self.holds_hull(address, int(length.max())):
+        if len(address) == 0 or self._holds_hull(address, length):
             return -1
         if len(self.starts) == 0:
             outside = length != 0
@@ -243,12 +237,14 @@ class RegionTable:
             outside = (length > room) & (length != 0) | (length < 0)
         return int(np.argmax(outside)) if bool(outside.any()) else -1
 
-    def holds_hull(self, address: Ints, longest: int) -> bool:
-        """Whether one region holds all from the first address to `longest` bytes after the last:
-        quick to see. No length may be negative."""
+    def _holds_hull(self, address: Ints, length: Ints) -> bool:
+        """Whether one region holds all from the lowest address to the longest length after the
+        highest: quick to see, and true of most copies."""
+        if int(np.minimum.reduce(length)) < 0:
+            return False
         low, high = int(np.minimum.reduce(address)), int(np.maximum.reduce(address))
         at = int(self.starts.searchsorted(low, side="right")) - 1
-        return at >= 0 and high <= int(self.ends[at]) - longest
+        return at >= 0 and high <= int(self.ends[at]) - int(np.maximum.reduce(length))
 
     def require(self, whose: str, address: Ints, length: Ints) -> None:
         """Raise `OutOfBounds` naming the first range that leaves the regions."""
@@ -264,13 +260,6 @@ def require_all(copies: Copies, src: RegionTable, dst: RegionTable, *, reading: 
     """Both ends of every copy lie in registered memory, or `OutOfBounds` before a byte moves."""
     ours, theirs = "this carrier", "the peer"
     for part in copies.windows():
-        longest = int(np.maximum.reduce(part.length))
-        if (
-            int(np.minimum.reduce(part.length)) >= 0
-            and src.holds_hull(part.src, longest)
-            and dst.holds_hull(part.dst, longest)
-        ):
-            continue
         src.require(theirs if reading else ours, part.src, part.length)
         dst.require(ours if reading else theirs, part.dst, part.length)
 

@@ -25,11 +25,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvferry.carriers.base import (
-    Bytes,
-    Memory,
-    slices,
-)
+from kvferry.carriers.base import Bytes, Memory, slices
 from kvferry.carriers.host import copy_runs
 from kvferry.copies import Copies, Ints
 

@@ -41,14 +41,9 @@ from functools import cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvferry.carriers.base import (
-    Bytes,
-    Memory,
-    MemoryRegion,
-    RegionTable,
-)
+from kvferry.carriers.base import Bytes, Memory, MemoryRegion, RegionTable
 from kvferry.copies import WINDOW, Ints
-from kvferry.errors import OutOfBounds, PeerLost, PermissionDenied, TransferError
+from kvferry.errors import PeerLost, PermissionDenied, TransferError
 
 CHUNK_BYTES = 1 << 18  # moved by one NumPy call: a tenth of a millisecond, and it stays cached
 # Longer runs are copied in pieces of this. Times the widest address space (2**48), it still fits 63
@@ -56,31 +51,92 @@ CHUNK_BYTES = 1 << 18  # moved by one NumPy call: a tenth of a millisecond, and 
 PIECE_BYTES = 1 << 14
 PIECES_AT_A_TIME = 1 << 15
 MOST_LENGTHS = 8  # distinct ones, each copied as it is; beyond, runs are cut into powers of two
-_mine = threading.local()
 TAKE_RUNS = 64  # a `take` for fewer runs than this does not pay
+VECTORS_PER_CALL = 1024  # Linux's UIO_MAXIOV
+IOVEC_BYTES = 16
+SAMPLE = 512  # pairs of neighbours looked at before all are
+PR_SET_PTRACER = 0x59616D61
+PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+# pid, local table, local count, remote table, remote count, flags (none) -> bytes moved, or -1 with
+# errno set
+SystemCall = Callable[[int, int, int, int, int, int], int]
 
 
-def copy_scattered(
-    src_memory: Bytes, src: ArrayLike, dst_memory: Bytes, dst: ArrayLike, length: ArrayLike
-) -> int:
-    """Copy `length[i]` bytes from offset `src[i]` to offset `dst[i]`; say how many in all.
+class HostMemory(Memory):
+    """Regions of host memory."""
 
-    The two memories must not overlap.
-    """
-    sources, targets, lengths = (np.asarray(a, dtype=np.int64) for a in (src, dst, length))
-    if not sources.shape == targets.shape == lengths.shape or lengths.ndim != 1:
-        raise TransferError(
-            "copies are three arrays of one length, found "
-            f"src {sources.shape}, dst {targets.shape}, length {lengths.shape}"
+    def __init__(self, regions: Sequence[MemoryRegion]) -> None:
+        self._table = RegionTable.of(regions)
+        self._base, span = 0, 0
+        if len(self._table):
+            self._base = int(self._table.starts[0])
+            span = int(self._table.ends.max()) - self._base
+        self._bytes: Bytes = np.ctypeslib.as_array(
+            (ctypes.c_uint8 * span).from_address(self._base or ctypes.addressof(_nowhere))
         )
-    _require_inside("source", src_memory, sources, lengths)
-    _require_inside("destination", dst_memory, targets, lengths)
-    copy_runs(src_memory, sources, dst_memory, targets, lengths)
-    return int(lengths.sum())
+
+    def gather(self, address: Ints, length: Ints, into: Bytes) -> None:
+        """The runs, one after another, to the beginning of `into`."""
+        self._require(address, length, into)
+        for runs, sizes, where in self._runs(address, length):
+            copy_runs(self._bytes, runs, into, where, sizes)
+
+    def scatter(self, source: Bytes, address: Ints, length: Ints) -> None:
+        """The beginning of `source` to the runs, in their order."""
+        self._require(address, length, source)
+        for runs, sizes, where in self._runs(address, length):
+            copy_runs(source, where, self._bytes, runs, sizes)
+
+    def place(self, source: Bytes, at: Ints, address: Ints, length: Ints) -> None:
+        """Runs of `source`, from anywhere in it, to runs of this memory. One window at most."""
+        self._require(address, length, None)
+        if len(at) and (int(at.min()) < 0 or int((at + length).max()) > len(source)):
+            raise TransferError(f"a run leaves its buffer of {len(source)} bytes")
+        copy_runs(source, at, self._bytes, address - self._base, length)
+
+    def zero(self, address: Ints, length: Ints) -> None:
+        """Set ranges to zero."""
+        self._require(address, length, None)
+        for runs, sizes, _ in self._runs(address, length):
+            short = sizes <= CHUNK_BYTES
+            nowhere = np.zeros(int(np.count_nonzero(short)), dtype=np.int64)
+            copy_runs(ZEROS, nowhere, self._bytes, runs[short], sizes[short])
+            for at, size in zip(runs[~short].tolist(), sizes[~short].tolist(), strict=True):
+                for begin in range(at, at + size, CHUNK_BYTES):
+                    self._bytes[begin : min(begin + CHUNK_BYTES, at + size)] = 0
+
+    def _runs(self, address: Ints, length: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
+        """Offsets and lengths of the runs, and where each begins if they lie one after another: a
+        window at a time, neighbours joined."""
+        done = 0
+        for first in range(0, len(address), WINDOW):
+            part = slice(first, first + WINDOW)
+            runs, sizes = address[part], length[part]
+            if not bool(sizes.all()):
+                some = sizes != 0
+                runs, sizes = runs[some], sizes[some]
+            runs, sizes = joined(runs, sizes)
+            ends = done + np.cumsum(sizes)
+            yield runs - self._base, sizes, ends - sizes
+            done = int(ends[-1]) if len(ends) else done
+
+    def _require(self, address: Ints, length: Ints, buffer: Bytes | None) -> None:
+        total = 0
+        for first in range(0, len(address), WINDOW):
+            part = slice(first, first + WINDOW)
+            self._table.require("this process", address[part], length[part])
+            total += int(length[part].sum())
+        if buffer is not None and total > len(buffer):
+            raise TransferError(f"runs of {total} bytes and a buffer of {len(buffer)}")
+
+
+ZEROS = np.zeros(CHUNK_BYTES, dtype=np.uint8)
+_nowhere = ctypes.c_uint8()
 
 
 def copy_runs(src_memory: Bytes, src: Ints, dst_memory: Bytes, dst: Ints, length: Ints) -> None:
-    """The same for offsets that have been checked."""
+    """Copy `length[i]` bytes from offset `src[i]` to offset `dst[i]`. The caller has checked that
+    they lie inside of the two memories, which must not overlap."""
     if len(length) and int(length.max()) > PIECE_BYTES:
         _copy_pieces(src_memory, src, dst_memory, dst, length // PIECE_BYTES)
         whole = length // PIECE_BYTES * PIECE_BYTES
@@ -90,6 +146,132 @@ def copy_runs(src_memory: Bytes, src: Ints, dst_memory: Bytes, dst: Ints, length
         if before is not None:
             a, b = a + before, b + before
         _copy_equal(src_memory, a, dst_memory, b, size)
+
+
+@dataclass(slots=True)
+class Vectors:
+    """A stream of bytes as an iovec table, and how far it has come."""
+
+    table: Ints  # (n, 2): address, length
+    ends: Ints  # bytes of the stream up to the end of each vector
+    first: int = 0  # vector that the next call begins with
+
+    @classmethod
+    def join(cls, address: Ints, length: Ints) -> Vectors:
+        """The table of these ranges, none of them empty, with neighbours made one."""
+        return cls.of(*joined(address, length))
+
+    @classmethod
+    def of(cls, address: Ints, length: Ints) -> Vectors:
+        """The table of these ranges as they are."""
+        table = np.empty((len(address), 2), dtype=np.int64)
+        table[:, 0] = address
+        table[:, 1] = length
+        return cls(table, np.cumsum(length))
+
+    @property
+    def bytes(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def head(self) -> tuple[int, int]:
+        """Where the next call's vectors lie, and how many there are."""
+        count = min(VECTORS_PER_CALL, len(self.table) - self.first)
+        return self.table.ctypes.data + IOVEC_BYTES * self.first, count
+
+    def advance(self, done: int) -> None:
+        """Go to byte `done` of the stream, cutting the vector that it falls into."""
+        self.first = int(np.searchsorted(self.ends, done, side="right"))
+        if self.first < len(self.table):
+            vector = self.table[self.first]
+            left = int(self.ends[self.first]) - done
+            vector[0] += vector[1] - left
+            vector[1] = left
+
+
+def joined(address: Ints, length: Ints) -> tuple[Ints, Ints]:
+    """The same bytes in the same order, with ranges that touch made one. None may be empty."""
+    if len(length) < 2 or _apart(address, length):
+        return address, length
+    apart = np.flatnonzero(address[1:] != address[:-1] + length[:-1]) + 1
+    if len(apart) + 1 == len(address):  # nothing to join, as is usual for scattered blocks
+        return address, length
+    heads = np.concatenate((np.zeros(1, dtype=np.int64), apart))
+    return address[heads], np.add.reduceat(length, heads)
+
+
+def read(pid: int, src: ArrayLike, dst: ArrayLike, length: ArrayLike) -> int:
+    """Copy `length[i]` bytes from `src[i]` in process `pid` to `dst[i]` here; say how many."""
+    return move(system_call("process_vm_readv"), pid, local=dst, remote=src, length=length)
+
+
+def write(pid: int, src: ArrayLike, dst: ArrayLike, length: ArrayLike) -> int:
+    """Copy `length[i]` bytes from `src[i]` here to `dst[i]` in process `pid`; say how many."""
+    return move(system_call("process_vm_writev"), pid, local=src, remote=dst, length=length)
+
+
+def allow_any_reader() -> bool:
+    """Let any process of the same user reach this one's memory, where Yama would forbid it.
+
+    False where the kernel has no such restriction to lift. Lasts as long as the process.
+    """
+    prctl = libc().prctl
+    prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
+    prctl.restype = ctypes.c_int
+    return bool(prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0) == 0)
+
+
+def move(
+    call: SystemCall, pid: int, *, local: ArrayLike, remote: ArrayLike, length: ArrayLike
+) -> int:
+    """Move all copies through `call`, however little it moves at a time."""
+    ours, theirs, lengths = (np.asarray(a, dtype=np.int64) for a in (local, remote, length))
+    if not ours.shape == theirs.shape == lengths.shape or lengths.ndim != 1:
+        raise TransferError(
+            "copies are three arrays of one length, found "
+            f"local {ours.shape}, remote {theirs.shape}, length {lengths.shape}"
+        )
+    if not lengths.all():
+        some = lengths != 0
+        ours, theirs, lengths = ours[some], theirs[some], lengths[some]
+    if len(lengths) == 0:
+        return 0
+    if int(lengths.min()) < 0:
+        raise TransferError(f"a copy has a length of {int(lengths.min())} bytes")
+    here, there = Vectors.join(ours, lengths), Vectors.join(theirs, lengths)
+    total, done = int(lengths.sum()), 0
+    while done < total:
+        moved = call(pid, *here.head(), *there.head(), 0)
+        if moved <= 0:
+            raise _error(ctypes.get_errno() if moved < 0 else 0, pid, done, total)
+        done += moved
+        here.advance(done)
+        there.advance(done)
+    return total
+
+
+@cache
+def system_call(name: str) -> SystemCall:
+    """`process_vm_readv` or `process_vm_writev` of the C library, typed."""
+    function = getattr(libc(), name)
+    table = (ctypes.c_void_p, ctypes.c_ulong)
+    function.argtypes = (ctypes.c_int, *table, *table, ctypes.c_ulong)
+    function.restype = ctypes.c_ssize_t
+    call: SystemCall = function
+    return call
+
+
+@cache
+def libc() -> ctypes.CDLL:
+    """The C library; its calls release the interpreter's lock."""
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _apart(address: Ints, length: Ints) -> bool:
+    """Whether, of many ranges, no two touch as far as some of them show: then few do."""
+    step = len(length) // SAMPLE
+    if step < 2:
+        return False
+    return bool((address[1::step] != (address[:-1:step] + length[:-1:step])).all())
 
 
 def _groups(length: Ints) -> Iterator[tuple[Ints | None, Ints | None, int]]:
@@ -157,6 +339,9 @@ def _copy_pieces(src_memory: Bytes, src: Ints, dst_memory: Bytes, dst: Ints, cou
         _copy_equal(src_memory, src[run] + within, dst_memory, dst[run] + within, PIECE_BYTES)
 
 
+_mine = threading.local()
+
+
 def _scratch() -> Bytes:
     """A chunk's worth of bytes, one for each thread: a new array each time costs page faults."""
     if not hasattr(_mine, "scratch"):
@@ -176,248 +361,6 @@ def _windows(memory: Bytes, size: int) -> NDArray[np.void]:
 
 def _dense(memory: Bytes, begin: int, size: int, count: int) -> NDArray[np.void]:
     return np.ndarray((count,), f"V{size}", memory, offset=begin)
-
-
-def _require_inside(name: str, memory: Bytes, offsets: Ints, lengths: Ints) -> None:
-    if len(offsets) == 0:
-        return
-    if int(lengths.min()) < 0:
-        raise TransferError(f"a copy has a length of {int(lengths.min())} bytes")
-    if int(offsets.min()) < 0 or int((offsets + lengths).max()) > len(memory):
-        raise TransferError(
-            f"a copy leaves the {name}'s memory of {len(memory)} bytes: offsets "
-            f"{int(offsets.min())} to {int((offsets + lengths).max())} were asked for"
-        )
-
-
-ZEROS = np.zeros(CHUNK_BYTES, dtype=np.uint8)
-
-
-class HostMemory(Memory):
-    """Regions of host memory."""
-
-    def __init__(self, regions: Sequence[MemoryRegion]) -> None:
-        self._table = RegionTable.of(regions)
-        self._base, span = 0, 0
-        if len(self._table):
-            self._base = int(self._table.starts[0])
-            span = int(self._table.ends.max()) - self._base
-        self._bytes: Bytes = np.ctypeslib.as_array(
-            (ctypes.c_uint8 * span).from_address(self._base or ctypes.addressof(_nowhere))
-        )
-
-    def gather(self, address: Ints, length: Ints, into: Bytes) -> None:
-        """The runs, one after another, to the beginning of `into`."""
-        self._require(address, length, into)
-        done = 0
-        for first in range(0, len(address), WINDOW):
-            runs, sizes = _some(address, length, first)
-            where = done + np.cumsum(sizes) - sizes
-            copy_runs(self._bytes, runs - self._base, into, where, sizes)
-            done += int(sizes.sum())
-
-    def scatter(self, source: Bytes, address: Ints, length: Ints) -> None:
-        """The beginning of `source` to the runs, in their order."""
-        self._require(address, length, source)
-        done = 0
-        for first in range(0, len(address), WINDOW):
-            runs, sizes = _some(address, length, first)
-            where = done + np.cumsum(sizes) - sizes
-            copy_runs(source, where, self._bytes, runs - self._base, sizes)
-            done += int(sizes.sum())
-
-    def place(self, source: Bytes, at: Ints, address: Ints, length: Ints) -> None:
-        """Runs of `source`, from anywhere in it, to runs of this memory. One window at most."""
-        self._require(address, length, None)
-        if len(at) and (int(at.min()) < 0 or int((at + length).max()) > len(source)):
-            raise TransferError(f"a run leaves its buffer of {len(source)} bytes")
-        copy_runs(source, at, self._bytes, address - self._base, length)
-
-    def zero(self, address: Ints, length: Ints) -> None:
-        """Set ranges to zero."""
-        self._require(address, length, None)
-        for first in range(0, len(address), WINDOW):
-            runs, sizes = _some(address, length, first)
-            short = sizes <= CHUNK_BYTES
-            nowhere = np.zeros(int(np.count_nonzero(short)), dtype=np.int64)
-            copy_runs(ZEROS, nowhere, self._bytes, runs[short] - self._base, sizes[short])
-            for at, size in zip(runs[~short].tolist(), sizes[~short].tolist(), strict=True):
-                for begin in range(at - self._base, at - self._base + size, CHUNK_BYTES):
-                    self._bytes[begin : min(begin + CHUNK_BYTES, at - self._base + size)] = 0
-
-    def _require(self, address: Ints, length: Ints, buffer: Bytes | None) -> None:
-        total = 0
-        for first in range(0, len(address), WINDOW):
-            part = slice(first, first + WINDOW)
-            bad = self._table.first_outside(address[part], length[part])
-            if bad >= 0:
-                raise OutOfBounds(
-                    f"{int(length[first + bad])} bytes at {int(address[first + bad]):#x} are "
-                    f"outside of the registered memory ({len(self._table)} regions)"
-                )
-            total += int(length[part].sum())
-        if buffer is not None and total > len(buffer):
-            raise TransferError(f"runs of {total} bytes and a buffer of {len(buffer)}")
-
-
-_nowhere = ctypes.c_uint8()
-
-
-def _some(address: Ints, length: Ints, first: int) -> tuple[Ints, Ints]:
-    """One window of the runs; neighbours are one run."""
-    part = slice(first, first + WINDOW)
-    runs, sizes = address[part], length[part]
-    if not bool(sizes.all()):
-        some = sizes != 0
-        runs, sizes = runs[some], sizes[some]
-    return joined(runs, sizes)
-
-
-VECTORS_PER_CALL = 1024  # Linux's UIO_MAXIOV
-IOVEC_BYTES = 16
-SAMPLE = 512  # pairs of neighbours looked at before all are
-
-
-@dataclass(slots=True)
-class Vectors:
-    """A stream of bytes as an iovec table, and how far it has come."""
-
-    table: Ints  # (n, 2): address, length
-    ends: Ints  # bytes of the stream up to the end of each vector
-    first: int = 0  # vector that the next call begins with
-
-    @classmethod
-    def join(cls, address: Ints, length: Ints) -> Vectors:
-        """The table of these ranges, none of them empty, with neighbours made one."""
-        return cls.of(*joined(address, length))
-
-    @classmethod
-    def of(cls, address: Ints, length: Ints) -> Vectors:
-        """The table of these ranges as they are."""
-        table = np.empty((len(address), 2), dtype=np.int64)
-        table[:, 0] = address
-        table[:, 1] = length
-        return cls(table, np.cumsum(length))
-
-    @property
-    def bytes(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    def head(self) -> tuple[int, int]:
-        """Where the next call's vectors lie, and how many there are."""
-        count = min(VECTORS_PER_CALL, len(self.table) - self.first)
-        return self.table.ctypes.data + IOVEC_BYTES * self.first, count
-
-    def advance(self, done: int) -> None:
-        """Go to byte `done` of the stream, cutting the vector that it falls into."""
-        self.first = int(np.searchsorted(self.ends, done, side="right"))
-        if self.first < len(self.table):
-            vector = self.table[self.first]
-            left = int(self.ends[self.first]) - done
-            vector[0] += vector[1] - left
-            vector[1] = left
-
-
-def joined(address: Ints, length: Ints) -> tuple[Ints, Ints]:
-    """The same bytes in the same order, with ranges that touch made one. None may be empty."""
-    if len(length) < 2 or _apart(address, length):
-        return address, length
-    apart = np.flatnonzero(address[1:] != address[:-1] + length[:-1]) + 1
-    if len(apart) + 1 == len(address):  # nothing to join, as is usual for scattered blocks
-        return address, length
-    heads = np.concatenate((np.zeros(1, dtype=np.int64), apart))
-    return address[heads], np.add.reduceat(length, heads)
-
-
-def _apart(address: Ints, length: Ints) -> bool:
-    """Whether, of many ranges, no two touch as far as some of them show: then few do."""
-    step = len(length) // SAMPLE
-    if step < 2:
-        return False
-    return bool((address[1::step] != (address[:-1:step] + length[:-1:step])).all())
-
-
-@cache
-def libc() -> ctypes.CDLL:
-    """The C library; its calls release the interpreter's lock."""
-    return ctypes.CDLL(None, use_errno=True)
-
-
-PR_SET_PTRACER = 0x59616D61
-PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
-
-# pid, local table, local count, remote table, remote count -> bytes moved, or -1 with errno set
-SystemCall = Callable[[int, int, int, int, int], int]
-
-
-def read(pid: int, src: ArrayLike, dst: ArrayLike, length: ArrayLike) -> int:
-    """Copy `length[i]` bytes from `src[i]` in process `pid` to `dst[i]` here; say how many."""
-    return move(system_call("process_vm_readv"), pid, local=dst, remote=src, length=length)
-
-
-def write(pid: int, src: ArrayLike, dst: ArrayLike, length: ArrayLike) -> int:
-    """Copy `length[i]` bytes from `src[i]` here to `dst[i]` in process `pid`; say how many."""
-    return move(system_call("process_vm_writev"), pid, local=src, remote=dst, length=length)
-
-
-def allow_any_reader() -> bool:
-    """Let any process of the same user reach this one's memory, where Yama would forbid it.
-
-    False where the kernel has no such restriction to lift. Lasts as long as the process.
-    """
-    prctl = libc().prctl
-    prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
-    prctl.restype = ctypes.c_int
-    return bool(prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0) == 0)
-
-
-def move(
-    call: SystemCall, pid: int, *, local: ArrayLike, remote: ArrayLike, length: ArrayLike
-) -> int:
-    """Move all copies through `call`, however little it moves at a time."""
-    ours, theirs, lengths = (np.asarray(a, dtype=np.int64) for a in (local, remote, length))
-    if not ours.shape == theirs.shape == lengths.shape or lengths.ndim != 1:
-        raise TransferError(
-            "copies are three arrays of one length, found "
-            f"local {ours.shape}, remote {theirs.shape}, length {lengths.shape}"
-        )
-    if not lengths.all():
-        some = lengths != 0
-        ours, theirs, lengths = ours[some], theirs[some], lengths[some]
-    if len(lengths) == 0:
-        return 0
-    if int(lengths.min()) < 0:
-        raise TransferError(f"a copy has a length of {int(lengths.min())} bytes")
-    here, there = Vectors.join(ours, lengths), Vectors.join(theirs, lengths)
-    total, done = int(lengths.sum()), 0
-    while done < total:
-        moved = call(pid, *here.head(), *there.head())
-        if moved <= 0:
-            raise _error(ctypes.get_errno() if moved < 0 else 0, pid, done, total)
-        done += moved
-        here.advance(done)
-        there.advance(done)
-    return total
-
-
-@cache
-def system_call(name: str) -> SystemCall:
-    """`process_vm_readv` or `process_vm_writev` of this system's C library, typed."""
-    try:
-        function = getattr(libc(), name)
-    except AttributeError:
-        raise TransferError(
-            f"this system's C library has no {name}; it exists on Linux only. Use another carrier"
-        ) from None
-    table = (ctypes.c_void_p, ctypes.c_ulong)
-    function.argtypes = (ctypes.c_int, *table, *table, ctypes.c_ulong)
-    function.restype = ctypes.c_ssize_t
-
-    def call(pid: int, local: int, local_count: int, remote: int, remote_count: int) -> int:
-        moved: int = function(pid, local, local_count, remote, remote_count, 0)
-        return moved
-
-    return call
 
 
 def _error(code: int, pid: int, done: int, total: int) -> TransferError:

@@ -65,6 +65,12 @@ SLICE_BYTES = 8 << 20  # about two milliseconds: between two looks at cancel
 THREADS_PER_TRANSFER = 2
 MOST_PID = (1 << 31) - 1
 MOST_ADDRESS = (1 << 62) - 1  # no processor has more, and sums of two fit
+# Of covered reads: from the beginning of one run to that of the next (docs/benchmarks.md,
+# "Carriers"). Runs that touch win nothing.
+MOST_STEP_BYTES = 1 << 10
+MOST_GATHERED_BYTES = 128  # of a run in a gathered write
+BUFFER_BYTES = WINDOW * MOST_GATHERED_BYTES  # of each thread: a slice of runs that are gathered
+COVERED_RUNS = BUFFER_BYTES // MOST_STEP_BYTES  # at a time
 
 
 class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -158,17 +164,16 @@ class LocalCarrier(Carrier):
     ) -> None:
         self._tcp = TcpCarrier(secret=secret, host=host, writable=writable, admits=admits)
         self._told: set[bytes] = set()  # endpoints that were given out
-        self._mover = LocalMover()
+        self._memory = HostMemory([])
+        self._mine = threading.local()  # each thread's buffer
         self._workers = Workers("kvferry-local", workers)
         self._helping = threads_per_transfer - 1
         self._helpers = Workers("kvferry-local-help", workers * self._helping)
         self._token = np.frombuffer(secrets.token_bytes(TOKEN_BYTES), dtype=np.uint8).copy()
         self._secret_token = self._token.tobytes()
-        self._regions: list[MemoryRegion] = []
         self._table = RegionTable.of([])
         self._force_fallback = force_fallback
         self._said_fallback = False
-        self._closed = False
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -178,16 +183,15 @@ class LocalCarrier(Carrier):
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         host.allow_any_reader()
         self._tcp.register(regions)
-        self._regions += regions
-        self._table = RegionTable.of(self._regions)
-        self._mover.memory = HostMemory(self._regions)
+        every = [*self._table.regions(), *regions]
+        self._table, self._memory = RegionTable.of(every), HostMemory(every)
 
     def endpoint(self) -> bytes:
         def make(voucher: str) -> bytes:
             return msgspec.msgpack.encode(
                 LocalEndpoint(
                     carrier="local",
-                    boot=_boot(),
+                    boot=boot_id(),
                     pid_namespace=_pid_namespace(),
                     pid=os.getpid(),
                     start_ticks=_start_ticks(os.getpid()),
@@ -236,7 +240,6 @@ class LocalCarrier(Carrier):
     def close(self) -> None:
         forget(self._told)
         self._token[:] = 0  # readers notice
-        self._closed = True
         self._workers.close()
         self._helpers.close()
         self._tcp.close()
@@ -247,7 +250,7 @@ class LocalCarrier(Carrier):
         """Why this process cannot reach the peer's memory; raises if the peer is gone."""
         if self._force_fallback:
             return "it was told to"
-        if endpoint.boot != _boot():
+        if endpoint.boot != boot_id():
             return "the peer runs on another host"
         if endpoint.pid_namespace != _pid_namespace():
             return "the peer runs in another pid namespace (container)"
@@ -280,7 +283,7 @@ class LocalCarrier(Carrier):
             def carry(part: Copies, _: Copies | None) -> None:
                 peer.require_connected()
                 try:
-                    self._mover.move(peer.pid, peer.regions, part, reading=reading)
+                    self._move(peer, part, reading=reading)
                 except TransferError:
                     peer.require_alive()  # a peer that is gone is the better reason
                     raise
@@ -290,68 +293,28 @@ class LocalCarrier(Carrier):
 
         return self._workers.submit(Job(work, "a local read" if reading else "a local write"))
 
-
-def _boot() -> str:
-    return _text("/proc/sys/kernel/random/boot_id")
-
-
-def _pid_namespace() -> str:
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
-
-
-def _start_ticks(pid: int) -> int:
-    """When the process started; -1 where there is none."""
-    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name may hold anything
-    return int(fields[19]) if len(fields) > 19 else -1
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(errors="replace").strip()  # a process's name may be any bytes
-    except OSError:
-        return ""
-
-
-# Of covered reads: from the beginning of one run to that of the next (docs/benchmarks.md,
-# "Carriers"). Runs that touch win nothing.
-MOST_STEP_BYTES = 1 << 10
-MOST_GATHERED_BYTES = 128  # of a run in a gathered write
-BUFFER_BYTES = WINDOW * MOST_GATHERED_BYTES  # of each thread: a slice of runs that are gathered
-COVERED_RUNS = BUFFER_BYTES // MOST_STEP_BYTES  # at a time
-
-
-class LocalMover:
-    """Moves slices between this process's memory and another one's, on any thread."""
-
-    def __init__(self) -> None:
-        self._mine = threading.local()
-        self.memory = HostMemory([])  # set by the carrier, which knows the regions
-
-    def move(self, pid: int, regions: RegionTable, part: Copies, *, reading: bool) -> None:
+    def _move(self, peer: LocalPeer, part: Copies, *, reading: bool) -> None:
         """One of `slices`: at most `WINDOW` copies, none of them empty."""
         if reading and covers_pay(part):
-            self._read_covers(pid, regions, part)
+            self._read_covers(peer, part)
         elif not reading and gathering_pays(part):
-            self._write_gathered(pid, part)
+            self._write_gathered(peer, part)
         else:
-            (host.read if reading else host.write)(pid, part.src, part.dst, part.length)
+            (host.read if reading else host.write)(peer.pid, part.src, part.dst, part.length)
 
-    def _read_covers(self, pid: int, regions: RegionTable, part: Copies) -> None:
+    def _read_covers(self, peer: LocalPeer, part: Copies) -> None:
         buffer = self._buffer()
         for first in range(0, len(part), COVERED_RUNS):
-            few = slice(first, first + COVERED_RUNS)
-            address, length, at = covers(regions, part.src[few], part.length[few])
-            host.read(pid, address, buffer.ctypes.data + np.cumsum(length) - length, length)
-            self.memory.place(buffer, at, part.dst[few], part.length[few])
+            few = part[first : first + COVERED_RUNS]
+            address, length, at = covers(peer.regions, few.src, few.length)
+            host.read(peer.pid, address, buffer.ctypes.data + np.cumsum(length) - length, length)
+            self._memory.place(buffer, at, few.dst, few.length)
 
-    def _write_gathered(self, pid: int, part: Copies) -> None:
+    def _write_gathered(self, peer: LocalPeer, part: Copies) -> None:
         buffer = self._buffer()
-        self.memory.gather(part.src, part.length, buffer)
+        self._memory.gather(part.src, part.length, buffer)
         there, length = joined(part.dst, part.length)
-        host.write(pid, buffer.ctypes.data + np.cumsum(length) - length, there, length)
+        host.write(peer.pid, buffer.ctypes.data + np.cumsum(length) - length, there, length)
 
     def _buffer(self) -> Bytes:
         if not hasattr(self._mine, "buffer"):
@@ -396,3 +359,27 @@ def _near(runs: Ints) -> NDArray[np.bool_]:
     step = runs[1:] - runs[:-1]
     found: NDArray[np.bool_] = (step > 0) & (step <= MOST_STEP_BYTES)
     return found
+
+
+def boot_id() -> str:
+    return _text("/proc/sys/kernel/random/boot_id")
+
+
+def _pid_namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _start_ticks(pid: int) -> int:
+    """When the process started; -1 where there is none."""
+    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name may hold anything
+    return int(fields[19]) if len(fields) > 19 else -1
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace").strip()  # a process's name may be any bytes
+    except OSError:
+        return ""

@@ -23,14 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.carriers import host
-from kvferry.carriers.base import (
-    Carrier,
-    MemoryRegion,
-    RegionTable,
-    Transfer,
-    require_all,
-    slices,
-)
+from kvferry.carriers.base import Carrier, MemoryRegion, RegionTable, Transfer, require_all, slices
 from kvferry.carriers.transfer import Job, Workers
 from kvferry.copies import Copies
 from kvferry.errors import Cancelled, PeerLost, PermissionDenied, TransferError

@@ -29,32 +29,6 @@ T = TypeVar("T")
 CANCEL_SECONDS = 10.0  # the bound of `cancel`; work that can be woken takes milliseconds
 
 
-class Latch:
-    """A `threading.Event` that is set once: a lock and no more, on the way of every transfer."""
-
-    __slots__ = ("_lock", "_open")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-        self._open = False
-
-    def is_set(self) -> bool:
-        return self._open
-
-    def set(self) -> None:
-        """By one thread, once."""
-        self._open = True
-        self._lock.release()
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """At most so long; without a number, until it is set."""
-        most = -1.0 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
-        if not self._open and self._lock.acquire(timeout=most):
-            self._lock.release()  # for the next one that waits
-        return self._open
-
-
 class Job:
     """A `Transfer` that a worker thread runs."""
 
@@ -62,7 +36,7 @@ class Job:
         self._work: Callable[[Job], None] | None = work
         self._what = what
         self._lock = threading.Lock()
-        self._ended = Latch()
+        self._ended = threading.Event()
         self._running = self._under_way = False
         self._error: TransferError | None = None
         self._cancelled = ""  # why, once it is
@@ -70,7 +44,7 @@ class Job:
         self._wake: Callable[[], None] | None = None
 
     def wait(self, deadline: float) -> None:
-        if not self._ended.wait(deadline - time.monotonic()):
+        if not self._ended.wait(min(deadline - time.monotonic(), threading.TIMEOUT_MAX)):
             raise DeadlineExceeded(f"{self._what} is not done by its deadline; it goes on")
         if self._error is not None:
             raise self._error.with_traceback(None)

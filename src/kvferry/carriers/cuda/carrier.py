@@ -50,8 +50,7 @@ from kvferry.carriers.cuda.driver import (
 )
 from kvferry.carriers.cuda.stream import NAP_SECONDS, BufferPool, Mapped, StreamBuffers
 from kvferry.carriers.liveness import TOKEN_BYTES, Liveness, PulseServer
-from kvferry.carriers.local import MOST_ADDRESS
-from kvferry.carriers.local import _boot as boot_id
+from kvferry.carriers.local import MOST_ADDRESS, boot_id
 from kvferry.carriers.transfer import CANCEL_SECONDS
 from kvferry.carriers.vouch import ask, forget, vouch_for
 from kvferry.copies import Copies, StridedCopies

@@ -37,9 +37,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvferry.carriers.base import (
-    MemoryRegion,
-)
+from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.library.shared import (
     LibraryCarrier,
     LibraryEndpoint,

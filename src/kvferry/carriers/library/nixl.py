@@ -52,12 +52,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.carriers.base import (
-    MemoryRegion,
-    RegionTable,
-    Transfer,
-    slices,
-)
+from kvferry.carriers.base import MemoryRegion, RegionTable, Transfer, slices
 from kvferry.carriers.library.shared import (
     GRACE_SECONDS,
     ON_HOST,

@@ -37,14 +37,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.carriers.base import (
-    Carrier,
-    MemoryRegion,
-    RegionTable,
-    Transfer,
-    require_all,
-    slices,
-)
+from kvferry.carriers.base import Carrier, MemoryRegion, RegionTable, Transfer, require_all, slices
 from kvferry.carriers.liveness import TOKEN_BYTES, Liveness, PulseServer
 from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers
 from kvferry.copies import Copies, Ints
