@@ -508,6 +508,50 @@ def test_silent_visitors_keep_no_peer_from_a_pulse() -> None:
         pulse.require_alive()
 
 
+class Gated(socket.socket):
+    """Listens, and accepts while its gate is open."""
+
+    gate, accepted = threading.Event(), 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        assert self.gate.wait(30)
+        accepted = super().accept()
+        Gated.accepted += 1
+        return accepted
+
+
+def test_a_visitor_that_speaks_while_it_is_sent_away_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server sees both at once: a newcomer that takes its place, and its words."""
+    plain = socket.create_server
+    monkeypatch.setattr(
+        socket, "create_server", lambda *a, **k: Gated(fileno=plain(*a, **k).detach())
+    )
+    Gated.accepted = 0
+    Gated.gate.set()
+    server = PulseServer("127.0.0.1")
+    where = "127.0.0.1", server.port
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.close)
+        pulse = Liveness.connect(*where, server.token, server.incarnation, soon(30))
+        stack.callback(pulse.close)
+        visitors = [
+            stack.enter_context(socket.create_connection(where)) for _ in range(MOST_UNGREETED)
+        ]
+        wait_until(lambda: Gated.accepted == 1 + MOST_UNGREETED)
+        Gated.gate.clear()
+        for _ in range(2):  # the first one takes the place of the oldest
+            stack.enter_context(socket.create_connection(where))
+        visitors[1].sendall(b"words")
+        Gated.gate.set()
+        visitors[1].settimeout(30)
+        with contextlib.suppress(ConnectionResetError):
+            assert visitors[1].recv(1) == b""
+        assert pulse.alive(0.2)
+        Liveness.connect(*where, server.token, server.incarnation, soon(30)).close()
+
+
 # --- where a peer sends us -----------------------------------------------------------------------
 
 

@@ -39,6 +39,7 @@ import socket
 import threading
 import time
 import weakref
+from typing import Any
 
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
 from kvferry.net.names import dial
@@ -50,11 +51,12 @@ GOODBYE = b"\n"
 LEAVE, END = b"\1", b"\0"  # to the owner's thread
 TOKEN_BYTES = 16
 GREETING_SECONDS = 5.0  # a visitor that has not greeted by then is sent away
+GREETING_LOOK_SECONDS = 1.0  # between two looks for such visitors
 MOST_VISITORS = 4096
 MOST_UNGREETED = 64  # a new visitor takes the place of the oldest of these
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 5, 2, 3
 GRACE_TICK_SECONDS = 0.005
-PAUSE_SECONDS = 0.2  # without accepting, where the system has no descriptor left
+PAUSE_SECONDS = 0.2  # before the next accept, where the system has no descriptor left
 
 
 class PulseServer:
@@ -73,9 +75,10 @@ class PulseServer:
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
         self._waker, self._woken = (ours_alone(end) for end in socket.socketpair())
-        self._visitors: dict[socket.socket, tuple[bytes, float]] = {}  # heard, until when
-        self._deaf_until = 0.0  # 0: the listener is looked at
+        # what each one has said, and until when it must have greeted: 0 once it has
+        self._visitors: dict[socket.socket, tuple[bytes, float]] = {}
         self._short = False  # the last one could not be accepted
+        self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._loop, name="kvferry-pulse", daemon=True)
         self._thread.start()
 
@@ -96,62 +99,48 @@ class PulseServer:
 
     def _loop(self) -> None:
         try:
-            self._greet_and_keep()
+            with self._selector, self._woken:
+                self._selector.register(self._listener, selectors.EVENT_READ)
+                self._selector.register(self._woken, selectors.EVENT_READ)
+                self._greet_and_keep()
         finally:
             for one in (self._listener, *self._visitors):
                 hang_up(one)
             self._visitors.clear()
 
     def _greet_and_keep(self) -> None:
-        with selectors.DefaultSelector() as selector, self._woken:
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
-            while True:
-                ready = [key.fileobj for key, _ in selector.select(self._pause())]
-                if self._woken in ready:
-                    if END in self._woken.recv(16):
-                        break
-                    self._say_goodbye(selector)
-                    continue
-                for one in ready:
-                    try:
-                        if one is self._listener:
-                            self._welcome(selector)
-                        elif isinstance(one, socket.socket):
-                            self._hear(selector, one)
-                    except OSError as error:
-                        log.debug("a pulse connection failed: %s", error)
-                        if isinstance(one, socket.socket) and one is not self._listener:
-                            self._drop(selector, one)
-                now = time.monotonic()
-                if self._deaf_until and self._deaf_until <= now:
-                    self._deaf_until = 0.0
-                    selector.register(self._listener, selectors.EVENT_READ)
-                for one, (_, until) in list(self._visitors.items()):
-                    if until and until < now:
-                        self._drop(selector, one)
+        while True:
+            look_again = any(until for _, until in self._visitors.values())
+            found = self._selector.select(GREETING_LOOK_SECONDS if look_again else None)
+            ready: list[Any] = [key.fileobj for key, _ in found]
+            if self._woken in ready:
+                if END in self._woken.recv(16):
+                    return
+                self._say_goodbye()
+                continue
+            for one in ready:
+                if one is self._listener:
+                    self._welcome()
+                elif one in self._visitors:  # a newer one may have taken its place just now
+                    self._hear(one)
+            now = time.monotonic()
+            for one, (_, until) in list(self._visitors.items()):
+                if until and until < now:
+                    self._drop(one)
 
-    def _say_goodbye(self, selector: selectors.BaseSelector) -> None:
+    def _say_goodbye(self) -> None:
         if self._listener.fileno() < 0:  # it was said before
             return
-        if not self._deaf_until:
-            selector.unregister(self._listener)
-        self._deaf_until = 0.0
+        self._selector.unregister(self._listener)
         hang_up(self._listener)
         for visitor, (_, until) in list(self._visitors.items()):
             with contextlib.suppress(OSError):
-                if not until:  # it was greeted
+                if not until:  # it has greeted
                     visitor.send(GOODBYE)
                     continue
-            self._drop(selector, visitor)
+            self._drop(visitor)
 
-    def _pause(self) -> float | None:
-        """Seconds until something has to be done, though no visitor says anything."""
-        if self._deaf_until:
-            return max(0.0, self._deaf_until - time.monotonic())
-        return 1.0 if any(until for _, until in self._visitors.values()) else None
-
-    def _welcome(self, selector: selectors.BaseSelector) -> None:
+    def _welcome(self) -> None:
         try:
             visitor, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):  # it has left again
@@ -160,8 +149,7 @@ class PulseServer:
             level = logging.DEBUG if self._short else logging.WARNING
             log.log(level, "no pulse connection is accepted for a while: %s", error)
             self._short = True
-            selector.unregister(self._listener)
-            self._deaf_until = time.monotonic() + PAUSE_SECONDS
+            time.sleep(PAUSE_SECONDS)
             return
         self._short = False
         ours_alone(visitor)
@@ -170,35 +158,38 @@ class PulseServer:
             return
         ungreeted = [one for one, (_, until) in self._visitors.items() if until]
         if len(ungreeted) >= MOST_UNGREETED:
-            self._drop(selector, ungreeted[0])
+            self._drop(ungreeted[0])
         try:
             visitor.setblocking(False)
             _keep_alive(visitor)
-            selector.register(visitor, selectors.EVENT_READ)
-        except OSError:
+            self._selector.register(visitor, selectors.EVENT_READ)
+        except OSError as error:
+            log.debug("a pulse connection failed: %s", error)
             hang_up(visitor)
-            raise
+            return
         self._visitors[visitor] = (b"", time.monotonic() + GREETING_SECONDS)
 
-    def _hear(self, selector: selectors.BaseSelector, visitor: socket.socket) -> None:
+    def _hear(self, visitor: socket.socket) -> None:
         heard, until = self._visitors[visitor]
         expected = MAGIC + self.token
-        got = visitor.recv(len(expected) + 1)
-        heard += got
-        if not got or not until or len(heard) > len(expected):  # it ended, or says too much
-            self._drop(selector, visitor)
-        elif len(heard) < len(expected):
-            self._visitors[visitor] = (heard, until)
-        elif hmac.compare_digest(heard, expected):
-            self._visitors[visitor] = (b"", 0.0)
-            visitor.send(self.incarnation)
-        else:
-            self._drop(selector, visitor)
+        try:
+            got = visitor.recv(len(expected) + 1)
+            heard += got
+            if got and until and len(heard) < len(expected):
+                self._visitors[visitor] = (heard, until)
+                return
+            if got and until and hmac.compare_digest(heard, expected):
+                self._visitors[visitor] = (b"", 0.0)
+                visitor.send(self.incarnation)
+                return
+        except OSError as error:
+            log.debug("a pulse connection failed: %s", error)
+        self._drop(visitor)  # it has ended, or says something else
 
-    def _drop(self, selector: selectors.BaseSelector, visitor: socket.socket) -> None:
-        if self._visitors.pop(visitor, None) is not None:
-            selector.unregister(visitor)
-            hang_up(visitor)
+    def _drop(self, visitor: socket.socket) -> None:
+        del self._visitors[visitor]
+        self._selector.unregister(visitor)
+        hang_up(visitor)
 
 
 class Liveness:
@@ -226,27 +217,25 @@ class Liveness:
             raise PeerLost(f"nobody listens at {where} ({error}): the peer is gone") from None
         except (ValueError, OverflowError) as error:
             raise TransferError(f"the peer's pulse is at no address: {host!r} ({error})") from None
-        try:
-            _keep_alive(connection)
-            connection.sendall(MAGIC + token)
-            answer = b""
-            while len(answer) < TOKEN_BYTES:
-                connection.settimeout(max(0.001, deadline - time.monotonic()))
-                got = connection.recv(TOKEN_BYTES - len(answer))
-                if not got:
-                    raise PeerLost(f"{where} is not the peer any more: it does not know the token")
-                answer += got
+        with contextlib.ExitStack() as unless_greeted:
+            unless_greeted.callback(connection.close)
+            try:
+                _keep_alive(connection)
+                connection.sendall(MAGIC + token)
+                answer = b""
+                while len(answer) < TOKEN_BYTES:
+                    connection.settimeout(max(0.001, deadline - time.monotonic()))
+                    got = connection.recv(TOKEN_BYTES - len(answer))
+                    if not got:
+                        raise PeerLost(f"{where} is not the peer any more: it has another token")
+                    answer += got
+            except TimeoutError:
+                raise DeadlineExceeded(f"{where} does not greet in time") from None
+            except OSError as error:
+                raise PeerLost(f"{where} closed the connection: {error}") from None
             if not hmac.compare_digest(answer, incarnation):
                 raise PeerLost(f"{where} is not the peer any more: it restarted")
-        except TimeoutError:
-            connection.close()
-            raise DeadlineExceeded(f"{where} does not greet in time") from None
-        except OSError as error:
-            connection.close()
-            raise PeerLost(f"{where} closed the connection: {error}") from None
-        except PeerLost:
-            connection.close()
-            raise
+            unless_greeted.pop_all()
         connection.setblocking(False)
         return cls(connection, where)
 
