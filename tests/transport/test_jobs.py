@@ -6,7 +6,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,6 @@ from kvferry.carriers.base import (
 from kvferry.carriers.library import mooncake, shared
 from kvferry.carriers.library.nixl import NixlCarrier
 from kvferry.carriers.library.shared import (
-    Abandoned,
     LibraryCarrier,
     LibraryEndpoint,
     LibraryJob,
@@ -47,6 +46,8 @@ class MemmoveCarrier(LibraryCarrier):
 
     def __init__(self) -> None:
         super().__init__(host=None, secret=None, flavour="")
+
+    def _start(self) -> None: ...
 
     def register_one(self, region: MemoryRegion) -> None: ...
 
@@ -102,26 +103,38 @@ def test_without_any_thread_a_job_fails_and_its_workers_still_close(
     workers.close()
 
 
-def late(gone: threading.Event, error: TransferError | None = None) -> tuple[Abandoned, LibraryJob]:
+@pytest.fixture
+def memmove() -> Iterator[MemmoveCarrier]:
+    with closing(MemmoveCarrier()) as carrier:
+        yield carrier
+
+
+def late(
+    carrier: MemmoveCarrier, gone: threading.Event, error: TransferError | None = None
+) -> LibraryJob:
+    """A transfer that has failed, to or from a peer that lives until `gone` is set."""
+
     def fail(job: Job) -> None:
         job.late_bytes = True
         raise error or TransferError("the batch failed, and the rest of it may be on its way")
 
-    tracker = Abandoned("test")
-    job = LibraryJob(tracker, fail, "a read", gone.is_set, lambda: None)
+    peer: Any = SimpleNamespace(connected=True, pulse=SimpleNamespace(gone=gone.is_set))
+    job = LibraryJob(carrier, peer, fail, "a read")
     job.run()
-    return tracker, job
+    return job
 
 
-def test_bytes_that_may_still_arrive_keep_a_failed_transfer_from_being_over() -> None:
+def test_bytes_that_may_still_arrive_keep_a_failed_transfer_from_being_over(
+    memmove: MemmoveCarrier,
+) -> None:
     gone = threading.Event()
-    tracker, job = late(gone)
+    job = late(memmove, gone)
     with pytest.raises(TransferError, match="the batch failed"):
         job.wait(soon(1))
     assert job.poll() is TransferState.FAILED and not job.settled()
     with pytest.raises(DeadlineExceeded):
         job.cancel(seconds=0.1)
-    assert (tracker.count, tracker.now) == (1, 1)
+    assert (memmove.counters["abandoned"], memmove.counters["abandoned_now"]) == (1, 1)
 
     stuck = threading.Event()
 
@@ -135,14 +148,14 @@ def test_bytes_that_may_still_arrive_keep_a_failed_transfer_from_being_over() ->
     end_transfers([job], counted)
     assert stuck.is_set()
     assert job.settled()
-    assert tracker.now == 0
+    assert (memmove.counters["abandoned"], memmove.counters["abandoned_now"]) == (1, 0)
 
 
 def test_they_do_not_keep_it_for_ever_nor_one_after_the_other(
-    monkeypatch: pytest.MonkeyPatch,
+    memmove: MemmoveCarrier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "LATE_SECONDS", 0.5)
-    jobs = [late(threading.Event())[1] for _ in range(4)]
+    jobs = [late(memmove, threading.Event()) for _ in range(4)]
     assert not any(job.settled() for job in jobs)
     begin = time.monotonic()
     end_transfers(jobs, nullcontext)
@@ -150,9 +163,9 @@ def test_they_do_not_keep_it_for_ever_nor_one_after_the_other(
     assert all(job.settled() for job in jobs)
 
 
-def test_a_library_that_gave_up_is_not_waited_for_again() -> None:
+def test_a_library_that_gave_up_is_not_waited_for_again(memmove: MemmoveCarrier) -> None:
     """Its own timeout is a `DeadlineExceeded` too; that does not mean that the transfer goes on."""
-    _, job = late(threading.Event(), DeadlineExceeded("the peer makes no progress"))
+    job = late(memmove, threading.Event(), DeadlineExceeded("the peer makes no progress"))
     watch = Deadline(time.monotonic() + 5)
     begin = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="no progress"):
@@ -227,14 +240,14 @@ class EndsLate:
 def test_a_peer_that_is_met_at_the_last_moment_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its greeting has done all it does, and is not over yet, when the deadline passes."""
     owner, user = MemmoveCarrier(), MemmoveCarrier()
-    lock, make = EndsLate(), user._job
+    lock = EndsLate()
 
-    def job(*given: Any) -> LibraryJob:
-        made = make(*given)
-        made._lock = lock  # type: ignore[assignment]
-        return made
+    class LateJob(LibraryJob):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self._lock = lock  # type: ignore[assignment]
 
-    monkeypatch.setattr(user, "_job", job)
+    monkeypatch.setattr(shared, "LibraryJob", LateJob)
     try:
         with pytest.raises(DeadlineExceeded):
             user.connect(owner.endpoint(), soon(0.3))

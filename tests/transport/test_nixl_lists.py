@@ -68,7 +68,7 @@ def test_batches_keep_their_numbers() -> None:
     mine, theirs = slots.numbers(at), slots.numbers(at[::-1])
     assert mine is not None and theirs is not None
     whole = Numbered(at, at[::-1], np.full(100, 64), slots, slots, mine, theirs)
-    few = whole.cut(30)
+    few = [whole[first : first + 30] for first in range(0, 100, 30)]
     assert [len(batch) for batch in few] == [30, 30, 30, 10]
     for batch in few:
         assert isinstance(batch, Numbered)

@@ -222,7 +222,7 @@ def test_mooncake_by_tcp_says_so_to_its_library(
 
     monkeypatch.setattr(mooncake, "engine_class", lambda: Engine)
     monkeypatch.setattr(mooncake, "DEVICES", tmp_path)
-    with pytest.raises(suite.TransferError, match="code -202, a context of a device"):
+    with pytest.raises(suite.TransferError, match="code -202"):
         suite.make_carrier("mooncake")
     assert "MC_FORCE_TCP" in seen and "MC_FORCE_TCP" not in os.environ
     with pytest.raises(suite.TransferError, match="no RDMA device"):

@@ -63,6 +63,10 @@ SETTLE_RETRIED_SECONDS = 0.25  # after all of a batch was moved again: the rest 
 SETTLE_DEAD_SECONDS = 0.2  # for the engine to see that a dead peer's connections ended
 TICK_SECONDS = 0.02
 NAP_SECONDS = 50e-6  # between two looks at a single copy
+PROTOCOLS = ("tcp", "rdma")
+DEVICES = Path("/sys/class/infiniband")
+TIMEOUT_VARIABLE, TIMEOUT_SECONDS = "MC_TRANSFER_TIMEOUT", 86_400
+FORCE_TCP, FORCE_RDMA = "MC_FORCE_TCP", "MC_FORCE_HCA"
 
 
 class MooncakeCarrier(LibraryCarrier):
@@ -84,29 +88,40 @@ class MooncakeCarrier(LibraryCarrier):
         patience_seconds: float = PATIENCE_SECONDS,
         admits: Admits | None = None,
     ) -> None:
-        engine = engine_class()
+        self._engine_class = engine_class()
         require_way(protocol, device)
         if type(patience_seconds) not in (int, float) or not 0 < patience_seconds < float("inf"):
             raise TransferError(
                 f"patience_seconds is a positive number of seconds, found {patience_seconds!r}"
             )
+        self._patience, self._devices = patience_seconds, device
         super().__init__(host=host, secret=secret, flavour=protocol, admits=admits)
-        self._patience = patience_seconds
+
+    def _start(self) -> None:
+        """The engine reads its settings once, from the environment. Variables that the user has
+        set stay."""
         self._where = f"[{self.host}]" if ":" in self.host else self.host
-        try:
-            self._engine = make_engine(engine, self._where, protocol, device)
-            self._registered.swap([self._own], [])
-        except TransferError:
-            self._pulse.close()
-            raise
+        ours = {TIMEOUT_VARIABLE: str(TIMEOUT_SECONDS)}
+        if self.flavour == "tcp":
+            ours[FORCE_TCP] = "1"
+        with environment({name: value for name, value in ours.items() if name not in os.environ}):
+            self._engine = self._engine_class()
+            code = self._engine.initialize(self._where, "P2PHANDSHAKE", self.flavour, self._devices)
+        if code != 0:
+            raise TransferError(
+                f"Mooncake's engine does not start on {self._where} with protocol {self.flavour!r} "
+                f"and device {self._devices!r} (code {code} of its error.h); its own log says why. "
+                "`device` must name RDMA devices of this host (ibv_devices lists them); protocol "
+                "tcp needs none"
+            )
 
     def register_one(self, region: MemoryRegion) -> None:
         code = self._engine.register_memory(region.address, region.bytes)
         if code != 0:
             raise TransferError(
                 f"Mooncake does not register {region.bytes} bytes at {region.address:#x} "
-                f"({meaning(code)}): the memory must be mapped, and for RDMA the limit of locked "
-                "memory (ulimit -l) must allow it"
+                f"(code {code} of its error.h): the memory must be mapped, and for RDMA the limit "
+                "of locked memory (ulimit -l) must allow it"
             )
 
     def unregister_one(self, region: MemoryRegion) -> None:
@@ -126,14 +141,13 @@ class MooncakeCarrier(LibraryCarrier):
 
     def _carry(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
         local, remote = (batch.dst, batch.src) if reading else (batch.src, batch.dst)
+        target: _Target = peer.handle
         at, refusal = 0, _Refusal()
         try:
             while at < len(batch):
-                few = slice(at, at + peer.handle.limit)
+                few = slice(at, at + target.limit)
                 begun = time.monotonic()
-                code = self._call(
-                    reading, peer.handle.name, local[few], remote[few], batch.length[few]
-                )
+                code = self._call(reading, target.name, local[few], remote[few], batch.length[few])
                 if code == 0:
                     at = few.stop
                     refusal.over()
@@ -152,32 +166,26 @@ class MooncakeCarrier(LibraryCarrier):
         self, job: Job, peer: LibraryPeer, refusal: _Refusal, left: int, code: int
     ) -> None:
         """Pause, and go on with a smaller batch; or raise."""
-        target = peer.handle
-        alone = min(target.limit, left) == 1
-        refusal.again(alone)
-        over = refusal.seconds > self._patience
-        over |= alone and refusal.alone_seconds > min(SINGLE_SECONDS, self._patience)
+        target: _Target = peer.handle
+        over = refusal.again(min(target.limit, left) == 1, self._patience)
         if over or refusal.stuck or job.cancelled or not peer.connected:
             self._settle(peer, SETTLE_SECONDS if refusal.stuck else SETTLE_REFUSED_SECONDS)
             job.checkpoint()
             peer.require_usable()
-            raise self._given_up(target, left, refusal.stuck, code)
+            if refusal.stuck:
+                raise DeadlineExceeded(
+                    f"Mooncake's peer {target.name} lives and makes no progress; {left} copies of "
+                    "a batch are left"
+                )
+            raise TransferError(
+                f"Mooncake refuses {left} copies to or from {target.name}, one by one (code "
+                f"{code}): the peer did not register that memory with it, or its data port cannot "
+                "be reached; its own log says which"
+            )
         self._settle(peer, 0.0)
         self.count("rejected_batches")
         target.limit = max(1, min(target.limit, left) // 2)
         refusal.pause()
-
-    def _given_up(self, target: _Target, left: int, stuck: bool, code: int) -> TransferError:
-        if stuck:
-            return DeadlineExceeded(
-                f"Mooncake's peer {target.name} lives and makes no progress; {left} copies of a "
-                "batch are left"
-            )
-        return TransferError(
-            f"Mooncake refuses {left} copies to or from {target.name}, one by one (code {code}): "
-            "the peer did not register that memory with it, or its data port cannot be reached; "
-            "its own log says which"
-        )
 
     def _call(self, reading: bool, target: str, local: Ints, remote: Ints, length: Ints) -> int:
         """Zero, or why not: `TIMED_OUT`, where the copy goes on, or another code."""
@@ -208,80 +216,7 @@ class MooncakeCarrier(LibraryCarrier):
             time.sleep(TICK_SECONDS)
 
     def _shut(self) -> None:
-        for region in (*self._table.regions(), self._own):
-            self.unregister_one(region)
         self._engine = None
-
-
-class _Refusal:
-    """Refusals of a batch by Mooncake: since when, and how long to wait before the next try.
-
-    doubt  copies may be under way of which it said nothing
-    stuck  it gave up on some that it had begun
-    """
-
-    def __init__(self) -> None:
-        self.happened = self.doubt = self.stuck = False
-        self.over()
-
-    def over(self) -> None:
-        self._since: float | None = None
-        self._alone_since: float | None = None
-        self._pause = FIRST_PAUSE_SECONDS
-
-    def again(self, alone: bool) -> None:
-        now = time.monotonic()
-        self.happened = True
-        self.doubt |= not alone
-        self._since = self._since or now
-        if alone:
-            self._alone_since = self._alone_since or now
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - (self._since or time.monotonic())
-
-    @property
-    def alone_seconds(self) -> float:
-        """Since the first of its copies was refused by itself."""
-        return time.monotonic() - (self._alone_since or time.monotonic())
-
-    def pause(self) -> None:
-        time.sleep(self._pause)
-        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
-
-
-class _Target:
-    """A peer as Mooncake knows it, and the largest batch that it has not refused."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.limit = name, BATCH_DESCRIPTORS
-
-
-PROTOCOLS = ("tcp", "rdma")
-DEVICES = Path("/sys/class/infiniband")
-TIMEOUT_VARIABLE, TIMEOUT_SECONDS = "MC_TRANSFER_TIMEOUT", 86_400
-FORCE_TCP, FORCE_RDMA = "MC_FORCE_TCP", "MC_FORCE_HCA"
-# its header error.h
-CODES = {
-    -1: "an invalid argument",
-    -2: "too many requests",
-    -3: "an address that is not registered",
-    -4: "a batch that is busy",
-    -6: "no such device",
-    -7: "an address that is registered already",
-    -101: "a name that cannot be resolved",
-    -102: "a socket's error",
-    -103: "damaged JSON",
-    -104: "a handshake that was rejected",
-    -200: "metadata",
-    -201: "an endpoint",
-    -202: "a context of a device",
-    -300: "NUMA",
-    -301: "the clock",
-    -302: "memory",
-    -303: "what is not implemented",
-}
 
 
 def engine_class() -> Any:
@@ -324,23 +259,39 @@ def require_way(protocol: str, device: str) -> None:
         )
 
 
-def make_engine(engine: Any, where: str, protocol: str, device: str) -> Any:
-    """An engine that goes by this protocol. It reads its settings once, from the environment;
-    variables that the user has set stay."""
-    ours = {TIMEOUT_VARIABLE: str(TIMEOUT_SECONDS)}
-    if protocol == "tcp":
-        ours[FORCE_TCP] = "1"
-    with environment({name: value for name, value in ours.items() if name not in os.environ}):
-        made = engine()
-        code = made.initialize(where, "P2PHANDSHAKE", protocol, device)
-    if code != 0:
-        raise TransferError(
-            f"Mooncake's engine does not start on {where} with protocol {protocol!r} and device "
-            f"{device!r} ({meaning(code)}); its own log says why. `device` must name RDMA devices "
-            "of this host (ibv_devices lists them); protocol tcp needs none"
-        )
-    return made
+class _Refusal:
+    """Refusals of a batch by Mooncake: since when, and how long to wait before the next try.
+
+    doubt  copies may be under way of which it said nothing
+    stuck  it gave up on some that it had begun
+    """
+
+    def __init__(self) -> None:
+        self.happened = self.doubt = self.stuck = False
+        self.over()
+
+    def over(self) -> None:
+        self._since = self._alone_since = float("inf")  # the latter: of a copy by itself
+        self._pause = FIRST_PAUSE_SECONDS
+
+    def again(self, alone: bool, patience_seconds: float) -> bool:
+        """Whether this has lasted too long."""
+        now = time.monotonic()
+        self.happened = True
+        self.doubt |= not alone
+        self._since = min(self._since, now)
+        if alone:
+            self._alone_since = min(self._alone_since, now)
+        alone_seconds = min(SINGLE_SECONDS, patience_seconds)
+        return now - self._since > patience_seconds or now - self._alone_since > alone_seconds
+
+    def pause(self) -> None:
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
 
 
-def meaning(code: int) -> str:
-    return f"code {code}, {CODES[code]}" if code in CODES else f"code {code}"
+class _Target:
+    """A peer as Mooncake knows it, and the largest batch that it has not refused."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.limit = name, BATCH_DESCRIPTORS

@@ -52,17 +52,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.carriers.base import MemoryRegion, RegionTable, Transfer, slices
+from kvferry.carriers.base import MemoryRegion, RegionTable, Transfer
 from kvferry.carriers.library.shared import (
     GRACE_SECONDS,
     ON_HOST,
     LibraryCarrier,
     LibraryEndpoint,
     LibraryPeer,
-    cut,
     environment,
-    join,
-    windows,
 )
 from kvferry.carriers.transfer import Job
 from kvferry.copies import Copies, Ints
@@ -102,33 +99,29 @@ class NixlCarrier(LibraryCarrier):
         admits: Admits | None = None,
         device: int = ON_HOST,
     ) -> None:
-        nixl = api()
-        self.device = device
-        chosen = [backends] if isinstance(backends, str) else list(backends)
-        if not chosen:
+        self._api = api()
+        self.device, self._threads = device, threads
+        self._backends = [backends] if isinstance(backends, str) else list(backends)
+        if not self._backends:
             raise TransferError('`backends` names none of NIXL\'s; the usual one is ["UCX"]')
-        super().__init__(host=host, secret=secret, flavour=",".join(chosen), admits=admits)
         self._agents: dict[Any, int] = {}  # remote ones by name, and how many peers use each
         self._agents_lock = threading.Lock()
+        self._handles: dict[int, Any] = {}  # of registered memory, by address
         self._lists = SlotLists(HERE, *place(device))
-        self._notes_lock = threading.Lock()
         self._lists_lock = threading.Lock()  # memory is not deregistered under a list in use
+        self._notes_lock = threading.Lock()
         self._prepared_batches = self._notes_refused = 0
+        super().__init__(host=host, secret=secret, flavour=",".join(self._backends), admits=admits)
+
+    def _start(self) -> None:
         try:
             with ucx_settings(is_loopback(self.host)):
-                self._agent = make_agent(nixl, chosen, threads)
+                self._agent = make_agent(self._api, self._backends, self._threads)
         except Exception as error:
-            self._pulse.close()
             raise TransferError(
-                f"NIXL's agent does not start with {chosen}: {text_of(error)}; its own log says "
-                "why. With UCX_NET_DEVICES set, the device must exist"
+                f"NIXL's agent does not start with {self._backends}: {text_of(error)}; its own log "
+                "says why. With UCX_NET_DEVICES set, the device must exist"
             ) from None
-        self._handles: dict[int, Any] = {}
-        try:
-            self._registered.swap([self._own], [])
-        except TransferError:
-            self._pulse.close()
-            raise
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -232,29 +225,20 @@ class NixlCarrier(LibraryCarrier):
         own = 0 <= address - self._own.address < self._own.bytes
         return place(ON_HOST if own else self.device)
 
-    def _batches(self, peer: LibraryPeer, part: Copies, *, reading: bool) -> Iterator[Copies]:
-        for few in slices(part, self.batch_bytes):
-            joined = join(few)
-            numbered = self._numbered(peer, joined, reading)
-            if numbered is None:
-                yield from cut(joined, self.batch_descriptors)
-            else:
-                yield from numbered.cut(self.batch_descriptors)
-
-    def _numbered(self, peer: LibraryPeer, part: Copies, reading: bool) -> Numbered | None:
-        """The same by slots, where it lies in those of one length on both sides."""
+    def _prepared(self, peer: LibraryPeer, part: Copies, *, reading: bool) -> Copies:
+        """By slots, where all copies lie in those of one length on both sides."""
         length = int(part.length[0])
         if len(part) < self.least_prepared or not bool((part.length == length).all()):
-            return None
+            return part
         with self._lists_lock:
             here = self._lists.get(self._agent, self._table, length)
             there = peer.handle.lists.get(self._agent, peer.regions, length)
         if here is None or there is None:
-            return None
+            return part
         local, remote = (part.dst, part.src) if reading else (part.src, part.dst)
         mine, theirs = here.numbers(local), there.numbers(remote)
         if mine is None or theirs is None:
-            return None
+            return part
         return Numbered(part.src, part.dst, part.length, here, there, mine, theirs)
 
     def _carry(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
@@ -298,8 +282,6 @@ class NixlCarrier(LibraryCarrier):
         return self._agent.get_xfer_descs(rows(address, length, device), mem_type=kind)
 
     def _shut(self) -> None:
-        for region in (*self._table.regions(), self._own):
-            self.unregister_one(region)
         with self._notes_lock:
             self._agent = None
 
@@ -489,21 +471,10 @@ class Numbered(Copies):
     mine: Numbers
     theirs: Numbers
 
-    def cut(self, descriptors: int) -> list[Copies]:
-        return [
-            Numbered(
-                part.src,
-                part.dst,
-                part.length,
-                self.here,
-                self.there,
-                self.mine[few],
-                self.theirs[few],
-            )
-            for part, few in zip(
-                cut(self, descriptors), windows(len(self), descriptors), strict=True
-            )
-        ]
+    def __getitem__(self, which: slice | NDArray[np.bool_]) -> Numbered:
+        few = Copies(self.src[which], self.dst[which], self.length[which])
+        mine, theirs = self.mine[which], self.theirs[which]
+        return Numbered(few.src, few.dst, few.length, self.here, self.there, mine, theirs)
 
 
 class SlotLists:

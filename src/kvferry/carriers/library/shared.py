@@ -29,7 +29,7 @@ import logging
 import os
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -37,7 +37,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.carriers.base import Carrier, MemoryRegion, RegionTable, Transfer, require_all, slices
+from kvferry.carriers.base import (
+    Carrier,
+    MemoryRegion,
+    RegionTable,
+    Transfer,
+    require_all,
+    slices,
+)
 from kvferry.carriers.liveness import TOKEN_BYTES, Liveness, PulseServer
 from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers
 from kvferry.copies import Copies, Ints
@@ -45,89 +52,17 @@ from kvferry.errors import Cancelled, DeadlineExceeded, PeerLost, ProtocolError,
 from kvferry.net.keys import Key
 from kvferry.net.names import Admits, Reach, is_loopback
 
-LATE_SECONDS = 60.0  # longer than any timeout after which a library drops a connection
-LATE_LOOK_SECONDS = 0.02
-
 log = logging.getLogger(__name__)
-
-
-class Abandoned:
-    """The transfers of one carrier whose end was not seen in time. Any thread."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._jobs: set[LibraryJob] = set()
-        self.count = 0
-
-    @property
-    def now(self) -> int:
-        """Those whose memory the library may still touch."""
-        with self._lock:
-            self._jobs = {job for job in self._jobs if not job.settled()}
-            return len(self._jobs)
-
-    def note(self, job: LibraryJob) -> None:
-        with self._lock:
-            if job.abandoned:
-                return
-            job.abandoned = True
-            self._jobs.add(job)
-            self.count += 1
-        log.error(
-            "a %s transfer is abandoned: the library has not let go of its memory, which counts as "
-            "in use until it does",
-            self._name,
-        )
-
-
-class LibraryJob(Job):
-    """A transfer that can end up abandoned. One that failed with `late_bytes` is not settled until
-    the peer is `gone`, or for so long that the library has given up by itself."""
-
-    def __init__(
-        self,
-        tracker: Abandoned,
-        work: Callable[[Job], None],
-        what: str,
-        gone: Callable[[], bool],
-        after: Callable[[], None],
-    ) -> None:
-        """`after` is called by the thread that ran it, once it has ended."""
-        super().__init__(work, what)
-        self._tracker, self._gone, self._after = tracker, gone, after
-        self._late_until = float("inf")  # until it has ended
-        self.abandoned = False
-
-    def settled(self) -> bool:
-        if not super().settled():
-            return False
-        if self.late_bytes:
-            self.late_bytes = time.monotonic() < self._late_until and not self._gone()
-        return not self.late_bytes
-
-    def cancel(self, why: str = "the caller gave it up", seconds: float = CANCEL_SECONDS) -> None:
-        until = time.monotonic() + seconds
-        try:
-            super().cancel(why, seconds)
-        except DeadlineExceeded:
-            while not self.settled():
-                if time.monotonic() >= until:
-                    self._tracker.note(self)
-                    raise
-                time.sleep(LATE_LOOK_SECONDS)
-
-    def run(self) -> None:
-        super().run()
-        self._late_until = time.monotonic() + LATE_SECONDS
-        self._after()
-
 
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = ("0.0.0.0", "::")
-THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
 ON_HOST, MOST_GPU = -1, 1 << 16  # no GPU's number, and more than there are
+THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
 TURN_LOOK_SECONDS = 0.02  # between two looks at cancel, for one that waits for its turn
+GRACE_SECONDS = 1.0  # a dead peer's data plane may fail before its pulse does
+LATE_SECONDS = 60.0  # longer than any timeout after which a library drops a connection
+LATE_LOOK_SECONDS = 0.02
+SCRATCH_BYTES = 4096  # registered, for the byte that `connect` tries
 
 
 class LibraryEndpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -164,95 +99,52 @@ class LibraryEndpoint(msgspec.Struct, frozen=True, array_like=True):
 _endpoints = msgspec.msgpack.Decoder(LibraryEndpoint)  # made once: its first use is on many threads
 
 
-class LibraryPeer:
-    """A process that this one is connected to; `handle` is the library's name for it."""
+class LibraryCarrier(Carrier):
+    """`host` is the address that peers reach this one at. The libraries have no use for a `secret`:
+    with one, the host may be a network's. `admits` says which hosts may be dialed, of those that
+    endpoints name. Both sides must have the same `flavour`.
 
-    def __init__(self, endpoint: LibraryEndpoint, regions: RegionTable, pulse: Liveness) -> None:
-        self.endpoint, self.regions, self.pulse = endpoint, regions, pulse
-        self.handle: Any = None
-        self.connected = True
-        self.workers = Workers(f"kvferry-{endpoint.carrier}", THREADS_PER_PEER)
-        self._turn = threading.Lock()
+    A subclass is a library's part: batches between two processes. Its own attributes are set before
+    this constructor runs, which calls `_start`.
+    """
 
-    def require_usable(self) -> None:
-        if not self.connected:
-            raise Cancelled("the peer was disconnected on this side")
-        self.pulse.require_alive()
-
-    @contextlib.contextmanager
-    def turn(self, job: Job) -> Iterator[None]:
-        """One batch at a time: more of them only compete for the library's threads."""
-        while not self._turn.acquire(timeout=TURN_LOOK_SECONDS):
-            job.checkpoint()
-            self.require_usable()
-        try:
-            job.checkpoint()
-            self.require_usable()
-            yield
-        finally:
-            self._turn.release()
-
-
-def batches(copies: Copies, descriptors: int, max_bytes: int) -> Iterator[Copies]:
-    """The same copies, neighbours joined, so many at a time."""
-    for part in slices(copies, max_bytes):
-        yield from cut(join(part), descriptors)
-
-
-def cut(part: Copies, descriptors: int) -> list[Copies]:
-    """All at once: between two batches, each Python call costs many times as much as here."""
-    return [
-        Copies(part.src[few], part.dst[few], part.length[few])
-        for few in windows(len(part), descriptors)
-    ]
-
-
-def windows(count: int, most: int) -> list[slice]:
-    return [slice(first, first + most) for first in range(0, count, most)]
-
-
-def join(part: Copies) -> Copies:
-    """Copies that follow each other on both sides as one; none may be empty."""
-    follows = _follow(part.src, part.length)
-    if not bool(follows.any()):
-        return part  # as most often
-    apart = ~(follows & _follow(part.dst, part.length))
-    if bool(apart.all()):
-        return part
-    heads = np.concatenate((np.zeros(1, dtype=np.int64), np.flatnonzero(apart) + 1))
-    return Copies(part.src[heads], part.dst[heads], np.add.reduceat(part.length, heads))
-
-
-def _follow(address: Ints, length: Ints) -> NDArray[np.bool_]:
-    """For each copy but the first, whether it begins where the one before it ends."""
-    found: NDArray[np.bool_] = address[1:] - address[:-1] == length[:-1]
-    return found
-
-
-def look_at_host(name: str, host: str, everywhere: bool) -> None:
-    """Refuse an address that peers cannot dial, and warn of one that a network reaches."""
-    if host in EVERYWHERE:
-        raise TransferError(
-            f"the {name} carrier needs the address that peers dial, found {host!r}; set `host` to "
-            "an address of this machine"
-        )
-    if everywhere or not is_loopback(host):
-        log.warning(
-            "the %s carrier's data plane authenticates nobody: whoever reaches %s can read and "
-            "write the caches registered here, whether or not there is a shared secret",
-            name,
-            "any address of this machine" if everywhere else host,
-        )
-
-
-class Library(ABC):
-    """A library's part of a carrier: batches between two processes."""
-
-    name: str
     batch_descriptors: ClassVar[int]
     batch_bytes: ClassVar[int]
     listens_everywhere: ClassVar[bool] = False  # whatever `host` is
     device: int = ON_HOST  # where the registered memory lies, if the library must know
+
+    def __init__(
+        self,
+        *,
+        host: str | None,
+        secret: bytes | str | None,
+        flavour: str,
+        admits: Admits | None = None,
+    ) -> None:
+        self.host = host or LOOPBACK
+        look_at_host(self.name, self.host, self.listens_everywhere)
+        self._reach = Reach(secret is not None and Key.of(secret).configured, admits)
+        self._reach.require_listening(self.host)
+        self.flavour = flavour
+        self._lock = threading.Lock()
+        self._table = RegionTable.of([])  # the regions that peers are told of
+        self._peers: list[LibraryPeer] = []
+        self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
+        self._own = MemoryRegion(self._scratch.ctypes.data, SCRATCH_BYTES)
+        self._counts = dict.fromkeys(("transfers", "batches", "rejected_batches", "abandoned"), 0)
+        self._abandoned: set[LibraryJob] = set()
+        self._closed = self._was_shut = False
+        self._pulse = PulseServer(self.host)
+        try:
+            self._start()
+            self.register_one(self._own)
+        except TransferError:
+            self._pulse.close()
+            raise
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start the library's part, or raise `TransferError`."""
 
     @abstractmethod
     def register_one(self, region: MemoryRegion) -> None:
@@ -274,9 +166,9 @@ class Library(ABC):
     def _detach(self, handle: Any) -> None:
         """Nothing of ours is under way to or from that peer."""
 
-    def _batches(self, peer: LibraryPeer, part: Copies, *, reading: bool) -> Iterator[Copies]:
-        """The batches that `_carry` gets, one after the other."""
-        return batches(part, self.batch_descriptors, self.batch_bytes)
+    def _prepared(self, peer: LibraryPeer, part: Copies, *, reading: bool) -> Copies:
+        """The same copies, as `_carry` gets slices of them."""
+        return part
 
     @abstractmethod
     def _carry(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
@@ -286,69 +178,48 @@ class Library(ABC):
     def _shut(self) -> None:
         """End the library's part; nothing of ours is under way in it."""
 
-
-@contextlib.contextmanager
-def environment(ours: Mapping[str, str]) -> Iterator[None]:
-    """With variables that the environment does not have."""
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            del os.environ[name]
-
-
-GRACE_SECONDS = 1.0  # a dead peer's data plane may fail before its pulse does
-SCRATCH_BYTES = 4096  # registered, for the byte that `connect` tries
-
-
-class LibraryCarrier(Library, Carrier):
-    """`host` is the address that peers reach this one at. The libraries have no use for a `secret`:
-    with one, the host may be a network's. `admits` says which hosts may be dialed, of those that
-    endpoints name. Both sides must have the same `flavour`."""
-
-    def __init__(
-        self,
-        *,
-        host: str | None,
-        secret: bytes | str | None,
-        flavour: str,
-        admits: Admits | None = None,
-    ) -> None:
-        self.host = host or LOOPBACK
-        look_at_host(self.name, self.host, self.listens_everywhere)
-        self._reach = Reach(secret is not None and Key.of(secret).configured, admits)
-        self._reach.require_listening(self.host)
-        self.flavour = flavour
-        self._pulse = PulseServer(self.host)
-        self._lock = threading.Lock()
-        self._registered = Registered(self)
-        self._peers: list[LibraryPeer] = []
-        self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
-        self._own = MemoryRegion(self._scratch.ctypes.data, SCRATCH_BYTES)
-        self._counts = dict.fromkeys(("transfers", "batches", "rejected_batches"), 0)
-        self._abandoned = Abandoned(self.name)
-        self._closed = self._was_shut = False
-
     @property
     def counters(self) -> Mapping[str, int]:
         """Transfers and batches. `abandoned`: transfers that were given up and whose end was not
         seen in time; `abandoned_now`: those whose memory the library may still touch."""
-        given_up = {"abandoned": self._abandoned.count, "abandoned_now": self._abandoned.now}
         with self._lock:
-            return {**self._counts, **given_up}
+            self._abandoned = {job for job in self._abandoned if not job.settled()}
+            return {**self._counts, "abandoned_now": len(self._abandoned)}
 
     def count(self, what: str, more: int = 1) -> None:
         with self._lock:
             self._counts[what] += more
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """Registers all of them, or none. Neighbours become one, which is registered anew."""
         with self._lock:
-            self._registered.add(regions)
+            before = self._table.regions()
+            table = RegionTable.of([*before, *regions])
+            after = table.regions()
+            gone, added = set(before) - set(after), set(after) - set(before)
+            done: list[MemoryRegion] = []
+            for region in gone:
+                self.unregister_one(region)
+            try:
+                for region in sorted(added, key=lambda r: r.address):
+                    self.register_one(region)
+                    done.append(region)
+            except TransferError:
+                for region in done:
+                    self.unregister_one(region)
+                kept = [r for r in before if r not in gone or self._registered_again(r)]
+                self._table = RegionTable.of(kept)
+                raise
+            self._table = table
 
-    @property
-    def _table(self) -> RegionTable:
-        return self._registered.table
+    def _registered_again(self, region: MemoryRegion) -> bool:
+        """Where that fails, peers are not told of the region any more."""
+        try:
+            self.register_one(region)
+        except TransferError as error:
+            log.error("memory that was registered is not any more: %s", error)
+            return False
+        return True
 
     def endpoint(self) -> bytes:
         if self._closed:
@@ -391,8 +262,8 @@ class LibraryCarrier(Library, Carrier):
             pulse.close()
             raise Cancelled("the carrier was closed")
         try:
-            attach = self._job(peer, lambda job: self._greet(job, peer), "connecting")
-            peer.workers.submit(attach).wait(deadline)
+            greeting = LibraryJob(self, peer, lambda job: self._greet(job, peer), "connecting")
+            peer.workers.submit(greeting).wait(deadline)
         except TransferError:
             peer.connected = False
             self._end(peer, 0.0)  # the deadline is now; a job that is stuck tidies up as it ends
@@ -420,30 +291,55 @@ class LibraryCarrier(Library, Carrier):
         until = time.monotonic() + CANCEL_SECONDS
         for peer in peers:
             self._end(peer, max(0.0, until - time.monotonic()))
-        self._tidy(None)
+        self._shut_if_last()
+
+    def ended(self, peer: LibraryPeer) -> None:
+        """A job has ended. A thread that disconnects its peer after this look sees that it has."""
+        if not peer.connected:
+            self._let_go(peer)
+
+    def abandon(self, job: LibraryJob) -> None:
+        """Count a transfer whose end was not seen in time. Once for each."""
+        with self._lock:
+            if job.abandoned:
+                return
+            job.abandoned = True
+            self._abandoned.add(job)
+            self._counts["abandoned"] += 1
+        log.error(
+            "a %s transfer is abandoned: the library has not let go of its memory, which counts as "
+            "in use until it does",
+            self.name,
+        )
 
     def _end(self, peer: LibraryPeer, seconds: float) -> None:
         peer.workers.close(seconds)
         for job in peer.workers.busy:
             if isinstance(job, LibraryJob):
-                self._abandoned.note(job)
-        self._tidy(peer)
+                self.abandon(job)
+        self._let_go(peer)
 
-    def _tidy(self, peer: LibraryPeer | None) -> None:
-        """Let a disconnected peer go, unless a transfer is left; the library with the last one."""
+    def _let_go(self, peer: LibraryPeer) -> None:
+        """Forget a disconnected peer, unless a transfer is left."""
         with self._lock:
-            gone = peer is not None and peer in self._peers and not peer.workers.busy
-            if gone and peer is not None:
-                self._peers.remove(peer)
-            shut = self._closed and not self._peers and not self._was_shut
-            self._was_shut |= shut
-        if gone and peer is not None:
-            peer.pulse.close()
-            if peer.handle is not None:
-                self._detach(peer.handle)
-        if shut:
-            self._shut()
-            self._pulse.close()  # the last: until then, bytes may be on their way to peers
+            if peer not in self._peers or peer.workers.busy:
+                return
+            self._peers.remove(peer)
+        peer.pulse.close()
+        if peer.handle is not None:
+            self._detach(peer.handle)
+        self._shut_if_last()
+
+    def _shut_if_last(self) -> None:
+        """End the library's part of a closed carrier, once it has no peer left."""
+        with self._lock:
+            if not self._closed or self._peers or self._was_shut:
+                return
+            self._was_shut = True
+        for region in (*self._table.regions(), self._own):
+            self.unregister_one(region)
+        self._shut()
+        self._pulse.close()  # the last: until then, bytes may be on their way to peers
 
     def _greet(self, job: Job, peer: LibraryPeer) -> None:
         peer.handle = self._attach(peer.endpoint)
@@ -462,13 +358,16 @@ class LibraryCarrier(Library, Carrier):
     ) -> Transfer:
         """`last` is called when every byte is there, and belongs to the transfer."""
 
+        def prepare(part: Copies) -> Copies:
+            return self._prepared(peer, part, reading=reading)
+
         def work(job: Job) -> None:
             arrays = Copies.of(copies)
             src, dst = (peer.regions, self._table) if reading else (self._table, peer.regions)
             require_all(arrays, src, dst, reading=reading)
             self.count("transfers")
             moved = 0
-            for batch in self._batches(peer, arrays, reading=reading):
+            for batch in batches(arrays, self.batch_descriptors, self.batch_bytes, prepare):
                 with peer.turn(job):
                     self._move(job, peer, batch, reading=reading)
                 moved += 1
@@ -479,17 +378,7 @@ class LibraryCarrier(Library, Carrier):
                 last()
 
         what = f"a {self.name} {'read' if reading else 'write'}"
-        return peer.workers.submit(self._job(peer, work, what))
-
-    def _job(self, peer: LibraryPeer, work: Callable[[Job], None], what: str) -> LibraryJob:
-        def gone() -> bool:
-            return peer.connected and peer.pulse.gone()
-
-        def tidy() -> None:  # a thread that disconnects after this look sees that the job has ended
-            if not peer.connected:
-                self._tidy(peer)
-
-        return LibraryJob(self._abandoned, work, what, gone, tidy)
+        return peer.workers.submit(LibraryJob(self, peer, work, what))
 
     def _move(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
         """Whatever the library says of a batch that fails, a peer that is gone is the better
@@ -504,46 +393,126 @@ class LibraryCarrier(Library, Carrier):
             raise
 
 
-class Registered:
-    """The regions that a carrier has registered with its library and tells peers of. A call
-    registers all of its regions, or none. One thread at a time."""
+class LibraryPeer:
+    """A process that this one is connected to; `handle` is the library's name for it."""
 
-    def __init__(self, library: Library) -> None:
-        self._library = library
-        self.regions: list[MemoryRegion] = []
-        self.table = RegionTable.of([])
+    def __init__(self, endpoint: LibraryEndpoint, regions: RegionTable, pulse: Liveness) -> None:
+        self.endpoint, self.regions, self.pulse = endpoint, regions, pulse
+        self.handle: Any = None
+        self.connected = True
+        self.workers = Workers(f"kvferry-{endpoint.carrier}", THREADS_PER_PEER)
+        self._turn = threading.Lock()
 
-    def add(self, regions: Sequence[MemoryRegion]) -> None:
-        table = RegionTable.of([*self.regions, *regions])
-        before, after = set(self.table.regions()), set(table.regions())
-        self.swap(
-            sorted(after - before, key=lambda r: r.address),
-            sorted(before - after, key=lambda r: r.address),
+    def require_usable(self) -> None:
+        if not self.connected:
+            raise Cancelled("the peer was disconnected on this side")
+        self.pulse.require_alive()
+
+    @contextlib.contextmanager
+    def turn(self, job: Job) -> Iterator[None]:
+        """One batch at a time: more of them only compete for the library's threads."""
+        while not self._turn.acquire(timeout=TURN_LOOK_SECONDS):
+            job.checkpoint()
+            self.require_usable()
+        try:
+            job.checkpoint()
+            self.require_usable()
+            yield
+        finally:
+            self._turn.release()
+
+
+class LibraryJob(Job):
+    """A transfer that can end up abandoned. One that failed with `late_bytes` is not settled until
+    the peer is gone, or for so long that the library has given up by itself."""
+
+    def __init__(
+        self, carrier: LibraryCarrier, peer: LibraryPeer, work: Callable[[Job], None], what: str
+    ) -> None:
+        super().__init__(work, what)
+        self._carrier, self._peer = carrier, peer
+        self._late_until = float("inf")  # until it has ended
+        self.abandoned = False
+
+    def settled(self) -> bool:
+        if not super().settled():
+            return False
+        if self.late_bytes:
+            gone = self._peer.connected and self._peer.pulse.gone()
+            self.late_bytes = time.monotonic() < self._late_until and not gone
+        return not self.late_bytes
+
+    def cancel(self, why: str = "the caller gave it up", seconds: float = CANCEL_SECONDS) -> None:
+        until = time.monotonic() + seconds
+        try:
+            super().cancel(why, seconds)
+        except DeadlineExceeded:
+            while not self.settled():
+                if time.monotonic() >= until:
+                    self._carrier.abandon(self)
+                    raise
+                time.sleep(LATE_LOOK_SECONDS)
+
+    def run(self) -> None:
+        super().run()
+        self._late_until = time.monotonic() + LATE_SECONDS
+        self._carrier.ended(self._peer)
+
+
+def batches(
+    copies: Copies,
+    descriptors: int,
+    max_bytes: int,
+    prepare: Callable[[Copies], Copies] = lambda part: part,
+) -> Iterator[Copies]:
+    """The same copies, neighbours joined, so many at a time."""
+    for part in slices(copies, max_bytes):
+        ready = prepare(join(part))
+        starts = range(0, len(ready), descriptors)
+        # all at once: between two batches, each Python call costs many times as much as here
+        yield from [ready[first : first + descriptors] for first in starts]
+
+
+def join(part: Copies) -> Copies:
+    """Copies that follow each other on both sides as one; none may be empty."""
+    follows = _follow(part.src, part.length)
+    if not bool(follows.any()):
+        return part  # as most often
+    apart = ~(follows & _follow(part.dst, part.length))
+    if bool(apart.all()):
+        return part
+    heads = np.concatenate((np.zeros(1, dtype=np.int64), np.flatnonzero(apart) + 1))
+    return Copies(part.src[heads], part.dst[heads], np.add.reduceat(part.length, heads))
+
+
+def _follow(address: Ints, length: Ints) -> NDArray[np.bool_]:
+    """For each copy but the first, whether it begins where the one before it ends."""
+    found: NDArray[np.bool_] = address[1:] - address[:-1] == length[:-1]
+    return found
+
+
+@contextlib.contextmanager
+def environment(ours: Mapping[str, str]) -> Iterator[None]:
+    """With variables that the environment does not have."""
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]
+
+
+def look_at_host(name: str, host: str, everywhere: bool) -> None:
+    """Refuse an address that peers cannot dial, and warn of one that a network reaches."""
+    if host in EVERYWHERE:
+        raise TransferError(
+            f"the {name} carrier needs the address that peers dial, found {host!r}; set `host` to "
+            "an address of this machine"
         )
-        self.regions, self.table = [*self.regions, *regions], table
-
-    def swap(self, added: Sequence[MemoryRegion], gone: Sequence[MemoryRegion]) -> None:
-        """Neighbours that become one are registered anew."""
-        done: list[MemoryRegion] = []
-        for region in gone:
-            self._library.unregister_one(region)
-        try:
-            for region in added:
-                self._library.register_one(region)
-                done.append(region)
-        except TransferError:
-            for region in done:
-                self._library.unregister_one(region)
-            for region in gone:
-                self._again(region)
-            raise
-
-    def _again(self, region: MemoryRegion) -> None:
-        """Where that fails, peers are not told of the region any more."""
-        try:
-            self._library.register_one(region)
-        except TransferError as error:
-            log.error("memory that was registered is not any more: %s", error)
-            end = region.address + region.bytes
-            self.regions = [r for r in self.regions if not region.address <= r.address < end]
-            self.table = RegionTable.of(self.regions)
+    if everywhere or not is_loopback(host):
+        log.warning(
+            "the %s carrier's data plane authenticates nobody: whoever reaches %s can read and "
+            "write the caches registered here, whether or not there is a shared secret",
+            name,
+            "any address of this machine" if everywhere else host,
+        )
