@@ -56,6 +56,7 @@ from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.net.messages import RankInfo, Welcome
 from kvferry.net.rpc import Sockets
+from null_carrier import NullCarrier
 from waiting import PATIENCE_SECONDS
 
 LOOPBACK = "127.0.0.1"
@@ -272,10 +273,9 @@ class Rack:
         views = make_views(model, shape, rank, spec.blocks, memory.regions)
         for view in views:
             write_byte(view, np.arange(spec.blocks), fill)
-        options: dict[str, Any] = {}
+        carrier: Any = NullCarrier()
         if spec.carrier != "null":
-            options = {"secret": spec.secret, "host": LOOPBACK}
-        carrier: Any = make_carrier(spec.carrier, **options)
+            carrier = make_carrier(spec.carrier, secret=spec.secret, host=LOOPBACK)
         if spec.gate_after is not None:
             carrier = GatedCarrier(carrier, spec.gate_after)
         carrier.register(memory_regions(layout, memory))

@@ -117,13 +117,13 @@ def test_packing_is_accepted_and_has_no_effect(name: str, caplog: pytest.LogCapt
     (said,) = caplog.records
     assert said.getMessage() == f"carrier {name}: `packing` has no effect any more; remove it"
     with pytest.raises(TransferError, match="has no option packing"):
-        make_carrier("null", packing="auto")
+        make_carrier("cuda", packing="auto")
 
 
 def test_what_auto_opens() -> None:
     assert [(s.name, s.why_not) for s in select(["tcp", "pigeon"])] == [("tcp", ""), ("pigeon", "")]
     opened = {s.name for s in select(["auto"]) if not s.why_not}
     assert {"local", "tcp"} <= opened
-    assert not opened & {"null", "cuda", "nixl", "mooncake"}
+    assert not opened & {"cuda", "nixl", "mooncake"}
     on_gpu = {s.name: s.why_not for s in select(["auto"], device=True)}
     assert on_gpu["local"] and not on_gpu["tcp"]

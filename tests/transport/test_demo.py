@@ -185,7 +185,7 @@ def test_refusals() -> None:
     with pytest.raises(DescriptionError, match="method"):
         run_demo(method="magic")
     with pytest.raises(DescriptionError, match="local, tcp"):
-        run_demo(transport="null")
+        run_demo(transport="pigeon")
     with pytest.raises(DescriptionError, match="memory"):
         run_demo(min_bytes=1 << 50, requests=1 << 10)
     with pytest.raises(DescriptionError, match="opaque"):

@@ -26,14 +26,13 @@ from typing import Any
 
 from kvferry.carriers.base import Carrier
 from kvferry.carriers.local import LocalCarrier
-from kvferry.carriers.null import NullCarrier
 from kvferry.carriers.tcp.carrier import TcpCarrier
 from kvferry.errors import DescriptionError, HandoverError, KvferryError, TransferError
 
 log = logging.getLogger("kvferry")
 
 AUTO = "auto"
-ENGINES = ("nixl", "mooncake")
+LIBRARIES = ("nixl", "mooncake")
 # As `kvferry bench transport` finds them for runs of 16 KiB on one host: 64 MiB take `local` 10 ms,
 # `nixl` 18, `tcp` 32, and Mooncake over TCP 100.
 FASTEST_FIRST = ("cuda", "local", "nixl", "mooncake", "tcp", "mooncake over tcp")
@@ -57,14 +56,12 @@ def select(
         return [Selected(name) for name in asked]
     found = []
     for name in CARRIERS:
-        if name == "null":
-            continue
         why = ""
         if name == "cuda" and not device:
             why = "the cache is not on a GPU"
         elif name == "local" and device:
             why = "the cache is on a GPU"
-        elif name in ENGINES and name not in configured:
+        elif name in LIBRARIES and name not in configured:
             why = "it has no carrier_options"
         found.append(Selected(name, why))
     return found
@@ -150,7 +147,6 @@ def _say(who: str, carrier: Carrier, out: list[str], detour: str) -> None:
 
 # By name: a class, or its module and name for carriers that need a library of their own.
 CARRIERS: dict[str, type[Any] | tuple[str, str]] = {
-    "null": NullCarrier,
     "local": LocalCarrier,
     "tcp": TcpCarrier,
     "mooncake": ("kvferry.carriers.library.mooncake", "MooncakeCarrier"),

@@ -44,7 +44,7 @@ from kvferry import __version__
 from kvferry.carriers.auto import (
     AUTO,
     CARRIERS,
-    ENGINES,
+    LIBRARIES,
     connect,
     fastest_first,
     require_carriers,
@@ -436,7 +436,7 @@ def choose(what: str, host: Host, gpu: bool, reach: Mapping[str, Tried], advice:
     out = {way.name: way.why_not or way.detour for way in ways}
     out |= {name: closed for name, closed in opens.items() if closed}
     more = [advice] if advice else []
-    for name in ENGINES:
+    for name in LIBRARIES:
         if opens.get(name) and name in reach and not reach[name].why_not:
             options = json.dumps({name: options_of(name, reach[name].flavour)})
             more.append(f'for auto to open {name}, on both: "carrier_options": {options}')
@@ -519,7 +519,7 @@ def _try_offers(name: str, endpoints: Mapping[str, bytes], settings: Settings) -
     try:
         if why := missing(name):
             raise KvferryError(why)
-        if name in ENGINES and name not in settings.options:
+        if name in LIBRARIES and name not in settings.options:
             first = LibraryEndpoint.decode(next(iter(endpoints.values())), name)
             options |= options_of(name, first.flavour)
     except KvferryError as error:

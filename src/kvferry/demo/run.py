@@ -50,8 +50,7 @@ from kvferry.net.rpc import Sockets
 from kvferry.units import show_bytes
 
 METHODS = {"auto": AUTO, "vm": "local"}  # carriers by method
-# The null carrier works inside one process only.
-TRANSPORTS = (AUTO, *(name for name in CARRIERS if name != "null"))
+TRANSPORTS = (AUTO, *CARRIERS)
 MEMORY_PART = 0.8  # of the free memory that the demo may use
 SILENCE_SECONDS = 60.0  # a working rank reports many times a second
 FAREWELL_SECONDS = 2.0  # for a rank to end by itself, before it is terminated

@@ -1,4 +1,4 @@
-"""The carrier inside one process, which can be told to misbehave. For tests: ours and yours.
+"""The carrier inside one process, which can be told to misbehave.
 
     fabric = Fabric()
     producer, consumer = NullCarrier(fabric), NullCarrier(fabric)
