@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvferry.carriers import MemoryRegion
 from kvferry.carriers.base import RegionTable
-from kvferry.carriers.library.nixl import MOST_LISTS, MOST_SLOTS, Numbered, SlotList, SlotLists
+from kvferry.carriers.library.nixl import MOST_LISTS, MOST_SLOTS, Numbered, SlotLists
 
 
 class Agent:
@@ -43,7 +43,7 @@ def test_numbers_are_those_of_the_prepared_list(length: int, regions: int) -> No
     where = [(10_000 * n + int(rng.integers(0, 99)), 64 * n + 1000) for n in range(1, regions + 1)]
     table = RegionTable.of([MemoryRegion(a, n) for a, n in where])
     agent = Agent()
-    slots = SlotList.prepare(agent, "them", table, length, "DRAM", 0)
+    slots = SlotLists("them", "DRAM", 0).get(agent, table, length)
     assert slots is not None
     ((_, ranges, _),) = agent.prepared
     every = spelt_out(ranges)
@@ -62,7 +62,7 @@ def test_numbers_are_those_of_the_prepared_list(length: int, regions: int) -> No
 
 def test_batches_keep_their_numbers() -> None:
     table = RegionTable.of([MemoryRegion(0, 64 * 100)])
-    slots = SlotList.prepare(Agent(), "them", table, 64, "DRAM", 0)
+    slots = SlotLists("them", "DRAM", 0).get(Agent(), table, 64)
     assert slots is not None
     at = np.random.default_rng(1).permutation(100) * 64
     mine, theirs = slots.numbers(at), slots.numbers(at[::-1])
@@ -78,8 +78,8 @@ def test_batches_keep_their_numbers() -> None:
 def test_what_cannot_be_numbered_has_no_list() -> None:
     agent = Agent()
     small, huge = (RegionTable.of([MemoryRegion(4096, n)]) for n in (63, MOST_SLOTS))
-    assert SlotList.prepare(agent, "them", small, 64, "DRAM", 0) is None
-    assert SlotList.prepare(agent, "them", huge, 1, "DRAM", 0) is None
+    assert SlotLists("them", "DRAM", 0).get(agent, small, 64) is None
+    assert SlotLists("them", "DRAM", 0).get(agent, huge, 1) is None
     assert SlotLists("nobody", "DRAM", 0).get(agent, huge, 64) is None  # NIXL refuses
     assert agent.prepared == []
 

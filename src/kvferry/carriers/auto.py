@@ -119,12 +119,9 @@ def connect(
 
 def _until(deadline: float, others: int) -> float:
     """Time for one carrier, so that some is left for the others."""
-    left = deadline - time.monotonic()
-    return (
-        deadline
-        if not others
-        else time.monotonic() + max(left / 2, min(left, LEAST_CONNECT_SECONDS))
-    )
+    now = time.monotonic()
+    left = deadline - now
+    return now + max(left / 2, min(left, LEAST_CONNECT_SECONDS)) if others else deadline
 
 
 def _let_go(held: tuple[Carrier, Any, str] | None) -> None:

@@ -428,22 +428,6 @@ class SlotList:
     length: int
     handle: Any
 
-    @classmethod
-    def prepare(
-        cls, agent: Any, whose: Any, regions: RegionTable, length: int, kind: str, device: int
-    ) -> SlotList | None:
-        """None where there is no slot, or more than numbers for them."""
-        slots = (regions.ends - regions.starts) // length
-        some = slots > 0
-        starts, slots = regions.starts[some], slots[some]
-        total = int(slots.sum())
-        if not 0 < total < MOST_SLOTS:
-            return None
-        columns = np.broadcast_arrays(starts, length, device, length, slots)  # as NIXL orders them
-        ranges = np.stack(columns, axis=1).astype(np.uint64)
-        handle = agent.prep_xfer_dlist(whose, ranges, kind)
-        return cls(starts, np.cumsum(slots) - slots, slots, length, handle)
-
     def numbers(self, address: Ints) -> Numbers | None:
         """Of the slots at these addresses, or None if one of them is not a slot's."""
         if len(self.starts) == 1:
@@ -494,14 +478,24 @@ class SlotLists:
             if len(self._lists) >= MOST_LISTS:
                 del self._lists[next(iter(self._lists))]
             try:
-                found = SlotList.prepare(
-                    agent, self._whose, regions, length, self._kind, self._device
-                )
+                self._lists[length] = self._made(agent, regions, length)
             except Exception as error:  # descriptors do as well, and report the error
                 log.debug("NIXL prepares no list of %d byte slots: %s", length, text_of(error))
-                found = None
-            self._lists[length] = found
+                self._lists[length] = None
         return self._lists[length]
+
+    def _made(self, agent: Any, regions: RegionTable, length: int) -> SlotList | None:
+        """None where there is no slot, or more than numbers for them."""
+        slots = (regions.ends - regions.starts) // length
+        some = slots > 0
+        starts, slots = regions.starts[some], slots[some]
+        if not 0 < int(slots.sum()) < MOST_SLOTS:
+            return None
+        # as NIXL orders them
+        columns = np.broadcast_arrays(starts, length, self._device, length, slots)
+        ranges = np.stack(columns, axis=1).astype(np.uint64)
+        handle = agent.prep_xfer_dlist(self._whose, ranges, self._kind)
+        return SlotList(starts, np.cumsum(slots) - slots, slots, length, handle)
 
     def has(self, one: SlotList) -> bool:
         """Whether it was made of the regions that are registered now."""
