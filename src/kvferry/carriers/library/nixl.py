@@ -71,6 +71,15 @@ log = logging.getLogger(__name__)
 BATCH_DESCRIPTORS = 1024  # 4,096 are a tenth slower at 256 B; two batches at once are no faster
 BATCH_BYTES = 64 << 20  # some 50 ms on loopback: between two looks at cancel
 LEAST_PREPARED = 4 * BATCH_DESCRIPTORS  # finding slots' numbers takes as long as a batch's lists
+MEMORY = "DRAM"  # a host's
+PROGRESS_MICROSECONDS = 1000  # that the progress thread sleeps at most; events wake it
+SPINS = 50  # looks at a batch before sleeping in between
+SHORT_NAP_SECONDS, LONG_NAP_SECONDS = 20e-6, 1e-3
+PULSE_SECONDS = 0.02  # between two looks at whether the peer lives
+HERE = "NIXL_INIT_AGENT"  # NIXL's word for the local side
+MOST_SLOTS = 1 << 31  # numbers are signed and have 32 bits
+MOST_LISTS = 16  # of one side; each is as long as there are regions
+Numbers = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,10 +295,6 @@ class NixlCarrier(LibraryCarrier):
             self._agent = None
 
 
-MEMORY = "DRAM"  # a host's
-PROGRESS_MICROSECONDS = 1000  # that the progress thread sleeps at most; events wake it
-
-
 def make_agent(nixl: Any, backends: list[str], threads: int) -> Any:
     """An agent whose progress thread sleeps between events.
 
@@ -381,11 +386,6 @@ def has_rdma() -> bool:
         return False
 
 
-SPINS = 50  # looks at a batch before sleeping in between
-SHORT_NAP_SECONDS, LONG_NAP_SECONDS = 20e-6, 1e-3
-PULSE_SECONDS = 0.02  # between two looks at whether the peer lives
-
-
 def run(agent: Any, job: Job, peer: LibraryPeer, request: Any) -> None:
     """Start a batch, and return when NIXL has let go of it. Until then its bytes may still be on
     their way, whatever became of the peer. A caller that waits hears of a lost peer before."""
@@ -410,12 +410,6 @@ def run(agent: Any, job: Job, peer: LibraryPeer, request: Any) -> None:
         raise mapped(error) from None
     if state != "DONE":
         raise TransferError("NIXL reports that the batch failed; its own log says why")
-
-
-HERE = "NIXL_INIT_AGENT"  # NIXL's word for the local side
-MOST_SLOTS = 1 << 31  # numbers are signed and have 32 bits
-Numbers = NDArray[np.int32]
-MOST_LISTS = 16  # of one side; each is as long as there are regions
 
 
 @dataclass(frozen=True, slots=True)
