@@ -20,31 +20,17 @@ side's registered memory is cut into slots of that length, from the first byte o
 strided range for each region, which NIXL takes as it is. A batch is then two arrays of slot
 numbers, and NIXL need not look up the registration of every descriptor (benchmarks/prepared.py
 measures it). Copies that do not lie in such slots go to NIXL as descriptors.
-
-A transfer can end with a note, a few bytes that tell the peer over NIXL itself that it has ended:
-
-    carrier.write(peer, copies, note=b"...")    sent after its last byte is there
-    carrier.notes()                             notes of peers since the last call
-
-NIXL delivers notifications of every process that reaches an agent, introduced or not. So each note
-is sealed by the token and the incarnation of its receiver, which only processes that have the
-endpoint know. A notification without such a seal is not a note; it is counted and dropped. A note
-has no answer, and an owner that does not ask for its notes lets them pile up within NIXL. A sender
-that needs an answer uses another way, as kvferry's own engines do: a hold ends by messages that are
-answered.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import itertools
 import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +38,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.carriers.base import MemoryRegion, RegionTable, Transfer
+from kvferry.carriers.base import MemoryRegion, RegionTable
 from kvferry.carriers.library.shared import (
     GRACE_SECONDS,
     ON_HOST,
@@ -118,8 +104,7 @@ class NixlCarrier(LibraryCarrier):
         self._handles: dict[int, Any] = {}  # of registered memory, by address
         self._lists = SlotLists(HERE, *place(device))
         self._lists_lock = threading.Lock()  # memory is not deregistered under a list in use
-        self._notes_lock = threading.Lock()
-        self._prepared_batches = self._notes_refused = 0
+        self._prepared_batches = 0
         super().__init__(host=host, secret=secret, flavour=",".join(self._backends), admits=admits)
 
     def _start(self) -> None:
@@ -134,46 +119,8 @@ class NixlCarrier(LibraryCarrier):
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """`prepared_batches`: those that were made by index. `notes_refused`: notifications of
-        others than our peers."""
-        own = {"prepared_batches": self._prepared_batches, "notes_refused": self._notes_refused}
-        return {**super().counters, **own}
-
-    def read(self, peer: LibraryPeer, copies: Copies, *, note: bytes | None = None) -> Transfer:
-        return self._submit(peer, copies, reading=True, last=self._last(peer, note))
-
-    def write(self, peer: LibraryPeer, copies: Copies, *, note: bytes | None = None) -> Transfer:
-        return self._submit(peer, copies, reading=False, last=self._last(peer, note))
-
-    def notes(self) -> list[bytes]:
-        """Of transfers that have ended since the last call: each once, a peer's in its order."""
-        with self._notes_lock:
-            if self._closed:
-                raise TransferError("the carrier is closed")
-            try:
-                heard = self._agent.get_new_notifs()
-            except Exception as error:
-                raise mapped(error) from None
-            messages = itertools.chain.from_iterable(heard.values())
-            notes, others = opened(messages, self._pulse.token, self._pulse.incarnation)
-            self._notes_refused += others
-        return notes
-
-    def _last(self, peer: LibraryPeer, note: bytes | None) -> Callable[[], None] | None:
-        if note is None:
-            return None
-        require_note(note)
-        message = sealed(note, peer.endpoint)
-
-        def say() -> None:
-            try:
-                self._agent.send_notif(peer.handle.name, message)
-            except Exception as error:
-                raise TransferError(
-                    f"every byte was moved, but NIXL does not send the note: {text_of(error)}"
-                ) from None
-
-        return say
+        """`prepared_batches`: those that were made by index."""
+        return {**super().counters, "prepared_batches": self._prepared_batches}
 
     def register_one(self, region: MemoryRegion) -> None:
         kind, device = self._place(region.address)
@@ -291,8 +238,7 @@ class NixlCarrier(LibraryCarrier):
         return self._agent.get_xfer_descs(rows(address, length, device), mem_type=kind)
 
     def _shut(self) -> None:
-        with self._notes_lock:
-            self._agent = None
+        self._agent = None
 
 
 def make_agent(nixl: Any, backends: list[str], threads: int) -> Any:
@@ -498,38 +444,3 @@ class SlotLists:
     def clear(self) -> None:
         self._lists.clear()
         self._regions = None
-
-
-MAGIC = b"kvferry-note-1\n"
-SEAL_BYTES = 32
-MOST_NOTE_BYTES = 4096
-
-
-def require_note(note: bytes) -> None:
-    if not 0 < len(note) <= MOST_NOTE_BYTES:
-        raise TransferError(
-            f"a note has between 1 and {MOST_NOTE_BYTES} bytes, found {len(note)}; send more by "
-            "writing it to registered memory"
-        )
-
-
-def sealed(note: bytes, to: LibraryEndpoint) -> bytes:
-    return MAGIC + _seal(note, to.token, to.incarnation) + note
-
-
-def opened(messages: Iterable[bytes], token: bytes, incarnation: bytes) -> tuple[list[bytes], int]:
-    """The notes among them, and how many are none."""
-    notes, others = [], 0
-    begin = len(MAGIC) + SEAL_BYTES
-    for message in messages:
-        note = message[begin:]
-        whole = MAGIC + _seal(note, token, incarnation) + note
-        if note and hmac.compare_digest(message, whole):
-            notes.append(note)
-        else:
-            others += 1
-    return notes, others
-
-
-def _seal(note: bytes, token: bytes, incarnation: bytes) -> bytes:
-    return hmac.digest(token + incarnation, MAGIC + note, "sha256")

@@ -348,16 +348,7 @@ class LibraryCarrier(Carrier):
             into = np.array([self._own.address], dtype=np.int64)
             self._move(job, peer, Copies(peer.regions.starts[:1], into, one), reading=True)
 
-    def _submit(
-        self,
-        peer: LibraryPeer,
-        copies: Copies,
-        *,
-        reading: bool,
-        last: Callable[[], None] | None = None,
-    ) -> Transfer:
-        """`last` is called when every byte is there, and belongs to the transfer."""
-
+    def _submit(self, peer: LibraryPeer, copies: Copies, *, reading: bool) -> Transfer:
         def prepare(part: Copies) -> Copies:
             return self._prepared(peer, part, reading=reading)
 
@@ -374,8 +365,6 @@ class LibraryCarrier(Carrier):
             self.count("batches", moved)
             job.checkpoint()
             peer.require_usable()  # it was the same process, and open, all along
-            if last is not None:
-                last()
 
         what = f"a {self.name} {'read' if reading else 'write'}"
         return peer.workers.submit(LibraryJob(self, peer, work, what))
