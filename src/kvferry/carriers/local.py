@@ -85,7 +85,7 @@ class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
     pid: Annotated[int, msgspec.Meta(ge=1, le=MOST_PID)]
     start_ticks: int  # since boot: tells a process from an earlier one of its number
     token_address: Annotated[int, msgspec.Meta(ge=0, le=MOST_ADDRESS)]
-    token: bytes
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     regions: list[tuple[int, int]]
     tcp: bytes
     voucher: str  # the file of the socket at which the owner vouches for all this
@@ -96,7 +96,7 @@ class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
             endpoint = _endpoints.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"this is not the endpoint of a local carrier: {error}") from None
-        if endpoint.carrier != "local" or len(endpoint.token) != TOKEN_BYTES:
+        if endpoint.carrier != "local":
             raise ProtocolError(f"this is not a local carrier's endpoint: {endpoint.carrier!r}")
         return endpoint
 

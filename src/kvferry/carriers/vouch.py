@@ -52,7 +52,7 @@ class Unreachable(PermissionDenied):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who vouched for an endpoint."""
+    """The process that vouched for an endpoint."""
 
     pid: int
 
@@ -72,7 +72,7 @@ def ask(name: str, endpoint: bytes, deadline: float) -> Owner:
         raise ProtocolError(f"an endpoint names {name!r:.80} as the file of its owner's socket")
     seconds = min(ASK_SECONDS, deadline - time.monotonic())
     if seconds <= 0:
-        raise DeadlineExceeded("no time left to ask who owns the peer's memory")
+        raise DeadlineExceeded("no time left to ask which process owns the peer's memory")
     try:
         path = runtime_directory() / name
     except KvferryError as error:

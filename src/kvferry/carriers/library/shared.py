@@ -72,8 +72,8 @@ class LibraryEndpoint(msgspec.Struct, frozen=True, array_like=True):
     flavour: str  # protocol or backends: both sides must have the same
     host: str
     pulse_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    token: bytes
-    incarnation: bytes
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+    incarnation: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     regions: list[tuple[int, int]]
     # the number of the GPU that holds the regions, or `ON_HOST`
     device: Annotated[int, msgspec.Meta(ge=ON_HOST, le=MOST_GPU)]
@@ -85,10 +85,7 @@ class LibraryEndpoint(msgspec.Struct, frozen=True, array_like=True):
             endpoint = _endpoints.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"this is not a {carrier} carrier's endpoint: {error}") from None
-        if (
-            endpoint.carrier != carrier
-            or not len(endpoint.token) == len(endpoint.incarnation) == TOKEN_BYTES
-        ):
+        if endpoint.carrier != carrier:
             raise ProtocolError(f"this is not a {carrier} endpoint, but {endpoint.carrier!r}")
         return endpoint
 
