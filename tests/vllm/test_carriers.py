@@ -45,7 +45,7 @@ from test_short_runs import test_token_major_caches_are_handed_over as token_maj
 
 from kvferry.carriers import MemoryRegion
 from kvferry.carriers.base import RegionTable
-from kvferry.carriers.library import mooncake
+from kvferry.carriers.library import mooncake, shared
 from kvferry.carriers.library.shared import LibraryEndpoint
 from kvferry.demo.run import run_demo
 
@@ -221,7 +221,7 @@ def test_mooncake_by_tcp_says_so_to_its_library(
             return -202
 
     monkeypatch.setattr(mooncake, "engine_class", lambda: Engine)
-    monkeypatch.setattr(mooncake, "DEVICES", tmp_path)
+    monkeypatch.setattr(shared, "RDMA_DEVICES", tmp_path)
     with pytest.raises(suite.TransferError, match="code -202"):
         suite.make_carrier("mooncake")
     assert "MC_FORCE_TCP" in seen and "MC_FORCE_TCP" not in os.environ

@@ -34,15 +34,16 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.library.shared import (
+    RDMA_DEVICES,
     LibraryCarrier,
     LibraryEndpoint,
     LibraryPeer,
     environment,
+    rdma_devices,
 )
 from kvferry.carriers.transfer import Job
 from kvferry.copies import Copies, Ints
@@ -64,7 +65,6 @@ SETTLE_DEAD_SECONDS = 0.2  # for the engine to see that a dead peer's connection
 TICK_SECONDS = 0.02
 NAP_SECONDS = 50e-6  # between two looks at a single copy
 PROTOCOLS = ("tcp", "rdma")
-DEVICES = Path("/sys/class/infiniband")
 TIMEOUT_VARIABLE, TIMEOUT_SECONDS = "MC_TRANSFER_TIMEOUT", 86_400
 FORCE_TCP, FORCE_RDMA = "MC_FORCE_TCP", "MC_FORCE_HCA"
 
@@ -248,14 +248,14 @@ def require_way(protocol: str, device: str) -> None:
         raise TransferError(
             f"the mooncake carrier is to use rdma, and {FORCE_TCP} is set; unset one of the two"
         )
-    there = sorted(path.name for path in DEVICES.iterdir()) if DEVICES.is_dir() else []
+    there = rdma_devices()
     wanted = [name.strip() for name in device.split(",") if name.strip()]
     missing = [name for name in wanted if name not in there]
     if missing or (not there and FORCE_RDMA not in os.environ):
         raise TransferError(
             f"the mooncake carrier is to use rdma with {device or 'any device'}, and this host has "
-            f"{', '.join(there) or 'no RDMA device'} ({DEVICES}); name devices that are there, or "
-            "set protocol to tcp"
+            f"{', '.join(there) or 'no RDMA device'} ({RDMA_DEVICES}); name devices that are "
+            "there, or set protocol to tcp"
         )
 
 

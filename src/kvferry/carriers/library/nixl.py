@@ -32,7 +32,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +45,7 @@ from kvferry.carriers.library.shared import (
     LibraryEndpoint,
     LibraryPeer,
     environment,
+    rdma_devices,
 )
 from kvferry.carriers.transfer import Job
 from kvferry.copies import Copies, Ints
@@ -319,17 +319,10 @@ def ucx_settings(loopback: bool) -> Iterator[None]:
     if "UCX_NET_DEVICES" not in os.environ:
         if loopback:
             ours["UCX_NET_DEVICES"] = "lo"
-        if "UCX_MODULES" not in os.environ and (loopback or not has_rdma()):
+        if "UCX_MODULES" not in os.environ and (loopback or not rdma_devices()):
             ours["UCX_MODULES"] = "^ib"
     with environment(ours):
         yield
-
-
-def has_rdma() -> bool:
-    try:
-        return any(Path("/sys/class/infiniband").iterdir())
-    except OSError:
-        return False
 
 
 def run(agent: Any, job: Job, peer: LibraryPeer, request: Any) -> None:
@@ -350,8 +343,6 @@ def run(agent: Any, job: Job, peer: LibraryPeer, request: Any) -> None:
                 if dead_until and now > dead_until:
                     job.give_up(PeerLost("the peer is gone: it died or closed its carrier"))
             state = agent.check_xfer_state(request)
-    except TransferError:
-        raise
     except Exception as error:
         raise mapped(error) from None
     if state != "DONE":

@@ -31,6 +31,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -56,6 +57,7 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = ("0.0.0.0", "::")
+RDMA_DEVICES = Path("/sys/class/infiniband")
 ON_HOST, MOST_GPU = -1, 1 << 16  # no GPU's number, and more than there are
 THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
 TURN_LOOK_SECONDS = 0.02  # between two looks at cancel, for one that waits for its turn
@@ -486,6 +488,12 @@ def environment(ours: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in ours:
             del os.environ[name]
+
+
+def rdma_devices() -> list[str]:
+    """The names of this host's RDMA devices."""
+    there = RDMA_DEVICES.iterdir() if RDMA_DEVICES.is_dir() else []
+    return sorted(device.name for device in there)
 
 
 def look_at_host(name: str, host: str, everywhere: bool) -> None:
