@@ -33,7 +33,7 @@ from kvferry.carriers.tcp.frames import (
     Code,
     FrameHeader,
     FrameKind,
-    Session,
+    mac,
 )
 from kvferry.carriers.tcp.server import ServerLimits, TcpServer
 
@@ -193,8 +193,8 @@ def exactly(sock: socket.socket, count: int) -> bytes:
 
 def auth(hello: bytes, secret: bytes) -> bytes:
     nonce = os.urandom(NONCE_BYTES)
-    session = Session(hello[:NONCE_BYTES], nonce, hello[NONCE_BYTES:], CLIENT)
-    body = nonce + CLIENT + session.client_mac(secret)
+    said = (hello[:NONCE_BYTES], nonce, hello[NONCE_BYTES:], CLIENT)
+    body = nonce + CLIENT + mac(secret, b"client", *said)
     return FrameHeader(FrameKind.AUTH, 0, len(body)).pack() + body
 
 

@@ -314,6 +314,7 @@ class Attack:
     def _dealer(self, port: int, sockets: Sockets | None = None) -> zmq.Socket[bytes]:
         dealer = (sockets or self.sockets).client(f"{LOOPBACK}:{port}")
         dealer.setsockopt(zmq.SNDTIMEO, int(ANSWER_SECONDS * 1000))
+        dealer.connect(f"tcp://{LOOPBACK}:{port}")
         return dealer
 
     def _lay_bait(self) -> None:

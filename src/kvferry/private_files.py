@@ -62,27 +62,21 @@ def open_private(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     return fd
 
 
-def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
-    """Write a file. It appears under its name only when it is complete and on the disk.
+def write_private(path: Path, data: bytes) -> None:
+    """Write a new file. It appears under its name only when it is complete and on the disk.
 
-    Without `replace`, the first writer wins, and the others get a `FileExistsError`.
+    The first writer wins, and the others get a `FileExistsError`.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     fd = create_private(part)
     try:
-        try:
-            left = memoryview(data)
-            while left:
-                left = left[os.write(fd, left) :]
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
             os.fsync(fd)
-        finally:
-            os.close(fd)
-        if replace:
-            part.replace(path)
-        else:
-            path.hardlink_to(part)
+        path.hardlink_to(part)
     finally:
-        part.unlink(missing_ok=True)
+        part.unlink()
 
 
 def read_private(path: Path, most: int) -> bytes:

@@ -46,6 +46,7 @@ class Peer:
     def __init__(self, port: int) -> None:
         self.sockets = Sockets(SECRET)
         self.dealer = self.sockets.client(f"{LOOPBACK}:{port}")
+        self.dealer.connect(f"tcp://{LOOPBACK}:{port}")
         self.sent = 0
         self.replies: Counter[str] = Counter()
 

@@ -36,7 +36,7 @@ from kvferry.errors import (
     PeerLost,
     TransferError,
 )
-from waiting import require_for, wait_until
+from waiting import wait_until
 
 SIZE = 8 << 20
 RIGHT, WRONG = "the right secret", "another secret of the same kind"
@@ -113,28 +113,6 @@ def test_the_owner_checks_every_descriptor_itself(ends: tuple[End, End]) -> None
     assert owner.memory[:10].all()
 
 
-def test_revoke_stops_a_writer_for_good(ends: tuple[End, End]) -> None:
-    owner, user = ends
-    user.memory[:] = 9
-    peer = user.carrier.connect(owner.carrier.endpoint(), soon())
-    transfers = [
-        user.carrier.write(peer, copies(*long_write(user, owner)))
-        for _ in range(TRANSFERS_PER_PEER + 2)
-    ]
-    wait_until(owner.memory.any)
-    owner.carrier.revoke(user.carrier.endpoint())
-    owner.memory[:] = 0
-    for transfer in transfers:
-        with pytest.raises(PeerLost):
-            transfer.wait(soon(5))
-    with pytest.raises(PeerLost, match="revoked"):
-        user.carrier.connect(owner.carrier.endpoint(), soon())
-    require_for(0.05, lambda: not owner.memory.any())
-    owner.carrier.readmit(user.carrier.endpoint())
-    user.carrier.write(peer, copies(user.address, owner.address, 10)).wait(soon())
-    assert owner.memory[:10].all()
-
-
 def test_the_owner_closes_while_it_is_written_to(ends: tuple[End, End]) -> None:
     owner, user = ends
     user.memory[:] = 9
@@ -195,10 +173,8 @@ def test_a_peer_without_progress_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = TcpEndpoint("tcp", "127.0.0.1", silent.getsockname()[1], b"i" * 16)
         user = End()
-        begin = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             user.carrier.connect(msgspec.msgpack.encode(endpoint), soon(0.3))
-        assert time.monotonic() - begin < 3
         user.carrier.close()
 
 
@@ -224,14 +200,12 @@ def test_a_peer_that_drips_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatc
         dripped.clear()
         transfer = user.carrier.write(peer, copies(user.address, owner.address, 100))
         assert dripped.wait(5)
-        begin = time.monotonic()
         if not cancels:
             with pytest.raises(DeadlineExceeded):
                 transfer.wait(soon())
         with pytest.raises(DeadlineExceeded, match="may still arrive"):
             transfer.cancel()  # nobody has said that all is in place
         assert transfer.poll() is TransferState.FAILED
-        assert time.monotonic() - begin < 2
     begin = time.monotonic()
     user.carrier.close()
     assert time.monotonic() - begin < 1
@@ -248,12 +222,10 @@ def test_a_peer_that_drips_what_it_writes_is_let_go(monkeypatch: pytest.MonkeyPa
     ranges = table_bytes(np.array([owner.address]), np.array([20]))
     stream.send(FrameHeader(FrameKind.WRITE, 1, len(ranges), 20).pack() + ranges)
     assert FrameHeader.unpack(stream.recv(HEADER.size)).kind == FrameKind.GO
-    begin = time.monotonic()
     with pytest.raises(PeerLost):
         for _ in range(20):
             stream.send(b"x")
             time.sleep(0.1)
-    assert time.monotonic() - begin < 1.5
     assert owner.carrier.counters["late"] == 1 and owner.carrier.counters["writes"] == 0
     stream.close()
     for end in (owner, user):
@@ -293,7 +265,7 @@ def test_nothing_is_left_behind(ends: tuple[End, End]) -> None:
         owner.carrier.endpoint()
 
 
-# --- grants --------------------------------------------------------------------------------------
+# Grants
 
 
 def ranges(end: End, *pairs: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -356,9 +328,7 @@ def test_closing_a_grant_stops_its_writers_and_no_others(ends: tuple[End, End]) 
     first = user.carrier.write_granted(peer, copies(*long(0, 2000)), grants[0])
     second = user.carrier.write_granted(peer, copies(*long(half, 300)), grants[1])
     wait_until(lambda: owner.memory[0] and owner.memory[half])
-    begun = time.monotonic()
     written = owner.carrier.close_grant(grants[0], 10.0)
-    assert time.monotonic() - begun < 5.0
     owner.memory[:half] = 0  # used again
     with pytest.raises(PeerLost):
         first.wait(soon(10))

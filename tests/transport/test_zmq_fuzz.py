@@ -55,8 +55,10 @@ def producer() -> Iterator[Producer]:
 @pytest.fixture
 def dealer(producer: Producer) -> Iterator[zmq.Socket[bytes]]:
     sockets = Sockets(SECRET)
-    made = sockets.client(f"{LOOPBACK}:{producer.ranks[0].port}")
+    address = f"{LOOPBACK}:{producer.ranks[0].port}"
+    made = sockets.client(address)
     made.setsockopt(zmq.RCVTIMEO, int(PATIENCE_SECONDS * 1000))
+    made.connect(f"tcp://{address}")
     try:
         yield made
     finally:

@@ -75,3 +75,22 @@ def test_more_peers_than_zmq_allows_by_itself() -> None:
     finally:
         sockets.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_calls_end_with_their_caller() -> None:
+    sockets = Sockets()
+    caller = Caller(sockets)
+    silent, port = sockets.server(None)
+    far = time.monotonic() + 600
+    try:
+        waiting = caller.call(f"127.0.0.1:{port}", Renew(VERSION, "i", ["h"]), far)
+        silent.recv_multipart()
+        caller.close()
+        late = caller.call(f"127.0.0.1:{port}", Renew(VERSION, "i", ["h"]), far)
+        for call in (waiting, late):
+            assert isinstance(call.exception(0), PeerLost)
+        caller.close()
+    finally:
+        silent.close(linger=0)
+        caller.close()
+        sockets.close()

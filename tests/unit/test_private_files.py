@@ -81,10 +81,9 @@ def test_created_files_are_private_and_new(tmp_path: Path) -> None:
 
 def test_write_and_read(tmp_path: Path) -> None:
     write_private(tmp_path / "f", b"one")
-    write_private(tmp_path / "f", b"two")
     with pytest.raises(FileExistsError):
-        write_private(tmp_path / "f", b"three", replace=False)
-    assert read_private(tmp_path / "f", 3) == b"two"
+        write_private(tmp_path / "f", b"two")
+    assert read_private(tmp_path / "f", 3) == b"one"
     assert mode(tmp_path / "f") == 0o600
     assert [p.name for p in tmp_path.iterdir()] == ["f"]  # no parts are left
     with pytest.raises(NotPrivate, match="more than 2 bytes"):

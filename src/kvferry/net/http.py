@@ -8,23 +8,23 @@ connection ends in one of these ways:
        |--its time is over--> closed
        '--too many connections, of its address or in all, and it is the oldest--> closed
 
-The server answers a complete request in the turn in which it reads it. So the oldest connections
-are never good requests, and closing them harms no good client.
+The server answers a complete request in the turn in which it reads it, and reads a new connection
+before it accepts the next two. So the oldest connections are never good requests, and closing them
+harms no good client.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import json
 import logging
-import os
-import selectors
 import socket
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -40,8 +40,8 @@ MOST_HEADERS = 64
 MOST_BODY = 1 << 20
 MOST_RECEIVED = 8 << 20  # bytes of all unfinished requests together
 TURN_BYTES = 64 << 10  # read from one connection in its turn
-TURN_ACCEPTS = 64
 PAUSE_SECONDS = 0.1  # before the next accept, if the process has no descriptors left
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class BadRequest(ValueError):
@@ -76,181 +76,127 @@ class HttpAnswer:
         return head.encode() + self.json
 
 
-@dataclass(slots=True, eq=False)
-class _Guest:
-    connection: socket.socket
-    address: str
-    deadline: float
-    received: bytearray = field(default_factory=bytearray)
-    asked: HttpRequest | None = None  # the head of its request, once it is complete
-    head_bytes: int = 0
-    body_bytes: int = 0
-    unsent: memoryview | None = None
-    refused: bool = False  # the client may still send; closing at once could discard our answer
-
-
 class HttpServer:
     """Serves a bound socket. Its thread calls `answer`, which must not wait."""
 
     def __init__(
         self, listener: socket.socket, answer: Callable[[HttpRequest], HttpAnswer], name: str
     ) -> None:
-        self._listener, self._answer = listener, answer
         listener.setblocking(False)
-        ours_alone(listener)
-        self._guests: dict[int, _Guest] = {}  # by descriptor, the oldest first
-        self._addresses: Counter[str] = Counter()
-        self._received = 0  # bytes of all guests' unanswered requests
-        self._accepting, self._accept_at = True, 0.0
+        self._listener, self._answer = ours_alone(listener), answer
+        self._guests: dict[_Guest, asyncio.Task[None]] = {}  # the oldest first
         self._closed = False
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._woken, self._waker = socket.socketpair()
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._loop = asyncio.SelectorEventLoop()
+        self._accepting = self._loop.create_task(self._accept())
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop the thread and close all connections. Closing again does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        self._waker.send(b"x")
-        self._thread.join(5)
-        self._waker.close()
+        if not self._closed:
+            self._closed = True
+            self._loop.call_soon_threadsafe(self._accepting.cancel)
+            self._thread.join(5)
 
     # The thread
 
     def _run(self) -> None:
-        while not self._closed:
-            try:
-                self._turn()
-            except Exception:
-                log.exception("%s goes on after an error", self._thread.name)
-                time.sleep(PAUSE_SECONDS)
-        for guest in list(self._guests.values()):
-            self._hang_up(guest)
-        self._selector.close()
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._accepting)
+        self._loop.close()
         self._listener.close()
-        self._woken.close()
 
-    def _turn(self) -> None:
-        now = time.monotonic()
-        for late in list(self._guests.values()):  # in order of their deadlines
-            if late.deadline > now:
-                break
-            self._hang_up(late)
-        due = [guest.deadline for guest in self._guests.values()][:1]
-        if not self._accepting:
-            due.append(self._accept_at)
-            if self._accept_at <= now:
-                self._accepting = True
-                self._selector.register(self._listener, selectors.EVENT_READ)
-        for key, events in self._selector.select(min(due) - now if due else None):
-            guest = self._guests.get(key.fd)
-            if key.fileobj is self._listener:
-                self._accept()
-            elif guest is not None and key.fileobj is guest.connection:
-                self._serve(guest, events)
+    async def _accept(self) -> None:
+        async with asyncio.TaskGroup() as tasks:  # it ends with all connections
+            while True:
+                try:
+                    connection, where = await self._loop.sock_accept(self._listener)
+                    guest = _Guest(ours_alone(connection), str(where[0]))
+                    self._make_way(guest.address)
+                    task = self._guests[guest] = tasks.create_task(self._serve(guest))
+                    task.add_done_callback(partial(self._leave, guest))
+                except OSError as error:
+                    if error.errno in NO_DESCRIPTORS:
+                        log.warning("%s: %s", self._thread.name, error.strerror)
+                        self._hang_up(self._guests)
+                        await asyncio.sleep(PAUSE_SECONDS)
+                    # or else the connection broke before it was accepted
+                except Exception:
+                    log.exception("%s goes on after an error", self._thread.name)
+                    await asyncio.sleep(PAUSE_SECONDS)
+                await asyncio.sleep(0)  # connections have their turns
 
-    def _accept(self) -> None:
-        for _ in range(TURN_ACCEPTS):
-            try:
-                connection, where = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    continue  # the connection broke before it was accepted
-                log.warning("%s: %s", self._thread.name, os.strerror(error.errno))
-                if self._guests:
-                    self._hang_up(next(iter(self._guests.values())))
-                self._selector.unregister(self._listener)
-                self._accepting, self._accept_at = False, time.monotonic() + PAUSE_SECONDS
-                return
-            self._admit(connection, str(where[0]))
-
-    def _admit(self, connection: socket.socket, address: str) -> None:
-        guests = self._guests.values()
-        if self._addresses[address] >= MOST_PER_ADDRESS:
-            self._hang_up(next(guest for guest in guests if guest.address == address))
+    def _make_way(self, address: str) -> None:
+        here = [guest for guest in self._guests if guest.address == address]
+        if len(here) >= MOST_PER_ADDRESS:
+            self._hang_up(here)
         elif len(self._guests) >= MOST_OPEN:
-            self._hang_up(next(iter(guests)))
-        connection.setblocking(False)
-        ours_alone(connection)
-        guest = _Guest(connection, address, time.monotonic() + REQUEST_SECONDS)
-        self._guests[connection.fileno()] = guest
-        self._addresses[address] += 1
-        self._selector.register(connection, selectors.EVENT_READ)
-        self._serve(guest, selectors.EVENT_READ)  # most requests are complete by now
+            self._hang_up(self._guests)
 
-    def _serve(self, guest: _Guest, events: int) -> None:
+    def _hang_up(self, guests: Iterable[_Guest]) -> None:
+        """End the oldest of these connections."""
+        oldest = next(iter(guests), None)
+        if oldest is not None:
+            self._guests.pop(oldest).cancel()
+
+    def _leave(self, guest: _Guest, _: asyncio.Task[None]) -> None:
+        self._guests.pop(guest, None)
+        guest.connection.close()
+
+    async def _serve(self, guest: _Guest) -> None:
         try:
-            if guest.unsent is None and events & selectors.EVENT_READ:
-                self._read(guest)
-            if guest.unsent:
-                guest.unsent = guest.unsent[guest.connection.send(guest.unsent) :]
-                if not guest.unsent and not guest.refused:
-                    self._hang_up(guest)
-                elif not guest.unsent:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                refused = False
+                try:
+                    answer = self._answer(await self._request(guest))
+                except BadRequest as error:
+                    refused, answer = True, HttpAnswer.of(400, {"detail": str(error)})
+                guest.received.clear()
+                await self._loop.sock_sendall(guest.connection, answer.spelled())
+                if refused:
+                    # the client may still send: closing at once could discard our answer
                     guest.connection.shutdown(socket.SHUT_WR)
-                    self._selector.modify(guest.connection, selectors.EVENT_READ)
-            elif guest.unsent is not None and not guest.connection.recv(TURN_BYTES):
-                self._hang_up(guest)
-        except BlockingIOError:
+                    while await self._receive(guest):
+                        pass
+        except OSError:  # the client is gone, or its time is over
             pass
-        except OSError:  # the client is gone
-            self._hang_up(guest)
-
-    def _read(self, guest: _Guest) -> None:
-        data = guest.connection.recv(TURN_BYTES)
-        if not data:
-            self._hang_up(guest)
-            return
-        guest.received += data
-        self._received += len(data)
-        try:
-            answer = self._heard(guest)
-        except BadRequest as error:
-            guest.refused, answer = True, HttpAnswer.of(400, {"detail": str(error)})
         except Exception:  # a bug of ours
             log.exception("%s could not answer", self._thread.name)
             answer = HttpAnswer.of(500, {"detail": "an error of this server; see its log"})
-        if answer is not None:
-            self._received -= len(guest.received)
-            guest.received.clear()
-            guest.unsent = memoryview(answer.spelled())
-            self._selector.modify(guest.connection, selectors.EVENT_WRITE)
-            return
-        while self._received > MOST_RECEIVED:  # the oldest unfinished request makes room
-            self._hang_up(next(one for one in self._guests.values() if one.received))
+            with contextlib.suppress(OSError):
+                guest.connection.send(answer.spelled())
 
-    def _heard(self, guest: _Guest) -> HttpAnswer | None:
-        """The answer to a request, or None while it is incomplete."""
-        if guest.asked is None:
-            end = guest.received.find(b"\r\n\r\n", 0, MOST_HEAD)
-            if end < 0:
-                if len(guest.received) >= MOST_HEAD:
-                    raise BadRequest(f"the request head has more than {MOST_HEAD} bytes")
-                return None
-            guest.asked = read_head(bytes(guest.received[:end]))
-            guest.head_bytes = end + 4
-            guest.body_bytes = body_bytes(guest.asked)
-        if len(guest.received) < guest.head_bytes + guest.body_bytes:
-            return None
-        body = bytes(guest.received[guest.head_bytes : guest.head_bytes + guest.body_bytes])
-        asked = guest.asked
-        return self._answer(HttpRequest(asked.method, asked.path, asked.headers, body))
+    async def _request(self, guest: _Guest) -> HttpRequest:
+        received = guest.received
+        while (end := received.find(b"\r\n\r\n", 0, MOST_HEAD)) < 0:
+            if len(received) >= MOST_HEAD:
+                raise BadRequest(f"the request head has more than {MOST_HEAD} bytes")
+            await self._read(guest)
+        asked = read_head(bytes(received[:end]))
+        begin = end + 4
+        end = begin + body_bytes(asked)
+        while len(received) < end:
+            await self._read(guest)
+        return replace(asked, body=bytes(received[begin:end]))
 
-    def _hang_up(self, guest: _Guest) -> None:
-        if self._guests.pop(guest.connection.fileno(), None) is None:
-            return
-        self._received -= len(guest.received)
-        self._addresses[guest.address] -= 1
-        if not self._addresses[guest.address]:
-            del self._addresses[guest.address]
-        self._selector.unregister(guest.connection)
-        guest.connection.close()
+    async def _read(self, guest: _Guest) -> None:
+        data = await self._receive(guest)
+        if not data:
+            raise ConnectionError("the client closed before its request was complete")
+        guest.received += data
+        while sum(len(one.received) for one in self._guests) > MOST_RECEIVED:
+            self._hang_up(one for one in self._guests if one.received)
+
+    async def _receive(self, guest: _Guest) -> bytes:
+        await asyncio.sleep(0)  # data may always be there: other connections have their turns
+        return await self._loop.sock_recv(guest.connection, TURN_BYTES)
+
+
+@dataclass(slots=True, eq=False)
+class _Guest:
+    connection: socket.socket
+    address: str
+    received: bytearray = field(default_factory=bytearray)
 
 
 def read_head(head: bytes) -> HttpRequest:

@@ -24,7 +24,7 @@ import hashlib
 import hmac
 import os
 import secrets
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,24 +61,15 @@ class Key:
 
     def derive(self, purpose: str) -> bytes:
         """32 bytes for one purpose. Processes with the same key derive the same bytes."""
-        return hmac.digest(self._root, f"kvferry 2 {purpose}".encode(), hashlib.sha256)
-
-    @cached_property
-    def _root(self) -> bytes:
-        found = _stretched.get(self._material)
-        if found is None:
-            found = hashlib.scrypt(self._material, salt=b"kvferry 2", **SCRYPT)
-            _stretched[self._material] = found
-        return found
+        return hmac.digest(
+            _stretched(self._material), f"kvferry 2 {purpose}".encode(), hashlib.sha256
+        )
 
     def __repr__(self) -> str:
         return f"<a {'configured' if self.configured else 'user'} key>"
 
     def __reduce__(self) -> Any:
         raise TypeError("a key must not leave its process")
-
-
-_stretched: dict[bytes, bytes] = {}  # an engine has one secret and several channels
 
 
 def runtime_directory() -> Path:
@@ -101,12 +92,17 @@ def runtime_directory() -> Path:
     return path
 
 
+@cache  # an engine has one secret and several channels
+def _stretched(material: bytes) -> bytes:
+    return hashlib.scrypt(material, salt=b"kvferry 2", **SCRYPT)
+
+
 def _user_key() -> bytes:
     path = runtime_directory() / "key"
     try:
         if not path.exists():
             with contextlib.suppress(FileExistsError):  # another process of this user was faster
-                write_private(path, secrets.token_bytes(USER_KEY_BYTES), replace=False)
+                write_private(path, secrets.token_bytes(USER_KEY_BYTES))
         key = read_private(path, USER_KEY_BYTES)
     except (OSError, KvferryError) as error:
         raise DescriptionError(

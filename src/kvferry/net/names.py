@@ -26,7 +26,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvferry.errors import AuthenticationError, DeadlineExceeded, HandoverError, PeerLost
+from kvferry.errors import (
+    AuthenticationError,
+    DeadlineExceeded,
+    HandoverError,
+    PeerLost,
+    TransferError,
+)
 from kvferry.net.keys import HOW_TO_MAKE_ONE
 from kvferry.workers import Threads
 
@@ -103,13 +109,6 @@ def look_up(host: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(where[0]) for *_, where in found))[:MOST_ADDRESSES]
 
 
-@dataclass(slots=True, eq=False)
-class _Question:
-    host: str
-    deadline: float  # the latest of its callers'
-    answer: Future[tuple[str, ...]] = field(default_factory=Future)
-
-
 class Names:
     """Looks names up. Any thread may call any method. Only `resolved` waits."""
 
@@ -123,20 +122,17 @@ class Names:
     def ask(self, host: str, deadline: float) -> Future[tuple[str, ...]]:
         """A name's addresses, or `PeerLost`. May be late: the caller watches its deadline."""
         with self._lock:
-            question = self._asked.get(host)
-            if question is not None:
-                question.deadline = max(question.deadline, deadline)
-                return question.answer
-            question, problem = _Question(host, deadline), BUSY
-            if len(self._asked) < self._most_asked:
+            question = self._asked.get(host) or _Question(deadline)
+            question.deadline = max(question.deadline, deadline)
+            if host not in self._asked:
                 try:
-                    self._threads.submit(partial(self._answer, question))
+                    if len(self._asked) >= self._most_asked:
+                        raise HandoverError(BUSY)
+                    question.answer = self._threads.call(partial(self._find, host, question))
                     self._asked[host] = question
-                    return question.answer
                 except HandoverError as error:
-                    problem = str(error)
-        question.answer.set_exception(_unresolved(host, problem))
-        return question.answer
+                    question.answer.set_exception(_unresolved(host, error))
+            return question.answer
 
     def resolved(self, host: str, deadline: float) -> tuple[str, ...]:
         """The addresses of a host, for a caller that may wait. An address is returned as it is."""
@@ -148,50 +144,56 @@ class Names:
         except TimeoutError:
             raise DeadlineExceeded(f"the host name {host!r:.80} was not resolved in time") from None
 
-    def _answer(self, question: _Question) -> None:
+    def _find(self, host: str, question: _Question) -> tuple[str, ...]:
         """By one of the threads."""
         with self._lock:
-            late = question.deadline <= time.monotonic()
-            if late:
-                del self._asked[question.host]  # whoever asks from now on asks anew
-        found: tuple[str, ...] = ()
-        error = BUSY
-        if not late:
-            try:
-                found, error = self._look_up(question.host), "it has no address"
-            except (OSError, UnicodeError, ValueError) as problem:
-                error = str(problem)
-            except Exception as problem:  # ours: whoever waits is told
-                log.exception("the host name %r could not be resolved", question.host)
-                error = repr(problem)
+            if question.deadline <= time.monotonic():
+                del self._asked[host]  # later callers ask anew
+                raise _unresolved(host, BUSY)
+        try:
+            found = self._look_up(host)
+        except (OSError, ValueError) as error:
+            raise _unresolved(host, error) from None
+        except Exception as error:  # a bug of ours: callers that wait get it
+            log.exception("the host name %r could not be resolved", host)
+            raise _unresolved(host, repr(error)) from None
+        finally:
             with self._lock:
-                del self._asked[question.host]
-        if found:
-            question.answer.set_result(found)
-        else:
-            question.answer.set_exception(_unresolved(question.host, error))
+                del self._asked[host]
+        if not found:
+            raise _unresolved(host, "it has no address")
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    deadline: float  # the latest of its callers'
+    answer: Future[tuple[str, ...]] = field(default_factory=Future)
 
 
 def dial(host: str, port: int, deadline: float) -> socket.socket:
     """A connection to the first address of a host that accepts one, by the deadline.
 
-    Raises `OSError` or `ValueError` if the connection fails, and `PeerLost` or `DeadlineExceeded`
-    if the name is not resolved.
+    `DeadlineExceeded`, `PeerLost` if no process listens there, or another `TransferError`.
     """
     found = NAMES.resolved(host, deadline)
-    problem: Exception = TimeoutError("it was not reached in time")
+    problem: Exception = TimeoutError()
     for number, address in enumerate(found):
         left = deadline - time.monotonic()
         if left <= 0:
             break
         try:  # an address that never answers leaves time for the others
             return socket.create_connection((address, port), left / (len(found) - number))
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:
             problem = error
-    raise problem
+    if isinstance(problem, TimeoutError):
+        raise DeadlineExceeded(f"{host}:{port} did not answer by the deadline")
+    if isinstance(problem, ConnectionError):
+        raise PeerLost(f"nobody listens at {host}:{port}: {problem}")
+    raise TransferError(f"cannot connect to {host}:{port}: {problem}")
 
 
-def _unresolved(host: str, why: str) -> PeerLost:
+def _unresolved(host: str, why: object) -> PeerLost:
     return PeerLost(f"the host name {host!r:.80} cannot be resolved: {why}")
 
 

@@ -27,17 +27,18 @@ Without a secret, servers listen on loopback, and clients do not leave it.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import math
+import os
 import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import zmq
 import zmq.auth
@@ -90,176 +91,196 @@ MONITORED = (
 )
 
 
-class Caller:
+class SocketThread:
+    """A thread that owns ZMQ sockets, and all state that it shares with its subclass.
+
+    Other threads hand it work through `submit`, so the state needs no locks.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.counters: Counter[str] = Counter()
+        self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._eventfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poller = zmq.Poller()
+        self._poller.register(self._eventfd, zmq.POLLIN)
+        self._stop = threading.Event()
+        self._wake_lock = threading.Lock()  # the thread is woken while `_eventfd` is open
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, work: Callable[[], object]) -> bool:
+        """Have the thread do this work soon. False if the thread ends. Any thread may call it."""
+        with self._wake_lock:
+            if self._stop.is_set():
+                return False
+            self._work.put(work)
+            os.eventfd_write(self._eventfd, 1)
+            return True
+
+    def close(self) -> None:
+        with self._wake_lock:
+            if self._stop.is_set():
+                return
+            self._stop.set()
+            os.eventfd_write(self._eventfd, 1)
+        if self._thread.ident is None:  # the thread was never started
+            self._end()
+        else:
+            self._thread.join(CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            os.close(self._eventfd)
+
+    def next_deadline(self) -> float | None:
+        """When the thread must take its next turn, or None."""
+        return None
+
+    def _turn(self, ready: Mapping[object, int]) -> None:
+        """Serve the sockets that are ready, and end work whose deadline is over."""
+
+    def _failed(self, error: Exception) -> None:
+        log.error("%s goes on after an error", self._thread.name, exc_info=error)
+
+    def _end(self) -> None:
+        """Close the thread's sockets."""
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                ready = dict(self._poller.poll(self._patience_ms()))
+                if self._eventfd in ready:
+                    os.eventfd_read(self._eventfd)
+                while not self._work.empty():
+                    self._guarded(self._work.get())
+                self._guarded(self._turn, ready)
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            self._end()
+
+    def _guarded(self, action: Callable[..., object], *arguments: object) -> None:
+        try:
+            action(*arguments)
+        except zmq.ContextTerminated:
+            raise
+        except Exception as error:
+            self._failed(error)
+
+    def _patience_ms(self) -> int:
+        due = self.next_deadline()
+        seconds = IDLE_SECONDS if due is None else min(IDLE_SECONDS, due - time.monotonic())
+        return max(0, int(seconds * 1000) + 1)  # rounded up, so not before the deadline
+
+
+class Caller(SocketThread):
     """Makes calls. Any thread may call `call` and `close`; one thread of its own does the rest."""
 
     def __init__(self, sockets: Sockets) -> None:
+        super().__init__("kvferry-caller")
         self._sockets = sockets
-        self._inbox = _Inbox()
-        address = f"inproc://kvferry-caller-{id(self)}"
-        self._woken = sockets.context.socket(zmq.PULL)
-        self._woken.bind(address)
-        self._waker = sockets.context.socket(zmq.PUSH)
-        self._waker.connect(address)
-        self.counters: Counter[str] = Counter()
-        self._lines: dict[str, Line] = {}
-        self._unresolved: dict[str, _Unresolved] = {}
+        self._lines: dict[str, Line] = {}  # by address, as in the call
+        self._unresolved: dict[str, Future[tuple[str, ...]]] = {}  # lookups that calls wait for
         self._calls: dict[int, _Call] = {}
-        self._ids = itertools.count(1)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvferry-caller", daemon=True)
+        self._numbers = itertools.count(1)
         try:
-            self._thread.start()
+            self.start()
         except RuntimeError:  # the process has too many threads
-            self._woken.close(linger=0)
-            self._waker.close(linger=0)
+            self.close()
             raise
 
     def call(self, address: str, body: RequestBody, deadline: float) -> Future[ReplyBody]:
         """Send a request to `host:port`. The future always ends by the deadline."""
-        future: Future[ReplyBody] = Future()
-        call = _Call(future, address, deadline, type(body).__name__.lower())
-        with self._inbox.lock:
-            if self._stop.is_set():
-                future.set_exception(PeerLost("kvferry is shutting down"))
-                return future
-            self._inbox.queue.put((body, call))
-            self._wake()
-        return future
+        call = _Call(next(self._numbers), address, body, deadline)
+        if not self.submit(partial(self._begin, call)):
+            call.future.set_exception(PeerLost("kvferry is shutting down"))
+        return call.future
 
-    def close(self) -> None:
-        with self._inbox.lock:
-            if self._stop.is_set():
-                return
-            self._stop.set()
-            self._wake()
-        self._thread.join(CLOSE_SECONDS)
-        self._waker.close(linger=0)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(zmq.Again):  # full: the thread will wake anyway
-            self._waker.send(b"", zmq.NOBLOCK)
+    def next_deadline(self) -> float | None:
+        calls = (call.deadline for call in self._calls.values())
+        lines = (line.connect_by for line in self._lines.values())
+        return min(itertools.chain(calls, lines), default=None)
 
     # The thread
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._woken, zmq.POLLIN)
-        try:
-            while not self._stop.is_set():
-                ready = dict(poller.poll(self._patience_ms()))
-                while self._woken.poll(0):
-                    self._woken.recv()
-                self._guarded(lambda: self._send_all(poller))
-                for address, line in list(self._lines.items()):
-                    if line.socket in ready:
-                        self._guarded(lambda line=line: self._receive(line))
-                    if line.monitor in ready:
-                        self._guarded(lambda a=address, x=line: self._watch(a, x, poller))
-                self._expire(poller)
-                self._guarded(lambda: self._move_on(poller))
-        except zmq.ContextTerminated:
-            pass
-        finally:
-            self._end_calls(None, PeerLost("kvferry is shutting down"))
-            for line in self._lines.values():
-                line.close()
-            self._woken.close(linger=0)
-
-    def _guarded(self, action: object) -> None:
-        try:
-            action()  # type: ignore[operator]
-        except zmq.ContextTerminated:
-            raise
-        except Exception:
-            log.exception("kvferry's caller goes on after an error")
-
-    def _patience_ms(self) -> int:
+    def _turn(self, ready: Mapping[object, int]) -> None:
+        for line in list(self._lines.values()):
+            if line.socket in ready:
+                self._guarded(self._receive, line)
+            if line.monitor in ready:
+                self._guarded(self._watch, line)
+        self._expire()
         now = time.monotonic()
-        due = min((call.deadline for call in self._calls.values()), default=now + IDLE_SECONDS)
-        moves_on = min((line.connect_by for line in self._lines.values()), default=due)
-        seconds = min(IDLE_SECONDS, due - now, moves_on - now)
-        return max(0, int(seconds * 1000) + 1)
+        for line in [line for line in self._lines.values() if line.not_reached(now)]:
+            self._try_next(line)
 
-    def _send_all(self, poller: zmq.Poller) -> None:
-        for address in [a for a, waiting in self._unresolved.items() if waiting.answer.done()]:
-            self._resolved(address, self._unresolved.pop(address), poller)
-        while not self._inbox.queue.empty():
-            body, call = self._inbox.queue.get()
-            number = next(self._ids)
-            self._calls[number] = call
-            try:
-                self._send(number, encode(Request(number, body)), call, poller)
-            except Exception as error:
-                self._not_sent(number, error)
+    def _end(self) -> None:
+        while not self._work.empty():
+            self._guarded(self._work.get())
+        self._end_calls(list(self._calls.values()), PeerLost("kvferry is shutting down"))
+        for line in self._lines.values():
+            line.close()
 
-    def _send(self, number: int, frame: bytes, call: _Call, poller: zmq.Poller) -> None:
-        line = self._lines.get(call.address)
-        if line is None:
-            self._sockets.require_trusted(call.address)
-            host, _, port = call.address.rpartition(":")
-            address = literal(host)
-            if address is None:
-                self._resolve(host, call).frames[number] = frame
-                return
-            line = self._connect(call.address, [at_port(address, port)], poller)
-        line.send(number, frame, call.deadline)
+    def _begin(self, call: _Call) -> None:
+        self._calls[call.number] = call
+        if not self._stop.is_set():
+            self._send(call)
 
-    def _resolve(self, host: str, call: _Call) -> _Unresolved:
+    def _send(self, call: _Call) -> None:
+        """Send a call on the line to its address, or have it wait until its host is resolved."""
+        try:
+            frame = encode(Request(call.number, call.body))
+            line = self._lines.get(call.address)
+            if line is None:
+                self._sockets.require_trusted(call.address)
+                host, _, port = call.address.rpartition(":")
+                address = literal(host)
+                if address is None:
+                    self._look_up(host, call)
+                    return
+                line = self._connect(call.address, [at_port(address, port)])
+            line.send(frame, call.deadline)
+        except Exception as error:
+            self._end_calls([call], _not_sent(call, error))
+
+    def _look_up(self, host: str, call: _Call) -> None:
         """Ask for a lookup of the host's name, or join the lookup that is under way."""
         waiting = self._unresolved.get(call.address)
-        if waiting is None or not waiting.answer.done():
+        if waiting is None or not waiting.done():
             # asking again extends the lookup's deadline
             answer = self._sockets.names.ask(host, call.deadline)
             if waiting is None:
-                waiting = self._unresolved[call.address] = _Unresolved(answer)
-                answer.add_done_callback(lambda _: self._look_again())
-        return waiting
+                self._unresolved[call.address] = answer
+                resolved = partial(self._resolved, call.address)
+                answer.add_done_callback(lambda found: self.submit(partial(resolved, found)))
 
-    def _look_again(self) -> None:
-        """Wake the caller's thread. Called by the thread that has resolved a name."""
-        with self._inbox.lock:
-            if not self._stop.is_set():
-                self._wake()
-
-    def _resolved(self, address: str, waiting: _Unresolved, poller: zmq.Poller) -> None:
-        error = waiting.answer.exception()
+    def _resolved(self, address: str, found: Future[tuple[str, ...]]) -> None:
+        if self._unresolved.get(address) is not found:
+            return  # its calls have ended meanwhile
+        del self._unresolved[address]
+        error = found.exception()
         if error is not None:
-            self._end_calls(address, error)
-            return
-        port = address.rpartition(":")[2]
-        found = [at_port(one, port) for one in waiting.answer.result()]
-        self._open(address, found, waiting.frames, poller)
+            self._end_calls(self._calls_to(address), error)
+        else:
+            port = address.rpartition(":")[2]
+            self._open(address, [at_port(one, port) for one in found.result()])
 
-    def _open(
-        self, address: str, found: list[str], frames: dict[int, bytes], poller: zmq.Poller
-    ) -> None:
-        """Open a line, and send the calls that waited for it and have not ended meanwhile."""
-        wanted = {number: frame for number, frame in frames.items() if number in self._calls}
+    def _open(self, address: str, found: list[str]) -> None:
+        """Open a line to the first of these addresses, and send the calls that wait for it."""
+        waiting = self._calls_to(address)
         try:
-            self._connect(address, found, poller)
-            for number, frame in wanted.items():
-                self._send(number, frame, self._calls[number], poller)
+            self._connect(address, found)
         except Exception as error:
-            for number in wanted:
-                self._not_sent(number, error)
+            for call in waiting:
+                self._end_calls([call], _not_sent(call, error))
+        else:
+            for call in waiting:
+                self._send(call)
 
-    def _not_sent(self, number: int, error: Exception) -> None:
-        call = self._calls.pop(number, None)
-        if call is None:
-            return  # the call has ended meanwhile
-        if isinstance(error, KvferryError):
-            call.future.set_exception(error)
-        elif isinstance(error, (zmq.ZMQError, OSError, ValueError)):  # a bad address, a full queue
-            call.future.set_exception(PeerLost(f"{call.address} cannot be reached: {error}"))
-        else:  # a bug of ours; the caller learns of it at once
-            log.error("a %s could not be sent", call.what, exc_info=error)
-            call.future.set_exception(HandoverError(f"internal error: {error!r}"))
-
-    def _connect(self, address: str, found: list[str], poller: zmq.Poller) -> Line:
+    def _connect(self, address: str, found: list[str]) -> Line:
         line = self._lines[address] = Line.open(self._sockets, address, found)
-        poller.register(line.socket, zmq.POLLIN)
-        poller.register(line.monitor, zmq.POLLIN)
+        self._poller.register(line.socket, zmq.POLLIN)
+        self._poller.register(line.monitor, zmq.POLLIN)
         return line
 
     def _receive(self, line: Line) -> None:
@@ -285,81 +306,73 @@ class Caller:
                 del self._calls[reply.id]
                 call.future.set_result(reply.body)
 
-    def _watch(self, address: str, line: Line, poller: zmq.Poller) -> None:
+    def _watch(self, line: Line) -> None:
         """End the calls of a line that is over. The next call to its address opens a new line."""
         error = line.hear()
         if isinstance(error, PeerLost) and not line.greeted and line.others:
-            self._try_next(address, line, poller)
+            self._try_next(line)
         elif error is not None:
-            self._hang_up(address, poller)
-            self._end_calls(address, error)
+            self._hang_up(line)
+            self._end_calls(self._calls_to(line.address), error)
 
-    def _move_on(self, poller: zmq.Poller) -> None:
-        """Leave addresses whose time to connect is over."""
-        now = time.monotonic()
-        for address, line in list(self._lines.items()):
-            if line.not_reached(now):
-                self._try_next(address, line, poller)
+    def _try_next(self, line: Line) -> None:
+        self._hang_up(line)
+        self._open(line.address, line.others)
 
-    def _try_next(self, address: str, line: Line, poller: zmq.Poller) -> None:
-        self._hang_up(address, poller)
-        self._open(address, line.others, line.unsaid, poller)
-
-    def _hang_up(self, address: str, poller: zmq.Poller) -> None:
-        line = self._lines.pop(address)
-        poller.unregister(line.socket)
-        poller.unregister(line.monitor)
+    def _hang_up(self, line: Line) -> None:
+        del self._lines[line.address]
+        self._poller.unregister(line.socket)
+        self._poller.unregister(line.monitor)
         line.close()
 
-    def _end_calls(self, address: str | None, error: BaseException) -> None:
-        for number, call in list(self._calls.items()):
-            if address is None or call.address == address:
-                del self._calls[number]
-                call.future.set_exception(error)
-        while address is None and not self._inbox.queue.empty():
-            self._inbox.queue.get()[1].future.set_exception(error)
+    def _calls_to(self, address: str) -> list[_Call]:
+        return [call for call in self._calls.values() if call.address == address]
 
-    def _expire(self, poller: zmq.Poller) -> None:
+    def _end_calls(self, calls: list[_Call], error: BaseException) -> None:
+        for call in calls:
+            del self._calls[call.number]
+            call.future.set_exception(error)
+
+    def _expire(self) -> None:
         now = time.monotonic()
-        late = set()
-        for number, call in list(self._calls.items()):
-            if call.deadline <= now:
-                del self._calls[number]
-                late.add(call.address)
-                if call.address in self._unresolved:
-                    why = f"the name of {call.address} was not resolved in time for a {call.what}"
-                else:
-                    why = f"{call.address} did not answer a {call.what} in time"
-                call.future.set_exception(DeadlineExceeded(why))
+        late = [call for call in self._calls.values() if call.deadline <= now]
+        for call in late:
+            why = f"{call.address} did not answer a {call.what} in time"
+            if call.address in self._unresolved:
+                why = f"the name of {call.address} was not resolved in time for a {call.what}"
+            self._end_calls([call], DeadlineExceeded(why))
+        if not late:
+            return
         # close lines that never connected and that no call waits for: they cost descriptors
-        for address in late - {call.address for call in self._calls.values()} if late else ():
+        waited_for = {call.address for call in self._calls.values()}
+        for address in {call.address for call in late} - waited_for:
             self._unresolved.pop(address, None)
-            if address in self._lines and not self._lines[address].greeted:
-                self._hang_up(address, poller)
+            line = self._lines.get(address)
+            if line is not None and not line.greeted:
+                self._hang_up(line)
 
 
 @dataclass(slots=True)
 class _Call:
-    future: Future[ReplyBody]
+    number: int
     address: str
+    body: RequestBody
     deadline: float
-    what: str
+    future: Future[ReplyBody] = field(default_factory=Future)
+
+    @property
+    def what(self) -> str:
+        return type(self.body).__name__.lower()
 
 
-@dataclass(slots=True)
-class _Unresolved:
-    """An address whose name is looked up, and the encoded calls that wait for it."""
-
-    answer: Future[tuple[str, ...]]
-    frames: dict[int, bytes] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Inbox:
-    """Calls for the caller's thread. The lock also guards the socket that wakes the thread."""
-
-    queue: queue.SimpleQueue[tuple[RequestBody, _Call]] = field(default_factory=queue.SimpleQueue)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+def _not_sent(call: _Call, error: Exception) -> KvferryError:
+    """The error of a call that could not be sent."""
+    if isinstance(error, KvferryError):
+        return error
+    if isinstance(error, (zmq.ZMQError, OSError, ValueError)):  # a bad address, a full queue
+        return PeerLost(f"{call.address} cannot be reached: {error}")
+    log.error("a %s could not be sent", call.what, exc_info=error)  # a bug of ours
+    return HandoverError(f"internal error: {error!r}")
 
 
 @dataclass(slots=True, eq=False)
@@ -370,7 +383,6 @@ class Line:
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     others: list[str]  # the other addresses of its name, to try if this one is not reached
-    unsaid: dict[int, bytes] = field(default_factory=dict)  # calls sent before it was greeted
     connect_by: float = math.inf  # after that, the next address is tried
     connected: bool = False
     greeted: bool = False  # whether its handshake succeeded
@@ -378,28 +390,19 @@ class Line:
     @classmethod
     def open(cls, sockets: Sockets, address: str, found: list[str]) -> Line:
         """A line to the first of these addresses. libzmq connects in the background."""
-        monitors: list[zmq.Socket[bytes]] = []
-
-        def prepare(socket: zmq.Socket[bytes]) -> None:
-            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-            monitors.append(socket.get_monitor_socket(MONITORED))
-
+        socket = sockets.client(found[0])
+        line = cls(address, socket, socket.get_monitor_socket(MONITORED), found[1:])
         try:
-            socket = sockets.client(found[0], prepare)
-        except BaseException:
-            for monitor in monitors:
-                monitor.close(linger=0)
+            socket.connect(f"tcp://{found[0]}")
+        except BaseException:  # also an interrupt: no other code would close the sockets
+            line.close()
             raise
-        return cls(address, socket, monitors[0], found[1:])
+        return line
 
-    def send(self, number: int, frame: bytes, deadline: float) -> None:
+    def send(self, frame: bytes, deadline: float) -> None:
         """Send a call, or queue it until the line connects. `deadline` is the call's."""
         self.socket.send(frame, zmq.NOBLOCK)
-        if not self.others or self.greeted:
-            return
-        self.unsaid[number] = frame
-        if not self.connected:
+        if self.others and not self.connected:
             now = time.monotonic()
             share = min(CONNECT_SECONDS, (deadline - now) / (len(self.others) + 1))
             self.connect_by = min(self.connect_by, now + max(LEAST_CONNECT_SECONDS, share))
@@ -416,7 +419,6 @@ class Line:
                 self.connected, self.connect_by = True, math.inf
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.greeted = True
-                self.unsaid.clear()
             elif self.greeted:
                 return PeerLost(f"the connection to {self.address} broke")
             elif event == zmq.EVENT_CONNECT_RETRIED:
@@ -435,32 +437,22 @@ class Line:
         self.monitor.close(linger=0)
 
 
-def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)  # must be set before the first socket
-    return context
-
-
-@dataclass(slots=True)
 class Sockets:
     """Makes the sockets of one process, all with the key of the secret or of this user.
 
     `admits` says which of the hosts that peers name may be called.
     """
 
-    secret: str | None = field(default=None, repr=False)
-    admits: Admits | None = None
-    context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=_context)
-    names: Names = NAMES
-    _authenticator: ThreadAuthenticator | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _key: Key = field(init=False)
-    _keys: dict[str, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
-    _reach: Reach = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._key = Key.of(self.secret)
-        self._reach = Reach(self._key.configured, self.admits)
+    def __init__(
+        self, secret: str | None = None, admits: Admits | None = None, *, names: Names = NAMES
+    ) -> None:
+        self._key = Key.of(secret)
+        self._reach = Reach(self._key.configured, admits)
+        self.names = names
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)  # must be set before the first socket
+        self._authenticator: ThreadAuthenticator | None = None
+        self._lock = threading.Lock()
 
     def server(self, host: str | None, port: int = 0) -> tuple[zmq.Socket[bytes], int]:
         """A bound ROUTER socket and its port. `host` None: loopback."""
@@ -474,37 +466,25 @@ class Sockets:
         self._admit()
         socket.curve_publickey, socket.curve_secretkey = self._pair("server")
         socket.curve_server = True
-        address = f"tcp://{bound}"
         try:
-            if port:
-                socket.bind(f"{address}:{port}")
-            else:
-                port = socket.bind_to_random_port(address)
+            socket.bind(f"tcp://{bound}:{port or '*'}")
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise HandoverError(f"cannot listen at {bound}:{port}: {error}") from None
-        return socket, port
+        return socket, int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
-    def client(
-        self, address: str, prepare: Callable[[zmq.Socket[bytes]], None] | None = None
-    ) -> zmq.Socket[bytes]:
-        """A DEALER socket to `host:port`. libzmq connects it in the background.
+    def client(self, address: str) -> zmq.Socket[bytes]:
+        """A DEALER socket for `host:port`, to be connected when its monitor is set.
 
-        The host must be an address: libzmq would resolve a name on its I/O thread. `prepare` sets
-        options and monitors, which must be set before the socket connects.
+        The host must be an address: libzmq would resolve a name on its I/O thread.
         """
         Reach(self._key.configured).require(address.rpartition(":")[0])
         socket = self.context.socket(zmq.DEALER)
-        try:
-            self._prepare(socket, MAX_REPLY_BYTES)
-            socket.curve_serverkey, _ = self._pair("server")
-            socket.curve_publickey, socket.curve_secretkey = self._pair("client")
-            if prepare is not None:
-                prepare(socket)
-            socket.connect(f"tcp://{address}")
-        except BaseException:  # also an interrupt: no other code would close the socket
-            socket.close(linger=0)
-            raise
+        self._prepare(socket, MAX_REPLY_BYTES)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        socket.curve_serverkey, _ = self._pair("server")
+        socket.curve_publickey, socket.curve_secretkey = self._pair("client")
         return socket
 
     def require_trusted(self, address: str) -> None:
@@ -525,11 +505,10 @@ class Sockets:
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.IPV6, 1)
 
-    def _pair(self, who: str) -> tuple[bytes, bytes]:
-        with self._lock:
-            if who not in self._keys:
-                self._keys[who] = _keypair(self._key, who)
-            return self._keys[who]
+    def _pair(self, role: str) -> tuple[bytes, bytes]:
+        """A public and a secret CURVE key, which every process with the key derives alike."""
+        private = z85.encode(self._key.derive(f"curve {role}"))
+        return zmq.curve_public(private), private
 
     def _admit(self) -> None:
         """Start the thread that admits clients with the derived key, if it does not run yet."""
@@ -541,12 +520,6 @@ class Sockets:
                 self._authenticator.configure_curve_callback(
                     domain="*", credentials_provider=_OnlyThisKey(public)
                 )
-
-
-def _keypair(key: Key, who: str) -> tuple[bytes, bytes]:
-    """A public and a secret CURVE key, which every process with the key derives alike."""
-    private = z85.encode(key.derive(f"curve {who}"))
-    return zmq.curve_public(private), private
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,12 @@ A peer may be faulty even if it has the key, so its costs are bounded:
 from __future__ import annotations
 
 import logging
-import queue
 import resource
 import socket as sockets
 import threading
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from sys import getsizeof
 from typing import Any
@@ -49,13 +47,11 @@ from kvferry.net.messages import (
     read_id,
     refusal,
 )
-from kvferry.net.rpc import Sockets
+from kvferry.net.rpc import Sockets, SocketThread
 
 log = logging.getLogger("kvferry")
 
-IDLE_SECONDS = 1.0  # the most between two checks of deadlines
 MOST_FRAMES = 256  # requests to answer before the next check of deadlines
-CLOSE_SECONDS = 5.0
 SHARED_BYTES = 16 << 10  # of a reply's body; a shorter one is faster copied than shared
 COMPLAIN_SECONDS = 60.0  # between two log lines about the same thing
 MOST_COMPLAINTS = 20  # log lines in that time, about all things
@@ -84,50 +80,16 @@ def pack(body: ReplyBody) -> Packed:
     return zmq.Frame(msgspec.msgpack.encode(body), copy=True)
 
 
-class Server:
+class Server(SocketThread):
     """One ROUTER socket and the thread that owns it."""
 
     def __init__(self, sockets: Sockets, host: str | None, port: int, name: str) -> None:
-        self.counters: Counter[str] = Counter()
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._socket, self.port = sockets.server(host, port)
-        context = sockets.context
+        super().__init__(name)
         self._door = ConnectionLimit(self._socket, self.port)
         self._complained: dict[str, float] = {}
-        self._wake_address = f"inproc://{name}-{id(self)}"
-        self._woken = context.socket(zmq.PULL)
-        self._woken.bind(self._wake_address)
-        self._waker = context.socket(zmq.PUSH)
-        self._waker.connect(self._wake_address)
-        self._wake_lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Have the server's thread do this work soon. Any thread may call it."""
-        self._work.put(work)
-        with self._wake_lock:
-            if not self._stop.is_set():
-                self._wake()
-
-    def close(self) -> None:
-        with self._wake_lock:
-            if self._stop.is_set():
-                return
-            self._stop.set()
-            self._wake()
-        if self._thread.ident is None:  # the thread was never started
-            self._close_sockets()
-        else:
-            self._thread.join(CLOSE_SECONDS)
-        self._waker.close(linger=0)
-
-    def _wake(self) -> None:
-        with suppress(zmq.Again):  # full: the thread will wake anyway
-            self._waker.send(b"", zmq.NOBLOCK)
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._door.events, zmq.POLLIN)
 
     # For subclasses
 
@@ -137,9 +99,6 @@ class Server:
 
     def tick(self, now: float) -> None:
         """End work whose deadline is over."""
-
-    def next_deadline(self) -> float | None:
-        return None
 
     def reply(self, sender: bytes, request_id: int, body: ReplyBody | Packed) -> None:
         """Send a reply. If the peer does not take it, drop it."""
@@ -175,90 +134,53 @@ class Server:
 
     # The thread
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._woken, zmq.POLLIN)
-        poller.register(self._door.events, zmq.POLLIN)
-        try:
-            while not self._stop.is_set():
-                ready = dict(poller.poll(self._patience_ms()))
-                if self._woken in ready:
-                    self._drain_wakes()
-                if self._door.events in ready:
-                    self._guarded(self._watch_door)
-                self._guarded(self._watch_unread)
-                self._guarded(self._do_work)
-                if self._socket in ready:
-                    self._guarded(self._take_frames)
-                self._guarded(lambda: self.tick(time.monotonic()))
-        except zmq.ContextTerminated:
-            pass
-        finally:
-            self._close_sockets()
+    def _turn(self, ready: Mapping[object, int]) -> None:
+        if self._door.events in ready:
+            self._guarded(self._watch_door)
+        self._guarded(self._watch_unread)
+        if self._socket in ready:
+            self._guarded(self._take_frames)
+        self._guarded(self.tick, time.monotonic())
 
-    def _close_sockets(self) -> None:
+    def _failed(self, error: Exception) -> None:
+        self.counters["internal errors"] += 1
+        text = "kvferry's %s goes on after an error: %.200r"
+        self.complain("error", text, self._thread.name, error)
+
+    def _end(self) -> None:
         self._door.close()
         self._socket.close(linger=0)
-        self._woken.close(linger=0)
-
-    def _watch_unread(self) -> None:
-        shut = self._door.look_at_unread()
-        if shut:
-            self.counters["flooding connections closed"] += shut
-            text = "%s closes connections whose requests never end; is a peer faulty?"
-            self.complain("flood", text, self._thread.name)
 
     def _watch_door(self) -> None:
-        turned_away = self._door.look()
-        if self._door.strangers > self.counters["strangers"]:
-            self.counters["strangers"] = self._door.strangers
-            self.complain(
-                "strangers",
-                "%s turned somebody away who does not have our key: an engine with another secret "
-                "or of another user, or one of vLLM's own connectors? Run kvferry's connector with "
-                "the same secret on both sides",
-                self._thread.name,
-            )
-        if turned_away:
-            self.counters["silent connections closed"] += turned_away
-            self.complain(
-                "door",
-                "%s closes connections without a request, because there are more than "
-                "%d: does something scan its port, or use another secret?",
-                self._thread.name,
-                most_waiting(),
-            )
+        strangers, silent = self._door.look()
+        self._count_and_complain(
+            strangers,
+            "strangers",
+            "%s turned somebody away who does not have our key: an engine with another secret "
+            "or of another user, or one of vLLM's own connectors? Run kvferry's connector with "
+            "the same secret on both sides",
+        )
+        self._count_and_complain(
+            silent,
+            "silent connections closed",
+            "%s closes connections without a request, because there are more than "
+            f"{most_waiting()}: does something scan its port, or use another secret?",
+        )
 
-    def _guarded(self, action: Callable[[], Any]) -> None:
-        try:
-            action()
-        except zmq.ContextTerminated:
-            raise
-        except Exception as error:
-            self.counters["internal errors"] += 1
-            text = "kvferry's %s goes on after an error: %.200r"
-            self.complain("error", text, self._thread.name, error)
+    def _watch_unread(self) -> None:
+        text = "%s closes connections whose requests never end; is a peer faulty?"
+        self._count_and_complain(self._door.look_at_unread(), "flooding connections closed", text)
 
-    def _patience_ms(self) -> int:
-        due = self.next_deadline()
-        seconds = IDLE_SECONDS if due is None else min(IDLE_SECONDS, due - time.monotonic())
-        return max(0, int(seconds * 1000) + 1)  # rounded up, so not before the deadline
-
-    def _drain_wakes(self) -> None:
-        while self._woken.poll(0):
-            self._woken.recv()
-
-    def _do_work(self) -> None:
-        while not self._work.empty():
-            self._guarded(self._work.get())
+    def _count_and_complain(self, count: int, what: str, text: str) -> None:
+        if count:
+            self.counters[what] += count
+            self.complain(what, text, self._thread.name)
 
     def _take_frames(self) -> None:
         for _ in range(MOST_FRAMES):
             if not self._socket.poll(0):
                 return
-            frames = self._door.receive()
-            self._guarded(lambda frames=frames: self._take(frames))  # type: ignore[misc]
+            self._guarded(self._take, self._door.receive())
 
     def _take(self, frames: list[bytes]) -> None:
         self.counters["messages"] += 1
@@ -303,10 +225,8 @@ class ConnectionLimit:
 
     def __init__(self, socket: zmq.Socket[bytes], port: int) -> None:
         self._socket, self._port = socket, port
-        self._guests: dict[int, _Caller] = {}  # by descriptor
-        self._waiting: OrderedDict[int, None] = OrderedDict()  # without a request, the oldest first
+        self._guests: dict[int, _Guest] = {}  # by descriptor, the oldest first
         self._next_look = time.monotonic()
-        self.strangers = 0  # failed handshakes
         address = f"inproc://door-{id(self)}"
         socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | FAILED)
         self.events = socket.context.socket(zmq.PAIR)
@@ -329,27 +249,29 @@ class ConnectionLimit:
             elif guest is not None and descriptor in self._guests:
                 self._shut(descriptor)  # no message of kvferry has this many
         if guest is not None:
-            self._waiting.pop(descriptor, None)
+            guest.waits = False
             guest.taken_bytes += sum(map(len, frames[1:])) + FRAME_BYTES * len(frames)
         return frames
 
-    def look(self) -> int:
-        """Read connection events. Return how many connections were shut down as too many wait."""
+    def look(self) -> tuple[int, int]:
+        """Read connection events: how many handshakes failed, and how many connections were shut
+        down because too many wait."""
+        strangers = 0
         for _ in range(MOST_EVENTS):
             if not self.events.poll(0):
                 break
             event = recv_monitor_message(self.events)
             if event["event"] & FAILED:
-                self.strangers += 1
+                strangers += 1
                 continue
             descriptor = event["value"]
-            self._forget(descriptor)
+            self._guests.pop(descriptor, None)
             if event["event"] == zmq.EVENT_ACCEPTED:
-                with suppress(OSError), _Borrowed(descriptor) as connection:
-                    self._guests[descriptor] = _Caller(connection.getpeername())
-                    self._waiting[descriptor] = None
-        too_many = list(self._waiting)[: max(0, len(self._waiting) - most_waiting())]
-        return sum(self._shut(descriptor) for descriptor in too_many)
+                with suppress(OSError), _borrowed(descriptor) as connection:
+                    self._guests[descriptor] = _Guest(connection.getpeername())
+        waiting = [descriptor for descriptor, guest in self._guests.items() if guest.waits]
+        too_many = waiting[: max(0, len(waiting) - most_waiting())]
+        return strangers, sum(self._shut(descriptor) for descriptor in too_many)
 
     def look_at_unread(self) -> int:
         """Shut down connections with too many unread bytes, and return how many there were."""
@@ -373,7 +295,7 @@ class ConnectionLimit:
 
     def _unread(self, descriptor: int) -> int:
         guest = self._guests[descriptor]
-        with suppress(OSError), _Borrowed(descriptor) as connection:
+        with suppress(OSError), _borrowed(descriptor) as connection:
             told = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, RECEIVED_AT + 8)
             received = int.from_bytes(told[RECEIVED_AT:], "little")
             guest.taken_bytes = min(guest.taken_bytes, received)  # FRAME_BYTES is an upper bound
@@ -385,17 +307,12 @@ class ConnectionLimit:
 
         libzmq then closes it.
         """
-        guest = self._guests[descriptor]
-        self._forget(descriptor)
-        with suppress(OSError), _Borrowed(descriptor) as connection:
+        guest = self._guests.pop(descriptor)
+        with suppress(OSError), _borrowed(descriptor) as connection:
             if (connection.getsockname()[1], connection.getpeername()) == (self._port, guest.peer):
                 connection.shutdown(sockets.SHUT_RDWR)
                 return True
         return False
-
-    def _forget(self, descriptor: int) -> None:
-        self._guests.pop(descriptor, None)
-        self._waiting.pop(descriptor, None)
 
 
 def most_waiting() -> int:
@@ -403,25 +320,6 @@ def most_waiting() -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     part = MOST_WAITING if limit == resource.RLIM_INFINITY else limit // SHARE_OF_DESCRIPTORS
     return max(8, min(MOST_WAITING, part))
-
-
-@dataclass(slots=True)
-class _Caller:
-    peer: Any  # its address; a reused descriptor has another one
-    taken_bytes: int = 0  # that the server's thread has received
-
-
-class _Borrowed:
-    """One of libzmq's descriptors as a Python socket, without a duplicate descriptor."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._socket = sockets.socket(sockets.AF_INET6, sockets.SOCK_STREAM, 0, descriptor)
-
-    def __enter__(self) -> sockets.socket:
-        return self._socket
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.detach()
 
 
 @dataclass(slots=True, eq=False)
@@ -465,3 +363,20 @@ def kept_bytes(kept: Claim | Offer | Complete) -> int:
 
 def reader_bytes(reader: Reader) -> int:
     return getsizeof(reader.engine_id) + getsizeof(reader.incarnation)
+
+
+@dataclass(slots=True)
+class _Guest:
+    peer: Any  # its address; a reused descriptor has another one
+    waits: bool = True  # for its first request
+    taken_bytes: int = 0  # that the server's thread has received
+
+
+@contextmanager
+def _borrowed(descriptor: int) -> Iterator[sockets.socket]:
+    """One of libzmq's descriptors as a Python socket, without a duplicate descriptor."""
+    connection = sockets.socket(sockets.AF_INET6, sockets.SOCK_STREAM, 0, descriptor)
+    try:
+        yield connection
+    finally:
+        connection.detach()

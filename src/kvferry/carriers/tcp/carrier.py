@@ -11,7 +11,6 @@ bytes are on their way. A frame to be read is asked for while the frame before i
     cancelled write   this side stops sending and waits until the server has closed: then all that
                       was on the way has either been applied or is gone
     failed            on one connection: the other one is ended the same way
-    revoked           the owner closes all connections of a peer, and lets it in no more
     grant closed      the owner closes the connections that write under it, and no others
 
 Without a secret, peers must be of this user (net/keys.py), and the carrier listens on loopback
@@ -39,8 +38,8 @@ from kvferry.carriers.base import (
     slices,
 )
 from kvferry.carriers.host import HostMemory
-from kvferry.carriers.tcp.client import MAX_REGIONS, Own, Streams, TcpEndpoint, TcpPeer
-from kvferry.carriers.tcp.frames import INCARNATION_BYTES, MAX_PAYLOAD_BYTES
+from kvferry.carriers.tcp.client import Own, Streams, TcpEndpoint, TcpPeer
+from kvferry.carriers.tcp.frames import INCARNATION_BYTES, MAX_PAYLOAD_BYTES, MAX_REGIONS
 from kvferry.carriers.tcp.server import ServerLimits, TcpServer
 from kvferry.carriers.transfer import CANCEL_SECONDS, Job, share
 from kvferry.copies import Copies, Ints
@@ -89,16 +88,19 @@ class TcpCarrier(GrantingCarrier):
         if host is None:
             host = EVERYWHERE[0] if key.configured else LOOPBACK
         self._reach.require_listening(host)
-        self._secret = key.derive("tcp")
         self._host, self._port, self._advertise = host, require_port(port), advertise
         self.limits = limits or ServerLimits()
         self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
         usual = STREAMS_PER_TRANSFER
         if memory is not None and is_staged(memory):
             usual = STAGED_STREAMS_PER_TRANSFER
-        stall, streams = self.limits.stall_seconds, streams_per_transfer or usual
-        self._own = Own(self.incarnation, stall, streams)
-        self._server = TcpServer(self._secret, self.incarnation, self.limits, writable=writable)
+        self._own = Own(
+            key.derive("tcp"),
+            self.incarnation,
+            self.limits.stall_seconds,
+            streams_per_transfer or usual,
+        )
+        self._server = TcpServer(self._own.key, self.incarnation, self.limits, writable=writable)
         self._memory = memory
         if memory is not None:
             self._server.memory = memory
@@ -150,7 +152,7 @@ class TcpCarrier(GrantingCarrier):
     def connect(self, endpoint: bytes, deadline: float) -> TcpPeer:
         found = TcpEndpoint.decode(endpoint)
         self._reach.require(found.host)
-        peer = TcpPeer(self._own, found, self._secret)
+        peer = TcpPeer(self._own, found)
         peer.connect(deadline)
         with self._lock:
             if not self._closed:
@@ -172,7 +174,9 @@ class TcpCarrier(GrantingCarrier):
         self, peer: TcpPeer, copies: Copies, *, reading: bool, grant: bytes = b""
     ) -> Transfer:
         def work(job: Job) -> None:
-            arrays = self._require(peer, copies, reading=reading)
+            arrays, ours = Copies.of(copies), self._server.regions
+            src, dst = (peer.regions, ours) if reading else (ours, peer.regions)
+            require_all(arrays, src, dst, reading=reading)
             total = sum(int(part.length.sum()) for part in arrays.windows())
             if total == 0:
                 return
@@ -194,14 +198,6 @@ class TcpCarrier(GrantingCarrier):
 
         return peer.workers.submit(Job(work, "a tcp read" if reading else "a tcp write"))
 
-    def revoke(self, endpoint: bytes, seconds: float = CANCEL_SECONDS) -> None:
-        """Stop the carrier with this endpoint from reaching memory here, now and later.
-
-        When it returns, no byte of that peer arrives any more. `DeadlineExceeded` if a connection
-        does not end in time.
-        """
-        self._server.revoke(TcpEndpoint.decode(endpoint).incarnation, seconds)
-
     def open_grant(self, address: Ints, length: Ints) -> bytes:
         self._server.regions.require("this carrier", address, length)
         return self._server.grants.open(RegionTable.of_arrays(address, length))
@@ -212,9 +208,6 @@ class TcpCarrier(GrantingCarrier):
     @property
     def open_grants(self) -> int:
         return len(self._server.grants)
-
-    def readmit(self, endpoint: bytes) -> None:
-        self._server.readmit(TcpEndpoint.decode(endpoint).incarnation)
 
     def disconnect(self, peer: TcpPeer) -> None:
         with self._lock:
@@ -229,14 +222,6 @@ class TcpCarrier(GrantingCarrier):
         for peer in peers:
             peer.close()
         self._server.close(CANCEL_SECONDS)
-
-    def _require(self, peer: TcpPeer, copies: Copies, *, reading: bool) -> Copies:
-        """The copies, checked."""
-        arrays = Copies.of(copies)
-        ours = self._server.regions
-        src, dst = (peer.regions, ours) if reading else (ours, peer.regions)
-        require_all(arrays, src, dst, reading=reading)
-        return arrays
 
 
 def _reachable(host: str) -> str:

@@ -8,33 +8,28 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import socket
 import threading
 import time
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
-from kvferry.carriers.base import (
-    Memory,
-    MemoryRegion,
-    RegionTable,
-)
+from kvferry.carriers.base import Memory, MemoryRegion, RegionTable
 from kvferry.carriers.host import joined
 from kvferry.carriers.tcp.frames import (
     HEADER,
     HELLO_BYTES,
     INCARNATION_BYTES,
     MAC_BYTES,
-    MAX_BODY_BYTES,
     NONCE_BYTES,
     ROW_BYTES,
     FrameHeader,
     FrameKind,
-    Session,
     TcpStream,
     error_of,
+    frame,
+    mac,
     receive_runs,
     send_runs,
     table_bytes,
@@ -42,39 +37,43 @@ from kvferry.carriers.tcp.frames import (
 )
 from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers
 from kvferry.copies import Copies, Ints
-from kvferry.errors import (
-    AuthenticationError,
-    Cancelled,
-    DeadlineExceeded,
-    PeerLost,
-    ProtocolError,
-    TransferError,
-)
+from kvferry.errors import AuthenticationError, Cancelled, PeerLost, ProtocolError
 from kvferry.net.names import dial
 
 IDLE_SECONDS = 300.0  # a connection unused for longer is not used again; servers close theirs later
+CONNECT_SECONDS = 10.0  # for the connections after a peer's first, which has the caller's deadline
+TRANSFERS_PER_PEER = 4  # at a time
 
 
 class TcpEndpoint(msgspec.Struct, frozen=True, array_like=True):
     """Where a carrier listens, and which start of it this is."""
 
-    carrier: str
+    carrier: Literal["tcp"]
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    incarnation: bytes
+    incarnation: Annotated[
+        bytes, msgspec.Meta(min_length=INCARNATION_BYTES, max_length=INCARNATION_BYTES)
+    ]
 
     @classmethod
     def decode(cls, raw: bytes) -> TcpEndpoint:
         try:
-            endpoint = _endpoints.decode(raw)
+            return _endpoints.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"this is not the endpoint of a tcp carrier: {error}") from None
-        if endpoint.carrier != "tcp" or len(endpoint.incarnation) != INCARNATION_BYTES:
-            raise ProtocolError(f"this is not the endpoint of a tcp carrier: {endpoint.carrier!r}")
-        return endpoint
 
 
 _endpoints = msgspec.msgpack.Decoder(TcpEndpoint)  # made once: its first use is on many threads
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """This side's part of every connection."""
+
+    key: bytes
+    incarnation: bytes
+    stall_seconds: float
+    streams_per_transfer: int
 
 
 class TcpConnection:
@@ -85,25 +84,16 @@ class TcpConnection:
         self.in_step = True  # both sides agree on the next byte, and no answer is awaited
         self._request = 0  # the newest
         self._ahead: Copies | None = None  # the copies that it asks for, if sent before its turn
-        self._unsent: bytes | memoryview = b""  # bytes of that request
         self._used = time.monotonic()
 
     @classmethod
-    def open(
-        cls,
-        endpoint: TcpEndpoint,
-        secret: bytes,
-        incarnation: bytes,
-        deadline: float,
-        stall_seconds: float,
-    ) -> TcpConnection:
-        stream = TcpStream(_dial(endpoint, deadline), stall_seconds)
+    def open(cls, own: Own, endpoint: TcpEndpoint, deadline: float) -> TcpConnection:
+        stream = TcpStream(dial(endpoint.host, endpoint.port, deadline), own.stall_seconds)
         try:
-            regions = _shake_hands(stream, endpoint, secret, incarnation, deadline)
+            return cls(stream, _shake_hands(stream, own, endpoint, deadline))
         except BaseException:
             stream.close()
             raise
-        return cls(stream, regions)
 
     def usable(self) -> bool:
         """Whether the next transfer may have it. One that became readable while idle has ended."""
@@ -118,24 +108,24 @@ class TcpConnection:
         here, length = joined(copies.dst, copies.length)  # while the request travels
         self._expect(FrameKind.DATA, int(length.sum()))
         self.in_step = False
+        unsent = memoryview(b"")
         if following is not None:
             # The peer reads nothing while it sends: bytes beyond the sockets' buffers wait here.
             question = self._question(FrameKind.READ, following.src, following.length)
-            self._unsent = self.stream.send_some(question)
+            unsent = self.stream.send_some(question)
             self._ahead = following
         receive_runs(self.stream, memory, here, length)
-        self.stream.send(self._unsent)
-        self._unsent = b""
+        self.stream.send(unsent)
         self._done()
 
     def write(self, memory: Memory, copies: Copies, grant: bytes = b"") -> None:
         kind = FrameKind.GRANTED if grant else FrameKind.WRITE
         self.stream.send(self._question(kind, copies.dst, copies.length, grant))
         here, length = joined(copies.src, copies.length)
-        self._expect(FrameKind.GO, 0)
+        self._expect(FrameKind.GO)
         self.in_step = False
         send_runs(self.stream, memory, here, length)
-        self._expect(FrameKind.APPLIED, 0)
+        self._expect(FrameKind.APPLIED)
         self._done()
 
     def _question(self, kind: FrameKind, address: Ints, length: Ints, grant: bytes = b"") -> bytes:
@@ -143,10 +133,10 @@ class TcpConnection:
         body = grant + table_bytes(there, lengths)
         self._request += 1
         self.in_step = False
-        return FrameHeader(kind, self._request, len(body), int(lengths.sum())).pack() + body
+        return frame(kind, self._request, body, int(lengths.sum()))
 
-    def _expect(self, kind: FrameKind, payload_bytes: int) -> None:
-        header, body = _frame(self.stream, time.monotonic() + self.stream.stall_seconds)
+    def _expect(self, kind: FrameKind, payload_bytes: int = 0) -> None:
+        header, body = _receive(self.stream, time.monotonic() + self.stream.stall_seconds)
         if header.kind == FrameKind.ERROR:
             self.in_step = header.request == self._request
             raise error_of(body)
@@ -162,80 +152,12 @@ class TcpConnection:
         self._used = time.monotonic()
 
 
-def _frame(stream: TcpStream, deadline: float) -> tuple[FrameHeader, bytes]:
-    header = FrameHeader.unpack(stream.recv(HEADER.size, deadline))
-    return header, stream.recv(header.body_bytes, deadline)
-
-
-def _dial(endpoint: TcpEndpoint, deadline: float) -> socket.socket:
-    where = f"{endpoint.host}:{endpoint.port}"
-    if time.monotonic() >= deadline:
-        raise DeadlineExceeded(f"no time left to connect to {where}")
-    try:
-        return dial(endpoint.host, endpoint.port, deadline)
-    except TimeoutError:
-        raise DeadlineExceeded(f"{where} did not answer by the deadline") from None
-    except ConnectionError as error:
-        raise PeerLost(f"nobody listens at {where}: {error}") from None
-    except (OSError, ValueError, OverflowError) as error:  # also a host that is no name
-        raise TransferError(f"cannot connect to {where}: {error}") from None
-
-
-def _shake_hands(
-    stream: TcpStream, endpoint: TcpEndpoint, secret: bytes, incarnation: bytes, deadline: float
-) -> RegionTable:
-    """Prove the secret, see it proven, and learn which regions the peer has registered."""
-    header, hello = _frame(stream, deadline)
-    if header.kind == FrameKind.ERROR:
-        raise error_of(hello)
-    if header.kind != FrameKind.HELLO or len(hello) != HELLO_BYTES:
-        raise ProtocolError(f"expected a greeting, found a frame of kind {header.kind}")
-    if hello[NONCE_BYTES:] != endpoint.incarnation:
-        raise PeerLost(
-            f"another carrier listens at {endpoint.host}:{endpoint.port} now: the peer restarted. "
-            "Ask for its new endpoint"
-        )
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    session = Session(hello[:NONCE_BYTES], nonce, endpoint.incarnation, incarnation)
-    auth = nonce + incarnation + session.client_mac(secret)
-    stream.send(FrameHeader(FrameKind.AUTH, 0, len(auth)).pack() + auth, deadline)
-    header, welcome = _frame(stream, deadline)
-    if header.kind == FrameKind.ERROR:
-        raise error_of(welcome)
-    mac, table = welcome[:MAC_BYTES], welcome[MAC_BYTES:]
-    if header.kind != FrameKind.WELCOME or len(welcome) < MAC_BYTES or len(table) % ROW_BYTES:
-        raise ProtocolError(f"expected a welcome, found a frame of kind {header.kind}")
-    if not hmac.compare_digest(mac, session.server_mac(secret, table)):
-        raise AuthenticationError(
-            f"{endpoint.host}:{endpoint.port} does not know the shared secret; nothing was sent"
-        )
-    pairs = zip(*(a.tolist() for a in table_of(table)), strict=True)
-    return RegionTable.of([MemoryRegion(address, length) for address, length in pairs])
-
-
-MAX_REGIONS = (MAX_BODY_BYTES - MAC_BYTES) // ROW_BYTES  # that one welcome can name
-
-
-CONNECT_SECONDS = 10.0  # for the connections after a peer's first, which has the caller's deadline
-TRANSFERS_PER_PEER = 4  # at a time
-
-
-@dataclass(frozen=True, slots=True)
-class Own:
-    """This side's part of every connection."""
-
-    incarnation: bytes
-    stall_seconds: float
-    streams_per_transfer: int
-
-
 class TcpPeer:
     """A server that this carrier is connected to, and the connections that are not in use."""
 
-    def __init__(self, own: Own, endpoint: TcpEndpoint, secret: bytes) -> None:
-        self.endpoint = endpoint
+    def __init__(self, own: Own, endpoint: TcpEndpoint) -> None:
+        self._own, self._endpoint = own, endpoint
         self.regions = RegionTable.of([])
-        self._own, self._secret = own, secret
         self._idle: list[TcpConnection] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -245,7 +167,7 @@ class TcpPeer:
         )
 
     def connect(self, deadline: float) -> None:
-        connection = self._open(deadline)
+        connection = TcpConnection.open(self._own, self._endpoint, deadline)
         self.regions = connection.regions
         self.put(connection)
 
@@ -257,7 +179,8 @@ class TcpPeer:
                     raise Cancelled("the carrier was closed")
                 connection = self._idle.pop() if self._idle else None
             if connection is None:
-                return self._open(time.monotonic() + CONNECT_SECONDS)
+                by = time.monotonic() + CONNECT_SECONDS
+                return TcpConnection.open(self._own, self._endpoint, by)
             if connection.usable():
                 return connection
             connection.stream.close()
@@ -283,15 +206,6 @@ class TcpPeer:
         for connection in self._idle:
             connection.stream.close()
         self._idle.clear()
-
-    def _open(self, deadline: float) -> TcpConnection:
-        return TcpConnection.open(
-            self.endpoint,
-            self._secret,
-            self._own.incarnation,
-            deadline,
-            self._own.stall_seconds,
-        )
 
 
 class Streams:
@@ -343,3 +257,46 @@ class Streams:
         if self._failed:
             raise self._failed[0]
         return connection
+
+
+def _shake_hands(
+    stream: TcpStream, own: Own, endpoint: TcpEndpoint, deadline: float
+) -> RegionTable:
+    """Prove the key, see it proven, and learn which regions the peer has registered."""
+    hello = _greeting(stream, FrameKind.HELLO, deadline)
+    if len(hello) != HELLO_BYTES:
+        raise ProtocolError(f"a HELLO has {HELLO_BYTES} bytes, found {len(hello)}")
+    if hello[NONCE_BYTES:] != endpoint.incarnation:
+        raise PeerLost(
+            f"another carrier listens at {endpoint.host}:{endpoint.port} now: the peer restarted. "
+            "Ask for its new endpoint"
+        )
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    said = (hello[:NONCE_BYTES], nonce, endpoint.incarnation, own.incarnation)
+    auth = nonce + own.incarnation + mac(own.key, b"client", *said)
+    stream.send(frame(FrameKind.AUTH, 0, auth), deadline)
+    welcome = _greeting(stream, FrameKind.WELCOME, deadline)
+    proof, table = welcome[:MAC_BYTES], welcome[MAC_BYTES:]
+    if not hmac.compare_digest(proof, mac(own.key, b"server", *said, table)):
+        raise AuthenticationError(
+            f"{endpoint.host}:{endpoint.port} does not know the shared secret; nothing was sent"
+        )
+    if len(table) % ROW_BYTES:
+        raise ProtocolError(f"{len(table)} bytes are not a table of regions")
+    pairs = zip(*(column.tolist() for column in table_of(table)), strict=True)
+    return RegionTable.of([MemoryRegion(address, length) for address, length in pairs])
+
+
+def _greeting(stream: TcpStream, kind: FrameKind, deadline: float) -> bytes:
+    """The body of a frame of the handshake."""
+    header, body = _receive(stream, deadline)
+    if header.kind == FrameKind.ERROR:
+        raise error_of(body)
+    if header.kind != kind:
+        raise ProtocolError(f"expected a frame {kind.name}, found one of kind {header.kind}")
+    return body
+
+
+def _receive(stream: TcpStream, deadline: float) -> tuple[FrameHeader, bytes]:
+    header = FrameHeader.unpack(stream.recv(HEADER.size, deadline))
+    return header, stream.recv(header.body_bytes, deadline)

@@ -69,11 +69,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.carriers.base import (
-    GRANT_BYTES,
-    Memory,
-    is_staged,
-)
+from kvferry.carriers.base import GRANT_BYTES, Memory, is_staged
 from kvferry.carriers.host import Vectors, libc
 from kvferry.carriers.liveness import hang_up, ours_alone
 from kvferry.copies import Ints
@@ -104,7 +100,7 @@ ERROR_TEXT_BYTES = 512
 MAX_ROWS = 1 << 15
 MAX_PAYLOAD_BYTES = 256 << 20
 MAX_BODY_BYTES = MAX_ROWS * ROW_BYTES + GRANT_BYTES
-MAX_REGIONS = MAX_ROWS
+MAX_REGIONS = (MAX_BODY_BYTES - MAC_BYTES) // ROW_BYTES  # that one WELCOME can name
 
 
 class FrameKind(IntEnum):
@@ -176,9 +172,12 @@ class FrameHeader:
         return cls(kind, request, body_bytes, payload_bytes)
 
 
+def frame(kind: FrameKind, request: int, body: bytes = b"", payload_bytes: int = 0) -> bytes:
+    return FrameHeader(kind, request, len(body), payload_bytes).pack() + body
+
+
 def error_frame(request: int, code: Code, text: str) -> bytes:
-    body = ERROR_CODE.pack(code) + text.encode()[:ERROR_TEXT_BYTES]
-    return FrameHeader(FrameKind.ERROR, request, len(body)).pack() + body
+    return frame(FrameKind.ERROR, request, ERROR_CODE.pack(code) + text.encode()[:ERROR_TEXT_BYTES])
 
 
 def error_of(body: bytes) -> KvferryError:
@@ -203,24 +202,12 @@ def table_bytes(address: Ints, length: Ints) -> bytes:
     return rows.tobytes()
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
-    """The nonces and incarnations that both sides of a connection have sent in the clear."""
+def mac(key: bytes, role: bytes, *said: bytes) -> bytes:
+    """The proof of a role, b"client" or b"server", that it has the key.
 
-    server_nonce: bytes
-    client_nonce: bytes
-    server: bytes  # incarnations
-    client: bytes
-
-    def client_mac(self, key: bytes) -> bytes:
-        return self._mac(key, b"client", b"")
-
-    def server_mac(self, key: bytes, regions: bytes) -> bytes:
-        return self._mac(key, b"server", regions)
-
-    def _mac(self, key: bytes, role: bytes, more: bytes) -> bytes:
-        said = (role, self.server_nonce, self.client_nonce, self.server, self.client, more)
-        return hmac.digest(key, b"".join(said), hashlib.sha256)
+    `said` are the parts that this module's text names, in its order.
+    """
+    return hmac.digest(key, b"".join((role, *said)), hashlib.sha256)
 
 
 def send_runs(stream: TcpStream, memory: Memory, address: Ints, length: Ints) -> None:
@@ -277,7 +264,6 @@ class TcpStream:
         self._message = _MessageHeader()
         self._timeouts = {socket.SO_RCVTIMEO: -1.0, socket.SO_SNDTIMEO: -1.0}
         self.stall_seconds = stall_seconds
-        self.bytes_in = self.bytes_out = 0
         sock.settimeout(None)
         if sock.family != socket.AF_UNIX:
             # Buffers are left to the kernel: it lets them grow to tcp_rmem and tcp_wmem, which is
@@ -298,7 +284,6 @@ class TcpStream:
                 view = view[self._sock.send(view, socket.MSG_NOSIGNAL) :]
             except OSError as error:
                 raise self._error(error.errno or errno.EIO, "sending to") from None
-        self.bytes_out += len(data)
 
     def send_some(self, data: bytes) -> memoryview:
         """Send as much as the socket takes at once; the rest is returned."""
@@ -308,26 +293,12 @@ class TcpStream:
             sent = 0
         except OSError as error:
             raise self._error(error.errno or errno.EIO, "sending to") from None
-        self.bytes_out += sent
         return memoryview(data)[sent:]
 
     def recv(self, count: int, deadline: float | None = None, *, end_ok: bool = False) -> bytes:
         """Exactly `count` bytes; none where the peer closed before the first and that is fine."""
         data = bytearray(count)
         return bytes(data) if self.recv_into(memoryview(data), deadline, end_ok=end_ok) else b""
-
-    def recv_some(self, most: int) -> bytes:
-        """The bytes that are there now; there may be none."""
-        try:
-            got = self._sock.recv(most, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return b""
-        except OSError as error:
-            raise self._error(error.errno or errno.EIO, "waiting for") from None
-        if not got:
-            raise self._error(0, "waiting for")
-        self.bytes_in += len(got)
-        return got
 
     def recv_into(
         self, view: memoryview, deadline: float | None = None, *, end_ok: bool = False
@@ -347,19 +318,16 @@ class TcpStream:
                     return False
                 raise self._error(0, "waiting for")
             view = view[got:]
-        self.bytes_in += count
         return True
 
     def send_vectors(self, vectors: Vectors) -> None:
         self._limit(socket.SO_SNDTIMEO, None)
         self._move(_message_call("sendmsg"), socket.MSG_NOSIGNAL, vectors)
-        self.bytes_out += vectors.bytes
 
     def recv_vectors(self, vectors: Vectors) -> None:
         """Bytes go straight to where the vectors point."""
         self._limit(socket.SO_RCVTIMEO, None)
         self._move(_message_call("recvmsg"), socket.MSG_WAITALL, vectors)
-        self.bytes_in += vectors.bytes
 
     def wait_readable(self, seconds: float) -> bool:
         """Whether there is something to read, or an end to see, within that time."""

@@ -21,7 +21,6 @@ lies sends later. It also says how many bytes were written, as counted on this s
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import logging
 import secrets
@@ -30,13 +29,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
-from kvferry.carriers.base import (
-    GRANT_BYTES,
-    Memory,
-    RegionTable,
-)
+from kvferry.carriers.base import GRANT_BYTES, Memory, RegionTable
 from kvferry.carriers.host import HostMemory, joined
 from kvferry.carriers.liveness import hang_up, ours_alone
 from kvferry.carriers.tcp.frames import (
@@ -49,9 +45,10 @@ from kvferry.carriers.tcp.frames import (
     Code,
     FrameHeader,
     FrameKind,
-    Session,
     TcpStream,
     error_frame,
+    frame,
+    mac,
     receive_runs,
     send_runs,
     table_bytes,
@@ -80,20 +77,13 @@ class TcpServer:
     """Serves `regions` of `memory` on every connection of `listener`."""
 
     def __init__(
-        self,
-        key: bytes,
-        incarnation: bytes,
-        limits: ServerLimits,
-        *,
-        writable: bool = False,
+        self, key: bytes, incarnation: bytes, limits: ServerLimits, *, writable: bool = False
     ) -> None:
         self._key, self._incarnation, self._limits = key, incarnation, limits
         self._lock = threading.Lock()
-        self._left = threading.Condition(self._lock)  # a connection has ended
         self._pending: dict[TcpStream, str] = {}  # to the client's address, the oldest first
-        self._serving: dict[TcpStream, bytes] = {}  # to the client's incarnation
+        self._serving: set[TcpStream] = set()  # those that have authenticated
         self._threads: set[threading.Thread] = set()
-        self._barred: set[bytes] = set()
         self._closed = False
         self._listener: socket.socket | None = None
         self.regions = RegionTable.of([])
@@ -117,30 +107,31 @@ class TcpServer:
         except OSError:  # gone already
             sock.close()
             return False
+        if self._begin(stream, address):
+            return True
+        self._count("busy")
+        with suppress(TransferError):
+            text = "no room for another connection; try again later"
+            stream.send(error_frame(0, Code.BUSY, text), time.monotonic() + 0.1)
+        stream.close()
+        return False
+
+    def _begin(self, stream: TcpStream, address: str) -> bool:
         thread = threading.Thread(
             target=self._serve, args=(stream,), name="kvferry-tcp-serve", daemon=True
         )
         with self._lock:  # also the start: `close` joins every thread that it finds here
-            room = not (
-                self._closed
-                or len(self._pending) + len(self._serving) >= self._limits.max_connections
-            )
-            if room:
-                self._make_way()
-                try:
-                    thread.start()
-                except RuntimeError:  # the system has no thread for it
-                    room = False
-                else:
-                    self._pending[stream] = address
-                    self._threads.add(thread)
-        if not room:
-            self._count("busy")
-            with contextlib.suppress(TransferError):
-                text = "no room for another connection; try again later"
-                stream.send(error_frame(0, Code.BUSY, text), time.monotonic() + 0.1)
-            stream.close()
-        return room
+            connections = len(self._pending) + len(self._serving)
+            if self._closed or connections >= self._limits.max_connections:
+                return False
+            self._make_way()
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no thread for it
+                return False
+            self._pending[stream] = address
+            self._threads.add(thread)
+        return True
 
     def _make_way(self) -> None:
         """With the lock held: send one away that has not authenticated, where there are many."""
@@ -153,42 +144,19 @@ class TcpServer:
         oldest.abort()  # its thread closes it
         self.counters["evicted"] += 1
 
-    def revoke(self, incarnation: bytes, seconds: float) -> None:
-        """End this peer's frames under way and let it in no more; no byte of it arrives later."""
-        with self._lock:
-            self._barred.add(incarnation)
-        self._end_and_wait(incarnation, seconds)
-        self._count("revoked")
-
-    def readmit(self, incarnation: bytes) -> None:
-        with self._lock:
-            self._barred.discard(incarnation)
-
     def close(self, seconds: float) -> None:
         """Idempotent. Returns when no connection touches memory any more."""
+        until = time.monotonic() + seconds
         with self._lock:
             self._closed = True
             listener, self._listener = self._listener, None
             threads = list(self._threads)
+            for stream in (*self._serving, *self._pending):
+                stream.abort()
         if listener is not None:
             hang_up(listener)  # wakes the thread that accepts
-        with contextlib.suppress(DeadlineExceeded):
-            self._end_and_wait(None, seconds)
-        until = time.monotonic() + seconds
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
-
-    def _end_and_wait(self, incarnation: bytes | None, seconds: float) -> None:
-        def theirs() -> list[TcpStream]:
-            if incarnation is None:
-                return [*self._serving, *self._pending]
-            return [s for s, who in self._serving.items() if who == incarnation]
-
-        with self._left:
-            for stream in theirs():
-                stream.abort()
-            if not self._left.wait_for(lambda: not theirs(), seconds):
-                raise DeadlineExceeded(f"a peer's connections did not end within {seconds:g} s")
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._closed:
@@ -210,9 +178,12 @@ class TcpServer:
 
     def _serve(self, stream: TcpStream) -> None:
         try:
+            self._handshake(stream)
             self._converse(stream)
-        except FrameRefused as refused:
-            self._answer(stream, 0, refused)
+        except (FrameRefused, ProtocolError) as error:
+            # later frames cannot be told apart
+            with suppress(TransferError):  # a peer that does not listen is not told
+                self._refuse(stream, 0, error)
             stream.drain(self._limits.goodbye_seconds)
         except DeadlineExceeded:
             self._count("late")
@@ -225,85 +196,69 @@ class TcpServer:
             self._count("internal")
             log.exception("a connection ended by an error of ours")
         finally:
-            self._leave(stream, threading.current_thread())
-
-    def _leave(self, stream: TcpStream, thread: threading.Thread) -> None:
-        with self._left:
-            self._pending.pop(stream, None)
-            self._serving.pop(stream, None)
-            self._threads.discard(thread)
-            self._left.notify_all()
-        stream.close()
+            with self._lock:  # before the peer sees the end: there is room for another one
+                self._pending.pop(stream, None)
+                self._serving.discard(stream)
+                self._threads.discard(threading.current_thread())
+            stream.close()
 
     def _converse(self, stream: TcpStream) -> None:
-        self._handshake(stream)
         last = 0  # number of the newest request
         while stream.wait_readable(self._limits.idle_seconds):
             deadline = time.monotonic() + self._limits.frame_seconds
             raw = stream.recv(HEADER.size, deadline, end_ok=True)
             if not raw:
                 return
-            header = _unpack(raw)
+            header = FrameHeader.unpack(raw)
             body = stream.recv(header.body_bytes, deadline)
             try:
                 if header.request <= last:
                     raise FrameRefused(Code.REPLAYED, f"request {header.request} came before")
                 last = header.request
-                grant, address, length = self._checked(header, body)
-                if header.kind == FrameKind.GRANTED:
-                    with self.grants.writing(grant, stream, address, length):
-                        stream.send(FrameHeader(FrameKind.GO, header.request).pack())
-                        receive_runs(stream, self.memory, address, length)
-                    self._count("writes")
-                    stream.send(FrameHeader(FrameKind.APPLIED, header.request).pack())
-                    continue
+                self._fulfil(stream, header, body)
             except FrameRefused as refused:
-                self._answer(stream, header.request, refused)
-                continue
-            # counted before the peer can know: a peer that has an answer finds it counted
-            if header.kind == FrameKind.READ:
-                self._count("reads")
-                answer = FrameHeader(FrameKind.DATA, header.request, 0, header.payload_bytes)
-                stream.send(answer.pack())
-                send_runs(stream, self.memory, address, length)
-            else:
-                stream.send(FrameHeader(FrameKind.GO, header.request).pack())
-                receive_runs(stream, self.memory, address, length)
-                self._count("writes")
-                stream.send(FrameHeader(FrameKind.APPLIED, header.request).pack())
+                self._refuse(stream, header.request, refused)
         self._count("idle")
+
+    def _fulfil(self, stream: TcpStream, header: FrameHeader, body: bytes) -> None:
+        """Check all of a request, then move its bytes."""
+        grant, address, length = self._checked(header, body)
+        # counted before the peer can know: a peer that has an answer finds it counted
+        if header.kind == FrameKind.READ:
+            self._count("reads")
+            stream.send(frame(FrameKind.DATA, header.request, payload_bytes=header.payload_bytes))
+            send_runs(stream, self.memory, address, length)
+            return
+        granted = header.kind == FrameKind.GRANTED
+        with self.grants.writing(grant, stream, address, length) if granted else nullcontext():
+            stream.send(frame(FrameKind.GO, header.request))
+            receive_runs(stream, self.memory, address, length)
+        self._count("writes")
+        stream.send(frame(FrameKind.APPLIED, header.request))
 
     def _handshake(self, stream: TcpStream) -> None:
         deadline = time.monotonic() + self._limits.handshake_seconds
         nonce = secrets.token_bytes(NONCE_BYTES)
-        hello = nonce + self._incarnation
-        stream.send(FrameHeader(FrameKind.HELLO, 0, len(hello)).pack() + hello, deadline)
+        stream.send(frame(FrameKind.HELLO, 0, nonce + self._incarnation), deadline)
         raw = stream.recv(HEADER.size, deadline, end_ok=True)
         if not raw:
             raise PeerLost("the peer closed before it said anything")
-        header = _unpack(raw)
-        if header != FrameHeader(FrameKind.AUTH, 0, AUTH_BYTES):
-            raise FrameRefused(Code.UNAUTHENTICATED, "a peer must authenticate first", fatal=True)
+        if FrameHeader.unpack(raw) != FrameHeader(FrameKind.AUTH, 0, AUTH_BYTES):
+            raise FrameRefused(Code.UNAUTHENTICATED, "a peer must authenticate first")
         body = stream.recv(AUTH_BYTES, deadline)
         client_nonce, rest = body[:NONCE_BYTES], body[NONCE_BYTES:]
-        client, mac = rest[:INCARNATION_BYTES], rest[INCARNATION_BYTES:]
-        session = Session(nonce, client_nonce, self._incarnation, client)
-        if not hmac.compare_digest(mac, session.client_mac(self._key)):
+        client, proof = rest[:INCARNATION_BYTES], rest[INCARNATION_BYTES:]
+        said = (nonce, client_nonce, self._incarnation, client)
+        if not hmac.compare_digest(proof, mac(self._key, b"client", *said)):
             text = "the shared secrets differ, or one side has none; give both the same"
-            raise FrameRefused(Code.UNAUTHENTICATED, text, fatal=True)
+            raise FrameRefused(Code.UNAUTHENTICATED, text)
         with self._lock:
-            barred = client in self._barred
-            evicted = stream not in self._pending
-            if not (barred or self._closed or evicted):
-                del self._pending[stream]
-                self._serving[stream] = client
-        if evicted:
-            raise PeerLost("it was sent away before it had authenticated")
-        if barred:
-            raise FrameRefused(Code.REVOKED, "this peer's access was revoked", fatal=True)
+            if self._closed or self._pending.pop(stream, None) is None:
+                raise PeerLost("it was sent away before it had authenticated")
+            self._serving.add(stream)
         table = table_bytes(self.regions.starts, self.regions.ends - self.regions.starts)
-        welcome = session.server_mac(self._key, table) + table
-        stream.send(FrameHeader(FrameKind.WELCOME, 0, len(welcome)).pack() + welcome, deadline)
+        welcome = mac(self._key, b"server", *said, table) + table
+        stream.send(frame(FrameKind.WELCOME, 0, welcome), deadline)
 
     def _checked(self, header: FrameHeader, body: bytes) -> tuple[bytes, Ints, Ints]:
         """The frame's grant, if any, and its ranges, all of them inside registered memory."""
@@ -318,46 +273,28 @@ class TcpServer:
         address, length = table_of(body)
         if int(length.min()) <= 0 or int(length.max()) > MAX_PAYLOAD_BYTES:
             raise FrameRefused(Code.OUT_OF_BOUNDS, "a range is empty, negative or too long")
-        bad = self.regions.first_outside(address, length)
-        if bad >= 0:
-            text = (
-                f"{int(length[bad])} bytes at {int(address[bad]):#x} are not inside the memory "
-                "that is registered here; nothing was copied"
-            )
-            raise FrameRefused(Code.OUT_OF_BOUNDS, text)
+        _require_inside(self.regions, address, length, "the memory that is registered here")
         if int(length.sum()) != header.payload_bytes:
             raise FrameRefused(Code.MALFORMED, "a frame's ranges do not sum to its payload")
         return grant, *joined(address, length)
 
-    def _answer(self, stream: TcpStream, request: int, refused: FrameRefused) -> None:
-        self._count(refused.code.name.lower())
+    def _refuse(self, stream: TcpStream, request: int, error: FrameRefused | ProtocolError) -> None:
+        code = error.code if isinstance(error, FrameRefused) else Code.MALFORMED
+        self._count(code.name.lower())
         deadline = time.monotonic() + self._limits.goodbye_seconds
-        frame = error_frame(request, refused.code, refused.text)
-        if refused.fatal:
-            with contextlib.suppress(TransferError):  # a peer that does not listen is not told
-                stream.send(frame, deadline)
-        else:
-            stream.send(frame, deadline)
+        stream.send(error_frame(request, code, str(error)), deadline)
 
     def _count(self, what: str) -> None:
         with self._lock:
             self.counters[what] += 1
 
 
-def _unpack(raw: bytes) -> FrameHeader:
-    try:
-        return FrameHeader.unpack(raw)
-    except ProtocolError as error:
-        raise FrameRefused(Code.MALFORMED, str(error), fatal=True) from None
-
-
 class FrameRefused(Exception):
     """A frame that is answered with an error."""
 
-    def __init__(self, code: Code, text: str, *, fatal: bool = False) -> None:
+    def __init__(self, code: Code, text: str) -> None:
         super().__init__(text)
-        self.code, self.text = code, text
-        self.fatal = fatal  # the connection ends: later frames cannot be told apart
+        self.code = code
 
 
 @dataclass(slots=True)
@@ -401,7 +338,7 @@ class Grants:
                 )
             return entry.applied_bytes
 
-    @contextlib.contextmanager
+    @contextmanager
     def writing(
         self, grant: bytes, stream: TcpStream, address: Ints, length: Ints
     ) -> Iterator[None]:
@@ -410,13 +347,7 @@ class Grants:
             entry = self._open.get(grant)
             if entry is None:
                 raise FrameRefused(Code.REVOKED, "there is no such grant, or it was taken back")
-            bad = entry.ranges.first_outside(address, length)
-            if bad >= 0:
-                text = (
-                    f"{int(length[bad])} bytes at {int(address[bad]):#x} are not inside what was "
-                    "granted; nothing was copied"
-                )
-                raise FrameRefused(Code.OUT_OF_BOUNDS, text)
+            _require_inside(entry.ranges, address, length, "what was granted")
             entry.writing.add(stream)
         total = 0
         try:
@@ -427,3 +358,10 @@ class Grants:
                 entry.applied_bytes += total
                 entry.writing.discard(stream)
                 self._left.notify_all()
+
+
+def _require_inside(regions: RegionTable, address: Ints, length: Ints, what: str) -> None:
+    bad = regions.first_outside(address, length)
+    if bad >= 0:
+        where = f"{int(length[bad])} bytes at {int(address[bad]):#x}"
+        raise FrameRefused(Code.OUT_OF_BOUNDS, f"{where} are not inside {what}; nothing was copied")
