@@ -21,7 +21,7 @@ from matrix.page import write_page
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "out" / "matrix"
 PAGE = ROOT / "docs" / "compatibility.md"
-NOT_RUN = ("bench/", "cli/", "router/", "transport/cuda")  # by engines without a GPU
+NOT_RUN = ("bench/", "cli/", "router/", "carriers/cuda")  # by engines without a GPU
 
 console = Console()
 

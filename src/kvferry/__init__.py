@@ -4,8 +4,10 @@ from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, Rank
 from kvferry.plan import Bound, Copies, EdgePlan, PairPlan, bind, plan_pair
 
 __version__ = "0.1.0"
+SUPPORTED_VLLM = ("0.32.",)  # beginnings of versions
 
 __all__ = [
+    "SUPPORTED_VLLM",
     "Bound",
     "CacheModel",
     "Component",

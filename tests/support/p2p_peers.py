@@ -27,6 +27,7 @@ from kvferry.carriers import make_carrier
 from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.checksum import Mixed, mix_on_host
 from kvferry.carriers.host import HostMemory
+from kvferry.carriers.null import NullCarrier
 from kvferry.demo.cache import (
     CANARY,
     POISON,
@@ -56,7 +57,6 @@ from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.net.messages import RankInfo, Welcome
 from kvferry.net.rpc import Sockets
-from null_carrier import NullCarrier
 from waiting import PATIENCE_SECONDS
 
 LOOPBACK = "127.0.0.1"

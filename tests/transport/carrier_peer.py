@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.carriers import Carrier, MemoryRegion, make_carrier
+from kvferry.carriers.null import NullCarrier
 from kvferry.copies import Copies
 
 PAGE = 4096
@@ -117,7 +118,7 @@ class Kind:
     second: int = 200_000  # descriptors that take it about a second, or less
 
     def carrier(self) -> Carrier:
-        return null_carrier() if self.name == "null" else make_carrier(self.name, **self.user)
+        return NullCarrier() if self.name == "null" else make_carrier(self.name, **self.user)
 
 
 KINDS = {
@@ -135,16 +136,10 @@ KINDS = {
 }
 
 
-def null_carrier() -> Carrier:
-    from null_carrier import NullCarrier  # the owner's process, which needs none, cannot import it
-
-    return NullCarrier()
-
-
 @contextmanager
 def owner(kind: Kind) -> Iterator[Peer]:
     if kind.name == "null":
-        memory, carrier = Memory.anonymous(), null_carrier()
+        memory, carrier = Memory.anonymous(), NullCarrier()
         carrier.register(memory.regions())
         try:
             yield Peer(memory, memory.address, carrier.endpoint(), carrier=carrier)

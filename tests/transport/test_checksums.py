@@ -17,13 +17,13 @@ import xxhash
 
 from kvferry.carriers import MemoryRegion
 from kvferry.carriers.host import HostMemory
+from kvferry.carriers.null import Faults
 from kvferry.carriers.tcp.client import TcpEndpoint
 from kvferry.errors import OutOfBounds, ProtocolError
 from kvferry.handover.checksum import MIX128, XXH3, decode_runs, digest, encode_runs
 from kvferry.handover.holds import Closed
 from kvferry.net.messages import VERSION, Refused, Sum, Summed, Text
 from kvferry.net.rpc import Caller
-from null_carrier import Faults
 from p2p_peers import LOOPBACK, Consumer, Producer, Prompt, Spec, consumer, producer
 from waiting import wait_until
 

@@ -32,6 +32,7 @@ from carrier_peer import (
 )
 
 from kvferry.carriers import Carrier, Transfer, TransferState, make_carrier
+from kvferry.carriers.null import Faults, NullCarrier
 from kvferry.copies import Copies
 from kvferry.errors import (
     AuthenticationError,
@@ -43,7 +44,6 @@ from kvferry.errors import (
     PeerLost,
     TransferError,
 )
-from null_carrier import Faults, NullCarrier
 from scattered import copy_scattered
 
 PROMPT_SECONDS = 8.0  # "at once", on a busy machine

@@ -11,9 +11,9 @@ import pytest
 from carrier_peer import copies, soon
 
 from kvferry.carriers import MemoryRegion, host
+from kvferry.carriers.null import Fabric, Faults, NullCarrier, NullPeer
 from kvferry.copies import Copies
 from kvferry.errors import DeadlineExceeded, PeerLost, PermissionDenied, TransferError
-from null_carrier import Fabric, Faults, NullCarrier, NullPeer
 
 COUNT, SIZE = 16, 64
 

@@ -18,12 +18,9 @@ Neither side takes another process for its peer: a process that got the same por
 token nor the incarnation. Both are capabilities, not secrets on the wire: the connection is not
 encrypted.
 
-No forked child keeps a copy of these sockets. A connection ends, and a port is free, once the last
-process that has it lets go; while a child lived, peers would take its dead parent for alive. So a
-child closes its copies before it does anything else. It only closes them, which its parent does not
-notice; a shutdown would end them for both. Programs that are started by `exec` get none of these
-descriptors. `hang_up` shuts a connection down first: that holds for all copies, also for one that a
-child got in the microseconds before the socket was named here.
+No forked child keeps a copy of these sockets (`ours_alone`). `hang_up` shuts a connection down
+first: that holds for all copies, also for one that a child got in the microseconds before the
+socket was named there.
 """
 
 from __future__ import annotations
@@ -31,18 +28,16 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
-import os
 import secrets
 import select
 import selectors
 import socket
 import threading
 import time
-import weakref
 from typing import Any
 
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
-from kvferry.net.names import dial
+from kvferry.net.names import dial, hang_up, ours_alone
 
 log = logging.getLogger(__name__)
 
@@ -207,16 +202,7 @@ class Liveness:
         cls, host: str, port: int, token: bytes, incarnation: bytes, deadline: float
     ) -> Liveness:
         where = f"{host}:{port}"
-        if time.monotonic() >= deadline:
-            raise DeadlineExceeded(f"no time left to connect to {where}")
-        try:
-            connection = ours_alone(dial(host, port, deadline))
-        except TimeoutError:
-            raise DeadlineExceeded(f"{where} does not answer in time") from None
-        except OSError as error:
-            raise PeerLost(f"nobody listens at {where} ({error}): the peer is gone") from None
-        except (ValueError, OverflowError) as error:
-            raise TransferError(f"the peer's pulse is at no address: {host!r} ({error})") from None
+        connection = ours_alone(dial(host, port, deadline))
         with contextlib.ExitStack() as unless_greeted:
             unless_greeted.callback(connection.close)
             try:
@@ -291,28 +277,3 @@ def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
-
-
-_ours: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def ours_alone(sock: socket.socket) -> socket.socket:
-    """The same socket, which forked children of this process close."""
-    _ours.add(sock)
-    return sock
-
-
-def hang_up(sock: socket.socket) -> None:
-    """End the connection, also where another process has a copy of it. Idempotent."""
-    with contextlib.suppress(OSError):  # it was not connected any more
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
-
-
-def _let_go_in_child() -> None:
-    for sock in list(_ours):  # no other thread is here, and nothing is waited for
-        with contextlib.suppress(Exception):
-            sock.close()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)

@@ -31,9 +31,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvferry.carriers.liveness import hang_up, ours_alone
 from kvferry.errors import DeadlineExceeded, KvferryError, PeerLost, PermissionDenied, ProtocolError
 from kvferry.net.keys import runtime_directory
+from kvferry.net.names import hang_up, ours_alone
 
 log = logging.getLogger(__name__)
 

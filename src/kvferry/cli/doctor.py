@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from kvferry import __version__
+from kvferry import SUPPORTED_VLLM, __version__
 from kvferry.carriers.auto import (
     AUTO,
     CARRIERS,
@@ -57,9 +57,8 @@ from kvferry.cli.console import print_json
 from kvferry.cli.trial import Tried, try_endpoints, try_here
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.net.messages import VERSION, Look, Refused, Seen
-from kvferry.net.names import LOCALHOST, is_loopback
+from kvferry.net.names import LOCALHOST, is_loopback, source_address
 from kvferry.net.rpc import Caller, Sockets
-from kvferry.support import SUPPORTED_VLLM
 
 State = Literal["ok", "missing", "broken", "info"]
 
@@ -546,9 +545,5 @@ def own_address(peer: str) -> str:
     """The address from which this host would send packets to a peer. Nothing is sent."""
     host, _, port = peer.rpartition(":")
     with contextlib.suppress(OSError, ValueError):
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-        for family, kind, _, _, where in found:
-            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(where)
-                return str(probe.getsockname()[0])
+        return source_address(host.strip("[]"), int(port))
     return LOCALHOST

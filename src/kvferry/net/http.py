@@ -28,7 +28,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from kvferry.carriers.liveness import ours_alone
+from kvferry.net.names import ours_alone
 
 log = logging.getLogger("kvferry")
 

@@ -1,4 +1,4 @@
-"""Host names, resolved on threads of their own, and the hosts that an engine may dial.
+"""Host names, resolved on threads of their own, the hosts that an engine may dial, and sockets.
 
 libzmq resolves names on its one I/O thread, and `getaddrinfo` has no deadline. A single host with a
 slow name server would hold up every message of the process. So callers resolve a name here, and
@@ -16,11 +16,14 @@ all are occupied, other names wait until their deadline. Addresses and open conn
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
+import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -191,6 +194,53 @@ def dial(host: str, port: int, deadline: float) -> socket.socket:
     if isinstance(problem, ConnectionError):
         raise PeerLost(f"nobody listens at {host}:{port}: {problem}")
     raise TransferError(f"cannot connect to {host}:{port}: {problem}")
+
+
+def source_address(host: str, port: int) -> str:
+    """The address from which this host sends to another. Asks for a route, and sends nothing.
+
+    `OSError` if the name cannot be resolved or there is no route.
+    """
+    problem = OSError(f"no route to {host}")
+    for family, kind, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.connect(where)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            problem = error
+    raise problem
+
+
+_ours: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def ours_alone(sock: socket.socket) -> socket.socket:
+    """The same socket, which forked children of this process close.
+
+    A connection ends, and a port is free, once the last process that has it lets go; while a child
+    lived, peers would take its dead parent for alive. A child only closes its copies, which its
+    parent does not notice; a shutdown would end them for both. Programs that are started by `exec`
+    get none of these descriptors.
+    """
+    _ours.add(sock)
+    return sock
+
+
+def hang_up(sock: socket.socket) -> None:
+    """End the connection, also where another process has a copy of it. Idempotent."""
+    with contextlib.suppress(OSError):  # it was not connected any more
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
+
+
+def _let_go_in_child() -> None:
+    for sock in list(_ours):  # no other thread is here, and nothing is waited for
+        with contextlib.suppress(Exception):
+            sock.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _unresolved(host: str, why: object) -> PeerLost:

@@ -28,7 +28,6 @@ this host reaches the master. A host's own name often means 127.0.1.1.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import logging
@@ -48,6 +47,7 @@ import numpy as np
 
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
+from kvferry.net.names import source_address
 from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices
 from kvferry.units import parse_size
 from kvferry.workers import LateCalls
@@ -407,17 +407,12 @@ def _address_towards(master: str) -> str:
     host, _, port = first.rpartition(":")
     host = (host or first).strip("[]")
     try:
-        found = socket.getaddrinfo(host, int(port) if port.isdigit() else 1, type=socket.SOCK_DGRAM)
-        for family, kind, _, _, address in found:
-            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(address)  # sends nothing: asks for a route
-                return str(probe.getsockname()[0])
+        return source_address(host, int(port) if port.isdigit() else 1)
     except OSError as error:
         raise StoreError(
             f"no way to Mooncake's master at {master}: {error}; check master_server_address, or "
             "name this host with local_hostname"
         ) from None
-    raise StoreError(f"no route to Mooncake's master at {master}; name this host: local_hostname")
 
 
 # Blocks as the client takes them: lists of integers, made in as few steps as can be. Blocks stream

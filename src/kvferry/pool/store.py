@@ -67,14 +67,6 @@ class Outcome(Enum):
     FAILED = "failed"  # any other failure; the store has logged the reason
 
 
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    objects: int
-    bytes: int
-    capacity_bytes: int
-    evicted: int = 0
-
-
 class Store(Protocol):
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Memory that objects are put from and got into."""

@@ -34,6 +34,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from kvferry import SUPPORTED_VLLM
 from kvferry.carriers.auto import require_carriers, require_options
 from kvferry.errors import DescriptionError, KvferryError, ProtocolError
 from kvferry.handover.consumer import Mode
@@ -41,7 +42,6 @@ from kvferry.handover.holds import DEFAULT_LEASE_SECONDS
 from kvferry.handover.ticket import is_host
 from kvferry.net.keys import HOW_TO_MAKE_ONE, Key
 from kvferry.net.names import is_loopback, literal
-from kvferry.support import SUPPORTED_VLLM
 from kvferry.units import MOST_PORT
 
 log = logging.getLogger("kvferry")

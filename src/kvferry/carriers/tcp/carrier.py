@@ -45,7 +45,7 @@ from kvferry.carriers.transfer import CANCEL_SECONDS, Job, share
 from kvferry.copies import Copies, Ints
 from kvferry.errors import Cancelled, TransferError
 from kvferry.net.keys import Key
-from kvferry.net.names import Admits, Reach
+from kvferry.net.names import Admits, Reach, source_address
 from kvferry.units import require_port
 
 STREAMS_PER_TRANSFER = 2
@@ -228,10 +228,7 @@ def _reachable(host: str) -> str:
     """The address under which peers find a server that listens everywhere."""
     if host not in EVERYWHERE:
         return host
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    somewhere = "2001:db8::1" if ":" in host else "192.0.2.1"  # documentation: nothing is sent
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((somewhere, 9))
-        found: str = probe.getsockname()[0]
-        return found
-    return LOOPBACK if family == socket.AF_INET else "::1"
+    somewhere = "2001:db8::1" if ":" in host else "192.0.2.1"  # for documentation: no host has it
+    with contextlib.suppress(OSError):
+        return source_address(somewhere, 9)
+    return "::1" if ":" in host else LOOPBACK

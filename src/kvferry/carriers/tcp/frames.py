@@ -71,7 +71,6 @@ import numpy as np
 
 from kvferry.carriers.base import GRANT_BYTES, Memory, is_staged
 from kvferry.carriers.host import Vectors, libc
-from kvferry.carriers.liveness import hang_up, ours_alone
 from kvferry.copies import Ints
 from kvferry.errors import (
     AuthenticationError,
@@ -82,6 +81,7 @@ from kvferry.errors import (
     ProtocolError,
     TransferError,
 )
+from kvferry.net.names import hang_up, ours_alone
 
 MAGIC = b"KVFT"
 VERSION = 2  # since 2, the key is stretched, and writes need a grant

@@ -34,7 +34,6 @@ from dataclasses import dataclass, field
 
 from kvferry.carriers.base import GRANT_BYTES, Memory, RegionTable
 from kvferry.carriers.host import HostMemory, joined
-from kvferry.carriers.liveness import hang_up, ours_alone
 from kvferry.carriers.tcp.frames import (
     AUTH_BYTES,
     HEADER,
@@ -56,6 +55,7 @@ from kvferry.carriers.tcp.frames import (
 )
 from kvferry.copies import Ints
 from kvferry.errors import DeadlineExceeded, PeerLost, ProtocolError, TransferError
+from kvferry.net.names import hang_up, ours_alone
 
 log = logging.getLogger(__name__)
 

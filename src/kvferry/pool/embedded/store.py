@@ -64,7 +64,6 @@ from kvferry.pool.store import (
     Outcome,
     Ranges,
     Slices,
-    StoreStats,
     inside,
     move,
 )
@@ -131,6 +130,14 @@ def _call(
             return method(self, *args, **kwargs)
 
     return counted
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    objects: int
+    bytes: int
+    capacity_bytes: int
+    evicted: int = 0
 
 
 class EmbeddedStore:
