@@ -445,10 +445,14 @@ def test_too_many_transfers_wait_for_their_turn(
     fourth.cancel()
     with pytest.raises(Cancelled):
         fourth.wait(0.0)
+    fifth = copying.read()
     SlowEvent.reached.set()
-    third.settled()  # it looks at the others, which have ended
-    assert third.poll() is TransferState.DONE and copying.right and len(used) == 3
-    assert first.settled() and second.settled() and copying.peer.held == 0
+    assert third.begun is fifth.begun is False
+    first.wait(0.0)  # an end lets the next one begin
+    assert third.begun and not fifth.begun and len(used) == 3
+    fifth.settled()  # it looks at the others, which have ended
+    assert fifth.poll() is TransferState.DONE and copying.right and len(used) == 4
+    assert second.settled() and third.settled() and copying.peer.held == 0
 
 
 def test_a_transfer_whose_peer_ended_is_lost(copying: Copying) -> None:

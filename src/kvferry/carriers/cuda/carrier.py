@@ -432,7 +432,14 @@ class CudaTransfers:
         if len(self._all) < SWEPT_FROM:
             return True
         begun = [transfer for transfer in list(self._all) if transfer.begun]
-        return sum(not transfer.settled() for transfer in begun) < MOST_BEGUN
+        return sum(not transfer.look() for transfer in begun) < MOST_BEGUN
+
+    def begin_next(self) -> None:
+        """Begin the transfer that has waited longest for others to end, if there is one."""
+        for transfer in list(self._all):
+            if not transfer.begun:
+                transfer.look()
+                return
 
     def cancel(self, peer: CudaPeer | None = None) -> None:
         """Those of one peer, or all."""
@@ -477,7 +484,7 @@ class CudaTransfer:
         self._ended = False
         self._error: TransferError | None = None
         transfers.add(self, peer)
-        self._look()
+        self.look()
 
     @property
     def begun(self) -> bool:
@@ -490,15 +497,19 @@ class CudaTransfer:
             raise self._error.with_traceback(None)
 
     def poll(self) -> TransferState:
-        if not self._look():
+        if not self.settled():
             return TransferState.RUNNING
         return TransferState.DONE if self._error is None else TransferState.FAILED
 
     def settled(self) -> bool:
-        return self._look()
+        if self._ended:
+            return True
+        if ended := self.look():
+            self._transfers.begin_next()
+        return ended
 
     def cancel(self) -> None:
-        if self._look():
+        if self.settled():
             return
         with self._lock:
             if self._ended:
@@ -514,7 +525,7 @@ class CudaTransfer:
 
     def _ends_by(self, deadline: float) -> bool:
         waiting = time.monotonic()
-        while not self._look():
+        while not self.settled():
             now = time.monotonic()
             if now >= deadline:
                 return False
@@ -523,7 +534,7 @@ class CudaTransfer:
                 time.sleep(NAP_SECONDS)
         return True
 
-    def _look(self) -> bool:
+    def look(self) -> bool:
         """Go on with it as far as that can be done now; whether it has ended."""
         with self._lock:
             if self._ended:
