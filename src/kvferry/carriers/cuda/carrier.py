@@ -548,46 +548,49 @@ class CudaTransfer:
             return True
 
     def _goes_on(self) -> bool:
-        buffers = self._buffers or self._begin()
-        if buffers is None:  # too many others are under way
-            return True
+        buffers = self._buffers
+        if buffers is None:
+            if not self._transfers.has_room():
+                return True
+            with self._pool.device.current():
+                return self._begin()
         running = buffers.end is not None and not buffers.end.done_yet()
         if running:
             self._seen = time.monotonic()
-        if self._steps is not None and (not running or (self._full and not buffers.is_full())):
-            if self._bytes:  # before the first bytes it is enough to look at the end
-                self._peer.check()
-            self._queue(buffers, self._steps, more=running)
-            running = buffers.end is not None  # else there was nothing to copy
-        return running
+        if self._steps is None or (running and not (self._full and not buffers.is_full())):
+            return running
+        self._peer.check()
+        with self._pool.device.current():
+            return self._queue(buffers, self._steps, more=running)
 
-    def _begin(self) -> StreamBuffers | None:
-        if not self._transfers.has_room():
-            return None
+    def _begin(self) -> bool:
+        """Before the first bytes it is enough to look at the peer when they have arrived."""
         self._peer.hold()
         try:
-            with self._pool.device.current():
-                buffers = self._pool.take()
+            self._buffers = buffers = self._pool.take()
         except BaseException:
             self._peer.release()
             raise
-        self._buffers, self._steps = buffers, self._steps_on(buffers)
-        return buffers
+        return self._queue(buffers, self._steps_on(buffers), more=False)
 
-    def _queue(self, buffers: StreamBuffers, steps: Iterator[int], *, more: bool) -> None:
-        """Queue as much as may be under way; with `more`, behind what runs already."""
+    def _queue(self, buffers: StreamBuffers, steps: Iterator[int], *, more: bool) -> bool:
+        """Queue as much as may be under way; with `more`, behind what runs already.
+
+        Whether anything is under way then. The device is current.
+        """
         most = QUEUED_BYTES if self._peer.near else FAR_QUEUED_BYTES
         if not more:
             self._bytes = 0
             self._queued = self._seen = time.monotonic()
-        with self._pool.device.current():
-            for queued in steps:
-                self._bytes += queued
-                self._full = self._bytes < most
-                if not self._full or buffers.is_full():
-                    buffers.mark_end()
-                    return
         self._steps = None
+        for queued in steps:
+            self._bytes += queued
+            self._full = self._bytes < most
+            if not self._full or buffers.is_full():
+                buffers.mark_end()
+                self._steps = steps
+                break
+        return buffers.end is not None
 
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, TransferError):
