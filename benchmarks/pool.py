@@ -35,7 +35,7 @@ from kvferry.cli.console import (
     refusals,
     say,
 )
-from kvferry.cli.page import Page, Sheet, print_sheets
+from kvferry.cli.page import Page, TableSheet, print_sheets
 from kvferry.errors import DescriptionError
 
 CAPACITIES = (500, 1000, 3000, 10_000, 30_000, 100_000)
@@ -173,7 +173,7 @@ def _at_least(name: str, wanted: float, found: float) -> Verdict:
     return Verdict(name, f">= {wanted:g}", round(found, 4), found >= wanted)
 
 
-def _sheets(result: PoolBench) -> list[Sheet]:
+def _sheets(result: PoolBench) -> list[TableSheet]:
     def pair(values: tuple[float, float]) -> str:
         return " / ".join(f"{value:.3f}" for value in values)
 
@@ -202,7 +202,7 @@ def _sheets(result: PoolBench) -> list[Sheet]:
     ]
     rates = [[b.store, b.op, f"{b.gb_s:.2f}", f"{b.of_memcpy:.0%}"] for b in result.bandwidth]
     return [
-        Sheet(
+        TableSheet(
             f"Prefix hit rate, {result.requests:,} requests ({result.trace})",
             [
                 "blocks",
@@ -216,14 +216,14 @@ def _sheets(result: PoolBench) -> list[Sheet]:
             ],
             hits,
         ),
-        Sheet(
+        TableSheet(
             f"Lookups of {result.lookup.keys_per_lookup} keys",
             ["index", "objects", "keys a second", "p50 µs", "p99 µs"],
             lookups,
         ),
         *_scheduler(result),
-        Sheet("Bandwidth", ["store", "", "GB/s", "of memcpy"], rates),
-        Sheet(
+        TableSheet("Bandwidth", ["store", "", "GB/s", "of memcpy"], rates),
+        TableSheet(
             "Targets",
             ["what", "wanted", "found", ""],
             [
@@ -234,7 +234,7 @@ def _sheets(result: PoolBench) -> list[Sheet]:
     ]
 
 
-def _scheduler(result: PoolBench) -> list[Sheet]:
+def _scheduler(result: PoolBench) -> list[TableSheet]:
     share = result.scheduler
     if share is None:
         return []
@@ -243,7 +243,7 @@ def _scheduler(result: PoolBench) -> list[Sheet]:
         ["vLLM's MooncakeStoreConnector", f"{share.vllm_us:.0f}", f"{share.vllm_us:.0f}", "-"],
     ]
     return [
-        Sheet(
+        TableSheet(
             f"One lookup of {share.tokens:,} tokens ({share.keys} keys) in Mooncake Store, µs",
             ["connector", "scheduler's thread", "answer after", "delay of steps"],
             rows,
@@ -251,7 +251,7 @@ def _scheduler(result: PoolBench) -> list[Sheet]:
     ]
 
 
-def _tune_sheets(result: TuneResult) -> list[Sheet]:
+def _tune_sheets(result: TuneResult) -> list[TableSheet]:
     def shown(rates: tuple[float, ...]) -> str:
         return " / ".join(f"{rate:.3f}" for rate in rates)
 
@@ -273,14 +273,14 @@ def _tune_sheets(result: TuneResult) -> list[Sheet]:
     ]
     policies = [[p.name, shown(p.first), shown(p.second), shown(p.whole)] for p in result.policies]
     return [
-        Sheet(
+        TableSheet(
             f"First half, {result.first_half_requests:,} requests, at {at} blocks "
             f"(LRU {shown(result.lru)})",
             ["sweep", "constant", "value", "hit rate", "mean ratio", "worst", ""],
             grid,
         ),
-        Sheet("Constants", ["", "first half's choice", "in use"], constants),
-        Sheet(
+        TableSheet("Constants", ["", "first half's choice", "in use"], constants),
+        TableSheet(
             f"Policies with that choice, at {at} blocks",
             ["policy", "first half", "second half", "whole"],
             policies,

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvferry.layout import Rank, RankLayout
 from kvferry.layout.model import Residency
-from kvferry.pool.hits import Held, Need, Reader, longest_hit
+from kvferry.pool.hits import Held, Need, PoolReader, longest_hit
 from kvferry.pool.layout_registry import (
     PoolLayout,
     make_layout,
@@ -129,7 +129,7 @@ def check(case: CaseDict, *, break_range: bool = False) -> int:
     align = math.lcm(*[need.block_tokens for need in needs])
     if case["skip"] >= case["tokens"]:
         return 0
-    hit = longest_hit(Reader(tuple(needs), align), held, case["tokens"], case["skip"])
+    hit = longest_hit(PoolReader(tuple(needs), align), held, case["tokens"], case["skip"])
     assert hit.tokens == case["tokens"], (hit, case["tokens"])
     memory = AddressSpace.build("dst", ranks)
     compared = 0

@@ -401,7 +401,7 @@ def test_peers_that_are_refused_leave_nothing(way: Way, case: str) -> None:
         "secret": "AuthenticationError",
         "model": "IncompatibleError",
         "silent": "DeadlineExceeded",
-        "nobody": "PeerLost: nobody listens",
+        "nobody": "PeerLost: no process listens",
     }[case]
     prompt, before = Prompt(1, 100), {}
     with contextlib.ExitStack() as stack:

@@ -156,7 +156,7 @@ def test_the_next_address_where_nobody_listens() -> None:
         assert [type(call.result(SOON)) for call in calls] == [Refused] * 3
     with peers(NameServer(p=("127.0.0.2", "127.0.0.3"))) as (caller, port):
         error = ask(caller, f"p:{port}", 30).exception(SOON)
-        assert isinstance(error, PeerLost) and "nobody listens" in str(error)
+        assert isinstance(error, PeerLost) and "no process listens" in str(error)
 
 
 def test_the_next_address_where_what_is_sent_is_dropped() -> None:

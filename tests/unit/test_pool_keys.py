@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.errors import DescriptionError
 from kvferry.layout.model import Residency
-from kvferry.pool.hits import Held, Hit, Need, Reader, Segment, longest_hit
+from kvferry.pool.hits import Held, Hit, Need, PoolReader, Segment, longest_hit
 from kvferry.pool.keys import MARK, ContentChain, Extra, Fragment, KeyMetadata, frame, object_keys
 
 
@@ -126,7 +126,7 @@ def held(layout: str, group: str, size: int, exists: str) -> Held:
 
 
 def hit(needs: list[Need], have: list[Held], most: int, align: int, computed: int = 0) -> Hit:
-    return longest_hit(Reader(tuple(needs), align), have, most, computed)
+    return longest_hit(PoolReader(tuple(needs), align), have, most, computed)
 
 
 FULL = Residency()

@@ -201,7 +201,7 @@ def quiet_libraries() -> Iterator[None]:
 class _Bench:
     """The best rates so far, in bytes a second, and the memory of this process."""
 
-    def __init__(self, owner: Owner, sizes: Sequence[int], seconds: float) -> None:
+    def __init__(self, owner: MemoryOwner, sizes: Sequence[int], seconds: float) -> None:
         self.owner, self.sizes, self.seconds = owner, sizes, seconds
         self.source, self.landing = buffer(1), buffer(2)
         self.best: dict[tuple[str, str, int], float] = defaultdict(float)
@@ -402,7 +402,7 @@ def _target(
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class MemoryOwner:
     """The other process, which owns the memory that is read and written."""
 
     address: int  # of its memory
@@ -439,7 +439,7 @@ def _heard(pipe: Connection) -> Any:
 
 
 @contextmanager
-def owner_process() -> Iterator[Owner]:
+def owner_process() -> Iterator[MemoryOwner]:
     context = multiprocessing.get_context("spawn")
     pipe, its_pipe = context.Pipe()
     with socket.create_server((LOOPBACK, 0)) as listener:
@@ -452,7 +452,7 @@ def owner_process() -> Iterator[Owner]:
         its_pipe.close()
         its_stream.close()
         try:
-            yield Owner(_heard(pipe), pipe, stream)
+            yield MemoryOwner(_heard(pipe), pipe, stream)
         finally:
             process.kill()
             process.join()

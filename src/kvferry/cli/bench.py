@@ -17,7 +17,7 @@ from kvferry.cli.console import (
     refusals,
     say,
 )
-from kvferry.cli.page import Curve, Page, Sheet, log_plot
+from kvferry.cli.page import Curve, Page, TableSheet, log_plot
 from kvferry.errors import DescriptionError
 from kvferry.units import parse_sizes, show_bytes
 
@@ -133,7 +133,7 @@ def plan_page(result: BenchResult) -> Page:
         "kvferry bench plan",
         "Planning",
         "80 layers of llama-3.1-70b, one request on one edge, times in milliseconds.",
-        [Sheet("Cases", list(shown), list(zip(*shown.values(), strict=True)))],
+        [TableSheet("Cases", list(shown), list(zip(*shown.values(), strict=True)))],
         _plan_notes(result),
         [("Cost by number of blocks", plot)],
     )
@@ -169,7 +169,7 @@ def _plan_notes(result: BenchResult) -> list[str]:
 def transport_page(result: TransportResult) -> Page:
     """Each carrier's rates by descriptor size, for each direction."""
     sheets = [
-        Sheet(
+        TableSheet(
             "Limits of this machine",
             ["", "GB/s"],
             [
@@ -178,7 +178,7 @@ def transport_page(result: TransportResult) -> Page:
                 ["one socket", f"{result.socket_gb_s:.2f}"],
             ],
         ),
-        Sheet(
+        TableSheet(
             "Carriers",
             ["carrier", "op", "descriptor", "GB/s", "descriptors/s", "of its baseline"],
             [
@@ -207,7 +207,7 @@ def transport_page(result: TransportResult) -> Page:
             for row in result.paired
         ]
         head = ["carrier", "op", "descriptor", "pairs", "median", "quartiles"]
-        sheets.append(Sheet("Of its library, on one engine", head, rows))
+        sheets.append(TableSheet("Of its library, on one engine", head, rows))
     return Page(
         "kvferry bench transport",
         "Carriers, beside their libraries",

@@ -16,7 +16,7 @@ KEY = 120  # pixels beside it, for the names of its lines
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
+class TableSheet:
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -40,7 +40,7 @@ class Page:
     command: str
     title: str
     about: str
-    sheets: Sequence[Sheet]
+    sheets: Sequence[TableSheet]
     notes: Sequence[str]
     plots: Sequence[tuple[str, str]]  # a heading, and an SVG
 
@@ -70,7 +70,7 @@ class Page:
 """
 
 
-def print_sheets(sheets: Sequence[Sheet]) -> None:
+def print_sheets(sheets: Sequence[TableSheet]) -> None:
     console = Console()
     for sheet in sheets:
         console.print(f"[bold]{sheet.title}[/]", highlight=False)

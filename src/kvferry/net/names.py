@@ -192,7 +192,7 @@ def dial(host: str, port: int, deadline: float) -> socket.socket:
     if isinstance(problem, TimeoutError):
         raise DeadlineExceeded(f"{host}:{port} did not answer by the deadline")
     if isinstance(problem, ConnectionError):
-        raise PeerLost(f"nobody listens at {host}:{port}: {problem}")
+        raise PeerLost(f"no process listens at {host}:{port}: {problem}")
     raise TransferError(f"cannot connect to {host}:{port}: {problem}")
 
 

@@ -422,7 +422,7 @@ class Line:
             elif self.greeted:
                 return PeerLost(f"the connection to {self.address} broke")
             elif event == zmq.EVENT_CONNECT_RETRIED:
-                return PeerLost(f"nobody listens at {self.address}")
+                return PeerLost(f"no process listens at {self.address}")
             else:
                 return AuthenticationError(
                     f"{self.address} does not take our secret (or is no kvferry); configure the "

@@ -32,7 +32,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class PoolReader:
     """The facts about the reading engine on which its hits depend."""
 
     needs: tuple[Need, ...]
@@ -68,7 +68,9 @@ class Hit:
     segments: tuple[Segment, ...] = ()
 
 
-def longest_hit(reader: Reader, held: Sequence[Held], most_tokens: int, computed: int = 0) -> Hit:
+def longest_hit(
+    reader: PoolReader, held: Sequence[Held], most_tokens: int, computed: int = 0
+) -> Hit:
     """The longest hit of at most `most_tokens`.
 
     computed  leading tokens that the reader has already

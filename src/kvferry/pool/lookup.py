@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.errors import StoreError
-from kvferry.pool.hits import Held, Hit, Reader, covered_prefix, longest_hit
+from kvferry.pool.hits import Held, Hit, PoolReader, covered_prefix, longest_hit
 from kvferry.pool.keys import ContentChain, Fragment, KeyMetadata, object_keys
 from kvferry.pool.layout_registry import LayoutRegistry, PoolLayout
 from kvferry.pool.orders import PoolCounters
@@ -60,7 +60,7 @@ class LookupAnswer:
     failed: bool = False
     at: float = field(default_factory=time.monotonic)
 
-    def hit_after(self, reader: Reader, most_tokens: int, computed: int) -> Hit:
+    def hit_after(self, reader: PoolReader, most_tokens: int, computed: int) -> Hit:
         """The hit for a reader that has `computed` tokens already."""
         if computed == 0 or self.failed:
             return self.hit
@@ -93,7 +93,7 @@ class LookupKeyServer:
         open_store: Callable[[], Store],
         metadata: KeyMetadata,
         ours: PoolLayout,
-        reader: Reader,
+        reader: PoolReader,
         counters: PoolCounters,
         watch: EvictionWatch,
     ) -> None:

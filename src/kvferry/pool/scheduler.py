@@ -30,7 +30,7 @@ from math import lcm
 from typing import Any
 
 from kvferry.layout.model import Residency
-from kvferry.pool.hits import Hit, Need, Reader, Segment
+from kvferry.pool.hits import Hit, Need, PoolReader, Segment
 from kvferry.pool.keys import ContentChain, Extra, KeyMetadata, object_keys
 from kvferry.pool.layout_registry import PoolLayout
 from kvferry.pool.lookup import EvictionWatch, LookupKeyClient, LookupKeyServer
@@ -97,7 +97,7 @@ class PoolScheduler:
             for g, span in zip(groups, spans, strict=True)
         ]
         self.align_tokens = lcm(*spans)
-        self._reader = Reader(tuple(needs), self.align_tokens, ours.id)
+        self._reader = PoolReader(tuple(needs), self.align_tokens, ours.id)
         self._use(replace(metadata, epoch=self._epoch))
 
     def _use(self, metadata: KeyMetadata) -> None:
