@@ -306,7 +306,9 @@ def test_a_producer_is_stopped_past_the_deadline_and_goes_on(way: Way) -> None:
             p.signal(signal.SIGSTOP)
             with within(SHORT_SECONDS):
                 error = error_of(d.load(ticket, prompt, seconds=SHORT_SECONDS))
-            assert "DeadlineExceeded" in error or "took longer than allowed" in error, error
+            # it may stop while the consumer meets it anew, or later
+            ends = ("DeadlineExceeded", "took longer than allowed", "does not answer")
+            assert any(words in error for words in ends), error
             p.signal(signal.SIGCONT)
             for reports in p.closed(1):  # told that it failed, or by the end of the lease
                 assert reports[0].why in ("failed", "expired")
