@@ -482,7 +482,10 @@ class TestBootstrap:
         finally:
             bootstrap.close()
 
-    @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"dp_rank": 1}', b'{"dp_rank": "x"}'])
+    @pytest.mark.parametrize(
+        "body",
+        [b"", b"{", b"[]", b'{"dp_rank": 1}', b'{"dp_rank": "x"}', b'{"dp_rank": 1, "\x86": 2}'],
+    )
     def test_bad_registrations_are_answered(self, body: bytes) -> None:
         bootstrap = Bootstrap(None, 0, None)
         url = f"http://127.0.0.1:{bootstrap.port}"
@@ -499,7 +502,9 @@ class TestBootstrap:
         finally:
             bootstrap.close()
 
-    @pytest.mark.parametrize("answer", [b"[" * 200_000, b"{", b"null", b"{}" * (1 << 20)])
+    @pytest.mark.parametrize(
+        "answer", [b"[" * 200_000, b"{", b"null", b"{}" * (1 << 20), b'{"\x86": {}}']
+    )
     def test_no_bootstrap(self, answer: bytes) -> None:
         head = b"HTTP/1.0 200 OK\r\n\r\n"
         expected = pytest.raises(KvferryError, match=r"no bootstrap|more than|does not answer")

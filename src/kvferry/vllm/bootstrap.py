@@ -343,7 +343,7 @@ class Bootstrap:
             return HttpAnswer.of(404, {"detail": "ask GET /query, or POST /register"})
         try:
             self._register(asked.body, asked.headers.get(MAC.lower(), ""))
-        except (ProtocolError, msgspec.DecodeError, RecursionError) as error:
+        except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return HttpAnswer.of(400, {"detail": str(error)})
         return HttpAnswer.of(200, {"status": "ok"})
 
@@ -386,7 +386,7 @@ def query(server: str, engine_id: str, seconds: float) -> Whereabouts:
     status, answer = _ask(server, "GET", "/query", seconds)
     try:
         entries = msgspec.json.decode(answer, type=dict[str, dict[str, Any]])
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         entries = None
     if status != 200 or entries is None:
         raise ProtocolError(f"{server} is no bootstrap: it answered /query with status {status}")
