@@ -65,6 +65,7 @@ def dropping(host: str, port: int) -> Iterator[None]:
     """An address that neither takes connections nor refuses them: its backlog is full."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.socket())
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an old connection's port
         server.bind((host, port))
         server.listen(0)
         with contextlib.suppress(TimeoutError):
