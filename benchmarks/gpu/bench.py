@@ -120,7 +120,9 @@ class Bench:
         row = np.arange(rows, dtype=np.int64) * (slots * size)
         src, dst = (rng.permutation(count).astype(np.int64) * spread for _ in range(2))
         one = np.zeros(1, dtype=np.int64)
-        lengths = np.broadcast_to(np.asarray([size]), count)  # as a plan's batch says it
+        lengths = np.broadcast_to(
+            np.asarray([size], dtype=np.int64), count
+        )  # as a plan's batch says it
         return StridedCopies(row + self.there, row + self.here, src, dst, lengths, one, one)
 
     def read(self, which: tuple[Carrier, Any], copies: Any) -> None:
@@ -229,7 +231,7 @@ def _runs(bench: Bench, size: int, area: int, order: str) -> StridedCopies:
     for _ in range(2):
         at = np.arange(count, dtype=np.int64)
         sides.append((rng.permutation(at) if order == "random" else at) * apart)
-    lengths = np.broadcast_to(np.asarray([size]), count)
+    lengths = np.broadcast_to(np.asarray([size], dtype=np.int64), count)
     return StridedCopies(
         rows + bench.there, rows + bench.here, sides[0], sides[1], lengths, one, one
     )

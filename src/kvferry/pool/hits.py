@@ -103,7 +103,7 @@ def longest_hit(
     tokens = int(ends[np.flatnonzero(good)[-1]])
     segments: list[Segment] = []
     for need in needs:
-        start = max(int(_needed_from(need, np.asarray([tokens]))[0]), computed)
+        start = max(int(_needed_from(need, np.asarray([tokens], dtype=np.int64))[0]), computed)
         segments += _segments(need, covers[need.group], unit, start, tokens, reader.layout_id)
     return Hit(tokens, tuple(segments))
 

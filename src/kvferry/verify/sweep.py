@@ -327,7 +327,7 @@ class AddressSpace:
         """The first copy that is not inside one region of the rank, if any."""
         if len(addresses) == 0:
             return None
-        known = np.asarray([owner == rank for owner in self.owners])
+        known = np.asarray([owner == rank for owner in self.owners], dtype=np.bool_)
         region = np.maximum(np.searchsorted(self.starts, addresses, side="right") - 1, 0)
         inside = (addresses >= self.starts[region]) & (addresses + lengths <= self.stops[region])
         inside &= known[region] & (lengths > 0)

@@ -222,7 +222,7 @@ def pieces(address: Ints, length: Ints, piece_bytes: int = PIECE_BYTES) -> Itera
     for part in slices(Copies(address, address, length), piece_bytes):
         count, longest = len(part), int(part.length.max())
         if longest == int(part.length.min()):  # said by one number, nothing is added up
-            equal = np.broadcast_to(np.asarray([longest]), count)
+            equal = np.broadcast_to(np.asarray([longest], dtype=np.int64), count)
             yield StagedPiece(
                 part.src, equal, np.arange(0, count * longest, longest), count * longest
             )
