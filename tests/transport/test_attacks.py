@@ -27,7 +27,7 @@ import pytest
 from carrier_peer import FIRST, KINDS, Peer, copies, owner, soon
 
 from kvferry.carriers import MemoryRegion, vouch
-from kvferry.carriers.liveness import MOST_UNGREETED, Liveness, PulseServer
+from kvferry.carriers.liveness import Liveness, PulseServer
 from kvferry.carriers.local import LocalCarrier, LocalEndpoint, _start_ticks
 from kvferry.carriers.tcp.carrier import TcpCarrier
 from kvferry.carriers.tcp.client import TcpEndpoint
@@ -41,6 +41,7 @@ from kvferry.carriers.tcp.frames import (
 )
 from kvferry.carriers.tcp.server import ServerLimits
 from kvferry.errors import DescriptionError, KvferryError, PeerLost, TransferError
+from kvferry.net.guests import MOST_PENDING
 from kvferry.net.keys import Key, runtime_directory
 from kvferry.net.messages import VERSION, Look
 from kvferry.net.rpc import Caller, Sockets
@@ -495,7 +496,7 @@ def test_silent_visitors_keep_no_peer_from_a_pulse() -> None:
     server = PulseServer("127.0.0.1")
     with contextlib.ExitStack() as stack:
         stack.callback(server.close)
-        first, *more = silent(server.port, 2 * MOST_UNGREETED)
+        first, *more = silent(server.port, 2 * MOST_PENDING)
         for one in (first, *more):
             stack.enter_context(one)
         where = "127.0.0.1", server.port
@@ -504,6 +505,18 @@ def test_silent_visitors_keep_no_peer_from_a_pulse() -> None:
         first.settimeout(30)
         assert first.recv(1) == b""  # the oldest was sent away
         pulse.require_alive()
+
+
+def test_silent_visitors_delay_no_voucher() -> None:
+    endpoint = vouch.vouch_for(lambda name: name.encode())
+    with contextlib.ExitStack() as stack:
+        stack.callback(vouch.forget, [endpoint])
+        for _ in range(2 * MOST_PENDING):
+            visitor = stack.enter_context(socket.socket(socket.AF_UNIX))
+            visitor.settimeout(30)
+            visitor.connect(str(runtime_directory() / endpoint.decode()))
+        owner = vouch.ask(endpoint.decode(), endpoint, soon(vouch.ASK_SECONDS))
+        assert owner.is_this_process
 
 
 class Gated(socket.socket):
@@ -535,9 +548,9 @@ def test_a_visitor_that_speaks_while_it_is_sent_away_ends_nothing(
         pulse = Liveness.connect(*where, server.token, server.incarnation, soon(30))
         stack.callback(pulse.close)
         visitors = [
-            stack.enter_context(socket.create_connection(where)) for _ in range(MOST_UNGREETED)
+            stack.enter_context(socket.create_connection(where)) for _ in range(MOST_PENDING)
         ]
-        wait_until(lambda: Gated.accepted == 1 + MOST_UNGREETED)
+        wait_until(lambda: Gated.accepted == 1 + MOST_PENDING)
         Gated.gate.clear()
         for _ in range(2):  # the first one takes the place of the oldest
             stack.enter_context(socket.create_connection(where))

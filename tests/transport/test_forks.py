@@ -125,14 +125,14 @@ def test_a_killed_process_is_dead_though_its_child_lives() -> None:
         process = undo.enter_context(forking(ours.told()))
         assert process.stdout
         user = undo.enter_context(contextlib.closing(User(process.stdout.readline())))
-        assert len(ours.pulse._visitors) == len(ours.tcp._server._serving) == 1
+        assert len(ours.pulse._guests) == len(ours.tcp._server._serving) == 1
         user.read()
         assert said(process) == "forked\n"
         # the child has let go of all, which its parent does not notice
         assert user.pulse.alive(0.05)
         user.new_pulse().close()
         user.read()
-        assert len(ours.pulse._visitors) == len(ours.tcp._server._serving) == 1
+        assert len(ours.pulse._guests) == len(ours.tcp._server._serving) == 1
         process.kill()
         process.wait()
         # what it served
@@ -142,7 +142,7 @@ def test_a_killed_process_is_dead_though_its_child_lives() -> None:
         with pytest.raises(PeerLost):
             user.new_pulse()
         # what it used
-        assert until(lambda: not ours.pulse._visitors)
+        assert until(lambda: not ours.pulse._guests)
         assert until(lambda: not ours.tcp._server._serving)
         assert said(process) == "still here\n"
 
@@ -151,8 +151,8 @@ def test_closing_a_pulse_is_seen_whoever_else_has_a_copy() -> None:
     """As a child has that was forked before it could be told of a connection."""
     server = PulseServer(HOST)
     visit = Liveness.connect(HOST, server.port, server.token, server.incarnation, soon(5))
-    (visitor,) = server._visitors
-    kept = [os.dup(s.fileno()) for s in (server._waker, server._woken, server._listener, visitor)]
+    (visitor,) = server._guests
+    kept = [os.dup(one.fileno()) for one in (server._listener, visitor.connection)]
     begin = time.monotonic()
     server.close()
     assert time.monotonic() - begin < 2
@@ -163,3 +163,28 @@ def test_closing_a_pulse_is_seen_whoever_else_has_a_copy() -> None:
     visit.close()
     for descriptor in kept:
         os.close(descriptor)
+
+
+DROPPED = """
+import gc, os, time
+from kvferry.carriers.liveness import Liveness, PulseServer
+from kvferry.carriers.vouch import vouch_for
+server = PulseServer("127.0.0.1")
+known = server.port, server.token, server.incarnation
+visit = Liveness.connect("127.0.0.1", *known, time.monotonic() + 5)
+vouch_for(str.encode)
+if not (child := os.fork()):
+    del server
+    gc.collect()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0 and visit.alive()
+server.close()
+assert not visit.alive(5)
+"""
+
+
+def test_a_child_that_drops_a_server_says_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", DROPPED], timeout=60, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")

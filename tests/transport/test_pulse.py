@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from carrier_peer import soon, threads_left
@@ -16,6 +17,7 @@ from carrier_peer import soon, threads_left
 from kvferry.carriers import make_carrier
 from kvferry.carriers.liveness import MAGIC, Liveness, PulseServer
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
+from no_threads import no_threads
 from waiting import wait_until
 
 HOST = "127.0.0.1"
@@ -142,6 +144,13 @@ def test_without_descriptors_it_waits_instead_of_trying_on_and_on(
         one.close()
     server.close()
     assert threads_left("kvferry-pulse") == []
+
+
+def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with no_threads(monkeypatch, "kvferry-pulse"), pytest.raises(RuntimeError):
+        PulseServer(HOST)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_peer_that_says_nothing_is_late() -> None:

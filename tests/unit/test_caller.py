@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import resource
+import threading
 import time
 from typing import Any
 
 import pytest
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from kvferry.errors import HandoverError, PeerLost
 from kvferry.net.messages import VERSION, Hello, Renew, Renewed, Reply, decode_request, encode
@@ -93,4 +95,54 @@ def test_calls_end_with_their_caller() -> None:
     finally:
         silent.close(linger=0)
         caller.close()
+        sockets.close()
+
+
+def test_a_reply_counts_though_the_line_broke_right_after_it() -> None:
+    """The caller's thread has seen the handshake, and then both at once."""
+    sockets = Sockets()
+    caller, server_side = Caller(sockets), Sockets()
+    server, port = server_side.server(None)
+    turn, seen, over = caller._turn, threading.Event(), threading.Event()
+
+    def late_turn(ready: Any) -> None:
+        if any(line.monitor in ready for line in caller._lines.values()):
+            seen.set()
+            assert over.wait(10)
+        turn(ready)
+
+    caller._turn = late_turn  # type: ignore[method-assign]
+    try:
+        call = caller.call(f"127.0.0.1:{port}", Renew(VERSION, "i", ["h"]), time.monotonic() + 30)
+        assert seen.wait(10)
+        sender, frame = server.recv_multipart()
+        server.send_multipart([sender, encode(Reply(decode_request(frame).id, Renewed([], [])))])
+        (line,) = caller._lines.values()
+        assert line.socket.poll(10_000)
+        server.close(linger=0)
+        time.sleep(0.2)  # libzmq's threads notice
+        over.set()
+        assert call.result(10) == Renewed([], [])
+    finally:
+        over.set()
+        caller.close()
+        for one in (sockets, server_side):
+            one.close()
+
+
+def test_an_authenticator_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No server is bound then, and the next server has an authenticator."""
+
+    def refuse(_: ThreadAuthenticator) -> None:
+        raise RuntimeError("can't start new thread")
+
+    sockets = Sockets()
+    try:
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+            patch.setattr(ThreadAuthenticator, "start", refuse)
+            sockets.server(None)
+        server, _ = sockets.server(None)
+        server.close(linger=0)
+        assert sockets._authenticator is not None and sockets._authenticator.is_alive()
+    finally:
         sockets.close()

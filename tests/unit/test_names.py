@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -267,6 +269,26 @@ def test_a_queue_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.resolved("a", time.monotonic() + 0.05)
     server.answers.set()
     assert all("no such name" in str(one.exception(SOON)) for one in waiting)
+
+
+FORKED = """
+import os, threading, time
+from kvferry.net.names import NAMES
+gate, soon = threading.Event(), time.monotonic() + 20
+NAMES._look_up = lambda host: gate.wait(20) and ("127.0.0.2",)
+asked = NAMES.ask("p", soon)
+child = os.fork()
+if not child:
+    NAMES._look_up = lambda host: ("127.0.0.3",)
+    os._exit(NAMES.resolved("p", time.monotonic() + 5) != ("127.0.0.3",))
+assert os.waitpid(child, 0)[1] == 0
+gate.set()
+assert asked.result(10) == ("127.0.0.2",)
+"""
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_lookup() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=60, check=True)
 
 
 def test_the_system_resolves() -> None:

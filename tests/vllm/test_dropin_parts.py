@@ -443,6 +443,28 @@ class TestRendezvous:
             directory.close()
             sockets.close()
 
+    def test_what_is_asked_after_the_end_opens_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A question that waited for another one to the same address."""
+        gate, where = threading.Event(), Whereabouts("e", "127.0.0.1", 77, "i")
+        monkeypatch.setattr(rendezvous_module, "query", lambda *_: gate.wait(10) and where)
+        sockets = Sockets()
+        rendezvous = Rendezvous(FerryConfig(), sockets)
+        waits = BootstrapPlace("e", "127.0.0.1:1", False)
+        try:
+            rendezvous.introduce(ENGINE)
+            assert rendezvous.find(BootstrapPlace("e", waits.address, True)) is None
+            assert rendezvous.find(waits) is None
+            rendezvous.close()
+            gate.set()
+            error = rendezvous._asked[waits].answer.exception(10)
+            assert "shutting down" in str(error) and rendezvous._caller is None
+        finally:
+            gate.set()
+            rendezvous.close()
+            sockets.close()
+
     @pytest.mark.parametrize(
         ("config", "address", "error"),
         [

@@ -25,36 +25,29 @@ socket was named there.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
-import logging
 import secrets
 import select
-import selectors
 import socket
 import threading
 import time
-from typing import Any
 
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
+from kvferry.net.guests import Guest, GuestServer
 from kvferry.net.names import dial, hang_up, ours_alone
-
-log = logging.getLogger(__name__)
 
 MAGIC = b"kvferry-pulse-1\n"
 GOODBYE = b"\n"
-LEAVE, END = b"\1", b"\0"  # to the owner's thread
 TOKEN_BYTES = 16
 GREETING_SECONDS = 5.0  # a visitor that has not greeted by then is sent away
-GREETING_LOOK_SECONDS = 1.0  # between two looks for such visitors
 MOST_VISITORS = 4096
-MOST_UNGREETED = 64  # a new visitor takes the place of the oldest of these
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 5, 2, 3
 GRACE_TICK_SECONDS = 0.005
-PAUSE_SECONDS = 0.2  # before the next accept, where the system has no descriptor left
 
 
-class PulseServer:
+class PulseServer(GuestServer):
     """The owner's side: greets visitors and keeps their connections, on one thread."""
 
     def __init__(self, host: str) -> None:
@@ -66,125 +59,37 @@ class PulseServer:
             raise TransferError(
                 f"cannot listen on {host}: {error}; `host` must be an address of this machine"
             ) from None
-        self._listener = ours_alone(listener)
-        self._listener.setblocking(False)
-        self.port = int(self._listener.getsockname()[1])
-        self._waker, self._woken = (ours_alone(end) for end in socket.socketpair())
-        # what each one has said, and until when it must have greeted: 0 once it has
-        self._visitors: dict[socket.socket, tuple[bytes, float]] = {}
-        self._short = False  # the last one could not be accepted
-        self._selector = selectors.DefaultSelector()
-        self._thread = threading.Thread(target=self._loop, name="kvferry-pulse", daemon=True)
-        self._thread.start()
+        self.port = int(listener.getsockname()[1])
+        super().__init__(listener, "kvferry-pulse")
 
     def leave(self) -> None:
         """Visitors see that this carrier is being closed, and no new ones are greeted."""
-        self._wake(LEAVE)
+        self.soon(self._say_goodbye)
 
-    def close(self) -> None:
-        """Visitors see that this carrier is gone. Idempotent."""
-        self._wake(END)
-        if self._thread is not threading.current_thread():
-            self._thread.join(GREETING_SECONDS)
-        self._waker.close()
-
-    def _wake(self, what: bytes) -> None:
-        with contextlib.suppress(OSError):  # closed already, or this is a forked child
-            self._waker.send(what)
-
-    def _loop(self) -> None:
-        try:
-            with self._selector, self._woken:
-                self._selector.register(self._listener, selectors.EVENT_READ)
-                self._selector.register(self._woken, selectors.EVENT_READ)
-                self._greet_and_keep()
-        finally:
-            for one in (self._listener, *self._visitors):
-                hang_up(one)
-            self._visitors.clear()
-
-    def _greet_and_keep(self) -> None:
-        while True:
-            look_again = any(until for _, until in self._visitors.values())
-            found = self._selector.select(GREETING_LOOK_SECONDS if look_again else None)
-            ready: list[Any] = [key.fileobj for key, _ in found]
-            if self._woken in ready:
-                if END in self._woken.recv(16):
+    async def serve(self, guest: Guest) -> None:
+        if len(self._guests) > MOST_VISITORS:
+            return
+        _keep_alive(guest.connection)
+        expected = MAGIC + self.token
+        async with asyncio.timeout(GREETING_SECONDS):
+            while len(guest.received) < len(expected):
+                got = await self.receive(guest, len(expected) + 1)
+                if not got:
                     return
-                self._say_goodbye()
-                continue
-            for one in ready:
-                if one is self._listener:
-                    self._welcome()
-                elif one in self._visitors:  # a newer one may have taken its place just now
-                    self._hear(one)
-            now = time.monotonic()
-            for one, (_, until) in list(self._visitors.items()):
-                if until and until < now:
-                    self._drop(one)
+                guest.received += got
+        if hmac.compare_digest(guest.received, expected):
+            guest.pending = False
+            await self._loop.sock_sendall(guest.connection, self.incarnation)
+            await self.receive(guest, 1)  # until the visitor leaves, or says anything
 
     def _say_goodbye(self) -> None:
-        if self._listener.fileno() < 0:  # it was said before
-            return
-        self._selector.unregister(self._listener)
-        hang_up(self._listener)
-        for visitor, (_, until) in list(self._visitors.items()):
-            with contextlib.suppress(OSError):
-                if not until:  # it has greeted
-                    visitor.send(GOODBYE)
-                    continue
-            self._drop(visitor)
-
-    def _welcome(self) -> None:
-        try:
-            visitor, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):  # it has left again
-            return
-        except OSError as error:  # it still waits, and would be seen again at once
-            level = logging.DEBUG if self._short else logging.WARNING
-            log.log(level, "no pulse connection is accepted for a while: %s", error)
-            self._short = True
-            time.sleep(PAUSE_SECONDS)
-            return
-        self._short = False
-        ours_alone(visitor)
-        if len(self._visitors) >= MOST_VISITORS:
-            hang_up(visitor)
-            return
-        ungreeted = [one for one, (_, until) in self._visitors.items() if until]
-        if len(ungreeted) >= MOST_UNGREETED:
-            self._drop(ungreeted[0])
-        try:
-            visitor.setblocking(False)
-            _keep_alive(visitor)
-            self._selector.register(visitor, selectors.EVENT_READ)
-        except OSError as error:
-            log.debug("a pulse connection failed: %s", error)
-            hang_up(visitor)
-            return
-        self._visitors[visitor] = (b"", time.monotonic() + GREETING_SECONDS)
-
-    def _hear(self, visitor: socket.socket) -> None:
-        heard, until = self._visitors[visitor]
-        expected = MAGIC + self.token
-        try:
-            got = visitor.recv(len(expected) + 1)
-            heard += got
-            if got and until and len(heard) < len(expected):
-                self._visitors[visitor] = (heard, until)
-                return
-            if got and until and hmac.compare_digest(heard, expected):
-                self._visitors[visitor] = (b"", 0.0)
-                visitor.send(self.incarnation)
-                return
-        except OSError as error:
-            log.debug("a pulse connection failed: %s", error)
-        self._drop(visitor)  # it has ended, or says something else
-
-    def _drop(self, visitor: socket.socket) -> None:
-        del self._visitors[visitor]
-        self._selector.unregister(visitor)
-        hang_up(visitor)
+        if self._accepting.cancel():
+            for guest, task in self._guests.items():
+                with contextlib.suppress(OSError):
+                    if not guest.pending:
+                        guest.connection.send(GOODBYE)
+                        continue
+                task.cancel()
 
 
 class Liveness:

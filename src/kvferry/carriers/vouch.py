@@ -18,6 +18,7 @@ lie in the runtime directory of the user (`keys.py`); an endpoint names the file
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import logging
@@ -32,8 +33,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvferry.errors import DeadlineExceeded, KvferryError, PeerLost, PermissionDenied, ProtocolError
+from kvferry.net.guests import Guest, GuestServer
 from kvferry.net.keys import runtime_directory
-from kvferry.net.names import hang_up, ours_alone
+from kvferry.net.names import hang_up
 
 log = logging.getLogger(__name__)
 
@@ -134,43 +136,36 @@ def forget(endpoints: Iterable[bytes]) -> None:
             _voucher = None
 
 
-class _Voucher:
+class _Voucher(GuestServer):
     """The socket of this process, and the endpoints that it vouches for."""
 
     def __init__(self) -> None:
         self.name = PREFIX + secrets.token_hex(16)
         self.digests: set[bytes] = set()
         self._path = runtime_directory() / self.name
-        self._listener = ours_alone(socket.socket(socket.AF_UNIX))
+        listener = socket.socket(socket.AF_UNIX)
         unheard = self._path.with_name(f".{self.name}")
         try:
-            self._listener.bind(str(unheard))
-            self._listener.listen(128)
-            threading.Thread(target=self._answer_all, name="kvferry-vouch", daemon=True).start()
+            listener.bind(str(unheard))
+            listener.listen(128)
             unheard.rename(self._path)  # a process that sees it finds a listener
+            super().__init__(listener, "kvferry-vouch")
         except BaseException:
-            hang_up(self._listener)
-            unheard.unlink(missing_ok=True)
+            hang_up(listener)
+            for path in (unheard, self._path):
+                path.unlink(missing_ok=True)
             raise
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
-        hang_up(self._listener)
+        super().close()
 
-    def _answer_all(self) -> None:
-        while self._listener.fileno() >= 0:
-            try:
-                question, _ = self._listener.accept()
-            except OSError as error:
-                if self._listener.fileno() >= 0:
-                    log.debug("no question about an endpoint was taken: %s", error)
-                    time.sleep(0.05)  # the system has no descriptor left
-                continue
-            with question, contextlib.suppress(OSError):
-                question.settimeout(ANSWER_SECONDS)
-                if _other_end(question)[1] == os.geteuid():
-                    asked = question.recv(DIGEST_BYTES, socket.MSG_WAITALL)
-                    question.sendall(YES if asked in self.digests else NO)
+    async def serve(self, guest: Guest) -> None:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            if _other_end(guest.connection)[1] == os.geteuid():
+                asked = await self.receive(guest, DIGEST_BYTES)
+                answer = YES if asked in self.digests else NO
+                await self._loop.sock_sendall(guest.connection, answer)
 
 
 _voucher: _Voucher | None = None

@@ -1,34 +1,26 @@
 """A small HTTP server on one thread: one request for each connection, answered at once.
 
-A client may send a byte now and then, or never read. So no client has a thread of its own, and a
-connection ends in one of these ways:
-
     accepted --its request is complete--> answered --the answer is sent--> closed
        |--its request is bad or too large--> refused, and read no further --it closes--> closed
        |--its time is over--> closed
        '--too many connections, of its address or in all, and it is the oldest--> closed
 
-The server answers a complete request in the turn in which it reads it, and reads a new connection
-before it accepts the next two. So the oldest connections are never good requests, and closing them
-harms no good client.
+The server answers a complete request in the turn in which it reads it. So the oldest connections
+are never good requests, and closing them harms no good client.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import json
 import logging
 import socket
-import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
 
-from kvferry.net.names import ours_alone
+from kvferry.net.guests import Guest, GuestServer
 
 log = logging.getLogger("kvferry")
 
@@ -40,8 +32,6 @@ MOST_HEADERS = 64
 MOST_BODY = 1 << 20
 MOST_RECEIVED = 8 << 20  # bytes of all unfinished requests together
 TURN_BYTES = 64 << 10  # read from one connection in its turn
-PAUSE_SECONDS = 0.1  # before the next accept, if the process has no descriptors left
-NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class BadRequest(ValueError):
@@ -76,97 +66,45 @@ class HttpAnswer:
         return head.encode() + self.json
 
 
-class HttpServer:
-    """Serves a bound socket. Its thread calls `answer`, which must not wait."""
+class HttpServer(GuestServer):
+    """Its thread calls `answer`, which must not wait."""
 
     def __init__(
         self, listener: socket.socket, answer: Callable[[HttpRequest], HttpAnswer], name: str
     ) -> None:
-        listener.setblocking(False)
-        self._listener, self._answer = ours_alone(listener), answer
-        self._guests: dict[_Guest, asyncio.Task[None]] = {}  # the oldest first
-        self._closed = False
-        self._loop = asyncio.SelectorEventLoop()
-        self._accepting = self._loop.create_task(self._accept())
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._answer = answer
+        super().__init__(listener, name)
 
-    def close(self) -> None:
-        """Stop the thread and close all connections. Closing again does nothing."""
-        if not self._closed:
-            self._closed = True
-            self._loop.call_soon_threadsafe(self._accepting.cancel)
-            self._thread.join(5)
-
-    # The thread
-
-    def _run(self) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._accepting)
-        self._loop.close()
-        self._listener.close()
-
-    async def _accept(self) -> None:
-        async with asyncio.TaskGroup() as tasks:  # it ends with all connections
-            while True:
-                try:
-                    connection, where = await self._loop.sock_accept(self._listener)
-                    guest = _Guest(ours_alone(connection), str(where[0]))
-                    self._make_way(guest.address)
-                    task = self._guests[guest] = tasks.create_task(self._serve(guest))
-                    task.add_done_callback(partial(self._leave, guest))
-                except OSError as error:
-                    if error.errno in NO_DESCRIPTORS:
-                        log.warning("%s: %s", self._thread.name, error.strerror)
-                        self._hang_up(self._guests)
-                        await asyncio.sleep(PAUSE_SECONDS)
-                    # or else the connection broke before it was accepted
-                except Exception:
-                    log.exception("%s goes on after an error", self._thread.name)
-                    await asyncio.sleep(PAUSE_SECONDS)
-                await asyncio.sleep(0)  # connections have their turns
-
-    def _make_way(self, address: str) -> None:
+    def make_way(self, address: str) -> None:
         here = [guest for guest in self._guests if guest.address == address]
         if len(here) >= MOST_PER_ADDRESS:
-            self._hang_up(here)
+            self.send_away(here)
         elif len(self._guests) >= MOST_OPEN:
-            self._hang_up(self._guests)
+            self.send_away(self._guests)
 
-    def _hang_up(self, guests: Iterable[_Guest]) -> None:
-        """End the oldest of these connections."""
-        oldest = next(iter(guests), None)
-        if oldest is not None:
-            self._guests.pop(oldest).cancel()
+    async def serve(self, guest: Guest) -> None:
+        async with asyncio.timeout(REQUEST_SECONDS):
+            refused = False
+            try:
+                answer = self._answered(await self._request(guest))
+            except BadRequest as error:
+                refused, answer = True, HttpAnswer.of(400, {"detail": str(error)})
+            guest.received.clear()
+            await self._loop.sock_sendall(guest.connection, answer.spelled())
+            if refused:
+                # the client may still send: closing at once could discard our answer
+                guest.connection.shutdown(socket.SHUT_WR)
+                while await self.receive(guest, TURN_BYTES):
+                    pass
 
-    def _leave(self, guest: _Guest, _: asyncio.Task[None]) -> None:
-        self._guests.pop(guest, None)
-        guest.connection.close()
-
-    async def _serve(self, guest: _Guest) -> None:
+    def _answered(self, asked: HttpRequest) -> HttpAnswer:
         try:
-            async with asyncio.timeout(REQUEST_SECONDS):
-                refused = False
-                try:
-                    answer = self._answer(await self._request(guest))
-                except BadRequest as error:
-                    refused, answer = True, HttpAnswer.of(400, {"detail": str(error)})
-                guest.received.clear()
-                await self._loop.sock_sendall(guest.connection, answer.spelled())
-                if refused:
-                    # the client may still send: closing at once could discard our answer
-                    guest.connection.shutdown(socket.SHUT_WR)
-                    while await self._receive(guest):
-                        pass
-        except OSError:  # the client is gone, or its time is over
-            pass
+            return self._answer(asked)
         except Exception:  # a bug of ours
             log.exception("%s could not answer", self._thread.name)
-            answer = HttpAnswer.of(500, {"detail": "an error of this server; see its log"})
-            with contextlib.suppress(OSError):
-                guest.connection.send(answer.spelled())
+            return HttpAnswer.of(500, {"detail": "an error of this server; see its log"})
 
-    async def _request(self, guest: _Guest) -> HttpRequest:
+    async def _request(self, guest: Guest) -> HttpRequest:
         received = guest.received
         while (end := received.find(b"\r\n\r\n", 0, MOST_HEAD)) < 0:
             if len(received) >= MOST_HEAD:
@@ -179,24 +117,13 @@ class HttpServer:
             await self._read(guest)
         return replace(asked, body=bytes(received[begin:end]))
 
-    async def _read(self, guest: _Guest) -> None:
-        data = await self._receive(guest)
+    async def _read(self, guest: Guest) -> None:
+        data = await self.receive(guest, TURN_BYTES)
         if not data:
             raise ConnectionError("the client closed before its request was complete")
         guest.received += data
         while sum(len(one.received) for one in self._guests) > MOST_RECEIVED:
-            self._hang_up(one for one in self._guests if one.received)
-
-    async def _receive(self, guest: _Guest) -> bytes:
-        await asyncio.sleep(0)  # data may always be there: other connections have their turns
-        return await self._loop.sock_recv(guest.connection, TURN_BYTES)
-
-
-@dataclass(slots=True, eq=False)
-class _Guest:
-    connection: socket.socket
-    address: str
-    received: bytearray = field(default_factory=bytearray)
+            self.send_away(one for one in self._guests if one.received)
 
 
 def read_head(head: bytes) -> HttpRequest:

@@ -117,10 +117,13 @@ class Names:
 
     def __init__(self, look_up: Callable[[str], tuple[str, ...]] = look_up) -> None:
         self._look_up = look_up
+        self._threads = Threads("kvferry-names", MOST_THREADS)
+        self.begin()
+
+    def begin(self) -> None:
+        """Also in a forked child, where no thread answers the questions of its parent."""
         self._lock = threading.Lock()
         self._asked: dict[str, _Question] = {}  # queued or looked up now
-        self._most_asked = MOST_THREADS + MOST_QUEUED
-        self._threads = Threads("kvferry-names", MOST_THREADS)
 
     def ask(self, host: str, deadline: float) -> Future[tuple[str, ...]]:
         """A name's addresses, or `PeerLost`. May be late: the caller watches its deadline."""
@@ -129,7 +132,7 @@ class Names:
             question.deadline = max(question.deadline, deadline)
             if host not in self._asked:
                 try:
-                    if len(self._asked) >= self._most_asked:
+                    if len(self._asked) >= MOST_THREADS + MOST_QUEUED:
                         raise HandoverError(BUSY)
                     question.answer = self._threads.call(partial(self._find, host, question))
                     self._asked[host] = question
@@ -234,13 +237,14 @@ def hang_up(sock: socket.socket) -> None:
     sock.close()
 
 
-def _let_go_in_child() -> None:
+def _begin_in_child() -> None:
+    NAMES.begin()
     for sock in list(_ours):  # no other thread is here, and nothing is waited for
         with contextlib.suppress(Exception):
             sock.close()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_begin_in_child)
 
 
 def _unresolved(host: str, why: object) -> PeerLost:

@@ -39,6 +39,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 
 import zmq
 import zmq.auth
@@ -232,8 +233,8 @@ class Caller(SocketThread):
             frame = encode(Request(call.number, call.body))
             line = self._lines.get(call.address)
             if line is None:
-                self._sockets.require_trusted(call.address)
                 host, _, port = call.address.rpartition(":")
+                self._sockets.reach.require(host)  # a name is judged without a lookup
                 address = literal(host)
                 if address is None:
                     self._look_up(host, call)
@@ -312,6 +313,7 @@ class Caller(SocketThread):
         if isinstance(error, PeerLost) and not line.greeted and line.others:
             self._try_next(line)
         elif error is not None:
+            self._guarded(self._receive, line)  # replies that came before the line broke
             self._hang_up(line)
             self._end_calls(self._calls_to(line.address), error)
 
@@ -447,7 +449,7 @@ class Sockets:
         self, secret: str | None = None, admits: Admits | None = None, *, names: Names = NAMES
     ) -> None:
         self._key = Key.of(secret)
-        self._reach = Reach(self._key.configured, admits)
+        self.reach = Reach(self._key.configured, admits)
         self.names = names
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)  # must be set before the first socket
@@ -457,13 +459,12 @@ class Sockets:
     def server(self, host: str | None, port: int = 0) -> tuple[zmq.Socket[bytes], int]:
         """A bound ROUTER socket and its port. `host` None: loopback."""
         require_port(port)  # libzmq accepts larger numbers, and listens at another port
-        bound = LOCALHOST if host in (None, "localhost") else host  # as in `net.names`
-        assert bound is not None
-        self._reach.require_listening(bound)
+        bound = LOCALHOST if host is None or host == "localhost" else host  # as in `net.names`
+        self.reach.require_listening(bound)
+        self._admit()
         socket = self.context.socket(zmq.ROUTER)
         self._prepare(socket, MAX_REQUEST_BYTES)
         socket.setsockopt(zmq.RCVHWM, READ_AHEAD)
-        self._admit()
         socket.curve_publickey, socket.curve_secretkey = self._pair("server")
         socket.curve_server = True
         try:
@@ -486,10 +487,6 @@ class Sockets:
         socket.curve_serverkey, _ = self._pair("server")
         socket.curve_publickey, socket.curve_secretkey = self._pair("client")
         return socket
-
-    def require_trusted(self, address: str) -> None:
-        """Refuse a host that must not be called. Its name is judged without a lookup."""
-        self._reach.require(address.rpartition(":")[0])
 
     def close(self) -> None:
         with self._lock:
@@ -515,16 +512,12 @@ class Sockets:
         public, _ = self._pair("client")
         with self._lock:
             if self._authenticator is None:
-                self._authenticator = ThreadAuthenticator(self.context)
-                self._authenticator.start()
-                self._authenticator.configure_curve_callback(
-                    domain="*", credentials_provider=_OnlyThisKey(public)
-                )
-
-
-@dataclass(frozen=True, slots=True)
-class _OnlyThisKey:
-    key: bytes
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self.key
+                authenticator = ThreadAuthenticator(self.context)
+                only_ours = SimpleNamespace(callback=lambda domain, key: key == public)
+                authenticator.configure_curve_callback("*", only_ours)
+                try:
+                    authenticator.start()
+                except BaseException:  # the next server starts another one
+                    authenticator.stop()
+                    raise
+                self._authenticator = authenticator

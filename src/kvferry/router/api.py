@@ -8,6 +8,7 @@ neither lost nor rounded.
 from __future__ import annotations
 
 import json
+import math
 import re
 import uuid
 from collections.abc import AsyncIterator, Iterable
@@ -219,8 +220,8 @@ class Limits:
     def __post_init__(self) -> None:
         for limit in fields(self):
             value = getattr(self, limit.name)
-            if not value > 0:
-                raise DescriptionError(f"{limit.name} must be more than 0, not {value!r}")
+            if not 0 < value < math.inf:
+                raise DescriptionError(f"{limit.name} must be more than 0, and finite: {value!r}")
         if self.address_share > 1:
             raise DescriptionError(f"address_share must be 1 at most, not {self.address_share!r}")
         largest = 2 * max(self.max_body_bytes, self.max_answer_bytes)

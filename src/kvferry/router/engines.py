@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -64,14 +64,6 @@ class UpstreamEngine:
             self.up = True
             self.reason = ""
             log.info("%s engine %s is up", self.role, self.url)
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
 
 
 class EngineGroup:
@@ -187,33 +179,34 @@ class Upstream:
         )
         response: httpx.Response | None = None
         held_before = asked.held.bytes
-        with engine.busy():
+        engine.in_flight += 1
+        try:
             try:
-                try:
-                    with anyio.fail_after(seconds):
-                        response = await self._client.send(request, stream=True)
-                        chunks, rest = response.aiter_raw(), None
-                        if _is_stream(response):
-                            content = await anext(chunks, b"")
-                            rest = self._rest(engine, chunks)
-                        else:
-                            content = await self._whole(engine, chunks, asked.held)
-                except _TROUBLE as error:
-                    raise _failure(engine, error, seconds) from error
-                status = response.status_code
-                answer = Answer(status, end_to_end(response.headers.raw), content, rest)
-                if not 200 <= status < 600:
-                    raise EngineFailure(engine, f"HTTP {status}, which is no answer")
-                if status >= 500:
-                    if status in _ENGINE_IS_ILL:
-                        engine.failed(f"HTTP {status}")
-                    raise EngineFailure(engine, f"HTTP {status}", answer=answer)
-                engine.answered()
-                yield answer
-            finally:
-                if response is not None:
-                    await response.aclose()
-                asked.held.add(held_before - asked.held.bytes)
+                with anyio.fail_after(seconds):
+                    response = await self._client.send(request, stream=True)
+                    chunks, rest = response.aiter_raw(), None
+                    if _is_stream(response):
+                        content = await anext(chunks, b"")
+                        rest = self._rest(engine, chunks)
+                    else:
+                        content = await self._whole(engine, chunks, asked.held)
+            except _TROUBLE as error:
+                raise _failure(engine, error, seconds) from error
+            status = response.status_code
+            answer = Answer(status, end_to_end(response.headers.raw), content, rest)
+            if not 200 <= status < 600:
+                raise EngineFailure(engine, f"HTTP {status}, which is no answer")
+            if status >= 500:
+                if status in _ENGINE_IS_ILL:
+                    engine.failed(f"HTTP {status}")
+                raise EngineFailure(engine, f"HTTP {status}", answer=answer)
+            engine.answered()
+            yield answer
+        finally:
+            engine.in_flight -= 1
+            asked.held.add(held_before - asked.held.bytes)
+            if response is not None:
+                await response.aclose()
 
     async def _whole(
         self, engine: UpstreamEngine, chunks: AsyncIterator[bytes], held: RequestMemory

@@ -266,6 +266,8 @@ class Rendezvous:
         if not self._told.wait(max(0.0, deadline - time.monotonic())) or self._engine is None:
             raise HandoverError("this engine's workers have not described themselves")
         with self._lock:
+            if self._closed:  # `Meetings` still asks what waited
+                raise HandoverError("kvferry is shutting down")
             if self._caller is None:
                 self._caller = Caller(self._sockets)
         call = self._caller.call(place.address, Hello(VERSION, self._engine), deadline)
@@ -285,7 +287,8 @@ class Rendezvous:
         return Whereabouts(place.engine_id, host, int(port), reply.engine.incarnation)
 
     def close(self) -> None:
-        self._closed = True
+        with self._lock:
+            self._closed = True
         self._told.set()
         self._meetings.close()
         if self._caller is not None:
@@ -350,16 +353,14 @@ class Bootstrap:
     def _register(self, body: bytes, mac: str) -> None:
         told_mac = mac.encode(errors="replace")  # a header may hold what a digest never does
         if not hmac.compare_digest(told_mac, _mac(self._key, body).encode()):
-            raise ProtocolError("this registration does not prove to know our secret")
+            raise ProtocolError(
+                "this registration does not prove to know our secret; a worker of vLLM's own "
+                "MooncakeConnector knows none: run kvferry's connector on all engines"
+            )
         told = msgspec.json.decode(body, type=dict[str, Any])
         rank = told.get("dp_rank")
         if type(rank) is not int or not 0 <= rank < MOST_RANKS:
             raise ProtocolError(f"a registration names its dp_rank, from 0 to {MOST_RANKS - 1}")
-        if "kvferry" not in told:
-            raise ProtocolError(
-                "this bootstrap belongs to kvferry's connector, and a worker of vLLM's own "
-                "MooncakeConnector wants to register; run one of the two on all engines"
-            )
         Whereabouts.read(told, "a registration")
         with self._lock:
             if str(rank) in self._own:

@@ -1,0 +1,144 @@
+"""A thread that serves connections of clients that may be slow, silent, hostile or many.
+
+A client may send a byte now and then, or never read. So no client has a thread of its own: each is
+a `Guest`, which a coroutine serves. A connection ends when its coroutine does:
+
+    accepted --> served --> closed
+       '--too many guests are pending, and it is the oldest--> closed
+
+A subclass says how a guest is served, and when it is no longer pending: it has done what the server
+asks of a good client. The server reads a new connection before it accepts the next two, and good
+clients speak at once. So the oldest pending connections are not theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvferry.net.names import hang_up, ours_alone
+
+log = logging.getLogger("kvferry")
+
+MOST_PENDING = 64  # connections
+CLOSE_SECONDS = 5.0
+PAUSE_SECONDS = 0.2  # before the next accept, after one that failed
+
+
+@dataclass(slots=True, eq=False)
+class Guest:
+    connection: socket.socket
+    address: str  # empty for a Unix socket
+    pending: bool = True
+    received: bytearray = field(default_factory=bytearray)  # of an unfinished message
+
+
+class GuestServer:
+    """Serves a bound socket. Only its thread uses its guests."""
+
+    def __init__(self, listener: socket.socket, name: str) -> None:
+        listener.setblocking(False)
+        self._listener = ours_alone(listener)
+        self._guests: dict[Guest, asyncio.Task[None]] = {}  # the oldest first
+        self._accepting: asyncio.Task[None]
+        self._short = False  # whether the last connection could not be accepted
+        self._loop = asyncio.SelectorEventLoop()
+        self._serving = self._loop.create_task(self._serve_all())
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # the process has too many threads
+            self._serving.cancel()
+            self._run()
+            hang_up(listener)
+            raise
+
+    def close(self) -> None:
+        """Stop the thread and close all connections. Closing again does nothing."""
+        self.soon(self._serving.cancel)
+        if self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_SECONDS)
+
+    # For subclasses
+
+    async def serve(self, guest: Guest) -> None:
+        """Serve a connection to its end. An `OSError` ends it."""
+        raise NotImplementedError
+
+    def make_way(self, address: str) -> None:
+        """Send a guest away if one more, from this address, would be one too many."""
+        if sum(guest.pending for guest in self._guests) >= MOST_PENDING:
+            self.send_away(self._guests)
+
+    def send_away(self, guests: Iterable[Guest]) -> None:
+        """End the oldest of these connections that is pending."""
+        oldest = next((guest for guest in guests if guest.pending), None)
+        if oldest is not None:
+            self._guests.pop(oldest).cancel()
+
+    async def receive(self, guest: Guest, most: int) -> bytes:
+        await asyncio.sleep(0)  # data may always be there: other connections have their turns
+        return await self._loop.sock_recv(guest.connection, most)
+
+    def soon(self, action: Callable[[], object]) -> None:
+        """Have the thread do this, unless it has ended."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(action)
+
+    # The thread
+
+    def _run(self) -> None:
+        _running.add(self)
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._serving)
+        self._loop.close()
+        _running.discard(self)
+
+    async def _serve_all(self) -> None:
+        async with asyncio.TaskGroup() as tasks:  # it ends with all connections
+            self._accepting = tasks.create_task(self._accept(tasks))
+
+    async def _accept(self, tasks: asyncio.TaskGroup) -> None:
+        try:
+            while True:
+                try:
+                    connection, where = await self._loop.sock_accept(self._listener)
+                    guest = Guest(ours_alone(connection), str(where[0] if where else ""))
+                    self.make_way(guest.address)
+                    task = self._guests[guest] = tasks.create_task(self._serve(guest))
+                    task.add_done_callback(partial(self._leave, guest))
+                    self._short = False
+                except ConnectionError:  # the connection broke before it was accepted
+                    pass
+                except Exception as error:  # the process may have no descriptors left
+                    level = logging.DEBUG if self._short else logging.WARNING
+                    ours = error if not isinstance(error, OSError) else None
+                    log.log(level, "%s pauses: %s", self._thread.name, error, exc_info=ours)
+                    self._short = True
+                    self.send_away(self._guests)
+                    await asyncio.sleep(PAUSE_SECONDS)
+                await asyncio.sleep(0)  # connections have their turns
+        finally:
+            hang_up(self._listener)
+
+    async def _serve(self, guest: Guest) -> None:
+        try:
+            await self.serve(guest)
+        except OSError:  # the client is gone, or its time is over
+            pass
+        except Exception:  # a bug of ours
+            log.exception("%s could not answer", self._thread.name)
+
+    def _leave(self, guest: Guest, _: asyncio.Task[None]) -> None:
+        self._guests.pop(guest, None)
+        hang_up(guest.connection)
+
+
+# A forked child has no such threads. There, asyncio would complain of tasks that are collected.
+_running: set[GuestServer] = set()
