@@ -358,8 +358,13 @@ class HoldClient:
         return self.peers.caller.call(source.address, body, until)
 
     def answer(self, call: Future[ReplyBody]) -> ReplyBody:
+        return self.first([call])[1]
+
+    def first(self, calls: Sequence[Future[ReplyBody]]) -> tuple[Future[ReplyBody], ReplyBody]:
+        """The first of these calls that is answered, and its answer."""
         try:
-            reply = self.watch.result(call)
+            call = self.watch.first(calls)
+            reply = call.result()
         except Cancelled:
             raise
         except KvferryError:
@@ -367,7 +372,7 @@ class HoldClient:
             raise
         if isinstance(reply, Refused) and reply.reason == "stale":
             self.peers.forget(self.remote)  # other refusals void the ticket alone
-        return reply
+        return call, reply
 
     def claim(self, sources: Sequence[Source]) -> dict[Source, Claimed]:
         """Claim the hold at these sources. Returns when all have answered."""
@@ -558,9 +563,8 @@ class Offers:
         moved = descriptors = 0
         seconds = 0.0
         while waiting:
-            call = self._client.watch.first([one.call for one in waiting])
+            call, reply = self._client.first([one.call for one in waiting])
             one = next(one for one in waiting if one.call is call)
-            reply = self._client.answer(call)
             if isinstance(reply, Refused) and reply.reason == "unmet" and not one.again:
                 one.again = True
                 self._introductions.forget(one.source)
