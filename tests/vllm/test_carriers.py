@@ -361,63 +361,10 @@ def test_the_backends_check_bounds_too(standing: tuple[Kind, Peer]) -> None:
         assert (both.memory.bytes == 9).all()
 
 
-@suite.both_ways
-def test_nixl_makes_batches_by_index(direction: str) -> None:
-    """Copies of one length in slots of many regions; others as descriptors; memory that grows."""
-    kind_of("nixl")
-    size, slots, gap = 1024, 96, 1024
-    stride = slots * size + gap
-    here, there = (suite.make_carrier("nixl") for _ in range(2))
-    here.least_prepared = 64  # type: ignore[attr-defined]
-    mine, theirs = (np.zeros(20 * stride, dtype=np.uint8) for _ in range(2))
-
-    def register(carrier: Any, memory: Any, first: int, last: int, more: int = 0) -> None:
-        begins = memory.ctypes.data + np.arange(first, last) * stride
-        carrier.register([MemoryRegion(int(a), slots * size + more) for a in begins])
-
-    def move(at: Any, to: Any, length: Any) -> int:
-        """Compared byte by byte; how many batches were made by index."""
-        link = here.connect(there.endpoint(), soon())
-        source, target = (theirs, mine) if direction == "read" else (mine, theirs)
-        source[:] = np.random.default_rng(len(at)).integers(0, 256, len(source), dtype=np.uint8)
-        target[:] = 7
-        wanted = target.copy()
-        for a, b, n in zip(at, to, length, strict=True):
-            wanted[b : b + n] = source[a : a + n]
-        before = here.counters["prepared_batches"]
-        start = here.read if direction == "read" else here.write
-        start(link, copies(source.ctypes.data + at, target.ctypes.data + to, length)).wait(soon())
-        assert np.array_equal(target, wanted)
-        here.disconnect(link)
-        return int(here.counters["prepared_batches"]) - before
-
-    rng = np.random.default_rng(5)
-    try:
-        for carrier, memory in ((here, mine), (there, theirs)):
-            register(carrier, memory, 0, 10)
-        every = (np.arange(10)[:, None] * stride + np.arange(slots) * size).ravel()
-        at, to = rng.permutation(every), rng.permutation(every)
-        same = np.full(len(at), size)
-        assert move(at, to, same) == 1
-        assert move(at + 1, to, same - 1) == 0  # no slots of that length begin there
-        assert move(at, to, rng.integers(1, size, len(at))) == 0
-        halves = (np.concatenate((a, a + size // 2)) for a in (at, to))
-        assert move(*halves, np.full(2 * len(at), size // 2)) == 2
-        register(here, mine, 10, 20)
-        register(there, theirs, 10, 20)
-        for carrier, memory in ((here, mine), (there, theirs)):
-            register(carrier, memory, 0, 10, more=gap)  # touches its neighbour: registered anew
-        assert move(at + 10 * stride, to, same) == 1
-    finally:
-        here.close()
-        there.close()
-
-
 def test_nixl_forgets_a_peer_and_meets_it_again() -> None:
-    """Its lists are void then, and an older connection's batches go as descriptors."""
+    """An older connection can still be used then."""
     kind_of("nixl")
     here, there = (suite.make_carrier("nixl") for _ in range(2))
-    here.least_prepared = 64  # type: ignore[attr-defined]
     mine, theirs = (np.zeros(128 * 1024, dtype=np.uint8) for _ in range(2))
     try:
         for carrier, memory in ((here, mine), (there, theirs)):
@@ -426,19 +373,17 @@ def test_nixl_forgets_a_peer_and_meets_it_again() -> None:
         to = at[::-1]  # so that no neighbours can be joined
         every = copies(theirs.ctypes.data + at, mine.ctypes.data + to, np.full(128, 1024))
 
-        def read(link: Any, value: int) -> int:
+        def read(link: Any, value: int) -> None:
             theirs[:] = value
             here.read(link, every).wait(soon())
             assert (mine == value).all()
-            return int(here.counters["prepared_batches"])
 
         older = here.connect(there.endpoint(), soon())
-        assert read(older, 1) == 1
-        here._agent.remove_remote_agent(older.handle.name)  # type: ignore[attr-defined]
+        read(older, 1)
+        here._agent.remove_remote_agent(older.handle)  # type: ignore[attr-defined]
         newer = here.connect(there.endpoint(), soon())
-        assert read(newer, 2) == 2
-        assert read(older, 3) == 2  # by descriptors, once
-        assert read(older, 4) == 3
+        read(newer, 2)
+        read(older, 3)
     finally:
         here.close()
         there.close()

@@ -165,10 +165,6 @@ class LibraryCarrier(Carrier):
     def _detach(self, handle: Any) -> None:
         """Nothing of ours is under way to or from that peer."""
 
-    def _prepared(self, peer: LibraryPeer, part: Copies, *, reading: bool) -> Copies:
-        """The same copies, as `_carry` gets slices of them."""
-        return part
-
     @abstractmethod
     def _carry(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
         """Move one batch. Returns or raises when the library has let it go."""
@@ -348,16 +344,13 @@ class LibraryCarrier(Carrier):
             self._move(job, peer, Copies(peer.regions.starts[:1], into, one), reading=True)
 
     def _submit(self, peer: LibraryPeer, copies: Copies, *, reading: bool) -> Transfer:
-        def prepare(part: Copies) -> Copies:
-            return self._prepared(peer, part, reading=reading)
-
         def work(job: Job) -> None:
             arrays = Copies.of(copies)
             src, dst = (peer.regions, self._table) if reading else (self._table, peer.regions)
             require_all(arrays, src, dst, reading=reading)
             self.count("transfers")
             moved = 0
-            for batch in batches(arrays, self.batch_descriptors, self.batch_bytes, prepare):
+            for batch in batches(arrays, self.batch_descriptors, self.batch_bytes):
                 with peer.turn(job):
                     self._move(job, peer, batch, reading=reading)
                 moved += 1
@@ -447,15 +440,10 @@ class LibraryJob(Job):
         self._carrier.ended(self._peer)
 
 
-def batches(
-    copies: Copies,
-    descriptors: int,
-    max_bytes: int,
-    prepare: Callable[[Copies], Copies] = lambda part: part,
-) -> Iterator[Copies]:
+def batches(copies: Copies, descriptors: int, max_bytes: int) -> Iterator[Copies]:
     """The same copies, neighbours joined, so many at a time."""
     for part in slices(copies, max_bytes):
-        ready = prepare(join(part))
+        ready = join(part)
         starts = range(0, len(ready), descriptors)
         # all at once: between two batches, each Python call costs many times as much as here
         yield from [ready[first : first + descriptors] for first in starts]
