@@ -130,7 +130,7 @@ class LibraryCarrier(Carrier):
         self._peers: list[LibraryPeer] = []
         self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
         self._own = MemoryRegion(self._scratch.ctypes.data, SCRATCH_BYTES)
-        self._counts = dict.fromkeys(("transfers", "batches", "rejected_batches", "abandoned"), 0)
+        self._counts = dict.fromkeys(("transfers", "batches", "abandoned"), 0)
         self._abandoned: set[LibraryJob] = set()
         self._closed = self._was_shut = False
         self._pulse = PulseServer(self.host)
