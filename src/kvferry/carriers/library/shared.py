@@ -186,35 +186,16 @@ class LibraryCarrier(Carrier):
             self._counts[what] += more
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Registers all of them, or none. Neighbours become one, which is registered anew."""
+        """Neighbours become one region, which is registered anew."""
         with self._lock:
             before = self._table.regions()
             table = RegionTable.of([*before, *regions])
             after = table.regions()
-            gone, added = set(before) - set(after), set(after) - set(before)
-            done: list[MemoryRegion] = []
-            for region in gone:
+            for region in set(before) - set(after):
                 self.unregister_one(region)
-            try:
-                for region in sorted(added, key=lambda r: r.address):
-                    self.register_one(region)
-                    done.append(region)
-            except TransferError:
-                for region in done:
-                    self.unregister_one(region)
-                kept = [r for r in before if r not in gone or self._registered_again(r)]
-                self._table = RegionTable.of(kept)
-                raise
+            for region in set(after) - set(before):
+                self.register_one(region)
             self._table = table
-
-    def _registered_again(self, region: MemoryRegion) -> bool:
-        """Where that fails, peers are not told of the region any more."""
-        try:
-            self.register_one(region)
-        except TransferError as error:
-            log.error("memory that was registered is not any more: %s", error)
-            return False
-        return True
 
     def endpoint(self) -> bytes:
         if self._closed:
