@@ -152,9 +152,7 @@ class ConsumerRank:
 
     def stats(self) -> ConsumerStats:
         """Counts of loads. Safe from any thread."""
-        with self._lock:
-            running = len(self._running)
-        return self._tally.snapshot(running)
+        return self._tally.snapshot()
 
     def close(self) -> None:
         """Give all loads up. Their threads end soon after."""
