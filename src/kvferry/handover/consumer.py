@@ -133,11 +133,8 @@ class ConsumerRank:
         If it does not get through, the hold expires at the producer.
         """
         watch = Deadline(time.monotonic() + WORD_SECONDS)
-        try:
-            work = partial(self._release, ticket, outcome, watch)
-            self._once_met(ticket, watch, work, _not_released)
-        except Exception:  # the caller does not wait for the result
-            log.exception("the hold of a ticket was not released, and will expire")
+        work = partial(self._release, ticket, outcome, watch)
+        self._once_met(ticket, watch, work, _not_released)
 
     def take_done(self) -> list[Loaded]:
         """Loads that ended since the last call, each exactly once."""
@@ -234,8 +231,6 @@ class ConsumerRank:
                 client.answer(call)
         except KvferryError as error:
             _not_released(error)
-        except Exception:  # no caller waits for the result
-            log.exception("the hold of a ticket was not released, and will expire")
 
 
 def _not_released(error: KvferryError) -> None:

@@ -97,8 +97,8 @@ class TcpServer:
         thread = threading.Thread(
             target=self._accept, args=(listener,), name="kvferry-tcp-accept", daemon=True
         )
-        self._threads.add(thread)
         thread.start()
+        self._threads.add(thread)
 
     def attach(self, sock: socket.socket, address: str = "") -> bool:
         """Serve one connection on a thread of its own; whether there is room for it."""
@@ -331,7 +331,8 @@ class Grants:
             for stream in entry.writing:
                 stream.abort()
             if not self._left.wait_for(lambda: not entry.writing, seconds):
-                self._open[grant] = _Grant(RegionTable.of([]), entry.writing, entry.applied_bytes)
+                entry.ranges = RegionTable.of([])  # nothing more is taken under it
+                self._open[grant] = entry
                 raise DeadlineExceeded(
                     f"{len(entry.writing)} writers did not leave a grant within {seconds:g} s; "
                     "close it again"
