@@ -304,8 +304,11 @@ def test_a_consumer_is_stopped_past_the_lease_and_goes_on(way: Way) -> None:
 
 
 def test_a_producer_is_stopped_past_the_deadline_and_goes_on(way: Way) -> None:
-    """Loads end by their deadline; it holds nothing that nobody wants when it is back."""
-    source = replace(way.p, lease_seconds=LEASE_SECONDS)
+    """Loads end by their deadline; it holds nothing that nobody wants when it is back.
+
+    The lease is long enough for eight writes at once on a busy machine.
+    """
+    source = replace(way.p, lease_seconds=5 * LEASE_SECONDS)
     with producer(source) as p, consumer(way.d, source, alone=False) as d:
         warm_up(p, d)
         prompts = [Prompt(n, 100, 1, 1) for n in (1, 2)]
