@@ -450,7 +450,7 @@ def _follow(address: Ints, length: Ints) -> NDArray[np.bool_]:
 
 @contextlib.contextmanager
 def environment(ours: Mapping[str, str]) -> Iterator[None]:
-    """With variables that the environment does not have."""
+    """Set variables that the environment does not have, for a while."""
     os.environ.update(ours)
     try:
         yield

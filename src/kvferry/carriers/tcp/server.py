@@ -101,7 +101,7 @@ class TcpServer:
         self._threads.add(thread)
 
     def attach(self, sock: socket.socket, address: str = "") -> bool:
-        """Serve one connection on a thread of its own; whether there is room for it."""
+        """Serve one connection on a thread of its own. False if there is no room for it."""
         try:
             stream = TcpStream(sock, self._limits.stall_seconds)
         except OSError:  # gone already
@@ -322,7 +322,7 @@ class Grants:
         return grant
 
     def close(self, grant: bytes, seconds: float) -> int:
-        """Bytes written under it; none arrives after this returns. 0 where it is closed already."""
+        """The bytes written under a grant, 0 if it is closed. None arrives after this returns."""
         with self._left:
             entry = self._open.get(grant)
             if entry is None:
