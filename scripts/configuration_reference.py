@@ -199,7 +199,6 @@ CARRIER_OPTIONS: Mapping[str, Mapping[str, Words]] = {
     "mooncake": {
         "protocol": "`tcp` or `rdma`; `rdma` is refused where no device is found.",
         "device": ("any", "Names of RDMA devices, with commas."),
-        "patience_seconds": "How long batches are tried again that Mooncake refuses.",
     },
     "nixl": {
         "backends": ('`["UCX"]`', "NIXL's backends."),

@@ -58,7 +58,7 @@ from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.net.messages import RankInfo, Welcome
 from kvferry.net.rpc import Sockets
-from waiting import PATIENCE_SECONDS
+from waiting import PATIENCE_SECONDS, wait_until
 
 LOOPBACK = "127.0.0.1"
 QUIET = "KVFERRY_PEERS_QUIET"  # set: peers in processes of their own do not log
@@ -777,6 +777,14 @@ class Child:
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
+        if number == signal.SIGSTOP:
+            # The kernel stops the threads when one of them takes the signal. On a busy machine the
+            # others go on until then, and may answer everything that a load asks.
+            wait_until(self._stands_still, what="the peer did not stop")
+
+    def _stands_still(self) -> bool:
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

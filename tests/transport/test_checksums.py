@@ -53,14 +53,13 @@ def test_a_bit_that_flips_fails_the_load(copy: int | None) -> None:
         if copy is None:
             assert loaded.ok
             assert sink.wrong_bytes(PROMPT) == 0
-            assert (stats.loads_done, stats.loads_failed, stats.running) == (1, {}, 0)
+            assert not sink.ranks[0].busy
             assert stats.bytes == stats.checked_bytes == loaded.bytes > 0
             assert set(stats.seconds) >= {"meet", "claim", "bind", "read", "check", "confirm"}
         else:
             assert loaded.error.startswith("ChecksumError: rank ")
             assert "arrived differently" in loaded.error
-            assert (stats.loads_done, stats.bytes) == (0, 0)
-            assert stats.loads_failed == {"ChecksumError": 1}
+            assert stats.bytes == 0
             closed: list[Closed] = []  # a hold is closed a little earlier than it is reported
 
             def reported() -> bool:
@@ -154,7 +153,6 @@ def test_a_byte_flipped_in_flight(checksums: bool) -> None:
             assert wire.flipped == 1
             if checksums:
                 assert loaded.error.startswith("ChecksumError")
-                assert user.ranks[0].stats().loads_failed == {"ChecksumError": 1}
             else:
                 assert loaded.ok
                 assert user.wrong_bytes(PROMPT) == 1

@@ -30,6 +30,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -120,10 +121,17 @@ def require_no_more(peer: Any, before: dict[str, int]) -> None:
 
 
 def warm_up(p: Child, d: Consumer) -> None:
-    """Threads and connections that stay are there before anything is counted."""
+    """Threads and connections that stay are there before anything is counted.
+
+    The holds open once all claims wait for them: all loads are under way at once, and no short
+    lease runs out before a load on a busy machine has come to its claim.
+    """
     for turn in range(2):
         names = [f"warm-{turn}-{n}" for n in range(8)]
-        loads = [d.start(p.hold(WARM, name), WARM, request_id=name) for name in names]
+        loads = [d.start(p.ticket(WARM, name), WARM, request_id=name) for name in names]
+        wait_until(lambda: p.ask("parked") == 8 * len(p.infos))
+        for name in names:
+            p.hold(WARM, name)
         for loaded in d.wait(*loads):
             require_ok(loaded)
         p.closed(8)
@@ -255,12 +263,13 @@ def ended_pushes(counters: dict[str, int]) -> dict[str, int]:
     return {name: count for name, count in counters.items() if name.startswith("pushes")}
 
 
-def start_and_hold(p: Child, d: Child, prompt: Prompt) -> str:
+def start_and_hold(p: Child, d: Child | Consumer, prompt: Prompt) -> str:
     """Start a load, and open its hold once the claims wait for it: the lease begins only then.
 
     On a busy machine, a load may take longer than a short lease to get that far.
     """
-    load: str = d.ask("start", p.ticket(prompt), prompt)
+    start = partial(d.ask, "start") if isinstance(d, Child) else d.start
+    load: str = start(p.ticket(prompt), prompt)
     wait_until(lambda: p.ask("parked") == len(p.infos))
     p.hold(prompt)
     return load
@@ -295,8 +304,11 @@ def test_a_consumer_is_stopped_past_the_lease_and_goes_on(way: Way) -> None:
 
 
 def test_a_producer_is_stopped_past_the_deadline_and_goes_on(way: Way) -> None:
-    """Loads end by their deadline; it holds nothing that nobody wants when it is back."""
-    source = replace(way.p, lease_seconds=LEASE_SECONDS)
+    """Loads end by their deadline; it holds nothing that nobody wants when it is back.
+
+    The lease is long enough for eight writes at once on a busy machine.
+    """
+    source = replace(way.p, lease_seconds=5 * LEASE_SECONDS)
     with producer(source) as p, consumer(way.d, source, alone=False) as d:
         warm_up(p, d)
         prompts = [Prompt(n, 100, 1, 1) for n in (1, 2)]
@@ -306,14 +318,12 @@ def test_a_producer_is_stopped_past_the_deadline_and_goes_on(way: Way) -> None:
             p.signal(signal.SIGSTOP)
             with within(SHORT_SECONDS):
                 error = error_of(d.load(ticket, prompt, seconds=SHORT_SECONDS))
-            # it may stop while the consumer meets it anew, or later
-            ends = ("DeadlineExceeded", "took longer than allowed", "does not answer")
-            assert any(words in error for words in ends), error
+            assert "DeadlineExceeded" in error
             p.signal(signal.SIGCONT)
             for reports in p.closed(1):  # told that it failed, or by the end of the lease
                 assert reports[0].why in ("failed", "expired")
         again = Prompt(3, 100, 1, 1)
-        require_ok(d.load(p.hold(again), again))
+        require_ok(d.wait(start_and_hold(p, d, again))[0])
         assert d.wrong_bytes(again, WARM) == 0
         require_no_more(d, before)
         require_no_more(p, before_p)

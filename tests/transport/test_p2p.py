@@ -409,7 +409,7 @@ def test_a_producer_that_is_stopped_past_the_deadline_and_goes_on() -> None:
         p.signal(signal.SIGSTOP)
         begun = time.monotonic()
         loaded = d.load(tickets[0], prompts[0], seconds=SHORT_SECONDS)
-        require_failed(loaded, "DeadlineExceeded", "no carrier reaches")
+        require_failed(loaded, "DeadlineExceeded")
         assert SHORT_SECONDS * 0.9 < time.monotonic() - begun < SHORT_SECONDS + SLACK_SECONDS
         p.signal(signal.SIGCONT)
         require_ok(d.load(tickets[1], prompts[1]))

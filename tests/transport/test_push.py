@@ -9,6 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvferry.handover import push
 from kvferry.handover.deadline import end_transfers
 from kvferry.handover.load import ConsumerTally, Loaded
 from kvferry.handover.ticket import Ticket
+from kvferry.net.messages import Offer
 from kvferry.plan import Copies
 from p2p_peers import Consumer, Producer, Prompt, Spec
 from waiting import wait_until
@@ -112,6 +114,23 @@ def test_a_source_that_does_not_reach_us_is_read() -> None:
         assert error_of(loaded) == ""
         assert not loaded[0].pushed
         assert d.wrong_bytes(PROMPT) == 0
+
+
+def test_an_engine_that_answers_no_offer_is_met_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that answers no claim: it may have restarted."""
+    with peers() as (p, d):
+        caller = d.known().caller
+        real = caller.call
+
+        def call(address: str, body: Any, deadline: float) -> Future[Any]:
+            return Future() if isinstance(body, Offer) else real(address, body, deadline)
+
+        monkeypatch.setattr(caller, "call", call)
+        assert "DeadlineExceeded" in error_of(d.load(hold(p), PROMPT, seconds=WAITED_SECONDS))
+        wait_until(lambda: not d.known().engines)
+        monkeypatch.undo()
+        again = replace(PROMPT, number=2)
+        assert error_of(d.load(hold(p, again), again)) == ""
 
 
 def test_an_offer_that_waited_for_the_prefill_leaves_time_to_read() -> None:

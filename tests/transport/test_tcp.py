@@ -26,7 +26,7 @@ from kvferry.carriers.tcp import client, frames
 from kvferry.carriers.tcp.carrier import STREAMS_PER_TRANSFER, TcpCarrier
 from kvferry.carriers.tcp.client import TRANSFERS_PER_PEER, TcpEndpoint
 from kvferry.carriers.tcp.frames import HEADER, FrameHeader, FrameKind, TcpStream, table_bytes
-from kvferry.carriers.tcp.server import ServerLimits
+from kvferry.carriers.tcp.server import FrameRefused, Grants, ServerLimits
 from kvferry.copies import Copies
 from kvferry.errors import (
     AuthenticationError,
@@ -337,6 +337,21 @@ def test_closing_a_grant_stops_its_writers_and_no_others(ends: tuple[End, End]) 
     assert 0 <= written < 2000 * half  # whole frames
     assert owner.carrier.close_grant(grants[1], 5.0) == 300 * half
     assert owner.memory[half:].all()
+
+
+def test_a_writer_that_leaves_a_grant_late_is_counted() -> None:
+    """It was in the memory when the owner first closed the grant, and had all of its bytes."""
+    grants, (mine, other) = Grants(), socket.socketpair()
+    stream, where = TcpStream(mine, 1.0), (np.array([1000]), np.array([64]))
+    grant = grants.open(RegionTable.of_arrays(*where))
+    with other, contextlib.closing(stream):
+        with grants.writing(grant, stream, *where):
+            with pytest.raises(DeadlineExceeded, match="did not leave a grant"):
+                grants.close(grant, 0.01)
+            with pytest.raises(FrameRefused, match="not inside what was granted"):
+                grants.writing(grant, stream, *where).__enter__()
+        assert grants.close(grant, 1.0) == 64
+        assert (grants.close(grant, 1.0), len(grants)) == (0, 0)
 
 
 class Elsewhere(StagedMemory):

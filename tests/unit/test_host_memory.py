@@ -10,7 +10,7 @@ from kvferry.carriers.base import (
     RegionTable,
 )
 from kvferry.carriers.host import HostMemory
-from kvferry.carriers.local import MOST_STEP_BYTES, covers, covers_pay, gathering_pays
+from kvferry.carriers.local import MOST_STEP_BYTES, covers, covers_pay
 from kvferry.copies import Copies
 from kvferry.errors import OutOfBounds, TransferError
 
@@ -117,12 +117,3 @@ def test_covers_pay_for_short_runs_with_short_gaps(step: int, size: int, pays: b
     assert covers_pay(Copies(at, at, length)) == pays
     assert not covers_pay(Copies(at[::-1], at, length))
     assert not covers_pay(Copies(at, at, np.append(length[:-1], 4096)))
-
-
-def test_gathering_pays_for_short_runs_that_touch_there_only() -> None:
-    at = np.arange(200, dtype=np.int64)
-    for size, pays in ((64, True), (128, True), (129, False)):
-        length, together, apart = np.full(200, size, dtype=np.int64), at * size, at * 2 * size
-        assert gathering_pays(Copies(apart, together, length)) == pays
-        for src, dst in ((together, together), (together, apart), (apart, apart)):
-            assert not gathering_pays(Copies(src, dst, length))

@@ -83,37 +83,18 @@ def test_a_peer_that_stops_answering(
     suite.test_a_peer_that_stops_answering(name, direction)
 
 
-def test_batches_that_mooncake_refuses_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its limits set far below our batches: smaller ones, after a pause, and every byte right.
-
-    With such limits Mooncake now and then refuses everything from then on; that is an error, never
-    a wrong byte, and another pair of engines is tried.
-    """
+def test_batches_that_mooncake_refuses_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limits are set far below our batches. The blocks count as in use for a while."""
     kind = kind_of("mooncake")
     monkeypatch.setenv("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "16")
     monkeypatch.setenv("MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER", "16")
-    came = [_come_again(kind) for _ in range(2)]
-    while not any(came) and len(came) < 5:
-        came.append(_come_again(kind))
-    assert any(came)
-
-
-def _come_again(kind: Kind) -> bool:
-    """Whether refused batches came through in the end."""
     with owner(kind) as peer:
         for pair in make_pair(kind, peer):
-            peer.memory.bytes[:] = suite.noise()
-            pair.memory.bytes[:] = 0
             at = FIRST[0] + np.random.default_rng(3).permutation(3000) * 64
-            try:
-                pair.move("read", at, at[::-1], np.full(3000, 64))
-            except suite.TransferError as error:
-                assert "Mooncake refuses" in str(error)
-                return False
-            got = pair.memory.bytes[at[::-1][:, None] + np.arange(64)]
-            assert np.array_equal(got, suite.noise()[at[:, None] + np.arange(64)])
-            assert pair.carrier.counters["rejected_batches"] > 0
-    return True
+            transfer = pair.start("read", at, at[::-1], np.full(3000, 64))
+            with pytest.raises(suite.TransferError, match="MAX_QUEUED_TRANSFERS_PER_PEER is less"):
+                transfer.wait(soon())
+            assert not transfer.settled()
 
 
 @pytest.mark.parametrize("name", list(LIBRARIES))
@@ -197,8 +178,6 @@ def test_a_lost_pulse_is_not_the_end_of_the_bytes(monkeypatch: pytest.MonkeyPatc
         ({"protocol": "carrier pigeon"}, "is one of tcp, rdma"),
         ({"protocol": ""}, "is one of tcp, rdma"),
         ({"device": "mlx5_0"}, "device 'mlx5_0' is for protocol rdma"),
-        ({"patience_seconds": -1}, "a positive number of seconds"),
-        ({"patience_seconds": "x"}, "a positive number of seconds"),
         ({"protocl": "tcp"}, "has no option protocl; it has host, secret, protocol"),
     ],
 )
@@ -245,35 +224,30 @@ def test_nixl_needs_a_backend_that_reaches_peers(backends: list[str]) -> None:
         made.endpoint()
 
 
-def test_registering_is_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neighbours become one region; where that is refused, they are as they were."""
+def test_neighbours_are_registered_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies may cross from one into the other. Where that is refused, the carrier still closes."""
     kind_of("nixl")
-    here, there = (suite.make_carrier("nixl") for _ in range(2))
+    here, there, broken = (suite.make_carrier("nixl") for _ in range(3))
     memory, mine = (np.full(8192, value, dtype=np.uint8) for value in (5, 0))
     try:
         at = memory.ctypes.data
-        there.register([MemoryRegion(at, 4096)])
+        for first in (at, at + 4096):
+            there.register([MemoryRegion(first, 4096)])
         here.register([MemoryRegion(mine.ctypes.data, 8192)])
-        agent = there._agent  # type: ignore[attr-defined]
-        real = agent.register_memory
+        link = here.connect(there.endpoint(), soon())
+        here.read(link, copies(at, mine.ctypes.data, 8192)).wait(soon())
+        assert (mine == 5).all()
 
         def refuse(regions: Any, **named: Any) -> Any:
-            if regions[0][1] == 8192:
-                raise RuntimeError("ulimit -l")
-            return real(regions, **named)
+            raise RuntimeError("ulimit -l")
 
-        monkeypatch.setattr(agent, "register_memory", refuse)
-        for _ in range(2):
-            with pytest.raises(suite.TransferError, match="ulimit -l"):
-                there.register([MemoryRegion(at + 4096, 4096)])
-        link = here.connect(there.endpoint(), soon())
-        here.read(link, copies(at, mine.ctypes.data, 4096)).wait(soon())
-        assert (mine[:4096] == 5).all()
-        with pytest.raises(suite.OutOfBounds):
-            here.read(link, copies(at, mine.ctypes.data, 8192)).wait(soon())
+        broken.register([MemoryRegion(at, 4096)])
+        monkeypatch.setattr(broken._agent, "register_memory", refuse)  # type: ignore[attr-defined]
+        with pytest.raises(suite.TransferError, match="ulimit -l"):
+            broken.register([MemoryRegion(at + 4096, 4096)])
     finally:
-        here.close()
-        there.close()
+        for carrier in (here, there, broken):
+            carrier.close()
 
 
 def outside_address() -> str:
@@ -361,63 +335,10 @@ def test_the_backends_check_bounds_too(standing: tuple[Kind, Peer]) -> None:
         assert (both.memory.bytes == 9).all()
 
 
-@suite.both_ways
-def test_nixl_makes_batches_by_index(direction: str) -> None:
-    """Copies of one length in slots of many regions; others as descriptors; memory that grows."""
-    kind_of("nixl")
-    size, slots, gap = 1024, 96, 1024
-    stride = slots * size + gap
-    here, there = (suite.make_carrier("nixl") for _ in range(2))
-    here.least_prepared = 64  # type: ignore[attr-defined]
-    mine, theirs = (np.zeros(20 * stride, dtype=np.uint8) for _ in range(2))
-
-    def register(carrier: Any, memory: Any, first: int, last: int, more: int = 0) -> None:
-        begins = memory.ctypes.data + np.arange(first, last) * stride
-        carrier.register([MemoryRegion(int(a), slots * size + more) for a in begins])
-
-    def move(at: Any, to: Any, length: Any) -> int:
-        """Compared byte by byte; how many batches were made by index."""
-        link = here.connect(there.endpoint(), soon())
-        source, target = (theirs, mine) if direction == "read" else (mine, theirs)
-        source[:] = np.random.default_rng(len(at)).integers(0, 256, len(source), dtype=np.uint8)
-        target[:] = 7
-        wanted = target.copy()
-        for a, b, n in zip(at, to, length, strict=True):
-            wanted[b : b + n] = source[a : a + n]
-        before = here.counters["prepared_batches"]
-        start = here.read if direction == "read" else here.write
-        start(link, copies(source.ctypes.data + at, target.ctypes.data + to, length)).wait(soon())
-        assert np.array_equal(target, wanted)
-        here.disconnect(link)
-        return int(here.counters["prepared_batches"]) - before
-
-    rng = np.random.default_rng(5)
-    try:
-        for carrier, memory in ((here, mine), (there, theirs)):
-            register(carrier, memory, 0, 10)
-        every = (np.arange(10)[:, None] * stride + np.arange(slots) * size).ravel()
-        at, to = rng.permutation(every), rng.permutation(every)
-        same = np.full(len(at), size)
-        assert move(at, to, same) == 1
-        assert move(at + 1, to, same - 1) == 0  # no slots of that length begin there
-        assert move(at, to, rng.integers(1, size, len(at))) == 0
-        halves = (np.concatenate((a, a + size // 2)) for a in (at, to))
-        assert move(*halves, np.full(2 * len(at), size // 2)) == 2
-        register(here, mine, 10, 20)
-        register(there, theirs, 10, 20)
-        for carrier, memory in ((here, mine), (there, theirs)):
-            register(carrier, memory, 0, 10, more=gap)  # touches its neighbour: registered anew
-        assert move(at + 10 * stride, to, same) == 1
-    finally:
-        here.close()
-        there.close()
-
-
 def test_nixl_forgets_a_peer_and_meets_it_again() -> None:
-    """Its lists are void then, and an older connection's batches go as descriptors."""
+    """An older connection can still be used then."""
     kind_of("nixl")
     here, there = (suite.make_carrier("nixl") for _ in range(2))
-    here.least_prepared = 64  # type: ignore[attr-defined]
     mine, theirs = (np.zeros(128 * 1024, dtype=np.uint8) for _ in range(2))
     try:
         for carrier, memory in ((here, mine), (there, theirs)):
@@ -426,19 +347,17 @@ def test_nixl_forgets_a_peer_and_meets_it_again() -> None:
         to = at[::-1]  # so that no neighbours can be joined
         every = copies(theirs.ctypes.data + at, mine.ctypes.data + to, np.full(128, 1024))
 
-        def read(link: Any, value: int) -> int:
+        def read(link: Any, value: int) -> None:
             theirs[:] = value
             here.read(link, every).wait(soon())
             assert (mine == value).all()
-            return int(here.counters["prepared_batches"])
 
         older = here.connect(there.endpoint(), soon())
-        assert read(older, 1) == 1
-        here._agent.remove_remote_agent(older.handle.name)  # type: ignore[attr-defined]
+        read(older, 1)
+        here._agent.remove_remote_agent(older.handle)  # type: ignore[attr-defined]
         newer = here.connect(there.endpoint(), soon())
-        assert read(newer, 2) == 2
-        assert read(older, 3) == 2  # by descriptors, once
-        assert read(older, 4) == 3
+        read(newer, 2)
+        read(older, 3)
     finally:
         here.close()
         there.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -26,6 +26,8 @@ RDMA: dict[str, Any] = {"mooncake": {"protocol": "rdma"}, "nixl": {"backends": [
 
 
 class Scripted:
+    closed: ClassVar[list[str]] = []
+
     def __init__(self, name: str, **options: Any) -> None:
         self.name, self.options = name, options
         self.flavour = options.get("protocol", "")
@@ -37,6 +39,9 @@ class Scripted:
     def endpoint(self) -> bytes:
         return b""
 
+    def close(self) -> None:
+        self.closed.append(self.name)
+
 
 def opened(config: dict[str, Any], number: int | None) -> list[str]:
     memory = np.zeros(64, dtype=np.uint8)
@@ -47,6 +52,7 @@ def opened(config: dict[str, Any], number: int | None) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scripted, "closed", [])
     monkeypatch.setattr(worker, "make_carrier", Scripted)
 
 
@@ -71,5 +77,6 @@ def test_an_order_that_was_given_stays() -> None:
 def test_on_a_gpu_what_cannot_take_the_memory_is_left_out() -> None:
     broken = {"carriers": ["cuda", "tcp"], "carrier_options": {"cuda": {"broken": True}}}
     assert opened(broken, 0) == ["tcp"]
+    assert Scripted.closed == ["cuda"]  # its threads and sockets are gone
     with pytest.raises(TransferError, match="it does not take this memory"):
         opened({"carriers": ["tcp"], "carrier_options": {"tcp": {"broken": True}}}, None)

@@ -152,6 +152,7 @@ CARRIERS: dict[str, type[Any] | tuple[str, str]] = {
 }
 REMOVED_OPTIONS = {  # configurations may still have them
     "packing": ("local", "tcp", "mooncake", "nixl"),
+    "patience_seconds": ("mooncake",),
     "workers": ("cuda",),
 }
 

@@ -13,7 +13,8 @@ Addresses are absolute, each in the address space of the process that owns it. E
 must lie inside one region that the peer registered, and every local range inside one of this
 carrier's own. All ranges are checked before the first byte moves: by the peer for tcp, by the
 initiator for local and cuda, against regions that their owner has vouched for. *Done* means visible
-at the destination. Deadlines are absolute, on `time.monotonic()`.
+at the destination. Deadlines are absolute, on `time.monotonic()`. A carrier whose `register` failed
+can only be closed.
 
 Errors of the copies themselves come from `wait`, as all others do. The arrays must stay as they are
 until the transfer has ended. Copies of one batch may be done in any order.

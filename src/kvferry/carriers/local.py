@@ -13,12 +13,10 @@ very process), the carrier falls back to tcp by itself and says so once. A proce
 then must know the secret, or be of the same user where none is configured. The endpoint holds no
 secret.
 
-A slice moves run by run, or short runs go through a buffer of the initiator's. The kernel takes
-longer for one more run than for a kilobyte more. So a read of short runs that lie close together at
-the peer takes the long ranges that *cover* them into a buffer, and places the runs from there. Both
-ends of a cover lie in the same registered region, so a cover never leaves it. A write of covers
-would destroy the bytes between the runs. But where short runs touch at the peer and lie apart here,
-a write gathers them first, and writes them as one.
+The kernel takes longer for one more run than for a kilobyte more. So a read of short runs that lie
+close together at the peer takes the long ranges that *cover* them into a buffer of the initiator's,
+and places the runs from there. Both ends of a cover lie in the same registered region, so a cover
+never leaves it. All other copies move run by run.
 
 The owner cannot stop a peer's writes here (`can_revoke` is false). The kernel checks addresses, but
 not regions: the initiator does, against those that the owner has vouched for.
@@ -48,12 +46,12 @@ from kvferry.carriers.base import (
     require_all,
     slices,
 )
-from kvferry.carriers.host import HostMemory, joined
+from kvferry.carriers.host import HostMemory
 from kvferry.carriers.tcp.carrier import LOOPBACK, TcpCarrier
 from kvferry.carriers.tcp.client import TcpPeer
 from kvferry.carriers.transfer import Job, Workers, share
 from kvferry.carriers.vouch import ask, forget, vouch_for
-from kvferry.copies import WINDOW, Copies, Ints
+from kvferry.copies import Copies, Ints
 from kvferry.errors import Cancelled, PeerLost, PermissionDenied, ProtocolError, TransferError
 from kvferry.net.names import Admits
 
@@ -68,9 +66,8 @@ MOST_ADDRESS = (1 << 62) - 1  # no processor has more, and sums of two fit
 # Of covered reads: from the beginning of one run to that of the next (docs/benchmarks.md,
 # "Carriers"). Runs that touch win nothing.
 MOST_STEP_BYTES = 1 << 10
-MOST_GATHERED_BYTES = 128  # of a run in a gathered write
-BUFFER_BYTES = WINDOW * MOST_GATHERED_BYTES  # of each thread: a slice of runs that are gathered
-COVERED_RUNS = BUFFER_BYTES // MOST_STEP_BYTES  # at a time
+COVERED_RUNS = 4096  # at a time
+BUFFER_BYTES = COVERED_RUNS * MOST_STEP_BYTES  # of each thread
 
 
 class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -297,8 +294,6 @@ class LocalCarrier(Carrier):
         """One of `slices`: at most `WINDOW` copies, none of them empty."""
         if reading and covers_pay(part):
             self._read_covers(peer, part)
-        elif not reading and gathering_pays(part):
-            self._write_gathered(peer, part)
         else:
             (host.read if reading else host.write)(peer.pid, part.src, part.dst, part.length)
 
@@ -309,12 +304,6 @@ class LocalCarrier(Carrier):
             address, length, at = covers(peer.regions, few.src, few.length)
             host.read(peer.pid, address, buffer.ctypes.data + np.cumsum(length) - length, length)
             self._memory.place(buffer, at, few.dst, few.length)
-
-    def _write_gathered(self, peer: LocalPeer, part: Copies) -> None:
-        buffer = self._buffer()
-        self._memory.gather(part.src, part.length, buffer)
-        there, length = joined(part.dst, part.length)
-        host.write(peer.pid, buffer.ctypes.data + np.cumsum(length) - length, there, length)
 
     def _buffer(self) -> Bytes:
         if not hasattr(self._mine, "buffer"):
@@ -329,14 +318,6 @@ def covers_pay(part: Copies) -> bool:
         return False
     gap = part.src[1:] - part.src[:-1] - part.length[:-1]
     return 2 * int(np.count_nonzero(_near(part.src) & (gap > 0))) >= len(part)
-
-
-def gathering_pays(part: Copies) -> bool:
-    """Whether most runs are short, and touch the one before them at the peer, but not here."""
-    if int(part.length.max()) > MOST_GATHERED_BYTES:
-        return False
-    here, there = (a[1:] == a[:-1] + part.length[:-1] for a in (part.src, part.dst))
-    return 2 * int(np.count_nonzero(there & ~here)) >= len(part)
 
 
 def covers(regions: RegionTable, runs: Ints, length: Ints) -> tuple[Ints, Ints, Ints]:

@@ -63,7 +63,7 @@ class Job:
         return not self._ended.is_set() or self._under_way
 
     def give_up(self, error: TransferError) -> None:
-        """By the work, which goes on: callers that wait hear at once why it fails."""
+        """Called by the work, which goes on. Callers that wait hear at once why it fails."""
         with self._lock:
             if not self._ended.is_set():
                 self._under_way = True
@@ -139,7 +139,7 @@ class Job:
             self._end(error)
 
     def join(self) -> None:
-        """Until it has ended, however."""
+        """Wait until it has ended, well or not."""
         self._ended.wait()
 
     def _end(self, error: TransferError | None) -> None:
@@ -156,7 +156,7 @@ class Workers:
         self._live: set[Job] = set()  # each use of it is one atomic operation
 
     def submit(self, job: Job) -> Job:
-        """Have it run soon. A job that never will be has failed when this returns."""
+        """Have a job run soon. A job that will never run has failed when this returns."""
         self._live.add(job)
         try:
             self._threads.submit(partial(self._run, job))

@@ -148,8 +148,6 @@ class Summing:
             try:
                 if not self._closed:
                     work(self.memory)
-            except Exception:
-                log.exception("a checksum could not be made")
             finally:
                 self._waiting.give_back(bytes_, sender)
 

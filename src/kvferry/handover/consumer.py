@@ -133,11 +133,8 @@ class ConsumerRank:
         If it does not get through, the hold expires at the producer.
         """
         watch = Deadline(time.monotonic() + WORD_SECONDS)
-        try:
-            work = partial(self._release, ticket, outcome, watch)
-            self._once_met(ticket, watch, work, _not_released)
-        except Exception:  # the caller does not wait for the result
-            log.exception("the hold of a ticket was not released, and will expire")
+        work = partial(self._release, ticket, outcome, watch)
+        self._once_met(ticket, watch, work, _not_released)
 
     def take_done(self) -> list[Loaded]:
         """Loads that ended since the last call, each exactly once."""
@@ -152,9 +149,7 @@ class ConsumerRank:
 
     def stats(self) -> ConsumerStats:
         """Counts of loads. Safe from any thread."""
-        with self._lock:
-            running = len(self._running)
-        return self._tally.snapshot(running)
+        return self._tally.snapshot()
 
     def close(self) -> None:
         """Give all loads up. Their threads end soon after."""
@@ -236,8 +231,6 @@ class ConsumerRank:
                 client.answer(call)
         except KvferryError as error:
             _not_released(error)
-        except Exception:  # no caller waits for the result
-            log.exception("the hold of a ticket was not released, and will expire")
 
 
 def _not_released(error: KvferryError) -> None:

@@ -143,17 +143,13 @@ class ConsumerStats:
     bytes may still arrive, and the blocks that these loads keep.
     """
 
-    loads_done: int = 0
-    loads_failed: dict[str, int] = field(default_factory=dict)  # by the error's name
-    loads_pushed: int = 0  # good loads in which at least one source wrote
     abandoned_now: int = 0
     quarantined_blocks: int = 0
     revoked: int = 0  # grants closed before their source had answered
-    bytes: int = 0
+    bytes: int = 0  # of good loads, as are the descriptors
     descriptors: int = 0
     checked_bytes: int = 0  # compared by checksum
     seconds: dict[str, float] = field(default_factory=dict)  # of all ended loads, by step
-    running: int = 0  # loads under way
 
 
 class ConsumerTally:
@@ -165,14 +161,8 @@ class ConsumerTally:
     def ended(self, loaded: Loaded) -> None:
         with self._lock:
             stats = self._stats
-            if loaded.ok:
-                stats.loads_done += 1
-                stats.loads_pushed += loaded.pushed
-                stats.bytes += loaded.bytes
-                stats.descriptors += loaded.descriptors
-            else:
-                reason = loaded.error.partition(":")[0]
-                stats.loads_failed[reason] = stats.loads_failed.get(reason, 0) + 1
+            stats.bytes += loaded.bytes
+            stats.descriptors += loaded.descriptors
             for step, spent in loaded.seconds.items():
                 stats.seconds[step] = stats.seconds.get(step, 0.0) + spent
 
@@ -197,10 +187,9 @@ class ConsumerTally:
                 self._stats.abandoned_now -= 1
                 self._stats.quarantined_blocks -= blocks
 
-    def snapshot(self, running: int = 0) -> ConsumerStats:
+    def snapshot(self) -> ConsumerStats:
         with self._lock:
-            failed, seconds = dict(self._stats.loads_failed), dict(self._stats.seconds)
-            return replace(self._stats, loads_failed=failed, seconds=seconds, running=running)
+            return replace(self._stats, seconds=dict(self._stats.seconds))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -358,8 +347,13 @@ class HoldClient:
         return self.peers.caller.call(source.address, body, until)
 
     def answer(self, call: Future[ReplyBody]) -> ReplyBody:
+        return self.first([call])[1]
+
+    def first(self, calls: Sequence[Future[ReplyBody]]) -> tuple[Future[ReplyBody], ReplyBody]:
+        """The first of these calls that is answered, and its answer."""
         try:
-            reply = self.watch.result(call)
+            call = self.watch.first(calls)
+            reply = call.result()
         except Cancelled:
             raise
         except KvferryError:
@@ -367,7 +361,7 @@ class HoldClient:
             raise
         if isinstance(reply, Refused) and reply.reason == "stale":
             self.peers.forget(self.remote)  # other refusals void the ticket alone
-        return reply
+        return call, reply
 
     def claim(self, sources: Sequence[Source]) -> dict[Source, Claimed]:
         """Claim the hold at these sources. Returns when all have answered."""
@@ -558,9 +552,8 @@ class Offers:
         moved = descriptors = 0
         seconds = 0.0
         while waiting:
-            call = self._client.watch.first([one.call for one in waiting])
+            call, reply = self._client.first([one.call for one in waiting])
             one = next(one for one in waiting if one.call is call)
-            reply = self._client.answer(call)
             if isinstance(reply, Refused) and reply.reason == "unmet" and not one.again:
                 one.again = True
                 self._introductions.forget(one.source)

@@ -90,7 +90,7 @@ class Pusher:
         self._targets: OrderedDict[Reader, Target] = OrderedDict()
         self._pushes: set[_Push] = set()
         self._pushes_bytes = self._targets_bytes = 0
-        self._unused: list[Unused] = []
+        self._unused: list[tuple[str, Any]] = []  # connections to close, with their carriers
         self._threads = Threads("kvferry-push", PUSH_THREADS, per_lane=THREADS_PER_TARGET)
         self._next_tidy = time.monotonic() + IDLE_SECONDS
         self._closed = False
@@ -259,11 +259,11 @@ class Pusher:
     def _give_back(self) -> None:
         with self._lock:
             unused, self._unused = self._unused, []
-        for one in unused:
+        for carrier, peer in unused:
             try:
-                self._carriers[one.carrier].disconnect(one.peer)
+                self._carriers[carrier].disconnect(peer)
             except Exception:  # no caller waits for the result
-                log.exception("connections to %s were not given back", one.engine_id)
+                log.exception("a connection of %s was not given back", carrier)
 
 
 @dataclass(slots=True, eq=False)
@@ -296,15 +296,6 @@ class TargetEdge:
     bases: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Unused:
-    """A connection to close."""
-
-    engine_id: str
-    carrier: str
-    peer: Any
-
-
 @dataclass(slots=True, eq=False)
 class Target:
     """A consumer rank that this rank writes to. Any method, from any thread.
@@ -318,7 +309,6 @@ class Target:
     connecting at that moment, that push closes the new connection.
     """
 
-    engine_id: str
     packed_engine: bytes
     packed_info: bytes
     used: float = field(default_factory=time.monotonic)  # when a push last began or ended
@@ -332,7 +322,7 @@ class Target:
     @classmethod
     def of(cls, engine: EngineInfo, info: RankInfo) -> Target:
         encode = msgspec.msgpack.encode
-        return cls(engine.engine_id, encode(engine), encode(info))
+        return cls(encode(engine), encode(info))
 
     @property
     def info(self) -> RankInfo:
@@ -382,8 +372,6 @@ class Target:
                     made = self._peers[carrier.name] = Future()
             if mine:
                 return self._connect(carrier, made, patience.deadline)
-            if made.done():
-                return made.result()
             try:
                 return patience.result(made)
             except CannotWrite:  # the other push may have had less time; try again
@@ -391,12 +379,15 @@ class Target:
             except DeadlineExceeded:
                 raise CannotWrite(f"{carrier.name} has not reached the consumer yet") from None
 
-    def take_peers(self, *, drop: bool = False) -> list[Unused]:
-        """Remove and return the connections; the caller closes them. `drop`: allow no new ones."""
+    def take_peers(self, *, drop: bool = False) -> list[tuple[str, Any]]:
+        """Remove and return the connections, with their carriers' names; the caller closes them.
+
+        `drop`: allow no new ones.
+        """
         with self._lock:
             self._dropped |= drop
             made = [name for name, peer in self._peers.items() if peer.done()]
-            return [Unused(self.engine_id, name, self._peers.pop(name).result()) for name in made]
+            return [(name, self._peers.pop(name).result()) for name in made]
 
     def _require_wanted(self, carrier: str) -> None:
         if self._dropped:

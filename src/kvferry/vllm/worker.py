@@ -299,11 +299,14 @@ def cache_carriers(
         if gpu and chosen.name == "nixl":
             options["device"] = number
         options |= config.carrier_options.get(chosen.name, {})
+        carrier: Carrier | None = None
         try:
             carrier = make_carrier(chosen.name, **options)
             carrier.register(regions)
             carrier.endpoint()
         except TransferError as error:
+            if carrier is not None:
+                carrier.close()
             if not gpu:
                 raise
             log.warning("kvferry: the carrier %s is not used: %s", chosen.name, error)

@@ -7,9 +7,8 @@ Each carrier is an engine of its own with Mooncake's P2P handshake, so no metada
 The carrier calls Mooncake as its treatment of batches demands (0.3.13, TCP):
 
 - It queues 1,024 transfers for a peer and lets 1,024 more wait, and fails the rest of a batch:
-  4,096 at once are refused. Batches of 512 pass and are as fast as any. Where the environment sets
-  lower limits (`MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER`), a refused batch comes again in halves, with
-  a growing pause, until it passes or `patience_seconds` are over.
+  4,096 at once are refused. Batches of 512 pass and are as fast as any. With lower limits
+  (`MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER`) transfers fail.
 - Its blocking call spins until the batch is done, so one call a peer is at its best. A batch that
   was begun can be asked about, but is answered for its *first* copy: so single copies, as long
   runs make them, are asked about now and then, and leave a processor to the engine's threads.
@@ -52,15 +51,11 @@ from kvferry.net.names import Admits
 
 BATCH_DESCRIPTORS = 512
 BATCH_BYTES = 32 << 20  # some 30 ms on loopback: between two looks at cancel
-PATIENCE_SECONDS = 10.0
-SINGLE_SECONDS = 2.0  # a copy that is refused by itself for so long does not fail for want of room
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.001, 0.2
 REFUSED_SECONDS = 4.5  # a batch that failed later than this was not refused: it got stuck
 DONE, MOVING, TIMED_OUT = 1, 0, -2  # states of a single copy
 # Longer than MC_TCP_STATUS_TIMEOUT_SEC, after which the engine itself drops a silent connection.
 SETTLE_SECONDS = 35.0
 SETTLE_REFUSED_SECONDS = 1.0  # the engine answers: the accepted part of a refused batch moves
-SETTLE_RETRIED_SECONDS = 0.25  # after all of a batch was moved again: the rest is under way
 SETTLE_DEAD_SECONDS = 0.2  # for the engine to see that a dead peer's connections ended
 TICK_SECONDS = 0.02
 NAP_SECONDS = 50e-6  # between two looks at a single copy
@@ -70,8 +65,7 @@ FORCE_TCP, FORCE_RDMA = "MC_FORCE_TCP", "MC_FORCE_HCA"
 
 
 class MooncakeCarrier(LibraryCarrier):
-    """`protocol` and `device` are Mooncake's own: "tcp", or "rdma" with "mlx5_0,mlx5_1".
-    `patience_seconds`: for batches that it refuses, tried again and again."""
+    """`protocol` and `device` are Mooncake's own: "tcp", or "rdma" with "mlx5_0,mlx5_1"."""
 
     name = "mooncake"
     batch_descriptors = BATCH_DESCRIPTORS
@@ -85,16 +79,11 @@ class MooncakeCarrier(LibraryCarrier):
         secret: bytes | str | None = None,
         protocol: str = "tcp",
         device: str = "",
-        patience_seconds: float = PATIENCE_SECONDS,
         admits: Admits | None = None,
     ) -> None:
         self._engine_class = engine_class()
         require_way(protocol, device)
-        if type(patience_seconds) not in (int, float) or not 0 < patience_seconds < float("inf"):
-            raise TransferError(
-                f"patience_seconds is a positive number of seconds, found {patience_seconds!r}"
-            )
-        self._patience, self._devices = patience_seconds, device
+        self._devices = device
         super().__init__(host=host, secret=secret, flavour=protocol, admits=admits)
 
     def _start(self) -> None:
@@ -130,62 +119,39 @@ class MooncakeCarrier(LibraryCarrier):
     def _address(self) -> bytes:
         return f"{self._where}:{self._engine.get_rpc_port()}".encode()
 
-    def _attach(self, endpoint: LibraryEndpoint) -> _Target:
+    def _attach(self, endpoint: LibraryEndpoint) -> str:
         host, name = endpoint.host, endpoint.address.decode(errors="replace")
         if name.rpartition(":")[0] != (f"[{host}]" if ":" in host else host):
             raise TransferError(f"a peer at {host!r:.80} names {name!r:.80} as Mooncake's address")
-        return _Target(name)
+        return name
 
-    def _detach(self, handle: _Target) -> None:
+    def _detach(self, handle: str) -> None:
         """Mooncake keeps its record of a peer; a new process has a new address."""
 
     def _carry(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
         local, remote = (batch.dst, batch.src) if reading else (batch.src, batch.dst)
-        target: _Target = peer.handle
-        at, refusal = 0, _Refusal()
-        try:
-            while at < len(batch):
-                few = slice(at, at + target.limit)
-                begun = time.monotonic()
-                code = self._call(reading, target.name, local[few], remote[few], batch.length[few])
-                if code == 0:
-                    at = few.stop
-                    refusal.over()
-                    continue
-                refusal.stuck = code == TIMED_OUT or time.monotonic() - begun > REFUSED_SECONDS
-                self._refused(job, peer, refusal, len(batch) - at, code)
-            if refusal.happened:
-                self._settle(peer, SETTLE_RETRIED_SECONDS)
-        except TransferError:
-            # it says nothing of the other copies of a batch, and a peer that is only stopped may
-            # still go on, also where its own timeout came first
-            job.late_bytes |= refusal.stuck or refusal.doubt
-            raise
-
-    def _refused(
-        self, job: Job, peer: LibraryPeer, refusal: _Refusal, left: int, code: int
-    ) -> None:
-        """Pause, and go on with a smaller batch; or raise."""
-        target: _Target = peer.handle
-        over = refusal.again(min(target.limit, left) == 1, self._patience)
-        if over or refusal.stuck or job.cancelled or not peer.connected:
-            self._settle(peer, SETTLE_SECONDS if refusal.stuck else SETTLE_REFUSED_SECONDS)
-            job.checkpoint()
-            peer.require_usable()
-            if refusal.stuck:
-                raise DeadlineExceeded(
-                    f"Mooncake's peer {target.name} lives and makes no progress; {left} copies of "
-                    "a batch are left"
-                )
-            raise TransferError(
-                f"Mooncake refuses {left} copies to or from {target.name}, one by one (code "
-                f"{code}): the peer did not register that memory with it, or its data port cannot "
-                "be reached; its own log says which"
+        begun = time.monotonic()
+        code = self._call(reading, peer.handle, local, remote, batch.length)
+        if code == 0:
+            return
+        stuck = code == TIMED_OUT or time.monotonic() - begun > REFUSED_SECONDS
+        # Mooncake says nothing of the other copies of a batch. A peer that is only stopped may go
+        # on after Mooncake's timeout.
+        job.late_bytes |= stuck or len(batch) > 1
+        self._settle(peer, SETTLE_SECONDS if stuck else SETTLE_REFUSED_SECONDS)
+        job.checkpoint()
+        peer.require_usable()
+        if stuck:
+            raise DeadlineExceeded(
+                f"Mooncake's peer {peer.handle} lives and makes no progress with {len(batch)} "
+                "copies"
             )
-        self._settle(peer, 0.0)
-        self.count("rejected_batches")
-        target.limit = max(1, min(target.limit, left) // 2)
-        refusal.pause()
+        raise TransferError(
+            f"Mooncake refuses {len(batch)} copies to or from {peer.handle} (code {code}): the "
+            "peer did not register that memory with it, its data port cannot be reached, or "
+            f"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER is less than {BATCH_DESCRIPTORS}; its own log "
+            "says which"
+        )
 
     def _call(self, reading: bool, target: str, local: Ints, remote: Ints, length: Ints) -> int:
         """Zero, or why not: `TIMED_OUT`, where the copy goes on, or another code."""
@@ -257,41 +223,3 @@ def require_way(protocol: str, device: str) -> None:
             f"{', '.join(there) or 'no RDMA device'} ({RDMA_DEVICES}); name devices that are "
             "there, or set protocol to tcp"
         )
-
-
-class _Refusal:
-    """Refusals of a batch by Mooncake: since when, and how long to wait before the next try.
-
-    doubt  copies may be under way of which it said nothing
-    stuck  it gave up on some that it had begun
-    """
-
-    def __init__(self) -> None:
-        self.happened = self.doubt = self.stuck = False
-        self.over()
-
-    def over(self) -> None:
-        self._since = self._alone_since = float("inf")  # the latter: of a copy by itself
-        self._pause = FIRST_PAUSE_SECONDS
-
-    def again(self, alone: bool, patience_seconds: float) -> bool:
-        """Whether this has lasted too long."""
-        now = time.monotonic()
-        self.happened = True
-        self.doubt |= not alone
-        self._since = min(self._since, now)
-        if alone:
-            self._alone_since = min(self._alone_since, now)
-        alone_seconds = min(SINGLE_SECONDS, patience_seconds)
-        return now - self._since > patience_seconds or now - self._alone_since > alone_seconds
-
-    def pause(self) -> None:
-        time.sleep(self._pause)
-        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
-
-
-class _Target:
-    """A peer as Mooncake knows it, and the largest batch that it has not refused."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.limit = name, BATCH_DESCRIPTORS

@@ -2,9 +2,6 @@
 
     make_carrier("nixl", backends=["UCX"])
 
-Copies of one length become batches by index, from lists prepared for each peer (`SlotLists`);
-others go to NIXL as arrays of descriptors.
-
 NIXL checks on the initiator's side that descriptors lie in regions that the peer registered; NICs
 check again (RDMA keys). It has no authentication. See shared.py.
 
@@ -14,12 +11,6 @@ and cannot be reached from outside. With another `host`, UCX chooses its devices
 module stays unloaded on loopback and where there is no such device, because the module in NIXL
 1.5.1's wheel crashes the process when it exits. Variables that the environment sets
 (UCX_NET_DEVICES, UCX_TLS, UCX_MODULES) are never overridden.
-
-`SlotLists`: batches mostly have one length, which divides the pages that they lie in. So each
-side's registered memory is cut into slots of that length, from the first byte of each region: one
-strided range for each region, which NIXL takes as it is. A batch is then two arrays of slot
-numbers, and NIXL need not look up the registration of every descriptor (benchmarks/prepared.py
-measures it). Copies that do not lie in such slots go to NIXL as descriptors.
 """
 
 from __future__ import annotations
@@ -30,14 +21,13 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.carriers.base import MemoryRegion, RegionTable
+from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.library.shared import (
     GRACE_SECONDS,
     ON_HOST,
@@ -56,22 +46,11 @@ log = logging.getLogger(__name__)
 
 BATCH_DESCRIPTORS = 1024  # 4,096 are a tenth slower at 256 B; two batches at once are no faster
 BATCH_BYTES = 64 << 20  # some 50 ms on loopback: between two looks at cancel
-LEAST_PREPARED = 4 * BATCH_DESCRIPTORS  # finding slots' numbers takes as long as a batch's lists
 MEMORY = "DRAM"  # a host's
 PROGRESS_MICROSECONDS = 1000  # that the progress thread sleeps at most; events wake it
 SPINS = 50  # looks at a batch before sleeping in between
 SHORT_NAP_SECONDS, LONG_NAP_SECONDS = 20e-6, 1e-3
 PULSE_SECONDS = 0.02  # between two looks at whether the peer lives
-HERE = "NIXL_INIT_AGENT"  # NIXL's word for the local side
-MOST_SLOTS = 1 << 31  # numbers are signed and have 32 bits
-MOST_LISTS = 16  # of one side; each is as long as there are regions
-Numbers = NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteAgent:
-    name: Any  # NIXL's, of the peer's agent
-    lists: SlotLists
 
 
 class NixlCarrier(LibraryCarrier):
@@ -82,7 +61,6 @@ class NixlCarrier(LibraryCarrier):
     name = "nixl"
     batch_descriptors = BATCH_DESCRIPTORS
     batch_bytes = BATCH_BYTES
-    least_prepared = LEAST_PREPARED  # copies that are moved by index
 
     def __init__(
         self,
@@ -102,9 +80,6 @@ class NixlCarrier(LibraryCarrier):
         self._agents: dict[Any, int] = {}  # remote ones by name, and how many peers use each
         self._agents_lock = threading.Lock()
         self._handles: dict[int, Any] = {}  # of registered memory, by address
-        self._lists = SlotLists(HERE, *place(device))
-        self._lists_lock = threading.Lock()  # memory is not deregistered under a list in use
-        self._prepared_batches = 0
         super().__init__(host=host, secret=secret, flavour=",".join(self._backends), admits=admits)
 
     def _start(self) -> None:
@@ -117,15 +92,8 @@ class NixlCarrier(LibraryCarrier):
                 "says why. With UCX_NET_DEVICES set, the device must exist"
             ) from None
 
-    @property
-    def counters(self) -> Mapping[str, int]:
-        """`prepared_batches`: those that were made by index."""
-        return {**super().counters, "prepared_batches": self._prepared_batches}
-
     def register_one(self, region: MemoryRegion) -> None:
         kind, device = self._place(region.address)
-        with self._lists_lock:
-            self._lists.clear()  # they are of the regions before
         try:
             self._handles[region.address] = self._agent.register_memory(
                 [(region.address, region.bytes, device, "")], mem_type=kind
@@ -138,12 +106,10 @@ class NixlCarrier(LibraryCarrier):
             ) from None
 
     def unregister_one(self, region: MemoryRegion) -> None:
-        with self._lists_lock:
-            self._lists.clear()
-            try:
-                self._agent.deregister_memory(self._handles.pop(region.address))
-            except Exception as error:
-                log.warning("NIXL does not let go of registered memory: %s", text_of(error))
+        try:
+            self._agent.deregister_memory(self._handles.pop(region.address))
+        except Exception as error:
+            log.warning("NIXL does not let go of registered memory: %s", text_of(error))
 
     def _address(self) -> bytes:
         try:
@@ -155,7 +121,8 @@ class NixlCarrier(LibraryCarrier):
             ) from None
         return metadata
 
-    def _attach(self, endpoint: LibraryEndpoint) -> RemoteAgent:
+    def _attach(self, endpoint: LibraryEndpoint) -> Any:
+        """The name of the peer's agent."""
         with self._agents_lock:  # or `_detach` of an older connection could remove it again
             try:
                 name = self._agent.add_remote_agent(endpoint.address)
@@ -164,38 +131,21 @@ class NixlCarrier(LibraryCarrier):
                     f"NIXL does not take the peer's metadata: {text_of(error)}"
                 ) from None
             self._agents[name] = self._agents.get(name, 0) + 1
-        return RemoteAgent(name, SlotLists(name, *place(endpoint.device)))
+        return name
 
-    def _detach(self, handle: RemoteAgent) -> None:
+    def _detach(self, handle: Any) -> None:
         with self._agents_lock:
-            handle.lists.clear()
-            self._agents[handle.name] -= 1
-            if self._agents[handle.name]:
+            self._agents[handle] -= 1
+            if self._agents[handle]:
                 return
-            del self._agents[handle.name]
+            del self._agents[handle]
             with contextlib.suppress(Exception):  # it forgets dead peers by itself
-                self._agent.remove_remote_agent(handle.name)
+                self._agent.remove_remote_agent(handle)
 
     def _place(self, address: int) -> tuple[str, int]:
         """Of memory registered here: the carrier's own is the host's."""
         own = 0 <= address - self._own.address < self._own.bytes
         return place(ON_HOST if own else self.device)
-
-    def _prepared(self, peer: LibraryPeer, part: Copies, *, reading: bool) -> Copies:
-        """By slots, where all copies lie in those of one length on both sides."""
-        length = int(part.length[0])
-        if len(part) < self.least_prepared or not bool((part.length == length).all()):
-            return part
-        with self._lists_lock:
-            here = self._lists.get(self._agent, self._table, length)
-            there = peer.handle.lists.get(self._agent, peer.regions, length)
-        if here is None or there is None:
-            return part
-        local, remote = (part.dst, part.src) if reading else (part.src, part.dst)
-        mine, theirs = here.numbers(local), there.numbers(remote)
-        if mine is None or theirs is None:
-            return part
-        return Numbered(part.src, part.dst, part.length, here, there, mine, theirs)
 
     def _carry(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
         try:
@@ -214,27 +164,14 @@ class NixlCarrier(LibraryCarrier):
                 log.warning("NIXL does not let go of a batch: %s", text_of(error))
 
     def _request(self, peer: LibraryPeer, batch: Copies, reading: bool) -> Any:
-        op = "READ" if reading else "WRITE"
-        if isinstance(batch, Numbered):
-            here, there = batch.here, batch.there
-            with self._lists_lock:
-                if self._lists.has(here) and peer.handle.lists.has(there):
-                    try:
-                        request = self._agent.make_prepped_xfer(
-                            op, here.handle, batch.mine, there.handle, batch.theirs
-                        )
-                    except Exception as error:  # as after NIXL lost the peer, and met it again
-                        log.debug("NIXL makes no batch by index: %s", text_of(error))
-                        peer.handle.lists.clear()
-                    else:
-                        self._prepared_batches += 1
-                        return request
         local, remote = (batch.dst, batch.src) if reading else (batch.src, batch.dst)
-        mine = self._descriptors(local, batch.length, *self._place(int(local[0])))
-        theirs = self._descriptors(remote, batch.length, *place(peer.endpoint.device))
-        return self._agent.initialize_xfer(op, mine, theirs, peer.handle.name)
+        mine = self._descriptors(local, batch.length, self._place(int(local[0])))
+        theirs = self._descriptors(remote, batch.length, place(peer.endpoint.device))
+        op = "READ" if reading else "WRITE"
+        return self._agent.initialize_xfer(op, mine, theirs, peer.handle)
 
-    def _descriptors(self, address: Ints, length: Ints, kind: str, device: int) -> Any:
+    def _descriptors(self, address: Ints, length: Ints, where: tuple[str, int]) -> Any:
+        kind, device = where
         return self._agent.get_xfer_descs(rows(address, length, device), mem_type=kind)
 
     def _shut(self) -> None:
@@ -347,91 +284,3 @@ def run(agent: Any, job: Job, peer: LibraryPeer, request: Any) -> None:
         raise mapped(error) from None
     if state != "DONE":
         raise TransferError("NIXL reports that the batch failed; its own log says why")
-
-
-@dataclass(frozen=True, slots=True)
-class SlotList:
-    """One side's memory in slots of `length` bytes. NIXL's list goes with the last reference."""
-
-    starts: Ints
-    first: Ints  # number of each region's first slot
-    slots: Ints  # of each region
-    length: int
-    handle: Any
-
-    def numbers(self, address: Ints) -> Numbers | None:
-        """Of the slots at these addresses, or None if one of them is not a slot's."""
-        if len(self.starts) == 1:
-            offset, slots, first = address - self.starts[0], self.slots[0], self.first[0]
-        else:
-            at = self.starts.searchsorted(address, side="right") - 1  # -1, the last one: refused
-            offset, slots, first = address - self.starts[at], self.slots[at], self.first[at]
-        number = offset // self.length
-        if not (
-            int(offset.min()) >= 0
-            and bool((number < slots).all())
-            and bool((number * self.length == offset).all())
-        ):
-            return None
-        found: Numbers = (number + first).astype(np.int32)
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Numbered(Copies):
-    """A batch, or several, whose copies are also known by their slots' numbers."""
-
-    here: SlotList
-    there: SlotList
-    mine: Numbers
-    theirs: Numbers
-
-    def __getitem__(self, which: slice | NDArray[np.bool_]) -> Numbered:
-        few = Copies(self.src[which], self.dst[which], self.length[which])
-        mine, theirs = self.mine[which], self.theirs[which]
-        return Numbered(few.src, few.dst, few.length, self.here, self.there, mine, theirs)
-
-
-class SlotLists:
-    """The lists of one side, by length; the oldest goes when there are many. Not for two threads
-    at once."""
-
-    def __init__(self, whose: Any, kind: str, device: int) -> None:
-        self._whose, self._kind, self._device = whose, kind, device
-        self._regions: RegionTable | None = None
-        self._lists: dict[int, SlotList | None] = {}
-
-    def get(self, agent: Any, regions: RegionTable, length: int) -> SlotList | None:
-        if regions is not self._regions:
-            self.clear()
-            self._regions = regions
-        if length not in self._lists:
-            if len(self._lists) >= MOST_LISTS:
-                del self._lists[next(iter(self._lists))]
-            try:
-                self._lists[length] = self._made(agent, regions, length)
-            except Exception as error:  # descriptors do as well, and report the error
-                log.debug("NIXL prepares no list of %d byte slots: %s", length, text_of(error))
-                self._lists[length] = None
-        return self._lists[length]
-
-    def _made(self, agent: Any, regions: RegionTable, length: int) -> SlotList | None:
-        """None where there is no slot, or more than numbers for them."""
-        slots = (regions.ends - regions.starts) // length
-        some = slots > 0
-        starts, slots = regions.starts[some], slots[some]
-        if not 0 < int(slots.sum()) < MOST_SLOTS:
-            return None
-        # as NIXL orders them
-        columns = np.broadcast_arrays(starts, length, self._device, length, slots)
-        ranges = np.stack(columns, axis=1).astype(np.uint64)
-        handle = agent.prep_xfer_dlist(self._whose, ranges, self._kind)
-        return SlotList(starts, np.cumsum(slots) - slots, slots, length, handle)
-
-    def has(self, one: SlotList) -> bool:
-        """Whether it was made of the regions that are registered now."""
-        return self._lists.get(one.length) is one
-
-    def clear(self) -> None:
-        self._lists.clear()
-        self._regions = None

@@ -130,7 +130,7 @@ class LibraryCarrier(Carrier):
         self._peers: list[LibraryPeer] = []
         self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
         self._own = MemoryRegion(self._scratch.ctypes.data, SCRATCH_BYTES)
-        self._counts = dict.fromkeys(("transfers", "batches", "rejected_batches", "abandoned"), 0)
+        self._counts = dict.fromkeys(("transfers", "batches", "abandoned"), 0)
         self._abandoned: set[LibraryJob] = set()
         self._closed = self._was_shut = False
         self._pulse = PulseServer(self.host)
@@ -165,10 +165,6 @@ class LibraryCarrier(Carrier):
     def _detach(self, handle: Any) -> None:
         """Nothing of ours is under way to or from that peer."""
 
-    def _prepared(self, peer: LibraryPeer, part: Copies, *, reading: bool) -> Copies:
-        """The same copies, as `_carry` gets slices of them."""
-        return part
-
     @abstractmethod
     def _carry(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
         """Move one batch. Returns or raises when the library has let it go."""
@@ -190,35 +186,16 @@ class LibraryCarrier(Carrier):
             self._counts[what] += more
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Registers all of them, or none. Neighbours become one, which is registered anew."""
+        """Neighbours become one region, which is registered anew."""
         with self._lock:
             before = self._table.regions()
             table = RegionTable.of([*before, *regions])
             after = table.regions()
-            gone, added = set(before) - set(after), set(after) - set(before)
-            done: list[MemoryRegion] = []
-            for region in gone:
+            for region in set(before) - set(after):
                 self.unregister_one(region)
-            try:
-                for region in sorted(added, key=lambda r: r.address):
-                    self.register_one(region)
-                    done.append(region)
-            except TransferError:
-                for region in done:
-                    self.unregister_one(region)
-                kept = [r for r in before if r not in gone or self._registered_again(r)]
-                self._table = RegionTable.of(kept)
-                raise
+            for region in set(after) - set(before):
+                self.register_one(region)
             self._table = table
-
-    def _registered_again(self, region: MemoryRegion) -> bool:
-        """Where that fails, peers are not told of the region any more."""
-        try:
-            self.register_one(region)
-        except TransferError as error:
-            log.error("memory that was registered is not any more: %s", error)
-            return False
-        return True
 
     def endpoint(self) -> bytes:
         if self._closed:
@@ -348,16 +325,13 @@ class LibraryCarrier(Carrier):
             self._move(job, peer, Copies(peer.regions.starts[:1], into, one), reading=True)
 
     def _submit(self, peer: LibraryPeer, copies: Copies, *, reading: bool) -> Transfer:
-        def prepare(part: Copies) -> Copies:
-            return self._prepared(peer, part, reading=reading)
-
         def work(job: Job) -> None:
             arrays = Copies.of(copies)
             src, dst = (peer.regions, self._table) if reading else (self._table, peer.regions)
             require_all(arrays, src, dst, reading=reading)
             self.count("transfers")
             moved = 0
-            for batch in batches(arrays, self.batch_descriptors, self.batch_bytes, prepare):
+            for batch in batches(arrays, self.batch_descriptors, self.batch_bytes):
                 with peer.turn(job):
                     self._move(job, peer, batch, reading=reading)
                 moved += 1
@@ -447,15 +421,10 @@ class LibraryJob(Job):
         self._carrier.ended(self._peer)
 
 
-def batches(
-    copies: Copies,
-    descriptors: int,
-    max_bytes: int,
-    prepare: Callable[[Copies], Copies] = lambda part: part,
-) -> Iterator[Copies]:
+def batches(copies: Copies, descriptors: int, max_bytes: int) -> Iterator[Copies]:
     """The same copies, neighbours joined, so many at a time."""
     for part in slices(copies, max_bytes):
-        ready = prepare(join(part))
+        ready = join(part)
         starts = range(0, len(ready), descriptors)
         # all at once: between two batches, each Python call costs many times as much as here
         yield from [ready[first : first + descriptors] for first in starts]
@@ -481,7 +450,7 @@ def _follow(address: Ints, length: Ints) -> NDArray[np.bool_]:
 
 @contextlib.contextmanager
 def environment(ours: Mapping[str, str]) -> Iterator[None]:
-    """With variables that the environment does not have."""
+    """Set variables that the environment does not have, for a while."""
     os.environ.update(ours)
     try:
         yield

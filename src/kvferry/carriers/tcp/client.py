@@ -186,7 +186,7 @@ class TcpPeer:
             connection.stream.close()
 
     def put(self, connection: TcpConnection, *, keep: bool = True) -> None:
-        """Give it back, or close it: where it is out of step, and where it was shut down."""
+        """Give a connection back. It is closed if it is out of step or was shut down."""
         with self._lock:
             keep = keep and not self._closed and connection.in_step
             if keep:

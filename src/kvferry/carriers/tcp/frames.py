@@ -122,22 +122,18 @@ class Code(IntEnum):
     MALFORMED = 1
     UNAUTHENTICATED = 2
     OUT_OF_BOUNDS = 3
-    TOO_LARGE = 4
     REPLAYED = 5
     BUSY = 6
     REVOKED = 7
-    INTERNAL = 8
 
 
 _ERRORS: dict[int, type[KvferryError]] = {
     Code.MALFORMED: ProtocolError,
     Code.UNAUTHENTICATED: AuthenticationError,
     Code.OUT_OF_BOUNDS: OutOfBounds,
-    Code.TOO_LARGE: ProtocolError,
     Code.REPLAYED: ProtocolError,
     Code.BUSY: TransferError,
     Code.REVOKED: PeerLost,
-    Code.INTERNAL: TransferError,
 }
 
 

@@ -97,11 +97,11 @@ class TcpServer:
         thread = threading.Thread(
             target=self._accept, args=(listener,), name="kvferry-tcp-accept", daemon=True
         )
-        self._threads.add(thread)
         thread.start()
+        self._threads.add(thread)
 
     def attach(self, sock: socket.socket, address: str = "") -> bool:
-        """Serve one connection on a thread of its own; whether there is room for it."""
+        """Serve one connection on a thread of its own. False if there is no room for it."""
         try:
             stream = TcpStream(sock, self._limits.stall_seconds)
         except OSError:  # gone already
@@ -322,7 +322,7 @@ class Grants:
         return grant
 
     def close(self, grant: bytes, seconds: float) -> int:
-        """Bytes written under it; none arrives after this returns. 0 where it is closed already."""
+        """The bytes written under a grant, 0 if it is closed. None arrives after this returns."""
         with self._left:
             entry = self._open.get(grant)
             if entry is None:
@@ -331,7 +331,8 @@ class Grants:
             for stream in entry.writing:
                 stream.abort()
             if not self._left.wait_for(lambda: not entry.writing, seconds):
-                self._open[grant] = _Grant(RegionTable.of([]), entry.writing, entry.applied_bytes)
+                entry.ranges = RegionTable.of([])  # nothing more is taken under it
+                self._open[grant] = entry
                 raise DeadlineExceeded(
                     f"{len(entry.writing)} writers did not leave a grant within {seconds:g} s; "
                     "close it again"
