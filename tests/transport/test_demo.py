@@ -23,11 +23,12 @@ from kvferry.cli.demo import describe
 from kvferry.cli.main import app
 from kvferry.demo import rank as rank_module
 from kvferry.demo import run as run_module
-from kvferry.demo.cache import make_views, write_entries, wrong_entries
+from kvferry.demo.cache import make_views
 from kvferry.demo.rank import DecodeRank, PrefillRank, RankMoved, open_carriers
 from kvferry.demo.run import Prefill, Silent, run_demo
 from kvferry.demo.work import DEMO_FROM, DEMO_TO, DemoWork, find_model, make_work
 from kvferry.errors import BindError, DescriptionError, TransferError
+from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 
 WITHOUT_VM = Path(__file__).parent.parent / "support" / "without_vm.py"
@@ -204,6 +205,7 @@ def test_refusals() -> None:
         ("deepseek-v3", "tp=4,dcp=4,interleave=2,block=16", "tp=2,pp=2,block=32,order=LBNHC"),
         ("gpt-oss-20b", "tp=4,block=32,kernel=16,full=1", "tp=8,pp=2,block=16,full=1"),
         ("granite-4.0-h-small", "tp=2,block=16,conv=SD", "tp=4,block=32"),
+        ("demo", "tp=2,block=32,interior=cpu_amx,full=1", "tp=3,block=16,order=LBNHC"),
     ],
 )
 def test_any_shape(model: str, src: str, dst: str) -> None:
@@ -309,16 +311,16 @@ def test_work_covers_what_was_asked_for() -> None:
 
 def test_every_logical_byte_has_its_own_value() -> None:
     """Two places, layers, units or requests never look alike, and the check sees one byte."""
-    memory = {"full": np.zeros(5 * 4 * 16 * 12 * 512, np.uint8)}
-    memory["window"] = np.zeros(2 * 4 * 16 * 12 * 512, np.uint8)
-    views = make_views(find_model("demo"), EngineShape.parse("tp=1"), Rank(0, 0), 4, memory)
+    model, shape = find_model("demo"), EngineShape.parse("tp=1")
+    layout = RankLayout.build(model, shape, Rank(0, 0), 4)
+    views = make_views(model, layout, [np.zeros(r.bytes, np.uint8) for r in layout.regions])
     ids, entries = np.asarray([1, 3]), np.arange(32).reshape(2, 1, 16)
     for number, view in enumerate(views):
-        write_entries(view, (number,), ids, entries)
-        assert wrong_entries(view, (number,), ids, entries) == 0
-        assert wrong_entries(view, (number,), ids[::-1].copy(), entries) > 0
+        view.write(ids, 0, (number,), entries)
+        assert view.wrong(ids, 0, (number,), entries) == 0
+        assert view.wrong(ids[::-1].copy(), 0, (number,), entries) > 0
     units = np.concatenate([v.array[:, ids].reshape(-1, v.array.shape[-1]) for v in views])
     assert len(np.unique(units, axis=0)) == len(units)
     views[0].array[2, 3, 0, 7, 5, 1] ^= np.uint64(1 << 20)
-    assert wrong_entries(views[0], (0,), ids, entries) == 1
+    assert views[0].wrong(ids, 0, (0,), entries) == 1
     assert views[0].units == Span(0, 12)

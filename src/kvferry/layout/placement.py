@@ -14,7 +14,6 @@ shape alone (`RankLayout.build`).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,9 +130,6 @@ class Part:
             if placement.component == component:
                 return index
         raise DescriptionError(f"group {self.group!r} places no component {component!r}")
-
-    def placement(self, component: str) -> Placement:
-        return self.placements[self.index(component)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -325,13 +321,10 @@ class _Builder:
         block, kernel = self.shape.entries(group)
         held = max(most_layers, 1) if shared_page else len(layers)
         placements: list[Placement] = []
-        page, slack = 0, 0
-        for index, inside in enumerate(insides):
+        for inside in insides:
             page = self._page_bytes(inside, kernel) * self._ratio(group)
             target = shared_page or _round_up(page, self.shape.page_align)
             strides, size = self._strides(group, inside, held, page, target)
-            paged = set(self._grid(group, inside)[:2]) == {"L", "B"}
-            slack = target - page if paged else 0
             region = 0 if shared_page else len(self.regions)
             if not shared_page or not self.regions:
                 suffix = f".{inside.places[0].component}" if len(insides) > 1 else ""
@@ -352,8 +345,7 @@ class _Builder:
                 )
                 for place in inside.places
             ]
-            if index == 0 and not paged:
-                page = 0
+        paged = len(insides) == 1 and set(self._grid(group, inside)[:2]) == {"L", "B"}
         return Part(
             group=group.name,
             layers=np.asarray(layers, dtype=np.int64),
@@ -361,8 +353,8 @@ class _Builder:
             pool=0 if shared_page else table,
             num_blocks=self.num_blocks,
             block_entries=block,
-            page_bytes=page if len(insides) == 1 else 0,
-            page_slack=slack if len(insides) == 1 else 0,
+            page_bytes=page if paged else 0,
+            page_slack=target - page if paged else 0,
             interior=self.shape.interior_for(group),
             placements=tuple(placements),
         )
@@ -424,4 +416,4 @@ class _Builder:
 
 
 def _round_up(value: int, step: int) -> int:
-    return math.ceil(value / step) * step
+    return -(-value // step) * step

@@ -259,7 +259,7 @@ class Product:
         )
         return Copies(src, dst, length)
 
-    def uncovered(self, rank: Rank, allow_uncacheable: bool) -> Uncovered:
+    def uncovered(self, rank: Rank) -> Uncovered:
         """The uncovered bytes of a destination rank."""
         return uncovered(
             everything_plan(self.pair.model, self.dst.layouts[rank]),
@@ -268,7 +268,6 @@ class Product:
             skip=self.case["skip"],
             dst_tables=self._tables["dst"],
             dst_bases=self.dst.bases[rank],
-            allow_uncacheable=allow_uncacheable,
         )
 
 
@@ -418,37 +417,19 @@ def _compare(product: Product, oracle: Oracle, copies: Copies) -> None:
     _require("hold something else than they must", needed & (arrived != target), product.dst)
     _require("are not written exactly once", needed & (times != 1), product.dst)
     _require("are written but must not be", ~needed & (target != FREE) & (times > 0), product.dst)
-    _compare_uncovered(product, oracle, target == GAP, target == FREE)
+    if not oracle.lacking():
+        _compare_uncovered(product, target == GAP, target == FREE)
 
 
-def _compare_uncovered(product: Product, oracle: Oracle, gap: Any, free: Any) -> None:
-    allow = bool(oracle.lacking())
+def _compare_uncovered(product: Product, gap: Any, free: Any) -> None:
     named = np.zeros(len(gap), dtype=np.int64)
     for rank in product.dst.layouts:
-        told = product.uncovered(rank, allow)
+        told = product.uncovered(rank)
         if product.dst.stray(told.address, told.length, rank) is not None:
             raise MismatchError(f"rank {tuple(rank)}: an uncovered range is outside a region")
         np.add.at(named, product.dst.bytes_of(told.address, told.length), 1)
-        for name in {g.name for g in product.pair.model.groups}:
-            _require_blocks(product, oracle, rank, name, told.uncacheable)
     _require("are not named uncovered exactly once", gap & (named != 1), product.dst)
     _require("are wrongly named uncovered", ~gap & ~free & (named > 0), product.dst)
-
-
-def _require_blocks(
-    product: Product, oracle: Oracle, rank: Rank, group: str, told: dict[str, Any]
-) -> None:
-    layout = product.dst.layouts[rank]
-    expected = oracle.uncacheable(group) if layout.parts_of(group) else set()
-    parts = layout.parts_of(group)
-    if parts and parts[0].is_opaque:
-        return  # opaque pages move whole: `uncovered` names none of their blocks
-    found = set(range(*told[group])) if group in told else set()
-    if found != expected:
-        raise MismatchError(
-            f"rank {tuple(rank)}, group {group!r}: blocks {sorted(found)} are named uncacheable, "
-            f"expected {sorted(expected)}"
-        )
 
 
 def _require(what: str, wrong: Any, memory: AddressSpace) -> None:
