@@ -182,6 +182,20 @@ def test_command(tmp_path: Path) -> None:
     assert "<html" in picture.read_text()
 
 
+def test_a_model_from_its_config(tmp_path: Path) -> None:
+    """The model's name is not where it was read from. The picture needs the place."""
+    config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4}
+    folder, picture = tmp_path / "Tiny-3.1-8B", tmp_path / "plan.html"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 256}))
+    options = ["--from", "tp=1", "--to", "tp=1,block=24", "--gib", "0.001", "--requests", "2"]
+    command = ["demo", "--model", str(folder), *options, "--html", str(picture)]
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == 0, shown.stderr
+    assert "from     Tiny-3.1-8B, tp=1" in shown.stdout
+    assert "<html" in picture.read_text()
+
+
 def test_refusals() -> None:
     with pytest.raises(DescriptionError, match="method"):
         run_demo(method="magic")
@@ -191,6 +205,8 @@ def test_refusals() -> None:
         run_demo(min_bytes=1 << 50, requests=1 << 10)
     with pytest.raises(DescriptionError, match="opaque"):
         run_demo("demo", "tp=1,interior=opaque", "tp=1,interior=opaque", **SMALL)
+    with pytest.raises(DescriptionError, match="names the group 'windoe'"):
+        run_demo("demo", "tp=1,block.windoe=32", "tp=1", **SMALL)
     with pytest.raises(BindError, match="the source keeps those from"):
         run_demo("demo", "tp=1,block=16", "tp=1,block=24", **SMALL)
     assert children() == 0

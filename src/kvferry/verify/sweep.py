@@ -187,42 +187,43 @@ class Product:
     thorough: bool  # also compare slices and strided batches with the copies
 
     def __post_init__(self) -> None:
-        self.pair = self._plan_side(False)
-        theirs = self._plan_side(True)
-        if _edges(self.pair) != _edges(theirs):
+        case = self.case
+        self.models = {n: build_model(case["model"], case[n]) for n in ("src", "dst")}
+        self.pair, layouts, self.plans = self._plan(by_destination=False)
+        pair, _, plans = self._plan(by_destination=True)
+        if _edges(self.pair) != _edges(pair):
             raise MismatchError("the two sides find different edges")
-        model, side = self.case["model"], self.case
-        self.dst_model = build_model(model, side["dst"])
-        src, dst = self._layouts(), self._layouts()
-        self.src, self.dst = (AddressSpace.build(n, src[n]) for n in ("src", "dst"))
-        self.plans: list[EdgePlan] = []
-        for mine, other in zip(self.pair.edges, theirs.edges, strict=True):
-            plan = self.pair.plan(mine, src["src"][mine.src], src["dst"][mine.dst])
-            again = theirs.plan(other, dst["src"][mine.src], dst["dst"][mine.dst])
-            if digest(plan) != digest(again):
+        for mine, theirs in zip(self.plans, plans, strict=True):
+            if digest(mine) != digest(theirs):
                 raise MismatchError(f"the two sides plan {mine.src} -> {mine.dst} differently")
-            self.plans.append(plan)
+        self.src, self.dst = (AddressSpace.build(n, layouts[n]) for n in ("src", "dst"))
         self._tables = {
-            n: [np.asarray(side[n]["tables"][g.name]) for g in build_model(model, side[n]).groups]
+            n: [np.asarray(case[n]["tables"][g.name]) for g in self.models[n].groups]
             for n in ("src", "dst")
         }
 
-    def _plan_side(self, by_destination: bool) -> PairPlan:
-        case = self.case
-        src, dst = build_shape(case["src"]), build_shape(case["dst"])
-        src_model, dst_model = (build_model(case["model"], case[n]) for n in ("src", "dst"))
+    def _plan(
+        self, by_destination: bool
+    ) -> tuple[PairPlan, dict[str, dict[Rank, RankLayout]], list[EdgePlan]]:
+        """The pair, both engines' layouts and the plans of all edges, as one side makes them."""
+        src, dst = build_shape(self.case["src"]), build_shape(self.case["dst"])
+        src_model, dst_model = self.models["src"], self.models["dst"]
         if src_model == dst_model and by_destination:
-            return plan_pair(dst_model, src, dst)
-        return plan_pair(src_model, src, dst, dst_model=dst_model, optional_roles=["draft"])
-
-    def _layouts(self) -> dict[str, dict[Rank, RankLayout]]:
-        made: dict[str, dict[Rank, RankLayout]] = {}
-        for name, side in (("src", self.case["src"]), ("dst", self.case["dst"])):
-            model, shape = build_model(self.case["model"], side), build_shape(side)
-            made[name] = {
-                rank: RankLayout.build(model, shape, rank, side["blocks"]) for rank in shape.ranks
+            pair = plan_pair(dst_model, src, dst)
+        else:
+            pair = plan_pair(src_model, src, dst, dst_model=dst_model, optional_roles=["draft"])
+        layouts = {
+            name: {
+                rank: RankLayout.build(self.models[name], shape, rank, side["blocks"])
+                for rank in shape.ranks
             }
-        return made
+            for name, shape, side in (
+                ("src", src, self.case["src"]),
+                ("dst", dst, self.case["dst"]),
+            )
+        }
+        plans = [pair.plan(e, layouts["src"][e.src], layouts["dst"][e.dst]) for e in pair.edges]
+        return pair, layouts, plans
 
     def bind(self, plan: EdgePlan, allow_uncacheable: bool) -> Bound:
         return bind(
@@ -377,13 +378,20 @@ def require_same_copies(bound: Bound, copies: Copies) -> None:
     if (bound.descriptors, bound.bytes) != (len(copies), int(copies.length.sum())):
         raise MismatchError("the counts of copies and bytes do not match the copies")
     most = max(1, len(copies) // 3)
-    sliced = [np.concatenate([[0], *parts]) for parts in _sliced(bound, most)]
-    strided = [np.concatenate([[0], *parts]) for parts in _strided(bound)]
-    for index, expected in enumerate((copies.src, copies.dst, copies.length)):
-        if not np.array_equal(sliced[index][1:], expected):
-            raise MismatchError(f"slices of {most} differ from the copies")
-        if not np.array_equal(strided[index][1:], expected):
-            raise MismatchError("strided batches differ from the copies")
+    sliced, strided = [], []
+    for piece in bound.slices(most):
+        if len(piece) > most:
+            raise MismatchError(f"a slice of at most {most} copies has {len(piece)}")
+        sliced.append(np.stack([piece.src, piece.dst, piece.length]))  # the buffer is used again
+    for b in bound.batches:
+        src = b.src_rows[:, None, None] + b.src_segments[:, None] + b.src_steps
+        dst = b.dst_rows[:, None, None] + b.dst_segments[:, None] + b.dst_steps
+        length = np.broadcast_to(b.lengths[:, None], src.shape)
+        strided.append(np.stack([src, dst, length]).reshape(3, -1))
+    expected = np.stack([copies.src, copies.dst, copies.length])
+    for what, parts in ((f"slices of {most}", sliced), ("strided batches", strided)):
+        if not np.array_equal(np.concatenate([expected[:, :0], *parts], axis=1), expected):
+            raise MismatchError(f"{what} differ from the copies")
 
 
 def _check_all(seed: int, indices: range) -> list[Result]:
@@ -450,29 +458,3 @@ def _edges(pair: PairPlan) -> list[object]:
         (e.src, e.dst, [(s.group, s.components, s.units, s.layers.tolist()) for s in e.shares])
         for e in pair.edges
     ]
-
-
-def _sliced(bound: Bound, most: int) -> list[list[Ints]]:
-    parts: list[list[Ints]] = [[], [], []]
-    for piece in bound.slices(most):
-        if len(piece) > most:
-            raise MismatchError(f"a slice of at most {most} copies has {len(piece)}")
-        for into, array in zip(parts, (piece.src, piece.dst, piece.length), strict=True):
-            into.append(array.copy())
-    return parts
-
-
-def _strided(bound: Bound) -> list[list[Ints]]:
-    parts: list[list[Ints]] = [[], [], []]
-    for b in bound.batches:
-        for into, rows, segments, steps in zip(
-            parts,
-            (b.src_rows, b.dst_rows),
-            (b.src_segments, b.dst_segments),
-            (b.src_steps, b.dst_steps),
-            strict=False,
-        ):
-            into.append((rows[:, None, None] + segments[None, :, None] + steps).ravel())
-        shape = (len(b.src_rows), len(b.lengths), len(b.src_steps))
-        parts[2].append(np.broadcast_to(b.lengths[None, :, None], shape).ravel())
-    return parts
