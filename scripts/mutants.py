@@ -269,6 +269,12 @@ MUTANTS = [
         "and phase >= 0",
     ),
     Mutant(
+        "dcp ranks meet at one end only",
+        "plan/assign.py",
+        "return ahead < src_interleave or period - ahead < dst_interleave",
+        "return ahead < src_interleave",
+    ),
+    Mutant(
         "all from the first replica",
         "plan/assign.py",
         "owner = middles * len(holders) // (2 * ends[-1])",
@@ -283,8 +289,8 @@ MUTANTS = [
     Mutant(
         "tail begins one too late",
         "plan/cover.py",
-        "tail = Span(paging.local_count(range_.range.stop), blocks * capacity)",
-        "tail = Span(paging.local_count(range_.range.stop) + 1, blocks * capacity)",
+        "return [Span(paging.local_count(range_.stop), blocks * paging.block_entries)]",
+        "return [Span(paging.local_count(range_.stop) + 1, blocks * paging.block_entries)]",
     ),
     # binding
     Mutant(

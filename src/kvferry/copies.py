@@ -157,22 +157,13 @@ class StridedCopies:
         """Write the copies of a part to the front of `out`, and return their number."""
         shape = (rows.size, segments.size, steps.size)
         count = shape[0] * shape[1] * shape[2]
-        some_rows = slice(rows.start, rows.stop)
-        some_segments = slice(segments.start, segments.stop)
-        some_steps = slice(steps.start, steps.stop)
-        _outer_sum(
-            out.src[:count].reshape(shape),
-            self.src_rows[some_rows],
-            self.src_segments[some_segments],
-            self.src_steps[some_steps],
-        )
-        _outer_sum(
-            out.dst[:count].reshape(shape),
-            self.dst_rows[some_rows],
-            self.dst_segments[some_segments],
-            self.dst_steps[some_steps],
-        )
-        out.length[:count].reshape(shape)[...] = self.lengths[some_segments][None, :, None]
+        part = slice(*rows), slice(*segments), slice(*steps)
+        for into, a, b, c in (
+            (out.src, self.src_rows, self.src_segments, self.src_steps),
+            (out.dst, self.dst_rows, self.dst_segments, self.dst_steps),
+        ):
+            _outer_sum(into[:count].reshape(shape), a[part[0]], b[part[1]], c[part[2]])
+        out.length[:count].reshape(shape)[...] = self.lengths[part[1]][None, :, None]
         return count
 
 

@@ -6,7 +6,6 @@
     ├── CoverError            no choice of sources covers what the destination needs
     ├── TopologyError         a registration or a question about a remote engine is wrong
     ├── BindError             block tables, bases or token counts do not fit the plan
-    │   └── LimitError        more descriptors than the caller allows
     ├── TransferError         a carrier could not move bytes
     │   ├── PermissionDenied  the operating system forbids the access
     │   ├── OutOfBounds       an address outside the peer's registered memory
@@ -49,10 +48,6 @@ class TopologyError(KvferryError):
 
 class BindError(KvferryError, ValueError):
     """A plan cannot be bound to these block tables, addresses or token counts."""
-
-
-class LimitError(BindError):
-    """Binding would make more descriptors than the caller's limit."""
 
 
 class TransferError(KvferryError):

@@ -20,8 +20,6 @@ from kvferry.layout.model import CacheModel
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.plan.pair import PairPlan, plan_pair
 
-__all__ = ["EngineTransferInfo", "TransferRegion", "TransferTopology"]
-
 
 @dataclass(slots=True)
 class TransferTopology:
@@ -162,18 +160,6 @@ class EngineTransferInfo:
             for f in fields(self)
             if getattr(self, f.name) != getattr(other, f.name)
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class TransferRegion:
-    """One layer's cache on this rank. Layers of one engine may have pages of different lengths."""
-
-    layer_name: str
-    layer_index: int
-    base_addr: int
-    block_len: int  # bytes from one block to the next
-    kv_block_len: int  # bytes of a block that are used
-    group_index: int = 0
 
 
 def _targets(pair: PairPlan, rank: Rank) -> list[Rank]:

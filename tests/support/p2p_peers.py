@@ -1,7 +1,7 @@
 """Producers and consumers without an engine: real memory, real sockets, processes of their own.
 
 What a producer's blocks hold and what a consumer's should is said by `kvferry.demo.cache`, which
-shares no code with layouts and plans.
+shares no code with plans.
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ from kvferry.demo.cache import (
     make_views,
     slot_entries,
     source_extent,
-    write_byte,
-    write_entries,
-    wrong_byte,
-    wrong_entries,
 )
 from kvferry.demo.rank import RankMemory
 from kvferry.handover import push as push_module
@@ -271,9 +267,9 @@ class Rack:
         model, shape = spec.cache_model, spec.engine_shape
         layout = RankLayout.build(model, shape, rank, spec.blocks)
         memory = RankMemory(layout)
-        views = make_views(model, shape, rank, spec.blocks, memory.regions)
+        views = make_views(model, layout, memory.regions)
         for view in views:
-            write_byte(view, np.arange(spec.blocks), fill)
+            view.write(np.arange(spec.blocks), fill)
         carrier: Any = NullCarrier()
         if spec.carrier != "null":
             carrier = make_carrier(spec.carrier, secret=spec.secret, host=LOOPBACK)
@@ -293,8 +289,8 @@ class Rack:
             extent = source_extent(view.group, shape, prompt.tokens)
             blocks = Span(extent.first_held, extent.blocks)
             ids = np.asarray(tables[model.groups.index(view.group)])[blocks.start :]
-            entries = slot_entries(view.group, shape, self.rank.tp, blocks, extent.entries)
-            write_entries(view, prompt.key(model, view), ids, entries)
+            entries = slot_entries(view, shape, self.rank.tp, blocks, extent.entries)
+            view.write(ids, POISON, prompt.key(model, view), entries)
 
     def wrong_bytes(self, prompts: list[Prompt], source: Spec, free_byte: int = CANARY) -> int:
         """Bytes that are not as they should be after loading these, and nothing else.
@@ -312,11 +308,11 @@ class Rack:
                 blocks = Span(extent.first_loaded, extent.blocks)
                 table = prompt.tables(self.spec, prompt.dst_first, source)[index]
                 ids = np.asarray(table, dtype=np.int64)[blocks.start :]
-                entries = slot_entries(view.group, shape, self.rank.tp, blocks, extent.entries)
+                entries = slot_entries(view, shape, self.rank.tp, blocks, extent.entries)
                 if view.group.role in source.absent:
-                    wrong += wrong_byte(view, ids, 0)
+                    wrong += view.wrong(ids, 0)
                 else:
-                    wrong += wrong_entries(view, prompt.key(model, view), ids, entries)
+                    wrong += view.wrong(ids, 0, prompt.key(model, view), entries)
                 written.append(ids)
             if shape.overlay:  # blocks of other groups lie in the same memory
                 written = [
@@ -326,7 +322,7 @@ class Rack:
                 ]
             used = np.concatenate(written) if written else np.zeros(0, dtype=np.int64)
             free = np.setdiff1d(np.arange(self.spec.blocks), used)
-            wrong += wrong_byte(view, free, free_byte) if free_byte >= 0 else 0
+            wrong += view.wrong(free, free_byte) if free_byte >= 0 else 0
         return wrong
 
 

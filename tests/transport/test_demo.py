@@ -23,11 +23,12 @@ from kvferry.cli.demo import describe
 from kvferry.cli.main import app
 from kvferry.demo import rank as rank_module
 from kvferry.demo import run as run_module
-from kvferry.demo.cache import make_views, write_entries, wrong_entries
+from kvferry.demo.cache import make_views
 from kvferry.demo.rank import DecodeRank, PrefillRank, RankMoved, open_carriers
 from kvferry.demo.run import Prefill, Silent, run_demo
 from kvferry.demo.work import DEMO_FROM, DEMO_TO, DemoWork, find_model, make_work
 from kvferry.errors import BindError, DescriptionError, TransferError
+from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 
 WITHOUT_VM = Path(__file__).parent.parent / "support" / "without_vm.py"
@@ -181,6 +182,20 @@ def test_command(tmp_path: Path) -> None:
     assert "<html" in picture.read_text()
 
 
+def test_a_model_from_its_config(tmp_path: Path) -> None:
+    """The model's name is not where it was read from. The picture needs the place."""
+    config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4}
+    folder, picture = tmp_path / "Tiny-3.1-8B", tmp_path / "plan.html"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 256}))
+    options = ["--from", "tp=1", "--to", "tp=1,block=24", "--gib", "0.001", "--requests", "2"]
+    command = ["demo", "--model", str(folder), *options, "--html", str(picture)]
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == 0, shown.stderr
+    assert "from     Tiny-3.1-8B, tp=1" in shown.stdout
+    assert "<html" in picture.read_text()
+
+
 def test_refusals() -> None:
     with pytest.raises(DescriptionError, match="method"):
         run_demo(method="magic")
@@ -190,6 +205,8 @@ def test_refusals() -> None:
         run_demo(min_bytes=1 << 50, requests=1 << 10)
     with pytest.raises(DescriptionError, match="opaque"):
         run_demo("demo", "tp=1,interior=opaque", "tp=1,interior=opaque", **SMALL)
+    with pytest.raises(DescriptionError, match="names the group 'windoe'"):
+        run_demo("demo", "tp=1,block.windoe=32", "tp=1", **SMALL)
     with pytest.raises(BindError, match="the source keeps those from"):
         run_demo("demo", "tp=1,block=16", "tp=1,block=24", **SMALL)
     assert children() == 0
@@ -204,6 +221,7 @@ def test_refusals() -> None:
         ("deepseek-v3", "tp=4,dcp=4,interleave=2,block=16", "tp=2,pp=2,block=32,order=LBNHC"),
         ("gpt-oss-20b", "tp=4,block=32,kernel=16,full=1", "tp=8,pp=2,block=16,full=1"),
         ("granite-4.0-h-small", "tp=2,block=16,conv=SD", "tp=4,block=32"),
+        ("demo", "tp=2,block=32,interior=cpu_amx,full=1", "tp=3,block=16,order=LBNHC"),
     ],
 )
 def test_any_shape(model: str, src: str, dst: str) -> None:
@@ -309,16 +327,16 @@ def test_work_covers_what_was_asked_for() -> None:
 
 def test_every_logical_byte_has_its_own_value() -> None:
     """Two places, layers, units or requests never look alike, and the check sees one byte."""
-    memory = {"full": np.zeros(5 * 4 * 16 * 12 * 512, np.uint8)}
-    memory["window"] = np.zeros(2 * 4 * 16 * 12 * 512, np.uint8)
-    views = make_views(find_model("demo"), EngineShape.parse("tp=1"), Rank(0, 0), 4, memory)
+    model, shape = find_model("demo"), EngineShape.parse("tp=1")
+    layout = RankLayout.build(model, shape, Rank(0, 0), 4)
+    views = make_views(model, layout, [np.zeros(r.bytes, np.uint8) for r in layout.regions])
     ids, entries = np.asarray([1, 3]), np.arange(32).reshape(2, 1, 16)
     for number, view in enumerate(views):
-        write_entries(view, (number,), ids, entries)
-        assert wrong_entries(view, (number,), ids, entries) == 0
-        assert wrong_entries(view, (number,), ids[::-1].copy(), entries) > 0
+        view.write(ids, 0, (number,), entries)
+        assert view.wrong(ids, 0, (number,), entries) == 0
+        assert view.wrong(ids[::-1].copy(), 0, (number,), entries) > 0
     units = np.concatenate([v.array[:, ids].reshape(-1, v.array.shape[-1]) for v in views])
     assert len(np.unique(units, axis=0)) == len(units)
     views[0].array[2, 3, 0, 7, 5, 1] ^= np.uint64(1 << 20)
-    assert wrong_entries(views[0], (0,), ids, entries) == 1
+    assert views[0].wrong(ids, 0, (0,), entries) == 1
     assert views[0].units == Span(0, 12)

@@ -1,7 +1,7 @@
 """Every kind of cache between engines of many shapes: processes, a real carrier, byte for byte.
 
-What bytes should be where is said by `kvferry.demo.cache`, which shares no code with layouts and
-plans; bytes that no load may touch are checked too.
+What bytes should be where is said by `kvferry.demo.cache`, which shares no code with plans; bytes
+that no load may touch are checked too.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def test_probes_lie_where_the_layout_says(name: str) -> None:
         for probe in engine.rank(rank)["probes"]:
             part = find(engine, rank, probe["layer"])
             component, slot, head, dim = coordinates(engine, rank, probe)
-            placement = part.placement(component)
+            placement = part.placements[part.index(component)]
             layer, block = ordinal(probe["layer"]), probe["block"]
             found = address(part, placement, layer, block, slot, head, dim)
             assert found == probe["byte_offset"], probe
@@ -106,13 +106,13 @@ def test_states_lie_where_the_engine_keeps_them(name: str) -> None:
             channel = conv["strides"][2 if rows_first else 1] * size
             row = conv["strides"][1 if rows_first else 2] * size
             for section in conv["conv_sections"]:
-                placement = part.placement(f"conv_{section['name']}")
+                placement = part.placements[part.index(f"conv_{section['name']}")]
                 expected = conv["storage_offset_bytes"] + section["start_channel"] * channel
                 assert placement.offsets[part.layers == ordinal(layer)] == expected
                 assert placement.dim_strides == (channel, row)
                 assert placement.block_stride == conv["strides"][0] * size
                 assert placement.units.size * placement.dim_sizes[0] == section["channels"]
-            state = part.placement("ssm")
+            state = part.placements[part.index("ssm")]
             assert state.offsets[part.layers == ordinal(layer)] == ssm["storage_offset_bytes"]
             assert (state.unit_stride, *state.dim_strides) == tuple(
                 stride * ssm["element_size"] for stride in ssm["strides"][1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -15,6 +16,7 @@ from kvferry import Bound, CacheModel, Copies, EngineShape, RankLayout, bind, pl
 from kvferry.errors import CoverError
 from kvferry.layout.presets import load_model, presets
 from kvferry.plan import everything_plan, uncovered
+from kvferry.plan.assign import meet
 from kvferry.plan.cover import require_exact_cover
 from kvferry.plan.report import digest, report, synthetic_tables
 
@@ -197,7 +199,6 @@ class TestUncovered:
             dst_bases=[1000],
         )
         assert rest.bytes == 32 * (48 - 37) * 2 * 2 * 128 * 2
-        assert rest.uncacheable == {}
         (part,) = layout.parts
         block = part.placements[0].block_stride
         first_layer = rest.address[rest.address < 1000 + 8 * block]
@@ -270,4 +271,12 @@ def test_edges_are_known_from_shapes_alone() -> None:
         assert [pair.edge(src, rank).dst for src in pair.sources(rank)] == [rank] * len(
             pair.sources(rank)
         )
-    assert sum(len(pair.readers(rank)) for rank in pair.src.ranks) == len(pair.edges)
+
+
+def test_dcp_ranks_that_share_a_token() -> None:
+    for src, dst in product(product(range(1, 6), range(1, 7)), repeat=2):
+        tokens = np.arange(math.lcm(math.prod(src), math.prod(dst)))
+        ours, theirs = (tokens // interleave % dcp for dcp, interleave in (src, dst))
+        together = set(zip(ours.tolist(), theirs.tolist(), strict=True))
+        for a, b in product(range(src[0]), range(dst[0])):
+            assert meet(*src, a, *dst, b) == ((a, b) in together)

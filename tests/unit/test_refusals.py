@@ -25,7 +25,6 @@ from kvferry.errors import (
     DescriptionError,
     IncompatibleError,
     KvferryError,
-    LimitError,
 )
 from kvferry.layout.hf import model_from_config
 from kvferry.layout.placement import Region
@@ -253,11 +252,6 @@ class TestRequests:
         shape = EngineShape(null_block=None)
         assert bound(gqa(), shape, shape, src_tables=[[0, 1, 2]], dst_tables=[[0, 1, 2]]).bytes
 
-    def test_more_descriptors_than_the_limit(self) -> None:
-        with pytest.raises(LimitError) as error:
-            bound(gqa(), self.shape, self.shape, limit=3)
-        says(error, "limit of 3", "strided runs or slices")
-
     def test_tokens_and_skip(self) -> None:
         says(self.refused(tokens=0), "tokens")
         says(self.refused(skip=41), "skip")
@@ -298,5 +292,5 @@ class TestCover:
         tables = {"src_tables": [np.arange(1, 9)], "dst_tables": [[1, 2]]}
         with pytest.raises(BindError) as error:
             bound(model, src, dst, blocks=16, tokens=120, **tables)
-        says(error, "keeps those from 96 on", "from token 64 on", "uncacheable")
+        says(error, "keeps those from 96 on", "from token 64 on", "full=1")
         assert bound(model, src, dst, blocks=16, tokens=120, allow_uncacheable=True, **tables).bytes

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout, bind, plan_pair
-from kvferry.errors import DescriptionError, IncompatibleError, KvferryError, ProtocolError
+from kvferry.errors import (
+    BindError,
+    DescriptionError,
+    IncompatibleError,
+    KvferryError,
+    ProtocolError,
+)
 from kvferry.handover.describe import engine_info, rank_info, read_layout, read_shape
 from kvferry.layout.presets import load_model
 from kvferry.net.messages import (
@@ -77,6 +83,15 @@ def moved_bytes(info: RankInfo, reading: bool = True) -> int:
 
 
 PART = told().parts[0]
+
+
+@pytest.mark.parametrize("reading", [True, False], ids=["read from", "written to"])
+def test_every_part_of_a_table_must_have_the_blocks(reading: bool) -> None:
+    few = change(some_layers(PART, slice(16, 32)), num_blocks=8)
+    with pytest.raises(BindError, match="names block 8, but its ids go from 0 to 7"):
+        moved_bytes(change(told(), parts=[some_layers(PART, slice(0, 16)), few]), reading)
+
+
 LESS: dict[str, tuple[RankInfo, list[str]]] = {
     "no parts": (change(told(), parts=[]), ["must hold layers", "no layers [0, 1,", "stages"]),
     "half of the layers": (

@@ -194,7 +194,7 @@ def test_an_unexpected_refusal_is_noticed() -> None:
 def test_a_gap_that_is_not_named_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(*args: Any, **named: Any) -> object:
         told = uncovered(*args, **named)
-        return type(told)(told.address[1:], told.length[1:], told.uncacheable)
+        return type(told)(told.address[1:], told.length[1:])
 
     monkeypatch.setattr(sweep, "uncovered", forgetful)
     with pytest.raises(MismatchError, match="uncovered"):

@@ -37,7 +37,7 @@ def test_written_elements_are_found(isa: str, dtype: str, head_dim: int, block: 
     memory = cache.flatten().view(torch.uint8).numpy()
     for name in "kv":
         found = np.empty((tokens, HEADS, head_dim, size), dtype=np.uint8)
-        placement = part.placement(name)
+        placement = part.placements[part.index(name)]
         dims = np.unravel_index(np.arange(head_dim), placement.dim_sizes)
         inside = sum(i * s for i, s in zip(dims, placement.dim_strides, strict=True))
         for token, head in np.ndindex(tokens, HEADS):

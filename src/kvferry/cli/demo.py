@@ -55,7 +55,7 @@ def demo(
                 transport=transport,
                 progress=Shown(bars),
             )
-        draw(result, html)
+        draw(model, result, html)
     if as_json:
         print_json(result.to_dict())
     else:
@@ -87,7 +87,7 @@ class Shown:
         self._bars.advance(self._bars.tasks[-1].id, done_bytes)
 
 
-def draw(result: DemoResult, path: Path) -> None:
+def draw(model: str, result: DemoResult, path: Path) -> None:
     """Write the picture of the plan that the demo used."""
     from kvferry.cli.plan import plan_page
     from kvferry.demo.work import find_model
@@ -95,7 +95,7 @@ def draw(result: DemoResult, path: Path) -> None:
     from kvferry.plan.report import report
 
     shapes = EngineShape.parse(result.src), EngineShape.parse(result.dst)
-    planned = report(find_model(result.model), *shapes, PICTURE_TOKENS)
+    planned = report(find_model(model), *shapes, PICTURE_TOKENS)
     write_page(path, plan_page(planned, None), "picture")
 
 

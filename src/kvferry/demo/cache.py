@@ -1,17 +1,15 @@
 """The expected value of every byte of the demo's caches, computed without the planner.
 
 A hash gives each logical byte (request, group, component, layer, entry, unit, byte of the unit) its
-own value. Producers write these values and consumers look for them, through plain NumPy views of a
-rank's memory: the memory is reshaped in the engine's physical order and transposed to the logical
-one. These views use no placement, stride or address of `layout` and `plan`, so that the check finds
-mistakes there.
+own value. Producers write these values and consumers look for them, where the rank's layout says
+that its engine keeps them. Which entries a rank holds before and after a hand-over is counted here,
+from lengths and shapes: nothing of `plan` is used, so that the check finds mistakes there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,8 @@ from numpy.typing import NDArray
 
 from kvferry.errors import DescriptionError
 from kvferry.layout.model import CacheModel, Component, Group
-from kvferry.layout.shape import EngineShape, Rank, Span
+from kvferry.layout.placement import RankLayout
+from kvferry.layout.shape import EngineShape, Span
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
@@ -35,8 +34,8 @@ ABSENT = -1  # stands for the entry of an empty slot
 class View:
     """One component on one rank.
 
-    `array` has the axes layer, block, kernel block, slot, unit, and then the axes of a unit, in
-    logical order, as unsigned words of one size.
+    `array` has the axes layer, block, tile, slot, unit, and then the axes of a unit, in logical
+    order, as unsigned words of one size.
     """
 
     group: Group
@@ -50,90 +49,101 @@ class View:
         """Bytes of one block over all layers."""
         return self.array[:, 0].size * self.array.itemsize
 
-    def chunks(self, ids: Ints) -> Iterator[slice]:
+    def write(
+        self, ids: Ints, empty: int, key: tuple[int, ...] = (), entries: Ints | None = None
+    ) -> int:
+        """Write blocks `ids`, and return the number of bytes.
+
+        `entries` (blocks x tiles x slots) are of the request and component that `key` names. Every
+        byte of an empty slot becomes `empty`. Without entries, all slots are empty.
+        """
+        for some, values in self._expected(ids, empty, key, entries):
+            self.array[:, some] = values
+        return self.block_bytes * len(ids)
+
+    def wrong(
+        self, ids: Ints, empty: int, key: tuple[int, ...] = (), entries: Ints | None = None
+    ) -> int:
+        """Number of bytes in blocks `ids` that differ from what `write` writes."""
+        wrong = 0
+        for some, values in self._expected(ids, empty, key, entries):
+            found = self.array[:, some]
+            if not np.array_equal(found, values):
+                a, b = (np.ascontiguousarray(x).view(np.uint8) for x in (found, values))
+                wrong += int(np.count_nonzero(a != b))
+        return wrong
+
+    def _expected(
+        self, ids: Ints, empty: int, key: tuple[int, ...], entries: Ints | None
+    ) -> Iterator[tuple[Ints, NDArray[Any]]]:
+        """Some blocks at a time, with their values in the form of `array`."""
+        word = np.frombuffer(bytes([empty]) * self.array.itemsize, self.array.dtype)[0]
         step = max(1, CHUNK_BYTES // self.block_bytes)
-        return (slice(start, start + step) for start in range(0, len(ids), step))
+        for start in range(0, len(ids), step):
+            some = ids[start : start + step]
+            if entries is None:
+                shape = (len(self.layers), len(some), *self.array.shape[2:])
+                yield some, np.full(shape, word)
+                continue
+            present = entries[start : start + step]
+            values = self._content(key, present)
+            values[:, present == ABSENT] = word
+            yield some, values
+
+    def _content(self, key: tuple[int, ...], entries: Ints) -> NDArray[Any]:
+        """Values of these entries. Absent ones get values too."""
+        seed = np.asarray(np.random.SeedSequence(key).generate_state(1, np.uint64))
+        layers = _mix(np.asarray(self.layers, dtype=np.uint64) + seed)
+        units = _mix(np.arange(*self.units, dtype=np.uint64) ^ ~seed)
+        mixed = _mix(entries.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + seed)
+        mixed = _mix((mixed[None, ...] ^ layers[:, None, None, None])[..., None] + units)
+        unit_bytes = self.component.unit_bytes
+        places = np.arange(1, -(-unit_bytes // 8) + 1, dtype=np.uint64)
+        words = mixed[..., None] * (_mix(places) | np.uint64(1))
+        words ^= _mix(~places)
+        found = words.view(np.uint8)
+        if found.shape[-1] != unit_bytes:
+            found = np.ascontiguousarray(found[..., :unit_bytes])
+        shape = (len(self.layers), *entries.shape, *self.array.shape[4:])
+        return found.view(self.array.dtype).reshape(shape)
 
 
-def make_views(
-    model: CacheModel,
-    shape: EngineShape,
-    rank: Rank,
-    num_blocks: int,
-    regions: dict[str, Bytes],
-) -> list[View]:
-    """Views of all components on a rank. `regions` is its memory, by the names of its layout."""
-    held = {g.name: shape.layers(model, g, rank.pp) for g in model.groups}
-    most = max(map(len, held.values()))
+def make_views(model: CacheModel, layout: RankLayout, regions: Sequence[Bytes]) -> list[View]:
+    """Views of all components on a rank. `regions` are the regions of its layout."""
     views = []
-    for group in model.groups:
-        layers = held[group.name]
-        if layers:
-            pager = _Pager(group, shape, rank, num_blocks, most if shape.overlay else len(layers))
-            for component, raw in pager.components(regions):
-                units = shape.units(group, component, rank.tp)
-                views.append(View(group, component, layers, units, _words(raw[: len(layers)])))
+    for part in layout.parts:
+        group, layers = model.group(part.group), tuple(part.layers.tolist())
+        if part.is_opaque:
+            raise DescriptionError(
+                f"group {group.name!r}: the content of an opaque page is not known, so it "
+                "cannot be checked; choose another interior"
+            )
+        for p in part.placements:
+            component = group.component(p.component)
+            sizes, strides, run_bytes = [*p.dim_sizes], [*p.dim_strides], component.element_bytes
+            while sizes and strides[-1] == run_bytes:  # inner dims that are contiguous
+                run_bytes *= sizes.pop()
+                strides.pop()
+            tiles = part.block_entries // p.tile_slots
+            outer = (len(layers), part.num_blocks, tiles, p.tile_slots, p.units.size)
+            layer_stride = int(p.offsets[1] - p.offsets[0]) if len(layers) > 1 else 0
+            outer_strides = (layer_stride, p.block_stride, p.tile_stride, p.slot_stride)
+            array: Bytes = np.ndarray(
+                (*outer, *sizes, run_bytes),
+                np.uint8,
+                regions[int(p.regions[0])],
+                int(p.offsets[0]),
+                (*outer_strides, p.unit_stride, *strides, 1),
+            )
+            word = next(size for size in (8, 4, 2, 1) if run_bytes % size == 0)
+            views.append(View(group, component, layers, p.units, array.view(f"u{word}")))
     return views
 
 
-def content(view: View, key: tuple[int, ...], entries: Ints) -> NDArray[Any]:
-    """Values of these entries (blocks x kernel blocks x slots) in the form of `view.array`.
-
-    `key` names the request and the component. Absent entries get values too; the caller overwrites
-    them.
-    """
-    seed = np.asarray(np.random.SeedSequence(key).generate_state(1, np.uint64))
-    layers = _mix(np.asarray(view.layers, dtype=np.uint64) + seed)
-    units = _mix(np.arange(*view.units, dtype=np.uint64) ^ ~seed)
-    mixed = _mix(entries.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + seed)
-    mixed = _mix((mixed[None, ...] ^ layers[:, None, None, None])[..., None] + units)
-    unit_bytes = view.component.unit_bytes
-    places = np.arange(1, -(-unit_bytes // 8) + 1, dtype=np.uint64)
-    words = mixed[..., None] * (_mix(places) | np.uint64(1))
-    words ^= _mix(~places)
-    found = words.view(np.uint8)
-    if found.shape[-1] != unit_bytes:
-        found = np.ascontiguousarray(found[..., :unit_bytes])
-    shape = (len(view.layers), *entries.shape, *view.array.shape[4:])
-    return found.view(view.array.dtype).reshape(shape)
-
-
-def write_entries(view: View, key: tuple[int, ...], ids: Ints, entries: Ints) -> int:
-    """Write entries into blocks `ids`, and poison into empty slots. Returns the number of bytes."""
-    for part in view.chunks(ids):
-        values = content(view, key, entries[part])
-        values[:, entries[part] == ABSENT] = _repeated(POISON, view.array.dtype)
-        view.array[:, ids[part]] = values
-    return view.block_bytes * len(ids)
-
-
-def wrong_entries(view: View, key: tuple[int, ...], ids: Ints, entries: Ints) -> int:
-    """Number of wrong bytes in blocks `ids`. Empty slots must be zero."""
-    wrong = 0
-    for part in view.chunks(ids):
-        values = content(view, key, entries[part])
-        values[:, entries[part] == ABSENT] = 0
-        wrong += _differing(view.array[:, ids[part]], values)
-    return wrong
-
-
-def write_byte(view: View, ids: Ints, byte: int) -> None:
-    for part in view.chunks(ids):
-        view.array[:, ids[part]] = _repeated(byte, view.array.dtype)
-
-
-def wrong_byte(view: View, ids: Ints, byte: int) -> int:
-    """Number of bytes in blocks `ids` that are not `byte`."""
-    wrong = 0
-    for part in view.chunks(ids):
-        found = view.array[:, ids[part]]
-        wrong += _differing(found, np.full(found.shape, _repeated(byte, found.dtype)))
-    return wrong
-
-
-def slot_entries(group: Group, shape: EngineShape, tp_rank: int, blocks: Span, held: Span) -> Ints:
-    """The entry in each slot (blocks x kernel blocks x slots) of a request's blocks on one rank."""
-    block, kernel = shape.entries(group)
+def slot_entries(view: View, shape: EngineShape, tp_rank: int, blocks: Span, held: Span) -> Ints:
+    """The entry in each slot (blocks x tiles x slots) of a request's blocks on one rank."""
+    group, in_block = view.group, view.array.shape[2:4]
+    block = in_block[0] * in_block[1]
     per = max(1, shape.interleave // group.tokens_per_entry)
     ranks = shape.dcp_for(group)
     mine = tp_rank % ranks
@@ -146,7 +156,7 @@ def slot_entries(group: Group, shape: EngineShape, tp_rank: int, blocks: Span, h
         local = np.arange(blocks.start * block, blocks.stop * block)
         entries = (local // per * ranks + mine) * per + local % per
         entries[(entries < held.start) | (entries >= held.stop)] = ABSENT
-    return entries.reshape(-1, block // kernel, kernel)
+    return entries.reshape(-1, *in_block)
 
 
 def block_span(group: Group, shape: EngineShape) -> int:
@@ -215,144 +225,3 @@ def _mix(values: Words) -> Words:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
-
-
-def _repeated(byte: int, dtype: np.dtype[Any]) -> Any:
-    return np.frombuffer(bytes([byte]) * dtype.itemsize, dtype)[0]
-
-
-def _differing(found: NDArray[Any], expected: NDArray[Any]) -> int:
-    if np.array_equal(found, expected):
-        return 0
-    a, b = (np.ascontiguousarray(x).view(np.uint8) for x in (found, expected))
-    return int(np.count_nonzero(a != b))
-
-
-@dataclass(frozen=True, slots=True)
-class _Pager:
-    group: Group
-    shape: EngineShape
-    rank: Rank
-    num_blocks: int
-    layers: int
-
-    def components(self, regions: dict[str, Bytes]) -> Iterator[tuple[Component, Bytes]]:
-        """Bytes with the axes layer, block, kernel block, slot, unit, and the axes of a unit."""
-        interior = self.shape.interior_for(self.group)
-        if interior.partition(":")[0] == "opaque":
-            raise DescriptionError(
-                f"group {self.group.name!r}: the content of an opaque page is not known, so it "
-                "cannot be checked; choose another interior"
-            )
-        if interior == "split" and len(self.group.components) > 1:
-            for c in self.group.components:
-                yield c, self._cells(regions[f"{self.group.name}.{c.name}"], c, c.unit_bytes)
-            return
-        memory = regions["cache" if self.shape.overlay else self.group.name]
-        if interior in ("joined", "split"):
-            cell = sum(c.unit_bytes for c in self.group.components)
-            pages = self._cells(memory, self.group.components[0], cell)
-            sizes = [c.unit_bytes for c in self.group.components]
-            yield from zip(self.group.components, _cut(pages, sizes), strict=True)
-        elif interior == "cpu":
-            yield from self._cpu(memory)
-        elif interior == "state":
-            yield from self._state(memory)
-        else:
-            yield from self._planes(memory)
-
-    @property
-    def _split(self) -> tuple[int, int]:
-        """Kernel blocks in a block, and slots in a kernel block."""
-        block, kernel = self.shape.entries(self.group)
-        return block // kernel, kernel
-
-    def _units(self, component: Component) -> int:
-        return self.shape.units(self.group, component, self.rank.tp).size
-
-    def _grid(self, memory: Bytes, order: str, sizes: dict[str, int]) -> Bytes:
-        """Memory of this physical order, with axes sorted L, B, N, H, C; B is split in two."""
-        ratio, _ = self._split
-        sizes = {"L": self.layers, "B": self.num_blocks * ratio} | sizes
-        if sizes.get("H") == 1:  # with one head, the place of its axis makes no difference
-            order = order.replace("H", "").replace("C", "HC")
-        lengths = [sizes[axis] for axis in order]
-        if set(order[:2]) == {"L", "B"}:  # pages may be padded
-            pages = memory.reshape(lengths[0], lengths[1], -1)
-            memory = pages[:, :, : prod(lengths[2:])]
-        array = memory.reshape(lengths)
-        array = array.transpose([order.index(axis) for axis in "LBNHC" if axis in order])
-        shape = (self.layers, self.num_blocks, ratio, *array.shape[2:])
-        return _same_memory(array, array.reshape(shape))
-
-    def _cells(self, memory: Bytes, component: Component, cell_bytes: int) -> Bytes:
-        sizes = {"N": self._split[1], "H": self._units(component), "C": cell_bytes}
-        return self._grid(memory, self.shape.order, sizes)
-
-    def _cpu(self, memory: Bytes) -> Iterator[tuple[Component, Bytes]]:
-        k, v = self.group.components
-        slots, k_bytes = self._split[1], self._split[1] * k.unit_bytes
-        sizes = {"H": self._units(k), "C": k_bytes + slots * v.unit_bytes}
-        heads = self._grid(memory, self.shape.order.replace("N", ""), sizes)
-        outer = heads.shape[:-1]
-        keys = heads[..., :k_bytes].reshape(*outer, *k.dims, slots, k.element_bytes)
-        yield k, np.moveaxis(keys, -2, 3)
-        yield v, np.moveaxis(heads[..., k_bytes:].reshape(*outer, slots, v.unit_bytes), -2, 3)
-
-    def _pages(self, memory: Bytes, page_bytes: int) -> Bytes:
-        order = "".join(axis for axis in self.shape.order if axis in "LBC")
-        return self._grid(memory, order, {"C": page_bytes})
-
-    def _planes(self, memory: Bytes) -> Iterator[tuple[Component, Bytes]]:
-        slots = self._split[1]
-        sizes = [slots * self._units(c) * c.unit_bytes for c in self.group.components]
-        planes = _cut(self._pages(memory, sum(sizes)), sizes)
-        token_major = self.shape.order.index("N") < self.shape.order.index("H")
-        for c, plane in zip(self.group.components, planes, strict=True):
-            if token_major:
-                yield c, plane.reshape(*plane.shape[:3], slots, -1, c.unit_bytes)
-            else:
-                heads = plane.reshape(*plane.shape[:3], -1, slots, c.unit_bytes)
-                yield c, heads.swapaxes(3, 4)
-
-    def _state(self, memory: Bytes) -> Iterator[tuple[Component, Bytes]]:
-        """Convolution sections share one channels x rows array; the other states follow it."""
-        conv = [c for c in self.group.components if c.name.startswith("conv_")]
-        rest = [c for c in self.group.components if c not in conv]
-        sizes = [self._units(c) * c.unit_bytes for c in (*conv, *rest)]
-        conv_bytes = sum(sizes[: len(conv)])
-        pages = self._pages(memory, sum(sizes))[:, :, :, None, :]  # one slot
-        outer = pages.shape[:-1]
-        if conv:
-            rows, element = conv[0].dims[1], conv[0].element_bytes
-            if self.shape.conv_order == "DS":
-                channels = pages[..., :conv_bytes].reshape(*outer, -1, rows, element)
-            else:
-                by_row = pages[..., :conv_bytes].reshape(*outer, rows, -1, element)
-                channels = by_row.swapaxes(-3, -2)
-            sections = _cut(channels, [self._units(c) * c.dims[0] for c in conv], axis=-3)
-            for c, mine in zip(conv, sections, strict=True):
-                yield c, mine.reshape(*outer, -1, c.dims[0], rows, element)
-        if rest:
-            planes = _cut(pages[..., conv_bytes:], sizes[len(conv) :])
-            for c, plane in zip(rest, planes, strict=True):
-                yield c, plane.reshape(*outer, -1, c.unit_bytes)
-
-
-def _cut(array: Bytes, sizes: list[int], axis: int = -1) -> list[Bytes]:
-    """Views of consecutive parts of an axis."""
-    return np.split(array, np.cumsum(sizes)[:-1], axis)
-
-
-def _same_memory(before: Bytes, after: Bytes) -> Bytes:
-    """Require that a reshape made a view, not a copy."""
-    assert np.may_share_memory(before, after)
-    return after
-
-
-def _words(raw: Bytes) -> NDArray[Any]:
-    """The same bytes in the largest words that the last axes allow."""
-    while raw.ndim > 6 and raw.strides[-1] == 1 and raw.strides[-2] == raw.shape[-1]:
-        raw = _same_memory(raw, raw.reshape(*raw.shape[:-2], -1))
-    size = next(size for size in (8, 4, 2, 1) if raw.shape[-1] % size == 0)
-    return raw.view(f"u{size}")

@@ -44,10 +44,6 @@ from kvferry.demo.cache import (
     make_views,
     slot_entries,
     source_extent,
-    write_byte,
-    write_entries,
-    wrong_byte,
-    wrong_entries,
 )
 from kvferry.demo.work import DemoEngine, DemoRequest, DemoWork
 from kvferry.errors import KvferryError, TransferError
@@ -140,10 +136,10 @@ class RankMemory:
         total = max(int(starts[-1]), PAGE_BYTES)  # a stage may have no cache
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self.bytes: Bytes = np.frombuffer(mmap.mmap(-1, total, flags=flags), dtype=np.uint8)
-        self.regions = {
-            region.name: self.bytes[start : start + region.bytes]
+        self.regions = [
+            self.bytes[start : start + region.bytes]
             for region, start in zip(layout.regions, starts[:-1].tolist(), strict=True)
-        }
+        ]
         self._on_gpu = on_gpu
         self.reach: Memory
         if on_gpu:
@@ -195,7 +191,7 @@ class DemoRank:
         self.work, self.engine, self.rank, self.report = work, engine, rank, report
         self.layout = RankLayout.build(work.model, engine.shape, rank, engine.blocks)
         self.memory = RankMemory(self.layout, on_gpu=transport == ON_GPU)
-        self.views = make_views(work.model, engine.shape, rank, engine.blocks, self.memory.regions)
+        self.views = make_views(work.model, self.layout, self.memory.regions)
         self.sockets = Sockets()
         self.carriers = open_carriers(transport, self.memory)
         self.wakeup = Wakeup()
@@ -216,8 +212,7 @@ class DemoRank:
     ) -> tuple[Ints, Ints]:
         """Ids of a request's blocks from this number on, and the entry in each of their slots."""
         blocks = Span(first_block, extent.blocks)
-        shape, tp = self.engine.shape, self.rank.tp
-        entries = slot_entries(view.group, shape, tp, blocks, extent.entries)
+        entries = slot_entries(view, self.engine.shape, self.rank.tp, blocks, extent.entries)
         return self.table(view, request)[first_block:], entries
 
     def key_of(self, request: DemoRequest, view: View) -> tuple[int, ...]:
@@ -249,7 +244,7 @@ class PrefillRank(DemoRank):
     def fill(self) -> None:
         for view in self.views:
             used = [self.table(view, request) for request in self.work.requests]
-            write_byte(view, self.blocks_but(view, used), POISON)
+            view.write(self.blocks_but(view, used), POISON)
         for request in self.work.requests:
             self.report(sum(self._fill(view, request) for view in self.views))
         self.memory.publish()
@@ -257,7 +252,7 @@ class PrefillRank(DemoRank):
     def _fill(self, view: View, request: DemoRequest) -> int:
         extent = source_extent(view.group, self.engine.shape, request.tokens)
         ids, entries = self.places(view, request, extent, extent.first_held)
-        return write_entries(view, self.key_of(request, view), ids, entries)
+        return view.write(ids, POISON, self.key_of(request, view), entries)
 
     def hold(self, tickets: list[Ticket]) -> None:
         for ticket, tables in zip(tickets, self.engine.tables, strict=True):
@@ -295,7 +290,7 @@ class DecodeRank(DemoRank):
 
     def fill(self) -> None:
         for view in self.views:
-            write_byte(view, self.blocks_but(view, []), CANARY)
+            view.write(self.blocks_but(view, []), CANARY)
         self.memory.publish()
 
     def load(self, tickets: list[dict[str, Any]]) -> RankMoved:
@@ -328,7 +323,7 @@ class DecodeRank(DemoRank):
                     view.group, work.src.shape, work.dst.shape, request.tokens, request.skip
                 )
                 ids, entries = self.places(view, request, extent, extent.first_loaded)
-                wrong += wrong_entries(view, self.key_of(request, view), ids, entries)
+                wrong += view.wrong(ids, 0, self.key_of(request, view), entries)
                 loaded[self.group_of(view)].append(ids)
                 slot_bytes = len(view.layers) * view.units.size * view.component.unit_bytes
                 present = int(np.count_nonzero(entries != ABSENT))
@@ -338,7 +333,7 @@ class DecodeRank(DemoRank):
         for view in self.views:
             sharing = loaded if work.dst.shape.overlay else [loaded[self.group_of(view)]]
             free = self.blocks_but(view, [ids for group in sharing for ids in group])
-            wrong += wrong_byte(view, free, CANARY)
+            wrong += view.wrong(free, CANARY)
             guarded += view.block_bytes * len(free)
         return Checked(arrived, guarded, wrong)
 

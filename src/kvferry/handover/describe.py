@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from math import lcm
 from typing import Any, TypeVar
 
 import msgspec
@@ -117,14 +116,8 @@ def read_shape(info: EngineInfo) -> EngineShape:
 
 
 def plan_steps(model: CacheModel, src: EngineShape, dst: EngineShape) -> int:
-    """An estimate of the steps of `plan.assign`: it walks ranks at every cut of units, and stages.
-
-    If both sides use context parallelism, it also looks at every token of their common period.
-    """
+    """An estimate of the steps of `plan.assign`, which walks ranks at every cut, and stages."""
     steps = 0
-    if src.dcp > 1 and dst.dcp > 1:
-        period = lcm(src.dcp * src.interleave, dst.dcp * dst.interleave)
-        steps += src.dcp * dst.dcp * period // 8  # these steps are NumPy's, and faster
     for group in model.groups:
         layers, src_dcp, dst_dcp = len(group.layers), src.dcp_for(group), dst.dcp_for(group)
         meeting = min(src.pp + dst.pp, layers)  # pairs of stages with common layers

@@ -335,8 +335,9 @@ class ConfigReader:
         components = tuple(self.component(c, self.kv_heads, self.head_dim) for c in "kv")
         return [Group(name, held, components, residency or Residency())]
 
-    def window(self, layers: Iterable[int], key: str = "sliding_window") -> list[Group]:
-        return self.attention("window", layers, Residency("window", self.integer(key)))
+    def window(self, layers: Iterable[int]) -> list[Group]:
+        span = Residency("window", self.integer("sliding_window"))
+        return self.attention("window", layers, span)
 
     def latent(self) -> list[Group]:
         """MLA: one latent of kv_lora_rank and the shared rope part, on every rank."""

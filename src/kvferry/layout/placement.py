@@ -14,7 +14,6 @@ shape alone (`RankLayout.build`).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,9 +131,6 @@ class Part:
                 return index
         raise DescriptionError(f"group {self.group!r} places no component {component!r}")
 
-    def placement(self, component: str) -> Placement:
-        return self.placements[self.index(component)]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
@@ -225,9 +221,12 @@ def place_component(
     slot = place.slot_stride or slot_stride
     if kernel == 1 < block:  # with one slot in a tile, slots are as far apart as tiles
         slot = kernel_block_stride
+    # an opaque page has the units of the group's first component
+    opaque = place.component == OPAQUE
+    component = group.components[0] if opaque else group.component(place.component)
     return Placement(
         component=place.component,
-        units=_held_units(group, shape, rank, place.component),
+        units=shape.units(group, component, rank.tp),
         block_stride=kernel_block_stride * (block // kernel),
         tile_slots=place.tile_slots or kernel,
         tile_stride=place.tile_stride or kernel_block_stride,
@@ -238,12 +237,6 @@ def place_component(
         regions=regions,
         offsets=pages + place.offset,
     )
-
-
-def _held_units(group: Group, shape: EngineShape, rank: Rank, component: str) -> Span:
-    """Units that a placement holds. For an opaque page, those of the group's first component."""
-    known = group.components[0] if component == OPAQUE else group.component(component)
-    return shape.units(group, known, rank.tp)
 
 
 @dataclass(slots=True)
@@ -273,10 +266,7 @@ class _Builder:
                 arranged.append((table, group, layers, insides))
         shared_page = self._shared_page(arranged) if self.shape.overlay else 0
         most_layers = max((len(layers) for _, _, layers, _ in arranged), default=0)
-        parts = []
-        for table, group, layers, insides in arranged:
-            parts.append(self._part(table, group, layers, insides, shared_page, most_layers))
-        return tuple(parts)
+        return tuple(self._part(*one, shared_page, most_layers) for one in arranged)
 
     def _shared_page(self, arranged: list[tuple[int, Group, Any, tuple[Inside, ...]]]) -> int:
         pages, walks = [], set()
@@ -286,8 +276,7 @@ class _Builder:
                     f"group {group.name!r}: interior 'split' keeps several arrays, "
                     "which cannot overlay other groups in one storage"
                 )
-            _, kernel = self.shape.entries(group)
-            pages.append(self._page_bytes(insides[0], kernel) * self._ratio(group))
+            pages.append(self._page_bytes(group, insides[0]))
             walks.add(self._walk(group, insides[0]))
         if len(walks) > 1:
             raise DescriptionError(
@@ -303,15 +292,10 @@ class _Builder:
         outer = self._grid(group, inside).partition("B")[0]
         return outer, inside.units if "H" in outer else 1
 
-    def _ratio(self, group: Group) -> int:
+    def _page_bytes(self, group: Group, inside: Inside) -> int:
+        """Bytes of one block of all heads in one array."""
         block, kernel = self.shape.entries(group)
-        return block // kernel
-
-    def _page_bytes(self, inside: Inside, slots: int) -> int:
-        """Bytes of one kernel block of all heads in one array."""
-        if inside.level == "cell":
-            return inside.bytes * inside.units * slots
-        return inside.bytes * (inside.units if inside.level == "head" else 1)
+        return inside.bytes * inside.units * (block if inside.level == "cell" else block // kernel)
 
     def _part(
         self,
@@ -322,16 +306,12 @@ class _Builder:
         shared_page: int,
         most_layers: int,
     ) -> Part:
-        block, kernel = self.shape.entries(group)
-        held = max(most_layers, 1) if shared_page else len(layers)
+        held = most_layers if shared_page else len(layers)
         placements: list[Placement] = []
-        page, slack = 0, 0
-        for index, inside in enumerate(insides):
-            page = self._page_bytes(inside, kernel) * self._ratio(group)
+        for inside in insides:
+            page = self._page_bytes(group, inside)
             target = shared_page or _round_up(page, self.shape.page_align)
             strides, size = self._strides(group, inside, held, page, target)
-            paged = set(self._grid(group, inside)[:2]) == {"L", "B"}
-            slack = target - page if paged else 0
             region = 0 if shared_page else len(self.regions)
             if not shared_page or not self.regions:
                 suffix = f".{inside.places[0].component}" if len(insides) > 1 else ""
@@ -352,17 +332,16 @@ class _Builder:
                 )
                 for place in inside.places
             ]
-            if index == 0 and not paged:
-                page = 0
+        paged = len(insides) == 1 and set(self._grid(group, inside)[:2]) == {"L", "B"}
         return Part(
             group=group.name,
             layers=np.asarray(layers, dtype=np.int64),
             table=table,
             pool=0 if shared_page else table,
             num_blocks=self.num_blocks,
-            block_entries=block,
-            page_bytes=page if len(insides) == 1 else 0,
-            page_slack=slack if len(insides) == 1 else 0,
+            block_entries=self.shape.entries(group)[0],
+            page_bytes=page if paged else 0,
+            page_slack=target - page if paged else 0,
             interior=self.shape.interior_for(group),
             placements=tuple(placements),
         )
@@ -424,4 +403,4 @@ class _Builder:
 
 
 def _round_up(value: int, step: int) -> int:
-    return math.ceil(value / step) * step
+    return -(-value // step) * step

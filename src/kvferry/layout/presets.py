@@ -28,8 +28,9 @@ def load_model(name: str, **options: Any) -> CacheModel:
     """
     if name in presets():
         return model_from_config(presets()[name], name=name, **options)
-    if Path(name).exists():
-        return model_from_config(Path(name), name=Path(name).stem, **options)
+    path = Path(name)
+    if path.exists():
+        return model_from_config(path, name=path.name.removesuffix(".json"), **options)
     raise DescriptionError(
         f"{name!r} is neither a preset nor a path of a config.json; presets are "
         f"{', '.join(presets())}"

@@ -13,8 +13,8 @@ Where vLLM would refuse a size, the rule is continued:
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from kvferry.errors import DescriptionError
 from kvferry.layout.model import CacheModel, Component, Group
@@ -244,83 +244,60 @@ class EngineShape:
     @classmethod
     def parse(cls, text: str) -> EngineShape:
         """Read `tp=4,pp=2,block=16,order=LBNHC`; `pp=30+50` gives uneven stages."""
-        return _Parser(text).shape()
-
-
-@dataclass(slots=True)
-class _Parser:
-    text: str
-    fields: dict[str, object] = field(default_factory=dict)
-
-    _PLAIN = {
-        "tp": "tp",
-        "dcp": "dcp",
-        "interleave": "interleave",
-        "block": "block_size",
-        "kernel": "kernel_block_size",
-        "align": "page_align",
-    }
-
-    def shape(self) -> EngineShape:
-        seen: set[str] = set()
-        for word in filter(None, (w.strip() for w in self.text.split(","))):
-            key, found, value = word.partition("=")
-            if not found:
-                self._refuse(word)
-            if key in seen:
-                raise DescriptionError(
-                    f"the shape {self.text!r} says {key} twice; give each word once"
-                )
-            seen.add(key)
-            self._take(key, value)
-        return EngineShape(**self.fields)  # type: ignore[arg-type]
-
-    def _take(self, key: str, value: str) -> None:
-        if key in self._PLAIN:
-            self.fields[self._PLAIN[key]] = self._integer(key, value)
-        elif key == "pp":
-            stages = tuple(self._integer(key, part) for part in value.split("+"))
-            if len(stages) > 1:
-                self.fields |= {"pp": len(stages), "stages": stages}
+        fields: dict[str, Any] = {}
+        said: set[str] = set()
+        for word in filter(None, (w.strip() for w in text.split(","))):
+            key, equals, value = word.partition("=")
+            name, dot, group = key.partition(".")
+            if key in said:
+                raise DescriptionError(f"the shape {text!r} says {key} twice; give each word once")
+            said.add(key)
+            if equals and key == "pp":
+                stages = tuple(_read(key, part) for part in value.split("+"))
+                uneven = {"pp": len(stages), "stages": stages}
+                fields |= uneven if len(stages) > 1 else {"pp": stages[0]}
+            elif equals and key in _FIELDS:
+                fields[_FIELDS[key]] = _read(key, value)
+            elif equals and dot and name in ("block", "kernel", "interior"):
+                known = fields.get(f"{_FIELDS[name]}_of", ())
+                fields[f"{_FIELDS[name]}_of"] = (*known, (group, _read(key, value)))
+            elif equals and key.endswith("_tp"):
+                role = (key.removesuffix("_tp"), _read(key, value))
+                fields["role_tp"] = (*fields.get("role_tp", ()), role)
             else:
-                self.fields["pp"] = stages[0]
-        elif key in ("overlay", "full"):
-            name = "overlay" if key == "overlay" else "full_residency"
-            self.fields[name] = bool(self._integer(key, value))
-        elif key in ("order", "interior"):
-            self.fields[key] = value
-        elif key == "conv":
-            if value not in ("DS", "SD"):
-                raise DescriptionError(f"conv must be DS or SD, found {value!r}")
-            self.fields["conv_order"] = value
-        elif key.endswith("_tp"):
-            self._append("role_tp", key.removesuffix("_tp"), self._integer(key, value))
-        elif key.startswith("block."):
-            self._append("block_size_of", key.removeprefix("block."), self._integer(key, value))
-        elif key.startswith("kernel."):
-            name = key.removeprefix("kernel.")
-            self._append("kernel_block_size_of", name, self._integer(key, value))
-        elif key.startswith("interior."):
-            self._append("interior_of", key.removeprefix("interior."), value)
-        else:
-            self._refuse(f"{key}={value}")
+                raise DescriptionError(
+                    f"cannot read {word!r} in the shape {text!r}; use words such as tp=4, pp=2 or "
+                    "pp=30+50, dcp=2, interleave=1, draft_tp=1, block=16, block.GROUP=32, "
+                    f"kernel=16, kernel.GROUP=16, order={'|'.join(ORDERS)}, "
+                    "interior=joined|split|planes|cpu|opaque, conv=DS|SD, align=512, overlay=1, "
+                    "full=1"
+                )
+        return cls(**fields)
 
-    def _append(self, name: str, key: str, value: object) -> None:
-        pairs = self.fields.setdefault(name, ())
-        assert isinstance(pairs, tuple)
-        self.fields[name] = (*pairs, (key, value))
 
-    def _integer(self, key: str, value: str) -> int:
-        try:
-            return int(value)
-        except ValueError:
-            raise DescriptionError(f"{key} takes a whole number, found {value!r}") from None
+_FIELDS = {  # by the word that gives it
+    "tp": "tp",
+    "dcp": "dcp",
+    "interleave": "interleave",
+    "block": "block_size",
+    "kernel": "kernel_block_size",
+    "order": "order",
+    "interior": "interior",
+    "conv": "conv_order",
+    "align": "page_align",
+    "overlay": "overlay",
+    "full": "full_residency",
+}
 
-    def _refuse(self, word: str) -> None:
-        raise DescriptionError(
-            f"cannot read {word!r} in the shape {self.text!r}; use words such as tp=4, pp=2 or "
-            "pp=30+50, dcp=2, interleave=1, draft_tp=1, block=16, block.GROUP=32, kernel=16, "
-            "kernel.GROUP=16, "
-            f"order={'|'.join(ORDERS)}, interior=joined|split|planes|cpu|opaque, conv=DS|SD, "
-            "align=512, overlay=1, full=1"
-        )
+
+def _read(key: str, value: str) -> object:
+    """The value of one word of a shape."""
+    if key == "conv" and value not in ("DS", "SD"):
+        raise DescriptionError(f"conv must be DS or SD, found {value!r}")
+    if key in ("conv", "order") or key.partition(".")[0] == "interior":
+        return value
+    try:
+        number = int(value)
+    except ValueError:
+        raise DescriptionError(f"{key} takes a whole number, found {value!r}") from None
+    return bool(number) if key in ("overlay", "full") else number

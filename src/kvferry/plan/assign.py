@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
-from math import lcm
+from math import gcd
 
 import numpy as np
 
@@ -204,7 +203,6 @@ def _covering(spans: list[Span], start: int, stop: int, phase: int, dcp: int) ->
     )
 
 
-@lru_cache(maxsize=4096)
 def meet(
     src_dcp: int,
     src_interleave: int,
@@ -213,10 +211,11 @@ def meet(
     dst_interleave: int,
     dst_rank: int,
 ) -> bool:
-    """Whether two dcp ranks have a token in common."""
-    if src_dcp == 1 or dst_dcp == 1:
-        return True
-    tokens = np.arange(lcm(src_dcp * src_interleave, dst_dcp * dst_interleave))
-    ours = tokens // src_interleave % src_dcp == src_rank
-    theirs = tokens // dst_interleave % dst_dcp == dst_rank
-    return bool((ours & theirs).any())
+    """Whether two dcp ranks have a token in common.
+
+    Each rank holds one run of `interleave` tokens in every `dcp * interleave`. The distances from
+    the source's runs to the destination's are all numbers that equal `ahead` modulo `period`.
+    """
+    period = gcd(src_dcp * src_interleave, dst_dcp * dst_interleave)
+    ahead = (dst_rank * dst_interleave - src_rank * src_interleave) % period
+    return ahead < src_interleave or period - ahead < dst_interleave

@@ -24,13 +24,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvferry.copies import Copies, StridedCopies
-from kvferry.errors import BindError, LimitError
+from kvferry.errors import BindError
 from kvferry.layout.model import CacheModel
 from kvferry.layout.placement import Ints, RankLayout
 from kvferry.layout.shape import EngineShape, Span
 from kvferry.plan.edge import EdgePlan
 from kvferry.plan.pieces import Piece, Runs, Side
-from kvferry.plan.tokens import Moved, Segments, moved, paging_for, walk
+from kvferry.plan.tokens import Segments, moved, paging_for, walk
 
 
 def bind(
@@ -42,7 +42,6 @@ def bind(
     src_bases: ArrayLike,
     dst_bases: ArrayLike,
     skip: int = 0,
-    limit: int | None = None,
     allow_uncacheable: bool = False,
 ) -> Bound:
     """Bind a plan to one request.
@@ -51,7 +50,6 @@ def bind(
     *_tables     for each block table of that side, the request's block ids from its first block on
     *_bases      address of each region of that rank
     skip         tokens at the front that the destination already holds
-    limit        the most descriptors allowed
     allow_uncacheable  see `kvferry.plan.tokens.moved`
     """
     binder = Binder(
@@ -70,14 +68,7 @@ def bind(
         for batch in binder.batches(piece, moved_span(plan, piece, ranges[piece.group]))
     ]
     binder.require_distinct_destinations()
-    descriptors = sum(batch.descriptors for batch in batches)
-    if limit is not None and descriptors > limit:
-        raise LimitError(
-            f"this request needs {descriptors} descriptors from rank {tuple(plan.src)} to rank "
-            f"{tuple(plan.dst)}, more than the limit of {limit}; take strided runs or slices, "
-            "or raise the limit"
-        )
-    return Bound(tuple(batches), sum(batch.bytes for batch in batches), descriptors)
+    return Bound(tuple(batches))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,21 +76,29 @@ class Bound:
     """A request's share of one edge, bound to memory."""
 
     batches: tuple[StridedCopies, ...]
-    bytes: int
-    descriptors: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(batch.bytes for batch in self.batches)
 
     @property
     def entries(self) -> int:
         """Strided runs of all batches."""
         return sum(batch.entries for batch in self.batches)
 
+    @property
+    def descriptors(self) -> int:
+        """Single copies of all batches."""
+        return sum(batch.descriptors for batch in self.batches)
+
     def copies(self, out: Copies | None = None) -> Copies:
         """All copies as arrays, in plan order. They are written into `out` if it is given."""
+        count = self.descriptors
         if out is None:
-            out = Copies.empty(self.descriptors)
-        if len(out) < self.descriptors:
+            out = Copies.empty(count)
+        if len(out) < count:
             raise BindError(
-                f"the buffer holds {len(out)} copies, but this request needs {self.descriptors}; "
+                f"the buffer holds {len(out)} copies, but this request needs {count}; "
                 "give a larger one, or take slices"
             )
         done = 0
@@ -108,15 +107,9 @@ class Bound:
             done += batch.fill(out[done:], *whole, Span(0, len(batch.src_steps)))
         return out[:done]
 
-    def slices(self, most: int, out: Copies | None = None) -> Iterator[Copies]:
+    def slices(self, most: int) -> Iterator[Copies]:
         """The same copies in the same order, at most `most` at a time, in one reused buffer."""
-        if most < 1:
-            raise BindError(f"a slice holds at least one copy, found {most}")
-        if out is None:
-            out = Copies.empty(min(most, self.descriptors))
-        most = min(most, len(out))
-        if most < 1 <= self.descriptors:
-            raise BindError("the buffer for slices holds no copy; give one with room for some")
+        out = Copies.empty(min(most, self.descriptors))
         for batch in self.batches:
             for rows, segments, steps in _tiles(batch, most):
                 yield out[: batch.fill(out, rows, segments, steps)]
@@ -187,7 +180,7 @@ def require_distinct_blocks(
     written: dict[int, dict[int, Ints]] = {}
     for part in layout.parts:
         group = model.group(part.group)
-        range_ = moved(group, src, layout.shape, tokens, skip).range
+        range_ = moved(group, src, layout.shape, tokens, skip)
         if range_.size <= 0 or part.table >= len(tables):
             continue
         paging = paging_for(group, layout.shape, layout.rank.tp)
@@ -196,9 +189,7 @@ def require_distinct_blocks(
             first, last = 0, 1
         ids = tables[part.table][first:last]
         ids = ids[ids != layout.shape.null_block] if layout.shape.null_block is not None else ids
-        known = written.setdefault(part.pool, {}).get(part.table)
-        if known is None or len(ids) > len(known):
-            written[part.pool][part.table] = ids
+        _note(written, part.pool, part.table, ids)
     _require_once(written)
 
 
@@ -225,17 +216,11 @@ class Binder:
         self._require_bases(piece)
         src_ids = self._block_ids("source", src, segments.src_block, key)
         dst_ids = self._block_ids("destination", dst, segments.dst_block, key)
-        self._note_written(dst, dst_ids[segments.dst_heads])
+        _note(self._written, dst.pool, dst.table, dst_ids[segments.dst_heads])
         return [
             self._batch(piece, runs, segments, which, src_ids, dst_ids)
             for runs, which in _by_template(piece, segments)
         ]
-
-    def _note_written(self, side: Side, ids: Ints) -> None:
-        """Remember a table's longest list of blocks. Its groups write different bytes of them."""
-        tables = self._written.setdefault(side.pool, {})
-        if side.table not in tables or len(ids) > len(tables[side.table]):
-            tables[side.table] = ids
 
     def _require_bases(self, piece: Piece) -> None:
         for name, side, bases in (
@@ -251,9 +236,9 @@ class Binder:
 
     def _block_ids(self, name: str, side: Side, blocks: Ints, key: object) -> Ints:
         """The checked ids of the blocks that the segments use."""
-        cached = self._ids.get((name, side.table, key))
-        if cached is not None:
-            return cached
+        known = (name, side.table, side.num_blocks, key)
+        if known in self._ids:
+            return self._ids[known]
         tables = self.src_tables if name == "source" else self.dst_tables
         if side.table >= len(tables):
             raise BindError(
@@ -286,7 +271,7 @@ class Binder:
                     else "allocate a block there before loading"
                 )
             )
-        self._ids[name, side.table, key] = ids
+        self._ids[known] = ids
         return ids
 
     def require_distinct_destinations(self) -> None:
@@ -322,18 +307,18 @@ class Binder:
         )
 
 
-def moved_span(plan: EdgePlan, piece: Piece, range_: Moved) -> Span:
+def moved_span(plan: EdgePlan, piece: Piece, range_: Span) -> Span:
     """Entries of a piece to move. An opaque page is one entry."""
     if not piece.opaque:
-        return range_.range
+        return range_
     group = plan.groups[piece.group]
     if group.is_state or group.residency.kind == "ring":
         return Span(0, 1)
     block, _ = plan.dst_shape.entries(group)
     per_block = block * plan.dst_shape.dcp_for(group)
-    if range_.range.size <= 0:
+    if range_.size <= 0:
         return Span(0, 0)
-    return Span(range_.range.start // per_block, -(-range_.range.stop // per_block))
+    return Span(range_.start // per_block, -(-range_.stop // per_block))
 
 
 def _by_template(piece: Piece, segments: Segments) -> Iterator[tuple[Runs, Ints | slice]]:
@@ -384,6 +369,13 @@ def _join(src: Ints, dst: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:
         return src, dst, lengths
     heads = np.concatenate(([0], np.flatnonzero(apart) + 1))
     return src[heads], dst[heads], np.add.reduceat(lengths, heads)
+
+
+def _note(written: dict[int, dict[int, Ints]], pool: int, table: int, ids: Ints) -> None:
+    """Remember a table's longest list of blocks. Its groups write different bytes of them."""
+    tables = written.setdefault(pool, {})
+    if table not in tables or len(ids) > len(tables[table]):
+        tables[table] = ids
 
 
 def _require_once(written: dict[int, dict[int, Ints]]) -> None:

@@ -1,9 +1,9 @@
 """Proof of exact cover, and the bytes of loaded blocks that a load leaves uncovered.
 
 `require_exact_cover` counts how often the edges assign each (layer, unit, dcp class) that a
-destination rank holds, and refuses any count but one. It shares only the shapes with the code that
-made the edges. `uncovered` finds the bytes of loaded blocks that no source writes, such as the tail
-after the last token, so that the destination can zero them.
+destination rank holds, and refuses any count but one. It shares only the shapes, and which dcp
+ranks `meet`, with the code that made the edges. `uncovered` finds the bytes of loaded blocks that
+no source writes, such as the tail after the last token, so that the destination can zero them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvferry.copies import Copies
 from kvferry.errors import CoverError
 from kvferry.layout.interior import OPAQUE
 from kvferry.layout.model import CacheModel, Component, Group
@@ -24,7 +23,7 @@ from kvferry.plan.assign import Edge, Share, meet
 from kvferry.plan.bind import Binder, Bound
 from kvferry.plan.edge import EdgePlan, plan_edge
 from kvferry.plan.pieces import Piece
-from kvferry.plan.tokens import Moved, Paging, moved, paging_for
+from kvferry.plan.tokens import Paging, moved, paging_for
 
 
 def require_exact_cover(
@@ -91,11 +90,10 @@ def _expected(group: Group, src: EngineShape, dst: EngineShape, rank: Rank) -> I
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Uncovered:
-    """Ranges of loaded destination blocks that the load does not write, and blocks not to hash."""
+    """Ranges of loaded destination blocks that the load does not write."""
 
     address: Ints
     length: Ints
-    uncacheable: dict[str, Span]  # by group: numbers of blocks whose head the source dropped
 
     @property
     def bytes(self) -> int:
@@ -135,21 +133,14 @@ def uncovered(
     dst_tables: Sequence[ArrayLike],
     dst_bases: ArrayLike,
     skip: int = 0,
-    allow_uncacheable: bool = False,
 ) -> Uncovered:
     """What a load of this request leaves unwritten on a rank. `plan` is its `everything_plan`."""
     dst = plan.dst_shape
-    spans: dict[str, list[Span]] = {}
-    uncacheable: dict[str, Span] = {}
+    spans = {}
     for name, group in plan.groups.items():
-        range_ = moved(group, src, dst, tokens, skip, allow_uncacheable)
         paging = paging_for(group, dst, plan.dst.tp)
-        spans[name] = _gaps(group, dst, paging, range_, tokens)
-        if range_.lacks_head:
-            first = range_.wanted // paging.span
-            uncacheable[name] = Span(first, -(-range_.range.start // paging.span))
-    copies = _bind_slots(plan, spans, dst_tables, dst_bases)
-    return Uncovered(copies.dst, copies.length, uncacheable)
+        spans[name] = _gaps(group, dst, paging, moved(group, src, dst, tokens, skip), tokens)
+    return _bind_slots(plan, spans, dst_tables, dst_bases)
 
 
 def whole_blocks(
@@ -167,15 +158,14 @@ def whole_blocks(
     dst = plan.dst_shape
     spans: dict[str, list[Span]] = {}
     for name, group in plan.groups.items():
-        range_ = moved(group, dst, dst, tokens, skip)
+        due = moved(group, dst, dst, tokens, skip)
         paging = paging_for(group, dst, plan.dst.tp)
-        tail = _gaps(group, dst, paging, range_, tokens)
-        due = Span(paging.local_count(range_.range.start), paging.local_count(range_.range.stop))
         if group.is_state or paging.ring:
-            tail, due = [], Span(0, paging.block_entries)
-        spans[name] = [*tail, due] if due.size > 0 else tail
-    copies = _bind_slots(plan, spans, dst_tables, dst_bases)
-    return Uncovered(copies.dst, copies.length, {})
+            spans[name] = [Span(0, paging.block_entries)]
+        else:
+            held = Span(paging.local_count(due.start), paging.local_count(due.stop))
+            spans[name] = [held, *_gaps(group, dst, paging, due, tokens)]
+    return _bind_slots(plan, spans, dst_tables, dst_bases)
 
 
 def _bind_slots(
@@ -183,7 +173,7 @@ def _bind_slots(
     spans: Mapping[str, Sequence[Span]],
     dst_tables: Sequence[ArrayLike],
     dst_bases: ArrayLike,
-) -> Copies:
+) -> Uncovered:
     """Local slots of each group, as addresses."""
     tables = [np.asarray(t, dtype=np.int64) for t in dst_tables]
     bases = np.asarray(dst_bases, dtype=np.int64)
@@ -192,27 +182,21 @@ def _bind_slots(
         batch
         for piece in plan.pieces
         for span in spans[piece.group]
+        if span.size > 0
         for batch in binder.batches(piece, span)
     ]
-    return Bound(tuple(batches), 0, sum(b.descriptors for b in batches)).copies()
+    copies = Bound(tuple(batches)).copies()
+    return Uncovered(copies.dst, copies.length)
 
 
-def _gaps(group: Group, dst: EngineShape, paging: Paging, range_: Moved, tokens: int) -> list[Span]:
+def _gaps(group: Group, dst: EngineShape, paging: Paging, range_: Span, tokens: int) -> list[Span]:
     """Local slots of loaded blocks that no entry of the load fills."""
-    if group.is_state or range_.range.size <= 0:
+    if group.is_state or range_.size <= 0:
         return []
-    capacity = paging.block_entries
     if paging.ring:
-        return _ring_gaps(paging, range_.range)
+        return _ring_gaps(paging, range_)
     blocks = -(-tokens // (dst.block_tokens(group) * paging.context))
-    tail = Span(paging.local_count(range_.range.stop), blocks * capacity)
-    gaps = [tail] if tail.size > 0 else []
-    if range_.lacks_head:
-        # the destination already has the entries before `wanted` in the same block
-        first = paging.local_count(range_.wanted)
-        head = Span(first, paging.local_count(range_.range.start))
-        gaps += [head] if head.size > 0 else []
-    return gaps
+    return [Span(paging.local_count(range_.stop), blocks * paging.block_entries)]
 
 
 def _ring_gaps(paging: Paging, held: Span) -> list[Span]:

@@ -34,10 +34,6 @@ class PairPlan:
         """Source ranks that a destination rank reads from."""
         return tuple(edge.src for edge in self.edges if edge.dst == dst)
 
-    def readers(self, src: Rank) -> tuple[Rank, ...]:
-        """Destination ranks that read from a source rank."""
-        return tuple(edge.dst for edge in self.edges if edge.src == src)
-
     def edge(self, src: Rank, dst: Rank) -> Edge:
         for edge in self.edges:
             if edge.src == src and edge.dst == dst:

@@ -63,7 +63,7 @@ class Slab:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """Patterns that differ in offsets only: one row for each offset and layer."""
+    """Merged boxes that differ in offsets only: one row for each offset and layer."""
 
     src_regions: Ints
     src_offsets: Ints
@@ -127,13 +127,13 @@ class Piece:
             )
             for slab in self.slabs
         ]
-        patterns = [self._pad(p, pinned) for p in merge(boxes, pinned)]
-        by_key: dict[tuple[object, ...], list[Pattern]] = {}
-        for pattern in patterns:
-            by_key.setdefault(pattern.shape_key(), []).append(pattern)
+        merged = [self._pad(box, pinned) for box in merge(boxes, pinned)]
+        by_key: dict[tuple[object, ...], list[Box]] = {}
+        for box in merged:
+            by_key.setdefault(box.shape_key(), []).append(box)
         runs = tuple(self._runs(same) for same in by_key.values())
-        offsets = tuple((p.src_offset, p.dst_offset) for p in patterns)
-        linear = repeats == 1 and all(p.entry_bytes for p in patterns)
+        offsets = tuple((box.src_offset, box.dst_offset) for box in merged)
+        linear = repeats == 1 and all(box.entry_bytes for box in merged)
         return Template(runs, (tuple(by_key), offsets, 0 if linear else entries), linear)
 
     def _entry_axes(self, slab: Slab, entries: int) -> list[Axis]:
@@ -153,36 +153,37 @@ class Piece:
             tiled(dst.paging, dst.tile_stride, slab.dst_slot),
         )
 
-    def _pad(self, pattern: Pattern, pinned: Pinned) -> Pattern:
+    def _pad(self, box: Box, pinned: Pinned) -> Box:
         """Extend a whole page over its padding, so that neighbouring pages become one run."""
         src, dst = self.src, self.dst
         whole = (
             all(pinned)
-            and not pattern.axes
-            and pattern.src_offset == pattern.dst_offset == 0
-            and pattern.length == src.page_bytes == dst.page_bytes
+            and all(axis.role == "layers" for axis in box.axes)
+            and box.src_offset == box.dst_offset == 0
+            and box.length == src.page_bytes == dst.page_bytes
             and src.block_stride == dst.block_stride
         )
-        padding = src.block_stride - pattern.length
+        padding = src.block_stride - box.length
         if not whole or not 0 < padding <= min(src.page_slack, dst.page_slack):
-            return pattern
-        return Pattern(0, 0, src.block_stride, (), 0, 0, 0, pattern.spans_layers)
+            return box
+        return Box(0, 0, src.block_stride, box.axes)
 
-    def _runs(self, patterns: Sequence[Pattern]) -> Runs:
-        first = patterns[0]
-        rows = slice(0, 1) if first.spans_layers else slice(None)
+    def _runs(self, boxes: Sequence[Box]) -> Runs:
+        first = boxes[0]
+        axes = [axis for axis in first.axes if axis.role != "layers"]
+        rows = slice(0, 1) if len(axes) == len(first.axes) else slice(None)
 
         def spread(bases: Ints, offsets: list[int]) -> Ints:
             return (np.asarray(offsets, dtype=np.int64)[:, None] + bases[None, rows]).reshape(-1)
 
-        none = [0] * len(patterns)
+        none = [0] * len(boxes)
         return Runs(
             src_regions=spread(self.src.regions, none),
-            src_offsets=spread(self.src.offsets, [p.src_offset for p in patterns]),
+            src_offsets=spread(self.src.offsets, [box.src_offset for box in boxes]),
             dst_regions=spread(self.dst.regions, none),
-            dst_offsets=spread(self.dst.offsets, [p.dst_offset for p in patterns]),
-            src_steps=axis_offsets(first.axes, "src"),
-            dst_steps=axis_offsets(first.axes, "dst"),
+            dst_offsets=spread(self.dst.offsets, [box.dst_offset for box in boxes]),
+            src_steps=axis_offsets(axes, "src"),
+            dst_steps=axis_offsets(axes, "dst"),
             length=first.length,
             entry_bytes=first.entry_bytes,
             src_slot=first.src_slot,
@@ -219,24 +220,10 @@ class Box:
     dst_slot: int = 0
     entry_bytes: int = 0  # > 0: `length` is this many bytes times the entries
 
-
-@dataclass(frozen=True, slots=True)
-class Pattern:
-    """A box in its final form: axes outermost first, without a layer axis."""
-
-    src_offset: int
-    dst_offset: int
-    length: int
-    axes: tuple[Axis, ...]
-    src_slot: int
-    dst_slot: int
-    entry_bytes: int
-    spans_layers: bool  # whether the length covers all layers
-
     def shape_key(self) -> tuple[object, ...]:
-        """Patterns with equal keys differ in their offsets only, and are bound together."""
+        """Merged boxes with equal keys differ in their offsets only, and are bound together."""
         size = ("per entry", self.entry_bytes) if self.entry_bytes else self.length
-        return (self.axes, size, self.src_slot, self.dst_slot, self.spans_layers)
+        return (self.axes, size, self.src_slot, self.dst_slot)
 
 
 class Pinned(NamedTuple):
@@ -246,8 +233,8 @@ class Pinned(NamedTuple):
     dst: bool
 
 
-def merge(boxes: Sequence[Box], pinned: Pinned) -> tuple[Pattern, ...]:
-    """The fewest patterns that move exactly these boxes."""
+def merge(boxes: Sequence[Box], pinned: Pinned) -> tuple[Box, ...]:
+    """The fewest boxes that move exactly the bytes of these."""
     current = [_swallow(box) for box in boxes]
     while True:
         fused = [_swallow(box) for box in _fuse(current, pinned)]
@@ -298,9 +285,9 @@ def _fuse(boxes: list[Box], pinned: Pinned) -> list[Box]:
     return fused
 
 
-def _finish(box: Box) -> Pattern:
-    """Merge neighbouring axes, order them for locality, and remove the layer axis."""
-    spans_layers = not any(a.role == "layers" for a in box.axes)
+def _finish(box: Box) -> Box:
+    """Merge neighbouring axes and order them for locality. A layer axis stays outermost."""
+    layers = [a for a in box.axes if a.role == "layers"]
     axes = sorted(
         (a._replace(role="") for a in box.axes if a.role != "layers" and a.times > 1),
         key=lambda a: (a.src_stride, a.dst_stride),
@@ -316,16 +303,7 @@ def _finish(box: Box) -> Pattern:
                 merged[-1] = inner._replace(times=inner.times * axis.times)
                 continue
         merged.append(axis)
-    return Pattern(
-        box.src_offset,
-        box.dst_offset,
-        box.length,
-        tuple(reversed(merged)),
-        box.src_slot,
-        box.dst_slot,
-        box.entry_bytes,
-        spans_layers,
-    )
+    return replace(box, axes=(*layers, *reversed(merged)))
 
 
 def refine(src: Sequence[tuple[int, int]], dst: Sequence[tuple[int, int]]) -> list[Axis]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
-from dataclasses import asdict, dataclass, fields
+from collections import Counter
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,39 +17,28 @@ import numpy as np
 from kvferry.layout.model import CacheModel
 from kvferry.layout.placement import Ints, RankLayout
 from kvferry.layout.shape import EngineShape, Rank
-from kvferry.plan.assign import Edge
+from kvferry.plan.assign import Share
 from kvferry.plan.bind import bind
 from kvferry.plan.edge import EdgePlan
 from kvferry.plan.pair import PairPlan, plan_pair
-from kvferry.plan.pieces import Side
 from kvferry.plan.tokens import moved, paging_for
 
 
-@dataclass(frozen=True, slots=True)
-class ShareReport:
-    """Layers and units of one group that an edge carries."""
-
-    group: str
-    components: tuple[str, ...]
-    layers: tuple[int, ...]
-    units: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class EdgeReport:
     src: Rank
     dst: Rank
     bytes: int
     runs: int  # strided runs
     descriptors: int
-    shares: tuple[ShareReport, ...]
+    shares: tuple[Share, ...]
 
     @property
     def mean_run_bytes(self) -> float:
         return self.bytes / self.descriptors if self.descriptors else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PlanReport:
     model: str
     src: str
@@ -80,6 +69,7 @@ class PlanReport:
                 "src": list(edge.src),
                 "dst": list(edge.dst),
                 "mean_run_bytes": edge.mean_run_bytes,
+                "shares": [{**asdict(s), "layers": s.layers.tolist()} for s in edge.shares],
             }
             for edge in self.edges
         ]
@@ -105,17 +95,13 @@ def report(
     pair = plan_pair(model, src, dst)
     src_tables, src_blocks = synthetic_tables(model, src, tokens, scattered, seed=1)
     dst_tables, dst_blocks = synthetic_tables(model, dst, tokens, scattered, seed=2)
-    layouts: dict[tuple[str, Rank], RankLayout] = {}
+    src_layouts = {rank: RankLayout.build(model, src, rank, src_blocks) for rank in src.ranks}
+    dst_layouts = {rank: RankLayout.build(model, dst, rank, dst_blocks) for rank in dst.ranks}
     edges = []
+    by_src: Counter[Rank] = Counter()
+    by_dst: Counter[Rank] = Counter()
     for edge in pair.edges:
-        ends = []
-        for name, shape, rank, blocks in (
-            ("src", src, edge.src, src_blocks),
-            ("dst", dst, edge.dst, dst_blocks),
-        ):
-            if (name, rank) not in layouts:
-                layouts[name, rank] = RankLayout.build(model, shape, rank, blocks)
-            ends.append(layouts[name, rank])
+        ends = src_layouts[edge.src], dst_layouts[edge.dst]
         bound = bind(
             pair.plan(edge, *ends),
             tokens=tokens,
@@ -128,10 +114,11 @@ def report(
         )
         edges.append(
             EdgeReport(
-                edge.src, edge.dst, bound.bytes, bound.entries, bound.descriptors, _shares(edge)
+                edge.src, edge.dst, bound.bytes, bound.entries, bound.descriptors, edge.shares
             )
         )
-    by_src, by_dst = _loads(edges)
+        by_src[edge.src] += bound.bytes
+        by_dst[edge.dst] += bound.bytes
     return PlanReport(
         model=model.name,
         src=src.describe(),
@@ -169,7 +156,7 @@ def needed_bytes(pair: PairPlan, rank: Rank, tokens: int, skip: int) -> int:
     total = 0
     for group in pair.model.groups:
         layers = len(pair.dst.layers(pair.model, group, rank.pp))
-        range_ = moved(group, pair.src, pair.dst, tokens, skip, allow_uncacheable=True).range
+        range_ = moved(group, pair.src, pair.dst, tokens, skip, allow_uncacheable=True)
         paging = paging_for(group, pair.dst, rank.tp)
         entries = paging.local_count(range_.stop) - paging.local_count(range_.start)
         total += (
@@ -180,25 +167,9 @@ def needed_bytes(pair: PairPlan, rank: Rank, tokens: int, skip: int) -> int:
     return total
 
 
-def _shares(edge: Edge) -> tuple[ShareReport, ...]:
-    return tuple(
-        ShareReport(s.group, s.components, tuple(s.layers.tolist()), (s.units.start, s.units.stop))
-        for s in edge.shares
-    )
-
-
-def _loads(edges: list[EdgeReport]) -> tuple[dict[Rank, int], dict[Rank, int]]:
-    by_src: dict[Rank, int] = defaultdict(int)
-    by_dst: dict[Rank, int] = defaultdict(int)
-    for edge in edges:
-        by_src[edge.src] += edge.bytes
-        by_dst[edge.dst] += edge.bytes
-    return by_src, by_dst
-
-
-def _ideal(pair: PairPlan, by_src: dict[Rank, int]) -> int:
+def _ideal(pair: PairPlan, by_src: Counter[Rank]) -> int:
     """The load of the busiest rank if each stage's bytes were spread evenly over its ranks."""
-    stages: dict[int, int] = defaultdict(int)
+    stages: Counter[int] = Counter()
     for rank, load in by_src.items():
         stages[rank.pp] += load
     return max((-(-load // pair.src.tp) for load in stages.values()), default=1) or 1
@@ -206,30 +177,8 @@ def _ideal(pair: PairPlan, by_src: dict[Rank, int]) -> int:
 
 def digest(plan: EdgePlan) -> str:
     """Two plans are equal exactly if their digests are."""
-    pieces = [
-        {
-            "group": piece.group,
-            "opaque": piece.opaque,
-            "src": _values(piece.src),
-            "dst": _values(piece.dst),
-            "slabs": [asdict(slab) for slab in piece.slabs],
-        }
-        for piece in plan.pieces
-    ]
-    values = {
-        "src": plan.src,
-        "dst": plan.dst,
-        "src_shape": asdict(plan.src_shape),
-        "dst_shape": asdict(plan.dst_shape),
-        "groups": {name: asdict(group) for name, group in plan.groups.items()},
-        "pieces": pieces,
-    }
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    values = asdict(plan)
+    for piece in values["pieces"]:
+        del piece["_templates"]  # made as requests need them
+    text = json.dumps(values, sort_keys=True, default=np.ndarray.tolist)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _values(side: Side) -> dict[str, Any]:
-    values = {f.name: getattr(side, f.name) for f in fields(side)}
-    values["paging"] = asdict(side.paging)
-    values["regions"], values["offsets"] = side.regions.tolist(), side.offsets.tolist()
-    return values

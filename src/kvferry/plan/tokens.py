@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from math import gcd, lcm
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.errors import BindError, DescriptionError
 from kvferry.layout.model import Group
@@ -43,10 +44,8 @@ class Paging:
             return self.block_entries
         return gcd(self.tile, self.interleave) if self.tile > 1 else self.interleave
 
-    def holds(self, positions: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        held: np.ndarray[tuple[int], np.dtype[np.bool_]] = (
-            positions // self.interleave % self.context == self.context_rank
-        )
+    def holds(self, positions: Ints) -> NDArray[np.bool_]:
+        held: NDArray[np.bool_] = positions // self.interleave % self.context == self.context_rank
         return held
 
     def local(self, positions: Ints) -> Ints:
@@ -85,19 +84,6 @@ def paging_for(group: Group, shape: EngineShape, tp_rank: int, tile: int = 1) ->
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """Entries `range` of a group move; the destination wanted the entries from `wanted` on."""
-
-    range: Span
-    wanted: int
-
-    @property
-    def lacks_head(self) -> bool:
-        """Whether the destination's first block lacks entries that the source dropped."""
-        return self.wanted < self.range.start
-
-
 def moved(
     group: Group,
     src: EngineShape,
@@ -105,18 +91,19 @@ def moved(
     tokens: int,
     skip: int,
     allow_uncacheable: bool = False,
-) -> Moved:
+) -> Span:
     """Entries to move of a request of `tokens` tokens, of which the destination has `skip`.
 
     For windows and chunks, every destination block with a needed token moves whole, because the
     destination hashes whole blocks. If the source has dropped the head of such a block, the request
-    is refused, unless the caller keeps those blocks out of its prefix cache (`allow_uncacheable`).
+    is refused. With `allow_uncacheable`, what is left of the block moves; no engine asks for that,
+    because it would have to keep the block out of its prefix cache.
     States and rings always move: they depend on all tokens of the request.
     """
     if tokens < 1 or not 0 <= skip <= tokens:
         raise BindError(f"expected 0 <= skip <= tokens and tokens >= 1, found {skip=}, {tokens=}")
     if group.is_state:
-        return Moved(Span(0, 1), 0)
+        return Span(0, 1)
     needed = group.residency.needed_from(tokens)
     if group.residency.kind == "ring":
         for side, shape in (("source", src), ("destination", dst)):
@@ -125,7 +112,7 @@ def moved(
                     f"group {group.name!r}: the {side}'s ring of {shape.block_tokens(group)} slots "
                     f"is shorter than the {group.residency.span} tokens that must be held"
                 )
-        return Moved(Span(needed, tokens), needed)
+        return Span(needed, tokens)
     wanted = max(skip, _block_floor(group, dst, needed))
     held = _block_floor(group, src, needed)
     start = min(tokens, max(wanted, held))
@@ -135,13 +122,13 @@ def moved(
             f"the destination would fill and hash whole blocks from token {wanted} on (source "
             f"blocks of {src.block_tokens(group)}, destination blocks of "
             f"{dst.block_tokens(group)}); use source blocks that are a multiple of the "
-            "destination's, or allow uncacheable blocks and keep them out of the prefix cache"
+            "destination's, or a source that keeps every block (full=1; in vLLM, "
+            "--disable-hybrid-kv-cache-manager)"
         )
     per = group.tokens_per_entry
     stop = -(-tokens // per) if group.partial_entries else tokens // per
     # if no token moves, the entry that the last token is a part of does not move either
-    first = stop if start == tokens else min(start // per, stop)
-    return Moved(Span(first, stop), wanted // per if start > wanted else first)
+    return Span(stop if start == tokens else min(start // per, stop), stop)
 
 
 def _block_floor(group: Group, shape: EngineShape, token: int) -> int:
@@ -166,10 +153,6 @@ class Segments:
     dst_slot: Ints
     kinds: Ints  # of each segment: its row of `forms`
     forms: Ints  # (kinds, 4): entries, repeats, src_step, dst_step
-
-    @property
-    def total_entries(self) -> int:
-        return int((self.forms[:, 0] * self.forms[:, 1])[self.kinds].sum())
 
     @cached_property
     def dst_heads(self) -> Ints | slice:

@@ -102,7 +102,7 @@ def block_span(group: Group, shape: EngineShape) -> int:
 def copies_of(binder: Binder, piece: Piece, span: Span) -> Copies:
     """All copies of a piece, over these entries."""
     batches = binder.batches(piece, span)
-    return Bound(tuple(batches), 0, sum(b.descriptors for b in batches)).copies()
+    return Bound(tuple(batches)).copies()
 
 
 def object_memory(model: CacheModel, layout: RankLayout) -> dict[int, ObjectMemory]:

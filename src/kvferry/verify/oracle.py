@@ -82,12 +82,6 @@ class Oracle:
         """Groups that must be refused unless uncacheable blocks are allowed."""
         return {name for name, load in self.loads.items() if load.missing}
 
-    def uncacheable(self, group: str) -> set[int]:
-        """Numbers of the destination's blocks that lack an entry."""
-        known = self.dst.groups[group]
-        per_block = self.dst.block_positions(known) // known["tokens_per_entry"]
-        return {entry // per_block for entry in self.loads[group].missing}
-
     # Refusals
 
     def errors(self) -> set[str]:

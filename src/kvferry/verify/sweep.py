@@ -187,42 +187,43 @@ class Product:
     thorough: bool  # also compare slices and strided batches with the copies
 
     def __post_init__(self) -> None:
-        self.pair = self._plan_side(False)
-        theirs = self._plan_side(True)
-        if _edges(self.pair) != _edges(theirs):
+        case = self.case
+        self.models = {n: build_model(case["model"], case[n]) for n in ("src", "dst")}
+        self.pair, layouts, self.plans = self._plan(by_destination=False)
+        pair, _, plans = self._plan(by_destination=True)
+        if _edges(self.pair) != _edges(pair):
             raise MismatchError("the two sides find different edges")
-        model, side = self.case["model"], self.case
-        self.dst_model = build_model(model, side["dst"])
-        src, dst = self._layouts(), self._layouts()
-        self.src, self.dst = (AddressSpace.build(n, src[n]) for n in ("src", "dst"))
-        self.plans: list[EdgePlan] = []
-        for mine, other in zip(self.pair.edges, theirs.edges, strict=True):
-            plan = self.pair.plan(mine, src["src"][mine.src], src["dst"][mine.dst])
-            again = theirs.plan(other, dst["src"][mine.src], dst["dst"][mine.dst])
-            if digest(plan) != digest(again):
+        for mine, theirs in zip(self.plans, plans, strict=True):
+            if digest(mine) != digest(theirs):
                 raise MismatchError(f"the two sides plan {mine.src} -> {mine.dst} differently")
-            self.plans.append(plan)
+        self.src, self.dst = (AddressSpace.build(n, layouts[n]) for n in ("src", "dst"))
         self._tables = {
-            n: [np.asarray(side[n]["tables"][g.name]) for g in build_model(model, side[n]).groups]
+            n: [np.asarray(case[n]["tables"][g.name]) for g in self.models[n].groups]
             for n in ("src", "dst")
         }
 
-    def _plan_side(self, by_destination: bool) -> PairPlan:
-        case = self.case
-        src, dst = build_shape(case["src"]), build_shape(case["dst"])
-        src_model, dst_model = (build_model(case["model"], case[n]) for n in ("src", "dst"))
+    def _plan(
+        self, by_destination: bool
+    ) -> tuple[PairPlan, dict[str, dict[Rank, RankLayout]], list[EdgePlan]]:
+        """The pair, both engines' layouts and the plans of all edges, as one side makes them."""
+        src, dst = build_shape(self.case["src"]), build_shape(self.case["dst"])
+        src_model, dst_model = self.models["src"], self.models["dst"]
         if src_model == dst_model and by_destination:
-            return plan_pair(dst_model, src, dst)
-        return plan_pair(src_model, src, dst, dst_model=dst_model, optional_roles=["draft"])
-
-    def _layouts(self) -> dict[str, dict[Rank, RankLayout]]:
-        made: dict[str, dict[Rank, RankLayout]] = {}
-        for name, side in (("src", self.case["src"]), ("dst", self.case["dst"])):
-            model, shape = build_model(self.case["model"], side), build_shape(side)
-            made[name] = {
-                rank: RankLayout.build(model, shape, rank, side["blocks"]) for rank in shape.ranks
+            pair = plan_pair(dst_model, src, dst)
+        else:
+            pair = plan_pair(src_model, src, dst, dst_model=dst_model, optional_roles=["draft"])
+        layouts = {
+            name: {
+                rank: RankLayout.build(self.models[name], shape, rank, side["blocks"])
+                for rank in shape.ranks
             }
-        return made
+            for name, shape, side in (
+                ("src", src, self.case["src"]),
+                ("dst", dst, self.case["dst"]),
+            )
+        }
+        plans = [pair.plan(e, layouts["src"][e.src], layouts["dst"][e.dst]) for e in pair.edges]
+        return pair, layouts, plans
 
     def bind(self, plan: EdgePlan, allow_uncacheable: bool) -> Bound:
         return bind(
@@ -259,7 +260,7 @@ class Product:
         )
         return Copies(src, dst, length)
 
-    def uncovered(self, rank: Rank, allow_uncacheable: bool) -> Uncovered:
+    def uncovered(self, rank: Rank) -> Uncovered:
         """The uncovered bytes of a destination rank."""
         return uncovered(
             everything_plan(self.pair.model, self.dst.layouts[rank]),
@@ -268,7 +269,6 @@ class Product:
             skip=self.case["skip"],
             dst_tables=self._tables["dst"],
             dst_bases=self.dst.bases[rank],
-            allow_uncacheable=allow_uncacheable,
         )
 
 
@@ -378,13 +378,20 @@ def require_same_copies(bound: Bound, copies: Copies) -> None:
     if (bound.descriptors, bound.bytes) != (len(copies), int(copies.length.sum())):
         raise MismatchError("the counts of copies and bytes do not match the copies")
     most = max(1, len(copies) // 3)
-    sliced = [np.concatenate([[0], *parts]) for parts in _sliced(bound, most)]
-    strided = [np.concatenate([[0], *parts]) for parts in _strided(bound)]
-    for index, expected in enumerate((copies.src, copies.dst, copies.length)):
-        if not np.array_equal(sliced[index][1:], expected):
-            raise MismatchError(f"slices of {most} differ from the copies")
-        if not np.array_equal(strided[index][1:], expected):
-            raise MismatchError("strided batches differ from the copies")
+    sliced, strided = [], []
+    for piece in bound.slices(most):
+        if len(piece) > most:
+            raise MismatchError(f"a slice of at most {most} copies has {len(piece)}")
+        sliced.append(np.stack([piece.src, piece.dst, piece.length]))  # the buffer is used again
+    for b in bound.batches:
+        src = b.src_rows[:, None, None] + b.src_segments[:, None] + b.src_steps
+        dst = b.dst_rows[:, None, None] + b.dst_segments[:, None] + b.dst_steps
+        length = np.broadcast_to(b.lengths[:, None], src.shape)
+        strided.append(np.stack([src, dst, length]).reshape(3, -1))
+    expected = np.stack([copies.src, copies.dst, copies.length])
+    for what, parts in ((f"slices of {most}", sliced), ("strided batches", strided)):
+        if not np.array_equal(np.concatenate([expected[:, :0], *parts], axis=1), expected):
+            raise MismatchError(f"{what} differ from the copies")
 
 
 def _check_all(seed: int, indices: range) -> list[Result]:
@@ -418,37 +425,19 @@ def _compare(product: Product, oracle: Oracle, copies: Copies) -> None:
     _require("hold something else than they must", needed & (arrived != target), product.dst)
     _require("are not written exactly once", needed & (times != 1), product.dst)
     _require("are written but must not be", ~needed & (target != FREE) & (times > 0), product.dst)
-    _compare_uncovered(product, oracle, target == GAP, target == FREE)
+    if not oracle.lacking():
+        _compare_uncovered(product, target == GAP, target == FREE)
 
 
-def _compare_uncovered(product: Product, oracle: Oracle, gap: Any, free: Any) -> None:
-    allow = bool(oracle.lacking())
+def _compare_uncovered(product: Product, gap: Any, free: Any) -> None:
     named = np.zeros(len(gap), dtype=np.int64)
     for rank in product.dst.layouts:
-        told = product.uncovered(rank, allow)
+        told = product.uncovered(rank)
         if product.dst.stray(told.address, told.length, rank) is not None:
             raise MismatchError(f"rank {tuple(rank)}: an uncovered range is outside a region")
         np.add.at(named, product.dst.bytes_of(told.address, told.length), 1)
-        for name in {g.name for g in product.pair.model.groups}:
-            _require_blocks(product, oracle, rank, name, told.uncacheable)
     _require("are not named uncovered exactly once", gap & (named != 1), product.dst)
     _require("are wrongly named uncovered", ~gap & ~free & (named > 0), product.dst)
-
-
-def _require_blocks(
-    product: Product, oracle: Oracle, rank: Rank, group: str, told: dict[str, Any]
-) -> None:
-    layout = product.dst.layouts[rank]
-    expected = oracle.uncacheable(group) if layout.parts_of(group) else set()
-    parts = layout.parts_of(group)
-    if parts and parts[0].is_opaque:
-        return  # opaque pages move whole: `uncovered` names none of their blocks
-    found = set(range(*told[group])) if group in told else set()
-    if found != expected:
-        raise MismatchError(
-            f"rank {tuple(rank)}, group {group!r}: blocks {sorted(found)} are named uncacheable, "
-            f"expected {sorted(expected)}"
-        )
 
 
 def _require(what: str, wrong: Any, memory: AddressSpace) -> None:
@@ -469,29 +458,3 @@ def _edges(pair: PairPlan) -> list[object]:
         (e.src, e.dst, [(s.group, s.components, s.units, s.layers.tolist()) for s in e.shares])
         for e in pair.edges
     ]
-
-
-def _sliced(bound: Bound, most: int) -> list[list[Ints]]:
-    parts: list[list[Ints]] = [[], [], []]
-    for piece in bound.slices(most):
-        if len(piece) > most:
-            raise MismatchError(f"a slice of at most {most} copies has {len(piece)}")
-        for into, array in zip(parts, (piece.src, piece.dst, piece.length), strict=True):
-            into.append(array.copy())
-    return parts
-
-
-def _strided(bound: Bound) -> list[list[Ints]]:
-    parts: list[list[Ints]] = [[], [], []]
-    for b in bound.batches:
-        for into, rows, segments, steps in zip(
-            parts,
-            (b.src_rows, b.dst_rows),
-            (b.src_segments, b.dst_segments),
-            (b.src_steps, b.dst_steps),
-            strict=False,
-        ):
-            into.append((rows[:, None, None] + segments[None, :, None] + steps).ravel())
-        shape = (len(b.src_rows), len(b.lengths), len(b.src_steps))
-        parts[2].append(np.broadcast_to(b.lengths[None, :, None], shape).ravel())
-    return parts
