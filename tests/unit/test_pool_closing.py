@@ -118,7 +118,7 @@ def test_a_load_after_the_end() -> None:
     loader = Loader(store, PoolCounters())
     loader.close(1.0)
     loader.start(LoadOrder("r", (), {}, (), 30.0), None)  # type: ignore[arg-type]
-    wait_until(lambda: not loader.running)
+    wait_until(lambda: not loader._running)
     (ended,) = loader.take_done()
     assert not ended.ok and "shutting down" in ended.error
 
@@ -133,4 +133,4 @@ def test_a_load_that_hangs_is_not_waited_for(monkeypatch: Any) -> None:
     loader.close(10.0)
     assert time.monotonic() - began < 5
     store.go_on.set()
-    wait_until(lambda: not loader.running)
+    wait_until(lambda: not loader._running)
