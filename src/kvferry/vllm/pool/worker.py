@@ -114,7 +114,7 @@ class PoolWorker:
         for order in orders.loads:
             self._orders[order.request_id] = order
             self._rank.load(order, fence)
-        self._saves += orders.saves  # each is reported, whichever step begins it
+        self._saves = orders.saves
 
     def save(self) -> None:
         """The step has computed its blocks, or has been told to."""
