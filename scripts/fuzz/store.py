@@ -306,7 +306,6 @@ def use(place: Path, rng: random.Random) -> Counter[str]:
     told["opened"] += 1
     store = user.store
     people: list[Callable[[], object]] = [
-        store.stats,
         store.counters,
         store.learned,
         lambda: list(store.listed()),

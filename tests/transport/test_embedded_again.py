@@ -251,7 +251,7 @@ def test_a_walk_goes_on_when_the_lock_is_back(
 
     monkeypatch.setattr(DiskTier, "header", slow)
     one, stopped = Small(tmp_path, disk=64 << 20), Small(tmp_path, disk=64 << 20)
-    wait_until(lambda: one.store.stats().objects == 4)
+    wait_until(lambda: one.store.counters()["objects"] == 4)
     with stopped.tiers.lock.held(soon()), caplog.at_level(logging.INFO):
         go_on.release(10 * len(keys))
         wait_until(lambda: "kvferry-files tries again" in caplog.text)

@@ -246,7 +246,7 @@ def test_a_truncated_file(place: Path) -> None:
     path = disk.path(index.names(np.array([row]))[0])
     path.write_bytes(path.read_bytes()[:-10])
     good, bad, *_ = peer.store.verify(soon())
-    assert bad == 1 and good == peer.store.stats().objects
+    assert bad == 1 and good == peer.store.counters()["objects"]
     peer.close()
 
 
@@ -263,7 +263,7 @@ def test_files_outlive_the_index(place: Path) -> None:
     for path in (place / "memory").iterdir():
         path.unlink()
     peer = Peer(place)
-    assert peer.store.stats().objects == len(files) - 1
+    assert peer.store.counters()["objects"] == len(files) - 1
     assert not (place / "disk" / ".part-1-1").exists()
     outcomes = [peer.get(number) for number in range(80)]
     assert outcomes.count(Outcome.DONE) == len(files) - 1
@@ -297,11 +297,11 @@ def test_memory_full(place: Path) -> None:
     ranges = in_pieces(big.ctypes.data, big.nbytes, 3)
     assert peer.store.put(["big"], [ranges], soon()) == [Outcome.FULL]
     assert peer.store.counters()["full"] == 1
-    assert peer.store.stats().objects == 0
+    assert peer.store.counters()["objects"] == 0
     outcomes = [peer.put(number) for number in range(30)]  # unknown to any request: never declined
     assert set(outcomes) == {Outcome.DONE}
-    assert peer.store.stats().evicted > 0
-    assert peer.store.stats().bytes <= 1 << 20
+    assert peer.store.counters()["dropped"] > 0
+    assert peer.store.counters()["bytes"] <= 1 << 20
     invariants(peer.store)
     peer.close()
 
@@ -342,7 +342,7 @@ assert counters["disk_full"] > before, counters
 small = [n for n in range(140) if len(content(n)) < 30_000]
 assert any(peer.get(n) is Outcome.DONE for n in small)
 good, bad, *_ = peer.store.verify(9e9)
-assert bad == 0 and good == peer.store.stats().objects
+assert bad == 0 and good == peer.store.counters()["objects"]
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
     assert done.returncode == 0

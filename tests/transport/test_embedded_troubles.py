@@ -170,7 +170,7 @@ def test_a_batch_leaves_its_own_ghosts_alone(tmp_path: Path, order: str) -> None
     assert one.put(*keys, size=1000) == [Outcome.DONE] * 2
     assert one.store.exists(keys, soon()).all()
     assert {one.get(key, 1000) for key in keys} == {Outcome.DONE}
-    assert one.store.stats().objects == 16
+    assert one.store.counters()["objects"] == 16
     one.store.remove(keys, soon())
     one.store.access([keys[0]], soon())
     one.store.access(keys, soon())  # two ghosts, two slots
@@ -320,7 +320,7 @@ def test_two_stores_on_one_disk(tmp_path: Path) -> None:
     again.store.close()
     after = len(files_of(tmp_path))
     other = Small(tmp_path, disk=4 << 20, name="other")  # no store's now, and taken in
-    assert other.store.stats().objects == after >= len(before)
+    assert other.store.counters()["objects"] == after >= len(before)
     with pytest.raises(StoreError, match="disk_path of its own"):  # and no longer the first one's
         Small(tmp_path, disk=4 << 20)
     other.store.close()
@@ -384,7 +384,8 @@ def test_taking_in_files_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.Mon
     first = Small(tmp_path, disk=64 << 20)
     second = Small(tmp_path, disk=64 << 20)
     assert reading.is_set() and time.monotonic() - begun < 5
-    wait_until(lambda: second.store.stats().objects == 4)  # one batch of four, and half of the next
+    # one batch of four, and half of the next
+    wait_until(lambda: second.store.counters()["objects"] == 4)
     assert second.put(keys[-1], "new") == [Outcome.DONE] * 2  # a file that is not taken in yet
     assert second.get("new") is Outcome.DONE and first.get(keys[0]) is Outcome.DONE
     assert second.store.put_bytes("layout", b"x", soon()) is Outcome.DONE
@@ -429,7 +430,7 @@ Small(Path({str(tmp_path)!r}), disk={64 << 20})
                 DiskTier, "header", lambda self, n: go_on.acquire(timeout=20) and header(self, n)
             )
             first = Small(tmp_path, disk=64 << 20)
-            wait_until(lambda: first.store.stats().objects == 8)
+            wait_until(lambda: first.store.counters()["objects"] == 8)
             if how == "cleared":
                 assert first.store.clear(soon()) == 8
             threading.Timer(0.2, go_on.release, [1000]).start()

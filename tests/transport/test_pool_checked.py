@@ -127,7 +127,8 @@ def test_exactly_the_right_blocks_are_computed_again() -> None:
     ends = reader.load("r", reader.matched("r", tokens))
     bad = [end for end in ends if not end.ok]
     span = case["src"]["shape"]["block_size"]
-    assert bad and all(end.bad_from == span and "corrupt" in end.error for end in bad), ends
+    assert bad and all(end.bad_from == span for end in bad), ends
+    assert any("corrupt" in end.error for end in bad), ends  # for later ranks it is gone
     for engine in (writer, reader):
         all_ended(engine)
         engine.close()
@@ -164,12 +165,14 @@ def test_any_flipped_byte_is_found() -> None:
     assert host.put("k", data) is Outcome.DONE
     assert host.get("k", (900, 50), (0, 10)) == (Outcome.DONE, data[900:950] + data[:10])
     used = [*range(HEADER_BYTES), *range(HEADER_BYTES, HEADER_BYTES + 1000, 37), HEADER_BYTES + 999]
+    right = bytes(host.objects["k"])
     for place in used:
         host.objects["k"][place] ^= 0x10
         outcome, got = host.get("k", (900, 50), (0, 10))
         assert outcome is Outcome.CORRUPT, place
         assert not any(got), place
-        host.objects["k"][place] ^= 0x10
+        assert "k" not in host.objects, "no engine would save it again"
+        host.objects["k"] = bytearray(right)
     assert host.get("k", (0, 1000)) == (Outcome.DONE, data)
 
 

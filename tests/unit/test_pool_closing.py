@@ -30,10 +30,12 @@ class Slow:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
+        self.entered: list[str] = []
         self.begun, self.go_on = threading.Event(), threading.Event()
         self.gets_last = False  # a get ends after the put has
 
     def _slowly(self, what: str, keys: list[str]) -> list[Outcome]:
+        self.entered.append(what)
         self.begun.set()
         assert self.go_on.wait(20)
         if what == "get" and self.gets_last:
@@ -106,7 +108,7 @@ def test_the_store_is_closed_after_what_it_has(monkeypatch: Any) -> None:
     monkeypatch.setattr(loader, "_load", reading(store))
     saver.start(ORDER, scope())
     loader.start(LoadOrder("r", (), {}, (), 30.0), None)  # type: ignore[arg-type]
-    assert store.begun.wait(5)
+    wait_until(lambda: len(store.entered) == 2)
     threading.Timer(0.2, store.go_on.set).start()
     made.close()
     assert sorted(store.seen[:-1]) == ["get", "put"] and store.seen[-1] == "close"
@@ -118,7 +120,7 @@ def test_a_load_after_the_end() -> None:
     loader = Loader(store, PoolCounters())
     loader.close(1.0)
     loader.start(LoadOrder("r", (), {}, (), 30.0), None)  # type: ignore[arg-type]
-    wait_until(lambda: not loader.running)
+    wait_until(lambda: not loader._running)
     (ended,) = loader.take_done()
     assert not ended.ok and "shutting down" in ended.error
 
@@ -133,4 +135,16 @@ def test_a_load_that_hangs_is_not_waited_for(monkeypatch: Any) -> None:
     loader.close(10.0)
     assert time.monotonic() - began < 5
     store.go_on.set()
-    wait_until(lambda: not loader.running)
+    wait_until(lambda: not loader._running)
+
+
+def test_an_idle_step_waits_for_no_load_that_has_ended() -> None:
+    store: Any = Slow()
+    saver, loader = Saver(store, PoolCounters()), Loader(store, PoolCounters())
+    made = rank(store, saver, loader)
+    loader.start(LoadOrder("r", (), {}, (), 30.0), None)  # type: ignore[arg-type]
+    wait_until(lambda: not loader._running)
+    began = time.monotonic()
+    made.wait_done(10.0)
+    assert time.monotonic() - began < 5
+    made.close()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ipv6 import has_ipv6
 from kvferry.errors import StoreError
 from kvferry.layout.model import Residency
 from kvferry.pool import lookup
 from kvferry.pool.keys import ContentChain
-from kvferry.pool.lookup import EvictionWatch
+from kvferry.pool.lookup import EvictionWatch, LookupKeyClient
+from kvferry.pool.mooncake import MooncakeStore, MooncakeStoreConfig
 from kvferry.pool.objects import TableKind
+from kvferry.pool.orders import PoolCounters
 from kvferry.pool.scheduler import WholeState, states_to_save
 from kvferry.workers import LateCalls
 from waiting import wait_until
@@ -46,7 +52,7 @@ def test_a_call_that_hangs_keeps_nobody_waiting() -> None:
 
 def test_too_many_that_hang() -> None:
     calls, release = LateCalls("x", most_hanging=2), threading.Event()
-    for _ in range(2):
+    while calls.hanging < 2:  # one that no thread had begun by its deadline does not count
         with pytest.raises(StoreError, match="deadline"):
             calls("look", lambda: release.wait(5), soon(0.02))
     with pytest.raises(StoreError, match="hang; look refused"):
@@ -101,6 +107,67 @@ def test_what_is_gone_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store.keys.clear()
     seen.look(store, soon())
     assert not seen.has_gone
+
+
+def test_what_came_back_is_not_told_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers heard of the new copy last, so that is what they must go on believing."""
+    monkeypatch.setattr(lookup, "PERIOD_SECONDS", 0.0)
+    seen, store = EvictionWatch(), Objects()
+    for name in "ab":
+        seen.add(name, [name])
+    seen.look(store, soon())  # type: ignore[arg-type]
+    seen.add("a", ["a"])
+    assert seen.take_gone() == ["b"]
+
+
+class StuckServer:
+    """A lookup server whose store does not answer: it is closed, and its thread goes on."""
+
+    alive, opening_since = True, None
+
+    def stuck(self, now: float) -> bool:
+        return False
+
+    def ask(self, asked: Any) -> None:
+        pass
+
+    def close(self, seconds: float = 0.0) -> None:
+        pass
+
+
+def test_resets_beside_a_stuck_store_make_no_threads_without_end() -> None:
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(StuckServer())
+        return made[-1]
+
+    counters = PoolCounters()
+    client = LookupKeyClient(make, counters, 5.0)
+    for _ in range(20):
+        client.restart()
+    assert len(made) == lookup.MOST_STUCK
+    answer = client.lookup("r", ContentChain(), [1, 2])
+    assert answer is not None and answer.failed and counters["lookup_refused"] == 1
+    made[0].alive = False
+    assert client.lookup("s", ContentChain(), [1, 2]) is None and len(made) == 1 + lookup.MOST_STUCK
+
+
+def test_a_mooncake_client_that_is_refused_leaves_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the master's address is one of IPv6."""
+    client = SimpleNamespace(setup=lambda *_: -1)
+    module = SimpleNamespace(MooncakeDistributedStore=lambda: client)
+    monkeypatch.setitem(sys.modules, "mooncake.store", module)
+    host, family = ("::1", socket.AF_INET6) if has_ipv6() else ("127.0.0.1", socket.AF_INET)
+    with socket.create_server((host, 0), family=family) as master:
+        port = master.getsockname()[1]
+        config = MooncakeStoreConfig(f"[{host}]:{port}", local_hostname="here")
+        with pytest.raises(StoreError, match="code -1"):
+            MooncakeStore(config)
+    threads = threading.enumerate
+    wait_until(lambda: not any(t.name.startswith("kvferry-Mooncake") for t in threads()))
 
 
 def test_only_states_at_the_ends_of_blocks_are_saved() -> None:

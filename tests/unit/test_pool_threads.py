@@ -88,7 +88,7 @@ def test_a_load_without_a_thread_has_failed(loader: Loader, store: Any, monkeypa
         loader.start(order("r"), SCOPE)
         (end,) = loader.take_done()
         assert not end.ok and not end.hung and end.bad_from == 0
-        assert loader.running == 0 and loader.take_done() == [] and store.seen == []
+        assert not loader._running and loader.take_done() == [] and store.seen == []
     loader.start(order("again"), SCOPE)
     assert [(e.request_id, e.ok) for e in ended(loader, 1)] == [("again", True)]
 

@@ -55,7 +55,7 @@ def _opened(directory: Path | None, disk: Path | None) -> Iterator[EmbeddedStore
 def stats(directory: Directory = None, disk: Disk = None, as_json: Json = False) -> None:
     """Show what the store holds, and its counters."""
     with _opened(directory, disk) as store:
-        values = {**asdict(store.stats()), **store.counters(), "policy": store.learned()}
+        values = {**store.counters(), "policy": store.learned()}
     if as_json:
         print_json(values)
         return

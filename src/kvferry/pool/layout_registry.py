@@ -28,7 +28,7 @@ from hashlib import blake2b
 import msgspec
 import numpy as np
 
-from kvferry.errors import BindError, IncompatibleError, KvferryError, ProtocolError
+from kvferry.errors import BindError, IncompatibleError, ProtocolError
 from kvferry.handover.describe import engine_info, rank_info, read_layout, read_model, read_shape
 from kvferry.layout.model import CacheModel, require_same_cache
 from kvferry.layout.placement import Ints, RankLayout
@@ -38,7 +38,7 @@ from kvferry.plan import EdgePlan, plan_pair
 from kvferry.plan.bind import Binder
 from kvferry.plan.pieces import Piece
 from kvferry.pool.hits import Segment
-from kvferry.pool.keys import Fragment, KeyMetadata
+from kvferry.pool.keys import INDEX_SLOTS, Fragment, KeyMetadata
 from kvferry.pool.objects import (
     TableKind,
     block_span,
@@ -341,7 +341,6 @@ class LayoutRegistry:
         self._counters = counters
         self._known: dict[str, PoolLayout] = {ours.id: ours}
         self._refused: set[str] = set()
-        self._slots: dict[str, str] = {}  # layout id by index key
         self._next = 0.0
 
     @property
@@ -356,17 +355,17 @@ class LayoutRegistry:
         index = self.metadata.index_keys()
         record = self.metadata.record_key(self.ours.id)
         found = store.exists([*index, record], deadline)
-        self._slots.clear()  # another layout may have an evicted slot by now
+        slots: dict[str, str] = {}  # layout id by index key
         for key, here in zip(index, found.tolist(), strict=False):
             name = store.get_bytes(key, deadline) if here else None
             if name is not None:
-                self._slots[key] = name.decode(errors="replace")
-        for layout_id in set(self._slots.values()) - set(self._known) - self._refused:
+                slots[key] = name.decode(errors="replace")
+        for layout_id in set(slots.values()) - set(self._known) - self._refused:
             self._learn(store, layout_id, deadline)
         if not found[-1]:
             self._count(store.put_bytes(record, self.ours.encoded, deadline))
-        if self.ours.id not in self._slots.values():
-            self._take_slot(store, index, deadline)
+        if self.ours.id not in slots.values():
+            self._take_slot(store, [key for key in index if key not in slots], deadline)
         self._next = now + REFRESH_SECONDS
 
     def _learn(self, store: Store, layout_id: str, deadline: float) -> None:
@@ -380,22 +379,16 @@ class LayoutRegistry:
             for rank in self.ours.ranks.values():  # the scheduler promises only what all can read
                 plan_read(layout, self.ours.model, rank)
         except Exception as error:  # a record may hold anything
-            why = (
-                str(error)
-                if isinstance(error, KvferryError)
-                else f"{type(error).__name__}: {error}"
-            )
             self._refused.add(layout_id)
             self._counters.add("layouts_refused")
-            log.warning("layout %s of the pool is not read: %s", layout_id, why)
+            why = type(error).__name__, error
+            log.warning("layout %s of the pool is not read: %s: %s", layout_id, *why)
             return
         self._known[layout_id] = layout
         log.info("the pool has a layout %s: %s", layout_id, layout.shape.describe())
 
-    def _take_slot(self, store: Store, index: list[str], deadline: float) -> None:
-        for key in index:
-            if key in self._slots:
-                continue
+    def _take_slot(self, store: Store, free: list[str], deadline: float) -> None:
+        for key in free:
             outcome = store.put_bytes(key, self.ours.id.encode(), deadline)
             if outcome is Outcome.EXISTS:  # another engine was faster, perhaps with our layout
                 name = store.get_bytes(key, deadline)
@@ -404,13 +397,12 @@ class LayoutRegistry:
             elif outcome is not Outcome.DONE:
                 self._count(outcome)
                 return
-            self._slots[key] = self.ours.id
             self._counters.add("layouts_published")
             return
         log.error(
             "all %d layouts of the pool's namespace are taken: other engines cannot find what this "
             "engine saves; give it its own `cache_prefix`",
-            len(index),
+            INDEX_SLOTS,
         )
 
     def _count(self, outcome: Outcome) -> None:

@@ -25,10 +25,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -313,7 +314,7 @@ class LookupKeyClient:
     ) -> None:
         self._make, self._counters, self._seconds = make_server, counters, lookup_seconds
         self._server: LookupKeyServer | None = make_server()
-        self._stuck: list[LookupKeyServer] = []
+        self._closed: list[LookupKeyServer] = []  # whose threads still run
         self._asked: dict[str, LookupQuestion] = {}
 
     def lookup(
@@ -352,7 +353,6 @@ class LookupKeyClient:
 
     def _able_server(self, now: float) -> LookupKeyServer | None:
         """The server, or a new one if it is dead or stuck. None: too many are stuck."""
-        self._stuck = [s for s in self._stuck if s.alive]
         server, waiting = self._server, []
         if server is not None:
             stuck = server.stuck(now)
@@ -361,10 +361,7 @@ class LookupKeyClient:
             self._counters.add("lookup_servers_replaced")
             log.warning("a lookup server %s, and is replaced", "is stuck" if stuck else "died")
             waiting = server.drain()
-            if server.alive:
-                server.close()
-                self._stuck.append(server)
-        self._server = self._make() if len(self._stuck) < MOST_STUCK else None
+        self._replace()
         for asked in waiting:
             if self._server is not None:
                 self._server.ask(asked)
@@ -372,11 +369,17 @@ class LookupKeyClient:
                 asked.answer = LookupAnswer(failed=True)
         return self._server
 
-    def restart(self) -> None:
-        """Forget all answers, because the namespace has changed."""
+    def _replace(self) -> None:
+        """Close the server. Make another, unless too many that were closed still run."""
         if self._server is not None:
             self._server.close()
-        self._server = self._make()
+            self._closed.append(self._server)
+        self._closed = [server for server in self._closed if server.alive]
+        self._server = self._make() if len(self._closed) < MOST_STUCK else None
+
+    def restart(self) -> None:
+        """Forget all answers, because the namespace has changed."""
+        self._replace()
         self._asked.clear()
 
     def close(self) -> None:
@@ -410,12 +413,13 @@ class EvictionWatch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._blocks: OrderedDict[Hashable, tuple[str, ...]] = OrderedDict()
-        self._gone: deque[Hashable] = deque()
+        self._gone: dict[Hashable, None] = {}  # in the order in which they were missed
         self._next_at = 0.0
 
     def add(self, name: Hashable, keys: Sequence[str]) -> None:
         """Watch a block. It exists while all these objects exist."""
         with self._lock:
+            self._gone.pop(name, None)  # it is back before routers have heard that it was gone
             self._blocks[name] = tuple(keys)
             if len(self._blocks) > MOST_BLOCKS:
                 self._blocks.popitem(last=False)
@@ -447,7 +451,7 @@ class EvictionWatch:
             if now < self._next_at or not self._blocks:
                 return
             self._next_at = now + PERIOD_SECONDS
-            names = [name for name, _ in zip(self._blocks, range(BLOCKS_AT_A_TIME), strict=False)]
+            names = list(islice(self._blocks, BLOCKS_AT_A_TIME))
             keys = [self._blocks[name] for name in names]
             for name in names:
                 self._blocks.move_to_end(name)
@@ -458,4 +462,4 @@ class EvictionWatch:
             for name, known, is_there in zip(names, keys, whole, strict=True):
                 if not is_there and self._blocks.get(name) == known:
                     del self._blocks[name]
-                    self._gone.append(name)
+                    self._gone[name] = None

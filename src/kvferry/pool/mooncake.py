@@ -89,25 +89,29 @@ class MooncakeStore:
         c = self.config
         _require_listening(c.master_server_address)
         extra = {} if c.tenant_id == "default" else {"tenant_id": c.tenant_id}
-        code = self._call(
-            "setup",
-            lambda: client.setup(
-                c.hostname,
-                c.metadata_server,
-                c.global_segment_size,
-                c.local_buffer_size,
-                c.protocol,
-                c.device_name,
-                c.master_server_address,
-                **extra,
-            ),
-            time.monotonic() + SETUP_SECONDS,
-        )
-        if code != 0:
-            raise StoreError(
-                f"Mooncake's client could not be set up with the master at "
-                f"{c.master_server_address} (code {code}); is mooncake_master running there?"
+        try:
+            code = self._call(
+                "setup",
+                lambda: client.setup(
+                    c.hostname,
+                    c.metadata_server,
+                    c.global_segment_size,
+                    c.local_buffer_size,
+                    c.protocol,
+                    c.device_name,
+                    c.master_server_address,
+                    **extra,
+                ),
+                time.monotonic() + SETUP_SECONDS,
             )
+            if code != 0:
+                raise StoreError(
+                    f"Mooncake's client could not be set up with the master at "
+                    f"{c.master_server_address} (code {code}); is mooncake_master running there?"
+                )
+        except StoreError:
+            self.calls.close()  # lookup servers try again every few seconds
+            raise
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         for region in regions:
@@ -273,7 +277,7 @@ def _require_listening(address: str) -> None:
     if "/" in address or not port.isdigit():  # a directory of masters, which the client resolves
         return
     try:
-        socket.create_connection((host, int(port)), PROBE_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
     except OSError as error:
         raise StoreError(
             f"no Mooncake master answers at {address} ({error}); is mooncake_master running there?"

@@ -166,11 +166,8 @@ class PoolRank:
         self._loader.start(order, self._scope, fence)
 
     def wait_done(self, seconds: float) -> None:
-        """Wait a short time for a load to end, or leave the processor to saves and lookups."""
-        if self._loader.running:
-            self._loader.wait_done(seconds)
-        else:
-            time.sleep(seconds)
+        """Leave the processor to loads, saves and lookups until a load has ended, or so long."""
+        self._loader.wait_done(seconds)
 
     def take(self) -> Ended:
         return Ended(
@@ -347,11 +344,6 @@ class Loader:
         self._crew = Threads("kvferry-load", THREADS, most_stuck=MOST_LOST_THREADS)
         self._threads = Threads("kvferry-load-one", MOST_LOADS)
 
-    @property
-    def running(self) -> int:
-        with self._changed:
-            return len(self._running)
-
     def start(self, order: LoadOrder, scope: RankScope, fence: Fence | None = None) -> None:
         """Begin a load once `fence` has returned. This never raises and never waits."""
         running = _Running(order, time.monotonic() + order.seconds)
@@ -367,8 +359,7 @@ class Loader:
     def wait_done(self, seconds: float) -> None:
         """Wait until a load has ended, at most `seconds`."""
         with self._changed:
-            if self._running and not self._done:
-                self._changed.wait(seconds)
+            self._changed.wait_for(lambda: self._done, seconds)
 
     def take_done(self) -> list[PoolLoaded]:
         now = time.monotonic()

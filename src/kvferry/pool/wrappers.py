@@ -19,11 +19,11 @@ it.
 
 A put gathers whole objects into a buffer, and stores them with their headers. A get reads the
 headers, then whole objects into a buffer, and brings the wanted parts of the right ones to their
-place. The others are CORRUPT, and nothing of them is moved. The key seeds both checksums, so one
-key's bytes under another key are wrong, too. This has a price: ranges cannot be proven alone, so
-whole objects are read where a reader of another shape wants a part; and objects that a store moves
-without a copy (Mooncake) are copied and hashed by the host. Objects with headers and objects
-without are never in one namespace.
+place. The others are CORRUPT: nothing of them is moved, and they are removed, because no engine
+saves an object that exists. The key seeds both checksums, so one key's bytes under another key are
+wrong, too. This has a price: ranges cannot be proven alone, so whole objects are read where a
+reader of another shape wants a part; and objects that a store moves without a copy (Mooncake) are
+copied and hashed by the host. Objects with headers and objects without are never in one namespace.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import xxhash
 
 from kvferry.carriers.base import Bytes, Memory, MemoryRegion, RegionTable
 from kvferry.carriers.host import joined
-from kvferry.errors import TransferError
+from kvferry.errors import StoreError, TransferError
 from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, Store, inside, move
 
 log = logging.getLogger("kvferry")
@@ -288,7 +288,14 @@ class CheckedStore(StagedStore):
             some, seals = [wanted[i] for i in part], [sums[i] for i in part]
             return self._get_whole([keys[i] for i in part], some, lengths[part], seals, deadline)
 
-        return self._in_parts(lengths, outcomes, get_whole)
+        outcomes = self._in_parts(lengths, outcomes, get_whole)
+        corrupt = [k for k, o in zip(keys, outcomes, strict=True) if o is Outcome.CORRUPT]
+        if corrupt:
+            try:
+                self._store.remove(corrupt, deadline)
+            except StoreError as error:  # the next reader tries again
+                log.warning("damaged objects stay in the store: %s", error)
+        return outcomes
 
     def _headers(
         self, keys: Sequence[str], deadline: float

@@ -132,18 +132,8 @@ def _call(
     return counted
 
 
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    objects: int
-    bytes: int
-    capacity_bytes: int
-    evicted: int = 0
-
-
 class EmbeddedStore:
     """A `Store` in a directory; see the module."""
-
-    name = "embedded"
 
     def __init__(
         self,
@@ -305,17 +295,6 @@ class EmbeddedStore:
         rows = np.unique(self._index.find(*hash_keys(keys)))
         return self._tiers.give_up(rows[rows >= 0], deadline)
 
-    @_call
-    def stats(self) -> StoreStats:
-        index = self._index
-        rows = index.in_state(*ix.READABLE)
-        return StoreStats(
-            objects=len(rows),
-            bytes=int(index.length[rows].sum()),
-            capacity_bytes=index.geometry.memory_bytes + index.geometry.disk_bytes,
-            evicted=index.counters()["dropped"],
-        )
-
     def close(self) -> None:
         left = self._calls.close(CLOSE_SECONDS, self._end)
         if left:
@@ -333,9 +312,13 @@ class EmbeddedStore:
 
     @_call
     def counters(self) -> dict[str, int]:
-        """Counts of all processes since the store was created, and bytes by tier."""
+        """What is there now, and the counts of all processes since the store was created."""
         index = self._index
+        rows = index.in_state(*ix.READABLE)
         return {
+            "objects": len(rows),
+            "bytes": int(index.length[rows].sum()),
+            "capacity_bytes": index.geometry.memory_bytes + index.geometry.disk_bytes,
             **index.counters(),
             "memory_bytes": int(index.extent[index.in_state(*ix.WITH_EXTENT)].sum()),
             "disk_bytes": int(index.image_bytes[index.in_state(*ix.WITH_FILE)].sum()),

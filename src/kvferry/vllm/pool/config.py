@@ -171,15 +171,14 @@ class PoolConfig:
         return lambda: cast(Store, make(**self.options))
 
     def _open_embedded(self) -> Store:
-        from kvferry.pool.embedded.store import EmbeddedStore
+        from kvferry.pool.embedded.store import DEFAULT_MEMORY_BYTES, EmbeddedStore
 
-        sizes: dict[str, Any] = {}
-        if self.size is not None:
-            sizes["memory_bytes"] = self.size
-        if self.disk_path is not None:
-            sizes["disk_directory"] = Path(self.disk_path)
-            sizes["disk_bytes"] = self.disk_size
-        return EmbeddedStore(Path(self.path) if self.path else None, **sizes)
+        return EmbeddedStore(
+            Path(self.path) if self.path is not None else None,
+            DEFAULT_MEMORY_BYTES if self.size is None else self.size,
+            Path(self.disk_path) if self.disk_path is not None else None,
+            self.disk_size,
+        )
 
     def _open_mooncake(self, lookups_only: bool) -> Store:
         from kvferry.pool.mooncake import MooncakeStore, MooncakeStoreConfig

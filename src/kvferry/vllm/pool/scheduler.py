@@ -288,7 +288,15 @@ class PoolEvents:
 
     def take(self) -> list[Any]:
         if self._pool.watch.has_gone:
-            self._evicted()
+            from vllm.distributed.kv_events import BlockRemoved
+
+            by_table: dict[int, list[Any]] = {}
+            for block_hash, table in self._pool.watch.take_gone():
+                by_table.setdefault(table, []).append(block_hash)
+            self._events += [
+                BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=table)
+                for table, hashes in by_table.items()
+            ]
         events, self._events = self._events, []
         return events
 
@@ -339,15 +347,6 @@ class PoolEvents:
             for block_hash in gone:
                 for table in range(self._pool.tables):
                     self._pool.watch.discard((block_hash, table))
-
-    def _evicted(self) -> None:
-        from vllm.distributed.kv_events import BlockRemoved
-
-        by_table: dict[int, list[Any]] = {}
-        for block_hash, table in self._pool.watch.take_gone():
-            by_table.setdefault(table, []).append(block_hash)
-        for table, hashes in by_table.items():
-            self._events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=table))
 
     def _hash(self, request: Any, block_tokens: int, number: int) -> Any:
         """vLLM's hash of the tokens up to the end of one of our blocks; None: vLLM has none."""
