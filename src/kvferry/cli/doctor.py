@@ -41,6 +41,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvferry import SUPPORTED_VLLM, __version__
+from kvferry.bench.trial import Tried, try_endpoints, try_here
 from kvferry.carriers.auto import (
     AUTO,
     CARRIERS,
@@ -54,7 +55,6 @@ from kvferry.carriers.auto import (
 from kvferry.carriers.cuda.driver import device_count, driver
 from kvferry.carriers.library.shared import LibraryEndpoint
 from kvferry.cli.console import print_json
-from kvferry.cli.trial import Tried, try_endpoints, try_here
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.net.messages import VERSION, Look, Refused, Seen
 from kvferry.net.names import LOCALHOST, is_loopback, source_address
