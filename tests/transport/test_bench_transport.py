@@ -29,6 +29,11 @@ from kvferry.cli.main import app
 from kvferry.errors import TransferError
 
 
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "LEAST_ROUNDS", 2)
+
+
 def test_a_short_run() -> None:
     result = run(sizes=(4096, 1 << 20), seconds=0.1, carriers=("local", "tcp"))
     assert min(result.memcpy_gb_s, result.scatter_memcpy_gb_s, result.socket_gb_s) > 0

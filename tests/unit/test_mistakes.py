@@ -67,6 +67,18 @@ def test_a_secret_that_is_no_text(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "text in UTF-8" in result.output
 
 
+@pytest.mark.parametrize("text", ["", "\n", "too short"])
+def test_a_secret_that_engines_refuse(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty file is none that was left out: the engine does not start with it."""
+    path = tmp_path / "secret"
+    path.write_text(text)
+    monkeypatch.setenv("KVFERRY_SECRET", "a secret that is long enough")
+    result = CliRunner().invoke(app, ["doctor", "--secret-file", str(path)])
+    assert result.exit_code == 2 and "at least 16 bytes" in result.output
+
+
 def test_links_that_can_be_read() -> None:
     assert parse_link("0.5Tbit") == parse_link(".5 Tbps") == parse_link("500.Gbit/s") == 62.5e9
 
