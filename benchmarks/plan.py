@@ -21,7 +21,7 @@ import typer
 
 from kvferry.bench import plan
 from kvferry.bench.plan import Case, CaseResult, Setup, prepare, timed
-from kvferry.cli.bench import show_plan_bench
+from kvferry.cli.bench import plan_page, show
 from kvferry.cli.console import Html, Json, libraries_to_stderr, say
 from kvferry.layout.model import CacheModel
 from kvferry.plan import Copies
@@ -46,7 +46,7 @@ def main(
             say("vLLM is not installed here: its columns stay empty (make bench-plan installs it)")
         beside = partial(measure, repeats=1 if quick else REPEATS)
         result = plan.run(say, quick=quick, measure=beside if vllm_installed() else plan.measure)
-    show_plan_bench(result, as_json, html)
+    show(result, plan_page(result), as_json, html)
 
 
 def measure(case: Case, model: CacheModel, repeats: int) -> CaseResult:

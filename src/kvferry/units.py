@@ -40,14 +40,6 @@ def parse_size(value: object) -> int:
     return int(float(amount) * _BYTES[unit.lower()])
 
 
-def parse_sizes(text: str) -> list[int]:
-    """Whole numbers of bytes, separated by commas."""
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise DescriptionError(f"cannot read the sizes {text!r}; write bytes as 4096,65536")
-    return [int(word) for word in words]
-
-
 def require_port(port: int) -> int:
     """Refuse a number that is no port to listen on. With 0 the system chooses a port."""
     if not 0 <= port <= MOST_PORT:

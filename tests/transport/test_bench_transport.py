@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+from collections.abc import Generator
+from threading import Thread
+from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from kvferry.bench import transport
 from kvferry.bench.transport import (
+    LOOPBACK,
     CarrierResult,
     PairedRow,
     SpeedTarget,
     TransportResult,
     judge,
+    plain_socket,
     run,
 )
 from kvferry.carriers.local import LocalCarrier
 from kvferry.cli.bench import transport_page
 from kvferry.cli.main import app
 from kvferry.errors import TransferError
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "LEAST_ROUNDS", 2)
 
 
 def test_a_short_run() -> None:
@@ -73,6 +86,23 @@ def test_what_is_named_must_be_installed(carriers: str, monkeypatch: pytest.Monk
     result = CliRunner().invoke(app, ["bench", "transport", "--carriers", carriers])
     assert result.exit_code == 2
     assert "needs NIXL" in result.output and "pip install" in result.output
+
+
+def hang_up(_question: dict[str, Any]) -> Generator[int]:
+    """The program of a child that ends each connection."""
+    listener = socket.create_server((LOOPBACK, 0))
+    Thread(target=lambda: listener.accept()[0].close(), daemon=True).start()
+    yield listener.getsockname()[1]
+
+
+def test_a_process_that_ends_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    monkeypatch.setattr(transport, "send", hang_up)
+    with (
+        plain_socket(np.zeros(8, dtype=np.uint8)) as receive,
+        pytest.raises(TransferError, match="the socket's other end"),
+    ):
+        receive()
 
 
 RESULTS = (CarrierResult("memcpy", "copy", 4096, 1.0, 1.0, None),)

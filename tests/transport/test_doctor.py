@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -14,10 +16,10 @@ import numpy as np
 import pytest
 
 from doctors import SECRET, examine, offering, refused, report
+from kvferry.bench.trial import TRIED_BYTES, Tried, child, own, try_endpoints
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.cli import doctor
 from kvferry.cli.doctor import Finding, Host, own_address
-from kvferry.cli.trial import TRIED_BYTES, Tried, child, own, try_endpoints
 from kvferry.errors import KvferryError
 from p2p_peers import LOOPBACK, Producer, Spec
 
@@ -116,6 +118,29 @@ def test_children_answer_once_and_in_time(monkeypatch: pytest.MonkeyPatch) -> No
         child(hang, {"hang": True}, 3),
     ):
         pass
+
+
+def chatter(question: dict[str, Any]) -> Generator[None]:
+    """The program of a child whose library goes on printing after the answer."""
+
+    def talk() -> None:
+        os.write(1, b"a library's own words\n" * 10_000)  # more than a pipe holds
+        Path(question["done"]).touch()
+
+    Thread(target=talk, daemon=True).start()
+    yield None
+
+
+def test_what_a_child_prints_does_not_stop_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    done = tmp_path / "done"
+    with child(chatter, {"done": str(done)}, 60):
+        until = time.monotonic() + 30
+        while not done.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert done.exists()
 
 
 def test_bytes_that_differ_are_found() -> None:

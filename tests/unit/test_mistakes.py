@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from kvferry.bench.trial import Tried
 from kvferry.carriers.tcp.carrier import TcpCarrier
 from kvferry.cli import doctor
 from kvferry.cli.doctor import Finding, Settings
 from kvferry.cli.main import app
-from kvferry.cli.trial import Tried
 from kvferry.errors import DescriptionError
 from kvferry.layout.hf import model_from_config
 from kvferry.layout.presets import load_model
@@ -44,15 +44,11 @@ MISTAKES = [
     ([*PLAN, "tp=1", "--tokens", "100000000000"], "Invalid value for '--tokens'"),
     ([*PLAN, "tp=1", "--skip", "-1"], "Invalid value for '--skip'"),
     ([*PLAN, "tp=1", "--html", "/proc/none/plan.html"], "cannot write the picture to /proc/none"),
-    (["bench", "transport", "--sizes", "a,b"], "cannot read the sizes 'a,b'"),
-    (["bench", "transport", "--sizes", "0"], "cannot read the sizes '0'"),
-    (["bench", "transport", "--sizes", "4096,"], "cannot read the sizes '4096,'"),
+    (["bench", "transport", "--sizes", "a,b"], "a size of 'a'; write"),
+    (["bench", "transport", "--sizes", "0"], "a descriptor of 0 bytes; this measures 1 to"),
+    (["bench", "transport", "--sizes", "4096,"], "a size of ''; write"),
     (["bench", "transport", "--carriers", "nope"], "'nope' is not measured here; choose among loc"),
-    (["bench", "transport", "--carriers", "tcp,"], "cannot read the carriers 'tcp,'"),
     (["bench", "transport", "--seconds", "-1"], "Invalid value for '--seconds'"),
-    (["bench", "pool", "--trace", "x", "--json"], "is now `python -m benchmarks.pool`, in a check"),
-    (["bench", "handover", "--help"], "is now `python -m benchmarks.handover`, in a checkout"),
-    (["bench", "stall"], "`kvferry bench stall` is now `python -m benchmarks.stall`"),
 ]
 
 
@@ -69,6 +65,18 @@ def test_a_secret_that_is_no_text(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     result = CliRunner().invoke(app, ["doctor", "--secret-file", str(path)])
     assert result.exit_code == 2 and "text in UTF-8" in result.output
+
+
+@pytest.mark.parametrize("text", ["", "\n", "too short"])
+def test_a_secret_that_engines_refuse(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty file is none that was left out: the engine does not start with it."""
+    path = tmp_path / "secret"
+    path.write_text(text)
+    monkeypatch.setenv("KVFERRY_SECRET", "a secret that is long enough")
+    result = CliRunner().invoke(app, ["doctor", "--secret-file", str(path)])
+    assert result.exit_code == 2 and "at least 16 bytes" in result.output
 
 
 def test_links_that_can_be_read() -> None:

@@ -1,8 +1,8 @@
 """`kvferry bench transport`: speed of the carriers, beside their libraries, memcpy and a socket.
 
-There are two processes: the owner holds the memory, and this process reads and writes it. A batch
-consists of scattered descriptors of one size, from random slots of one buffer to random slots of
-the other. In the same run and on the same memory:
+This process reads and writes memory of child processes, one for each mover: a carrier, or a library
+called directly (`raw-`). A batch consists of scattered descriptors of one size, from random slots
+of one buffer to random slots of the other. In the same run and on the same memory of this process:
 
     memcpy_gb_s          one long memcpy, one thread
     scatter_memcpy_gb_s  memcpy over the same scatter inside one process, at `SCATTER_BYTES` (or the
@@ -22,26 +22,25 @@ carrier that cannot be measured is an error.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
-import multiprocessing
 import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from threading import Thread
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.bench.trial import child
 from kvferry.carriers.auto import make_carrier
-from kvferry.carriers.base import MemoryRegion
+from kvferry.carriers.base import Bytes, Carrier, MemoryRegion
 from kvferry.carriers.library import mooncake, nixl, shared
 from kvferry.carriers.library.shared import batches
 from kvferry.copies import Copies, Ints
@@ -49,10 +48,12 @@ from kvferry.errors import TransferError
 from kvferry.units import show_bytes
 
 KIB = 1 << 10
+# In the order of their turns: a carrier next to its library.
+MOVERS = ("local", "tcp", "mooncake", "raw-mooncake", "nixl", "raw-nixl")
 SIZES = tuple(256 << (2 * step) for step in range(9))  # of descriptors: 256 B to 16 MiB
 OPS = ("read", "write")
 SCATTER_BYTES = 64 << 10
-LEAST_ROUNDS = 4
+LEAST_ROUNDS = 8  # on a busy machine, the best of four varies by a quarter
 TAKE_BELOW_BYTES = 16 << 10  # below, a memmove per descriptor would measure Python
 BUFFER_BYTES = 256 << 20  # per side, more than the processor's caches
 MAX_DESCRIPTORS = 1 << 17
@@ -79,7 +80,6 @@ GB = 1e9
 LOOPBACK = "127.0.0.1"
 WAIT_SECONDS = 60.0
 QUIET = {"MC_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
-Bytes = NDArray[np.uint8]
 Task = Callable[[], object]
 Timed = Callable[[], float]  # runs once, and returns the seconds
 Tasks = dict[tuple[str, str], tuple[Task, int]]  # by mover and direction; the bytes that it moves
@@ -148,11 +148,10 @@ def run(
             )
     with quiet_libraries():
         names, missing = _choose(carriers)
-        with owner_process() as owner:
-            bench = _Bench(owner, sizes, seconds)
-            missing |= bench.measure(names, named=bool(carriers))
-            names = [name for name in names if name not in missing]
-            pairs = [row for name in names if name in PAIR_BYTES for row in bench.pairs(name)]
+        bench = _Bench(sizes, seconds)
+        missing |= bench.measure(names, named=bool(carriers))
+        names = [name for name in names if name not in missing]
+        pairs = [row for name in names if name in PAIR_BYTES for row in bench.pairs(name)]
     nearest = min(sizes, key=lambda size: abs(size - SCATTER_BYTES))
     results = tuple(bench.results(names))
     return TransportResult(
@@ -201,26 +200,34 @@ def quiet_libraries() -> Iterator[None]:
 class _Bench:
     """The best rates so far, in bytes a second, and the memory of this process."""
 
-    def __init__(self, owner: MemoryOwner, sizes: Sequence[int], seconds: float) -> None:
-        self.owner, self.sizes, self.seconds = owner, sizes, seconds
+    def __init__(self, sizes: Sequence[int], seconds: float) -> None:
+        self.sizes, self.seconds = sizes, seconds
         self.source, self.landing = buffer(1), buffer(2)
         self.best: dict[tuple[str, str, int], float] = defaultdict(float)
 
     def measure(self, names: Sequence[str], *, named: bool) -> dict[str, str]:
-        """Measure all sizes. Returns the movers that were left out, because they go to the owner by
-        another one, with the reason. None may be left out if the user named the movers."""
+        """Measure all sizes. Returns the movers that were left out, because they go to their peer
+        by another one, with the reason. None may be left out if the user named the movers."""
         left_out = {}
         with ExitStack() as stack:
+            receive = stack.enter_context(plain_socket(self.landing))
             movers = {n: stack.enter_context(self._open(n)) for n in names if n not in ALONE}
             for name, mover in list(movers.items()):
-                if mover.detour:
-                    why = f"it goes by tcp here, which is measured as tcp: {mover.detour}"
+                if detour := mover.carrier.detour_to(mover.peer):
+                    why = f"it goes by tcp here, which is measured as tcp: {detour}"
                     if named:
                         raise TransferError(f"{name} cannot be measured: {why}")
                     left_out[name] = why
                     del movers[name]
             for size in self.sizes:
-                tasks = self._limits(size) | self._tasks(movers, size)
+                copies = self._copies("copy", size, MAX_DESCRIPTORS, self.source.ctypes.data)
+                long_copy = partial(np.copyto, self.landing, self.source)
+                tasks: Tasks = {
+                    ("memcpy", "copy"): (self._memcpy(copies, size), len(copies) * size),
+                    **self._tasks(movers, size),
+                    ("long memcpy", "copy"): (long_copy, BUFFER_BYTES),
+                    ("socket", "copy"): (receive, BUFFER_BYTES),
+                }
                 rounds = self._rounds(size, tasks, LEAST_ROUNDS, self.seconds)
                 for name in set(ALONE) & set(names):
                     with self._open(name) as mover:
@@ -229,22 +236,14 @@ class _Bench:
 
     @contextmanager
     def _open(self, name: str) -> Iterator[Mover]:
-        """A mover, opened on both sides."""
-        with closing(MOVERS[name](self.landing)) as mover:
-            mover.connect(self.owner.ask("open", name))
-            try:
-                yield mover
-            finally:
-                self.owner.ask("close", name)
-
-    def _limits(self, size: int) -> Tasks:
-        """The limits of this machine."""
-        copies = self._copies("copy", size, MAX_DESCRIPTORS)
-        return {
-            ("memcpy", "copy"): (self._memcpy(copies, size), len(copies) * size),
-            ("long memcpy", "copy"): (partial(np.copyto, self.landing, self.source), BUFFER_BYTES),
-            ("socket", "copy"): (partial(self.owner.stream_into, self.landing), BUFFER_BYTES),
-        }
+        """A mover, and a process that owns the memory at its other end."""
+        with (
+            child(own, {"name": name}, WAIT_SECONDS) as offer,
+            closing(open_carrier(name, self.landing)) as carrier,
+        ):
+            endpoint = bytes.fromhex(offer["endpoint"])
+            peer = carrier.connect(endpoint, time.monotonic() + WAIT_SECONDS)
+            yield Mover(name, carrier, peer, offer["address"])
 
     def _memcpy(self, copies: Copies, size: int) -> Task:
         if size < TAKE_BELOW_BYTES:
@@ -265,18 +264,16 @@ class _Bench:
     def _tasks(self, movers: Mapping[str, Mover], size: int) -> Tasks:
         tasks = {}
         for op, (name, mover) in itertools.product(OPS, movers.items()):
-            copies = self._copies(op, size, MOST_DESCRIPTORS.get(name, MAX_DESCRIPTORS))
+            most = MOST_DESCRIPTORS.get(name, MAX_DESCRIPTORS)
+            copies = self._copies(op, size, most, mover.address)
             tasks[name, op] = mover.prepare(op, copies), len(copies) * size
         return tasks
 
-    def _copies(self, op: str, size: int, most: int) -> Copies:
-        """At most so many copies, from random slots of one side to random slots of the other."""
-        here, there = self.landing.ctypes.data, self.owner.address
-        src, dst = {
-            "copy": (self.source.ctypes.data, here),
-            "read": (there, here),
-            "write": (here, there),
-        }[op]
+    def _copies(self, op: str, size: int, most: int, other: int) -> Copies:
+        """At most so many copies, between random slots here and at the address of the other
+        buffer."""
+        here = self.landing.ctypes.data
+        src, dst = (here, other) if op == "write" else (other, here)
         slots = BUFFER_BYTES // size
         rng = np.random.default_rng(size)
         from_slots, to_slots = (rng.permutation(slots)[:most].astype(np.int64) for _ in range(2))
@@ -317,10 +314,9 @@ class _Bench:
         quartiles as the spread.
         """
         with self._open(name) as mover:
-            assert isinstance(mover, OurCarrier)
             for size, op in itertools.product(self.sizes, OPS):
                 most = max(1, min(PAIR_DESCRIPTORS[name], PAIR_BYTES[name] // size))
-                copies = self._copies(op, size, most)
+                copies = self._copies(op, size, most, mover.address)
                 ours, theirs = mover.prepare(op, copies), mover.library(op, copies)
                 ours()  # pages, connections, threads
                 theirs()
@@ -402,199 +398,98 @@ def _target(
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryOwner:
-    """The other process, which owns the memory that is read and written."""
+class Mover:
+    """A carrier, or its library called directly with the carrier's batches.
 
-    address: int  # of its memory
-    pipe: Connection
-    stream: socket.socket
+    Batches are prepared, so that the clock covers only moving. It includes making a library's lists
+    or descriptors, because every new request needs them.
+    """
 
-    def ask(self, *words: str) -> Any:
-        """Its answer to `open NAME` (the mover's endpoint) or `close NAME`."""
-        self.pipe.send(words)
-        return _heard(self.pipe)
+    name: str
+    carrier: Any
+    peer: Any
+    address: int  # of the peer's memory
 
-    def stream_into(self, landing: Bytes) -> None:
-        """Receive its whole buffer over one plain connection."""
-        view = memoryview(landing.data)
-        self.pipe.send(("stream",))
-        while view:
-            got = self.stream.recv_into(view)
-            if got == 0:
-                raise TransferError("the process that owns the memory ended")
-            view = view[got:]
+    def prepare(self, op: str, copies: Copies) -> Task:
+        if self.name.startswith("raw-"):
+            return self.library(op, copies)
+        start = self.carrier.read if op == "read" else self.carrier.write
+        return lambda: start(self.peer, copies).wait(time.monotonic() + WAIT_SECONDS)
+
+    def library(self, op: str, copies: Copies) -> Task:
+        """The same copies by the library alone, on the carrier's engine."""
+        if self.carrier.name == "mooncake":
+            return mooncake_calls(self.carrier._engine, self.peer.handle.name, op, copies)
+        return nixl_calls(self.carrier._agent, self.peer.handle.name, op, copies)
 
 
-def _heard(pipe: Connection) -> Any:
-    """One answer of the owner."""
-    try:
-        if not pipe.poll(WAIT_SECONDS):
-            raise TransferError(f"the process that owns the memory is silent for {WAIT_SECONDS} s")
-        answer = pipe.recv()
-    except (EOFError, ConnectionError):
-        raise TransferError("the process that owns the memory ended") from None
-    if isinstance(answer, TransferError):
-        raise answer
-    return answer
+class PlainNixl(nixl.NixlCarrier):
+    """With the agent of NIXL's own examples, whose progress thread spins."""
+
+    def _start(self) -> None:
+        config = self._api.nixl_agent_config(backends=["UCX"])
+        with nixl.ucx_settings(loopback=True):
+            self._agent = self._api.nixl_agent(f"raw-{os.getpid()}", config)
+
+
+def open_carrier(mover: str, memory: Bytes) -> Carrier:
+    """A mover's carrier, on memory of this process."""
+    name = mover.removeprefix("raw-")
+    if mover == "raw-nixl":
+        carrier: Carrier = PlainNixl(host=LOOPBACK)
+    else:
+        options = {"writable": True} if name in ("local", "tcp") else {}
+        carrier = make_carrier(name, host=LOOPBACK, **options)
+    carrier.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
+    return carrier
+
+
+def own(question: dict[str, Any]) -> Generator[Any]:
+    """The program of a child that owns a mover's memory."""
+    memory = buffer(3)
+    carrier = open_carrier(question["name"], memory)
+    yield {"address": memory.ctypes.data, "endpoint": carrier.endpoint().hex()}
 
 
 @contextmanager
-def owner_process() -> Iterator[MemoryOwner]:
-    context = multiprocessing.get_context("spawn")
-    pipe, its_pipe = context.Pipe()
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        its_stream = socket.create_connection(listener.getsockname())
-        stream, _ = listener.accept()
-    stream.settimeout(WAIT_SECONDS)
-    with pipe, stream:
-        process = context.Process(target=own, args=(its_pipe, its_stream), daemon=True)
-        process.start()
-        its_pipe.close()
-        its_stream.close()
+def plain_socket(landing: Bytes) -> Iterator[Task]:
+    """A task that receives the whole buffer of a child over one plain connection."""
+
+    def receive() -> None:
+        view = memoryview(landing.data)
         try:
-            yield MemoryOwner(_heard(pipe), pipe, stream)
-        finally:
-            process.kill()
-            process.join()
+            stream.sendall(b"?")
+            while view:
+                got = stream.recv_into(view)
+                if got == 0:
+                    raise ConnectionError("it ended")
+                view = view[got:]
+        except OSError as error:
+            raise TransferError(f"the process at the socket's other end: {error}") from None
+
+    with (
+        child(send, {}, WAIT_SECONDS) as port,
+        socket.create_connection((LOOPBACK, port), WAIT_SECONDS) as stream,
+    ):
+        yield receive
 
 
-def own(pipe: Connection, stream: socket.socket) -> None:
-    """The owner's program. It ends when the pipe closes."""
-    memory = buffer(3)
-    movers: dict[str, Mover] = {}
-    pipe.send(memory.ctypes.data)
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            match pipe.recv():
-                case ["stream"]:
-                    stream.sendall(memory.data)
-                case ["open", name]:
-                    try:
-                        movers[name] = MOVERS[name](memory)
-                        pipe.send(movers[name].endpoint())
-                    except Exception as error:
-                        pipe.send(TransferError(f"{name}: {error}"))
-                case ["close", name]:
-                    movers.pop(name).close()
-                    pipe.send("closed")
-    os._exit(0)  # without waiting for the libraries' threads
+def send(_question: dict[str, Any]) -> Generator[int]:
+    """The program of a child that sends its whole buffer for each byte that it receives."""
+    memory, listener = buffer(3), socket.create_server((LOOPBACK, 0))
+
+    def serve() -> None:
+        stream, _ = listener.accept()
+        while stream.recv(1):
+            stream.sendall(memory.data)
+
+    Thread(target=serve, daemon=True).start()
+    yield listener.getsockname()[1]
 
 
 def buffer(seed: int) -> Bytes:
     """Memory whose pages are touched already."""
     return np.full(BUFFER_BYTES, seed, dtype=np.uint8)
-
-
-class Mover(Protocol):
-    """Moves bytes between two processes; each makes one on its own memory.
-
-    The owner's mover gives its endpoint. The other mover connects and prepares batches, so that the
-    clock covers only moving. `raw-mooncake` and `raw-nixl` are the libraries as their own examples
-    use them, with the batches of our carriers. The clock includes making a library's lists or
-    descriptors, because every new request needs them.
-    """
-
-    @property
-    def detour(self) -> str:
-        """Why it goes to its peer by another carrier; empty where it does not."""
-        return ""
-
-    def endpoint(self) -> bytes: ...
-    def connect(self, endpoint: bytes) -> None: ...
-    def prepare(self, op: str, copies: Copies) -> Task: ...
-    def close(self) -> None: ...
-
-
-class OurCarrier(Mover):
-    """A carrier of kvferry."""
-
-    def __init__(self, name: str, memory: Bytes) -> None:
-        options = {"writable": True} if name in ("local", "tcp") else {}
-        self._carrier: Any = make_carrier(name, host=LOOPBACK, **options)
-        self._carrier.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
-        self._peer: Any = None
-
-    @property
-    def detour(self) -> str:
-        return self._carrier.detour_to(self._peer) if self._peer is not None else ""
-
-    def endpoint(self) -> bytes:
-        endpoint: bytes = self._carrier.endpoint()
-        return endpoint
-
-    def connect(self, endpoint: bytes) -> None:
-        self._peer = self._carrier.connect(endpoint, time.monotonic() + WAIT_SECONDS)
-
-    def prepare(self, op: str, copies: Copies) -> Task:
-        start = self._carrier.read if op == "read" else self._carrier.write
-        return lambda: start(self._peer, copies).wait(time.monotonic() + WAIT_SECONDS)
-
-    def library(self, op: str, copies: Copies) -> Task:
-        """The same copies by the library alone, called directly on the carrier's engine."""
-        carrier, peer = self._carrier, self._peer.handle.name
-        if carrier.name == "mooncake":
-            return mooncake_calls(carrier._engine, peer, op, copies)
-        return nixl_calls(carrier._agent, peer, op, copies)
-
-    def close(self) -> None:
-        self._carrier.close()
-
-
-class RawMooncake(Mover):
-    """Mooncake's engine, with one blocking call after another."""
-
-    def __init__(self, memory: Bytes) -> None:
-        self._engine = mooncake.engine_class()()
-        if self._engine.initialize(LOOPBACK, "P2PHANDSHAKE", "tcp", "") != 0:
-            raise TransferError("Mooncake's engine does not start")
-        self._memory = memory.ctypes.data
-        if self._engine.register_memory(self._memory, memory.nbytes) != 0:
-            raise TransferError("Mooncake's engine does not register the memory")
-        self._target = ""
-
-    def endpoint(self) -> bytes:
-        return f"{LOOPBACK}:{self._engine.get_rpc_port()}".encode()
-
-    def connect(self, endpoint: bytes) -> None:
-        self._target = endpoint.decode()
-
-    def prepare(self, op: str, copies: Copies) -> Task:
-        return mooncake_calls(self._engine, self._target, op, copies)
-
-    def close(self) -> None:
-        self._engine.unregister_memory(self._memory)
-        self._engine = None
-
-
-class RawNixl(Mover):
-    """A NIXL agent with UCX, with a request for each batch, polled until it is done."""
-
-    def __init__(self, memory: Bytes) -> None:
-        api = nixl.api()
-        config = api.nixl_agent_config(backends=["UCX"])
-        with nixl.ucx_settings(loopback=True):
-            self._agent = api.nixl_agent(f"raw-{os.getpid()}", config)
-        self._registered = self._agent.register_memory(
-            [(memory.ctypes.data, memory.nbytes, 0, "")], mem_type=nixl.MEMORY
-        )
-        self._peer: Any = None
-
-    def endpoint(self) -> bytes:
-        metadata: bytes = self._agent.get_agent_metadata()
-        return metadata
-
-    def connect(self, endpoint: bytes) -> None:
-        self._peer = self._agent.add_remote_agent(endpoint)
-
-    def prepare(self, op: str, copies: Copies) -> Task:
-        return nixl_calls(self._agent, self._peer, op, copies)
-
-    def close(self) -> None:
-        if self._peer is not None:
-            with contextlib.suppress(Exception):
-                self._agent.remove_remote_agent(self._peer)
-        self._agent.deregister_memory(self._registered)
-        self._agent = None
 
 
 def mooncake_calls(engine: Any, target: str, op: str, copies: Copies) -> Task:
@@ -633,14 +528,3 @@ def nixl_calls(agent: Any, peer: Any, op: str, copies: Copies) -> Task:
 def _sides(op: str, part: Copies) -> tuple[Ints, Ints]:
     """Local and remote addresses."""
     return (part.dst, part.src) if op == "read" else (part.src, part.dst)
-
-
-# In the order of their turns: a carrier next to its library.
-MOVERS: dict[str, Callable[[Bytes], Mover]] = {
-    "local": partial(OurCarrier, "local"),
-    "tcp": partial(OurCarrier, "tcp"),
-    "mooncake": partial(OurCarrier, "mooncake"),
-    "raw-mooncake": RawMooncake,
-    "nixl": partial(OurCarrier, "nixl"),
-    "raw-nixl": RawNixl,
-}

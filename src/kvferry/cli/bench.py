@@ -18,8 +18,7 @@ from kvferry.cli.console import (
     say,
 )
 from kvferry.cli.page import Curve, Page, TableSheet, log_plot
-from kvferry.errors import DescriptionError
-from kvferry.units import parse_sizes, show_bytes
+from kvferry.units import parse_size, show_bytes
 
 if TYPE_CHECKING:
     from kvferry.bench.plan import BenchResult
@@ -34,9 +33,10 @@ COLOURS = {
     "raw-nixl": "#8a63d2",
 }
 GREY = "#808080"
-MOVED = ("gpu", "handover", "pool", "stall")  # benchmarks outside the package
 bench = typer.Typer(
-    help="Measure planning, and carriers beside their libraries.", no_args_is_help=True
+    help="Measure planning, and carriers beside their libraries. A checkout of the repository has "
+    "more: `python -m benchmarks.pool`, handover, stall and gpu.",
+    no_args_is_help=True,
 )
 
 
@@ -49,12 +49,13 @@ def bench_plan(
     """Measure planning speed."""
     from kvferry.bench.plan import run
 
-    show_plan_bench(run(say, quick=quick), as_json, html)
+    result = run(say, quick=quick)
+    show(result, plan_page(result), as_json, html)
 
 
 @bench.command("transport")
 def bench_transport(
-    sizes: Annotated[str, typer.Option(help="Descriptor sizes in bytes, with commas.")] = "",
+    sizes: Annotated[str, typer.Option(help="Descriptor sizes, as 4096,64KB.")] = "",
     seconds: Annotated[float, typer.Option(help="Seconds for each size.", min=0)] = 1.0,
     carriers: Annotated[
         str, typer.Option(help="Carriers to measure, with commas (default: all).")
@@ -66,39 +67,17 @@ def bench_transport(
     from kvferry.bench.transport import SIZES, run
 
     with refusals():
-        chosen = parse_sizes(sizes) if sizes else SIZES
-        names = [name.strip() for name in carriers.split(",")] if carriers else []
-        if not all(names):
-            raise DescriptionError(f"cannot read the carriers {carriers!r}; write local,tcp")
+        chosen = [parse_size(size) for size in sizes.split(",")] if sizes else SIZES
         with libraries_to_stderr():
-            result = run(chosen, seconds, names)
-    _show(asdict(result), transport_page(result), as_json, html)
+            result = run(chosen, seconds, carriers.replace(",", " ").split())
+    show(result, transport_page(result), as_json, html)
 
 
-def _moved(name: str) -> None:
-    """A hidden command that names its replacement, whatever its arguments are."""
-    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
-
-    @bench.command(name, hidden=True, add_help_option=False, context_settings=anything)
-    def answer() -> None:
-        with refusals():
-            raise DescriptionError(
-                f"`kvferry bench {name}` is now `python -m benchmarks.{name}`, "
-                "in a checkout of the repository"
-            )
-
-
-for _name in MOVED:
-    _moved(_name)
-
-
-def show_plan_bench(result: BenchResult, as_json: bool, html: Path | None) -> None:
-    _show(asdict(result), plan_page(result), as_json, html)
-
-
-def _show(values: dict[str, object], page: Page, as_json: bool, html: Path | None) -> None:
+def show(
+    result: BenchResult | TransportResult, page: Page, as_json: bool, html: Path | None
+) -> None:
     if as_json:
-        print_json(values)
+        print_json(asdict(result))
     else:
         page.print()
     if html is not None:

@@ -60,7 +60,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) ->
     for index, title in enumerate(head):
         made.add_column(title, justify="left" if index < words else "right")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(escape, row))
     return made
 
 

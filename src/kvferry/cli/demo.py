@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,9 +40,8 @@ def demo(
 
     columns = TextColumn("{task.description:6}"), BarColumn(), DownloadColumn(binary_units=True)
     bars = Progress(*columns, TimeElapsedColumn(), console=err, disable=not err.is_terminal)
-    quiet = quiet_libraries() if transport else nullcontext()
     with refusals():
-        with quiet, bars:
+        with quiet_libraries(), bars:
             result = run_demo(
                 model,
                 src or DEMO_FROM,

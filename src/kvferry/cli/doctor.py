@@ -30,6 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_int
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from shutil import disk_usage
@@ -41,6 +42,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvferry import SUPPORTED_VLLM, __version__
+from kvferry.bench.trial import Tried, try_endpoints, try_here
 from kvferry.carriers.auto import (
     AUTO,
     CARRIERS,
@@ -52,11 +54,11 @@ from kvferry.carriers.auto import (
     select,
 )
 from kvferry.carriers.cuda.driver import device_count, driver
-from kvferry.carriers.library.shared import LibraryEndpoint
+from kvferry.carriers.library.shared import RDMA_DEVICES, LibraryEndpoint
 from kvferry.cli.console import print_json
-from kvferry.cli.trial import Tried, try_endpoints, try_here
 from kvferry.errors import DescriptionError, KvferryError
-from kvferry.net.messages import VERSION, Look, Refused, Seen
+from kvferry.net.keys import Key
+from kvferry.net.messages import VERSION, Look, Refused, Seen, SeenRank
 from kvferry.net.names import LOCALHOST, is_loopback, source_address
 from kvferry.net.rpc import Caller, Sockets
 
@@ -68,7 +70,6 @@ DIRECTORY_SECONDS = 10.0
 SMALL_SHM_BYTES = 1 << 30
 HERE = "here"  # in `--between`
 OTHER_HOST = "the peer runs on another host"
-INFINIBAND = Path("/sys/class/infiniband")
 VERBS = Path("/dev/infiniband")
 MOONCAKE = "mooncake-transfer-engine"
 PACKAGES = {  # by module: the names under which it is published, and advice if it is missing
@@ -129,6 +130,9 @@ class Settings:
             raise DescriptionError(said) from None
         require_carriers(names)
         require_options(names, found)
+        if secret is not None:
+            secret = secret.strip()  # an editor or a shell may have added a newline
+            Key.of(secret)
         return cls(names, found, host or None, secret)
 
     def names(self, carrier: str) -> bool:
@@ -268,7 +272,7 @@ def cuda() -> Finding:
     return Finding("CUDA", "ok", said)
 
 
-def rdma(devices: Path = INFINIBAND, handles: Path = VERBS) -> Finding:
+def rdma(devices: Path = RDMA_DEVICES, handles: Path = VERBS) -> Finding:
     """RDMA devices with the state and speed of their ports, and whether this user may open one."""
     names = sorted(path.name for path in devices.glob("*"))
     if not names:
@@ -488,13 +492,9 @@ def look_at_peer(address: str, settings: Settings, host: Host) -> Iterator[Findi
         yield Finding("host", "info", f"this host reaches it from {own}", advice)
     ranks = {f"rank ({rank.pp_rank}, {rank.tp_rank})": rank for rank in seen.ranks}
     names = sorted({name for rank in seen.ranks for name in rank.carriers})
-
-    def try_ranks(name: str) -> dict[str, Tried]:
-        endpoints = {where: r.carriers[name] for where, r in ranks.items() if name in r.carriers}
-        return _try_offers(name, endpoints, replace(settings, host=own))
-
     with ThreadPoolExecutor(len(names) or 1) as pool:
-        tried = dict(zip(names, pool.map(try_ranks, names), strict=True))
+        tries = pool.map(partial(_try_ranks, ranks, replace(settings, host=own)), names)
+        tried = dict(zip(names, tries, strict=True))
     for name, by_rank in tried.items():
         first, must = next(iter(by_rank.values())), settings.names(name)
         if first.why_not and {one.why_not for one in by_rank.values()} == {first.why_not}:
@@ -512,8 +512,9 @@ def look_at_peer(address: str, settings: Settings, host: Host) -> Iterator[Findi
         yield replace(found, found=said)
 
 
-def _try_offers(name: str, endpoints: Mapping[str, bytes], settings: Settings) -> dict[str, Tried]:
-    """Try a carrier with all ranks. Without options, a library uses the peer's."""
+def _try_ranks(ranks: Mapping[str, SeenRank], settings: Settings, name: str) -> dict[str, Tried]:
+    """Try a carrier with all ranks that offer it. Without options, a library uses the peer's."""
+    endpoints = {where: r.carriers[name] for where, r in ranks.items() if name in r.carriers}
     options = settings.opening(name)
     try:
         if why := missing(name):

@@ -93,12 +93,12 @@ def doctor(
 
     with refusals():
         try:
-            secret = secret_file.read_text().strip() if secret_file else None
-        except OSError as error:
-            raise DescriptionError(f"{secret_file}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise DescriptionError(f"{secret_file}: a secret is text in UTF-8") from None
-        secret = secret or os.environ.get("KVFERRY_SECRET", "").strip() or None
+            secret = secret_file.read_text("utf-8") if secret_file else None
+        except (OSError, UnicodeDecodeError) as error:
+            said = f"{secret_file} cannot be read as text in UTF-8: {error}"
+            raise DescriptionError(said) from None
+        if secret_file is None:  # an empty variable counts as unset, an empty file does not
+            secret = os.environ.get("KVFERRY_SECRET") or None
         settings = Settings.read(carriers, options, host, secret)
         status = examine(settings, peer, between, as_json)
     raise typer.Exit(status)

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from kvferry.cli.console import Html, Json, keep_page, print_json, refusals, table
 from kvferry.layout.presets import load_model, presets
@@ -90,7 +91,7 @@ def plan_page(report: PlanReport, link_bytes_per_s: float | None) -> str:
 
 
 def _print(console: Console, report: PlanReport, link_bytes_per_s: float | None) -> None:
-    console.print(f"[bold]{report.model}[/], {report.tokens:,} tokens", highlight=False)
+    console.print(f"[bold]{escape(report.model)}[/], {report.tokens:,} tokens", highlight=False)
     console.print(f"  from  {report.src}", highlight=False)
     console.print(f"  to    {report.dst}\n", highlight=False)
     head = ["from", "to", "layers", "heads", "bytes", "share", "runs", "copies", "mean run"]

@@ -13,9 +13,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from kvferry.cli.console import Json, err, print_json, refusals
+from kvferry.cli.console import Json, err, print_json, refusals, table
 from kvferry.errors import StoreError
 from kvferry.pool.embedded.disk import DISK_LINK
 from kvferry.pool.embedded.index import peek
@@ -77,13 +76,11 @@ def list_objects(
     if as_json:
         print_json([asdict(one) for one in listed])
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("key", "bytes", "tier", "turns", "depth", "idle"):
-        table.add_column(title, justify="left" if title in ("key", "tier") else "right")
-    for one in listed:
-        idle = show_seconds(one.idle_seconds)
-        table.add_row(one.key, f"{one.bytes:,}", one.tier, str(one.turns), str(one.depth), idle)
-    Console().print(table)
+    rows = [
+        (o.key, f"{o.bytes:,}", o.tier, str(o.turns), str(o.depth), show_seconds(o.idle_seconds))
+        for o in listed
+    ]
+    Console().print(table(["key", "bytes", "tier", "turns", "depth", "idle"], rows))
 
 
 @app.command()

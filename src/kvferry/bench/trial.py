@@ -35,7 +35,7 @@ START_SECONDS = 30.0  # for a child to start and to load a library
 TRY_SECONDS = 10.0  # for one endpoint
 CARRIER_SECONDS = 30.0  # for all endpoints of one carrier
 TRIED_BYTES = 1 << 20
-MARK = "kvferry doctor: "
+MARK = "kvferry: "
 LAST_WORDS = 300  # characters
 
 
@@ -198,6 +198,7 @@ def run(program: Program) -> None:
         reply = {"error": _text_of(error)}
     print("\n" + MARK + json.dumps(reply), flush=True)
     signal.alarm(0)
+    os.dup2(2, 1)  # nothing reads its standard output any more, and a full pipe would stop it
     sys.stdin.read()
     os._exit(0)  # without waiting for a library's threads
 
