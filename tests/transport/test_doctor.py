@@ -121,12 +121,13 @@ def test_children_answer_once_and_in_time(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def chatter(question: dict[str, Any]) -> Generator[None]:
-    """The program of a child whose library goes on printing after the answer."""
+    """The program of a child whose library prints before, while and after it answers."""
 
     def talk() -> None:
         os.write(1, b"a library's own words\n" * 10_000)  # more than a pipe holds
         Path(question["done"]).touch()
 
+    os.write(1, b"a library's first words, which do not end the line")
     Thread(target=talk, daemon=True).start()
     yield None
 

@@ -35,7 +35,6 @@ START_SECONDS = 30.0  # for a child to start and to load a library
 TRY_SECONDS = 10.0  # for one endpoint
 CARRIER_SECONDS = 30.0  # for all endpoints of one carrier
 TRIED_BYTES = 1 << 20
-MARK = "kvferry: "
 LAST_WORDS = 300  # characters
 
 
@@ -164,9 +163,10 @@ def child(program: Program, question: dict[str, Any], seconds: float) -> Iterato
     """The value that `program(question)` yields in a child process, which lives as long as the
     block. If the child has no answer after `seconds`, its own alarm ends it."""
     name = program.__name__
+    # What a library prints goes to standard error; only the answer goes to the pipe.
     code = (
-        f"import signal; signal.alarm({seconds:.0f}); from {program.__module__} import {name}; "
-        f"from {__name__} import run; run({name})"
+        f"import os, signal; signal.alarm({seconds:.0f}); pipe = os.dup(1); os.dup2(2, 1); "
+        f"from {program.__module__} import {name}; from {__name__} import run; run({name}, pipe)"
     )
     with (
         tempfile.TemporaryFile("w+", errors="replace") as stderr,
@@ -178,10 +178,10 @@ def child(program: Program, question: dict[str, Any], seconds: float) -> Iterato
             assert process.stdin and process.stdout
             with contextlib.suppress(BrokenPipeError):  # the child has ended; handled below
                 os.write(process.stdin.fileno(), json.dumps(question).encode() + b"\n")
-            said = next((line for line in process.stdout if line.startswith(MARK)), "")
+            said = process.stdout.readline()
             if not said:
                 raise KvferryError(_ending(process.wait(), stderr))
-            reply = json.loads(said.removeprefix(MARK))
+            reply = json.loads(said)
             if "error" in reply:
                 raise KvferryError(reply["error"])
             yield reply["answer"]
@@ -189,16 +189,15 @@ def child(program: Program, question: dict[str, Any], seconds: float) -> Iterato
             process.kill()
 
 
-def run(program: Program) -> None:
+def run(program: Program, pipe: int) -> None:
     """A child's main function. The child keeps its memory until its parent kills it, or ends."""
     try:
         running = program(json.loads(sys.stdin.readline()))
         reply = {"answer": next(running)}
     except Exception as error:  # also one of a library
         reply = {"error": _text_of(error)}
-    print("\n" + MARK + json.dumps(reply), flush=True)
+    os.write(pipe, json.dumps(reply).encode() + b"\n")
     signal.alarm(0)
-    os.dup2(2, 1)  # nothing reads its standard output any more, and a full pipe would stop it
     sys.stdin.read()
     os._exit(0)  # without waiting for a library's threads
 
