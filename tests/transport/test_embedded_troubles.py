@@ -3,6 +3,7 @@ restarts of the host with many files."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import subprocess
@@ -79,7 +80,11 @@ def files_of(place: Path) -> list[Path]:
 
 
 def bytes_on_disk(place: Path) -> int:
-    return sum(f.stat().st_size for f in [*files_of(place), *(place / "d").glob(".part-*")])
+    total = 0
+    for file in [*files_of(place), *(place / "d").glob(".part-*")]:
+        with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+            total += file.stat().st_size
+    return total
 
 
 def forget_memory(place: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -67,6 +70,18 @@ def test_a_closed_carrier_is_gone_and_leaves_no_thread() -> None:
     with pytest.raises(PeerLost):
         visit(server)
     assert threads_left("kvferry-pulse") == []
+
+
+def test_a_visitor_that_comes_while_the_server_closes() -> None:
+    """Its connection is closed, and not forgotten: that would be a warning."""
+    server, go_on = PulseServer(HOST), threading.Event()
+    server.soon(lambda: go_on.wait(30))
+    with socket.create_connection((HOST, server.port), 10) as visitor:
+        threading.Timer(0.05, go_on.set).start()
+        server.close()
+        with contextlib.suppress(ConnectionResetError):
+            assert visitor.recv(1) == b""
+    gc.collect()
 
 
 def test_a_carrier_that_is_being_closed_is_lost_and_not_gone() -> None:

@@ -83,7 +83,7 @@ class PulseServer(GuestServer):
             await self.receive(guest, 1)  # until the visitor leaves, or says anything
 
     def _say_goodbye(self) -> None:
-        if self._accepting.cancel():
+        if self.stop_listening():
             for guest, task in self._guests.items():
                 with contextlib.suppress(OSError):
                     if not guest.pending:

@@ -46,7 +46,6 @@ class GuestServer:
         listener.setblocking(False)
         self._listener = ours_alone(listener)
         self._guests: dict[Guest, asyncio.Task[None]] = {}  # the oldest first
-        self._accepting: asyncio.Task[None]
         self._short = False  # whether the last connection could not be accepted
         self._loop = asyncio.SelectorEventLoop()
         self._serving = self._loop.create_task(self._serve_all())
@@ -56,7 +55,6 @@ class GuestServer:
         except RuntimeError:  # the process has too many threads
             self._serving.cancel()
             self._run()
-            hang_up(listener)
             raise
 
     def close(self) -> None:
@@ -82,6 +80,14 @@ class GuestServer:
         if oldest is not None:
             self._guests.pop(oldest).cancel()
 
+    def stop_listening(self) -> bool:
+        """Accept no more connections; whether they were accepted until now."""
+        if self._listener.fileno() < 0:
+            return False
+        self._loop.remove_reader(self._listener)
+        hang_up(self._listener)
+        return True
+
     async def receive(self, guest: Guest, most: int) -> bytes:
         await asyncio.sleep(0)  # data may always be there: other connections have their turns
         return await self._loop.sock_recv(guest.connection, most)
@@ -97,35 +103,43 @@ class GuestServer:
         _running.add(self)
         with contextlib.suppress(asyncio.CancelledError):
             self._loop.run_until_complete(self._serving)
+        self.stop_listening()  # also where it was closed before it began
         self._loop.close()
         _running.discard(self)
 
     async def _serve_all(self) -> None:
         async with asyncio.TaskGroup() as tasks:  # it ends with all connections
-            self._accepting = tasks.create_task(self._accept(tasks))
+            self._tasks = tasks
+            self._listen()
+            try:
+                await self._loop.create_future()
+            finally:
+                self.stop_listening()
 
-    async def _accept(self, tasks: asyncio.TaskGroup) -> None:
+    def _listen(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        """Accept one connection; before the next, all connections have their turns."""
         try:
-            while True:
-                try:
-                    connection, where = await self._loop.sock_accept(self._listener)
-                    guest = Guest(ours_alone(connection), str(where[0] if where else ""))
-                    self.make_way(guest.address)
-                    task = self._guests[guest] = tasks.create_task(self._serve(guest))
-                    task.add_done_callback(partial(self._leave, guest))
-                    self._short = False
-                except ConnectionError:  # the connection broke before it was accepted
-                    pass
-                except Exception as error:  # the process may have no descriptors left
-                    level = logging.DEBUG if self._short else logging.WARNING
-                    ours = error if not isinstance(error, OSError) else None
-                    log.log(level, "%s pauses: %s", self._thread.name, error, exc_info=ours)
-                    self._short = True
-                    self.send_away(self._guests)
-                    await asyncio.sleep(PAUSE_SECONDS)
-                await asyncio.sleep(0)  # connections have their turns
-        finally:
-            hang_up(self._listener)
+            connection, where = self._listener.accept()
+            connection.setblocking(False)
+            guest = Guest(ours_alone(connection), str(where[0] if where else ""))
+            self.make_way(guest.address)
+            task = self._guests[guest] = self._tasks.create_task(self._serve(guest))
+            task.add_done_callback(partial(self._leave, guest))
+            self._short = False
+        except (BlockingIOError, ConnectionError):  # it broke before it was accepted
+            pass
+        except Exception as error:  # the process may have no descriptors left
+            level = logging.DEBUG if self._short else logging.WARNING
+            ours = error if not isinstance(error, OSError) else None
+            log.log(level, "%s pauses: %s", self._thread.name, error, exc_info=ours)
+            self._short = True
+            self.send_away(self._guests)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(PAUSE_SECONDS, self._listen)
 
     async def _serve(self, guest: Guest) -> None:
         try:
