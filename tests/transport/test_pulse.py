@@ -74,8 +74,10 @@ def test_a_closed_carrier_is_gone_and_leaves_no_thread() -> None:
 
 def test_a_visitor_that_comes_while_the_server_closes() -> None:
     """Its connection is closed, and not forgotten: that would be a warning."""
-    server, go_on = PulseServer(HOST), threading.Event()
-    server.soon(lambda: go_on.wait(30))
+    server, stopped, go_on = PulseServer(HOST), threading.Event(), threading.Event()
+    visit(server).close()  # from now on it accepts
+    server.soon(lambda: (stopped.set(), go_on.wait(30)))
+    assert stopped.wait(30)
     with socket.create_connection((HOST, server.port), 10) as visitor:
         threading.Timer(0.05, go_on.set).start()
         server.close()
