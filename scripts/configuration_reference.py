@@ -60,7 +60,8 @@ HANDOVER: Mapping[str, Words] = {
     ),
     "mode": "On a decode engine: `push` lets the prefill engine write, over carriers that the "
     "receiver can stop (`tcp`); other carriers are read in both modes.",
-    "lease_seconds": "How long a prefill engine keeps a hold without hearing from its consumer.",
+    "lease_seconds": "How long a prefill engine keeps a hold without hearing from its consumer. "
+    "A decode engine renews four times in its own `lease_seconds`: set the same on both sides.",
     "load_seconds": "After this time a load has failed.",
     "model_id": (
         "the last part of the model's path",

@@ -12,7 +12,7 @@ A hold's life on one rank:
     (unknown) --open-------> OPEN: claims are answered with its blocks, then early words count
     OPEN --all readers have spoken--> CLOSED "delivered", or "failed" if one reader failed
     OPEN --lease ran out------------> CLOSED "expired"
-    OPEN --withdrawn----------------> CLOSED "withdrawn" (aborted, preempted, shut down)
+    OPEN --withdrawn----------------> CLOSED "withdrawn" (aborted, not held, reset, device error)
     CLOSED: claims and last words are refused; a closed hold never opens again
 
 Counting readers. A reader is one rank of one incarnation of a consumer engine. Each reader sends

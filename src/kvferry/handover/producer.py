@@ -15,8 +15,9 @@ What happens when a request finishes prefill:
    does the hold appear in `take_closed`. The engine reports it, and vLLM frees the blocks.
 
 An idle engine collects an expired hold without a request or a message: the server's thread sleeps
-until `next_deadline`, `tick` closes the hold and rings the wakeup, and vLLM, which keeps taking
-empty steps while it has finished requests with held blocks, calls `take_closed` in the next one.
+until `next_deadline`, `tick` closes the hold and rings the wakeup. vLLM keeps taking empty steps
+while a finished request has its blocks (`Scheduler.has_finished_requests`); the next one calls
+`take_closed`.
 
 What happens when something fails:
 
@@ -153,7 +154,7 @@ class ProducerRank(Server):
         self.submit(work)
 
     def withdraw(self, hold_id: str) -> None:
-        """Close a hold now, or when it arrives. The request was aborted or preempted."""
+        """Close a hold now, or when it arrives. The request was aborted or is not held."""
 
         def work() -> None:
             closed, waited = self._table.withdraw(hold_id)
@@ -509,5 +510,5 @@ def refuse_version(version: int) -> Refused | None:
 
 
 def refuse_closed(why: Why | None) -> Refused:
-    """`why` is None if the hold closed so long ago that this rank has forgotten it."""
-    return Refused("closed", f"the hold is closed ({why or 'withdrawn'}); prefill again")
+    """`why` is None if this rank does not know the hold: it never came, or closed long ago."""
+    return Refused("closed", f"the hold is closed ({why or 'not known any more'}); prefill again")

@@ -39,7 +39,8 @@ from kvferry.net.rpc import Caller, Sockets
 
 log = logging.getLogger("kvferry")
 
-DEFAULT_INTERVAL_SECONDS = DEFAULT_LEASE_SECONDS / 4  # a lease survives three lost renewals
+RENEWALS = 4  # of a lease; three may be lost before it runs out
+DEFAULT_INTERVAL_SECONDS = DEFAULT_LEASE_SECONDS / RENEWALS
 CALL_SECONDS = 5.0
 FIRST_RENEWAL = 1 / 8  # of the interval, after a new ticket
 MOST_FAILURES = 3  # in a row; then the producer counts as dead

@@ -8,7 +8,7 @@ no other part of the engine would report them.
 
 `Wakeup`. vLLM keeps stepping while a request waits for its cache, or while the blocks of a finished
 one are held. Thousands of empty steps would take processor time from the threads that end the wait.
-So a step that computes nothing waits until its rank has something to report.
+So a step that computes nothing waits a moment for its rank to have something to report.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from vllm.version import __version__ as vllm_version
 
 from kvferry.errors import DescriptionError
 from kvferry.handover.producer import Directory
-from kvferry.handover.renew import Renewer
+from kvferry.handover.renew import RENEWALS, Renewer
 from kvferry.handover.ticket import MARK, after_reset, child
 from kvferry.net.messages import EngineInfo, RankInfo
 from kvferry.net.names import at_port, is_loopback
@@ -60,8 +60,6 @@ log = logging.getLogger("kvferry")
 # Where workers of in-tree decode engines would connect. It is no address: they fail at once, and
 # log it, where they would wait eight minutes for a server that does not answer them.
 NOT_FOR_OTHERS = "kvferry://run kvferry's connector on both sides"
-
-RENEWALS = 4  # of a lease; three may be lost before it runs out
 
 
 class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -254,7 +252,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.handover is not None and self.handover.producing.moving
 
     def has_pending_push_work(self) -> bool:
-        """Keeps an idle engine stepping until its workers have heard all orders and told all."""
+        """Keeps an idle engine stepping until its workers have heard all orders and told all. vLLM
+        asks in every mode, not only in push mode; for held blocks it steps by itself."""
         waits = self.handover is not None and self.handover.waits_for_a_step
         return waits or (self.pool is not None and self.pool.waits_for_a_step)
 

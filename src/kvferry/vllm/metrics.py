@@ -1,6 +1,6 @@
 """kvferry's metrics: from workers and the scheduler to vLLM's log and `/metrics`; and its traces.
 
-Workers report loads and how holds ended, the scheduler reports requests and blocks. vLLM adds the
+Workers report loads, the scheduler reports requests, blocks and how holds ended. vLLM adds the
 reports up every step (`FerryStats.aggregate`) and sends them to the process that logs. There,
 `FerryPromMetrics` turns them into `/metrics`, and `FerryStats.reduce` into one line of log per
 interval. Loads are counted by rank: each rank moves its part.
