@@ -1,10 +1,13 @@
 """The carriers' conformance suite lies in tests/transport, and runs here too.
 
 A run that is told to stop (by a time limit) ends as if interrupted: fixtures end their engines.
+vLLM is imported before the tests, because its libraries warn of themselves when they are imported.
 """
 
+import contextlib
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -18,3 +21,6 @@ def pytest_configure() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
+    with warnings.catch_warnings(), contextlib.suppress(ImportError):
+        warnings.simplefilter("ignore")
+        import vllm.v1.request  # noqa: F401

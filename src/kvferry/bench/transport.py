@@ -419,8 +419,8 @@ class Mover:
     def library(self, op: str, copies: Copies) -> Task:
         """The same copies by the library alone, on the carrier's engine."""
         if self.carrier.name == "mooncake":
-            return mooncake_calls(self.carrier._engine, self.peer.handle.name, op, copies)
-        return nixl_calls(self.carrier._agent, self.peer.handle.name, op, copies)
+            return mooncake_calls(self.carrier._engine, self.peer.handle, op, copies)
+        return nixl_calls(self.carrier._agent, self.peer.handle, op, copies)
 
 
 class PlainNixl(nixl.NixlCarrier):
