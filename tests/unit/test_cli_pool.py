@@ -45,9 +45,19 @@ def test_commands(tmp_path: Path) -> None:
     file = next((tmp_path / "files").glob("??/*"))
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     assert runner.invoke(app, ["pool", "verify", *where]).exit_code == 1
-    assert "removed 3 objects" in runner.invoke(app, ["pool", "evict", "250kb", *where]).stdout
-    assert store.counters()["objects"] == 16  # the engine's own view
-    assert "removed 16" in runner.invoke(app, ["pool", "clear", *where]).stdout
+    for answer, options in (("n\n", []), ("", []), ("", ["--dry-run", "--yes"])):
+        for command, count in ((["evict", "250kb"], 3), (["evict", "1GB"], 19), (["clear"], 19)):
+            result = runner.invoke(app, ["pool", *command, *where, *options], input=answer)
+            assert f"The store at {directory} has 19 objects" in result.stderr
+            if options:
+                assert f"would remove {count} objects" in result.stdout
+            else:
+                assert result.exit_code == 2 and "nothing was removed" in result.stderr
+    assert store.counters()["objects"] == 19  # the engine's own view
+    result = runner.invoke(app, ["pool", "evict", "250kb", *where], input="y\n")
+    assert "removed 3 objects" in result.stdout
+    assert store.counters()["objects"] == 16
+    assert "removed 16" in runner.invoke(app, ["pool", "clear", *where, "--yes"]).stdout
     assert not store.exists(keys, deadline).any()
     store.close()
 

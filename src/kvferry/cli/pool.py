@@ -27,6 +27,8 @@ Directory = Annotated[
     Path | None, typer.Option("--dir", help="The store's directory (default: this user's).")
 ]
 Disk = Annotated[Path | None, typer.Option("--disk-dir", help="Its disk tier, if it moved.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be removed.")]
 LONG_SECONDS = 3600.0
 
 
@@ -106,16 +108,51 @@ def evict(
     size: Annotated[str, typer.Argument(help="How much to free: 80GB, 512MB, ...")],
     directory: Directory = None,
     disk: Disk = None,
+    yes: Yes = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Remove the least valuable objects."""
+    with refusals():
+        wanted = parse_size(size)
     with _opened(directory, disk) as store:
-        count = store.evict(parse_size(size), time.monotonic() + LONG_SECONDS)
-    print(f"removed {count:,} objects")
+        if _agreed(store, f"Free {show_bytes(wanted)}", yes, dry_run):
+            count = store.evict(wanted, time.monotonic() + LONG_SECONDS)
+            print(f"removed {count:,} objects")
+        else:
+            freed = itertools.accumulate((one.bytes for one in store.listed()), initial=0)
+            count = sum(1 for _ in itertools.takewhile(lambda bytes_: bytes_ < wanted, freed))
+            print(f"would remove {min(count, store.counters()['objects']):,} objects")
 
 
 @app.command()
-def clear(directory: Directory = None, disk: Disk = None) -> None:
+def clear(
+    directory: Directory = None, disk: Disk = None, yes: Yes = False, dry_run: DryRun = False
+) -> None:
     """Remove all objects."""
     with _opened(directory, disk) as store:
-        count = store.clear(time.monotonic() + LONG_SECONDS)
-    print(f"removed {count:,} objects")
+        if _agreed(store, "Remove all of them", yes, dry_run):
+            count = store.clear(time.monotonic() + LONG_SECONDS)
+            print(f"removed {count:,} objects")
+        else:
+            print(f"would remove {store.counters()['objects']:,} objects")
+
+
+def _agreed(store: EmbeddedStore, what: str, yes: bool, dry_run: bool) -> bool:
+    """Name the store and its size, and ask. False for a dry run; a no ends the command."""
+    found = store.counters()
+    memory, disk = (show_bytes(found[f"{tier}_bytes"]) for tier in ("memory", "disk"))
+    err.print(
+        f"The store at {store.directory} has {found['objects']:,} objects: {memory} in memory, "
+        f"{disk} on disk.",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    if dry_run:
+        return False
+    if not yes:
+        try:
+            typer.confirm(f"{what}?", abort=True, err=True)
+        except typer.Abort:
+            raise StoreError("nothing was removed; answer y, or say --yes in a script") from None
+    return True
