@@ -65,6 +65,7 @@ def plan(model: str, case: str) -> dict[str, Any] | str:
             status = ended.code
     if status == 0:
         made: dict[str, Any] = json.loads(out.getvalue())
+        del made["notes"]  # words
         return made
     assert status == 2, err.getvalue()
     return err.getvalue().partition(":")[0]

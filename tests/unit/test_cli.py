@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from kvferry import __version__
@@ -39,6 +40,30 @@ def test_refusals_are_one_paragraph() -> None:
     result = runner.invoke(app, ["plan", "--from", "tp=0", "--to", "tp=1"])
     assert result.exit_code == 2
     assert "tp must be at least 1" in result.stderr and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "--from", "pp=81", "--to", "tp=1"], "pp=81 leaves stages without a layer"),
+        (["plan", "--from", "tp=1", "--to", "tp=5000"], "has 5,000 ranks"),
+        (["demo", "--to", "tp=5000"], "the demo starts a process for each rank"),
+        (["demo", "--from", "pp=9", "--to", "tp=1"], "leaves stages without a layer"),
+    ],
+)
+def test_shapes_that_no_engine_has(words: list[str], said: str) -> None:
+    result = runner.invoke(app, words)
+    assert result.exit_code == 2 and said in result.stderr
+
+
+def test_odd_shapes_are_planned_with_a_note() -> None:
+    result = runner.invoke(app, ["plan", "--from", "tp=1000", "--to", "tp=3", "--json"])
+    notes = json.loads(result.stdout)["notes"]
+    assert [note.partition(",")[0].partition(" neither")[0] for note in notes] == [
+        "from: tp=1000: each of the 8 heads or channels of 'attention' lies on 125 ranks",
+        "to: tp=3",
+    ]
+    assert json.loads(runner.invoke(app, [*PLAN, "--json"]).stdout)["notes"] == []
 
 
 def test_models_and_version() -> None:

@@ -131,6 +131,7 @@ def _range(first: int, last: int) -> str:
 
 def _summary(report: PlanReport, link_bytes_per_s: float | None) -> list[str]:
     lines = [
+        *(f"[yellow]note[/]          {escape(note)}" for note in report.notes),
         f"moved         {show_bytes(report.total_bytes)} on {len(report.edges)} edges "
         f"(the destination needs {show_bytes(report.lower_bound_bytes)})",
         f"busiest rank  {show_bytes(report.busiest_source_bytes)} sent, "

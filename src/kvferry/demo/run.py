@@ -51,6 +51,7 @@ from kvferry.units import show_bytes
 
 METHODS = {"auto": AUTO, "vm": "local"}  # carriers by method
 TRANSPORTS = (AUTO, *CARRIERS)
+MOST_RANKS = 64  # of both engines
 MEMORY_PART = 0.8  # of the free memory that the demo may use
 SILENCE_SECONDS = 60.0  # a working rank reports many times a second
 FAREWELL_SECONDS = 2.0  # for a rank to end by itself, before it is terminated
@@ -135,6 +136,11 @@ def run_demo(
     started = time.monotonic()
     _require_memory(2 * min_bytes)  # before block tables of that size are made
     src, dst = EngineShape.parse(from_shape), EngineShape.parse(to_shape)
+    if (ranks := src.pp * src.tp + dst.pp * dst.tp) > MOST_RANKS:
+        raise DescriptionError(
+            f"the demo starts a process for each rank, and both shapes have {ranks:,}; give shapes "
+            f"with at most {MOST_RANKS} ranks together, or use `kvferry plan`"
+        )
     work = make_work(
         find_model(model_name), src, dst, min_bytes=min_bytes, requests=requests, seed=seed
     )

@@ -113,7 +113,7 @@ def make_work(
     if requests < 1 or min_bytes < 1:
         raise DescriptionError(f"expected requests and bytes, found {requests=}, {min_bytes=}")
     for shape in (src, dst):
-        shape.require_names_of(model)
+        shape.require_possible(model)
     rng = np.random.default_rng(seed)
     pair = plan_pair(model, src, dst)
 

@@ -19,6 +19,8 @@ from typing import Any, Literal, NamedTuple
 from kvferry.errors import DescriptionError
 from kvferry.layout.model import CacheModel, Component, Group
 
+MOST_RANKS = 4096  # of one engine
+MOST_COPIES = 16  # of a head, before it is odd
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
@@ -138,8 +140,19 @@ class EngineShape:
         named = (*self.block_size_of, *self.kernel_block_size_of)
         return (self.block_size, self.kernel_block_size, *(size for _, size in named))
 
-    def require_names_of(self, model: CacheModel) -> None:
-        """Refuse a shape that names groups or roles which the model does not have."""
+    def require_possible(self, model: CacheModel) -> None:
+        """Refuse a shape that no engine with this model has: it names groups or roles that the
+        model lacks, or leaves a stage without a layer."""
+        if self.pp > model.num_layers:
+            raise DescriptionError(
+                f"pp={self.pp} leaves stages without a layer: model {model.name!r} has "
+                f"{model.num_layers}"
+            )
+        if (ranks := self.pp * self.tp) > MOST_RANKS:
+            raise DescriptionError(
+                f"the shape {self.describe()} has {ranks:,} ranks; an engine has at most "
+                f"{MOST_RANKS:,}"
+            )
         sizes = (*self.block_size_of, *self.kernel_block_size_of, *self.interior_of)
         for what, named, known in (
             ("group", [name for name, _ in sizes], [g.name for g in model.groups]),
@@ -151,6 +164,27 @@ class EngineShape:
                     f"the shape {self.describe()} names the {what} {unknown[0]!r}, which model "
                     f"{model.name!r} does not have; it has {', '.join(known)}"
                 )
+
+    def oddities(self, model: CacheModel) -> list[str]:
+        """What an operator should know of a shape that is planned, but hardly runs."""
+        notes = []
+        for group in model.groups:
+            tp = self.tp_for(group)
+            heads = {c.units for c in group.components if c.sharding != "replicated"} - {0}
+            for units in sorted(heads):
+                shared = tp // units
+                if tp % units and units % tp:
+                    notes.append(
+                        f"tp={tp} neither divides the {units} heads or channels of {group.name!r} "
+                        "nor is a multiple of them: they are split as evenly as possible, and "
+                        "vLLM itself does not start so"
+                    )
+                elif shared > MOST_COPIES:
+                    notes.append(
+                        f"tp={tp}: each of the {units} heads or channels of {group.name!r} lies on "
+                        f"{shared} ranks"
+                    )
+        return notes
 
     @property
     def ranks(self) -> tuple[Rank, ...]:

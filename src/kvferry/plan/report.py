@@ -51,6 +51,7 @@ class PlanReport:
     busiest_source_bytes: int
     ideal_source_bytes: int  # the least load of the busiest source, over all choices of replicas
     busiest_destination_bytes: int
+    notes: tuple[str, ...] = ()  # what is odd about the shapes
 
     @property
     def imbalance(self) -> float:
@@ -91,7 +92,7 @@ def report(
 ) -> PlanReport:
     """Plan a pairing and bind one request of `tokens` tokens on every edge."""
     for shape in (src, dst):
-        shape.require_names_of(model)
+        shape.require_possible(model)
     pair = plan_pair(model, src, dst)
     src_tables, src_blocks = synthetic_tables(model, src, tokens, scattered, seed=1)
     dst_tables, dst_blocks = synthetic_tables(model, dst, tokens, scattered, seed=2)
@@ -131,6 +132,11 @@ def report(
         busiest_source_bytes=max(by_src.values(), default=0),
         ideal_source_bytes=_ideal(pair, by_src),
         busiest_destination_bytes=max(by_dst.values(), default=0),
+        notes=tuple(
+            f"{side}: {note}"
+            for side, shape in (("from", src), ("to", dst))
+            for note in shape.oddities(model)
+        ),
     )
 
 
