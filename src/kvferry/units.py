@@ -9,7 +9,7 @@ from kvferry.errors import DescriptionError
 
 MOST_PORT = 65535
 _LINK = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt])(bit|b|B)(?:/s|ps)?\s*", re.IGNORECASE)
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
 _BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
@@ -30,7 +30,7 @@ def parse_link(text: str) -> float:
 
 
 def parse_size(value: object) -> int:
-    """Bytes of 80GB, 80GiB, "512 mb", 1024; all of these units are powers of 1024."""
+    """Bytes of 80GB, 80GiB, .5GB, "512 mb", 1024; all of these units are powers of 1024."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = _SIZE.fullmatch(str(value))

@@ -25,6 +25,8 @@ from kvferry.units import parse_size
         ("7", 7),
         ("2g", 2 << 30),
         ("80GiB", 80 << 30),
+        (".5GB", 1 << 29),
+        ("2.GB", 2 << 30),
         ("512MiB", 512 << 20),
     ],
 )
@@ -32,7 +34,7 @@ def test_sizes(text: object, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "much", "-1", "1.2.3GB", None, -5, "5 elephants"])
+@pytest.mark.parametrize("text", ["", "much", "-1", "1.2.3GB", ".GB", None, -5, "5 elephants"])
 def test_bad_sizes(text: object) -> None:
     with pytest.raises(DescriptionError, match="80GB"):
         parse_size(text)
@@ -54,29 +56,30 @@ def test_file_and_variables(tmp_path: Path) -> None:
             }
         )
     )
-    config = MooncakeStoreConfig.load({"MOONCAKE_CONFIG_PATH": str(path)})
+    config = MooncakeStoreConfig.load_from_env({"MOONCAKE_CONFIG_PATH": str(path)})
+    assert config == MooncakeStoreConfig.from_file(path)
     assert (config.protocol, config.global_segment_size, config.tenant_id) == (
         "rdma",
         80 << 30,
         "a",
     )
-    config = MooncakeStoreConfig.load(
+    config = MooncakeStoreConfig.load_from_env(
         {"MOONCAKE_CONFIG_PATH": str(path), "MOONCAKE_MASTER": "h:1", "MOONCAKE_PROTOCOL": "tcp"}
     )
     assert (config.master_server_address, config.protocol) == ("h:1", "tcp")
     alone = {"MOONCAKE_MASTER": "127.0.0.1:5", "MOONCAKE_MODE": "standalone-store"}
-    assert MooncakeStoreConfig.load(alone).global_segment_size == 0
-    assert MooncakeStoreConfig.load(alone).hostname == "127.0.0.1"
+    assert MooncakeStoreConfig.load_from_env(alone).global_segment_size == 0
+    assert MooncakeStoreConfig.load_from_env(alone).hostname == "127.0.0.1"
 
 
 def test_a_file_means_what_it_means_to_vllm(tmp_path: Path) -> None:
     path = tmp_path / "mooncake.json"
     path.write_text(json.dumps({"master_server_address": "127.0.0.1:1", "local_hostname": "x"}))
-    found = MooncakeStoreConfig.load({"MOONCAKE_CONFIG_PATH": str(path)})
+    found = MooncakeStoreConfig.load_from_env({"MOONCAKE_CONFIG_PATH": str(path)})
     assert (found.protocol, found.metadata_server, found.hostname) == ("rdma", "P2PHANDSHAKE", "x")
     named = {"MOONCAKE_CONFIG_PATH": str(path), "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": " node7 "}
-    assert MooncakeStoreConfig.load(named).hostname == "node7"
-    assert MooncakeStoreConfig.load({"MOONCAKE_MASTER": "127.0.0.1:1"}).protocol == "tcp"
+    assert MooncakeStoreConfig.load_from_env(named).hostname == "node7"
+    assert MooncakeStoreConfig.load_from_env({"MOONCAKE_MASTER": "127.0.0.1:1"}).protocol == "tcp"
 
 
 def test_variables_have_two_names() -> None:
@@ -87,7 +90,7 @@ def test_variables_have_two_names() -> None:
     theirs |= {"MOONCAKE_TE_META_DATA_SERVER": "http://b/metadata"}
 
     def read(variables: dict[str, str]) -> tuple[Any, ...]:
-        c = MooncakeStoreConfig.load(variables)
+        c = MooncakeStoreConfig.load_from_env(variables)
         return c.master_server_address, c.device_name, c.metadata_server
 
     assert read(ours) == ("h:1", "mlx5_0", "http://a/metadata")
@@ -106,9 +109,9 @@ def test_null_is_absent_and_unknown_keys_are_named_once(
     for values in (least, {**least, **dict.fromkeys(known), "protocl": "tcp", "new": None}):
         path.write_text(json.dumps(values))
         with caplog.at_level(logging.WARNING, "kvferry"):
-            found += [MooncakeStoreConfig.load({"MOONCAKE_CONFIG_PATH": str(path)})] * 2
+            found += [MooncakeStoreConfig.load_from_env({"MOONCAKE_CONFIG_PATH": str(path)})] * 2
     assert found == [found[0]] * 4 and found[0].protocol == "rdma"
-    MooncakeStoreConfig.load({"MOONCAKE_CONFIG_PATH": str(path)})
+    MooncakeStoreConfig.load_from_env({"MOONCAKE_CONFIG_PATH": str(path)})
     (message,) = [r.getMessage() for r in caplog.records]
     assert "protocl in" in message and "new" not in message
 
@@ -118,7 +121,7 @@ def test_the_name_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
 
     def host(master: str, **variables: str) -> str:
-        return MooncakeStoreConfig.load({"MOONCAKE_MASTER": master, **variables}).hostname
+        return MooncakeStoreConfig.load_from_env({"MOONCAKE_MASTER": master, **variables}).hostname
 
     assert host("10.0.0.1:5", VLLM_HOST_IP="10.0.0.7") == "10.0.0.7"
     both = {"VLLM_HOST_IP": "10.0.0.7", "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "node7"}
@@ -143,11 +146,11 @@ def test_the_name_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="MOONCAKE_MASTER"):
-        MooncakeStoreConfig.load({})
+        MooncakeStoreConfig.load_from_env({})
     with pytest.raises(StoreError, match="cannot be read"):
-        MooncakeStoreConfig.load({"MOONCAKE_CONFIG_PATH": str(tmp_path / "none")})
+        MooncakeStoreConfig.load_from_env({"MOONCAKE_CONFIG_PATH": str(tmp_path / "none")})
     with pytest.raises(StoreError, match="standalone-store"):
-        MooncakeStoreConfig.load({"MOONCAKE_MASTER": "h:1", "MOONCAKE_MODE": "else"})
+        MooncakeStoreConfig.load_from_env({"MOONCAKE_MASTER": "h:1", "MOONCAKE_MODE": "else"})
     for bad in ({"local_hostname": 5}, {"protocol": ["tcp"]}):
         with pytest.raises(StoreError, match=next(iter(bad))):
             MooncakeStoreConfig.of({"master_server_address": "h:1", **bad})

@@ -335,20 +335,15 @@ class MooncakeStoreConfig:
             raise StoreError("local_buffer_size must be more than 0")
 
     @classmethod
-    def load(cls, environ: Mapping[str, str] = os.environ) -> MooncakeStoreConfig:
+    def from_file(cls, path: str | Path) -> MooncakeStoreConfig:
+        """From a JSON file, such as MOONCAKE_CONFIG_PATH names."""
+        return cls.of(_read_file(str(path), str(path)))
+
+    @classmethod
+    def load_from_env(cls, environ: Mapping[str, str] = os.environ) -> MooncakeStoreConfig:
         """From the environment and the file that it names."""
-        found: dict[str, Any] = {}
         path = environ.get("MOONCAKE_CONFIG_PATH")
-        if path:
-            try:
-                found = json.loads(Path(path).read_text())
-            except (OSError, ValueError) as error:
-                raise StoreError(f"MOONCAKE_CONFIG_PATH={path} cannot be read: {error}") from None
-            if not isinstance(found, dict):
-                raise StoreError(f"MOONCAKE_CONFIG_PATH={path}: expected a JSON object")
-            found = {name: value for name, value in found.items() if value is not None}
-            _name_unknown(path, frozenset(found).difference(_FIELDS, _UNUSED))
-            found.setdefault("protocol", "rdma")
+        found = _read_file(path, f"MOONCAKE_CONFIG_PATH={path}") if path else {}
         for f in fields(cls):
             for variable in (f"MOONCAKE_{f.name.upper()}", _THEIRS.get(f.name, "")):
                 if environ.get(variable):
@@ -388,6 +383,18 @@ class MooncakeStoreConfig:
         if self.local_hostname:
             return self.local_hostname
         return _address_towards(self.master_server_address)
+
+
+def _read_file(path: str, named: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{named} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise StoreError(f"{named}: expected a JSON object")
+    found = {name: value for name, value in found.items() if value is not None}
+    _name_unknown(path, frozenset(found).difference(_FIELDS, _UNUSED))
+    return {"protocol": "rdma", **found}
 
 
 _FIELDS = tuple(f.name for f in fields(MooncakeStoreConfig))

@@ -183,7 +183,7 @@ class PoolConfig:
     def _open_mooncake(self, lookups_only: bool) -> Store:
         from kvferry.pool.mooncake import MooncakeStore, MooncakeStoreConfig
 
-        config = MooncakeStoreConfig.load()
+        config = MooncakeStoreConfig.load_from_env()
         if lookups_only:  # gives no memory to the pool, and moves no blocks
             config = replace(
                 config,
