@@ -2,8 +2,8 @@
 
 A carrier's library may print, hang, or end its process. So each side of a try is a child process
 (`child`). The question goes to a child's standard input as JSON, because it may hold a secret. The
-answer comes back as one marked line of standard output. If a child does not answer, the report says
-how it ended, with the last line of its standard error.
+answer comes back as one line on a pipe of its own. If a child does not answer, the report says how
+it ended, with the last line that it printed.
 """
 
 from __future__ import annotations

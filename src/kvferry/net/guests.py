@@ -18,6 +18,7 @@ import contextlib
 import logging
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,7 +40,7 @@ class Guest:
     received: bytearray = field(default_factory=bytearray)  # of an unfinished message
 
 
-class GuestServer:
+class GuestServer(ABC):
     """Serves a bound socket. Only its thread uses its guests."""
 
     def __init__(self, listener: socket.socket, name: str) -> None:
@@ -65,9 +66,9 @@ class GuestServer:
 
     # For subclasses
 
+    @abstractmethod
     async def serve(self, guest: Guest) -> None:
         """Serve a connection to its end. An `OSError` ends it."""
-        raise NotImplementedError
 
     def make_way(self, address: str) -> None:
         """Send a guest away if one more, from this address, would be one too many."""
