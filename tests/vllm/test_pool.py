@@ -198,10 +198,12 @@ def clean(store: Path) -> None:
     assert command(store, "verify")[0] == 1  # removes what was damaged, and says so
     assert command(store, "verify")[0] == 0
     before = json.loads(command(store, "stats", "--json")[1])["objects"]
-    status, out = command(store, "evict", "1KB")
+    status, out = command(store, "evict", "1KB", "--yes")
     evicted = int(out.split()[1])
     assert status == 0 and 1 <= evicted < before
-    status, out = command(store, "clear")  # meanwhile the engine may publish its layout again
+    status, out = command(
+        store, "clear", "--yes"
+    )  # meanwhile the engine may publish its layout again
     assert status == 0 and int(out.split()[1]) >= before - evicted
 
 
