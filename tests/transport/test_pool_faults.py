@@ -343,7 +343,7 @@ def test_an_exception_at_each_point_of_a_save(
 LOAD_POINTS = [
     "rank.plan_read",
     "layout_registry.ReadPlan.bind",
-    "rank.key_prefix",
+    "keys.PoolKey.build_prefix",
     "rank._cut",
     "rank.Loader._read",
 ]

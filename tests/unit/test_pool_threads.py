@@ -12,6 +12,7 @@ from test_pool_closing import saved, scope
 
 from kvferry.pool import rank as load_module
 from kvferry.pool.hits import Segment
+from kvferry.pool.keys import Fragment
 from kvferry.pool.orders import LoadOrder, PoolCounters, Saved, SaveOrder, TableBlocks
 from kvferry.pool.rank import Loader, Saver
 from kvferry.pool.store import Outcome
@@ -51,7 +52,7 @@ class Plan:
     @staticmethod
     def bind(*_: Any) -> Any:
         one = type("", (), {"length": np.ones(1, dtype=np.int64)})
-        return type("", (), {"slices": [one], "fragments": [0], "blocks": [0], "starts": [0]})
+        return type("", (), {"slices": [one], "fragments": [Fragment(0, 0, 0)], "blocks": [0], "starts": [0]})
 
 
 SCOPE: Any = SimpleNamespace(metadata=None, plan=lambda _: Plan, bases=np.zeros(1, dtype=np.int64))
@@ -59,7 +60,7 @@ SAVE = SaveOrder(1, (TableBlocks(0, (0, 1), (0, 1), ("a", "b")),), 30.0)
 
 
 def order(name: str, seconds: float = 30.0) -> LoadOrder:
-    return LoadOrder(name, (Segment("x", "g", 0, 16),), {16: ("aa",)}, ((1,),), seconds)
+    return LoadOrder(name, (Segment("x", "g", 0, 16),), {("x", 0): ("aa",)}, ((1,),), seconds)
 
 
 def ended(loader: Loader, count: int) -> list[Any]:
@@ -75,7 +76,7 @@ def store() -> Any:
 
 @pytest.fixture
 def loader(store: Any, monkeypatch: Any) -> Any:
-    monkeypatch.setattr(load_module, "key_prefix", lambda *_: "one/")
+    monkeypatch.setattr(load_module.PoolKey, "build_prefix", lambda *_: "one/")
     made = Loader(store, PoolCounters())
     yield made
     store.may_go.set()

@@ -6,7 +6,12 @@ The *namespace* is a digest of everything that must be equal for bytes to have t
 tenant, model fingerprint, the facts that engines compare at a handshake, weight revision. The
 *layout* is the id of a record that says where in the object each byte lies; engines of other shapes
 read it. The *part* is the writer's block table and rank. The *content* is a digest of every token
-up to the block's end.
+on which the block's bytes depend. `PoolKey` is such a name.
+
+Which tokens. A block of a target model depends on the tokens up to its end. An Eagle or MTP layer
+combines the hidden state of token i with token i + 1, so its block depends on `ahead` tokens more.
+A block table that such a layer shares is keyed by these tokens too, or two prompts that differ
+right after the block would exchange its bytes.
 
 Content hashes. A digest covers all tokens of a prefix, so equal digests mean equal prefixes, and a
 block's digest names all blocks before it. LoRA and cache salt come first in the hashed stream; an
@@ -23,6 +28,7 @@ With 192 bits, a birthday attack takes 2^96 steps.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,17 +96,49 @@ class Fragment:
         return f"{self.table}.{self.pp}.{self.tp}"
 
 
-def key_prefix(metadata: KeyMetadata, layout_id: str, fragment: Fragment) -> str:
-    """The key of a fragment's object, without the content at its end."""
-    return f"{metadata.root}/{layout_id}/{fragment.name}/"
+@dataclass(frozen=True, slots=True)
+class PoolKey:
+    """The name of one object: whose bytes, where they lie in it, and of which tokens."""
+
+    key_metadata: KeyMetadata
+    layout_id: str
+    fragment: Fragment
+    chunk_hash: str  # a digest of the tokens on which the bytes depend, from a `ContentChain`
+
+    @staticmethod
+    def build_prefix(key_metadata: KeyMetadata, layout_id: str, fragment: Fragment) -> str:
+        """What the keys of all blocks of a fragment begin with."""
+        return f"{key_metadata.root}/{layout_id}/{fragment.name}/"
+
+    @staticmethod
+    def build_key_string(prefix: str, chunk_hash: str) -> str:
+        return prefix + chunk_hash
+
+    def to_string(self) -> str:
+        """The key as stores know it."""
+        prefix = self.build_prefix(self.key_metadata, self.layout_id, self.fragment)
+        return self.build_key_string(prefix, self.chunk_hash)
+
+    @classmethod
+    def from_string(cls, key_metadata: KeyMetadata, key: str) -> PoolKey:
+        """Read a key of this namespace. Raises a `DescriptionError` for any other text."""
+        inside = key.removeprefix(f"{key_metadata.root}/")
+        found = re.fullmatch(r"([0-9a-f]+)/(\d+)\.(\d+)\.(\d+)/([0-9a-f]+)", inside)
+        if found is None or inside == key:
+            raise DescriptionError(
+                f"a key of an object is {key_metadata.root}/LAYOUT/TABLE.PP.TP/CONTENT, found "
+                f"{key!r:.200}"
+            )
+        table, pp, tp = (int(found[i]) for i in (2, 3, 4))
+        return cls(key_metadata, found[1], Fragment(table, pp, tp), found[5])
 
 
 def object_keys(
     metadata: KeyMetadata, layout_id: str, fragment: Fragment, contents: Sequence[str]
 ) -> list[str]:
-    """Keys of many blocks of one fragment."""
-    prefix = key_prefix(metadata, layout_id, fragment)
-    return [prefix + content for content in contents]
+    """Keys of many blocks of one fragment: `PoolKey`s as text, of which only the ends differ."""
+    prefix = PoolKey.build_prefix(metadata, layout_id, fragment)
+    return [PoolKey.build_key_string(prefix, content) for content in contents]
 
 
 MARK = 0xFFFFFFFF  # no token has this id
@@ -134,8 +172,11 @@ class ContentChain:
 
     def __init__(self, extras: Sequence[Extra] = ()) -> None:
         self._extras = sorted(extras)
+        self._extras_at: dict[int, list[Extra]] = {}
+        for extra in self._extras:
+            self._extras_at.setdefault(extra.position, []).append(extra)
         self._stream = bytearray()
-        self._walks: dict[int, _Walk] = {}
+        self._walks: dict[tuple[int, int], _Walk] = {}  # by block size and tokens ahead
         self._lock = threading.Lock()
 
     @property
@@ -163,19 +204,23 @@ class ContentChain:
                 if self.tokens == have:
                     self._stream += ids.astype("<u4").tobytes()
 
-    def digests(self, block_tokens: int, blocks: int | None = None) -> list[str]:
-        """Digests of the first whole blocks of this size, as hexadecimal."""
+    def digests(self, block_tokens: int, blocks: int | None = None, ahead: int = 0) -> list[str]:
+        """Digests of the first whole blocks of this size, as hexadecimal.
+
+        ahead  tokens after a block that its digest covers too; blocks without them have none
+        """
         with self._lock:
-            whole = self.tokens // block_tokens
+            whole = max(0, self.tokens - ahead) // block_tokens
             wanted = whole if blocks is None else min(blocks, whole)
-            walk = self._walks.get(block_tokens)
+            walk = self._walks.get((block_tokens, ahead))
             if walk is None:
-                walk = self._walks[block_tokens] = _Walk(blake2b(digest_size=CONTENT_BYTES))
+                walk = _Walk(blake2b(digest_size=CONTENT_BYTES))
+                self._walks[block_tokens, ahead] = walk
             if len(walk.digests) < wanted:
-                self._advance(walk, block_tokens, wanted)
+                self._advance(walk, block_tokens, wanted, ahead)
             return walk.digests[:wanted]
 
-    def _advance(self, walk: _Walk, block_tokens: int, wanted: int) -> None:
+    def _advance(self, walk: _Walk, block_tokens: int, wanted: int, ahead: int) -> None:
         start, stop = len(walk.digests) * block_tokens, wanted * block_tokens
         places = [(max(extra.position, 0), extra) for extra in self._extras]
         extras = [((at - start) * 4, extra) for at, extra in places if start <= at < stop]
@@ -185,10 +230,22 @@ class ContentChain:
             at = 0
             for end in range(size, len(view) + 1, size):
                 while extras and extras[0][0] < end:
-                    here, extra = extras.pop(0)
-                    hasher.update(view[at:here])
+                    begin, extra = extras.pop(0)
+                    hasher.update(view[at:begin])
                     hasher.update(frame(extra.text))
-                    at = here
+                    at = begin
                 hasher.update(view[at:end])
                 at = end
-                digests.append(hasher.copy().hexdigest())
+                here = hasher.copy()
+                if ahead:
+                    here.update(self._tail(start + end // 4, ahead))
+                digests.append(here.hexdigest())
+
+    def _tail(self, start: int, tokens: int) -> bytes:
+        """Tokens after a block, each with the extra keys that begin at it."""
+        found = bytearray()
+        for position in range(start, start + tokens):
+            for extra in self._extras_at.get(position, ()):
+                found += frame(extra.text)
+            found += self._stream[position * 4 : position * 4 + 4]
+        return bytes(found)

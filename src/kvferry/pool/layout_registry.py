@@ -4,7 +4,8 @@
 the writer's shape, and the layout of each of its ranks. Its id is a digest of these. So engines of
 one shape share an id, and a damaged record is noticed. Ranks that hold the same bytes of a table
 (replicated heads, latents) form one *fragment*, named after the first of them. They write its
-blocks in turns.
+blocks in turns. A record also says how many tokens after a block each draft group's bytes depend on
+(`ahead`), because readers make the same keys from it.
 
 **Reading** (`ReadPlan`). For each layout in the pool, a rank plans once, as if the writer were
 another engine. A read binds the plan to tokens. The writer's blocks are numbered by their place in
@@ -38,7 +39,7 @@ from kvferry.plan import EdgePlan, plan_pair
 from kvferry.plan.bind import Binder
 from kvferry.plan.pieces import Piece
 from kvferry.pool.hits import Segment
-from kvferry.pool.keys import INDEX_SLOTS, Fragment, KeyMetadata
+from kvferry.pool.keys import INDEX_SLOTS, ContentChain, Fragment, KeyMetadata
 from kvferry.pool.objects import (
     TableKind,
     block_span,
@@ -55,14 +56,16 @@ log = logging.getLogger("kvferry")
 
 FORMAT = 1
 ID_BYTES = 12
+MOST_AHEAD = 64  # tokens; a draft of many modules reads one more with each
 
 
-class LayoutRecord(msgspec.Struct, frozen=True):
+class LayoutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """A layout as the store keeps it."""
 
     format: int
     engine: EngineInfo
     ranks: list[RankInfo]
+    ahead: dict[str, int] = {}  # by group of a draft model
 
 
 _records = msgspec.msgpack.Decoder(LayoutRecord)  # made at import: many threads use it at once
@@ -86,6 +89,16 @@ class PoolLayout:
     def kind(self, table: int) -> TableKind:
         return next(kind for kind in self.kinds if kind.table == table)
 
+    @property
+    def ahead(self) -> int:
+        """Tokens after a block that must be known before it is saved."""
+        return max(kind.ahead for kind in self.kinds)
+
+    def contents(self, chain: ContentChain, table: int, blocks: int | None = None) -> list[str]:
+        """Content hashes of a sequence's first whole blocks in a table."""
+        kind = self.kind(table)
+        return chain.digests(kind.block_tokens, blocks, kind.ahead)
+
     def block_tokens(self, group: str) -> int:
         return next(kind.block_tokens for kind in self.kinds if group in kind.groups)
 
@@ -94,8 +107,12 @@ def make_layout(
     model: CacheModel,
     meaning: Mapping[str, str],
     ranks: Sequence[RankLayout],
+    draft_ahead: int = 1,
 ) -> PoolLayout:
-    """The layout of an engine, from the memory of all its ranks."""
+    """The layout of an engine, from the memory of all its ranks.
+
+    draft_ahead  tokens after a block on which a draft model's bytes depend
+    """
     compacted = [compact(layout, object_memory(model, layout)) for layout in ranks]
     shape = compacted[0].shape
     nameless = CacheModel("", model.groups, model.total_layers)  # the name is a path
@@ -104,6 +121,7 @@ def make_layout(
         FORMAT,
         engine_info("", "", nameless, shape, meaning),
         [rank_info(r, [0] * len(r.regions), "", "", {}) for r in compacted],
+        {group.name: draft_ahead for group in model.groups if group.role == "draft"},
     )
     return _ready(msgspec.msgpack.encode(record), record)
 
@@ -139,6 +157,14 @@ def _ready(encoded: bytes, record: LayoutRecord) -> PoolLayout:
     missing = sorted(set(shape.ranks) ^ set(ranks))
     if missing:
         raise ProtocolError(f"a layout's record lacks or repeats ranks {missing}")
+    drafts = {group.name for group in model.groups if group.role == "draft"}
+    if record.ahead.keys() != drafts or not all(
+        0 <= tokens <= MOST_AHEAD for tokens in record.ahead.values()
+    ):  # earlier versions did not say it, and keyed these blocks by too few tokens
+        raise ProtocolError(
+            f"a layout's record must say, for each draft group of {sorted(drafts)}, on how many "
+            f"tokens after a block its bytes depend (0 to {MOST_AHEAD}), found {record.ahead}"
+        )
     tables: dict[int, set[str]] = {}
     for layout in ranks.values():
         for part in layout.parts:
@@ -151,7 +177,7 @@ def _ready(encoded: bytes, record: LayoutRecord) -> PoolLayout:
         meaning=dict(record.engine.meaning),
         shape=shape,
         ranks=ranks,
-        kinds=tuple(table_kinds(model, shape, tables)),
+        kinds=tuple(table_kinds(model, shape, tables, record.ahead)),
         fragments=tuple(sorted(turns)),
         owner=owner,
         turns=turns,

@@ -271,7 +271,7 @@ def sequence_keys(
     parts = []
     for layout in layouts:
         for fragment in layout.fragments:
-            contents = chain.digests(layout.kind(fragment.table).block_tokens)
+            contents = layout.contents(chain, fragment.table)
             keys = object_keys(metadata, layout.id, fragment, contents)
             parts.append(FragmentKeys(layout, fragment, keys))
     return parts
@@ -293,7 +293,9 @@ def held_blocks(parts: Sequence[FragmentKeys], found: Bools) -> list[Held]:
         for group in layout.model.groups:
             mine = [tables[layout.id, k.table] for k in layout.kinds if group.name in k.groups]
             span = layout.block_tokens(group.name)
-            held.append(Held(layout.id, group.name, span, np.logical_and.reduce(mine)))
+            known = min(map(len, mine))  # tables keyed by later tokens have fewer keys
+            whole = np.logical_and.reduce([found[:known] for found in mine])
+            held.append(Held(layout.id, group.name, span, whole))
     return held
 
 

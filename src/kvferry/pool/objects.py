@@ -10,6 +10,7 @@ the shape alone, not on the number of blocks, so engines of one shape share one 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -37,6 +38,7 @@ class TableKind:
     groups: tuple[str, ...]
     block_tokens: int  # positions that one block covers over all context parallel ranks
     residency: Residency
+    ahead: int = 0  # tokens after a block on which its bytes depend too
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,9 +74,12 @@ class ObjectMemory:
 
 
 def table_kinds(
-    model: CacheModel, shape: EngineShape, tables: dict[int, set[str]]
+    model: CacheModel, shape: EngineShape, tables: dict[int, set[str]], ahead: Mapping[str, int]
 ) -> list[TableKind]:
-    """What each table holds. Raises the reason why a table cannot be kept in a pool."""
+    """What each table holds. Raises the reason why a table cannot be kept in a pool.
+
+    ahead  tokens after a block on which its bytes depend, by group
+    """
     kinds = []
     for table, names in sorted(tables.items()):
         groups = [model.group(name) for name in sorted(names)]
@@ -90,7 +95,8 @@ def table_kinds(
                 f"residencies: {facts}"
             )
         span, residency = facts.pop()
-        kinds.append(TableKind(table, tuple(sorted(names)), span, residency))
+        most = max(ahead.get(name, 0) for name in names)
+        kinds.append(TableKind(table, tuple(sorted(names)), span, residency, most))
     return kinds
 
 

@@ -46,7 +46,7 @@ class LoadOrder:
 
     request_id: str
     segments: tuple[Segment, ...]
-    contents: dict[int, tuple[str, ...]]  # by block size in tokens
+    contents: dict[tuple[str, int], tuple[str, ...]]  # by layout and block table
     tables: tuple[tuple[int, ...], ...]
     seconds: float
 

@@ -43,7 +43,7 @@ from kvferry.layout.model import CacheModel
 from kvferry.layout.placement import Ints, RankLayout
 from kvferry.layout.shape import Rank
 from kvferry.pool.hits import Segment
-from kvferry.pool.keys import KeyMetadata, key_prefix, object_keys
+from kvferry.pool.keys import KeyMetadata, PoolKey, object_keys
 from kvferry.pool.layout_registry import PoolLayout, ReadPlan, plan_read, read_record
 from kvferry.pool.objects import ObjectMemory, object_memory
 from kvferry.pool.orders import (
@@ -474,7 +474,7 @@ class Loader:
     def _read(
         self,
         segment: Segment,
-        contents: Mapping[int, Sequence[str]],
+        contents: Mapping[tuple[str, int], Sequence[str]],
         tables: Sequence[Ints],
         scope: RankScope,
         deadline: float,
@@ -483,13 +483,17 @@ class Loader:
         wanted = plan.bind(segment, tables, scope.bases)
         if not wanted.slices:
             return _Chunk(0)
-        digests = contents[plan.theirs.block_tokens(segment.group)]
-        prefixes = {
-            fragment: key_prefix(scope.metadata, segment.layout_id, fragment)
+        named = {
+            fragment: (
+                PoolKey.build_prefix(scope.metadata, segment.layout_id, fragment),
+                contents[segment.layout_id, fragment.table],
+            )
             for fragment in set(wanted.fragments)
         }
-        parts = zip(wanted.fragments, wanted.blocks, strict=True)
-        keys = [prefixes[fragment] + digests[block] for fragment, block in parts]
+        keys = []
+        for fragment, block in zip(wanted.fragments, wanted.blocks, strict=True):
+            prefix, digests = named[fragment]
+            keys.append(PoolKey.build_key_string(prefix, digests[block]))
         if self._closed:
             raise KvferryError("the engine is closing")
         if time.monotonic() >= deadline:

@@ -9,7 +9,8 @@ abort.
   A load is over when every rank has ended it, even if its request is gone. If it hangs on a rank,
   the store may still write into its blocks. They stay pinned, in quarantine, until the last rank
   has ended it.
-- *save*: a block of tokens is ordered in the step that makes its last token final. Only the engine
+- *save*: a block of tokens is ordered in the step that makes its last token final, or later where a
+  draft model's bytes depend on tokens after the block: once these are known. Only the engine
   knows when a recurrent state is whole, and names its block then. Blocks are pinned until every
   rank has reported the job. If too many are pinned already, nothing is ordered, and the request
   tries again in its next step.
@@ -216,11 +217,15 @@ class PoolScheduler:
         segments = segments_to_load(spec, external, full)
         used = {name: spec.layouts[name] for name in {s.layout_id for s in segments}}
         self._tell(used)
-        spans = {used[s.layout_id].block_tokens(s.group) for s in segments}
+        contents = {
+            (layout.id, kind.table): tuple(layout.contents(tracker.chain, kind.table))
+            for layout in used.values()
+            for kind in layout.kinds
+        }
         tracker.loading = LoadOrder(
             request_id,
             segments,
-            {span: tuple(tracker.chain.digests(span)) for span in spans},
+            contents,
             tuple(tuple(ids) for ids in tables),
             self.limits.load_seconds,
         )
@@ -246,7 +251,9 @@ class PoolScheduler:
         if tracker is None or tracker.old or self._client is None or not self.limits.save:
             return
         final = min(final, len(tokens))
-        stop = self._aligned(final)
+        ahead = self._ours.ahead
+        # A draft's last slots are final, and their keys known, some tokens later than the target's.
+        stop = self._aligned(max(0, min(final - max(0, ahead - 1), len(tokens) - ahead)))
         start = min(stop, self._aligned(tracker.saved_tokens))
         if start == stop and not states:
             return
@@ -255,7 +262,7 @@ class PoolScheduler:
             self.counters.add("save_postponed")
             return
         chain, kinds = tracker.chain, self._ours.kinds
-        chain.cover(tokens, final)
+        chain.cover(tokens, min(len(tokens), final + ahead))
         blocks = list(states_to_save(kinds, chain, states, self._null))
         if start < stop:
             blocks += blocks_to_save(kinds, chain, start, stop, tables(), self._null)
@@ -420,7 +427,7 @@ def blocks_to_save(
             continue
         first, stop = start_tokens // kind.block_tokens, stop_tokens // kind.block_tokens
         ids = list(tables[kind.table][first:stop])
-        contents = chain.digests(kind.block_tokens, stop)[first:stop]
+        contents = chain.digests(kind.block_tokens, stop, kind.ahead)[first:stop]
         kept = [i for i, block in enumerate(ids) if block != null_block]
         if kept:
             yield TableBlocks(

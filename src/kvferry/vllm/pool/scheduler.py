@@ -76,7 +76,8 @@ class VllmPoolScheduler:
         ):
             raise DescriptionError("the workers of this engine describe it differently")
         model, shape = read_model(first), read_shape(first)
-        layout = make_layout(model, first.meaning, [read_layout(r, shape)[0] for r in ranks])
+        layouts = [read_layout(r, shape)[0] for r in ranks]
+        layout = make_layout(model, first.meaning, layouts, _draft_ahead(self._vllm))
         weights = engine_weights(self._vllm, self.config.weight_revision)
         meaning = dict([*first.meaning.items(), *([MEANING] if self.config.checked else [])])
         metadata = KeyMetadata.of(self.config.cache_prefix, model.fingerprint(), meaning, weights)
@@ -239,6 +240,18 @@ class VllmPoolScheduler:
 class _PoolRequest:
     request: Any  # vLLM's
     asked: Asked | None  # for its adapter's digest
+
+
+def _draft_ahead(vllm_config: Any) -> int:
+    """Tokens after a slot on which a draft layer's bytes depend.
+
+    Eagle, MTP and their kin combine a target's hidden state with the next token, and each further
+    MTP module with one token more. A draft model of its own reads tokens as the target does.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in ("draft_model", "extract_hidden_states"):
+        return 0
+    return max(1, int(vllm_config.num_prefill_lookahead_tokens))
 
 
 def _extras(request: Any, adapter: str | None) -> list[Extra]:
