@@ -54,6 +54,34 @@ def make_model(folder: Path, config: dict[str, Any] | None = None, seed: int = 0
     return folder
 
 
+def make_eagle(folder: Path, seed: int = 1) -> Path:
+    """Write an Eagle draft of one layer for the model that `make_model` writes by default."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = llama_config(num_hidden_layers=1)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    torch.manual_seed(seed)
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    shapes = {
+        "fc": (width, 2 * width),
+        "layers.0.self_attn.q_proj": (queries, width),
+        "layers.0.self_attn.k_proj": (keys, width),
+        "layers.0.self_attn.v_proj": (keys, width),
+        "layers.0.self_attn.o_proj": (width, queries),
+        "layers.0.mlp.gate_proj": (inner, width),
+        "layers.0.mlp.up_proj": (inner, width),
+        "layers.0.mlp.down_proj": (width, inner),
+    }
+    weights = {f"{name}.weight": 0.1 * torch.randn(shape) for name, shape in shapes.items()}
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(width)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
 def _config(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
     return {
         "architectures": [architecture],

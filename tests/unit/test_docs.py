@@ -13,7 +13,7 @@ import pytest
 from typer.main import get_command
 
 from kvferry.cli.main import app
-from kvferry.pool.orders import EVENTS
+from kvferry.pool.orders import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -104,10 +104,13 @@ def test_configuration_is_what_the_code_says() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_event_of_the_pool_is_explained() -> None:
+def test_every_metric_of_the_pool_is_explained() -> None:
     page = (ROOT / "docs" / "operating.md").read_text()
     section = page.split("### Pool", 1)[1].split("\n#", 1)[0]
-    assert set(re.findall(r"`(\w+)`", section)) == set(EVENTS)
+    ours = {f"vllm:kvferry_pool_{name}_total" for name in METRICS}
+    assert set(re.findall(r"`(vllm:kvferry_pool_\w+)", section)) == ours
+    for metric in METRICS.values():
+        assert all(f"`{outcome}`" in section for outcome in metric.events.values() if outcome)
 
 
 def test_quoted_messages_are_the_codes_own() -> None:

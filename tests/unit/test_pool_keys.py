@@ -14,7 +14,16 @@ import pytest
 from kvferry.errors import DescriptionError
 from kvferry.layout.model import Residency
 from kvferry.pool.hits import Held, Hit, Need, PoolReader, Segment, longest_hit
-from kvferry.pool.keys import MARK, ContentChain, Extra, Fragment, KeyMetadata, frame, object_keys
+from kvferry.pool.keys import (
+    MARK,
+    ContentChain,
+    Extra,
+    Fragment,
+    KeyMetadata,
+    PoolKey,
+    frame,
+    object_keys,
+)
 
 
 def chain(tokens: list[int], *extras: Extra) -> ContentChain:
@@ -119,6 +128,18 @@ class TestKeys:
         (key,) = object_keys(metadata, "abc", Fragment(1, 2, 3), ["00ff"])
         parts = ["kvferry1", "team%2Fa%20%C3%BC", metadata.namespace, "abc", "1.2.3", "00ff"]
         assert key.split("/") == parts
+
+    def test_a_pool_key_is_what_the_store_gets(self) -> None:
+        metadata = KeyMetadata.of("team/a", "m", {})
+        key = PoolKey(metadata, "abc", Fragment(1, 2, 3), "00ff")
+        assert [key.to_string()] == object_keys(metadata, "abc", Fragment(1, 2, 3), ["00ff"])
+        others = [
+            replace(key, key_metadata=KeyMetadata.of("team", "a/m", {})),
+            replace(key, layout_id="abd"),
+            replace(key, fragment=Fragment(1, 23, 3)),
+            replace(key, chunk_hash="00fe"),
+        ]
+        assert len({k.to_string() for k in (key, replace(key), *others)}) == 5
 
 
 def held(layout: str, group: str, size: int, exists: str) -> Held:

@@ -52,7 +52,11 @@ class Plan:
     @staticmethod
     def bind(*_: Any) -> Any:
         one = type("", (), {"length": np.ones(1, dtype=np.int64)})
-        return type("", (), {"slices": [one], "fragments": [Fragment(0, 0, 0)], "blocks": [0], "starts": [0]})
+        return type(
+            "",
+            (),
+            {"slices": [one], "fragments": [Fragment(0, 0, 0)], "blocks": [0], "starts": [0]},
+        )
 
 
 SCOPE: Any = SimpleNamespace(metadata=None, plan=lambda _: Plan, bases=np.zeros(1, dtype=np.int64))

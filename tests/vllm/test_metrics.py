@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -17,13 +18,23 @@ with warnings.catch_warnings():  # torch warns of itself
     import kvferry.vllm
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.metrics import (
+    MooncakeStoreConnectorStats,
+    MooncakeStorePromMetrics,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from kvferry.pool.orders import EVENTS
-from kvferry.vllm.metrics import FerryStats, Here
+from kvferry.pool.orders import METRICS, PoolCounters, StoreOperation
+from kvferry.vllm.metrics import FerryStats, Here, taken
 from vllm_pairs import OURS
 
 QUARANTINE = "vllm:kvferry_pool_blocks_quarantined"
+
+
+class InTreeStore:
+    """vLLM's own connector, which needs Mooncake to be imported; its metrics do not."""
+
+    build_prom_metrics = MooncakeStorePromMetrics
 
 
 class Exposed:
@@ -41,8 +52,13 @@ class Exposed:
     def values(self, name: str) -> dict[str, float]:
         """By the last label's value."""
         text = generate_latest(self.registry).decode()
-        found = re.findall(rf'^{name}{{.*?(?:(?:event|reason)="(.*?)".*?)?}} (\S+)$', text, re.M)
+        found = re.findall(rf'^{name}{{.*?(?:(?:outcome|reason)="(.*?)".*?)?}} (\S+)$', text, re.M)
         return {label: float(value) for label, value in found}
+
+    def lines(self, prefix: str) -> list[str]:
+        """Series and values, without the times at which they were made."""
+        lines = generate_latest(self.registry).decode().splitlines()
+        return [x for x in lines if x.startswith(prefix) and "_created{" not in x]
 
 
 def pooled(**counts: Any) -> FerryStats:
@@ -65,19 +81,65 @@ def test_pools_under_one_multi_connector_share_metrics() -> None:
     names = ("FerryConnector", "FerryPoolConnector", "MooncakeStoreConnector")
     both, pool, store = names[0], names[1], kvferry.vllm.MooncakeStoreConnector.__name__
     metrics = shown.build(MultiConnector, multi((both, {"pool": True}), (pool, {}), (names[2], {})))
-    events = shown.values("vllm:kvferry_pool_total")
-    assert set(events) == set(EVENTS) and not any(events.values())
+    for name, metric in METRICS.items():
+        told = shown.values(f"vllm:kvferry_pool_{name}_total")
+        assert set(told) == set(metric.events.values()) and not any(told.values())
     assert shown.values(QUARANTINE) == {"": 0}
     for told in (
         {both: pooled(loads=1, levels={"0": 7}).data},
         {pool: pooled(loads=2, levels={"1": 5}).data, store: pooled(save_errors=4).data},
     ):
         metrics.observe(told, 0)
-    events = shown.values("vllm:kvferry_pool_total")
-    assert (events["loads"], events["save_errors"]) == (3, 4)
+    assert shown.values("vllm:kvferry_pool_loads_total") == {"": 3}
+    assert shown.values("vllm:kvferry_pool_save_errors_total") == {"": 4}
     assert shown.values(QUARANTINE) == {"": 12}
     metrics.observe({both: pooled(levels={"0": 0}).data}, 0)
     assert shown.values(QUARANTINE) == {"": 5}  # it falls again
+
+
+def test_the_store_has_the_names_of_vllms_own_connector() -> None:
+    """The same calls of a store, told to both: the same metrics, labels, buckets and values."""
+    counters = PoolCounters()
+    with counters.operation(StoreOperation("load_get", 5, 4096)) as get:
+        get.failed = 2
+    with counters.operation(StoreOperation("lookup_exists", 7)):
+        pass
+    with suppress(OSError), counters.operation(StoreOperation("save_put", 3, 300)):
+        raise OSError("the store is gone")
+    told = taken(counters)
+    assert counters.take_operations() == []
+    theirs, ours, others = Exposed(), Exposed(), Exposed()
+    stats = MooncakeStoreConnectorStats()
+    for one in told["operations"]:
+        stats.record_operation(
+            one["name"],
+            one["seconds"],
+            one["keys"],
+            num_bytes=one["bytes"],
+            status=one["status"],
+            num_failed_keys=one["failed"],
+        )
+    transfer = SimpleNamespace(kv_connector_extra_config={})
+    theirs.build(InTreeStore, transfer).observe(stats.data, 0)
+    ours.build(kvferry.vllm.MooncakeStoreConnector, transfer).observe(pooled(**told).data, 0)
+    others.build(kvferry.vllm.FerryPoolConnector, transfer).observe(pooled(**told).data, 0)
+    expected = theirs.lines("vllm:mooncake_store_")
+    assert len(expected) > 30 and ours.lines("vllm:mooncake_store_") == expected
+    assert others.lines("vllm:mooncake_store_") == []
+    line = pooled(**told).reduce()
+    assert line == {}  # the line of log has the pool's own counts
+
+
+def test_names_that_another_connector_has_are_left_to_it() -> None:
+    shown = Exposed()
+    transfer = SimpleNamespace(kv_connector_extra_config={})
+    shown.build(InTreeStore, transfer)
+    metrics = shown.build(kvferry.vllm.MooncakeStoreConnector, transfer)
+    counters = PoolCounters()
+    with counters.operation(StoreOperation("load_get", 5, 4096)):
+        pass
+    metrics.observe(pooled(loads=1, **taken(counters)).data, 0)
+    assert shown.values("vllm:kvferry_pool_loads_total") == {"": 1}
 
 
 def test_another_logger_has_metrics_of_its_own() -> None:
@@ -91,7 +153,7 @@ def test_another_logger_has_metrics_of_its_own() -> None:
         metrics.observe(stats.data, 0)
         here = shown.values("vllm:kvferry_requests_computed_here_total")
         assert here == {reason: 2 * (reason == "no ticket") for reason in get_args(Here)}
-        assert shown.values("vllm:kvferry_pool_total")["loads"] == 1
+        assert shown.values("vllm:kvferry_pool_loads_total") == {"": 1}
 
 
 @pytest.mark.parametrize(

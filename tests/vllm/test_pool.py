@@ -8,6 +8,7 @@ Beside every equality stands a control: other prompts give other tokens, and hit
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 
+from kvferry.vllm.metrics import POOL_EVENTS
 from tiny_models import make_model
 from vllm_engines import Engine
 
@@ -48,7 +50,9 @@ def event(engine: Engine, name: str) -> float:
     """One of the pool's own counters."""
     with urllib.request.urlopen(f"{engine.url}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
-    mine = [x for x in lines if x.startswith("vllm:kvferry_pool_total") and f'event="{name}"' in x]
+    metric, label = POOL_EVENTS[name]
+    mine = [x for x in lines if re.match(f"vllm:kvferry_{metric}_total[{{ ]", x)]
+    mine = [x for x in mine if not label or f'outcome="{label[0]}"' in x]
     return sum(float(line.rsplit(" ", 1)[1]) for line in mine)
 
 

@@ -213,6 +213,7 @@ def made(tmp_path: Path) -> Iterator[tuple[VllmPoolScheduler, Blocks]]:
     config = PoolConfig.read({"path": str(tmp_path / "store"), "size": "4MiB"})
     vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(model="m", revision=None, hf_config=None),
+        speculative_config=None,
         parallel_config=SimpleNamespace(
             prefill_context_parallel_size=1, decode_context_parallel_size=1
         ),

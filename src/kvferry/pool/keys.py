@@ -28,7 +28,6 @@ With 192 bits, a birthday attack takes 2^96 steps.
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -118,19 +117,6 @@ class PoolKey:
         """The key as stores know it."""
         prefix = self.build_prefix(self.key_metadata, self.layout_id, self.fragment)
         return self.build_key_string(prefix, self.chunk_hash)
-
-    @classmethod
-    def from_string(cls, key_metadata: KeyMetadata, key: str) -> PoolKey:
-        """Read a key of this namespace. Raises a `DescriptionError` for any other text."""
-        inside = key.removeprefix(f"{key_metadata.root}/")
-        found = re.fullmatch(r"([0-9a-f]+)/(\d+)\.(\d+)\.(\d+)/([0-9a-f]+)", inside)
-        if found is None or inside == key:
-            raise DescriptionError(
-                f"a key of an object is {key_metadata.root}/LAYOUT/TABLE.PP.TP/CONTENT, found "
-                f"{key!r:.200}"
-            )
-        table, pp, tp = (int(found[i]) for i in (2, 3, 4))
-        return cls(key_metadata, found[1], Fragment(table, pp, tp), found[5])
 
 
 def object_keys(

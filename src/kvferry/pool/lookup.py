@@ -39,7 +39,7 @@ from kvferry.errors import StoreError
 from kvferry.pool.hits import Held, Hit, PoolReader, covered_prefix, longest_hit
 from kvferry.pool.keys import ContentChain, Fragment, KeyMetadata, object_keys
 from kvferry.pool.layout_registry import LayoutRegistry, PoolLayout
-from kvferry.pool.orders import PoolCounters
+from kvferry.pool.orders import PoolCounters, StoreOperation
 from kvferry.pool.store import Bools, Store, require_answers
 
 log = logging.getLogger("kvferry")
@@ -229,8 +229,9 @@ class LookupKeyServer:
         parts = sequence_keys(self._metadata, chain, layouts)
         keys = [key for part in parts for key in part.keys]
         self._counters.add("lookup_keys", len(keys))
-        found = store.exists(keys, asked.deadline)
-        require_answers(found, keys)
+        with self._counters.operation(StoreOperation("lookup_exists", len(keys))):
+            found = store.exists(keys, asked.deadline)
+            require_answers(found, keys)
         held = held_blocks(parts, found)
         hit = longest_hit(reader, held, asked.most_tokens)
         saved = covered_prefix(held, reader.layout_id)

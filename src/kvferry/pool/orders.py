@@ -6,8 +6,12 @@ Orders and reports are plain values, which any engine can send between its proce
 from __future__ import annotations
 
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from kvferry.pool.hits import Segment
 from kvferry.pool.keys import KeyMetadata
@@ -77,17 +81,80 @@ class Scope:
     records: dict[str, bytes] = field(default_factory=dict)  # layouts that ranks may need
 
 
-# All counters. Metrics show each from the start, so that alerts find their series.
-NAMES = """
-lookups lookup_keys lookup_cached lookup_errors lookup_timeouts lookup_refused
-lookup_servers_replaced hit_tokens
-loads loaded_bytes load_failures load_errors load_hung load_bad_objects
-load_done load_missing load_corrupt load_failed
-save_jobs saved_bytes save_known save_done save_exists save_full save_declined save_failed
-save_errors save_dropped save_postponed
-layouts_published layouts_unpublished layouts_missing layouts_refused
-"""
-EVENTS = tuple(NAMES.split())
+class PoolMetric(NamedTuple):
+    """Counts of one unit."""
+
+    meaning: str
+    events: Mapping[str, str]  # each with its value of the label `outcome`; empty: no label
+
+
+def _plain(event: str, meaning: str) -> tuple[str, PoolMetric]:
+    return event, PoolMetric(meaning, {event: ""})
+
+
+def _outcomes(what: str, outcomes: str) -> dict[str, str]:
+    return {f"{what}_{outcome}": outcome for outcome in outcomes.split()}
+
+
+# All counters, by metric. Metrics show each from the start, so that alerts find their series.
+METRICS: Mapping[str, PoolMetric] = dict(
+    (
+        _plain("lookups", "Lookups"),
+        _plain("lookup_cached", "Lookups that a recent answer served"),
+        _plain("lookup_errors", "Lookups that raised"),
+        _plain("lookup_timeouts", "Lookups without an answer in time"),
+        _plain("lookup_refused", "Lookups that were not asked, because many are stuck"),
+        _plain("lookup_keys", "Keys that lookups asked the store for"),
+        _plain("lookup_servers_replaced", "Threads for lookups that were replaced"),
+        _plain("hit_tokens", "Tokens that loads were ordered for"),
+        _plain("loads", "Loads that ended, by rank"),
+        _plain("load_failures", "Loads that did not bring all, by rank"),
+        _plain("load_errors", "Loads that raised, by rank"),
+        _plain("load_hung", "Loads that the store did not end in time, by rank"),
+        _plain("loaded_bytes", "Bytes that loads brought, all ranks"),
+        _plain("load_bad_objects", "Objects that loads ended without, all ranks"),
+        (
+            "load_objects",
+            PoolMetric(
+                "Objects that loads asked the store for, all ranks",
+                _outcomes("load", "done missing corrupt failed"),
+            ),
+        ),
+        _plain("save_jobs", "Jobs of saves that the scheduler ordered"),
+        _plain("save_postponed", "Steps in which too much was pinned for another save"),
+        _plain("save_dropped", "Jobs of saves that were not tried, by rank"),
+        _plain("save_errors", "Jobs of saves that raised, by rank"),
+        _plain("saved_bytes", "Bytes that saves stored, all ranks"),
+        (
+            "save_objects",
+            PoolMetric(
+                "Objects of saves, all ranks",
+                _outcomes("save", "done exists known declined full failed"),
+            ),
+        ),
+        (
+            "layouts",
+            PoolMetric(
+                "Records of layouts that were written or read",
+                _outcomes("layouts", "published unpublished missing refused"),
+            ),
+        ),
+    )
+)
+EVENTS = tuple(event for metric in METRICS.values() for event in metric.events)
+MOST_OPERATIONS = 4096  # kept until they are taken; of more, the oldest are forgotten
+
+
+@dataclass(slots=True)
+class StoreOperation:
+    """One call of a store."""
+
+    name: Literal["lookup_exists", "load_get", "save_exists", "save_put"]
+    keys: int
+    bytes: int = 0  # that it was asked to move
+    seconds: float = 0.0
+    failed: int = 0  # keys
+    status: Literal["ok", "partial_failure", "error"] = "ok"
 
 
 class PoolCounters:
@@ -97,6 +164,30 @@ class PoolCounters:
         self._lock = threading.Lock()
         self._total: Counter[str] = Counter()
         self._new: Counter[str] = Counter()
+        self._operations: deque[StoreOperation] = deque(maxlen=MOST_OPERATIONS)
+
+    @contextmanager
+    def operation(self, operation: StoreOperation) -> Iterator[StoreOperation]:
+        """Time a call of the store. The caller sets how many keys failed."""
+        began = time.perf_counter()
+        try:
+            yield operation
+            if operation.failed:
+                operation.status = "partial_failure"
+        except BaseException:
+            operation.status, operation.failed = "error", operation.keys
+            raise
+        finally:
+            operation.seconds = time.perf_counter() - began
+            with self._lock:
+                self._operations.append(operation)
+
+    def take_operations(self) -> list[StoreOperation]:
+        """Calls of the store since the last call."""
+        with self._lock:
+            taken = list(self._operations)
+            self._operations.clear()
+        return taken
 
     def add(self, name: str, count: int = 1) -> None:
         with self._lock:

@@ -53,6 +53,7 @@ from kvferry.pool.orders import (
     Saved,
     SaveOrder,
     Scope,
+    StoreOperation,
     TableBlocks,
 )
 from kvferry.pool.store import Outcome, Ranges, Store, require_answers
@@ -274,8 +275,9 @@ class Saver:
         keys = scope.keys(blocks.table, [blocks.contents[i] for i in mine.tolist()])
         if not keys:
             return set()
-        known = self._store.exists(keys, deadline)
-        require_answers(known, keys)
+        with self._counters.operation(StoreOperation("save_exists", len(keys))):
+            known = self._store.exists(keys, deadline)
+            require_answers(known, keys)
         self._counters.add("save_known", int(known.sum()))
         new = np.flatnonzero(~known)
         failed: set[tuple[int, int]] = set()
@@ -286,8 +288,12 @@ class Saver:
             if self._closed or time.monotonic() >= deadline:
                 outcomes = [Outcome.FAILED] * len(names)
             else:
-                outcomes = self._store.put(names, objects, deadline)
-            require_answers(outcomes, names)
+                asked_bytes = len(names) * scope.memory[blocks.table].object_bytes
+                put = StoreOperation("save_put", len(names), asked_bytes)
+                with self._counters.operation(put):
+                    outcomes = self._store.put(names, objects, deadline)
+                    require_answers(outcomes, names)
+                    put.failed = sum(o not in (Outcome.DONE, Outcome.EXISTS) for o in outcomes)
             for place, outcome in zip(some.tolist(), outcomes, strict=True):
                 self._counters.add(f"save_{outcome.value}")
                 if outcome not in (Outcome.DONE, Outcome.EXISTS):
@@ -498,8 +504,12 @@ class Loader:
             raise KvferryError("the engine is closing")
         if time.monotonic() >= deadline:
             raise KvferryError("the load's deadline has passed")
-        outcomes = self._store.get(keys, wanted.slices, deadline)
-        require_answers(outcomes, keys)
+        asked_bytes = sum(int(part.length.sum()) for part in wanted.slices)
+        get = StoreOperation("load_get", len(keys), asked_bytes)
+        with self._counters.operation(get):
+            outcomes = self._store.get(keys, wanted.slices, deadline)
+            require_answers(outcomes, keys)
+            get.failed = sum(outcome is not Outcome.DONE for outcome in outcomes)
         bad, moved = [], 0
         for outcome, start, part in zip(outcomes, wanted.starts, wanted.slices, strict=True):
             self._counters.add(f"load_{outcome.value}")

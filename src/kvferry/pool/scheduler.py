@@ -26,13 +26,14 @@ import logging
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from math import lcm
 from typing import Any
 
 from kvferry.layout.model import Residency
 from kvferry.pool.hits import Hit, Need, PoolReader, Segment
-from kvferry.pool.keys import ContentChain, Extra, KeyMetadata, object_keys
+from kvferry.pool.keys import ContentChain, Extra, KeyMetadata, PoolKey
 from kvferry.pool.layout_registry import PoolLayout
 from kvferry.pool.lookup import EvictionWatch, LookupKeyClient, LookupKeyServer
 from kvferry.pool.objects import TableKind, block_span
@@ -128,12 +129,9 @@ class PoolScheduler:
 
     def keys_of(self, table: int, contents: Sequence[str]) -> list[list[str]]:
         """For each of these blocks, the keys of all its fragments in our layout."""
-        of_fragment = [
-            object_keys(self._metadata, self._ours.id, fragment, contents)
-            for fragment in self._ours.fragments
-            if fragment.table == table
-        ]
-        return [list(keys) for keys in zip(*of_fragment, strict=True)]
+        fragments = [f for f in self._ours.fragments if f.table == table]
+        key = partial(PoolKey, self._metadata, self._ours.id)
+        return [[key(f, content).to_string() for f in fragments] for content in contents]
 
     def _tell(self, layouts: dict[str, PoolLayout]) -> None:
         """Send ranks the layout records that they lack."""

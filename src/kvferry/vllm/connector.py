@@ -363,6 +363,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             per_engine_labelvalues,
             handover=handover is not None,
             pool=pool is not None,
+            mooncake_store=cls.POOL_DEFAULTS.get("store") == "mooncake",
         )
 
     def shutdown(self) -> None:

@@ -12,9 +12,10 @@ engines behind one API server, unregistering).
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -24,7 +25,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvferry.handover.load import Loaded
-from kvferry.pool.orders import EVENTS
+from kvferry.pool.orders import METRICS, PoolCounters
+
+log = logging.getLogger("kvferry")
 
 PREFIX = "vllm:kvferry_"
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -70,7 +73,6 @@ class ByReason(NamedTuple):
     meaning: str
     line: str  # before a reason, in the line of log
     reasons: tuple[str, ...]  # that show from the start
-    label: str = "reason"
 
 
 BY_REASON: Mapping[str, ByReason] = {
@@ -92,12 +94,24 @@ BY_REASON: Mapping[str, ByReason] = {
         "computed here: ",
         get_args(Here),
     ),
-    "pool": ByReason(
-        "What kvferry's pool looked up, loaded and saved, and what failed.",
-        "pool ",
-        EVENTS,
-        "event",
-    ),
+}
+# The pool's metrics: `METRICS` of `kvferry.pool.orders`, with `pool_` before each name.
+# Metrics of vLLM's MooncakeStoreConnector, which its stand-in exposes beside ours, by the field of
+# a `StoreOperation`. Labels: the operation and its status.
+STORE_PREFIX = "vllm:mooncake_store_operation"
+STORE_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 1.5, 2, 3, 4)
+STORE_METRICS: Mapping[str, tuple[str, str]] = {
+    "seconds": ("_time_seconds", "Time of one call of the store"),
+    "calls": ("_total", "Calls of the store"),
+    "keys": ("_keys_total", "Keys that the store was asked for"),
+    "bytes": ("_bytes_total", "Bytes that the store was asked to move"),
+    "failed": ("_failed_keys_total", "Keys that the store did not serve"),
+}
+STORE_LABELS = ("operation", "status")
+POOL_EVENTS = {  # by event: its metric, and its label
+    event: (f"pool_{name}", (outcome,) if outcome else ())
+    for name, metric in METRICS.items()
+    for event, outcome in metric.events.items()
 }
 STEPS: Mapping[str, tuple[str, ...]] = {  # of a load, by the names in `Loaded.seconds`
     "claim_seconds": ("meet", "offer", "wait", "claim"),
@@ -142,10 +156,13 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
             self.observe(name, sum(load.seconds.get(step, 0.0) for step in steps))
 
     def add_pool(self, counts: Mapping[str, Any]) -> None:
-        """The pool's counts by event; and under `levels`, by reporter, blocks in quarantine."""
+        """The pool's counts by event; under `operations` its calls of the store; and under
+        `levels`, by reporter, blocks in quarantine."""
         for event, count in counts.items():
-            if event != "levels":
+            if event not in ("levels", "operations"):
                 self.count("pool", event, count)
+        if counts.get("operations"):
+            self.data.setdefault("pool_operations", []).extend(counts["operations"])
         for reporter, blocks in counts.get("levels", {}).items():
             self.level(f"pool {reporter}", pool_blocks_quarantined=blocks)
 
@@ -177,10 +194,11 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
 
     def reduce(self) -> dict[str, int | float]:
         """One line of log: what an operator looks at first."""
-        line = self._loads() if self.data.keys() - {"pool", "levels"} else {}
+        line = self._loads() if self.data.keys() - {"pool", "pool_operations", "levels"} else {}
         for name, counter in BY_REASON.items():
             told = sorted(self.data.get(name, {}).items())
             line |= {f"{counter.line}{reason}": times for reason, times in told}
+        line |= {f"pool {event}": n for event, n in sorted(self.data.get("pool", {}).items())}
         for name, level in levels(self.data.get("levels", {})).items():
             if level:
                 line[name.replace("pool_", "pool ")] = level
@@ -210,6 +228,14 @@ def levels(by_reporter: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     return found
 
 
+def taken(counters: PoolCounters) -> dict[str, Any]:
+    """A pool's counts since the last call, as `FerryStats.add_pool` takes them."""
+    counts: dict[str, Any] = counters.take()
+    if operations := counters.take_operations():
+        counts["operations"] = [asdict(operation) for operation in operations]
+    return counts
+
+
 class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """Metrics of the halves that a connector has."""
 
@@ -222,11 +248,19 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         *,
         handover: bool,
         pool: bool,
+        mooncake_store: bool = False,
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._exposed = _Exposed.of(per_engine_labelvalues)
 
-        def expose(name: str, make: Any, meaning: str, *label: str, **options: Any) -> None:
+        def expose(
+            name: str,
+            make: Any,
+            meaning: str,
+            *label: str,
+            reasons: Iterable[str] = (),
+            **options: Any,
+        ) -> None:
             if name in self._exposed.metrics or not (pool if name.startswith("pool") else handover):
                 return
             names = [*labelnames, *label]
@@ -235,7 +269,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             for values in per_engine_labelvalues.values():  # it shows from the start
                 if not label:
                     metric.labels(*values)
-                for reason in BY_REASON[name].reasons if label else ():
+                for reason in reasons:
                     metric.labels(*values, reason)
 
         for name, meaning in HISTOGRAMS.items():
@@ -243,9 +277,50 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for name, meaning in COUNTERS.items():
             expose(name, self._counter_cls, meaning)
         for name, counter in BY_REASON.items():
-            expose(name, self._counter_cls, counter.meaning, counter.label)
+            expose(name, self._counter_cls, counter.meaning, "reason", reasons=counter.reasons)
+        for name, told in METRICS.items():
+            outcomes = [outcome for outcome in told.events.values() if outcome]
+            label = ("outcome",) if outcomes else ()
+            expose(f"pool_{name}", self._counter_cls, told.meaning, *label, reasons=outcomes)
         for name, meaning in LEVELS.items():
             expose(name, self._gauge_cls, meaning, multiprocess_mode="mostrecent")
+        self._mooncake_store, self._store_labels = mooncake_store, [*labelnames, *STORE_LABELS]
+
+    def _observe_pool(self, events: Mapping[str, int], values: list[object]) -> None:
+        for event, times in events.items():
+            name, label = POOL_EVENTS[event]
+            self._exposed.metrics[name].labels(*values, *label).inc(times)
+
+    def _observe_operations(self, told: list[dict[str, Any]], values: list[object]) -> None:
+        """vLLM's own names beside ours, from the first report on. Not sooner: under a
+        MultiConnector vLLM's own connector may take them, and Prometheus takes a name once."""
+        if not self._mooncake_store:
+            return
+        if self._exposed.store is None:
+            self._exposed.store = self._store_metrics()
+        for operation in told:
+            labels = (*values, operation["name"], operation["status"])
+            for field_name, metric in self._exposed.store.items():
+                if field_name == "seconds":
+                    metric.labels(*labels).observe(operation["seconds"])
+                else:
+                    metric.labels(*labels).inc(operation.get(field_name, 1))
+
+    def _store_metrics(self) -> dict[str, Any]:
+        made = {}
+        for field_name, (name, meaning) in STORE_METRICS.items():
+            options = {"buckets": STORE_SECONDS} if field_name == "seconds" else {}
+            make = self._histogram_cls if options else self._counter_cls
+            try:
+                made[field_name] = make(
+                    name=STORE_PREFIX + name,
+                    documentation=meaning,
+                    labelnames=self._store_labels,
+                    **options,
+                )
+            except ValueError as error:
+                log.info("kvferry: %s%s is another connector's: %s", STORE_PREFIX, name, error)
+        return made
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         values = self.per_engine_labelvalues[engine_idx]
@@ -255,6 +330,10 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 last.update(told)
                 for gauge, level in levels(last).items():
                     exposed[gauge].labels(*values).set(level)
+            elif name == "pool":
+                self._observe_pool(told, values)
+            elif name == "pool_operations":
+                self._observe_operations(told, values)
             elif isinstance(told, list):
                 metric = exposed[name].labels(*values)
                 for seconds in told:
@@ -276,6 +355,7 @@ class _Exposed:
 
     labelvalues: Any  # kept, so that no later logger's have the same id
     metrics: dict[str, Any] = field(default_factory=dict)
+    store: dict[str, Any] | None = None  # of vLLM's own store; None: not made yet
     levels: dict[int, dict[str, dict[str, int]]] = field(default_factory=dict)  # last, by engine
 
     @classmethod

@@ -29,6 +29,7 @@ from kvferry.pool.wrappers import MEANING
 from kvferry.vllm.describe import cache_rank, replicas
 from kvferry.vllm.fingerprint import Prompts, content
 from kvferry.vllm.metadata import FerryHandshake, PoolReport
+from kvferry.vllm.metrics import taken
 from kvferry.vllm.pool.config import PoolConfig
 
 log = logging.getLogger("kvferry")
@@ -226,7 +227,7 @@ class VllmPoolScheduler:
 
     def take_counts(self) -> dict[str, Any]:
         """Counts since the last call, and the number of blocks in quarantine, if it has changed."""
-        counts: dict[str, Any] = self.pool.counters.take()
+        counts = taken(self.pool.counters)
         if self.pool.quarantined_blocks != self._quarantined:
             self._quarantined = self.pool.quarantined_blocks
             counts["levels"] = {self._number: self._quarantined}

@@ -23,6 +23,7 @@ from kvferry.pool.scheduler import PoolOrders
 from kvferry.pool.wrappers import CheckedStore, StagedStore
 from kvferry.vllm.describe import cache_rank, describe_worker
 from kvferry.vllm.metadata import FerryHandshake, PoolReport
+from kvferry.vllm.metrics import taken
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.worker import IDLE_STEP_SECONDS, memory_of, on_gpu
 
@@ -172,8 +173,8 @@ class PoolWorker:
         report, self._report = self._report, PoolReport()
         return report if report != PoolReport() else None
 
-    def take_counts(self) -> dict[str, int]:
-        return self._rank.counters.take() if self._rank is not None else {}
+    def take_counts(self) -> dict[str, Any]:
+        return taken(self._rank.counters) if self._rank is not None else {}
 
     def close(self) -> None:
         if self._rank is not None:
