@@ -166,10 +166,10 @@ THEIRS: Mapping[str, Mapping[str, str]] = {
     },
     "store": {
         "preferred_segment": "No effect, and logged: Mooncake chooses where blocks lie.",
-        "load_async": "No effect: loads are always asynchronous.",
+        "load_async": "Refused unless `true`: loads never stop the engine's steps.",
         "lookup_async": "No effect: lookups are always asynchronous.",
         "lookup_rpc_port": "No effect: no port is needed.",
-        "discard_partial_chunks": "No effect: only whole blocks are kept.",
+        "discard_partial_chunks": "Refused unless `true`: only whole blocks have a key.",
         "consumer_is_to_put": "No effect; see `save_decode_cache`.",
         "custom_mem_pool": "No effect.",
         "enable_cross_layers_blocks": "No effect.",
@@ -227,6 +227,9 @@ VARIABLES: Mapping[str, str] = {
     "MOONCAKE_TE_META_DATA_SERVER": "Mooncake Store's `metadata_server`.",
     "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "The name under which other hosts reach this one.",
     "MOONCAKE_PREFERRED_SEGMENT": "Not supported, which is logged.",
+    "VLLM_MOONCAKE_STORE_TIER_LOG": "Mooncake Store's `tier_log`.",
+    "VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO": "Mooncake Store's `staging_share`.",
+    "VLLM_MOONCAKE_LOAD_RECV_THREADS": "No effect: four threads read the chunks of loads.",
 }
 STORE: Mapping[str, Words] = {
     "master_server_address": ("required", "Mooncake's master, `host:port`."),
@@ -241,6 +244,11 @@ STORE: Mapping[str, Words] = {
         "`VLLM_HOST_IP`, or the address from which the master is reached",
         "The name under which other hosts reach this one.",
     ),
+    "enable_offload": "The pool has a disk tier: reads are cut to its buffer.",
+    "staging_share": "Share of that buffer that one read may take; not in the file, but in "
+    "`VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO`.",
+    "tier_log": "Log where the objects of each load lie; not in the file, but in "
+    "`VLLM_MOONCAKE_STORE_TIER_LOG`.",
 }
 ROUTER: Mapping[str, str] = {
     "tries": "Engines asked for one request, for each stage.",

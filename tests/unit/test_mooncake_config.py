@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvferry.errors import DescriptionError, StoreError
-from kvferry.pool.mooncake import MooncakeStoreConfig
+from kvferry.pool.mooncake import MooncakeStore, MooncakeStoreConfig, portions
+from kvferry.pool.store import Outcome, Slices
 from kvferry.units import parse_size
+from kvferry.workers import LateCalls
 
 
 @pytest.mark.parametrize(
@@ -96,6 +102,81 @@ def test_variables_have_two_names() -> None:
     assert read(ours) == ("h:1", "mlx5_0", "http://a/metadata")
     assert read(theirs) == ("h:2", "mlx5_1", "http://b/metadata")
     assert read({**theirs, **ours}) == read(theirs)
+
+
+def test_a_disk_tier_and_vllms_variables(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.json"
+
+    def read(offload: object, **variables: str) -> MooncakeStoreConfig:
+        values = {"master_server_address": "h:1", "enable_offload": offload, "tier_log": True}
+        path.write_text(json.dumps(values))
+        return MooncakeStoreConfig.load_from_env({"MOONCAKE_CONFIG_PATH": str(path), **variables})
+
+    assert (read(False).staging_bytes, read("false").staging_bytes) == (0, 0)
+    assert read(True).staging_bytes == int(0.9 * (1280 << 20)) and not read(True).tier_log
+    half = {"VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO": "0.5", "VLLM_MOONCAKE_STORE_TIER_LOG": "1"}
+    assert read("True", **half).staging_bytes == 640 << 20 and read(True, **half).tier_log
+    for name, value in (("DISK_STAGING_USABLE_RATIO", "2"), ("DISK_STAGING_USABLE_RATIO", "x")):
+        with pytest.raises(StoreError, match=name):
+            read(True, **{f"VLLM_MOONCAKE_{name}": value})
+    for flag in (1, "maybe", []):
+        with pytest.raises(StoreError, match="enable_offload must be true or false"):
+            read(flag)
+
+
+def wanted(*sizes: int) -> list[Slices]:
+    """Whole objects of these sizes, each in two parts."""
+    return [
+        Slices(np.asarray([0, n // 2]), np.asarray([0, 0]), np.asarray([n // 2, n - n // 2]))
+        for n in sizes
+    ]
+
+
+def test_reads_are_cut_to_the_buffer_of_the_disk_tier() -> None:
+    """Each object takes its size, up to whole blocks of 4 KiB, and two such blocks more."""
+    objects = wanted(4096, 4097, 8192, 100_000, 1)
+    assert portions(objects, 0) == [(0, 5)] and portions([], 1 << 20) == []
+    assert portions(objects, 3 * 4096) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+    assert portions(objects, (3 + 4) * 4096) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert portions(objects, 1 << 20) == [(0, 5)]
+
+
+class Client:
+    """What Mooncake's client gives for reads; keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
+
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], addresses: Any, lengths: list[list[int]]
+    ) -> list[int]:
+        self.batches.append(keys)
+        return [sum(row) for row in lengths]
+
+    def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[Any]]:
+        memory = SimpleNamespace(is_memory_replica=lambda: True)
+        disk = SimpleNamespace(is_memory_replica=lambda: False, is_disk_replica=lambda: True)
+        return {keys[0]: [memory], keys[1]: [disk], keys[2]: []}
+
+
+def test_a_store_reads_in_portions_and_says_where_objects_lay(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = MooncakeStore.__new__(MooncakeStore)
+    store._client, store._closed, store.calls = Client(), False, LateCalls("Mooncake")
+    config = MooncakeStoreConfig("h:1", enable_offload=True, tier_log=True)
+    store.config = replace(config, staging_share=3 * 4096 / (1280 << 20))
+    deadline = time.monotonic() + 5
+    with caplog.at_level(logging.INFO, "kvferry"):
+        found = store.get(["a", "b", "c"], wanted(4096, 4096, 4096), deadline)
+    assert found == [Outcome.DONE] * 3 and store._client.batches == [["a"], ["b"], ["c"]]
+    assert "3 objects from Mooncake: 1 in memory, 1 on disk, 1 unknown" in caplog.text
+    caplog.clear()
+    store.config = MooncakeStoreConfig("h:1")
+    with caplog.at_level(logging.INFO, "kvferry"):
+        store.get(["a", "b", "c"], wanted(4096, 4096, 4096), deadline)
+    assert store._client.batches[3:] == [["a", "b", "c"]] and "in memory" not in caplog.text
+    store.calls.close()
 
 
 def test_null_is_absent_and_unknown_keys_are_named_once(

@@ -89,6 +89,11 @@ def test_configuration_of_the_connector_in_vllm_is_understood() -> None:
         "team",
         False,
     )
+    for key in ("load_async", "discard_partial_chunks"):
+        assert PoolConfig.read({key: None}) == PoolConfig.read({})
+        for value in (False, "false", 0):
+            with pytest.raises(DescriptionError, match=f"{key} must be true or left out.*the pool"):
+                PoolConfig.read({key: value})
     with pytest.raises(DescriptionError, match="colour"):
         PoolConfig.read({"colour": "red"})
     with pytest.raises(DescriptionError, match="load_seconds"):

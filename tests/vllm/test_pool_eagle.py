@@ -18,6 +18,7 @@ pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM"
 
 from test_pool import ask, folder, pool_engine, settle  # noqa: F401
 
+from kvferry.carriers.base import MemoryRegion
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Slices
 from tiny_models import make_eagle, make_model
@@ -46,6 +47,7 @@ def objects(path: Path) -> dict[str, np.ndarray]:
             if one.key.split("/")[3] in ("layout", "index"):
                 continue
             content = np.zeros(one.bytes, dtype=np.uint8)
+            store.register([MemoryRegion(content.ctypes.data, one.bytes)])
             whole = [np.asarray([n], dtype=np.int64) for n in (0, content.ctypes.data, one.bytes)]
             assert store.get([one.key], [Slices(*whole)], time.monotonic() + 5) == [Outcome.DONE]
             found[one.key] = content.view(np.float32)

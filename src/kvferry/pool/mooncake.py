@@ -36,10 +36,12 @@ import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,6 +68,13 @@ _THEIRS = {  # variables that Mooncake's own processes read
     "device_name": "MOONCAKE_DEVICE",
     "metadata_server": "MOONCAKE_TE_META_DATA_SERVER",
 }
+
+_VLLMS = {  # fields that no file has, by vLLM's variables
+    "staging_share": "VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO",
+    "tier_log": "VLLM_MOONCAKE_STORE_TIER_LOG",
+}
+STAGING_BYTES = 1280 << 20  # of the buffer through which Mooncake's disk tier reads, by default
+DIRECT_IO_BYTES = 4096  # to which it aligns, with one such block at either end
 
 
 class MooncakeStore:
@@ -143,8 +152,30 @@ class MooncakeStore:
             return [_put_outcome(code) if code else Outcome.DONE for code in codes]
 
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
-        if not keys:
-            return []
+        outcomes: list[Outcome] = []
+        if self.config.tier_log and keys:
+            self._log_tiers(list(keys), deadline)
+        for start, stop in portions(wanted, self.config.staging_bytes):
+            outcomes += self._get(keys[start:stop], wanted[start:stop], deadline)
+        return outcomes
+
+    def _log_tiers(self, keys: list[str], deadline: float) -> None:
+        """For `VLLM_MOONCAKE_STORE_TIER_LOG`: where the objects of a load lie."""
+        try:
+            found = self._call(
+                "describe", lambda: dict(self._client.batch_get_replica_desc(keys)), deadline
+            )
+            tiers = Counter(_tier(found.get(key)) for key in keys)
+        except Exception as error:  # the load itself may still go well
+            _log.warning("Mooncake does not say where %d objects lie: %s", len(keys), error)
+            return
+        _log.info(
+            "a load of %d objects from Mooncake: %d in memory, %d on disk, %d unknown",
+            len(keys),
+            *(tiers[tier] for tier in ("memory", "disk", "unknown")),
+        )
+
+    def _get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
         names, parts = list(keys), parts_of(wanted)
         outcomes = [Outcome.FAILED] * len(names)
         rest = set(range(len(names)))
@@ -284,6 +315,37 @@ def _require_listening(address: str) -> None:
         ) from None
 
 
+def _tier(replicas: Any) -> str:
+    """Where the first replica of an object lies."""
+    kinds = {
+        "is_memory_replica": "memory",
+        "is_disk_replica": "disk",
+        "is_local_disk_replica": "disk",
+    }
+    for question, tier in kinds.items():
+        if replicas and getattr(replicas[0], question, bool)():
+            return tier
+    return "unknown"
+
+
+def portions(wanted: Sequence[Slices], most_bytes: int) -> list[tuple[int, int]]:
+    """Cut a batch so that each portion fits the buffer through which Mooncake reads its disk.
+
+    most_bytes  of the buffer; 0: no limit. An object that does not fit is a portion by itself
+    """
+    if not wanted or not most_bytes:
+        return [(0, len(wanted))] if wanted else []
+    cuts, used = [0], 0
+    for i, part in enumerate(wanted):
+        reach = int((part.offset + part.length).max())  # at least this much of it is read
+        size = -(-reach // DIRECT_IO_BYTES) * DIRECT_IO_BYTES + 2 * DIRECT_IO_BYTES
+        if used and used + size > most_bytes:
+            cuts.append(i)
+            used = 0
+        used += size
+    return list(pairwise([*cuts, len(wanted)]))
+
+
 def _some(rows: list[T], places: list[int]) -> list[T]:
     return [rows[i] for i in places]
 
@@ -317,6 +379,9 @@ class MooncakeStoreConfig:
     local_buffer_size: int = 1 << 30
     tenant_id: str = "default"
     local_hostname: str = ""  # empty: the address from which the master is reached
+    enable_offload: bool = False  # the pool has a disk tier: reads are cut to its buffer
+    staging_share: float = 0.9  # of that buffer, which one read may take
+    tier_log: bool = False  # log where the objects of each load lie
 
     def __post_init__(self) -> None:
         if not self.master_server_address:
@@ -333,6 +398,16 @@ class MooncakeStoreConfig:
             )
         if self.local_buffer_size <= 0:
             raise StoreError("local_buffer_size must be more than 0")
+        if not 0 < self.staging_share <= 1:
+            raise StoreError(
+                "VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO must be more than 0 and at most 1, found "
+                f"{self.staging_share}"
+            )
+
+    @property
+    def staging_bytes(self) -> int:
+        """That one read may take of the buffer of Mooncake's disk tier; 0: no limit."""
+        return int(STAGING_BYTES * self.staging_share) if self.enable_offload else 0
 
     @classmethod
     def from_file(cls, path: str | Path) -> MooncakeStoreConfig:
@@ -344,7 +419,12 @@ class MooncakeStoreConfig:
         """From the environment and the file that it names."""
         path = environ.get("MOONCAKE_CONFIG_PATH")
         found = _read_file(path, f"MOONCAKE_CONFIG_PATH={path}") if path else {}
+        for name, variable in _VLLMS.items():
+            if environ.get(variable):
+                found[name] = environ[variable]
         for f in fields(cls):
+            if f.name in _VLLMS:
+                continue
             for variable in (f"MOONCAKE_{f.name.upper()}", _THEIRS.get(f.name, "")):
                 if environ.get(variable):
                     found[f.name] = environ[variable]
@@ -367,6 +447,10 @@ class MooncakeStoreConfig:
         for name, value in known.items():
             if name in ("global_segment_size", "local_buffer_size"):
                 known[name] = parse_size(value)
+            elif name in ("enable_offload", "tier_log"):
+                known[name] = _flag(name, value)
+            elif name == "staging_share":
+                known[name] = _number(value)
             elif not isinstance(value, str):
                 raise StoreError(f"Mooncake's {name} must be a text, found {value!r:.100}")
             else:
@@ -385,6 +469,23 @@ class MooncakeStoreConfig:
         return _address_towards(self.master_server_address)
 
 
+def _flag(name: str, value: Any) -> bool:
+    found = str(value).strip().lower() if isinstance(value, str | bool) else ""
+    if found not in ("true", "1", "false", "0"):
+        what = _VLLMS.get(name, f"Mooncake's {name}")
+        raise StoreError(f"{what} must be true or false, found {value!r:.100}")
+    return found in ("true", "1")
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise StoreError(
+            f"{_VLLMS['staging_share']} must be a number, found {value!r:.100}"
+        ) from None
+
+
 def _read_file(path: str, named: str) -> dict[str, Any]:
     try:
         found = json.loads(Path(path).read_text())
@@ -393,12 +494,11 @@ def _read_file(path: str, named: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise StoreError(f"{named}: expected a JSON object")
     found = {name: value for name, value in found.items() if value is not None}
-    _name_unknown(path, frozenset(found).difference(_FIELDS, _UNUSED))
-    return {"protocol": "rdma", **found}
+    _name_unknown(path, frozenset(found).difference(_FIELDS))
+    return {"protocol": "rdma", **{k: v for k, v in found.items() if k in _FIELDS}}
 
 
-_FIELDS = tuple(f.name for f in fields(MooncakeStoreConfig))
-_UNUSED = ("enable_offload",)  # of Mooncake's own store; changes nothing here
+_FIELDS = tuple(f.name for f in fields(MooncakeStoreConfig) if f.name not in _VLLMS)
 
 
 @lru_cache(maxsize=64)  # each process opens several stores

@@ -35,24 +35,41 @@ from kvferry.vllm.config import (
 
 log = logging.getLogger("kvferry")
 
-# Keys of the in-tree connector that are always on here, or have no effect.
-MOONCAKE_ONLY = frozenset(
-    {
-        "consumer_is_to_put",
-        "custom_mem_pool",
-        "discard_partial_chunks",
-        "enable_cross_layers_blocks",
-        "enable_group_semantics",
-        "enable_store_tp_lcm",
-        "load_async",
-        "lookup_async",
-        "lookup_rpc_port",
-        "prefer_alloc_in_same_node",
-        "preferred_segment",
-        "prefill_tp_sizes",
-        "store_tp_size",
-    }
-)
+# Keys of the in-tree connector that are not ours, with what became of each.
+MOONCAKE_ONLY: Mapping[str, str] = {
+    "preferred_segment": "No effect, and logged: Mooncake chooses where blocks lie.",
+    "load_async": "Refused unless `true`: loads never stop the engine's steps.",
+    "lookup_async": "No effect: lookups never stop the engine's steps.",
+    "lookup_rpc_port": "No effect: lookups run in the scheduler's process and need no port.",
+    "discard_partial_chunks": "Refused unless `true`: only whole blocks have a key.",
+    "consumer_is_to_put": "No effect; see `save_decode_cache`.",
+    "custom_mem_pool": "No effect: vLLM's own allocation is registered with the store.",
+    "enable_cross_layers_blocks": "No effect: a block's layers are one object in any layout.",
+    "enable_group_semantics": "No effect: a lookup asks for all parts of a block.",
+    "enable_store_tp_lcm": "No effect: engines of a pool may have any tensor parallel size.",
+    "prefer_alloc_in_same_node": "No effect: Mooncake chooses where blocks lie.",
+    "prefill_tp_sizes": "No effect: engines of a pool may have any tensor parallel size.",
+    "store_tp_size": "No effect: engines of a pool may have any tensor parallel size.",
+}
+# Of these, keys that only one value may have: the reason why.
+MUST_BE_TRUE: Mapping[str, str] = {
+    "load_async": "the pool loads beside the engine's steps, and has no way to stop them for a "
+    "load (vLLM's own connector ends with an assertion)",
+    "discard_partial_chunks": "the pool keeps whole blocks: the tokens of a block that is not full "
+    "have no key, and are computed again",
+}
+# Variables of the environment that vLLM's own connector reads, and what each does here.
+MOONCAKE_VARIABLES: Mapping[str, str] = {
+    "MOONCAKE_CONFIG_PATH": "The same.",
+    "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "The same.",
+    "MOONCAKE_PREFERRED_SEGMENT": "No effect, and logged: Mooncake chooses where blocks lie.",
+    "VLLM_MOONCAKE_STORE_TIER_LOG": "The same: each load logs how many of its objects lay in "
+    "memory and on disk.",
+    "VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO": "The same, with `enable_offload` in Mooncake's "
+    "file.",
+    "VLLM_MOONCAKE_LOAD_RECV_THREADS": "No effect: a load is cut into chunks, which four threads "
+    "read.",
+}
 LOOKUP_BUFFER_BYTES = 64 << 20
 
 
@@ -93,15 +110,20 @@ class PoolConfig:
         """From the keys of an operator. Defaults are those of a connector class."""
         known = set(rules(cls))
         extra = without_removed(extra)
-        unknown = sorted(set(extra) - known - MOONCAKE_ONLY)
+        unknown = sorted(set(extra) - known - set(MOONCAKE_ONLY))
         if unknown:
             raise DescriptionError(
                 f"kv_connector_extra_config has {unknown}, which kvferry's pool does not know; it "
                 f"knows {sorted(known)}"
             )
+        for name, why in MUST_BE_TRUE.items():
+            if told(extra).get(name, True) is not True:
+                raise DescriptionError(
+                    f"{name} must be true or left out, found {extra[name]!r:.40}: {why}"
+                )
         if extra.get("preferred_segment") or os.environ.get("MOONCAKE_PREFERRED_SEGMENT"):
             log.warning("preferred_segment is not known here: Mooncake chooses where blocks lie")
-        unused = sorted(set(extra) & MOONCAKE_ONLY)
+        unused = sorted(set(extra) & set(MOONCAKE_ONLY))
         if unused:
             log.info("kvferry's pool has no need of %s", ", ".join(unused))
         given = {k: v for k, v in told(extra).items() if k in known}
