@@ -19,6 +19,7 @@ pytest.importorskip(
 )
 pytest.importorskip("kvferry.vllm")
 
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -36,7 +37,7 @@ from kvferry.vllm.describe import _interior, cache_rank, replicas
 from kvferry.vllm.fingerprint import Prompts
 from kvferry.vllm.metadata import FerryHandshake, PoolReport
 from kvferry.vllm.pool.config import PoolConfig
-from kvferry.vllm.pool.scheduler import VllmPoolScheduler
+from kvferry.vllm.pool.scheduler import VllmPoolScheduler, _draft_ahead
 from kvferry.vllm.pool.worker import PoolWorker
 
 BLOCK = 16
@@ -351,3 +352,22 @@ def test_prefill_context_parallel_ranks() -> None:
         assert all(one.tp == 4 and one.replicas == 1 for one in shared.values())
         assert [shared[1, pcp].rank.tp % 2 for pcp in range(2)] == [0, 1]
     assert (replicas(parallel(1, 2, 1)), replicas(parallel(1, 2, 2))) == (2, 1)
+
+
+def test_how_far_drafts_read_ahead() -> None:
+    """As vLLM itself says it."""
+
+    def ahead(method: str | None, modules: int = 1) -> int:
+        speculative: Any = SpeculativeConfig.__new__(SpeculativeConfig)
+        speculative.method = method
+        speculative.num_speculative_tokens = modules
+        hf_config = SimpleNamespace(num_nextn_predict_layers=modules)
+        speculative.draft_model_config = SimpleNamespace(hf_config=hf_config)
+        config = VllmConfig.__new__(VllmConfig)
+        config.speculative_config = None if method is None else speculative
+        return _draft_ahead(config)
+
+    for method in ("eagle", "eagle3", "mtp", "dflash", "dspark"):
+        assert ahead(method) == 1, method
+    assert ahead("mtp", modules=3) == 3
+    assert [ahead(method) for method in (None, "draft_model", "extract_hidden_states")] == [0, 0, 0]
