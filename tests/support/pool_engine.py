@@ -128,6 +128,10 @@ class SmallEngine:
         self.scheduler.computed(request_id, tokens, count, lambda: self.tables)
         self.until(lambda: not self.scheduler.has_work)
 
+    def published(self) -> None:
+        """Wait until engines of other shapes can read; lookups know no layout before."""
+        self.until(lambda: self.scheduler.counters["layouts_published"] > 0)
+
     def matched(self, request_id: str, tokens: Sequence[int], computed: int = 0) -> int:
         tracker: RequestTracker = self.scheduler.track(request_id, tuple)
         found: list[int | None] = [None]

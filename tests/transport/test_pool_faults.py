@@ -153,6 +153,7 @@ def test_every_byte_of_every_hit(tmp_path: Path, kind: str) -> None:
         tokens = sequence(case)
         writer = pair.engine("src")
         writer.save("w", tokens)
+        writer.published()
         reader = pair.engine("dst")
         found = reader.matched("r", tokens)
         assert found == case["tokens"], (number, found)

@@ -70,6 +70,7 @@ def test_every_byte_between_devices(tmp_path: Path) -> None:
         writer = SmallEngine(case, "src", open_store, shift=FAR)
         writer.fill(oracle)
         writer.save("w", tokens)
+        writer.published()
         reader = SmallEngine(case, "dst", open_store, shift=FAR)
         found = reader.matched("r", tokens)
         assert found == case["tokens"]

@@ -113,6 +113,17 @@ def test_the_owner_checks_every_descriptor_itself(ends: tuple[End, End]) -> None
     assert owner.memory[:10].all()
 
 
+def test_a_closed_server_does_not_say_that_it_is_busy() -> None:
+    """A connection that came in meanwhile ends: its owner is gone, and must not be tried again."""
+    end = End()
+    end.carrier.close()
+    ours, theirs = socket.socketpair()
+    with ours:
+        assert not end.carrier._server.attach(theirs)
+        ours.settimeout(10)
+        assert ours.recv(100) == b""
+
+
 def test_the_owner_closes_while_it_is_written_to(ends: tuple[End, End]) -> None:
     owner, user = ends
     user.memory[:] = 9

@@ -109,10 +109,11 @@ class TcpServer:
             return False
         if self._begin(stream, address):
             return True
-        self._count("busy")
-        with suppress(TransferError):
-            text = "no room for another connection; try again later"
-            stream.send(error_frame(0, Code.BUSY, text), time.monotonic() + 0.1)
+        if not self._closed:
+            self._count("busy")
+            with suppress(TransferError):
+                text = "no room for another connection; try again later"
+                stream.send(error_frame(0, Code.BUSY, text), time.monotonic() + 0.1)
         stream.close()
         return False
 
