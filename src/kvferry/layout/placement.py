@@ -14,7 +14,8 @@ shape alone (`RankLayout.build`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,28 @@ class RankLayout:
 
     def parts_of(self, group: str) -> tuple[Part, ...]:
         return tuple(part for part in self.parts if part.group == group)
+
+    def transfer_regions(self, bases: Sequence[int]) -> tuple[TransferRegion, ...]:
+        """The arrays of every layer, at the addresses of this layout's regions."""
+        return tuple(
+            TransferRegion(bases[region] + offset, array.block_len, array.kv_block_len)
+            for part in self.parts
+            for array in part.arrays()
+            for region, offset in zip(array.regions.tolist(), array.offsets.tolist(), strict=True)
+        )
+
+    def require_all_blocks(self) -> None:
+        """Refuse a layout that has blocks outside its regions."""
+        room = np.asarray([region.bytes for region in self.regions], dtype=np.int64)
+        for part in self.parts:
+            for array in part.arrays():
+                least = int((room[array.regions] - array.offsets).min())
+                needed = (part.num_blocks - 1) * array.block_len + array.kv_block_len
+                if needed > least:
+                    raise DescriptionError(
+                        f"{part.num_blocks} blocks of group {part.group!r}, {array.block_len} "
+                        f"bytes apart, need {needed} bytes of their region, found room for {least}"
+                    )
 
     @classmethod
     def build(
@@ -125,6 +148,21 @@ class Part:
     def is_opaque(self) -> bool:
         return self.placements[0].component == OPAQUE
 
+    def arrays(self) -> list[_Array]:
+        """One array for all components, or several if they lie in memory of their own."""
+        found: list[_Array] = []
+        for p in sorted(self.placements, key=lambda p: (int(p.regions[0]), int(p.offsets[0]))):
+            span = p.span_bytes(self.block_entries)
+            last = found[-1] if found else None
+            if last is None or last.block_len != p.block_stride or not last.has_inside(p):
+                found.append(_Array(p.regions, p.offsets, p.block_stride, span))
+            else:
+                shift = int(p.offsets[0] - last.offsets[0])
+                found[-1] = replace(last, kv_block_len=max(last.kv_block_len, shift + span))
+        if len(found) == 1 and self.page_bytes:
+            found = [replace(found[0], kv_block_len=max(found[0].kv_block_len, self.page_bytes))]
+        return found
+
     def index(self, component: str) -> int:
         for index, placement in enumerate(self.placements):
             if placement.component == component:
@@ -163,6 +201,16 @@ class Placement:
         if min(*outer, *strides) < 0 or max(*outer, *strides) > MOST_STRIDE_BYTES:
             self._refuse(f"strides of 0 to {MOST_STRIDE_BYTES} bytes", (*outer, *strides))
 
+    def span_bytes(self, block_entries: int) -> int:
+        """Bytes from the first byte of a block to the start of its last element, and one more."""
+        axes = [
+            (block_entries // self.tile_slots, self.tile_stride),
+            (self.tile_slots, self.slot_stride),
+            (self.units.size, self.unit_stride),
+            *zip(self.dim_sizes, self.dim_strides, strict=True),
+        ]
+        return 1 + sum((size - 1) * stride for size, stride in axes)
+
     def _refuse(self, expected: str, found: object) -> None:
         raise DescriptionError(
             f"component {self.component!r} must be placed with {expected}, found {found}"
@@ -175,6 +223,31 @@ class Region:
 
     name: str
     bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRegion:
+    """The blocks of one layer on one rank. A layer with K and V apart has two."""
+
+    base_addr: int  # of block 0
+    block_len: int  # bytes from one block to the next
+    kv_block_len: int  # bytes of one block that are used
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Array:
+    """The transfer regions of some layers, at offsets in regions."""
+
+    regions: Ints
+    offsets: Ints
+    block_len: int
+    kv_block_len: int
+
+    def has_inside(self, p: Placement) -> bool:
+        """Whether a component lies in the blocks of this array, in all layers."""
+        shifts = p.offsets - self.offsets
+        inside = (p.regions == self.regions) & (shifts >= 0) & (shifts < max(1, self.block_len))
+        return bool((inside & (shifts == shifts[0])).all())
 
 
 def _constant_shift(origin: Placement, other: Placement) -> int | None:
