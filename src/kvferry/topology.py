@@ -15,7 +15,7 @@ connectors ask the same question, the name is theirs, and so is the answer where
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from kvferry.errors import IncompatibleError, TopologyError, UnknownEngine
@@ -216,13 +216,18 @@ class EngineTransferInfo:
 
     @classmethod
     def of_stage(
-        cls, shape: EngineShape, model: CacheModel, first: RankLayout, incarnation: str
+        cls,
+        shape: EngineShape,
+        model: CacheModel,
+        first: RankLayout,
+        bases: Sequence[int],
+        incarnation: str,
     ) -> EngineTransferInfo:
         """The record of a stage, from its engine's description and its first rank's memory."""
         layers = shape.stage_layers(model, first.rank.pp)
         attention = [g for g in model.groups if not g.is_state]
         block, kernel = shape.entries(attention[0]) if attention else (1, 1)
-        regions = first.transfer_regions([0] * len(first.regions))
+        regions = first.transfer_regions(bases)
         return cls(
             remote_tp_size=shape.tp,
             remote_block_len=regions[0].kv_block_len if regions else 0,

@@ -119,7 +119,7 @@ LESS: dict[str, tuple[RankInfo, list[str]]] = {
     ),
     "more blocks than memory": (
         with_part(num_blocks=BLOCKS + 1),
-        ["65 blocks of group 'attention'", "room for 2097152"],
+        ["65 blocks in 'attention'", "room for 2097152"],
     ),
     "blocks too far apart": (
         with_placements(block_stride=1 << 20),

@@ -221,7 +221,9 @@ class TestMemory:
         return RankLayout.build(self.MODEL, shape, Rank(stage, 0), 8)
 
     def test_the_record_of_a_stage(self) -> None:
-        told = EngineTransferInfo.of_stage(self.SHAPE, self.MODEL, self.layout(self.SHAPE), "i")
+        told = EngineTransferInfo.of_stage(
+            self.SHAPE, self.MODEL, self.layout(self.SHAPE), [0], "i"
+        )
         assert (told.start_layer, told.end_layer, told.stage) == (16, 32, 1)
         assert told.remote_block_len == 64 * 4 * 2 * 128 * 2  # tokens, heads, k and v, dim, bytes
         assert told.remote_physical_blocks_per_logical == 4
@@ -232,7 +234,7 @@ class TestMemory:
         t = topology(0, EngineShape(), self.MODEL)
         for stage in range(2):
             layout = self.layout(self.SHAPE, stage)
-            told = EngineTransferInfo.of_stage(self.SHAPE, self.MODEL, layout, "i")
+            told = EngineTransferInfo.of_stage(self.SHAPE, self.MODEL, layout, [0], "i")
             t.register_remote_engine("prefill", told)
             t.require_as_described("prefill", layout)
         whole = self.layout(replace(self.SHAPE, kernel_block_size=0))

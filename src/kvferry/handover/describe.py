@@ -185,16 +185,17 @@ def _read_layout(
     info: RankInfo, shape: EngineShape, *, whole: bool
 ) -> tuple[RankLayout, list[int]]:
     rank = Rank(info.pp_rank, info.tp_rank)
+    bases = [region.address for region in info.regions]
     try:
         layout = _layout(info, shape, rank)
         if whole:
-            layout.require_all_blocks()
+            layout.require_all_blocks(bases)
     except (DescriptionError, OverflowError) as error:
         raise ProtocolError(
             f"rank {tuple(rank)} describes no possible layout: {error}; run the same kvferry "
             "version on both sides"
         ) from None
-    return layout, [region.address for region in info.regions]
+    return layout, bases
 
 
 def require_same_meaning(ours: EngineInfo, theirs: EngineInfo) -> None:

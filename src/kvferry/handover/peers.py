@@ -312,8 +312,9 @@ class Peers:
                 f"{[tuple(r) for r in missing]} yet"
             )
         for stage in range(shape.pp):
-            first, _ = read_layout(by_rank[Rank(stage, 0)], shape)
-            record = EngineTransferInfo.of_stage(shape, model, first, welcome.engine.incarnation)
+            first, bases = read_layout(by_rank[Rank(stage, 0)], shape)
+            life = welcome.engine.incarnation
+            record = EngineTransferInfo.of_stage(shape, model, first, bases, life)
             topology.register_remote_engine(name, record)
             log.debug("kvferry: met %s", topology.describe(name, stage))
         pair = topology.pair_with(name)

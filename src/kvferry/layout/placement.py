@@ -68,26 +68,25 @@ class RankLayout:
         return tuple(part for part in self.parts if part.group == group)
 
     def transfer_regions(self, bases: Sequence[int]) -> tuple[TransferRegion, ...]:
-        """The arrays of every layer, at the addresses of this layout's regions."""
+        """The blocks of every layer, if this layout's regions lie at these addresses."""
         return tuple(
-            TransferRegion(bases[region] + offset, array.block_len, array.kv_block_len)
+            region
             for part in self.parts
-            for array in part.arrays()
-            for region, offset in zip(array.regions.tolist(), array.offsets.tolist(), strict=True)
+            for row in range(len(part.layers))
+            for region in part.transfer_regions(row, bases)
         )
 
-    def require_all_blocks(self) -> None:
+    def require_all_blocks(self, bases: Sequence[int]) -> None:
         """Refuse a layout that has blocks outside its regions."""
-        room = np.asarray([region.bytes for region in self.regions], dtype=np.int64)
-        for part in self.parts:
-            for array in part.arrays():
-                least = int((room[array.regions] - array.offsets).min())
-                needed = (part.num_blocks - 1) * array.block_len + array.kv_block_len
-                if needed > least:
-                    raise DescriptionError(
-                        f"{part.num_blocks} blocks of group {part.group!r}, {array.block_len} "
-                        f"bytes apart, need {needed} bytes of their region, found room for {least}"
-                    )
+        for region in self.transfer_regions(bases):
+            needed = (region.num_blocks - 1) * region.block_len + region.kv_block_len
+            memory = self.regions[region.memory]
+            room = bases[region.memory] + memory.bytes - region.base_addr
+            if needed > room:
+                raise DescriptionError(
+                    f"{region.num_blocks} blocks in {memory.name!r}, {region.block_len} bytes "
+                    f"apart, need {needed} bytes there, found room for {room}"
+                )
 
     @classmethod
     def build(
@@ -148,18 +147,19 @@ class Part:
     def is_opaque(self) -> bool:
         return self.placements[0].component == OPAQUE
 
-    def arrays(self) -> list[_Array]:
-        """One array for all components, or several if they lie in memory of their own."""
-        found: list[_Array] = []
-        for p in sorted(self.placements, key=lambda p: (int(p.regions[0]), int(p.offsets[0]))):
-            span = p.span_bytes(self.block_entries)
+    def transfer_regions(self, row: int, bases: Sequence[int]) -> list[TransferRegion]:
+        """The blocks of one layer. Components that lie apart have regions of their own."""
+        found: list[TransferRegion] = []
+        for p in sorted(self.placements, key=lambda p: (p.regions[row], p.offsets[row])):
+            memory = int(p.regions[row])
+            base, span = bases[memory] + int(p.offsets[row]), p.span_bytes(self.block_entries)
             last = found[-1] if found else None
-            if last is None or last.block_len != p.block_stride or not last.has_inside(p):
-                found.append(_Array(p.regions, p.offsets, p.block_stride, span))
+            if last is None or not last.has_inside(memory, base, p.block_stride):
+                found.append(TransferRegion(base, p.block_stride, span, self.num_blocks, memory))
             else:
-                shift = int(p.offsets[0] - last.offsets[0])
-                found[-1] = replace(last, kv_block_len=max(last.kv_block_len, shift + span))
-        if len(found) == 1 and self.page_bytes:
+                span = max(last.kv_block_len, base - last.base_addr + span)
+                found[-1] = replace(last, kv_block_len=span)
+        if len(found) == 1:
             found = [replace(found[0], kv_block_len=max(found[0].kv_block_len, self.page_bytes))]
         return found
 
@@ -227,27 +227,18 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class TransferRegion:
-    """The blocks of one layer on one rank. A layer with K and V apart has two."""
+    """The blocks of one layer on one rank, or of its K or V if these lie apart."""
 
     base_addr: int  # of block 0
     block_len: int  # bytes from one block to the next
-    kv_block_len: int  # bytes of one block that are used
+    kv_block_len: int  # bytes from the first to the last used byte of a block
+    num_blocks: int = 1
+    memory: int = 0  # number of the registered region that it lies in
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Array:
-    """The transfer regions of some layers, at offsets in regions."""
-
-    regions: Ints
-    offsets: Ints
-    block_len: int
-    kv_block_len: int
-
-    def has_inside(self, p: Placement) -> bool:
-        """Whether a component lies in the blocks of this array, in all layers."""
-        shifts = p.offsets - self.offsets
-        inside = (p.regions == self.regions) & (shifts >= 0) & (shifts < max(1, self.block_len))
-        return bool((inside & (shifts == shifts[0])).all())
+    def has_inside(self, memory: int, base_addr: int, block_len: int) -> bool:
+        """Whether a component of these strides lies in the blocks of this region."""
+        apart = base_addr - self.base_addr
+        return (memory, block_len) == (self.memory, self.block_len) and 0 <= apart < block_len
 
 
 def _constant_shift(origin: Placement, other: Placement) -> int | None:
