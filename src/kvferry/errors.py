@@ -5,6 +5,7 @@
     ├── IncompatibleError     the two sides do not hold the same logical cache
     ├── CoverError            no choice of sources covers what the destination needs
     ├── TopologyError         a registration or a question about a remote engine is wrong
+    │   └── UnknownEngine     a remote engine or stage that is not registered
     ├── BindError             block tables, bases or token counts do not fit the plan
     ├── TransferError         a carrier could not move bytes
     │   ├── PermissionDenied  the operating system forbids the access
@@ -44,6 +45,12 @@ class CoverError(KvferryError):
 
 class TopologyError(KvferryError):
     """A remote engine is unknown, or was registered with contradicting facts."""
+
+
+class UnknownEngine(TopologyError, KeyError):
+    """A remote engine or stage is not registered. Callers of vLLM's topology expect a KeyError."""
+
+    __str__ = Exception.__str__  # a KeyError's would put the message into quotes
 
 
 class BindError(KvferryError, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout, bind, plan_pair
 from kvferry.layout import ORDERS, shard
 from kvferry.layout.hf import model_from_config
-from kvferry.layout.placement import Region
+from kvferry.layout.placement import Region, TransferRegion
 from kvferry.layout.presets import load_model, presets
 from kvferry.layout.shape import even_stages
 from kvferry.layout.tensors import TensorView, layout_from_tensors
@@ -168,3 +169,36 @@ class TestTensors:
         )
         assert [(p.table, p.pool) for p in layout.parts] == [(0, 0), (1, 0), (2, 0)]
         assert layout.tables == 3
+
+
+class TestTransferRegions:
+    """Where the blocks of each layer lie, as connectors of the field say it."""
+
+    def regions(self, **shape: Any) -> tuple[TransferRegion, ...]:
+        kv = tuple(Component(name, 4, (8,), 2) for name in "kv")
+        model = CacheModel("m", (Group("attention", (0, 1), kv),))
+        layout = RankLayout.build(model, EngineShape(**shape), Rank(0, 0), 5)
+        bases = [1000 * (1 + n) for n in range(len(layout.regions))]
+        layout.require_all_blocks(bases)
+        return layout.transfer_regions(bases)
+
+    def test_k_and_v_together(self) -> None:
+        page = 16 * 4 * 2 * 8 * 2
+        assert self.regions() == (
+            TransferRegion(1000, page, page, 5),
+            TransferRegion(1000 + 5 * page, page, page, 5),
+        )
+
+    def test_padding_is_not_used(self) -> None:
+        first, _ = self.regions(page_align=3000)
+        assert (first.block_len, first.kv_block_len) == (3000, 2048)
+
+    def test_k_and_v_apart(self) -> None:
+        found = self.regions(interior="split")
+        assert [r.memory for r in found] == [0, 1, 0, 1]
+        assert [r.base_addr for r in found] == [1000, 2000, 6120, 7120]
+        assert {r.block_len for r in found} == {1024}
+
+    @pytest.mark.parametrize("order", ORDERS)
+    def test_every_order_has_all_its_blocks(self, order: str) -> None:
+        assert len(self.regions(order=order)) == 2

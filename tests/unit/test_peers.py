@@ -6,8 +6,16 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout
+from kvferry.carriers.null import NullCarrier
+from kvferry.errors import IncompatibleError
 from kvferry.handover.deadline import Deadline
-from kvferry.handover.peers import Known, PeerKey, Peers
+from kvferry.handover.describe import engine_info, rank_info
+from kvferry.handover.peers import Known, PeerKey, Peers, Remote
+from kvferry.net.messages import Welcome
+from kvferry.topology import TransferTopology
 
 KEY = PeerKey("p", "1", "h:1")
 
@@ -64,3 +72,42 @@ def test_connections_are_given_back_by_the_last_that_uses_them() -> None:
     assert gone == ["peer"]
     people.forget(lost)
     assert gone == ["peer"]
+
+
+LATENT = Component("latent", 1, (72,), 2, "replicated")
+MLA = CacheModel("mla", (Group("latent", tuple(range(4)), (LATENT,)),))
+D = EngineShape(tp=2, block_size=32)
+
+
+def shake_hands(shape: EngineShape, memory: EngineShape) -> tuple[Remote, TransferTopology]:
+    """A handshake of a rank with an engine whose ranks have the memory of another shape."""
+    ours = RankLayout.build(MLA, D, Rank(0, 1), 8)
+    topology = TransferTopology("d", MLA, D, ours.rank)
+    carrier = NullCarrier()
+    caller: Any = None
+    people = Peers(caller, engine_info("d", "i", MLA, D, {}), topology, ours, [carrier])
+    ranks = [
+        rank_info(layout, [0] * len(layout.regions), "h:1", "1", {"null": carrier.endpoint()})
+        for layout in (RankLayout.build(MLA, memory, rank, 8) for rank in memory.ranks)
+    ]
+    welcome = Welcome(engine_info("p", "1", MLA, shape, {}), ranks)
+    return people.plan_with(welcome, KEY, time.monotonic() + 10, "p"), topology
+
+
+def test_the_handshake_meets_and_reads_as_the_topology_says() -> None:
+    shape = EngineShape(tp=8, pp=2, block_size=64, kernel_block_size=16)
+    remote, topology = shake_hands(shape, shape)
+    assert {s.rank: s.readers for s in remote.sources} == topology.partners("p")
+    for stage in range(2):
+        met = [s for s in remote.sources if s.rank.pp == stage]
+        assert [s.rank.tp for s in met] == topology.target_remote_ranks("p", stage)
+        read = [s.rank.tp for s in met if s.plan is not None]
+        assert read == topology.source_ranks("p", stage)
+    assert topology.replicates_kv_cache("p")
+    assert topology.get_engine_info("p").remote_physical_blocks_per_logical == 4
+
+
+def test_the_handshake_refuses_memory_that_is_not_as_described() -> None:
+    shape = EngineShape(tp=2, block_size=64, kernel_block_size=16)
+    with pytest.raises(IncompatibleError, match="4 physical blocks in a block of group 'latent'"):
+        shake_hands(shape, EngineShape(tp=2, block_size=64))

@@ -113,7 +113,18 @@ LESS: dict[str, tuple[RankInfo, list[str]]] = {
     "other heads": (with_placements(units=(4, 8)), ["0..3", "4..7"]),
     "fewer heads": (with_placements(units=(0, 3)), ["0..3", "0..2"]),
     "no heads": (with_placements(units=(3, 3)), ["a range of units", "(3, 3)"]),
-    "blocks of another size": (with_part(block_entries=32), ["32 entries", "16 by its shape"]),
+    "blocks of another size": (
+        with_part(block_entries=32, num_blocks=BLOCKS // 2),
+        ["32 entries", "16 by its shape"],
+    ),
+    "more blocks than memory": (
+        with_part(num_blocks=BLOCKS + 1),
+        ["65 blocks in 'attention'", "room for 2097152"],
+    ),
+    "blocks too far apart": (
+        with_placements(block_stride=1 << 20),
+        ["64 blocks", "1048576 bytes apart", "room for"],
+    ),
     "one component": (with_part(placements=PART.placements[:1]), ["no component 'v'"]),
 }
 

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from kvferry import CacheModel, Component, EngineShape, Group, Rank
+from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout
 from kvferry.errors import IncompatibleError, TopologyError
 from kvferry.layout.presets import load_model
 from kvferry.topology import EngineTransferInfo, TransferTopology
@@ -68,6 +68,17 @@ class TestRegistry:
         with pytest.raises(TopologyError, match="shake hands"):
             t.target_remote_ranks("prefill")
 
+    def test_an_unknown_engine_is_a_key_error_too(self) -> None:
+        """vLLM's connectors ask and catch a KeyError."""
+        with pytest.raises(KeyError) as error:
+            topology().get_engine_info("prefill")
+        assert isinstance(error.value, TopologyError)
+        assert str(error.value).startswith("stage 0 of engine 'prefill' is not registered")
+
+    def test_the_record_comes_back(self) -> None:
+        told = info()
+        assert topology().register_remote_engine(engine_id="prefill", info=told) is told
+
     def test_itself_is_refused(self) -> None:
         with pytest.raises(TopologyError, match="itself"):
             topology().register_remote_engine("decode", info())
@@ -83,8 +94,45 @@ class TestRanks:
         for rank, ranks in enumerate(expected):
             t = topology(rank, EngineShape(tp=3), one_layer(24))
             t.register_remote_engine("prefill", info(8))
+            assert t.source_ranks("prefill") == ranks
             assert t.target_remote_ranks("prefill") == ranks
             assert t.handshake_target_ranks(8) == ranks
+
+    def test_ranks_with_equal_heads_are_met_and_one_is_read(self) -> None:
+        t = topology(1, EngineShape(tp=2), one_layer(2))
+        t.register_remote_engine("prefill", info(4))
+        assert t.target_remote_ranks("prefill") == t.handshake_target_ranks(4) == [2, 3]
+        assert len(t.source_ranks("prefill")) == 1
+        assert t.is_kv_replicated("prefill") and t.replicates_kv_cache("prefill")
+        assert "equal bytes" in t.describe("prefill")
+
+    def test_who_replicates(self) -> None:
+        for heads, mla, tp, few, equal in [
+            (2, False, 2, False, False),
+            (2, False, 4, True, True),
+            (1, True, 1, False, True),
+            (1, True, 4, True, True),
+        ]:
+            t = topology(0, EngineShape(tp=2), one_layer(heads, mla))
+            t.register_remote_engine("prefill", info(tp))
+            assert t.is_kv_replicated("prefill") is few
+            assert t.replicates_kv_cache("prefill") is equal
+
+    def test_a_stage_without_its_engines_shape_stands_alone(self) -> None:
+        t = topology(1, EngineShape(tp=2), one_layer(2))
+        for stage, tp in enumerate((1, 4)):
+            t.register_remote_engine("prefill", info(tp, remote_pp_rank=stage))
+        assert [t.target_remote_ranks("prefill", stage) for stage in range(2)] == [[0], [2, 3]]
+        assert [t.is_kv_replicated("prefill", stage) for stage in range(2)] == [False, True]
+        assert "remote_pp=1" in t.describe("prefill", 1)
+
+    def test_ratios(self) -> None:
+        t = topology(0, EngineShape(tp=4, block_size=32))
+        assert [t.tp_ratio(tp) for tp in (1, 2, 4, 8, 16)] == [4, 2, 1, -2, -4]
+        assert [t.block_size_ratio(size) for size in (8, 16, 32)] == [4, 2, 1]
+        for ask, size in ((t.tp_ratio, 3), (t.block_size_ratio, 64)):
+            with pytest.raises(TopologyError, match="whole ratio"):
+                ask(size)
 
     def test_pipeline_stages_are_asked_one_by_one(self) -> None:
         model = load_model("llama-3.1-8b")
@@ -101,8 +149,8 @@ class TestRanks:
                     remote_shape=remote,
                 ),
             )
-        assert t.target_remote_ranks("prefill", 0) == []  # layers of our other stage
-        assert t.target_remote_ranks("prefill", 1) == [0]
+        assert t.source_ranks("prefill", 0) == []  # layers of our other stage
+        assert t.source_ranks("prefill", 1) == [0]
 
     def test_dcp(self) -> None:
         model = one_layer(1, mla=True)
@@ -142,7 +190,8 @@ class TestPartners:
             t = self.described(rank)
             for stage in range(2):
                 spoken = {r.tp for r in t.partners("p") if r.pp == stage}
-                assert set(t.target_remote_ranks("p", stage)) <= spoken
+                assert sorted(spoken) == t.target_remote_ranks("p", stage)
+                assert set(t.source_ranks("p", stage)) <= spoken
 
     def test_layers_that_only_one_side_has(self) -> None:
         whole, rank = load_model("llama-3.1-8b"), Rank(0, 0)
@@ -160,3 +209,34 @@ class TestPartners:
         lacking = ours.beyond(lenient.pair_with("p").model)
         assert lacking is not None and lacking.groups == (draft,)
         assert whole.beyond(whole) is None
+
+
+class TestMemory:
+    """What an engine says of itself, and the memory that its ranks describe."""
+
+    MODEL = load_model("llama-3.1-8b")
+    SHAPE = EngineShape(tp=2, pp=2, block_size=64, kernel_block_size=16)
+
+    def layout(self, shape: EngineShape, stage: int = 1) -> RankLayout:
+        return RankLayout.build(self.MODEL, shape, Rank(stage, 0), 8)
+
+    def test_the_record_of_a_stage(self) -> None:
+        told = EngineTransferInfo.of_stage(
+            self.SHAPE, self.MODEL, self.layout(self.SHAPE), [0], "i"
+        )
+        assert (told.start_layer, told.end_layer, told.stage) == (16, 32, 1)
+        assert told.remote_block_len == 64 * 4 * 2 * 128 * 2  # tokens, heads, k and v, dim, bytes
+        assert told.remote_physical_blocks_per_logical == 4
+        assert told.physical_blocks_per_logical(self.MODEL.groups[0]) == 4
+        assert "layers 16..31" in told.describe() and "4 physical blocks" in told.describe()
+
+    def test_physical_blocks_that_are_not_there(self) -> None:
+        t = topology(0, EngineShape(), self.MODEL)
+        for stage in range(2):
+            layout = self.layout(self.SHAPE, stage)
+            told = EngineTransferInfo.of_stage(self.SHAPE, self.MODEL, layout, [0], "i")
+            t.register_remote_engine("prefill", told)
+            t.require_as_described("prefill", layout)
+        whole = self.layout(replace(self.SHAPE, kernel_block_size=0))
+        with pytest.raises(IncompatibleError, match=r"4 physical blocks .* tiles of \[64\]"):
+            t.require_as_described("prefill", whole)

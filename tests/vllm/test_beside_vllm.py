@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout, bind, plan_pair
+from kvferry.errors import TopologyError
 from kvferry.layout.model import Residency
 from kvferry.layout.shape import even_stages
 from kvferry.topology import EngineTransferInfo, TransferTopology
@@ -68,33 +69,55 @@ def pairs() -> Iterator[tuple[int, int, int]]:
             yield heads, local, remote
 
 
-def test_rank_lists_are_vllms_where_nothing_is_replicated() -> None:
-    same = answered = beyond = 0
+@pytest.mark.parametrize("mla", [False, True])
+def test_rank_lists_are_vllms(mla: bool) -> None:
+    """Wherever vLLM has an answer, also for ranks with equal bytes. We then read from some."""
+    answered = beyond = 0
     for heads, local, remote in pairs():
+        heard: set[int] = set()
         for rank in range(local):
-            mine, vllms = ours(rank, local, heads), theirs(rank, local, heads)
+            mine, vllms = ours(rank, local, heads, mla), theirs(rank, local, heads, mla)
             mine.register_remote_engine("p", info(remote))
             vllms.register_remote_engine("p", utils.EngineTransferInfo(remote, 4096, 16, 1))
+            met = mine.target_remote_ranks("p")
+            heard |= {*met}
+            assert met == mine.handshake_target_ranks(remote)
+            read = mine.source_ranks("p")
+            assert read and set(read) <= set(met)
             try:
                 expected = vllms.target_remote_ranks("p"), vllms.handshake_target_ranks(remote)
+                ratio = vllms.tp_ratio(remote)
             except AssertionError:
-                beyond += 1
-                assert mine.target_remote_ranks("p"), "sizes that do not divide have an answer too"
+                beyond += 1  # sizes that do not divide have an answer too
+                with pytest.raises(TopologyError):
+                    mine.tp_ratio(remote)
                 continue
+            assert expected == (met, met), (heads, local, remote, rank)
+            assert mine.tp_ratio(remote) == ratio
+            if not mla:  # MLA has one latent here, and as many heads as are said there
+                assert mine.is_kv_replicated("p") == vllms.is_kv_replicated("p")
+            assert mine.replicates_kv_cache("p") == vllms.replicates_kv_cache("p")
             answered += 1
-            if local <= heads and remote <= heads:
-                assert (
-                    mine.target_remote_ranks("p"),
-                    mine.handshake_target_ranks(remote),
-                ) == expected
-                same += 1
-    assert same > 100 and beyond > 100 and answered > same
+            if local <= heads and remote <= heads and not mla:
+                assert read == met
+        assert heard == set(range(remote)), "every remote rank hears from some rank"
+    assert answered > 400 and beyond > 100
 
 
-def test_every_remote_rank_hears_from_someone() -> None:
-    for (heads, local, remote), mla in product(pairs(), (False, True)):
-        heard = [ours(r, local, heads, mla).handshake_target_ranks(remote) for r in range(local)]
-        assert set().union(*heard) == set(range(remote)), (heads, local, remote, mla)
+def test_rank_lists_are_vllms_with_context_parallelism() -> None:
+    sizes = (1, 2, 4, 8)
+    for local, remote, sharded in product(sizes, sizes, ((1, 0), (0, 1), (1, 1))):
+        dcp, remote_dcp = (
+            size if s else 1 for s, size in zip(sharded, (local, remote), strict=True)
+        )
+        for rank in range(local):
+            shape = EngineShape(tp=local, dcp=dcp)
+            mine = TransferTopology("local", one_layer(1, mla=True), shape, Rank(0, rank))
+            vllms = utils.TransferTopology(
+                rank, local, 16, "local", True, False, 1, [], dcp_size=dcp
+            )
+            expected = vllms.handshake_target_ranks(remote, remote_dcp)
+            assert mine.handshake_target_ranks(remote, remote_dcp) == expected
 
 
 def held_heads(topology: TransferTopology, tp: int, ranks: list[int]) -> set[int]:
@@ -113,7 +136,7 @@ def test_tp_mapping_reads_the_same_heads() -> None:
             mapping = compute_tp_mapping(theirs(rank, local, heads), remote, (FullAttentionSpec,))
             mine = ours(rank, local, heads)
             mine.register_remote_engine("p", info(remote))
-            read = mine.target_remote_ranks("p")
+            read = mine.source_ranks("p")
             if local <= heads and remote <= heads:
                 assert read == list(mapping.all_source_ranks)
 
@@ -142,9 +165,9 @@ def test_hybrid_mapping_reads_states_from_all_ranks() -> None:
             }
             assert len(read["state"]) == len(mapping.source_ranks_per_group[1])
             if local <= heads and remote <= heads:
-                assert tuple(mine.target_remote_ranks("p")) == mapping.all_source_ranks
+                assert tuple(mine.source_ranks("p")) == mapping.all_source_ranks
                 assert read["attention"] == mapping.source_ranks_per_group[0]
-            assert set(read["attention"]) <= set(mine.target_remote_ranks("p"))
+            assert set(read["attention"]) <= set(mine.source_ranks("p"))
 
 
 def one_layer(heads: int, mla: bool = False) -> CacheModel:

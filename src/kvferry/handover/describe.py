@@ -172,16 +172,30 @@ def rank_info(
 
 
 def read_layout(info: RankInfo, shape: EngineShape) -> tuple[RankLayout, list[int]]:
-    """A rank's layout and the addresses of its regions."""
+    """A running rank's layout and the addresses of its regions, which hold all of its blocks."""
+    return _read_layout(info, shape, whole=True)
+
+
+def read_object_layout(info: RankInfo, shape: EngineShape) -> RankLayout:
+    """The layout of a pool's objects: one region per table, with the room of one object."""
+    return _read_layout(info, shape, whole=False)[0]
+
+
+def _read_layout(
+    info: RankInfo, shape: EngineShape, *, whole: bool
+) -> tuple[RankLayout, list[int]]:
     rank = Rank(info.pp_rank, info.tp_rank)
+    bases = [region.address for region in info.regions]
     try:
         layout = _layout(info, shape, rank)
+        if whole:
+            layout.require_all_blocks(bases)
     except (DescriptionError, OverflowError) as error:
         raise ProtocolError(
             f"rank {tuple(rank)} describes no possible layout: {error}; run the same kvferry "
             "version on both sides"
         ) from None
-    return layout, [region.address for region in info.regions]
+    return layout, bases
 
 
 def require_same_meaning(ours: EngineInfo, theirs: EngineInfo) -> None:
@@ -252,17 +266,9 @@ def _layout(info: RankInfo, shape: EngineShape, rank: Rank) -> RankLayout:
 def _require_inside(part: Part, p: Placement, regions: Sequence[Region]) -> None:
     """Require that a block of each layer lies in its region, which also bounds its strides.
 
-    Only the first block is checked: a pool's objects have one region per table, of one object.
+    Only the first block is checked: the regions of a pool's objects have room for one object.
     """
-    axes = [
-        (part.block_entries // p.tile_slots, p.tile_stride),
-        (p.tile_slots, p.slot_stride),
-        (p.units.size, p.unit_stride),
-        *zip(p.dim_sizes, p.dim_strides, strict=True),
-    ]
-    reach = 1 + sum((size - 1) * stride for size, stride in axes)
-    if part.is_opaque:
-        reach = part.page_bytes
+    reach = part.page_bytes if part.is_opaque else p.span_bytes(part.block_entries)
     room = min(
         regions[region].bytes - offset
         for region, offset in zip(p.regions.tolist(), p.offsets.tolist(), strict=True)

@@ -25,7 +25,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,7 +50,7 @@ from kvferry.handover.describe import (
     require_same_meaning,
 )
 from kvferry.handover.ticket import Ticket, supersedes
-from kvferry.layout.model import CacheModel, require_same_cache
+from kvferry.layout.model import require_same_cache
 from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.net.messages import (
@@ -311,12 +311,17 @@ class Peers:
                 f"the directory of engine {key.engine_id!r} does not know its ranks "
                 f"{[tuple(r) for r in missing]} yet"
             )
-        _register(topology, name, welcome.engine, model, shape, by_rank)
+        for stage in range(shape.pp):
+            first, bases = read_layout(by_rank[Rank(stage, 0)], shape)
+            life = welcome.engine.incarnation
+            record = EngineTransferInfo.of_stage(shape, model, first, bases, life)
+            topology.register_remote_engine(name, record)
+            log.debug("kvferry: met %s", topology.describe(name, stage))
         pair = topology.pair_with(name)
         sources: list[Source] = []
         try:
             for rank, readers in topology.partners(name).items():
-                sources.append(self._source(pair, by_rank[rank], shape, readers, deadline))
+                sources.append(self._source(name, by_rank[rank], shape, readers, deadline))
         except BaseException:
             _disconnect(sources)
             raise
@@ -331,13 +336,15 @@ class Peers:
         return Remote(shape, pair, tuple(sources), plan)
 
     def _source(
-        self, pair: PairPlan, info: RankInfo, shape: EngineShape, readers: int, deadline: float
+        self, name: str, info: RankInfo, shape: EngineShape, readers: int, deadline: float
     ) -> Source:
         rank, ours = Rank(info.pp_rank, info.tp_rank), self.layout.rank
         plan, carrier, peer = None, None, None
         bases: list[int] = []
-        if rank in pair.sources(ours):
+        if rank.tp in self.topology.source_ranks(name, rank.pp):
             layout, bases = read_layout(info, shape)
+            self.topology.require_as_described(name, layout)
+            pair = self.topology.pair_with(name)
             plan = pair.plan(pair.edge(rank, ours), layout, self.layout)
             who = f"rank {tuple(rank)} at {info.address}"
             carrier, peer = connect(info.carriers, self.carriers, deadline, who)
@@ -384,39 +391,6 @@ def _disconnect(sources: Iterable[Source]) -> None:
     for source in sources:
         if source.carrier is not None:
             source.carrier.disconnect(source.peer)
-
-
-def _register(
-    topology: TransferTopology,
-    name: str,
-    engine: EngineInfo,
-    model: CacheModel,
-    shape: EngineShape,
-    by_rank: Mapping[Rank, RankInfo],
-) -> None:
-    """Enter a remote engine into the topology, stage by stage."""
-    for stage in range(shape.pp):
-        parts = by_rank[Rank(stage, 0)].parts
-        layers = shape.stage_layers(model, stage)
-        attention = [g for g in model.groups if not g.is_state]
-        block, kernel = shape.entries(attention[0]) if attention else (1, 1)
-        topology.register_remote_engine(
-            name,
-            EngineTransferInfo(
-                remote_tp_size=shape.tp,
-                remote_block_len=parts[0].page_bytes if parts else 0,
-                remote_block_size=shape.block_size,
-                remote_physical_blocks_per_logical=block // kernel,
-                remote_pp_rank=stage,
-                start_layer=layers.start,
-                end_layer=layers.stop,
-                remote_dcp_size=shape.dcp,
-                incarnation=engine.incarnation,
-                remote_shape=shape,
-                remote_model=model,
-            ),
-        )
-        log.debug("kvferry: met %s", topology.describe(name, stage))
 
 
 class Meetings:

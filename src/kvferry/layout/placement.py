@@ -14,7 +14,8 @@ shape alone (`RankLayout.build`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,27 @@ class RankLayout:
 
     def parts_of(self, group: str) -> tuple[Part, ...]:
         return tuple(part for part in self.parts if part.group == group)
+
+    def transfer_regions(self, bases: Sequence[int]) -> tuple[TransferRegion, ...]:
+        """The blocks of every layer, if this layout's regions lie at these addresses."""
+        return tuple(
+            region
+            for part in self.parts
+            for row in range(len(part.layers))
+            for region in part.transfer_regions(row, bases)
+        )
+
+    def require_all_blocks(self, bases: Sequence[int]) -> None:
+        """Refuse a layout that has blocks outside its regions."""
+        for region in self.transfer_regions(bases):
+            needed = (region.num_blocks - 1) * region.block_len + region.kv_block_len
+            memory = self.regions[region.memory]
+            room = bases[region.memory] + memory.bytes - region.base_addr
+            if needed > room:
+                raise DescriptionError(
+                    f"{region.num_blocks} blocks in {memory.name!r}, {region.block_len} bytes "
+                    f"apart, need {needed} bytes there, found room for {room}"
+                )
 
     @classmethod
     def build(
@@ -125,6 +147,22 @@ class Part:
     def is_opaque(self) -> bool:
         return self.placements[0].component == OPAQUE
 
+    def transfer_regions(self, row: int, bases: Sequence[int]) -> list[TransferRegion]:
+        """The blocks of one layer. Components that lie apart have regions of their own."""
+        found: list[TransferRegion] = []
+        for p in sorted(self.placements, key=lambda p: (p.regions[row], p.offsets[row])):
+            memory = int(p.regions[row])
+            base, span = bases[memory] + int(p.offsets[row]), p.span_bytes(self.block_entries)
+            last = found[-1] if found else None
+            if last is None or not last.has_inside(memory, base, p.block_stride):
+                found.append(TransferRegion(base, p.block_stride, span, self.num_blocks, memory))
+            else:
+                span = max(last.kv_block_len, base - last.base_addr + span)
+                found[-1] = replace(last, kv_block_len=span)
+        if len(found) == 1:
+            found = [replace(found[0], kv_block_len=max(found[0].kv_block_len, self.page_bytes))]
+        return found
+
     def index(self, component: str) -> int:
         for index, placement in enumerate(self.placements):
             if placement.component == component:
@@ -163,6 +201,16 @@ class Placement:
         if min(*outer, *strides) < 0 or max(*outer, *strides) > MOST_STRIDE_BYTES:
             self._refuse(f"strides of 0 to {MOST_STRIDE_BYTES} bytes", (*outer, *strides))
 
+    def span_bytes(self, block_entries: int) -> int:
+        """Bytes from the first byte of a block to the start of its last element, and one more."""
+        axes = [
+            (block_entries // self.tile_slots, self.tile_stride),
+            (self.tile_slots, self.slot_stride),
+            (self.units.size, self.unit_stride),
+            *zip(self.dim_sizes, self.dim_strides, strict=True),
+        ]
+        return 1 + sum((size - 1) * stride for size, stride in axes)
+
     def _refuse(self, expected: str, found: object) -> None:
         raise DescriptionError(
             f"component {self.component!r} must be placed with {expected}, found {found}"
@@ -175,6 +223,22 @@ class Region:
 
     name: str
     bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRegion:
+    """The blocks of one layer on one rank, or of its K or V if these lie apart."""
+
+    base_addr: int  # of block 0
+    block_len: int  # bytes from one block to the next
+    kv_block_len: int  # bytes from the first to the last used byte of a block
+    num_blocks: int = 1
+    memory: int = 0  # number of the registered region that it lies in
+
+    def has_inside(self, memory: int, base_addr: int, block_len: int) -> bool:
+        """Whether a component of these strides lies in the blocks of this region."""
+        apart = base_addr - self.base_addr
+        return (memory, block_len) == (self.memory, self.block_len) and 0 <= apart < block_len
 
 
 def _constant_shift(origin: Placement, other: Placement) -> int | None:

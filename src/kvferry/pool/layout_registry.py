@@ -30,7 +30,13 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import BindError, IncompatibleError, ProtocolError
-from kvferry.handover.describe import engine_info, rank_info, read_layout, read_model, read_shape
+from kvferry.handover.describe import (
+    engine_info,
+    rank_info,
+    read_model,
+    read_object_layout,
+    read_shape,
+)
 from kvferry.layout.model import CacheModel, require_same_cache
 from kvferry.layout.placement import Ints, RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
@@ -152,7 +158,7 @@ def _ready(encoded: bytes, record: LayoutRecord) -> PoolLayout:
     model, shape = read_model(record.engine), read_shape(record.engine)
     ranks = {}
     for info in record.ranks:
-        layout, _ = read_layout(info, shape)
+        layout = read_object_layout(info, shape)
         ranks[layout.rank] = layout
     missing = sorted(set(shape.ranks) ^ set(ranks))
     if missing:
