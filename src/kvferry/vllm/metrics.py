@@ -6,12 +6,14 @@ reports up every step (`FerryStats.aggregate`) and sends them to the process tha
 interval. Loads are counted by rank: each rank moves its part.
 
 Four tables list all metrics; statistics go by the same names. Names of the pool begin with `pool`.
+A fifth has the metrics of vLLM's NixlConnector, which its stand-ins expose beside ours.
 `vllm:kvferry_` before a name makes vLLM treat the metric as its own (multi-process mode, several
 engines behind one API server, unregistering).
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +27,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvferry.handover.load import Loaded
 from kvferry.pool.orders import EVENTS
+
+log = logging.getLogger("kvferry")
 
 PREFIX = "vllm:kvferry_"
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -99,6 +103,46 @@ BY_REASON: Mapping[str, ByReason] = {
         "event",
     ),
 }
+
+
+class NixlMetric(NamedTuple):
+    """A metric of vLLM's NixlConnector, for dashboards that were made for it."""
+
+    meaning: str
+    of: str  # of ours: the name it has in `FerryStats.data`
+    reasons: tuple[str, ...] = ()  # that count; none: all
+    buckets: tuple[float, ...] = ()  # of a histogram, as vLLM has them; none: it is a counter
+
+
+NIXL_PREFIX = "vllm:nixl_"
+_TIMES = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+_COUNTS = (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000)
+NIXL_METRICS: Mapping[str, NixlMetric] = {
+    "xfer_time_seconds": NixlMetric(
+        "Moving bytes, by load and rank", "transfer_seconds", buckets=_TIMES[1:]
+    ),
+    "post_time_seconds": NixlMetric(
+        "Making a transfer ready, by load and rank", "plan_seconds", buckets=_TIMES
+    ),
+    "bytes_transferred": NixlMetric(
+        "Bytes of one load, by rank",
+        "load_bytes",
+        buckets=tuple(1 << bits for bits in range(11, 35, 2)),
+    ),
+    "num_descriptors": NixlMetric(
+        "Copies of one load, by rank", "load_descriptors", buckets=_COUNTS
+    ),
+    "num_failed_transfers": NixlMetric("Loads that failed, by rank", "load_failures"),
+    "num_failed_notifications": NixlMetric(
+        "Always 0: a hold that is not released expires", "nothing"
+    ),
+    "num_kv_expired_reqs": NixlMetric(
+        "Requests whose blocks no decode engine fetched in time", "holds_closed", ("expired",)
+    ),
+    "num_notifications_after_expiry": NixlMetric(
+        "Always 0: a claim after expiry is refused, and the load fails", "nothing"
+    ),
+}
 STEPS: Mapping[str, tuple[str, ...]] = {  # of a load, by the names in `Loaded.seconds`
     "claim_seconds": ("meet", "offer", "wait", "claim"),
     "plan_seconds": ("bind",),
@@ -115,8 +159,8 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
     level replaces its earlier one.
     """
 
-    def observe(self, name: str, seconds: float) -> None:
-        self.data.setdefault(name, []).append(seconds)
+    def observe(self, name: str, value: float) -> None:
+        self.data.setdefault(name, []).append(value)
 
     def count(self, name: str, reason: str, times: int = 1) -> None:
         by_reason = self.data.setdefault(name, {})
@@ -138,6 +182,8 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
         }
         for name, count in moved.items():
             self.data[name] = self.data.get(name, 0) + count
+        for name, count in (("load_bytes", load.bytes), ("load_descriptors", load.descriptors)):
+            self.observe(name, count)
         for name, steps in STEPS.items():
             self.observe(name, sum(load.seconds.get(step, 0.0) for step in steps))
 
@@ -222,6 +268,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         *,
         handover: bool,
         pool: bool,
+        nixl: bool = False,
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._exposed = _Exposed.of(per_engine_labelvalues)
@@ -246,11 +293,50 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             expose(name, self._counter_cls, counter.meaning, counter.label)
         for name, meaning in LEVELS.items():
             expose(name, self._gauge_cls, meaning, multiprocess_mode="mostrecent")
+        self._nixl, self._labelnames = nixl, labelnames
+
+    def _expose_nixl(self) -> None:
+        """vLLM's own names beside ours, from the first report on. Not sooner: under a
+        MultiConnector vLLM's own NixlConnector may take them, and Prometheus takes a name once."""
+        metrics = self._exposed.nixl = {}
+        for name, like in NIXL_METRICS.items():
+            make = self._histogram_cls if like.buckets else self._counter_cls
+            options = {"buckets": like.buckets} if like.buckets else {}
+            try:
+                metric = make(
+                    name=NIXL_PREFIX + name,
+                    documentation=like.meaning,
+                    labelnames=self._labelnames,
+                    **options,
+                )
+            except ValueError as error:
+                log.info("kvferry: %s%s is another connector's: %s", NIXL_PREFIX, name, error)
+                continue
+            metrics[name] = metric
+            for values in self.per_engine_labelvalues.values():
+                metric.labels(*values)
+
+    def _observe_nixl(self, name: str, told: Any, values: list[object]) -> None:
+        for theirs, metric in (self._exposed.nixl or {}).items():
+            like = NIXL_METRICS[theirs]
+            if like.of != name:
+                continue
+            if like.buckets:
+                for value in told:
+                    metric.labels(*values).observe(value)
+            else:
+                times = sum(n for why, n in told.items() if not like.reasons or why in like.reasons)
+                metric.labels(*values).inc(times)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         values = self.per_engine_labelvalues[engine_idx]
         exposed, last = self._exposed.metrics, self._exposed.levels.setdefault(engine_idx, {})
+        if self._nixl and self._exposed.nixl is None:
+            self._expose_nixl()
         for name, told in transfer_stats_data.items():
+            self._observe_nixl(name, told, values)
+            if name in ("load_bytes", "load_descriptors"):  # for vLLM's names alone
+                continue
             if name == "levels":
                 last.update(told)
                 for gauge, level in levels(last).items():
@@ -276,6 +362,7 @@ class _Exposed:
 
     labelvalues: Any  # kept, so that no later logger's have the same id
     metrics: dict[str, Any] = field(default_factory=dict)
+    nixl: dict[str, Any] | None = None  # by the part of vLLM's name; None: not made yet
     levels: dict[int, dict[str, dict[str, int]]] = field(default_factory=dict)  # last, by engine
 
     @classmethod
