@@ -58,6 +58,10 @@ HANDOVER: Mapping[str, Words] = {
         "Options of single carriers, by name ([below](#carrier-options)); a `mooncake` or `nixl` "
         "with options also takes part in `auto`.",
     ),
+    "optional_carriers": (
+        "none; of a drop-in class, its library",
+        "Carriers that are left out with a warning where they cannot be used; others must work.",
+    ),
     "mode": "On a decode engine: `push` lets the prefill engine write, over carriers that the "
     "receiver can stop (`tcp`); other carriers are read in both modes.",
     "lease_seconds": "How long a prefill engine keeps a hold without hearing from its consumer. "
@@ -151,18 +155,19 @@ THEIRS: Mapping[str, Mapping[str, str]] = {
         "push_registration_timeout": "Taken for `load_seconds`.",
         "enforce_handshake_compat": "Refused unless `true`: what must be equal is always checked.",
         "bidirectional_kv_xfer": "Refused if set: not offered.",
-        "backends": "No effect; choose `carriers` instead.",
-        "num_threads": "No effect.",
-        "engine_ttl": "No effect.",
-        "decoder_kv_blocks_ttl": "No effect.",
-        "kv_recompute_threshold": "No effect.",
+        "backends": "Taken for `backends` of the carrier `nixl`, which is there by default.",
+        "num_threads": "Taken for `threads` of the carrier `nixl`.",
+        "engine_ttl": "No effect: what is known of a peer goes with its last connection.",
+        "decoder_kv_blocks_ttl": "No effect: decode engines keep no blocks for later turns.",
+        "kv_recompute_threshold": "No effect: only prefill engines that read from decode engines "
+        "ask for it.",
     },
     "mooncake": {
         "bootstrap_server_address": "Taken for `bootstrap_server`.",
-        "mooncake_protocol": "No effect; a value other than `tcp` is logged with the "
-        "`carrier_options` that ask for it.",
-        "device_name": "No effect; see `carrier_options`.",
-        "num_workers": "No effect.",
+        "mooncake_protocol": "Taken for `protocol` of the carrier `mooncake`, which is there by "
+        "default; `rdma` if unset, as in vLLM.",
+        "device_name": "Taken for `device` of the carrier `mooncake`.",
+        "num_workers": "Taken for `workers` of the carrier `mooncake`: threads for each peer.",
     },
     "store": {
         "preferred_segment": "No effect, and logged: Mooncake chooses where blocks lie.",
@@ -200,6 +205,7 @@ CARRIER_OPTIONS: Mapping[str, Mapping[str, Words]] = {
     "mooncake": {
         "protocol": "`tcp` or `rdma`; `rdma` is refused where no device is found.",
         "device": ("any", "Names of RDMA devices, with commas."),
+        "workers": "Threads for each peer.",
     },
     "nixl": {
         "backends": ('`["UCX"]`', "NIXL's backends."),
@@ -338,12 +344,12 @@ def removed() -> str:
 def their_keys() -> str:
     config = ours("kvferry.vllm.config")
     known = {
-        "nixl": config.IN_TREE["nixl"].keys,
-        "mooncake": config.IN_TREE["mooncake"].keys,
+        "nixl": {*config.IN_TREE["nixl"].keys, *config.IN_TREE["nixl"].options},
+        "mooncake": {*config.IN_TREE["mooncake"].keys, *config.IN_TREE["mooncake"].options},
         "store": ours("kvferry.vllm.pool.config").MOONCAKE_ONLY,
     }
     whose = {
-        "nixl": "`NixlConnector`, `NixlPushConnector`",
+        "nixl": "`NixlConnector`, `NixlPullConnector`, `NixlPushConnector`",
         "mooncake": "`MooncakeConnector`",
         "store": "`MooncakeStoreConnector`",
     }

@@ -93,10 +93,11 @@ def test_every_page_is_in_the_site() -> None:
     assert named == {page.name for page in (ROOT / "docs").glob("*.md")}
 
 
-def test_configuration_is_what_the_code_says() -> None:
-    """After a change: python scripts/configuration_reference.py"""
+@pytest.mark.parametrize("script", ["configuration_reference.py", "drop_in_table.py"])
+def test_tables_are_what_the_code_says(script: str) -> None:
+    """After a change: python scripts/configuration_reference.py, python scripts/drop_in_table.py"""
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "configuration_reference.py", "--check"],
+        [sys.executable, ROOT / "scripts" / script, "--check"],
         capture_output=True,
         text=True,
         timeout=60,

@@ -17,7 +17,7 @@ with warnings.catch_warnings():
 
 from kvferry.carriers import MemoryRegion
 from kvferry.carriers.host import HostMemory
-from kvferry.errors import TransferError
+from kvferry.errors import DescriptionError, TransferError
 from kvferry.vllm import worker
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.worker import cache_carriers
@@ -43,10 +43,10 @@ class Scripted:
         self.closed.append(self.name)
 
 
-def opened(config: dict[str, Any], number: int | None) -> list[str]:
+def opened(config: dict[str, Any], number: int | None, style: Any = "ferry") -> list[str]:
     memory = np.zeros(64, dtype=np.uint8)
     regions = [MemoryRegion(memory.ctypes.data, 64)]
-    read = FerryConfig.read(config)
+    read = FerryConfig.read(config, style, {})
     return [c.name for c in cache_carriers(read, regions, HostMemory(regions), number)]
 
 
@@ -80,3 +80,74 @@ def test_on_a_gpu_what_cannot_take_the_memory_is_left_out() -> None:
     assert Scripted.closed == ["cuda"]  # its threads and sockets are gone
     with pytest.raises(TransferError, match="it does not take this memory"):
         opened({"carriers": ["tcp"], "carrier_options": {"tcp": {"broken": True}}}, None)
+
+
+@pytest.mark.parametrize(
+    ("style", "library", "theirs", "options"),
+    [
+        ("nixl", "nixl", {}, {}),
+        (
+            "push",
+            "nixl",
+            {"backends": ["UCX", "GDS"], "num_threads": 6},
+            {"backends": ("UCX", "GDS"), "threads": 6},
+        ),
+        ("mooncake", "mooncake", {}, {"protocol": "rdma"}),
+        (
+            "mooncake",
+            "mooncake",
+            {"mooncake_protocol": "rdma", "device_name": "mlx5_0", "num_workers": 7},
+            {"protocol": "rdma", "device": "mlx5_0", "workers": 7},
+        ),
+    ],
+)
+def test_a_stand_in_uses_the_library_of_its_name(
+    style: Any, library: str, theirs: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """What is faster on one host comes before it; kvferry's own `tcp` after it."""
+    config = FerryConfig.read(theirs, style, {})
+    assert config.carrier_options == {library: options}
+    assert opened(theirs, None, style) == ["local", library, "tcp"]
+    assert opened(theirs, 0, style) == ["cuda", library, "tcp"]
+    with_more = {**theirs, "carrier_options": {"tcp": {"port": 9}}}
+    assert opened(with_more, None, style) == ["local", library, "tcp"]
+    assert FerryConfig.read(with_more, style, {}).carrier_options[library] == options
+
+
+@pytest.mark.parametrize("number", [None, 0])
+def test_a_library_that_cannot_be_used(
+    number: int | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning with the reason; an error where the operator named the library."""
+
+    def none_installed(name: str, **options: Any) -> Any:
+        if name == "nixl":
+            raise TransferError("NIXL is not installed")
+        return Scripted(name, **options)
+
+    monkeypatch.setattr(worker, "make_carrier", none_installed)
+    others = ["local" if number is None else "cuda", "tcp"]
+    assert opened({"backends": ["UCX"]}, number, "nixl") == others
+    [said] = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert said.getMessage() == "kvferry: the carrier nixl is not used: NIXL is not installed"
+    for named in (
+        {"carriers": ["nixl", "tcp"]},
+        {"carrier_options": {"nixl": {}}},
+    ):
+        with pytest.raises(TransferError, match="NIXL is not installed"):
+            opened(named, number, "nixl")
+    assert opened({"carriers": ["nixl", "tcp"], "optional_carriers": ["nixl"]}, number) == ["tcp"]
+
+
+def test_carriers_that_were_given_win(caplog: pytest.LogCaptureFixture) -> None:
+    given = {"carriers": ["tcp"], "backends": ["UCX"], "num_threads": 4}
+    assert opened(given, None, "nixl") == ["tcp"]
+    assert "backends, num_threads have no effect: `carriers` does not name nixl" in caplog.text
+    assert opened({"carriers": "auto"}, None, "mooncake") == ["local", "tcp"]
+    named = {"carriers": ["nixl"], "backends": ["UCX"]}
+    assert FerryConfig.read(named, "nixl", {}).carrier_options == {"nixl": {"backends": ("UCX",)}}
+    both = {"backends": ["UCX"], "carrier_options": {"nixl": {"backends": ["GDS"]}}}
+    assert FerryConfig.read(both, "nixl", {}).carrier_options == {"nixl": {"backends": ["GDS"]}}
+    for style, bad in (("nixl", {"num_threads": "4"}), ("mooncake", {"num_workers": 0})):
+        with pytest.raises(DescriptionError, match=f"{next(iter(bad))} must be"):
+            FerryConfig.read(bad, style, {})  # type: ignore[arg-type]

@@ -521,6 +521,31 @@ def test_an_in_tree_scheduler_takes_our_ticket_for_one_of_its_own(make: Pairs) -
     assert d.tokens["d"] == expected(prompt(92, 40), 2) and loads(d) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "how"), [("NixlPullConnector", "pull"), ("NixlPushConnector", "push")]
+)
+def test_an_answer_has_the_fields_of_vllms_own(make: Pairs, name: str, how: str) -> None:
+    """Routers read them; what they say is this engine's."""
+    p, d = make("p", connector=name), make("d", connector=name, block_size=8, blocks=128)
+    tokens = prompt(93, 40)
+    told = prefilled(p, "p", tokens)
+    assert told["remote_block_ids"] == [[]] and told["remote_request_id"] == "p"
+    expects = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "tp_size": 1,
+        "pp_size": 1,
+        "dcp_size": 1,
+        "remote_num_tokens": 40,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": how,
+    }
+    assert {name: told[name] for name in expects} == expects
+    d.add("d", tokens, 2, **told)
+    run(p, d, until=lambda: "d" in d.ended)
+    assert d.tokens["d"] == expected(tokens, 2) and loads(d) == 1
+
+
 def test_an_in_tree_peer_at_the_door(make: Pairs, caplog: pytest.LogCaptureFixture) -> None:
     """Decode engines with vLLM's connectors do not have the key: nothing is answered, the log of
     ours says so, and it goes on."""

@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 
 from kvferry.pool.orders import METRICS, PoolCounters, StoreOperation
 from kvferry.vllm.metrics import FerryStats, Here, taken
+from kvferry.handover.load import Loaded
 from vllm_pairs import OURS
 
 QUARANTINE = "vllm:kvferry_pool_blocks_quarantined"
@@ -187,3 +188,49 @@ def test_halves_add_up_apart() -> None:
         both = both.aggregate(one)
     line = both.reduce()
     assert (line["computed here: no ticket"], line["pool loads"]) == (2, 6)
+
+
+def test_a_stand_in_has_the_metrics_of_vllm_s_nixl_connector() -> None:
+    """With its names, kinds and buckets; in one registry with them, its own come first."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import stats as theirs
+
+    transfer = SimpleNamespace(kv_connector_extra_config={})
+    shown, in_tree = Exposed(), Exposed()
+    labels: dict[int, list[object]] = {0: ["m", "0"]}
+    theirs.NixlPromMetrics(
+        SimpleNamespace(kv_transfer_config=transfer),
+        in_tree.kinds,
+        ["model_name", "engine"],
+        labels,
+    )
+    stats = FerryStats()
+    seconds = {"bind": 0.002, "read": 0.02, "push": 0.01}
+    for moved in (1 << 20, 3 << 20):
+        stats.loaded(Loaded("r", bytes=moved, descriptors=15, seconds=seconds))
+    stats.loaded(Loaded("r", error="PeerLost: gone"))
+    stats.count("holds_closed", "expired", 2)
+    stats.count("holds_closed", "delivered", 5)
+    made = shown.build(kvferry.vllm.NixlPullConnector, transfer)
+    made.observe(stats.data)
+
+    def named(exposed: Exposed) -> set[str]:
+        text = generate_latest(exposed.registry).decode()
+        return set(re.findall(r"^(vllm:nixl_(?!\w+_created)\S+) ", text, re.M))
+
+    assert named(shown) == named(in_tree) and len(named(shown)) > 60
+    for name, value in {
+        "xfer_time_seconds_sum": 0.06,
+        "post_time_seconds_count": 2,
+        "bytes_transferred_sum": 4 << 20,
+        "num_descriptors_sum": 30,
+        "num_failed_transfers_total": 1,
+        "num_kv_expired_reqs_total": 2,
+        "num_notifications_after_expiry_total": 0,
+        "num_failed_notifications_total": 0,
+    }.items():
+        assert shown.values(f"vllm:nixl_{name}")[""] == pytest.approx(value), name
+    other = Exposed()
+    other.build(kvferry.vllm.MooncakeConnector, transfer).observe(stats.data)
+    assert not named(other)
+    in_tree.build(kvferry.vllm.NixlConnector, transfer).observe(stats.data)  # does not raise
+    assert in_tree.values("vllm:nixl_bytes_transferred_count")[""] == 0  # it is theirs

@@ -57,6 +57,10 @@ FERRY: dict[str, tuple[Any, Any]] = {
         (({"nixl": {}}, {"nixl": {}}), ({}, {})),
         (5, "nixl", [], {5: {}}, {"nixl": 5}, {"no such": {}}),
     ),
+    "optional_carriers": (
+        (("nixl", ("nixl",)), (["nixl", "mooncake"], ("nixl", "mooncake")), ([], ())),
+        (5, "", [5], [""], True, "auto", ["no such"]),
+    ),
     "mode": ((("push", "push"),), ("Push", "", 5, True)),
     "lease_seconds": (SECONDS, NOT_SECONDS),
     "load_seconds": (SECONDS, NOT_SECONDS),

@@ -3,9 +3,9 @@
     --kv-transfer-config '{"kv_connector": "FerryConnector", "kv_role": "kv_both",
                            "kv_connector_module_path": "kvferry.vllm"}'
 
-`MooncakeConnector`, `MooncakeStoreConnector`, `NixlConnector` and `NixlPushConnector` under the
-same module path take the configuration of vLLM's own. vLLM resolves the class also in its API
-process, so importing this touches no device and starts nothing.
+`MooncakeConnector`, `MooncakeStoreConnector`, `NixlConnector`, `NixlPullConnector` and
+`NixlPushConnector` under the same module path take the configuration of vLLM's own. vLLM resolves
+the class also in its API process, so importing this touches no device and starts nothing.
 """
 
 from kvferry.vllm import plugin
@@ -20,6 +20,7 @@ from kvferry.vllm.connector import (
 
 MooncakeConnector = FerryMooncakeConnector
 NixlConnector = FerryNixlConnector
+NixlPullConnector = FerryNixlConnector
 NixlPushConnector = FerryNixlPushConnector
 MooncakeStoreConnector = FerryMooncakeStoreConnector
 
@@ -35,5 +36,6 @@ __all__ = [
     "MooncakeConnector",
     "MooncakeStoreConnector",
     "NixlConnector",
+    "NixlPullConnector",
     "NixlPushConnector",
 ]

@@ -19,7 +19,6 @@ A key that would change results (to switch a handshake check off) is refused.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -35,7 +34,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry import SUPPORTED_VLLM
-from kvferry.carriers.auto import require_carriers, require_options
+from kvferry.carriers.auto import CARRIERS, require_carriers, require_options
 from kvferry.errors import DescriptionError, KvferryError, ProtocolError
 from kvferry.handover.consumer import Mode
 from kvferry.handover.holds import DEFAULT_LEASE_SECONDS
@@ -68,21 +67,24 @@ class InTree:
     keys: Mapping[str, str | None] = field(default_factory=dict)  # to ours; None: no effect
     variables: Mapping[str, str] = field(default_factory=dict)  # of the environment, by our key
     defaults: Mapping[str, Any] = field(default_factory=dict)  # by our key
+    library: str = ""  # whose carrier is there by default
+    options: Mapping[str, str] = field(default_factory=dict)  # of that carrier, by its options
+    option_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 NIXL = InTree(
     {
         "kv_lease_duration": "lease_seconds",
         "push_registration_timeout": "load_seconds",
-        "backends": None,
         "bidirectional_kv_xfer": None,
         "decoder_kv_blocks_ttl": None,
         "enforce_handshake_compat": None,
         "engine_ttl": None,
         "kv_recompute_threshold": None,
-        "num_threads": None,
     },
     {"host": "VLLM_NIXL_SIDE_CHANNEL_HOST", "port": "VLLM_NIXL_SIDE_CHANNEL_PORT"},
+    library="nixl",
+    options={"backends": "backends", "num_threads": "threads"},
 )
 IN_TREE: Mapping[Style, InTree] = {
     "ferry": InTree(),
@@ -91,9 +93,6 @@ IN_TREE: Mapping[Style, InTree] = {
     "mooncake": InTree(
         {
             "bootstrap_server_address": "bootstrap_server",
-            "device_name": None,
-            "mooncake_protocol": None,
-            "num_workers": None,
         },
         {
             "bootstrap_port": "VLLM_MOONCAKE_BOOTSTRAP_PORT",
@@ -102,6 +101,13 @@ IN_TREE: Mapping[Style, InTree] = {
             "bootstrap_seconds": "VLLM_MOONCAKE_CONNECTOR_TIMEOUT",
         },
         {"bootstrap_port": 8998, "lease_seconds": 480.0, "load_seconds": 480.0},
+        library="mooncake",
+        options={
+            "mooncake_protocol": "protocol",
+            "device_name": "device",
+            "num_workers": "workers",
+        },
+        option_defaults={"protocol": "rdma"},
     ),
 }
 
@@ -117,6 +123,7 @@ class FerryConfig:
     carriers: Names = ("auto",)  # or names, in order of preference
     checksums: Flag = False  # compare bytes that arrive with digests from the source
     carrier_options: Options = field(default_factory=dict)  # by carrier
+    optional_carriers: AnyNames = ()  # left out with a warning where they cannot be used
     mode: Annotated[Mode, MODE] = "pull"  # push: the producer writes if it can be stopped
     lease_seconds: Seconds = DEFAULT_LEASE_SECONDS  # a hold that is not renewed closes
     load_seconds: Seconds = 120.0  # a load fails after this long
@@ -140,7 +147,8 @@ class FerryConfig:
         """`rank` is the data-parallel rank: each is an engine and has its own port."""
         environment = os.environ if environment is None else environment
         names = set(rules(cls))
-        known = names | {"secret_file"} | set(IN_TREE[style].keys)
+        in_tree = IN_TREE[style]
+        known = names | {"secret_file"} | in_tree.keys.keys() | in_tree.options.keys()
         extra = without_removed(extra)
         unknown = sorted(set(extra) - known)
         if unknown:
@@ -151,6 +159,7 @@ class FerryConfig:
         given = told(extra)
         values = _translated(given, style, environment)
         values |= read_keys(cls, {k: v for k, v in given.items() if k in names and k != "secret"})
+        values |= _library(given, in_tree)
         values["secret"] = _secret(given, environment)
         config = cls(**values)
         if config.secret is None and config.host is not None and not is_loopback(config.host):
@@ -160,6 +169,10 @@ class FerryConfig:
                 "host out: engines of one user on one host then find each other by loopback"
             )
         require_carriers(config.carriers)
+        if unknown := sorted(set(config.optional_carriers) - set(CARRIERS)):
+            raise DescriptionError(
+                f"optional_carriers must be some of {', '.join(CARRIERS)}, found {unknown}"
+            )
         require_options(config.carriers, config.carrier_options)
         if not config.port:
             return config
@@ -354,6 +367,7 @@ Text = Annotated[str, Rule("a text", take_text)]
 Names = Annotated[
     tuple[str, ...], Rule("a name, or a list of names that is not empty", take_some_names)
 ]
+AnyNames = Annotated[tuple[str, ...], Rule("a name, or a list of names", take_names)]
 Options = Annotated[Mapping[str, Any], Rule.of("an object", dict[str, Any])]
 Count = Annotated[
     int,
@@ -466,13 +480,44 @@ def _translated(
         )
     if unused:
         log.info("kvferry: %s of the in-tree connector have no meaning here", ", ".join(unused))
-    if extra.get("mooncake_protocol", "tcp") != "tcp":
-        log.warning(
-            "kvferry: mooncake_protocol %r is not taken over: kvferry moves caches by its own "
-            'carriers. For Mooncake with it, set "carrier_options": {"mooncake": {"protocol": %s, '
-            '"device": %s}}',
-            extra["mooncake_protocol"],
-            json.dumps(extra["mooncake_protocol"]),
-            json.dumps(extra.get("device_name") or ""),
-        )
+    return values
+
+
+# What an option of a library's carrier may be, as vLLM's connectors take it.
+LIBRARY_OPTIONS: Mapping[str, Rule] = {
+    "backends": Rule("a name, or a list of names that is not empty", take_some_names),
+    "threads": Rule.of("a whole number, 0 or more", Annotated[int, Meta(ge=0, le=MOST_COUNT)]),
+    "protocol": Rule("a text", take_text),
+    "device": Rule("a text", take_text),
+    "workers": Rule.of("a whole number from 1 to 1024", Annotated[int, Meta(ge=1, le=1024)]),
+}
+
+
+def _library(given: Mapping[str, Any], in_tree: InTree) -> dict[str, Any]:
+    """The carriers of a class that stands in for one over a library: that library's is there too.
+
+    The class's name or keys of vLLM's connector alone do not make it a must: where the library
+    cannot be used, the engine says why and does without. An operator who names it in `carriers` or
+    in `carrier_options` must have it. `carriers` wins over all, "auto" too.
+    """
+    said = {theirs: given[theirs] for theirs in sorted(in_tree.options.keys() & given.keys())}
+    options = dict(in_tree.option_defaults)
+    for theirs, value in said.items():
+        ours = in_tree.options[theirs]
+        options[ours] = LIBRARY_OPTIONS[ours].read(theirs, value)
+    name, named = in_tree.library, given.get("carrier_options", {})
+    if not name or not isinstance(named, Mapping):  # the latter is refused where it is read
+        return {}
+    if "carriers" in given and name not in take_names(given["carriers"]) and name not in named:
+        if said:
+            log.warning(
+                "kvferry: %s have no effect: `carriers` does not name %s", ", ".join(said), name
+            )
+        return {}
+    mine = named.get(name, {})
+    if not isinstance(mine, Mapping):
+        return {}
+    values: dict[str, Any] = {"carrier_options": {**named, name: {**options, **mine}}}
+    if "carriers" not in given and name not in named:
+        values["optional_carriers"] = (name, *take_names(given.get("optional_carriers", ())))
     return values

@@ -364,6 +364,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             handover=handover is not None,
             pool=pool is not None,
             mooncake_store=cls.POOL_DEFAULTS.get("store") == "mooncake",
+            nixl=cls.STYLE in ("nixl", "push"),
         )
 
     def shutdown(self) -> None:
@@ -451,6 +452,13 @@ class FerryScheduler:
         self.producing = Producing(
             parts, self.engine_id, self._first, self._shape, self._directory.port
         )
+        if parts.style in ("nixl", "push"):
+            self.producing.told_too = {
+                "dcp_size": parallel.decode_context_parallel_size,
+                "transfer_mode": "push" if parts.style == "push" else "pull",
+                # only of blocks that a decode engine keeps, which kvferry does not offer
+                "remote_blocks_expiry_time": None,
+            }
         self._bootstrap: Bootstrap | Registration | None = None
         if (config.bootstrap_port or config.bootstrap_server) and self._produces:
             self._bootstrap = self._open_bootstrap(parallel)

@@ -6,6 +6,7 @@ reports up every step (`FerryStats.aggregate`) and sends them to the process tha
 interval. Loads are counted by rank: each rank moves its part.
 
 Four tables list all metrics; statistics go by the same names. Names of the pool begin with `pool`.
+A fifth has the metrics of vLLM's NixlConnector, which its stand-ins expose beside ours.
 `vllm:kvferry_` before a name makes vLLM treat the metric as its own (multi-process mode, several
 engines behind one API server, unregistering).
 """
@@ -113,6 +114,46 @@ POOL_EVENTS = {  # by event: its metric, and its label
     for name, metric in METRICS.items()
     for event, outcome in metric.events.items()
 }
+
+
+class NixlMetric(NamedTuple):
+    """A metric of vLLM's NixlConnector, for dashboards that were made for it."""
+
+    meaning: str
+    of: str  # of ours: the name it has in `FerryStats.data`
+    reasons: tuple[str, ...] = ()  # that count; none: all
+    buckets: tuple[float, ...] = ()  # of a histogram, as vLLM has them; none: it is a counter
+
+
+NIXL_PREFIX = "vllm:nixl_"
+_TIMES = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+_COUNTS = (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000)
+NIXL_METRICS: Mapping[str, NixlMetric] = {
+    "xfer_time_seconds": NixlMetric(
+        "Moving bytes, by load and rank", "transfer_seconds", buckets=_TIMES[1:]
+    ),
+    "post_time_seconds": NixlMetric(
+        "Making a transfer ready, by load and rank", "plan_seconds", buckets=_TIMES
+    ),
+    "bytes_transferred": NixlMetric(
+        "Bytes of one load, by rank",
+        "load_bytes",
+        buckets=tuple(1 << bits for bits in range(11, 35, 2)),
+    ),
+    "num_descriptors": NixlMetric(
+        "Copies of one load, by rank", "load_descriptors", buckets=_COUNTS
+    ),
+    "num_failed_transfers": NixlMetric("Loads that failed, by rank", "load_failures"),
+    "num_failed_notifications": NixlMetric(
+        "Always 0: a hold that is not released expires", "nothing"
+    ),
+    "num_kv_expired_reqs": NixlMetric(
+        "Requests whose blocks no decode engine fetched in time", "holds_closed", ("expired",)
+    ),
+    "num_notifications_after_expiry": NixlMetric(
+        "Always 0: a claim after expiry is refused, and the load fails", "nothing"
+    ),
+}
 STEPS: Mapping[str, tuple[str, ...]] = {  # of a load, by the names in `Loaded.seconds`
     "claim_seconds": ("meet", "offer", "wait", "claim"),
     "plan_seconds": ("bind",),
@@ -129,8 +170,8 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
     level replaces its earlier one.
     """
 
-    def observe(self, name: str, seconds: float) -> None:
-        self.data.setdefault(name, []).append(seconds)
+    def observe(self, name: str, value: float) -> None:
+        self.data.setdefault(name, []).append(value)
 
     def count(self, name: str, reason: str, times: int = 1) -> None:
         by_reason = self.data.setdefault(name, {})
@@ -152,6 +193,8 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
         }
         for name, count in moved.items():
             self.data[name] = self.data.get(name, 0) + count
+        for name, count in (("load_bytes", load.bytes), ("load_descriptors", load.descriptors)):
+            self.observe(name, count)
         for name, steps in STEPS.items():
             self.observe(name, sum(load.seconds.get(step, 0.0) for step in steps))
 
@@ -249,6 +292,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         handover: bool,
         pool: bool,
         mooncake_store: bool = False,
+        nixl: bool = False,
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._exposed = _Exposed.of(per_engine_labelvalues)
@@ -284,7 +328,21 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             expose(f"pool_{name}", self._counter_cls, told.meaning, *label, reasons=outcomes)
         for name, meaning in LEVELS.items():
             expose(name, self._gauge_cls, meaning, multiprocess_mode="mostrecent")
-        self._mooncake_store, self._store_labels = mooncake_store, [*labelnames, *STORE_LABELS]
+        self._mooncake_store, self._nixl, self._labelnames = mooncake_store, nixl, labelnames
+
+    def _beside(self, make: Any, name: str, meaning: str, *labels: str, **options: Any) -> Any:
+        """One of vLLM's own names beside ours, made at the first report. Not sooner: under a
+        MultiConnector vLLM's own connector may take it, and Prometheus takes a name once."""
+        try:
+            return make(
+                name=name,
+                documentation=meaning,
+                labelnames=[*self._labelnames, *labels],
+                **options,
+            )
+        except ValueError as error:
+            log.info("kvferry: %s is another connector's: %s", name, error)
+            return None
 
     def _observe_pool(self, events: Mapping[str, int], values: list[object]) -> None:
         for event, times in events.items():
@@ -292,40 +350,59 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             self._exposed.metrics[name].labels(*values, *label).inc(times)
 
     def _observe_operations(self, told: list[dict[str, Any]], values: list[object]) -> None:
-        """vLLM's own names beside ours, from the first report on. Not sooner: under a
-        MultiConnector vLLM's own connector may take them, and Prometheus takes a name once."""
         if not self._mooncake_store:
             return
         if self._exposed.store is None:
-            self._exposed.store = self._store_metrics()
+            self._exposed.store = {}
+            for name, (theirs, meaning) in STORE_METRICS.items():
+                timed = name == "seconds"
+                make = self._histogram_cls if timed else self._counter_cls
+                options = {"buckets": STORE_SECONDS} if timed else {}
+                metric = self._beside(
+                    make, STORE_PREFIX + theirs, meaning, *STORE_LABELS, **options
+                )
+                if metric is not None:
+                    self._exposed.store[name] = metric
         for operation in told:
             labels = (*values, operation["name"], operation["status"])
-            for field_name, metric in self._exposed.store.items():
-                if field_name == "seconds":
+            for name, metric in self._exposed.store.items():
+                if name == "seconds":
                     metric.labels(*labels).observe(operation["seconds"])
                 else:
-                    metric.labels(*labels).inc(operation.get(field_name, 1))
+                    metric.labels(*labels).inc(operation.get(name, 1))
 
-    def _store_metrics(self) -> dict[str, Any]:
-        made = {}
-        for field_name, (name, meaning) in STORE_METRICS.items():
-            options = {"buckets": STORE_SECONDS} if field_name == "seconds" else {}
-            make = self._histogram_cls if options else self._counter_cls
-            try:
-                made[field_name] = make(
-                    name=STORE_PREFIX + name,
-                    documentation=meaning,
-                    labelnames=self._store_labels,
-                    **options,
-                )
-            except ValueError as error:
-                log.info("kvferry: %s%s is another connector's: %s", STORE_PREFIX, name, error)
-        return made
+    def _expose_nixl(self) -> None:
+        self._exposed.nixl = {}
+        for name, like in NIXL_METRICS.items():
+            make = self._histogram_cls if like.buckets else self._counter_cls
+            options = {"buckets": like.buckets} if like.buckets else {}
+            metric = self._beside(make, NIXL_PREFIX + name, like.meaning, **options)
+            if metric is not None:
+                self._exposed.nixl[name] = metric
+                for values in self.per_engine_labelvalues.values():
+                    metric.labels(*values)
+
+    def _observe_nixl(self, name: str, told: Any, values: list[object]) -> None:
+        for theirs, metric in (self._exposed.nixl or {}).items():
+            like = NIXL_METRICS[theirs]
+            if like.of != name:
+                continue
+            if like.buckets:
+                for value in told:
+                    metric.labels(*values).observe(value)
+            else:
+                times = sum(n for why, n in told.items() if not like.reasons or why in like.reasons)
+                metric.labels(*values).inc(times)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         values = self.per_engine_labelvalues[engine_idx]
         exposed, last = self._exposed.metrics, self._exposed.levels.setdefault(engine_idx, {})
+        if self._nixl and self._exposed.nixl is None:
+            self._expose_nixl()
         for name, told in transfer_stats_data.items():
+            self._observe_nixl(name, told, values)
+            if name in ("load_bytes", "load_descriptors"):  # for vLLM's names alone
+                continue
             if name == "levels":
                 last.update(told)
                 for gauge, level in levels(last).items():
@@ -356,6 +433,7 @@ class _Exposed:
     labelvalues: Any  # kept, so that no later logger's have the same id
     metrics: dict[str, Any] = field(default_factory=dict)
     store: dict[str, Any] | None = None  # of vLLM's own store; None: not made yet
+    nixl: dict[str, Any] | None = None  # by the part of vLLM's name; None: not made yet
     levels: dict[int, dict[str, dict[str, int]]] = field(default_factory=dict)  # last, by engine
 
     @classmethod

@@ -57,6 +57,7 @@ class Producing:
     # Until workers have told what stands beside this connector, it may be any.
     flat: bool = False  # whether tickets may use in-tree names
     second: bool = True  # whether a sibling sees requests before us
+    told_too: Mapping[str, Any] = field(default_factory=dict)  # in-tree fields of flat answers
     held: dict[str, int] = field(default_factory=dict)  # blocks, by request
     held_blocks: int = 0
     _names: OrderedDict[str, _Named] = field(default_factory=OrderedDict)
@@ -145,7 +146,10 @@ class Producing:
             tp_size=self.shape[0],
             pp_size=self.shape[1],
         )
-        return True, ticket.to_params(flat=self.flat)
+        told = ticket.to_params(flat=self.flat)
+        if self.flat and self.told_too:
+            told |= {"remote_num_tokens": tokens, **self.told_too}
+        return True, told
 
     def _over_limit(self, blocks: int) -> str:
         """Why so many more may not be held; empty where they may."""

@@ -17,7 +17,7 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvferry.carriers import make_carrier
-from kvferry.carriers.auto import AUTO, fastest_first, select
+from kvferry.carriers.auto import AUTO, LIBRARIES, fastest_first, select
 from kvferry.carriers.base import Carrier, Memory, MemoryRegion
 from kvferry.carriers.host import HostMemory
 from kvferry.errors import TransferError
@@ -278,7 +278,8 @@ def cache_carriers(
     """The carriers that were configured, with the cache registered, in order of preference.
 
     On a GPU, `local` is `cuda`, and `tcp` stages. One that cannot take this memory (CUDA IPC does
-    not share what an allocator of virtual memory made) is left out, if another can.
+    not share what an allocator of virtual memory made) is left out, if another can. A library that
+    was named must work; an optional one is left out with a warning.
     """
     wanted, gpu = config.carriers, number is not None
     if gpu:
@@ -307,7 +308,8 @@ def cache_carriers(
         except TransferError as error:
             if carrier is not None:
                 carrier.close()
-            if not gpu:
+            optional = chosen.name in config.optional_carriers
+            if not optional and (not gpu or chosen.name in LIBRARIES):
                 raise
             log.warning("kvferry: the carrier %s is not used: %s", chosen.name, error)
             continue

@@ -38,6 +38,7 @@ from typing import Any
 from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.library.shared import (
     RDMA_DEVICES,
+    THREADS_PER_PEER,
     LibraryCarrier,
     LibraryEndpoint,
     LibraryPeer,
@@ -65,7 +66,8 @@ FORCE_TCP, FORCE_RDMA = "MC_FORCE_TCP", "MC_FORCE_HCA"
 
 
 class MooncakeCarrier(LibraryCarrier):
-    """`protocol` and `device` are Mooncake's own: "tcp", or "rdma" with "mlx5_0,mlx5_1"."""
+    """`protocol` and `device` are Mooncake's own: "tcp", or "rdma" with "mlx5_0,mlx5_1". `workers`:
+    threads for each peer."""
 
     name = "mooncake"
     batch_descriptors = BATCH_DESCRIPTORS
@@ -79,12 +81,13 @@ class MooncakeCarrier(LibraryCarrier):
         secret: bytes | str | None = None,
         protocol: str = "tcp",
         device: str = "",
+        workers: int = THREADS_PER_PEER,
         admits: Admits | None = None,
     ) -> None:
         self._engine_class = engine_class()
         require_way(protocol, device)
         self._devices = device
-        super().__init__(host=host, secret=secret, flavour=protocol, admits=admits)
+        super().__init__(host=host, secret=secret, flavour=protocol, admits=admits, workers=workers)
 
     def _start(self) -> None:
         """The engine reads its settings once, from the environment. Variables that the user has

@@ -119,8 +119,10 @@ class LibraryCarrier(Carrier):
         secret: bytes | str | None,
         flavour: str,
         admits: Admits | None = None,
+        workers: int = THREADS_PER_PEER,
     ) -> None:
         self.host = host or LOOPBACK
+        self._workers = workers
         look_at_host(self.name, self.host, self.listens_everywhere)
         self._reach = Reach(secret is not None and Key.of(secret).configured, admits)
         self._reach.require_listening(self.host)
@@ -229,7 +231,7 @@ class LibraryCarrier(Carrier):
         pulse = Liveness.connect(
             found.host, found.pulse_port, found.token, found.incarnation, deadline
         )
-        peer = LibraryPeer(found, regions, pulse)
+        peer = LibraryPeer(found, regions, pulse, self._workers)
         with self._lock:
             closed = self._closed
             if not closed:
@@ -358,11 +360,13 @@ class LibraryCarrier(Carrier):
 class LibraryPeer:
     """A process that this one is connected to; `handle` is the library's name for it."""
 
-    def __init__(self, endpoint: LibraryEndpoint, regions: RegionTable, pulse: Liveness) -> None:
+    def __init__(
+        self, endpoint: LibraryEndpoint, regions: RegionTable, pulse: Liveness, workers: int
+    ) -> None:
         self.endpoint, self.regions, self.pulse = endpoint, regions, pulse
         self.handle: Any = None
         self.connected = True
-        self.workers = Workers(f"kvferry-{endpoint.carrier}", THREADS_PER_PEER)
+        self.workers = Workers(f"kvferry-{endpoint.carrier}", workers)
         self._turn = threading.Lock()
 
     def require_usable(self) -> None:
