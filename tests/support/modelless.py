@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from vllm.config import (
     set_current_vllm_config,
 )
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -55,6 +57,7 @@ from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.net.rpc import Sockets
 from kvferry.vllm.connector import FerryConnector
+from kvferry.vllm.describe import cache_rank
 from kvferry.vllm.worker import FerryWorker
 from vllm import SamplingParams
 
@@ -92,12 +95,15 @@ class Modelless:
         with_worker: bool = True,
         states: bool = False,
         traces: str | None = None,
+        pcp: int = 1,
         **extra: Any,
     ) -> None:
         """`children`: of a MultiConnector; those that are not ours must need no device.
 
         `states`: to the scheduler, the model has a layer with a recurrent state too; there are no
         bytes of it.
+
+        `pcp`: prefill context parallel ranks. Each is a worker with the whole cache.
         """
         self.name, self.block_size = name, block_size
         module: str | None = "kvferry.vllm"
@@ -129,6 +135,7 @@ class Modelless:
             observability_config=ObservabilityConfig(otlp_traces_endpoint=traces),
         )
         config.cache_config.num_gpu_blocks = blocks
+        config.parallel_config.prefill_context_parallel_size = pcp
         spec = FullAttentionSpec(
             block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
         )
@@ -145,21 +152,28 @@ class Modelless:
             block_size=block_size,
         )
         self.connector = self.scheduler.connector
-        self.memory = np.zeros(blocks * block_size * TOKEN_BYTES, dtype=np.uint8)
+        size = blocks * block_size * TOKEN_BYTES
+        self.memories = [np.zeros(size, dtype=np.uint8) for _ in range(pcp)]
+        self.memory = self.memories[0]
         self.children = getattr(self.connector, "sub_connectors", [self.connector])
-        self.worker_side: Any = None
-        if with_worker:
+        self.worker_sides: list[Any] = []
+        described: dict[tuple[int, int], Any] = {}
+        for number, memory in enumerate(self.memories if with_worker else ()):
             with set_current_vllm_config(config):  # as vLLM does
-                self.worker_side = KVConnectorFactory.create_connector(
-                    config, KVConnectorRole.WORKER, cache
+                side = KVConnectorFactory.create_connector(
+                    config, KVConnectorRole.WORKER, replace(cache)  # a worker has its own
                 )
-            ours = getattr(self.worker_side, "sub_connectors", [self.worker_side])
-            for child in ours:
+            self.worker_sides.append(side)
+            for child in getattr(side, "sub_connectors", [side]):
                 if isinstance(child, FerryConnector) and child.worker is not None:
-                    self._fill(child.worker, blocks)
-            told = self.worker_side.get_handshake_metadata()
+                    child.worker._place = cache_rank(config.parallel_config, 0, 0, number)
+                    self._fill(child.worker, blocks, memory)
+            told = side.get_handshake_metadata()
             if told is not None:
-                self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+                described[0, 0] = told  # vLLM keeps one of a (pp, tp) rank
+        if described:
+            self.connector.set_xfer_handshake_metadata_pp_aware(described)
+        self._aggregator = KVOutputAggregator(len(self.worker_sides))
         self.tokens: dict[str, list[int]] = {}  # sampled, by request
         self.ended: dict[str, Any] = {}  # finish reason, by request
         self.params: dict[str, dict[str, Any]] = {}  # of responses
@@ -168,12 +182,12 @@ class Modelless:
         self._in_flight: list[tuple[Any, Any]] = []
         self._asynchronous = asynchronous
 
-    def _fill(self, worker: FerryWorker, blocks: int) -> None:
+    def _fill(self, worker: FerryWorker, blocks: int, memory: np.ndarray) -> None:
         """Give a worker an array of ours for a cache."""
         shape = EngineShape(block_size=self.block_size)
         layout = RankLayout.build(MODEL, shape, Rank(0, 0), blocks)
-        assert layout.total_bytes == self.memory.nbytes
-        region = MemoryRegion(self.memory.ctypes.data, self.memory.nbytes)
+        assert layout.total_bytes == memory.nbytes
+        region = MemoryRegion(memory.ctypes.data, memory.nbytes)
         worker._sockets = Sockets()
         push = worker.config.mode == "push"
         carrier = make_carrier("tcp", host="127.0.0.1") if push else make_carrier("local")
@@ -199,6 +213,8 @@ class Modelless:
             zero=HostMemory([region]).zero,
             mode=worker.config.mode,
             wakeup=worker._wakeup,
+            replica=worker._place.replica,
+            replicas=worker._place.replicas,
         )
         info = rank_info(
             layout,
@@ -216,7 +232,7 @@ class Modelless:
 
     @property
     def _workers(self) -> list[Any]:
-        sides = getattr(self.worker_side, "sub_connectors", [self.worker_side])
+        sides = [c for side in self.worker_sides for c in getattr(side, "sub_connectors", [side])]
         return [c.worker for c in sides if isinstance(c, FerryConnector) and c.STYLE]
 
     def told(self, name: str) -> list[Any]:
@@ -277,9 +293,15 @@ class Modelless:
             end = request.num_computed_tokens  # vLLM counts what it scheduled as computed
             tokens = [*request.prompt_token_ids, *self._own(request)]
             for position in range(end - count, end):
-                self._slot(table, position)[:] = token_bytes(tokens[position], position)
+                for memory in self.memories:
+                    written = token_bytes(tokens[position], position)
+                    self._slot(table, position, memory)[:] = written
             if end >= len(tokens):
-                cache = b"".join(self._slot(table, p).tobytes() for p in range(end))
+                cache, *copies = (
+                    b"".join(self._slot(table, p, memory).tobytes() for p in range(end))
+                    for memory in self.memories
+                )
+                assert all(copy == cache for copy in copies), "replicas differ"
                 sampled[request_id] = [zlib.crc32(cache) % 1000]
                 self._history.setdefault(request_id, []).append(sampled[request_id][0])
             else:
@@ -288,12 +310,22 @@ class Modelless:
             req_ids=list(sampled),
             req_id_to_index={r: i for i, r in enumerate(sampled)},
             sampled_token_ids=list(sampled.values()),
-            kv_connector_output=self._connect(scheduled) if self.worker_side else None,
+            kv_connector_output=self._connected(scheduled) if self.worker_sides else None,
         )
 
-    def _connect(self, scheduled: Any) -> KVConnectorOutput:
+    def _connected(self, scheduled: Any) -> KVConnectorOutput | None:
+        """What vLLM's executor makes of all workers' answers."""
+        outputs = [
+            ModelRunnerOutput([], {}, kv_connector_output=self._connect(scheduled, side))
+            for side in self.worker_sides
+        ]
+        if len(outputs) == 1:
+            return outputs[0].kv_connector_output
+        together = self._aggregator.aggregate(outputs)
+        return together.kv_connector_output if together is not None else None
+
+    def _connect(self, scheduled: Any, side: Any) -> KVConnectorOutput:
         """What vLLM's model runner does with a connector, in its order."""
-        side = self.worker_side
         side.handle_preemptions(scheduled.kv_connector_metadata)
         side.bind_connector_metadata(scheduled.kv_connector_metadata)
         side.start_load_kv(SimpleNamespace(attn_metadata=None))
@@ -317,11 +349,13 @@ class Modelless:
     def _own(self, request: Request) -> list[int]:
         return self._history.get(request.request_id, [])
 
-    def _slot(self, table: list[int], position: int) -> np.ndarray:
+    def _slot(
+        self, table: list[int], position: int, memory: np.ndarray | None = None
+    ) -> np.ndarray:
         block, slot = table[position // self.block_size], position % self.block_size
         assert block > 0, "the null block is never used"
         start = (block * self.block_size + slot) * TOKEN_BYTES
-        return self.memory[start : start + TOKEN_BYTES]
+        return (self.memory if memory is None else memory)[start : start + TOKEN_BYTES]
 
     # What is left
 
@@ -331,8 +365,8 @@ class Modelless:
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
     def close(self) -> None:
-        if self.worker_side is not None:
-            self.worker_side.shutdown()
+        for side in self.worker_sides:
+            side.shutdown()
         self.connector.shutdown()
 
 

@@ -600,7 +600,7 @@ class TestMulti:
         """What MultiConnector passes on may be an in-tree child's; ours came by itself."""
         p = make("p", children=[child("NixlConnector")])
         p.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object(), (1, 0): object()})
-        assert p.worker_side.get_handshake_metadata() is None
+        assert p.worker_sides[0].get_handshake_metadata() is None
         assert p.ferry._described is None and p.connector.has_pending_push_work()
         p.step()
         assert p.ferry._described is not None and not p.connector.has_pending_push_work()
@@ -691,5 +691,22 @@ class TestStatesBesideVllmsOwn:
             assert request.num_prompt_tokens == 39
             p.abort("p")
         finally:
-            p.worker_side.shutdown()
+            p.worker_sides[0].shutdown()
             p.connector.shutdown()
+
+
+@pytest.mark.parametrize(("p_ranks", "d_ranks"), [(2, 1), (1, 2), (3, 2)])
+def test_prefill_context_parallel_ranks(make: Pairs, p_ranks: int, d_ranks: int) -> None:
+    """Each keeps the whole cache: one of P's is read, all of D's load, and no hold is left."""
+    p = make("p", pcp=p_ranks)
+    d = make("d", pcp=d_ranks, block_size=8, blocks=128)
+    for seed, count in ((1, 5), (2, 150)):
+        tokens = prompt(seed, count)
+        d.add(f"d{seed}", tokens, 6, **prefilled(p, f"p{seed}", tokens))
+        run(p, d, until=lambda: f"d{seed}" in d.ended)  # noqa: B023
+        assert d.tokens[f"d{seed}"] == expected(tokens, 6)
+    d.add("d here", prompt(9, 20), 2, **prefilled(p, "p unread", prompt(8, 20)))  # given back
+    run(p, d, until=lambda: "d here" in d.ended)
+    run(p, d, until=lambda: not p.used_blocks, seconds=5)  # a lease is longer
+    assert loads(d) == 2 * d_ranks
+    assert p.told("holds_closed") and not any("expired" in end for end in p.told("holds_closed"))

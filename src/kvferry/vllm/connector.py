@@ -45,6 +45,7 @@ from kvferry.pool.weights import Adapters, adapter_settings
 from kvferry.vllm.bootstrap import Bootstrap, Registration, Rendezvous, Whereabouts
 from kvferry.vllm.config import FerryConfig, Style, incarnation, require_supported_vllm
 from kvferry.vllm.consuming import Consuming
+from kvferry.vllm.describe import cache_rank
 from kvferry.vllm.fingerprint import Prompts
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryReport
 from kvferry.vllm.metrics import FerryPromMetrics, FerryStats, Spans
@@ -436,7 +437,7 @@ class FerryScheduler:
         self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
         self._first = child(incarnation(vllm_config), index)
         self._dp_rank = int(parallel.data_parallel_index)
-        self._shape = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        self._shape = (cache_rank(parallel, 0, 0, 0).tp, parallel.pipeline_parallel_size)
         self._handshakes: dict[tuple[int, int], FerryHandshake] = {}
         self._described: tuple[EngineInfo, list[RankInfo]] | None = None
         self._levels: dict[str, int] = {}

@@ -510,7 +510,8 @@ class CacheRank:
     parallelism (dcp), as vLLM's configuration says:
 
     - dcp 1: every pcp rank keeps the whole cache of its tp rank. They are replicas, which load all
-      of it and write in turns; block sizes stay as they are.
+      of it; block sizes stay as they are. Into a pool they write in turns. In a hand-over, decode
+      engines read the first one.
     - dcp = pcp, or tp x pcp: tokens are shared out over the pcp ranks of a tp rank (and over tp).
       To the planner, pcp ranks are then tp ranks, next to each other, and blocks cover dcp times
       the tokens. That is right where all tp ranks keep the same heads (latents); other caches are
@@ -539,3 +540,13 @@ def cache_rank(parallel_config: Any, pp: int, tp: int, pcp: int) -> CacheRank:
     if copies == pcp_size:
         return CacheRank(Rank(pp, tp), size, pcp, copies)
     return CacheRank(Rank(pp, tp * pcp_size + pcp), size * pcp_size)
+
+
+def this_place(parallel_config: Any) -> CacheRank:
+    """Where the worker of this process stands."""
+    from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+    from vllm.distributed.parallel_state import get_pcp_group
+
+    pcp = get_pcp_group().rank_in_group if parallel_config.prefill_context_parallel_size > 1 else 0
+    pp, tp = get_pp_group().rank_in_group, get_tensor_model_parallel_rank()
+    return cache_rank(parallel_config, pp, tp, pcp)
