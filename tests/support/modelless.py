@@ -41,6 +41,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -52,7 +53,7 @@ from kvferry.handover.consumer import ConsumerRank
 from kvferry.handover.describe import engine_info, rank_info
 from kvferry.handover.producer import ProducerRank
 from kvferry.handover.push import Pusher
-from kvferry.layout.model import CacheModel, Component, Group
+from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.net.rpc import Sockets
@@ -70,13 +71,18 @@ def token_bytes(token: int, position: int) -> np.ndarray:
     return np.frombuffer(zlib.crc32(f"{token} {position}".encode()).to_bytes(8), dtype=np.uint8)
 
 
-def expected(prompt: list[int], count: int) -> list[int]:
+def expected(prompt: list[int], count: int, window: int = 0) -> list[int]:
     """What any engine must answer, computed without one."""
     tokens = list(prompt)
     for _ in range(count):
-        cache = b"".join(token_bytes(t, p).tobytes() for p, t in enumerate(tokens))
+        cache = b"".join(token_bytes(t, p).tobytes() for p, t in in_window(tokens, window))
         tokens.append(zlib.crc32(cache) % 1000)
     return tokens[len(prompt) :]
+
+
+def in_window(tokens: list[int], window: int) -> list[tuple[int, int]]:
+    """The tokens that the next one reads, with their positions."""
+    return list(enumerate(tokens))[max(0, len(tokens) - window + 1) if window else 0 :]
 
 
 class Modelless:
@@ -96,6 +102,7 @@ class Modelless:
         states: bool = False,
         traces: str | None = None,
         pcp: int = 1,
+        window: int = 0,
         **extra: Any,
     ) -> None:
         """`children`: of a MultiConnector; those that are not ours must need no device.
@@ -103,9 +110,11 @@ class Modelless:
         `states`: to the scheduler, the model has a layer with a recurrent state too; there are no
         bytes of it.
 
+        `window`: of the only layer.
+
         `pcp`: prefill context parallel ranks. Each is a worker with the whole cache.
         """
-        self.name, self.block_size = name, block_size
+        self.name, self.block_size, self.window = name, block_size, window
         module: str | None = "kvferry.vllm"
         extra = {"lease_seconds": 30, "load_seconds": 20, **extra}
         if children is not None:
@@ -120,7 +129,8 @@ class Modelless:
                 max_model_len=512,
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
-                disable_hybrid_kv_cache_manager=not states,  # for in-tree children
+                # for in-tree children
+                disable_hybrid_kv_cache_manager=not states and not window,
             ),
             cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=not states),
             kv_transfer_config=KVTransferConfig(
@@ -136,9 +146,10 @@ class Modelless:
         )
         config.cache_config.num_gpu_blocks = blocks
         config.parallel_config.prefill_context_parallel_size = pcp
-        spec = FullAttentionSpec(
-            block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
-        )
+        told = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1}
+        spec: Any = FullAttentionSpec(**told, dtype=torch.float32)
+        if window:
+            spec = SlidingWindowSpec(**told, dtype=torch.float32, sliding_window=window)
         groups = [KVCacheGroupSpec(["l"], spec)]
         if states:
             state = MambaSpec(block_size=block_size, shapes=((8,),), dtypes=(torch.int8,))
@@ -161,7 +172,9 @@ class Modelless:
         for number, memory in enumerate(self.memories if with_worker else ()):
             with set_current_vllm_config(config):  # as vLLM does
                 side = KVConnectorFactory.create_connector(
-                    config, KVConnectorRole.WORKER, replace(cache)  # a worker has its own
+                    config,
+                    KVConnectorRole.WORKER,
+                    replace(cache),  # a worker has its own
                 )
             self.worker_sides.append(side)
             for child in getattr(side, "sub_connectors", [side]):
@@ -184,8 +197,11 @@ class Modelless:
 
     def _fill(self, worker: FerryWorker, blocks: int, memory: np.ndarray) -> None:
         """Give a worker an array of ours for a cache."""
-        shape = EngineShape(block_size=self.block_size)
-        layout = RankLayout.build(MODEL, shape, Rank(0, 0), blocks)
+        shape, model = EngineShape(block_size=self.block_size), MODEL
+        if self.window:
+            group = replace(MODEL.groups[0], residency=Residency("window", self.window))
+            model = replace(MODEL, groups=(group,))
+        layout = RankLayout.build(model, shape, Rank(0, 0), blocks)
         assert layout.total_bytes == memory.nbytes
         region = MemoryRegion(memory.ctypes.data, memory.nbytes)
         worker._sockets = Sockets()
@@ -193,8 +209,8 @@ class Modelless:
         carrier = make_carrier("tcp", host="127.0.0.1") if push else make_carrier("local")
         carrier.register([region])
         worker._carriers = [carrier]
-        engine = engine_info(self.name, worker._incarnation, MODEL, shape, {})
-        pusher = Pusher(engine, MODEL, layout, [region.address], [carrier])
+        engine = engine_info(self.name, worker._incarnation, model, shape, {})
+        pusher = Pusher(engine, model, layout, [region.address], [carrier])
         worker._producer = ProducerRank(
             worker._sockets,
             worker._incarnation,
@@ -206,7 +222,7 @@ class Modelless:
         worker._consumer = ConsumerRank(
             worker._sockets,
             engine,
-            MODEL,
+            model,
             layout,
             [region.address],
             [carrier],
@@ -297,8 +313,9 @@ class Modelless:
                     written = token_bytes(tokens[position], position)
                     self._slot(table, position, memory)[:] = written
             if end >= len(tokens):
+                read = [position for position, _ in in_window(tokens[:end], self.window)]
                 cache, *copies = (
-                    b"".join(self._slot(table, p, memory).tobytes() for p in range(end))
+                    b"".join(self._slot(table, p, memory).tobytes() for p in read)
                     for memory in self.memories
                 )
                 assert all(copy == cache for copy in copies), "replicas differ"

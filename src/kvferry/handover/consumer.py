@@ -89,7 +89,9 @@ class ConsumerRank:
         self.topology = TransferTopology(
             engine.engine_id, model, layout.shape, layout.rank, optional_roles
         )
-        self._peers = Peers(self._caller, engine, self.topology, layout, list(carriers), replica, replicas)
+        self._peers = Peers(
+            self._caller, engine, self.topology, layout, list(carriers), replica, replicas
+        )
         introductions = None
         if mode == "push" and checked is None and replicas == 1:
             endpoints = {c.name: c.endpoint() for c in carriers if is_granting(c)}

@@ -35,6 +35,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.version import __version__ as vllm_version
 
 from kvferry.errors import DescriptionError
+from kvferry.handover.describe import read_model, read_shape
 from kvferry.handover.producer import Directory
 from kvferry.handover.renew import RENEWALS, Renewer
 from kvferry.handover.ticket import MARK, after_reset, child
@@ -509,6 +510,7 @@ class FerryScheduler:
             self._sockets, first, interval_seconds=self.config.lease_seconds / RENEWALS
         )
         self.consuming.renew_by(self._renewer)
+        self.consuming.described_as(read_model(first), read_shape(first))
 
     def _publish(self) -> EngineInfo:
         """Let the directory answer with the descriptions, under the present incarnation."""
