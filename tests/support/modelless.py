@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from vllm.config import (
     set_current_vllm_config,
 )
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -39,6 +41,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -50,11 +53,12 @@ from kvferry.handover.consumer import ConsumerRank
 from kvferry.handover.describe import engine_info, rank_info
 from kvferry.handover.producer import ProducerRank
 from kvferry.handover.push import Pusher
-from kvferry.layout.model import CacheModel, Component, Group
+from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.net.rpc import Sockets
 from kvferry.vllm.connector import FerryConnector
+from kvferry.vllm.describe import cache_rank
 from kvferry.vllm.worker import FerryWorker
 from vllm import SamplingParams
 
@@ -67,13 +71,18 @@ def token_bytes(token: int, position: int) -> np.ndarray:
     return np.frombuffer(zlib.crc32(f"{token} {position}".encode()).to_bytes(8), dtype=np.uint8)
 
 
-def expected(prompt: list[int], count: int) -> list[int]:
+def expected(prompt: list[int], count: int, window: int = 0) -> list[int]:
     """What any engine must answer, computed without one."""
     tokens = list(prompt)
     for _ in range(count):
-        cache = b"".join(token_bytes(t, p).tobytes() for p, t in enumerate(tokens))
+        cache = b"".join(token_bytes(t, p).tobytes() for p, t in in_window(tokens, window))
         tokens.append(zlib.crc32(cache) % 1000)
     return tokens[len(prompt) :]
+
+
+def in_window(tokens: list[int], window: int) -> list[tuple[int, int]]:
+    """The tokens that the next one reads, with their positions."""
+    return list(enumerate(tokens))[max(0, len(tokens) - window + 1) if window else 0 :]
 
 
 class Modelless:
@@ -92,14 +101,20 @@ class Modelless:
         with_worker: bool = True,
         states: bool = False,
         traces: str | None = None,
+        pcp: int = 1,
+        window: int = 0,
         **extra: Any,
     ) -> None:
         """`children`: of a MultiConnector; those that are not ours must need no device.
 
         `states`: to the scheduler, the model has a layer with a recurrent state too; there are no
         bytes of it.
+
+        `window`: of the only layer.
+
+        `pcp`: prefill context parallel ranks. Each is a worker with the whole cache.
         """
-        self.name, self.block_size = name, block_size
+        self.name, self.block_size, self.window = name, block_size, window
         module: str | None = "kvferry.vllm"
         extra = {"lease_seconds": 30, "load_seconds": 20, **extra}
         if children is not None:
@@ -114,7 +129,8 @@ class Modelless:
                 max_model_len=512,
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
-                disable_hybrid_kv_cache_manager=not states,  # for in-tree children
+                # for in-tree children
+                disable_hybrid_kv_cache_manager=not states and not window,
             ),
             cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=not states),
             kv_transfer_config=KVTransferConfig(
@@ -129,9 +145,11 @@ class Modelless:
             observability_config=ObservabilityConfig(otlp_traces_endpoint=traces),
         )
         config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(
-            block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
-        )
+        config.parallel_config.prefill_context_parallel_size = pcp
+        told = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1}
+        spec: Any = FullAttentionSpec(**told, dtype=torch.float32)
+        if window:
+            spec = SlidingWindowSpec(**told, dtype=torch.float32, sliding_window=window)
         groups = [KVCacheGroupSpec(["l"], spec)]
         if states:
             state = MambaSpec(block_size=block_size, shapes=((8,),), dtypes=(torch.int8,))
@@ -145,21 +163,30 @@ class Modelless:
             block_size=block_size,
         )
         self.connector = self.scheduler.connector
-        self.memory = np.zeros(blocks * block_size * TOKEN_BYTES, dtype=np.uint8)
+        size = blocks * block_size * TOKEN_BYTES
+        self.memories = [np.zeros(size, dtype=np.uint8) for _ in range(pcp)]
+        self.memory = self.memories[0]
         self.children = getattr(self.connector, "sub_connectors", [self.connector])
-        self.worker_side: Any = None
-        if with_worker:
+        self.worker_sides: list[Any] = []
+        described: dict[tuple[int, int], Any] = {}
+        for number, memory in enumerate(self.memories if with_worker else ()):
             with set_current_vllm_config(config):  # as vLLM does
-                self.worker_side = KVConnectorFactory.create_connector(
-                    config, KVConnectorRole.WORKER, cache
+                side = KVConnectorFactory.create_connector(
+                    config,
+                    KVConnectorRole.WORKER,
+                    replace(cache),  # a worker has its own
                 )
-            ours = getattr(self.worker_side, "sub_connectors", [self.worker_side])
-            for child in ours:
+            self.worker_sides.append(side)
+            for child in getattr(side, "sub_connectors", [side]):
                 if isinstance(child, FerryConnector) and child.worker is not None:
-                    self._fill(child.worker, blocks)
-            told = self.worker_side.get_handshake_metadata()
+                    child.worker._place = cache_rank(config.parallel_config, 0, 0, number)
+                    self._fill(child.worker, blocks, memory)
+            told = side.get_handshake_metadata()
             if told is not None:
-                self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+                described[0, 0] = told  # vLLM keeps one of a (pp, tp) rank
+        if described:
+            self.connector.set_xfer_handshake_metadata_pp_aware(described)
+        self._aggregator = KVOutputAggregator(len(self.worker_sides))
         self.tokens: dict[str, list[int]] = {}  # sampled, by request
         self.ended: dict[str, Any] = {}  # finish reason, by request
         self.params: dict[str, dict[str, Any]] = {}  # of responses
@@ -168,19 +195,22 @@ class Modelless:
         self._in_flight: list[tuple[Any, Any]] = []
         self._asynchronous = asynchronous
 
-    def _fill(self, worker: FerryWorker, blocks: int) -> None:
+    def _fill(self, worker: FerryWorker, blocks: int, memory: np.ndarray) -> None:
         """Give a worker an array of ours for a cache."""
-        shape = EngineShape(block_size=self.block_size)
-        layout = RankLayout.build(MODEL, shape, Rank(0, 0), blocks)
-        assert layout.total_bytes == self.memory.nbytes
-        region = MemoryRegion(self.memory.ctypes.data, self.memory.nbytes)
+        shape, model = EngineShape(block_size=self.block_size), MODEL
+        if self.window:
+            group = replace(MODEL.groups[0], residency=Residency("window", self.window))
+            model = replace(MODEL, groups=(group,))
+        layout = RankLayout.build(model, shape, Rank(0, 0), blocks)
+        assert layout.total_bytes == memory.nbytes
+        region = MemoryRegion(memory.ctypes.data, memory.nbytes)
         worker._sockets = Sockets()
         push = worker.config.mode == "push"
         carrier = make_carrier("tcp", host="127.0.0.1") if push else make_carrier("local")
         carrier.register([region])
         worker._carriers = [carrier]
-        engine = engine_info(self.name, worker._incarnation, MODEL, shape, {})
-        pusher = Pusher(engine, MODEL, layout, [region.address], [carrier])
+        engine = engine_info(self.name, worker._incarnation, model, shape, {})
+        pusher = Pusher(engine, model, layout, [region.address], [carrier])
         worker._producer = ProducerRank(
             worker._sockets,
             worker._incarnation,
@@ -192,13 +222,15 @@ class Modelless:
         worker._consumer = ConsumerRank(
             worker._sockets,
             engine,
-            MODEL,
+            model,
             layout,
             [region.address],
             [carrier],
             zero=HostMemory([region]).zero,
             mode=worker.config.mode,
             wakeup=worker._wakeup,
+            replica=worker._place.replica,
+            replicas=worker._place.replicas,
         )
         info = rank_info(
             layout,
@@ -216,7 +248,7 @@ class Modelless:
 
     @property
     def _workers(self) -> list[Any]:
-        sides = getattr(self.worker_side, "sub_connectors", [self.worker_side])
+        sides = [c for side in self.worker_sides for c in getattr(side, "sub_connectors", [side])]
         return [c.worker for c in sides if isinstance(c, FerryConnector) and c.STYLE]
 
     def told(self, name: str) -> list[Any]:
@@ -277,9 +309,16 @@ class Modelless:
             end = request.num_computed_tokens  # vLLM counts what it scheduled as computed
             tokens = [*request.prompt_token_ids, *self._own(request)]
             for position in range(end - count, end):
-                self._slot(table, position)[:] = token_bytes(tokens[position], position)
+                for memory in self.memories:
+                    written = token_bytes(tokens[position], position)
+                    self._slot(table, position, memory)[:] = written
             if end >= len(tokens):
-                cache = b"".join(self._slot(table, p).tobytes() for p in range(end))
+                read = [position for position, _ in in_window(tokens[:end], self.window)]
+                cache, *copies = (
+                    b"".join(self._slot(table, p, memory).tobytes() for p in read)
+                    for memory in self.memories
+                )
+                assert all(copy == cache for copy in copies), "replicas differ"
                 sampled[request_id] = [zlib.crc32(cache) % 1000]
                 self._history.setdefault(request_id, []).append(sampled[request_id][0])
             else:
@@ -288,12 +327,22 @@ class Modelless:
             req_ids=list(sampled),
             req_id_to_index={r: i for i, r in enumerate(sampled)},
             sampled_token_ids=list(sampled.values()),
-            kv_connector_output=self._connect(scheduled) if self.worker_side else None,
+            kv_connector_output=self._connected(scheduled) if self.worker_sides else None,
         )
 
-    def _connect(self, scheduled: Any) -> KVConnectorOutput:
+    def _connected(self, scheduled: Any) -> KVConnectorOutput | None:
+        """What vLLM's executor makes of all workers' answers."""
+        outputs = [
+            ModelRunnerOutput([], {}, kv_connector_output=self._connect(scheduled, side))
+            for side in self.worker_sides
+        ]
+        if len(outputs) == 1:
+            return outputs[0].kv_connector_output
+        together = self._aggregator.aggregate(outputs)
+        return together.kv_connector_output if together is not None else None
+
+    def _connect(self, scheduled: Any, side: Any) -> KVConnectorOutput:
         """What vLLM's model runner does with a connector, in its order."""
-        side = self.worker_side
         side.handle_preemptions(scheduled.kv_connector_metadata)
         side.bind_connector_metadata(scheduled.kv_connector_metadata)
         side.start_load_kv(SimpleNamespace(attn_metadata=None))
@@ -317,11 +366,13 @@ class Modelless:
     def _own(self, request: Request) -> list[int]:
         return self._history.get(request.request_id, [])
 
-    def _slot(self, table: list[int], position: int) -> np.ndarray:
+    def _slot(
+        self, table: list[int], position: int, memory: np.ndarray | None = None
+    ) -> np.ndarray:
         block, slot = table[position // self.block_size], position % self.block_size
         assert block > 0, "the null block is never used"
         start = (block * self.block_size + slot) * TOKEN_BYTES
-        return self.memory[start : start + TOKEN_BYTES]
+        return (self.memory if memory is None else memory)[start : start + TOKEN_BYTES]
 
     # What is left
 
@@ -331,8 +382,8 @@ class Modelless:
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
     def close(self) -> None:
-        if self.worker_side is not None:
-            self.worker_side.shutdown()
+        for side in self.worker_sides:
+            side.shutdown()
         self.connector.shutdown()
 
 

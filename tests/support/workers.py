@@ -92,19 +92,37 @@ class Worker:
         )
         self.rank = rank
 
-    def describe(self) -> Described:
-        return describe_worker(self.vllm_config, self.kv_cache_config, self.kv_caches, self.rank)
+    def describe(self, from_last_stage: Any = None) -> Described:
+        return describe_worker(
+            self.vllm_config,
+            self.kv_cache_config,
+            self.kv_caches,
+            self.rank,
+            from_last_stage=from_last_stage,
+        )
 
-    def add_draft(self, layers: int, heads: int, head_size: int, block: int, tp: int = 1) -> None:
-        """A draft model behind the target's layers, in a group and a storage of its own."""
-        names = [f"model.layers.{4 + i}.self_attn.attn" for i in range(layers)]
+    def add_draft(
+        self,
+        layers: int,
+        heads: int,
+        head_size: int,
+        block: int,
+        tp: int = 1,
+        first: int = 4,
+        isa: str = "vec",
+    ) -> None:
+        """A draft model behind the target's layers, in a group and a storage of its own. On all
+        stages but the last, its configuration alone."""
+        names = [f"model.layers.{first + i}.self_attn.attn" for i in range(layers)]
+        if self.rank.pp < self.vllm_config.parallel_config.pipeline_parallel_size - 1:
+            names = []  # vLLM's groups are those of all stages
         spec = kv.FullAttentionSpec(
             block_size=block, num_kv_heads=heads, head_size=head_size, dtype=torch.float32
         )
         self.kv_cache_config.kv_cache_groups.append(Fake(layer_names=names, kv_cache_spec=spec))
         for name in names:
             self.kv_caches[name] = torch.zeros(29, heads, block, 2 * head_size)
-            self.layers[name] = Layer({"backend": "CPU_ATTN", "isa": "vec"})
+            self.layers[name] = Layer({"backend": "CPU_ATTN", "isa": isa})
         self.vllm_config.speculative_config = Fake(
             draft_parallel_config=Fake(tensor_parallel_size=tp),
             draft_model_config=Fake(

@@ -23,7 +23,7 @@ KEY = PeerKey("p", "1", "h:1")
 def acquaintances(met: dict[PeerKey, Known]) -> Peers:
     nothing: Any = None
     topology: Any = SimpleNamespace(engine_id="d", unregister_remote_engine=lambda name: None)
-    return Peers(nothing, nothing, topology, nothing, [], met)
+    return Peers(nothing, nothing, topology, nothing, [], _remotes=met)
 
 
 def remote() -> Any:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvferry.errors import BindError
 from kvferry.layout import Span
-from kvferry.plan.tokens import Paging, walk, whole_tiles
+from kvferry.layout.model import CacheModel, Component, Group, Residency
+from kvferry.layout.shape import EngineShape
+from kvferry.plan.tokens import (
+    Paging,
+    moved,
+    unloadable,
+    unloadable_share,
+    walk,
+    whole_tiles,
+)
 
 
 @st.composite
@@ -82,3 +96,29 @@ def test_context_parallel_blocks_stay_few_runs() -> None:
     segments = walk(Paging(16, context=2, context_rank=1), Paging(16), Span(0, 1024))
     assert len(segments.kinds) == 1024 // 16
     assert segments.forms.tolist() == [[1, 8, 1, 2]]
+
+
+@pytest.mark.parametrize("kind", ["window", "chunk"])
+@pytest.mark.parametrize(("src", "dst"), [(16, 32), (32, 16), (48, 32), (16, 16), (8, 24)])
+def test_what_cannot_be_loaded_is_known_beforehand(kind: Any, src: int, dst: int) -> None:
+    """`unloadable` says what `moved` does, for every length; `unloadable_share`, how often."""
+    component = Component("k", 1, (8,), 2)
+    full = Group("full", (0,), (component,))
+    model = CacheModel("m", (full, Group("w", (1,), (component,), Residency(kind, 56))))
+    shapes = EngineShape(block_size=src), EngineShape(block_size=dst)
+    refused = []
+    for tokens in range(1, 56 + 56 * 96):
+        try:
+            moved(model.groups[1], *shapes, tokens, 0)
+            why = ""
+        except BindError as error:
+            why = str(error)
+        assert unloadable(model, *shapes, tokens, 0) == why
+        if tokens >= 56:
+            refused.append(bool(why))
+    share = unloadable_share(model, *shapes)
+    assert share == pytest.approx(sum(refused) / len(refused), abs=0.01)
+    if kind == "window":
+        assert bool(share) == (src % dst > 0)
+    assert unloadable_share(model, replace(shapes[0], full_residency=True), shapes[1]) == 0
+    assert unloadable_share(CacheModel("m", (full,)), *shapes) == 0

@@ -6,6 +6,7 @@ finds must be those that the fixtures' probes confirmed (`tests/unit/test_golden
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections import Counter
 from dataclasses import fields, replace
@@ -17,6 +18,7 @@ import pytest
 from golden import NAMES, golden
 from kvferry.errors import DescriptionError
 from kvferry.layout.shape import Rank
+from kvferry.plan import bind, plan_pair
 
 torch = pytest.importorskip("torch", reason="this tier runs in the environment with vLLM")
 kv = pytest.importorskip("vllm.v1.kv_cache_interface")
@@ -180,11 +182,74 @@ class TestDraftLayers:
         assert found.model.group("draft").layers == (0,)
         assert found.model.group("attention").layers == (0, 1, 2, 3)
 
-    def test_with_stages_they_are_refused(self) -> None:
-        worker = Worker(golden("llama-pp2"), Rank(1, 0))
-        worker.add_draft(layers=1, heads=2, head_size=32, block=64)
-        with pytest.raises(DescriptionError, match="only the last stage knows"):
-            worker.describe()
+    @pytest.mark.parametrize("first", [4, 0])  # from the model's count, or as a first layer has it
+    def test_with_stages_the_last_one_tells(self, first: int) -> None:
+        """All stages describe one engine; what it hands over arrives, also at an engine without
+        stages."""
+        stages = [Worker(golden("llama-pp2"), Rank(pp, 0)) for pp in range(2)]
+        alone = Worker(golden("llama-tp1"), Rank(0, 0))
+        told: list[Any] = []
+        for worker in (*stages, alone):
+            worker.add_draft(2, heads=2, head_size=32, block=64, first=4, isa="amx")
+            worker.kv_cache_config.kv_cache_groups[-1].layer_names[:] = [
+                name.replace("4", str(first)).replace("5", str(first + 1))
+                if worker is not alone
+                else name
+                for name in worker.kv_cache_config.kv_cache_groups[-1].layer_names
+            ]
+            for old in [f"model.layers.{n}.self_attn.attn" for n in (4, 5)]:
+                if worker is stages[1] and first != 4:
+                    new = old.replace("4", str(first)).replace("5", str(first + 1))
+                    worker.kv_caches[new] = worker.kv_caches.pop(old)
+                    worker.layers[new] = worker.layers.pop(old)
+        last = stages[1].describe(lambda mine: told.append(mine) or mine)
+        first_stage = stages[0].describe(lambda mine: told[0])
+        src, dst = [first_stage, last], alone.describe()
+        assert (first_stage.model, first_stage.meaning) == (last.model, last.meaning)
+        assert first_stage.layout.shape == last.layout.shape
+        assert last.layout.shape.interior_of == (("attention", "cpu"), ("draft", "cpu_amx"))
+        assert not first_stage.layout.parts_of("draft") and last.layout.parts_of("draft")
+        assert last.model.group("draft").layers == (0, 1)
+        self._hand_over(stages, src, alone, dst)
+
+    def _hand_over(self, stages: list[Any], src: list[Any], alone: Any, dst: Any) -> None:
+        """Blocks are of one size on both sides: every page must come as it is."""
+        filler = np.random.default_rng(1)
+        for worker in stages:
+            for tensor in worker.kv_caches.values():
+                tensor.copy_(torch.from_numpy(filler.standard_normal(tuple(tensor.shape))))
+        pair = plan_pair(src[0].model, src[0].layout.shape, dst.layout.shape, dst_model=dst.model)
+        tokens, blocks = 128, dict(src[0].layout.shape.block_size_of)
+        sizes = [src[0].layout.shape.block_size, blocks["draft"]]
+        src_tables = [list(range(2, 2 + tokens // size)) for size in sizes]
+        dst_tables = [list(range(9 + tokens // size, 9, -1)) for size in sizes]
+        for edge in pair.edges:
+            one = src[edge.src.pp]
+            bound = bind(
+                pair.plan(edge, one.layout, dst.layout),
+                tokens=tokens,
+                src_tables=src_tables,
+                dst_tables=dst_tables,
+                src_bases=np.asarray(one.bases),
+                dst_bases=np.asarray(dst.bases),
+            )
+            copies = bound.copies()
+            for a, b, length in zip(copies.src, copies.dst, copies.length, strict=True):
+                ctypes.memmove(int(b), int(a), int(length))
+        moved = 0
+        for number, worker in enumerate(stages):
+            for table, group in enumerate(worker.kv_cache_config.kv_cache_groups):
+                for name in group.layer_names:
+                    theirs = name if table == 0 else self._draft_name(name)
+                    for a, b in zip(src_tables[table], dst_tables[table], strict=True):
+                        page = worker.kv_caches[name][a]
+                        assert torch.equal(page, alone.kv_caches[theirs][b]), (number, name)
+                        moved += page.numel()
+        assert moved
+
+    def _draft_name(self, name: str) -> str:
+        ordinal = int(name.split(".")[2])
+        return name.replace(f".{ordinal}.", f".{4 + ordinal % 4}.")
 
 
 class TestScales:

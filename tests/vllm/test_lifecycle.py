@@ -625,7 +625,7 @@ class TestMulti:
         """What MultiConnector passes on may be an in-tree child's; ours came by itself."""
         p = make("p", children=[child("NixlConnector")])
         p.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object(), (1, 0): object()})
-        assert p.worker_side.get_handshake_metadata() is None
+        assert p.worker_sides[0].get_handshake_metadata() is None
         assert p.ferry._described is None and p.connector.has_pending_push_work()
         p.step()
         assert p.ferry._described is not None and not p.connector.has_pending_push_work()
@@ -716,5 +716,59 @@ class TestStatesBesideVllmsOwn:
             assert request.num_prompt_tokens == 39
             p.abort("p")
         finally:
-            p.worker_side.shutdown()
+            p.worker_sides[0].shutdown()
             p.connector.shutdown()
+
+
+@pytest.mark.parametrize(("p_ranks", "d_ranks"), [(2, 1), (1, 2), (3, 2)])
+def test_prefill_context_parallel_ranks(make: Pairs, p_ranks: int, d_ranks: int) -> None:
+    """Each keeps the whole cache: one of P's is read, all of D's load, and no hold is left."""
+    p = make("p", pcp=p_ranks)
+    d = make("d", pcp=d_ranks, block_size=8, blocks=128)
+    for seed, count in ((1, 5), (2, 150)):
+        tokens = prompt(seed, count)
+        d.add(f"d{seed}", tokens, 6, **prefilled(p, f"p{seed}", tokens))
+        run(p, d, until=lambda: f"d{seed}" in d.ended)  # noqa: B023
+        assert d.tokens[f"d{seed}"] == expected(tokens, 6)
+    d.add("d here", prompt(9, 20), 2, **prefilled(p, "p unread", prompt(8, 20)))  # given back
+    run(p, d, until=lambda: "d here" in d.ended)
+    run(p, d, until=lambda: not p.used_blocks, seconds=5)  # a lease is longer
+    assert loads(d) == 2 * d_ranks
+    assert p.told("holds_closed") and not any("expired" in end for end in p.told("holds_closed"))
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_windows_in_smaller_blocks(make: Pairs, policy: str) -> None:
+    """What P has dropped of a block that D would fill is known before a load is promised."""
+    window = 40
+    p, d = (
+        make(name, policy=policy, window=window, block_size=size)
+        for name, size in (("p", 16), ("d", 32))
+    )
+    here = 0
+    for count in (20, 39, 150, 160, 162, 190, 195, 200, 210):
+        tokens, name = prompt(count, count), f"{count}"
+        dropped = (count - window + 1) // 16 * 16 if count >= window else 0
+        here += dropped % 32 > 0
+        d.add(name, tokens, 6, **prefilled(p, name, tokens))
+        run(p, d, until=lambda: name in d.ended)  # noqa: B023
+        assert str(d.ended[name]) == "length" and d.tokens[name] == expected(tokens, 6, window)
+    assert here == 4 and loads(d) == 5
+    assert d.told("requests_computed_here") == [{"shape": 1}] * here
+    assert not d.told("load_failures")
+
+
+def test_the_shape_of_an_engine_that_is_gone(make: Pairs) -> None:
+    """A ticket from before a reset, or of nobody: computed, before anything is promised."""
+    p, d = make("p", window=40), make("d", window=40, block_size=8, blocks=128)
+    tokens = prompt(3, 90)
+    before = prefilled(p, "p", tokens)
+    p.connector.reset_cache()
+    d.add("d", tokens, 3, **before)
+    run(p, d, until=lambda: "d" in d.ended)
+    assert d.tokens["d"] == expected(tokens, 3, 40)
+    after = prompt(4, 90)
+    d.add("f", after, 3, **prefilled(p, "f", after))
+    run(p, d, until=lambda: "f" in d.ended)
+    assert d.tokens["f"] == expected(after, 3, 40) and loads(d) == 1
+    assert d.told("requests_computed_here") == [{"not found": 1}]

@@ -73,11 +73,14 @@ class ConsumerRank:
         mode: Mode = "pull",
         checked: Memory | None = None,
         wakeup: Wakeup | None = None,
+        replica: int = 0,
+        replicas: int = 1,
     ) -> None:
         """`mode` "push": sources write if their carrier can revoke writes; otherwise we read.
 
         `checked`: compare what arrives in this memory with checksums of the sources. Such loads
         read in both modes. `wakeup`: rung when a load has ended. `zero` clears runs of our memory.
+        `replica` of `replicas`: this worker among those of one rank, which all load by reading.
         """
         self._caller = Caller(sockets)
         self._threads = Threads("kvferry-load", LOAD_THREADS)
@@ -86,9 +89,11 @@ class ConsumerRank:
         self.topology = TransferTopology(
             engine.engine_id, model, layout.shape, layout.rank, optional_roles
         )
-        self._peers = Peers(self._caller, engine, self.topology, layout, list(carriers))
+        self._peers = Peers(
+            self._caller, engine, self.topology, layout, list(carriers), replica, replicas
+        )
         introductions = None
-        if mode == "push" and checked is None:
+        if mode == "push" and checked is None and replicas == 1:
             endpoints = {c.name: c.endpoint() for c in carriers if is_granting(c)}
             info = rank_info(layout, bases, "", engine.incarnation, endpoints)
             introductions = Introductions(self._peers, info)

@@ -92,7 +92,7 @@ class Source:
     rank: Rank
     address: str
     incarnation: str
-    readers: int  # ranks of our engine that talk to it
+    readers: int  # workers of our engine that talk to it
     plan: EdgePlan | None
     bases: tuple[int, ...]
     carrier: Carrier | None
@@ -161,6 +161,8 @@ class Peers:
     topology: TransferTopology
     layout: RankLayout
     carriers: Sequence[Carrier]
+    replica: int = 0  # of `replicas` workers with the same rank, which all load
+    replicas: int = 1
     _remotes: dict[PeerKey, Known] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -168,7 +170,8 @@ class Peers:
     def reader(self) -> Reader:
         """This rank, as producers count it."""
         engine, rank = self.engine, self.layout.rank
-        return Reader(engine.engine_id, engine.incarnation, rank.pp, rank.tp)
+        number = rank.tp + self.layout.shape.tp * self.replica  # producers only count it
+        return Reader(engine.engine_id, engine.incarnation, rank.pp, number)
 
     @property
     def engines(self) -> dict[PeerKey, Known]:
@@ -352,7 +355,7 @@ class Peers:
             rank,
             info.address,
             info.incarnation,
-            readers,
+            readers * self.replicas,
             plan,
             tuple(bases),
             carrier,

@@ -16,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import BindError, DescriptionError
-from kvferry.layout.model import Group
+from kvferry.layout.model import CacheModel, Group
 from kvferry.layout.placement import Ints
 from kvferry.layout.shape import EngineShape, Span
+
+MOST_LENGTHS = 1 << 20  # of requests, that `unloadable_share` looks at
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +119,62 @@ def moved(
     held = _block_floor(group, src, needed)
     start = min(tokens, max(wanted, held))
     if start > wanted and not allow_uncacheable:
-        raise BindError(
-            f"group {group.name!r}: of {tokens} tokens the source keeps those from {held} on, but "
-            f"the destination would fill and hash whole blocks from token {wanted} on (source "
-            f"blocks of {src.block_tokens(group)}, destination blocks of "
-            f"{dst.block_tokens(group)}); use source blocks that are a multiple of the "
-            "destination's, or a source that keeps every block (full=1; in vLLM, "
-            "--disable-hybrid-kv-cache-manager)"
-        )
+        raise BindError(_dropped(group, src, dst, tokens, held, wanted))
     per = group.tokens_per_entry
     stop = -(-tokens // per) if group.partial_entries else tokens // per
     # if no token moves, the entry that the last token is a part of does not move either
     return Span(stop if start == tokens else min(start // per, stop), stop)
+
+
+def unloadable(
+    model: CacheModel, src: EngineShape, dst: EngineShape, tokens: int, skip: int
+) -> str:
+    """Why `moved` refuses such a request; empty where it does not."""
+    for group in _paged(model):
+        needed = group.residency.needed_from(tokens)
+        wanted = max(skip, _block_floor(group, dst, needed))
+        held = _block_floor(group, src, needed)
+        if min(tokens, held) > wanted:
+            return _dropped(group, src, dst, tokens, held, wanted)
+    return ""
+
+
+def unloadable_share(model: CacheModel, src: EngineShape, dst: EngineShape) -> float:
+    """The share of request lengths, beyond all windows, that `moved` refuses."""
+    groups = _paged(model)
+    steps = [g.residency.span for g in groups if g.residency.kind == "chunk"]
+    steps += [s.block_tokens(g) * s.dcp_for(g) for g in groups for s in (src, dst)]
+    longest = max((g.residency.span for g in groups), default=0)
+    lengths = longest + np.arange(min(lcm(*steps), MOST_LENGTHS), dtype=np.int64)
+    refused = np.zeros(len(lengths), dtype=bool)
+    for group in groups:
+        span = group.residency.span
+        window = group.residency.kind == "window"
+        needed = lengths - span + 1 if window else lengths // span * span
+        ends = []
+        for shape in (src, dst):
+            block = shape.block_tokens(group) * shape.dcp_for(group)
+            ends.append(needed * 0 if shape.full_residency else needed // block * block)
+        refused |= np.minimum(lengths, ends[0]) > ends[1]
+    return float(refused.mean())
+
+
+def _paged(model: CacheModel) -> list[Group]:
+    """The groups that drop blocks."""
+    return [g for g in model.groups if g.residency.kind in ("window", "chunk")]
+
+
+def _dropped(
+    group: Group, src: EngineShape, dst: EngineShape, tokens: int, held: int, wanted: int
+) -> str:
+    return (
+        f"group {group.name!r}: of {tokens} tokens the source keeps those from {held} on, but "
+        f"the destination would fill and hash whole blocks from token {wanted} on (source "
+        f"blocks of {src.block_tokens(group)}, destination blocks of "
+        f"{dst.block_tokens(group)}); use source blocks that are a multiple of the "
+        "destination's, or a source that keeps every block (full=1; in vLLM, "
+        "--disable-hybrid-kv-cache-manager)"
+    )
 
 
 def _block_floor(group: Group, shape: EngineShape, token: int) -> int:

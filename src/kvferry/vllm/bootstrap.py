@@ -45,8 +45,10 @@ from kvferry.errors import (
     ProtocolError,
     TransferError,
 )
-from kvferry.handover.peers import Meetings
-from kvferry.handover.ticket import MARK, is_host, is_text
+from kvferry.handover.describe import read_shape
+from kvferry.handover.peers import Meetings, PeerKey
+from kvferry.handover.ticket import MARK, Ticket, is_host, is_text
+from kvferry.layout.shape import EngineShape
 from kvferry.net.http import HttpAnswer, HttpRequest, HttpServer
 from kvferry.net.keys import Key
 from kvferry.net.messages import VERSION, EngineInfo, Hello, Refused, Welcome
@@ -193,6 +195,7 @@ class Rendezvous:
         self._meetings = Meetings("kvferry-rendezvous", config.bootstrap_seconds)
         self._lock = threading.Lock()
         self._asked: dict[BootstrapPlace, _Asked] = {}
+        self._shapes: dict[PeerKey, EngineShape] = {}
 
     def introduce(self, engine: EngineInfo) -> None:
         """This engine's description; directories ask for it."""
@@ -216,6 +219,25 @@ class Rendezvous:
             return last
         self.forget(place)  # the next request asks again
         raise error
+
+    def shape(self, ticket: Ticket, since: float) -> EngineShape | None:
+        """The shape of a ticket's engine, or None while it is asked for; raises why it is not
+        known. `since`: when the ticket came. An answer from before may be of an engine's last life.
+        """
+        place = BootstrapPlace(ticket.engine_id, ticket.directory, bootstrap=False)
+        key = PeerKey.of(ticket)
+        if key not in self._shapes:
+            found = self.find(place)
+            if found is not None and found.incarnation != ticket.incarnation:
+                with self._lock:
+                    asked = self._asked.get(place)
+                if asked is not None and asked.at >= since and asked.answer.done():
+                    raise HandoverError(
+                        f"engine {ticket.engine_id!r:.80} was restarted or reset since it issued "
+                        "the ticket"
+                    )
+                self.forget(place)
+        return self._shapes.get(key)
 
     def forget(self, place: BootstrapPlace) -> None:
         """A load by the answer for this place failed."""
@@ -284,6 +306,10 @@ class Rendezvous:
                 f"{reply.engine.engine_id!r:.80}"
             )
         host, port = place.address.rsplit(":", 1)
+        while len(self._shapes) >= MOST_KEPT:
+            self._shapes.pop(next(iter(self._shapes)))
+        key = PeerKey(place.engine_id, reply.engine.incarnation, place.address)
+        self._shapes[key] = read_shape(reply.engine)
         return Whereabouts(place.engine_id, host, int(port), reply.engine.incarnation)
 
     def close(self) -> None:

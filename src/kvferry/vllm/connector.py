@@ -35,6 +35,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.version import __version__ as vllm_version
 
 from kvferry.errors import DescriptionError
+from kvferry.handover.describe import read_model, read_shape
 from kvferry.handover.producer import Directory
 from kvferry.handover.renew import RENEWALS, Renewer
 from kvferry.handover.ticket import MARK, after_reset, child
@@ -45,6 +46,7 @@ from kvferry.pool.weights import Adapters, adapter_settings
 from kvferry.vllm.bootstrap import Bootstrap, Registration, Rendezvous, Whereabouts
 from kvferry.vllm.config import FerryConfig, Style, incarnation, require_supported_vllm
 from kvferry.vllm.consuming import Consuming
+from kvferry.vllm.describe import cache_rank
 from kvferry.vllm.fingerprint import Prompts
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryReport
 from kvferry.vllm.metrics import FerryPromMetrics, FerryStats, Spans
@@ -438,7 +440,7 @@ class FerryScheduler:
         self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
         self._first = child(incarnation(vllm_config), index)
         self._dp_rank = int(parallel.data_parallel_index)
-        self._shape = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        self._shape = (cache_rank(parallel, 0, 0, 0).tp, parallel.pipeline_parallel_size)
         self._handshakes: dict[tuple[int, int], FerryHandshake] = {}
         self._described: tuple[EngineInfo, list[RankInfo]] | None = None
         self._levels: dict[str, int] = {}
@@ -517,6 +519,7 @@ class FerryScheduler:
             self._sockets, first, interval_seconds=self.config.lease_seconds / RENEWALS
         )
         self.consuming.renew_by(self._renewer)
+        self.consuming.described_as(read_model(first), read_shape(first))
 
     def _publish(self) -> EngineInfo:
         """Let the directory answer with the descriptions, under the present incarnation."""

@@ -5,7 +5,9 @@ tokens count as external, and an asynchronous load is ordered when vLLM has allo
 However the request ends, every source hears one last word: from the load, or `not needed`.
 
 A ticket that cannot be for its request is given back, and the prompt is computed here; the log says
-so, and a metric counts it once, by reason. A load that failed is not tried again: the request is
+so, and a metric counts it once, by reason. So is the ticket of a producer that has dropped what a
+load would fill (windows, in smaller blocks than here): an engine with windows asks for the
+producer's shape before it promises anything. A load that failed is not tried again: the request is
 matched no more, and vLLM's `kv_load_failure_policy` decides. The same holds after a preemption.
 """
 
@@ -21,6 +23,9 @@ from kvferry.errors import AuthenticationError, KvferryError
 from kvferry.handover.load import Load
 from kvferry.handover.renew import Renewer
 from kvferry.handover.ticket import MARK, Ticket
+from kvferry.layout.model import CacheModel
+from kvferry.layout.shape import EngineShape
+from kvferry.plan.tokens import unloadable
 from kvferry.pool.weights import Asked
 from kvferry.vllm.bootstrap import CHILD, Appointment, Rendezvous, appointment, derived_hold
 from kvferry.vllm.fingerprint import adapted, request_digest
@@ -43,12 +48,18 @@ class Consuming:
     _unfound: list[Appointment] = field(default_factory=list)  # of requests that are over
     _renewer: Renewer | None = None
     _unwatched: list[Ticket] = field(default_factory=list)  # until there is a renewer
+    _windows: tuple[CacheModel, EngineShape] | None = None  # of this engine, if it has windows
 
     def renew_by(self, renewer: Renewer) -> None:
         self._renewer = renewer
         for ticket in self._unwatched:
             renewer.watch(ticket)
         self._unwatched.clear()
+
+    def described_as(self, model: CacheModel, shape: EngineShape) -> None:
+        """This engine. With windows, not every prompt of every shape can be loaded."""
+        if any(group.residency.kind in ("window", "chunk") for group in model.groups):
+            self._windows = model, shape
 
     def arrived(self, request: Any) -> None:
         """A request asks for a remote prefill."""
@@ -172,8 +183,38 @@ class Consuming:
             same = self._adapted(request, wanted, wanted.lora)
             if not same:
                 return (None if same is None else 0), False
+        if self._windows is not None and computed < wanted.ticket.tokens:
+            loadable = self._loadable(request, wanted, computed, *self._windows)
+            if not loadable:
+                return (None if loadable is None else 0), False
         wanted.matched = max(0, wanted.ticket.tokens - computed)
         return wanted.matched, wanted.matched > 0
+
+    def _loadable(
+        self, request: Any, wanted: _Wanted, computed: int, model: CacheModel, shape: EngineShape
+    ) -> bool | None:
+        """Whether the producer still has all blocks that a load would fill; None: not known yet."""
+        assert wanted.ticket is not None
+        reason: Here = "not found"
+        try:
+            theirs = self.rendezvous.shape(wanted.ticket, wanted.arrived)
+        except KvferryError as error:
+            theirs, why = None, str(error)
+        else:
+            if theirs is not None:
+                reason = "shape"
+                why = unloadable(model, theirs, shape, wanted.ticket.tokens, computed)
+                if not why:
+                    return True
+            elif (
+                time.monotonic() <= wanted.arrived + QUESTIONS * self.parts.config.bootstrap_seconds
+            ):
+                return None
+            else:
+                why = f"{wanted.ticket.directory} did not answer in time"
+        self._here(request, reason, why, logging.INFO if reason == "shape" else logging.WARNING)
+        self._through(request.request_id, wanted)
+        return False
 
     def _adapted(self, request: Any, wanted: _Wanted, lora: Asked) -> bool | None:
         """Whether a ticket is of the adapter that this engine has; None: not known yet."""

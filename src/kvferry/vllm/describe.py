@@ -2,7 +2,8 @@
 
 - The model: target layers are described from the model's configuration, over all stages, and
   checked against the specs that vLLM made. A draft model's layers are described from their specs:
-  they come after the target's, or under another name, and are numbered by themselves.
+  they come after the target's, or under another name, and are numbered by themselves. vLLM runs
+  them on the last stage, which tells the others of them.
 - The layout: outer strides come from the tensors, interiors from the attention backend that each
   layer runs.
 - The meaning: settings that decide cached values for equal tokens. Two engines must agree on all of
@@ -19,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -74,14 +75,28 @@ def describe_worker(
     rank: Rank,
     model_id: str = "",
     tp: int | None = None,
+    from_last_stage: Callable[[Any], Any] | None = None,
 ) -> Described:
     """Describe what this worker registered, or refuse it with the reason.
 
-    tp  ranks that the cache is cut over, where that is not vLLM's tensor parallel size
+    tp               ranks that the cache is cut over, where that is not vLLM's tensor parallel size
+    from_last_stage  gives all stages what the last one calls it with; None: by vLLM's own groups
     """
-    model, keys = cache_model(vllm_config, kv_cache_config)
+    target, drafts = split_layers(vllm_config, kv_cache_config, rank.pp)
     layers = vllm_config.compilation_config.static_forward_context
-    pages: dict[str, _Pages] = {}  # by group
+    draft_pages = {
+        name: _pages(layers[name], spec, kv_caches[name])
+        for name, spec in drafts
+        if name in kv_caches and not is_state(spec)
+    }
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1 and vllm_config.speculative_config is not None:
+        drafts, draft_pages = (from_last_stage or _from_last_stage)((drafts, draft_pages))
+        if rank.pp < stages - 1:  # where a layer of the target may have a draft's name
+            drafts = [(f"draft {name}", spec) for name, spec in drafts]
+            draft_pages = {f"draft {name}": found for name, found in draft_pages.items()}
+    model, keys = cache_model(vllm_config, kv_cache_config, target, drafts)
+    pages = {keys[name][0]: found for name, found in draft_pages.items()}  # by group
     tensors: dict[LayerKey, list[TensorView]] = {}
     tables: dict[LayerKey, int] = {}
     padded: dict[str, int] = {}
@@ -106,8 +121,7 @@ def describe_worker(
         padded[group] = getattr(spec, "page_size_padded", None) or 0
         if is_state(spec):
             continue
-        slots = view.shape[2] * max(1, int(spec.tokens_per_state))
-        found = _Pages(_interior(layers[name]), int(spec.block_size), slots)
+        found = _pages(layers[name], spec, tensor)
         if pages.setdefault(group, found) != found:
             raise DescriptionError(
                 f"layers of group {group!r} have different pages: {pages[group]} and {found}"
@@ -135,6 +149,19 @@ class _Pages:
     interior: str
     block_size: int
     kernel_block_size: int
+
+
+def _pages(layer: Any, spec: Any, tensor: Any) -> _Pages:
+    slots = int(tensor.shape[2]) * max(1, int(spec.tokens_per_state))
+    return _Pages(_interior(layer), int(spec.block_size), slots)
+
+
+def _from_last_stage(told: Any) -> Any:
+    """Every worker calls it at the same point of the engine's start."""
+    from vllm.distributed import get_pp_group
+
+    group = get_pp_group()
+    return group.broadcast_object(told, src=group.world_size - 1)
 
 
 def _interior(layer: Any) -> str:
@@ -203,8 +230,12 @@ def _conv_order(model: CacheModel) -> Literal["DS", "SD"]:
     return "SD" if has_states and not is_conv_state_dim_first() else "DS"
 
 
-def cache_model(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheModel, dict[str, LayerKey]]:
-    """The whole model's cache, and our name of each of this worker's layers."""
+def split_layers(
+    vllm_config: Any, kv_cache_config: Any, stage: int
+) -> tuple[CacheModel, list[tuple[str, Any]]]:
+    """The target model's cache, and this worker's layers that are a draft model's."""
+    from vllm.distributed.utils import get_pp_indices
+
     config = vllm_config.model_config
     states = [group_spec(g.kv_cache_spec) for g in kv_cache_config.kv_cache_groups]
     states = [spec for spec in states if is_state(spec)]
@@ -218,17 +249,31 @@ def cache_model(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheModel, dic
     )
     if states:
         target = _with_rows(target, states[0])
-    keys: dict[str, LayerKey] = {}
-    drafts: list[tuple[str, Any]] = []
     named = {name for _, name, _ in layer_specs(kv_cache_config)}
     loaded = vllm_config.compilation_config.static_forward_context  # the target's come first
     prefix = next((_prefix(name) for name in loaded if name in named), "")
-    speculates = vllm_config.speculative_config is not None
-    for _, name, spec in layer_specs(kv_cache_config):
-        if speculates and (_prefix(name) != prefix or _ordinal(name) >= target.num_layers):
-            drafts.append((name, spec))
-        else:
-            keys[name] = _target_key(target, name)
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if vllm_config.speculative_config is None or stage != stages - 1:
+        return target, []
+    # some methods number a draft's layers from the stage's count, others from the model's
+    mine = range(*get_pp_indices(target.num_layers, stage, stages))
+    return target, [
+        (name, spec)
+        for _, name, spec in layer_specs(kv_cache_config)
+        if _prefix(name) != prefix or _ordinal(name) not in mine
+    ]
+
+
+def cache_model(
+    vllm_config: Any, kv_cache_config: Any, target: CacheModel, drafts: list[tuple[str, Any]]
+) -> tuple[CacheModel, dict[str, LayerKey]]:
+    """The whole model's cache, and our name of each of this worker's layers, and of all drafts'."""
+    others = {name for name, _ in drafts}
+    keys = {
+        name: _target_key(target, name)
+        for _, name, _ in layer_specs(kv_cache_config)
+        if name not in others
+    }
     if not drafts:
         return target, keys
     groups, draft_keys = draft_groups(vllm_config, drafts)
@@ -279,11 +324,6 @@ def draft_groups(
 ) -> tuple[list[Group], dict[str, LayerKey]]:
     """A draft model's layers, numbered among themselves, and by what they keep."""
     speculative = vllm_config.speculative_config
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise DescriptionError(
-            "an engine with pipeline stages and a draft model cannot be described: only the last "
-            "stage knows the draft's layers; use pipeline_parallel_size 1, or no draft model"
-        )
     config = speculative.draft_model_config
     heads = int(config.get_total_num_kv_heads())
     cached = draft_cache_dtype(vllm_config)
@@ -510,7 +550,8 @@ class CacheRank:
     parallelism (dcp), as vLLM's configuration says:
 
     - dcp 1: every pcp rank keeps the whole cache of its tp rank. They are replicas, which load all
-      of it and write in turns; block sizes stay as they are.
+      of it; block sizes stay as they are. Into a pool they write in turns. In a hand-over, decode
+      engines read the first one.
     - dcp = pcp, or tp x pcp: tokens are shared out over the pcp ranks of a tp rank (and over tp).
       To the planner, pcp ranks are then tp ranks, next to each other, and blocks cover dcp times
       the tokens. That is right where all tp ranks keep the same heads (latents); other caches are
@@ -539,3 +580,13 @@ def cache_rank(parallel_config: Any, pp: int, tp: int, pcp: int) -> CacheRank:
     if copies == pcp_size:
         return CacheRank(Rank(pp, tp), size, pcp, copies)
     return CacheRank(Rank(pp, tp * pcp_size + pcp), size * pcp_size)
+
+
+def this_place(parallel_config: Any) -> CacheRank:
+    """Where the worker of this process stands."""
+    from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+    from vllm.distributed.parallel_state import get_pcp_group
+
+    pcp = get_pcp_group().rank_in_group if parallel_config.prefill_context_parallel_size > 1 else 0
+    pp, tp = get_pp_group().rank_in_group, get_tensor_model_parallel_rank()
+    return cache_rank(parallel_config, pp, tp, pcp)

@@ -33,7 +33,7 @@ from kvferry.layout.shape import Rank
 from kvferry.net.messages import EngineInfo, RankInfo
 from kvferry.net.rpc import Sockets
 from kvferry.vllm.config import FerryConfig, incarnation
-from kvferry.vllm.describe import describe_worker
+from kvferry.vllm.describe import CacheRank, describe_worker, this_place
 from kvferry.vllm.metadata import FerryHandshake, HandoverOrders, HandoverReport
 from kvferry.vllm.metrics import FerryStats
 from kvferry.vllm.multiconnector import Siblings
@@ -59,9 +59,10 @@ class FerryWorker:
         self.engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._incarnation = child(incarnation(vllm_config), index)
         self._index, self._siblings = index, siblings
-        self._rank = Rank(0, 0)
+        self._place = CacheRank(Rank(0, 0), 1)
         self._stats, self._levels = FerryStats(), {"claims_parked": 0}
         self._undescribed = siblings is not None
+        self._unread: set[str] = set()  # requests whose hold is another replica's
         self._closed: dict[str, str] = {}  # how holds ended, since the last step
         self._sockets: Sockets | None = None
         self._carriers: list[Carrier] = []
@@ -72,11 +73,11 @@ class FerryWorker:
         self._ready = WhenReady(gpu=False)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
-
-        rank = Rank(get_pp_group().rank_in_group, get_tensor_model_parallel_rank())
-        self._rank = rank
-        described = describe_worker(self._vllm, self._kv, kv_caches, rank, self.config.model_id)
+        self._place = place = this_place(self._vllm.parallel_config)
+        rank = place.rank
+        described = describe_worker(
+            self._vllm, self._kv, kv_caches, rank, self.config.model_id, place.tp
+        )
         layout, bases = described.layout, described.bases
         memory = [
             MemoryRegion(base, region.bytes)
@@ -113,6 +114,8 @@ class FerryWorker:
             checked=reached if self.config.checksums else None,
             mode=self.config.mode,
             wakeup=self._wakeup,
+            replica=place.replica,
+            replicas=place.replicas,
         )
         address = f"{self.config.host or '127.0.0.1'}:{self._producer.port}"
         info = rank_info(
@@ -144,13 +147,14 @@ class FerryWorker:
         )
 
     def handshake(self) -> FerryHandshake | None:
-        """A MultiConnector passes on the first child's only: under one, in-tree children get it."""
-        return self._handshake if self._siblings is None else None
+        """A MultiConnector passes on the first child's only: under one, in-tree children get it.
+        Of replicas the first describes all: it is the one that others read."""
+        return self._handshake if self._siblings is None and not self._place.replica else None
 
     def take_report(self) -> HandoverReport | None:
         """How holds ended; under a MultiConnector, our description goes with the first step."""
         told, self._closed = HandoverReport(closed=self._closed), {}
-        if self._undescribed and self._handshake is not None:
+        if self._undescribed and self._handshake is not None and not self._place.replica:
             self._undescribed = False
             told.handshakes.append(self._handshake)
         return told if told.handshakes or told.closed else None
@@ -165,15 +169,20 @@ class FerryWorker:
         if producer is None or consumer is None:
             return
         self._idle = idle
+        spare = self._place.replica > 0
+        if spare:
+            # vLLM frees a request's blocks on all workers, when all have reported: the first
+            # replica's hold keeps them, and is the only one that others know
+            self._unread.update(hold.request_id for hold in orders.holds)
 
         def pass_on(error: str) -> None:
             if orders.incarnation:
                 producer.reset(orders.incarnation)
-            for hold in orders.holds:
+            for hold in () if spare else orders.holds:
                 if error:
                     producer.withdraw(hold.hold_id)  # it cannot be read, and is still reported
                 producer.open_hold(hold)
-            for hold_id in orders.withdrawals:
+            for hold_id in () if spare else orders.withdrawals:
                 producer.withdraw(hold_id)
             for request_id in orders.cancels:
                 consumer.cancel(request_id)
@@ -194,6 +203,7 @@ class FerryWorker:
             return results
         expecting = self._consumer.busy or self._producer.open_holds
         self._wakeup.wait(IDLE_STEP_SECONDS if self._idle and expecting else 0.0)
+        results.finished_sending, self._unread = self._unread, set()
         for closed in self._producer.take_closed():
             results.finished_sending.add(closed.request_id)
             self._closed[closed.request_id] = closed.why
@@ -226,7 +236,8 @@ class FerryWorker:
                 levels["blocks_quarantined"] = loads.quarantined_blocks
             if levels != self._levels:
                 self._levels = levels
-                reporter = f"{self._index}/{self._rank.pp}.{self._rank.tp}"
+                (pp, tp), replica = self._place.rank, self._place.replica
+                reporter = f"{self._index}/{pp}.{tp}" + (f".{replica}" if replica else "")
                 self._stats.level(reporter, **levels)
         return self._stats.take()
 

@@ -21,7 +21,7 @@ from kvferry.pool.orders import LoadOrder, PoolLoaded, SaveOrder
 from kvferry.pool.rank import Fence, PoolRank
 from kvferry.pool.scheduler import PoolOrders
 from kvferry.pool.wrappers import CheckedStore, StagedStore
-from kvferry.vllm.describe import cache_rank, describe_worker
+from kvferry.vllm.describe import describe_worker, this_place
 from kvferry.vllm.metadata import FerryHandshake, PoolReport
 from kvferry.vllm.metrics import taken
 from kvferry.vllm.pool.config import PoolConfig
@@ -48,14 +48,7 @@ class PoolWorker:
         self._idle = False
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
-        from vllm.distributed.parallel_state import get_pcp_group
-
-        parallel = self._vllm.parallel_config
-        pcp = get_pcp_group().rank_in_group if parallel.prefill_context_parallel_size > 1 else 0
-        me = cache_rank(
-            parallel, get_pp_group().rank_in_group, get_tensor_model_parallel_rank(), pcp
-        )
+        me = this_place(self._vllm.parallel_config)
         rank = me.rank
         described = describe_worker(
             self._vllm, self._kv, kv_caches, rank, self.config.model_id, me.tp
