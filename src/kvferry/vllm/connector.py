@@ -237,13 +237,16 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> FerryMetadata:
         handover = pool = None
+        idle, queueing = scheduler_output.total_num_scheduled_tokens == 0, False
         if self.handover is not None:
-            self.handover.consuming.settle()
+            consuming = self.handover.consuming
+            consuming.give_way(still=idle and bool(self.handover.producing.held))
+            consuming.settle()
+            queueing = idle and consuming.queueing
             handover = self.handover.parts.orders.take()
         if self.pool is not None:
             pool = self.pool.step(scheduler_output)
-        idle = scheduler_output.total_num_scheduled_tokens == 0
-        return FerryMetadata(handover, pool, idle)
+        return FerryMetadata(handover, pool, idle, queueing)
 
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
@@ -314,7 +317,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         step = self._get_connector_metadata()
         assert isinstance(step, FerryMetadata)
         if self.worker is not None and step.handover is not None:
-            self.worker.start(step.handover, idle=step.idle)
+            self.worker.start(step.handover, idle=step.idle, queueing=step.queueing)
         if self.pool_worker is not None and step.pool is not None:
             self.pool_worker.start(step.pool, idle=step.idle)
 
@@ -490,6 +493,7 @@ class FerryScheduler:
         self.producing = Producing(
             parts, self.engine_id, self._first, self._shape, self._directory.port
         )
+        self.producing.loads_here = lambda: self.consuming.busy
         self._bootstrap: Bootstrap | Registration | None = None
         if (config.bootstrap_port or config.bootstrap_server) and self._produces:
             self._bootstrap = self._open_bootstrap(parallel)

@@ -7,6 +7,11 @@ However the request ends, every source hears one last word: from the load, or `n
 A ticket that cannot be for its request is given back, and the prompt is computed here; the log says
 so, and a metric counts it once, by reason. A load that failed is not tried again: the request is
 matched no more, and vLLM's `kv_load_failure_policy` decides. The same holds after a preemption.
+
+Block pressure (docs/protocol.md has the argument). A request gets blocks for a load only when its
+prompt is computed at its producer: until then vLLM is told to ask again, and the request owns
+nothing. An engine that stands still, though requests with tickets queue, while it holds prompts
+for others gives way: one ticket goes back to its producer, and its prompt is computed here.
 """
 
 from __future__ import annotations
@@ -31,6 +36,10 @@ log = logging.getLogger("kvferry")
 
 SIBLING_SECONDS = 1.0  # samples of one request arrive together; the last within this
 QUESTIONS = 3  # that may go before a request's own, each as long as one may take
+# An engine that computes nothing and loads nothing, with holds of its own and tickets in its queue,
+# gives one ticket back after this long. A fetch, or a router that passes a ticket on, takes
+# milliseconds.
+STANDSTILL_SECONDS = 0.5
 ADAPTER_SECONDS = 2.0  # a request waits for the first reading of its adapter; then it is computed
 
 
@@ -43,6 +52,7 @@ class Consuming:
     _unfound: list[Appointment] = field(default_factory=list)  # of requests that are over
     _renewer: Renewer | None = None
     _unwatched: list[Ticket] = field(default_factory=list)  # until there is a renewer
+    _still_since: float | None = None  # when this engine came to a standstill
 
     def renew_by(self, renewer: Renewer) -> None:
         self._renewer = renewer
@@ -111,8 +121,11 @@ class Consuming:
         """Log and count a request that is computed here. Callers do it once for a request."""
         if getattr(request, "abort_immediately", False):
             return  # vLLM tells that it rejected a request: its prompt is no prompt
+        self._computed_here(request.request_id, reason, why, level)
+
+    def _computed_here(self, request_id: str, reason: Here, why: str, level: int) -> None:
         self.parts.stats.count("requests_computed_here", reason)
-        log.log(level, "request %s: computed here, because %s", request.request_id, why)
+        log.log(level, "request %s: computed here, because %s", request_id, why)
 
     def _find(self, request: Any, wanted: _Wanted) -> None:
         """Look for the producer that a request named. Once it is found, there is a ticket."""
@@ -130,6 +143,7 @@ class Consuming:
             wanted.over = True
             return
         if ticket is not None:
+            wanted.ready = False  # its prefill may not even have begun
             self._ticketed(request.request_id, wanted, ticket)
         elif time.monotonic() > wanted.arrived + QUESTIONS * self.parts.config.bootstrap_seconds:
             why = f"{wanted.appointment.place.address} did not answer in time"
@@ -154,7 +168,7 @@ class Consuming:
     def _ticketed(self, request_id: str, wanted: _Wanted, ticket: Ticket) -> None:
         wanted.ticket = ticket
         if self._renewer is not None:  # from now on, also while the request queues
-            self._renewer.watch(ticket)
+            self._renewer.watch(ticket, early=not wanted.ready)
         else:
             self._unwatched.append(ticket)
         if wanted.shared:
@@ -168,12 +182,32 @@ class Consuming:
             self._find(request, wanted)
             if wanted.ticket is None:
                 return (0, False) if wanted.over else (None, False)
+        if not wanted.ready and not self._arrived_there(request, wanted):
+            return (0, False) if wanted.over else (None, False)
         if wanted.lora is not None:
             same = self._adapted(request, wanted, wanted.lora)
             if not same:
                 return (None if same is None else 0), False
         wanted.matched = max(0, wanted.ticket.tokens - computed)
         return wanted.matched, wanted.matched > 0
+
+    def _arrived_there(self, request: Any, wanted: _Wanted) -> bool:
+        """Whether the producer has computed a prompt that it got when we did."""
+        assert wanted.ticket is not None and wanted.appointment is not None
+        hold_id, seconds = wanted.ticket.hold_id, self.parts.config.load_seconds
+        there = self._renewer.arrived(hold_id) if self._renewer is not None else True
+        late = time.monotonic() > wanted.arrived + seconds
+        if there is None and not late:
+            return False
+        wanted.ready = bool(there)
+        if not there:
+            why = "its prefill was aborted or not held there, or that engine is gone"
+            if late:
+                why = f"its prefill did not end within load_seconds ({seconds:g})"
+            self._here(request, "not held", why)
+            self.rendezvous.forget(wanted.appointment.place)
+            self._through(request.request_id, wanted)
+        return wanted.ready
 
     def _adapted(self, request: Any, wanted: _Wanted, lora: Asked) -> bool | None:
         """Whether a ticket is of the adapter that this engine has; None: not known yet."""
@@ -302,6 +336,35 @@ class Consuming:
         """Whether `settle` will have something to do though no request comes."""
         return bool(self._unfound) or self._siblings.leaving
 
+    @property
+    def busy(self) -> bool:
+        """Whether requests that came for a remote prefill live here, loaded or not."""
+        return bool(self._wanted)
+
+    @property
+    def queueing(self) -> bool:
+        """Whether requests wait for their prefill elsewhere, or for blocks to load it into."""
+        return any(not one.over and not one.loading for one in self._wanted.values())
+
+    def give_way(self, *, still: bool) -> None:
+        """Once a step. `still`: it computes nothing, and this engine holds prompts for others.
+
+        If nothing loads either, what queues here waits for blocks that others must fetch first, and
+        those may wait for blocks that they hold for us.
+        """
+        live = [(name, one) for name, one in self._wanted.items() if not one.over] if still else []
+        queued = [name for name, one in live if one.ready and one.ticket and not one.loading]
+        now = time.monotonic()
+        if not queued or any(one.loading for _, one in live):
+            self._still_since = None
+        elif self._still_since is None:
+            self._still_since = now
+        elif now > self._still_since + STANDSTILL_SECONDS:
+            self._still_since = now
+            why = "no block came free here while its prefill engine may wait for blocks of ours"
+            self._computed_here(queued[0], "gave way", why, logging.INFO)
+            self._through(queued[0], self._wanted[queued[0]])
+
     def settle(self) -> None:
         """Once a step: give back tickets that no request needs."""
         for unneeded in self._siblings.due():
@@ -336,6 +399,7 @@ class _Wanted:
     appointment: Appointment | None = None
     lora: Asked | None = None  # its adapter
     digest: str = ""  # of its prompt and its adapter, once that is known
+    ready: bool = True  # its prompt is computed at the producer
     matched: int = 0  # tokens that we said we would load, when vLLM last asked
     loading: bool = False  # a load was ordered: its last word is the load's
     over: bool = False  # loaded, failed or not needed: never matched again

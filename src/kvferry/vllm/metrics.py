@@ -38,6 +38,7 @@ Here = Literal[
     "not found",  # the prefill engine is gone, or not reachable, or not known where it was named
     "unfit",  # the request itself: embeddings, a session, media without names
     "lora",  # other files of its adapter, or it is not known which were loaded
+    "gave way",  # block pressure: two engines may have waited for each other's blocks
     "reset",  # this engine's caches were, while the request waited
     "error",  # of ours; the log has the traceback
 ]
