@@ -39,7 +39,7 @@ matrix: $(VLLM_VENV)/.done  ## real engines, every pair of what they may differ 
 	$(VLLM_BIN)/python scripts/matrix
 	$(VLLM_BIN)/python -m pytest tests/vllm -m matrix
 
-pressure: $(VLLM_VENV)/.done  ## real engines with few blocks: rings, both engines at once, a mixed load; prints figures
+pressure: $(VLLM_VENV)/.done  ## real engines with few blocks: rings, both engines at once; prints figures
 	$(VLLM_BIN)/python -m pytest -s tests/vllm/test_pressure_engines.py -m matrix
 
 chaos: $(VLLM_VENV)/.done  ## 500 random faults among peers, 25 among real engines; seeds replay

@@ -1,4 +1,4 @@
-"""Block pressure between real engines (`make pressure`): rings, Mooncake style, and a mixed load.
+"""Block pressure between real engines (`make pressure`): rings, and Mooncake style.
 
 Every answer is compared with that of an engine alone. Caches have 40 blocks, and prompts of more
 than half of them are among the requests.
@@ -7,7 +7,6 @@ than half of them are among the requests.
 from __future__ import annotations
 
 import contextlib
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -133,40 +132,3 @@ def test_both_engines_at_once(folder: Path, alone: Engine) -> None:
         all_answered(alone, asks, "both engines at once")
         assert d.metric("vllm:kvferry_loads_total") > 0
         nothing_left(p, d)
-
-
-def test_a_mixed_load(folder: Path, alone: Engine) -> None:
-    """300 requests, 32 at a time, with shared prefixes; of five clients one goes away."""
-    engines = started(made(folder, "mixed.p"), made(folder, "mixed.d"))
-    chance, asks = random.Random(16), []
-    prefixes = [prompt(i, 160) for i in range(8)]
-    for number in range(300):
-        tokens = chance.choice(prefixes) + prompt(1000 + number, chance.randint(3, 600))
-        asks.append((tokens, number % 5 == 0, chance.uniform(0.05, 1.0), chance.random() < 0.5))
-
-    def ask(one: tuple[list[int], bool, float, bool]) -> Any:
-        tokens, leaves, seconds, forth = one
-        p, d = engines if forth else engines[::-1]
-        params = {"do_remote_decode": True, "do_remote_prefill": False}
-        patience = seconds if leaves else 120.0
-        try:
-            first = p.complete(tokens, patience, max_tokens=1, kv_transfer_params=params)
-            there = first["kv_transfer_params"]
-            return d.complete(tokens, patience, max_tokens=TOKENS, kv_transfer_params=there)
-        except OSError:  # this client has gone
-            assert leaves
-            return None
-
-    with engines[0], engines[1]:
-        begun = time.monotonic()
-        with ThreadPoolExecutor(32) as pool:
-            answers = list(pool.map(ask, asks))
-        took, gone = time.monotonic() - begun, answers.count(None)
-        nothing_left(*engines)
-        names = ("loads_total", "requests_computed_here_total", "load_failures_total")
-        counted = {n: sum(e.metric(f"vllm:kvferry_{n}") for e in engines) for n in names}
-        print(f"mixed load: {len(answers) - gone} answered, {gone} gone, {took:.1f} s, {counted}")
-        for (tokens, *_), answer in zip(asks, answers, strict=True):
-            if answer is not None:
-                assert ids(answer) == ids(alone.complete(tokens, max_tokens=TOKENS))
-        assert gone > 20 and counted["loads_total"] > 50
