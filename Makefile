@@ -9,7 +9,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # More than two failures fail the target, and so does a test that fails again.
 ONCE_MORE := --last-failed --last-failed-no-failures none --retry-at-most 2
 
-.PHONY: chaos fuzz matrix demo demo-vllm test check test-vllm mutants verify bench-plan bench-pool bench-handover bench-stall fixtures golden-plans docs clean
+.PHONY: chaos fuzz matrix pressure demo demo-vllm test check test-vllm mutants verify bench-plan bench-pool bench-handover bench-stall fixtures golden-plans docs clean
 
 demo: $(VENV)/.done  ## move 1 GiB between engines of different shapes, on this machine
 	$(BIN)/kvferry demo
@@ -38,6 +38,9 @@ mutants: $(VENV)/.done  ## break the planner in named ways; every break must be 
 matrix: $(VLLM_VENV)/.done  ## real engines, every pair of what they may differ in; goes on where it stopped
 	$(VLLM_BIN)/python scripts/matrix
 	$(VLLM_BIN)/python -m pytest tests/vllm -m matrix
+
+pressure: $(VLLM_VENV)/.done  ## real engines with few blocks: rings, both engines at once; prints figures
+	$(VLLM_BIN)/python -m pytest -s tests/vllm/test_pressure_engines.py -m matrix
 
 chaos: $(VLLM_VENV)/.done  ## 500 random faults among peers, 25 among real engines; seeds replay
 	$(VLLM_BIN)/python scripts/chaos --faults 500 --engines 25

@@ -73,6 +73,10 @@ HANDOVER: Mapping[str, Words] = {
     ),
     "draft_layers": "What a decode engine with a draft model does about a prefill engine without "
     "one: refuse it, or zero the draft layers of loaded blocks.",
+    "load_failure_policy": (
+        "vLLM's `kv_load_failure_policy` if the command line has it, else `recompute`",
+        "Whether a request whose cache did not arrive is computed on the decode engine, or fails.",
+    ),
     "max_held_blocks": (
         "half of the cache",
         "Blocks that finished prefills may keep, 0 for no limit; a prefill beyond it is not held, "

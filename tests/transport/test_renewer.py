@@ -153,3 +153,30 @@ def test_closing_is_quick_and_twice_is_no_error() -> None:
         r.watch(p.ticket(Prompt(2, 50)))
         assert time.monotonic() - begun < 10.0
         p.kill()
+
+
+def test_an_early_ticket_is_told_when_its_prompt_is_there() -> None:
+    """Not before; and not delayed by an engine that is silent, nor by a long interval."""
+    prompts = [Prompt(1, 50), Prompt(2, 50, src_first=20)]
+    with producer(P) as p, renewer() as r, socket.create_server(("127.0.0.1", 0)) as silent:
+        r._interval_seconds = 60.0
+        tickets = [p.ticket(prompt) for prompt in prompts]
+        r.watch(replace(tickets[1], hold_id="x", engine_id="s", port=silent.getsockname()[1]))
+        for ticket in tickets:
+            r.watch(ticket, early=True)
+        wait_until(lambda: p.ask("counters")[0].get("messages", 0) > 5)
+        assert [r.arrived(ticket.hold_id) for ticket in tickets] == [None, None]
+        p.hold(prompts[0])
+        wait_until(lambda: r.arrived(tickets[0].hold_id))
+        assert r.arrived(tickets[1].hold_id) is None
+    assert r.arrived("never watched") is False
+
+
+def test_an_early_ticket_of_an_engine_that_is_gone() -> None:
+    with producer(P) as p, renewer() as r:
+        ticket = p.ticket(Prompt(1, 50))
+        stale = replace(ticket, hold_id="of another life", incarnation="another")
+        nobody = replace(ticket, hold_id="of nobody", engine_id="n", port=free_port())
+        for one in (stale, nobody):
+            r.watch(one, early=True)
+        wait_until(lambda: [r.arrived(one.hold_id) for one in (stale, nobody)] == [False, False])

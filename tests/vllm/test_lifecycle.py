@@ -205,9 +205,14 @@ def mooncake(make: Pairs) -> tuple[Modelless, Modelless, dict[str, Any]]:
     return p, d, {**where, "remote_bootstrap_addr": f"http://127.0.0.1:{port}"}
 
 
-def parked(p: Modelless, d: Modelless) -> None:
-    """Until a claim waits for its prefill."""
-    run(d, until=lambda: p.parked_claims)
+def asked(p: Modelless, d: Modelless) -> None:
+    """Until the decode engine asks the prefill engine for a prompt. It owns no block meanwhile."""
+    run(d, until=lambda: any(one.early and one.ranks for one in renewed_by(d).values()))
+    assert not d.used_blocks and not p.parked_claims
+
+
+def renewed_by(engine: Modelless) -> dict[Any, Any]:
+    return engine.ferry.consuming._renewer._engines
 
 
 class TestAtOnce:
@@ -215,7 +220,7 @@ class TestAtOnce:
         p, d, where = mooncake(make)
         tokens = prompt(40, 150)
         d.add("d", tokens, 4, transfer_id="t", **where)
-        parked(p, d)
+        asked(p, d)
         p.add("p", tokens, 1, **PREFILL, transfer_id="t")
         run(p, d, until=lambda: "d" in d.ended)
         assert d.tokens["d"] == expected(tokens, 4) and loads(d) == 1
@@ -271,7 +276,7 @@ class TestAtOnce:
         p, d, where = mooncake(make)
         tokens = prompt(45, 200)
         d.add("d", tokens, 4, transfer_id="t", **where)
-        parked(p, d)
+        asked(p, d)
         p.add("p", tokens, 1, **PREFILL, transfer_id="t")
         p.step()
         p.abort("p")
@@ -334,7 +339,7 @@ class TestAtOnce:
         tokens = prompt(48, 60)
         for i in range(2):
             d.add(f"{i}_d", tokens, 3, transfer_id="t", **where)
-        parked(p, d)
+        asked(p, d)
         d.abort("0_d")
         if last:
             d.abort("1_d")
@@ -349,7 +354,7 @@ class TestAtOnce:
         p, d, where = mooncake(make)
         tokens = prompt(49, 60)
         d.add("d", tokens, 3, transfer_id="t", **where)
-        parked(p, d)
+        asked(p, d)
         p.scheduler.reset_prefix_cache(reset_connector=True)
         run(p, d, until=lambda: "d" in d.ended, seconds=10)  # long before the load's deadline
         assert d.tokens["d"] == expected(tokens, 3) and loads(d) == 0
@@ -422,7 +427,7 @@ def test_a_reset_of_the_decode_engine(make: Pairs) -> None:
 
 
 def test_a_failed_load_fails_the_request_where_asked(make: Pairs) -> None:
-    p, d = make("p"), make("d", policy="fail")
+    p, d = make("p"), make("d", load_failure_policy="fail")
     tokens = prompt(63, 60)
     used = prefilled(p, "p", tokens)
     for name in ("first", "second"):

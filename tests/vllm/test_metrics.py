@@ -24,9 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.metrics import 
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
+from kvferry.handover.load import Loaded
 from kvferry.pool.orders import METRICS, PoolCounters, StoreOperation
 from kvferry.vllm.metrics import FerryStats, Here, taken
-from kvferry.handover.load import Loaded
 from vllm_pairs import OURS
 
 QUARANTINE = "vllm:kvferry_pool_blocks_quarantined"

@@ -66,6 +66,10 @@ FERRY: dict[str, tuple[Any, Any]] = {
     "load_seconds": (SECONDS, NOT_SECONDS),
     "model_id": ((("m", "m"), ("", "")), NOT_TEXT),
     "draft_layers": ((("zero", "zero"),), ("Zero", "", 0, False)),
+    "load_failure_policy": (
+        (("fail", "fail"), ("recompute", "recompute")),
+        ("Fail", "", 0, False),
+    ),
     "max_held_blocks": (((0, 0), (100, 100)), NOT_COUNT),
     "peers": (
         (

@@ -12,16 +12,24 @@ the producer's directory for its ranks once per incarnation.
     watched --several failures in a row--> kept, but its engine is asked no more until a new ticket
                                            of that engine comes; one line in the log says so
 
+Early tickets. If both engines get a request at the same time, its hold may not be there yet. The
+renewer then asks the producer's first rank often (`watch(early=True)`), and `arrived` tells the
+scheduler when to reserve blocks: not before the prompt is computed.
+
+    early --open at the first rank--------------> watched
+    early --closed, engine restarted or silent--> gone
+
 The renewer never fails a load. A hold without renewals expires at the producer, and the load then
 fails there. When this engine dies, its renewals stop, and its holds expire.
 
-A silent producer delays the renewals of others by two calls at most. Directories that have not
-answered yet are asked a few at a time.
+A silent producer delays the renewals of others by two calls at most, and early tickets of others
+not at all. Directories that have not answered yet are asked a few at a time.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -29,6 +37,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_all
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvferry.errors import HandoverError, IncompatibleError, KvferryError, StaleTicket
 from kvferry.handover.holds import DEFAULT_LEASE_SECONDS
@@ -47,6 +56,8 @@ MOST_FAILURES = 3  # in a row; then the producer counts as dead
 MOST_HELLOS = 64  # directories asked in one round: each needs sockets, and some may be silent
 MOST_HOLDS_PER_CALL = 4096  # ids of 32 characters, far below the size limit of a message
 CLOSE_SECONDS = 5.0
+EARLY_SECONDS = 0.01  # between two questions about holds that have not arrived, to one engine
+FAILED_SECONDS = 1.0  # the same, after a question that was not answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +75,9 @@ class _Engine:
     holds: dict[str, set[_Address]] = field(default_factory=dict)  # ranks that closed each hold
     ranks: list[_Address] = field(default_factory=list)  # empty: ask the directory
     failures: int = 0
+    early: set[str] = field(default_factory=set)  # holds that have not arrived
+    asking: bool = False  # a question about them is under way
+    ask_at: float = 0.0  # when the next is due
 
     @property
     def asked(self) -> bool:
@@ -92,8 +106,8 @@ class Renewer:
         self._thread = threading.Thread(target=self._run, name="kvferry-renewer", daemon=True)
         self._thread.start()
 
-    def watch(self, ticket: Ticket) -> None:
-        """Keep a ticket's hold open from now on."""
+    def watch(self, ticket: Ticket, *, early: bool = False) -> None:
+        """Keep a ticket's hold open from now on. `early`: it may not have arrived."""
         key = PeerKey.of(ticket)
         with self._condition:
             if self._stopped or self._of_hold.get(ticket.hold_id) == key:
@@ -104,6 +118,9 @@ class Renewer:
             engine.holds[ticket.hold_id] = set()
             if not engine.asked:
                 engine.failures = MOST_FAILURES - 1  # one more try
+            if early:
+                engine.early.add(ticket.hold_id)
+                self._condition.notify()
             soon = time.monotonic() + self._interval_seconds * FIRST_RENEWAL
             if soon < self._due:
                 self._due = soon
@@ -113,6 +130,16 @@ class Renewer:
         """Stop renewing a hold. An unknown hold is no error."""
         with self._condition:
             self._drop(hold_id)
+
+    def arrived(self, hold_id: str) -> bool | None:
+        """Whether a hold that came early is open now; None: not yet; False: it is gone."""
+        with self._condition:
+            key = self._of_hold.get(hold_id)
+            if key is None:
+                return False
+            if hold_id not in self._engines[key].early:
+                return True
+            return None if self._engines[key].asked else False
 
     @property
     def watched(self) -> int:
@@ -131,6 +158,7 @@ class Renewer:
         if key is not None:
             engine = self._engines[key]
             engine.holds.pop(hold_id, None)
+            engine.early.discard(hold_id)
             if not engine.holds:
                 del self._engines[key]
 
@@ -139,14 +167,18 @@ class Renewer:
     def _run(self) -> None:
         while True:
             with self._condition:
-                while not self._stopped and (left := self._due - time.monotonic()) > 0:
-                    self._condition.wait(left)
+                while not self._stopped and (left := self._next() - time.monotonic()) > 0:
+                    self._condition.wait(left if left < math.inf else None)
                 if self._stopped:
                     return
-                self._due = time.monotonic() + self._interval_seconds
+                due = self._due <= time.monotonic()
+                if due:
+                    self._due = time.monotonic() + self._interval_seconds
                 engines = {k: e for k, e in self._engines.items() if e.asked}
             try:
-                self._round(engines)
+                self._ask_early()
+                if due:
+                    self._round(engines)
             except Exception:
                 log.exception("kvferry's renewer goes on after an error")
 
@@ -195,7 +227,73 @@ class Renewer:
         return self._caller.call(address, body, time.monotonic() + self._call_seconds)
 
     def _wait(self, calls: Iterable[Future[ReplyBody]]) -> None:
-        wait_all(list(calls), timeout=self._call_seconds + 1.0)  # the calls end earlier themselves
+        left = set(calls)
+        until = time.monotonic() + self._call_seconds + 1.0  # the calls end earlier themselves
+        while left and (now := time.monotonic()) < until:
+            pause = min(until - now, EARLY_SECONDS)
+            left = wait_all(left, timeout=pause).not_done
+            self._ask_early()
+
+    def _next(self) -> float:
+        return min(self._due, self._early_due())
+
+    def _early_due(self) -> float:
+        """When a producer is to be asked about holds that have not arrived."""
+        waiting = (e.ask_at for e in self._engines.values() if e.early and e.asked and not e.asking)
+        return min(waiting, default=math.inf)
+
+    def _ask_early(self) -> None:
+        """Ask about holds that have not arrived, one question to an engine; wait for none."""
+        now, questions = time.monotonic(), []
+        with self._condition:
+            hellos = sum(e.asking and not e.ranks for e in self._engines.values())
+            for key, engine in self._engines.items():
+                if not engine.early or engine.asking or not engine.asked or engine.ask_at > now:
+                    continue
+                if engine.ranks:
+                    rank, holds = engine.ranks[0], list(engine.early)[:MOST_HOLDS_PER_CALL]
+                    body: Hello | Renew = Renew(VERSION, rank.incarnation, holds)
+                    questions.append((key, engine, rank.address, body))
+                elif hellos < MOST_HELLOS:
+                    hellos += 1
+                    questions.append((key, engine, key.directory, self._hello))
+                else:
+                    engine.ask_at = now + FAILED_SECONDS
+                    continue
+                engine.asking = True
+        for key, engine, address, body in questions:
+            call = self._call(address, body)
+            call.add_done_callback(partial(self._told_early, key, engine, body))
+
+    def _told_early(
+        self, key: PeerKey, engine: _Engine, body: Hello | Renew, call: Future[ReplyBody]
+    ) -> None:
+        """Called by the caller's thread."""
+        pause = EARLY_SECONDS
+        try:
+            if isinstance(body, Renew):
+                self._arrive(key, _renewed(call))
+            else:
+                engine.ranks = _ranks(key, call)
+                pause = 0.0
+            engine.failures = 0
+        except (StaleTicket, IncompatibleError) as error:
+            self._forget(key, str(error))
+        except KvferryError as error:
+            self._failed(key, engine, error)
+            pause = FAILED_SECONDS
+        finally:
+            with self._condition:
+                engine.asking, engine.ask_at = False, time.monotonic() + pause
+                self._condition.notify()
+
+    def _arrive(self, key: PeerKey, renewed: Renewed) -> None:
+        with self._condition:
+            engine = self._engines.get(key)
+            if engine is not None:
+                engine.early.difference_update(renewed.open)
+                for hold in set(renewed.closed) & engine.early:
+                    self._drop(hold)
 
     def _open_at(self, engine: _Engine, rank: _Address) -> list[list[str]]:
         with self._condition:

@@ -176,9 +176,8 @@ class Rendezvous:
     they can hold up.
 
     An answer becomes an ordinary ticket. The hold's id is derived, on both sides alike, from the
-    producer's incarnation and the transfer id; the digest is of the consumer's own prompt. A claim
-    that comes before the prefill is done waits at the producer's ranks, as every early claim does.
-    A claim for a prefill that was aborted, or not held, is refused there as soon as that is known.
+    producer's incarnation and the transfer id; the digest is of the consumer's own prompt. Before a
+    load is ordered, `Renewer.arrived` tells that the prefill is done, aborted or not held.
     """
 
     def __init__(

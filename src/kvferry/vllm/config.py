@@ -129,6 +129,8 @@ class FerryConfig:
     load_seconds: Seconds = 120.0  # a load fails after this long
     model_id: Text = ""  # names the weights, if the model's path differs between engines
     draft_layers: Annotated[str, DRAFTS] = "refuse"  # if a prefill engine lacks them; or "zero"
+    # Of requests whose load failed; None: vLLM's kv_load_failure_policy, or "recompute" if unset.
+    load_failure_policy: Annotated[str | None, POLICY] = None
     # Blocks that holds of finished requests may keep; None: half of the cache; 0: no limit.
     max_held_blocks: Count | None = None
     peers: Hosts = ()  # hosts and networks that tickets may name; empty: any
@@ -357,6 +359,7 @@ SECRET = Rule("a text that is not empty", take_name, hidden=True)
 PATH = Rule("a path", take_path)
 MODE = Rule.of('"pull" or "push"', Mode)
 DRAFTS = Rule.of('"refuse" or "zero"', Literal["refuse", "zero"])
+POLICY = Rule.of('"recompute" or "fail"', Literal["recompute", "fail"])
 PORT = Rule.of(f"a port from 0 to {MOST_PORT}", Annotated[int, Meta(ge=0, le=MOST_PORT)])
 
 Secret = Annotated[str, SECRET]

@@ -13,13 +13,15 @@ other is looked up in the pool. So a prefill engine loads what the pool has, com
 saves it, and hands all of it over; the decode engine takes the hand-over, and saves what it adds.
 
 Failures: a request that cannot be handed over is computed where it is; a load that fails is
-reported to vLLM, whose `kv_load_failure_policy` decides. With a pool that policy is `recompute`.
+reported to vLLM, whose `kv_load_failure_policy` decides. That policy is `recompute` here unless
+`fail` was set by hand (`choose_policy`); with a pool it is always `recompute`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -79,6 +81,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.pool: VllmPoolScheduler | None = None
         self.worker: FerryWorker | None = None
         self.pool_worker: PoolWorker | None = None
+        self._policy = ""  # a line for the log
         schedules = role == KVConnectorRole.SCHEDULER
         if schedules:
             self._prompts = Prompts.of(vllm_config)
@@ -117,6 +120,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             config = replace(config, host=own_address())  # where in-tree connectors listen too
         cut = PrefillCut.of(vllm_config, cache)
         if schedules:
+            wanted = config.load_failure_policy
+            self._policy = choose_policy(vllm_config.kv_transfer_config, wanted, sys.argv)
             spans = Spans(vllm_config)
             parts = HandoverParts(config, style, spans, cut, self._prompts, self._adapters)
             self.handover = FerryScheduler(parts, vllm_config, self._family, index)
@@ -124,6 +129,13 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         siblings = Siblings.of(index)
         if siblings is not None and vllm_config.kv_transfer_config.is_kv_producer:
             cut.require_whole_prompts(siblings)
+        parent, first = multiconnector(), vllm_config.parallel_config.rank == 0
+        fails = parent is not None and parent.kv_load_failure_policy == "fail"
+        if first and fails and not names_policy(sys.argv):
+            log.warning(  # it is not ours to change: a sibling may rely on it
+                "a request ends when its KV cache cannot be loaded, because "
+                "kv_load_failure_policy is 'fail'; set it to 'recompute' beside MultiConnector"
+            )
         self.worker = FerryWorker(config, vllm_config, cache, index, siblings)
 
     def _make_pool(self, extra: dict[str, Any], schedules: bool) -> None:
@@ -227,13 +239,16 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> FerryMetadata:
         handover = pool = None
+        idle, queueing = scheduler_output.total_num_scheduled_tokens == 0, False
         if self.handover is not None:
-            self.handover.consuming.settle()
+            consuming = self.handover.consuming
+            consuming.give_way(still=idle and bool(self.handover.producing.held))
+            consuming.settle()
+            queueing = idle and consuming.queueing
             handover = self.handover.parts.orders.take()
         if self.pool is not None:
             pool = self.pool.step(scheduler_output)
-        idle = scheduler_output.total_num_scheduled_tokens == 0
-        return FerryMetadata(handover, pool, idle)
+        return FerryMetadata(handover, pool, idle, queueing)
 
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
@@ -278,6 +293,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Under a MultiConnector they are a sibling's; ours come with the workers' first step."""
         ours = {key: told for key, told in metadata.items() if isinstance(told, FerryHandshake)}
         if self.handover is not None:
+            if ours and self._policy:
+                log.info(self._policy)
+                self._policy = ""
             self.handover.add_handshakes(ours)
         if self.pool is not None and ours and len(ours) == len(metadata):
             self.pool.set_handshakes(ours)
@@ -301,7 +319,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         step = self._get_connector_metadata()
         assert isinstance(step, FerryMetadata)
         if self.worker is not None and step.handover is not None:
-            self.worker.start(step.handover, idle=step.idle)
+            self.worker.start(step.handover, idle=step.idle, queueing=step.queueing)
         if self.pool_worker is not None and step.pool is not None:
             self.pool_worker.start(step.pool, idle=step.idle)
 
@@ -416,6 +434,31 @@ class FerryMooncakeStoreConnector(FerryPoolConnector):
     POOL_DEFAULTS: ClassVar[Mapping[str, Any]] = {"store": "mooncake", "save_decode_cache": False}
 
 
+def choose_policy(transfer: Any, wanted: str | None, arguments: Sequence[str]) -> str:
+    """Compute what cannot be loaded, unless the operator wants such requests to fail. Returns a
+    line for the log where that was not the operator's choice.
+
+    vLLM's default is `fail`, and its configuration does not tell a default from a choice. So a
+    choice is what the process was started with, or our own key. vLLM's scheduler reads the policy
+    after it has made its connector, and no other process reads it. Under a MultiConnector,
+    `transfer` is a copy that vLLM does not read.
+    """
+    if wanted is not None:
+        transfer.kv_load_failure_policy = wanted
+    if wanted is not None or transfer.kv_load_failure_policy != "fail" or names_policy(arguments):
+        return ""
+    transfer.kv_load_failure_policy = "recompute"
+    return (
+        "kvferry: requests whose KV cache cannot be loaded are computed here "
+        "(kv_load_failure_policy: recompute); to let them fail, set "
+        '"load_failure_policy": "fail" in kv_connector_extra_config'
+    )
+
+
+def names_policy(arguments: Iterable[str]) -> bool:
+    return any("load_failure_policy" in one.replace("-", "_") for one in arguments)
+
+
 def own_address() -> str:
     """This host's address, as vLLM finds it (VLLM_HOST_IP wins)."""
     from vllm.utils.network_utils import get_ip
@@ -461,6 +504,7 @@ class FerryScheduler:
                 # only of blocks that a decode engine keeps, which kvferry does not offer
                 "remote_blocks_expiry_time": None,
             }
+        self.producing.loads_here = lambda: self.consuming.busy
         self._bootstrap: Bootstrap | Registration | None = None
         if (config.bootstrap_port or config.bootstrap_server) and self._produces:
             self._bootstrap = self._open_bootstrap(parallel)

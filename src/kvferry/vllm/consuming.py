@@ -9,6 +9,11 @@ so, and a metric counts it once, by reason. So is the ticket of a producer that 
 load would fill (windows, in smaller blocks than here): an engine with windows asks for the
 producer's shape before it promises anything. A load that failed is not tried again: the request is
 matched no more, and vLLM's `kv_load_failure_policy` decides. The same holds after a preemption.
+
+Block pressure (docs/protocol.md has the argument). A request gets blocks for a load only when its
+prompt is computed at its producer: until then vLLM is told to ask again, and the request owns
+nothing. An engine that stands still, though requests with tickets queue, while it holds prompts
+for others gives way: one ticket goes back to its producer, and its prompt is computed here.
 """
 
 from __future__ import annotations
@@ -36,6 +41,10 @@ log = logging.getLogger("kvferry")
 
 SIBLING_SECONDS = 1.0  # samples of one request arrive together; the last within this
 QUESTIONS = 3  # that may go before a request's own, each as long as one may take
+# An engine that computes nothing and loads nothing, with holds of its own and tickets in its queue,
+# gives one ticket back after this long. A fetch, or a router that passes a ticket on, takes
+# milliseconds.
+STANDSTILL_SECONDS = 0.5
 ADAPTER_SECONDS = 2.0  # a request waits for the first reading of its adapter; then it is computed
 
 
@@ -49,6 +58,7 @@ class Consuming:
     _renewer: Renewer | None = None
     _unwatched: list[Ticket] = field(default_factory=list)  # until there is a renewer
     _windows: tuple[CacheModel, EngineShape] | None = None  # of this engine, if it has windows
+    _still_since: float | None = None  # when this engine came to a standstill
 
     def renew_by(self, renewer: Renewer) -> None:
         self._renewer = renewer
@@ -122,8 +132,11 @@ class Consuming:
         """Log and count a request that is computed here. Callers do it once for a request."""
         if getattr(request, "abort_immediately", False):
             return  # vLLM tells that it rejected a request: its prompt is no prompt
+        self._computed_here(request.request_id, reason, why, level)
+
+    def _computed_here(self, request_id: str, reason: Here, why: str, level: int) -> None:
         self.parts.stats.count("requests_computed_here", reason)
-        log.log(level, "request %s: computed here, because %s", request.request_id, why)
+        log.log(level, "request %s: computed here, because %s", request_id, why)
 
     def _find(self, request: Any, wanted: _Wanted) -> None:
         """Look for the producer that a request named. Once it is found, there is a ticket."""
@@ -141,6 +154,7 @@ class Consuming:
             wanted.over = True
             return
         if ticket is not None:
+            wanted.ready = False  # its prefill may not even have begun
             self._ticketed(request.request_id, wanted, ticket)
         elif time.monotonic() > wanted.arrived + QUESTIONS * self.parts.config.bootstrap_seconds:
             why = f"{wanted.appointment.place.address} did not answer in time"
@@ -165,7 +179,7 @@ class Consuming:
     def _ticketed(self, request_id: str, wanted: _Wanted, ticket: Ticket) -> None:
         wanted.ticket = ticket
         if self._renewer is not None:  # from now on, also while the request queues
-            self._renewer.watch(ticket)
+            self._renewer.watch(ticket, early=not wanted.ready)
         else:
             self._unwatched.append(ticket)
         if wanted.shared:
@@ -179,6 +193,8 @@ class Consuming:
             self._find(request, wanted)
             if wanted.ticket is None:
                 return (0, False) if wanted.over else (None, False)
+        if not wanted.ready and not self._arrived_there(request, wanted):
+            return (0, False) if wanted.over else (None, False)
         if wanted.lora is not None:
             same = self._adapted(request, wanted, wanted.lora)
             if not same:
@@ -196,6 +212,9 @@ class Consuming:
         """Whether the producer still has all blocks that a load would fill; None: not known yet."""
         assert wanted.ticket is not None
         reason: Here = "not found"
+        now = time.monotonic()
+        if wanted.asked is None:
+            wanted.asked = now
         try:
             theirs = self.rendezvous.shape(wanted.ticket, wanted.arrived)
         except KvferryError as error:
@@ -206,15 +225,31 @@ class Consuming:
                 why = unloadable(model, theirs, shape, wanted.ticket.tokens, computed)
                 if not why:
                     return True
-            elif (
-                time.monotonic() <= wanted.arrived + QUESTIONS * self.parts.config.bootstrap_seconds
-            ):
+            elif now <= wanted.asked + QUESTIONS * self.parts.config.bootstrap_seconds:
                 return None
             else:
                 why = f"{wanted.ticket.directory} did not answer in time"
         self._here(request, reason, why, logging.INFO if reason == "shape" else logging.WARNING)
         self._through(request.request_id, wanted)
         return False
+
+    def _arrived_there(self, request: Any, wanted: _Wanted) -> bool:
+        """Whether the producer has computed a prompt that it got when we did."""
+        assert wanted.ticket is not None and wanted.appointment is not None
+        hold_id, seconds = wanted.ticket.hold_id, self.parts.config.load_seconds
+        there = self._renewer.arrived(hold_id) if self._renewer is not None else True
+        late = time.monotonic() > wanted.arrived + seconds
+        if there is None and not late:
+            return False
+        wanted.ready = bool(there)
+        if not there:
+            why = "its prefill was aborted or not held there, or that engine is gone"
+            if late:
+                why = f"its prefill did not end within load_seconds ({seconds:g})"
+            self._here(request, "not held", why)
+            self.rendezvous.forget(wanted.appointment.place)
+            self._through(request.request_id, wanted)
+        return wanted.ready
 
     def _adapted(self, request: Any, wanted: _Wanted, lora: Asked) -> bool | None:
         """Whether a ticket is of the adapter that this engine has; None: not known yet."""
@@ -343,6 +378,35 @@ class Consuming:
         """Whether `settle` will have something to do though no request comes."""
         return bool(self._unfound) or self._siblings.leaving
 
+    @property
+    def busy(self) -> bool:
+        """Whether requests that came for a remote prefill live here, loaded or not."""
+        return bool(self._wanted)
+
+    @property
+    def queueing(self) -> bool:
+        """Whether requests wait for their prefill elsewhere, or for blocks to load it into."""
+        return any(not one.over and not one.loading for one in self._wanted.values())
+
+    def give_way(self, *, still: bool) -> None:
+        """Once a step. `still`: it computes nothing, and this engine holds prompts for others.
+
+        If nothing loads either, what queues here waits for blocks that others must fetch first, and
+        those may wait for blocks that they hold for us.
+        """
+        live = [(name, one) for name, one in self._wanted.items() if not one.over] if still else []
+        queued = [name for name, one in live if one.ready and one.ticket and not one.loading]
+        now = time.monotonic()
+        if not queued or any(one.loading for _, one in live):
+            self._still_since = None
+        elif self._still_since is None:
+            self._still_since = now
+        elif now > self._still_since + STANDSTILL_SECONDS:
+            self._still_since = now
+            why = "no block came free here while its prefill engine may wait for blocks of ours"
+            self._computed_here(queued[0], "gave way", why, logging.INFO)
+            self._through(queued[0], self._wanted[queued[0]])
+
     def settle(self) -> None:
         """Once a step: give back tickets that no request needs."""
         for unneeded in self._siblings.due():
@@ -377,6 +441,8 @@ class _Wanted:
     appointment: Appointment | None = None
     lora: Asked | None = None  # its adapter
     digest: str = ""  # of its prompt and its adapter, once that is known
+    asked: float | None = None  # when its producer's shape was asked for first
+    ready: bool = True  # its prompt is computed at the producer
     matched: int = 0  # tokens that we said we would load, when vLLM last asked
     loading: bool = False  # a load was ordered: its last word is the load's
     over: bool = False  # loaded, failed or not needed: never matched again

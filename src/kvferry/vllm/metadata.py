@@ -54,6 +54,7 @@ class FerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
     handover: HandoverOrders | None = None
     pool: PoolOrders | None = None
     idle: bool = False  # the step computes nothing
+    queueing: bool = False  # requests wait for what others must do first
 
 
 @dataclass

@@ -43,6 +43,7 @@ Here = Literal[
     "unfit",  # the request itself: embeddings, a session, media without names
     "lora",  # other files of its adapter, or it is not known which were loaded
     "shape",  # the prefill engine drops blocks of windows that this engine would fill whole
+    "gave way",  # block pressure: two engines may have waited for each other's blocks
     "reset",  # this engine's caches were, while the request waited
     "error",  # of ours; the log has the traceback
 ]

@@ -3,11 +3,11 @@
 A request that ends with its prompt computed (at its length, at a stop token, at a repetition: its
 cache is valid in each case) is held, and its ticket goes into the response. It is not held, and the
 response says so, when that would keep more than `max_held_blocks` (by default half of the cache:
-prefills that are never fetched leave the rest to others), when its transfer id was used before,
-when nothing tells its prompt from others (see `fingerprint`), or when its LoRA adapter has no
-digest (see `pool.weights`). Consumers that got the request at the same time know the hold by a name
-(see `bootstrap`) and may wait for it already; so a named request that is aborted, or not held, is
-withdrawn at all ranks, which refuse those claims at once.
+prefills that are never fetched leave the rest to others; a lone prompt may be longer), when its
+transfer id was used before, when nothing tells its prompt from others (see `fingerprint`), or when
+its LoRA adapter has no digest (see `pool.weights`). Consumers that got the request at the same time
+know the hold by a name (see `bootstrap`) and may ask for it already; so a named request that is
+aborted, or not held, is withdrawn at all ranks, and those consumers hear of it at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,7 @@ class Producing:
     flat: bool = False  # whether tickets may use in-tree names
     second: bool = True  # whether a sibling sees requests before us
     told_too: Mapping[str, Any] = field(default_factory=dict)  # in-tree fields of flat answers
+    loads_here: Callable[[], bool] = lambda: False  # whether requests with a ticket live here
     held: dict[str, int] = field(default_factory=dict)  # blocks, by request
     held_blocks: int = 0
     _names: OrderedDict[str, _Named] = field(default_factory=OrderedDict)
@@ -154,8 +155,11 @@ class Producing:
     def _over_limit(self, blocks: int) -> str:
         """Why so many more may not be held; empty where they may."""
         limit, which = self.parts.config.max_held_blocks, "max_held_blocks"
-        if limit is None:  # a lone prompt may be longer than that: it would never be handed over
-            limit = int(HELD_SHARE * self.parts.cut.cache_blocks) if self.held_blocks else 0
+        if limit is None:
+            # A lone prompt may be longer than that: it would never be handed over. But beside
+            # requests that load here, it could wait for an engine that waits for this one.
+            lone = not self.held_blocks and not self.loads_here()
+            limit = 0 if lone else int(HELD_SHARE * self.parts.cut.cache_blocks)
             which += f", by default a share of the cache of {HELD_SHARE:g}"
         if not limit or self.held_blocks + blocks <= limit:
             return ""

@@ -69,7 +69,8 @@ class FerryWorker:
         self._producer: ProducerRank | None = None
         self._consumer: ConsumerRank | None = None
         self._handshake: FerryHandshake | None = None
-        self._idle, self._wakeup = False, Wakeup()
+        self._idle = self._queueing = False
+        self._wakeup = Wakeup()
         self._ready = WhenReady(gpu=False)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
@@ -159,7 +160,7 @@ class FerryWorker:
             told.handshakes.append(self._handshake)
         return told if told.handshakes or told.closed else None
 
-    def start(self, orders: HandoverOrders, *, idle: bool = False) -> None:
+    def start(self, orders: HandoverOrders, *, idle: bool = False, queueing: bool = False) -> None:
         """Pass a step's orders on to the threads, once the device has come to this step.
 
         Only then do blocks hold what the orders say. If the device failed, `pass_on` gets the
@@ -168,7 +169,7 @@ class FerryWorker:
         producer, consumer = self._producer, self._consumer
         if producer is None or consumer is None:
             return
-        self._idle = idle
+        self._idle, self._queueing = idle, queueing
         spare = self._place.replica > 0
         if spare:
             # vLLM frees a request's blocks on all workers, when all have reported: the first
@@ -201,7 +202,7 @@ class FerryWorker:
         results = KVConnectorTransferResults()
         if self._producer is None or self._consumer is None:
             return results
-        expecting = self._consumer.busy or self._producer.open_holds
+        expecting = self._consumer.busy or self._producer.open_holds or self._queueing
         self._wakeup.wait(IDLE_STEP_SECONDS if self._idle and expecting else 0.0)
         results.finished_sending, self._unread = self._unread, set()
         for closed in self._producer.take_closed():

@@ -1,0 +1,155 @@
+"""Block pressure: engines that wait for each other's blocks go on (docs/protocol.md).
+
+vLLM's scheduler and block pool are real, and so are the transfers. There are prompts of more than
+half a cache, four times more of them than blocks, and engines that hold for each other.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
+with warnings.catch_warnings():  # torch and vLLM warn of themselves
+    warnings.simplefilter("ignore")
+    from modelless import Modelless, expected, run
+
+from kvferry.vllm import consuming
+from tiny_models import make_model
+from vllm_engines import free_port
+from vllm_pairs import mooncake_decode, mooncake_prefill
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BLOCKS = 32  # of 16 tokens; one of them is vLLM's null block
+TOKENS = 3  # of an answer
+LARGE, SMALL = 18 * 16 + 5, 5 * 16 + 3  # of more than half a cache, and of a sixth
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Modelless]]:
+    engines: list[Modelless] = []
+    folder = make_model(tmp_path / "tiny")
+
+    def made(name: str, **options: Any) -> Modelless:
+        engines.append(Modelless(name, folder, blocks=BLOCKS, **options))
+        return engines[-1]
+
+    yield made
+    try:
+        run(*engines, until=lambda: not any(e.used_blocks for e in engines), seconds=15)
+        for engine in engines:
+            assert not engine.scheduler.requests and not engine.ferry.producing.held_blocks
+            assert not engine.ferry.consuming._wanted
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def prompt(seed: int, count: int) -> list[int]:
+    return [(seed * 131 + i * 17) % 997 for i in range(count)]
+
+
+def lengths(count: int) -> list[int]:
+    return [SMALL if i % 3 == 2 else LARGE for i in range(count)]
+
+
+def answered(
+    engines: list[Modelless], waits: dict[str, tuple[Modelless, list[int]]], forward: Any
+) -> list[float]:
+    """Step until all requests are answered rightly; how long each took."""
+    begun, took = time.monotonic(), {}
+    deadline = begun + 40
+    while len(took) < len(waits):
+        assert time.monotonic() < deadline, f"{sorted(set(waits) - set(took))} have no answer"
+        for engine in engines:
+            engine.step()
+        forward()
+        for name, (engine, tokens) in waits.items():
+            if name not in took and name in engine.ended:
+                took[name] = time.monotonic() - begun
+                assert engine.tokens[name] == expected(tokens, TOKENS), name
+    return list(took.values())
+
+
+def no_straggler(took: list[float]) -> None:
+    assert max(took) <= 3 * statistics.median(took), sorted(took)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_ring(make: Callable[..., Modelless], count: int) -> None:
+    """Each engine prefills for the next one; a router passes tickets on as they come."""
+    ring = [make(f"e{i}") for i in range(count)]
+    waits, on_the_way = {}, {}
+    for i, engine in enumerate(ring):
+        for number, length in enumerate(lengths(9)):
+            tokens, after = prompt(i * 50 + number, length), ring[(i + 1) % count]
+            engine.add(f"p{i}.{number}", tokens, 1, do_remote_decode=True)
+            waits[f"d{i}.{number}"] = after, tokens
+            on_the_way[f"p{i}.{number}"] = engine
+
+    def forward() -> None:
+        for name, engine in list(on_the_way.items()):
+            if name in engine.ended:
+                del on_the_way[name]
+                after, tokens = waits[f"d{name[1:]}"]
+                after.add(f"d{name[1:]}", tokens, TOKENS, **engine.params[name])
+
+    no_straggler(answered(ring, waits, forward))
+    assert sum(sum(e.told("loads")) for e in ring), "some are handed over all the same"
+
+
+def test_both_engines_at_once(make: Callable[..., Modelless]) -> None:
+    """Mooncake style, with P and D in opposite orders: D's first request is P's last."""
+    port = free_port()
+    p = make("p", connector="MooncakeConnector", role="kv_producer", bootstrap_port=port)
+    d = make("d", connector="MooncakeConnector", role="kv_consumer")
+    prompts = {f"t{i}": prompt(i, length) for i, length in enumerate(lengths(17))}
+    for name, tokens in prompts.items():
+        d.add(name, tokens, TOKENS, **mooncake_decode(name, port, "p"))
+    for name, tokens in reversed(prompts.items()):
+        p.add(name, tokens, 1, **mooncake_prefill(name))
+    waits = {name: (d, tokens) for name, tokens in prompts.items()}
+    no_straggler(answered([p, d], waits, lambda: None))
+    assert sum(d.told("loads"))
+
+
+def test_a_wait_for_a_prefill_has_an_end(make: Callable[..., Modelless]) -> None:
+    """Its engine is there, and never gets the prompt; meanwhile others have all of the blocks."""
+    port = free_port()
+    make("p", connector="MooncakeConnector", role="kv_producer", bootstrap_port=port)
+    d = make("d", connector="MooncakeConnector", role="kv_consumer", load_seconds=3)
+    d.add("late", prompt(1, LARGE), TOKENS, **mooncake_decode("never", port, "p"))
+    d.add("local", prompt(2, LARGE), TOKENS)
+    run(d, until=lambda: "local" in d.ended, seconds=2)
+    assert not d.used_blocks and "late" not in d.ended
+    run(d, until=lambda: "late" in d.ended, seconds=10)
+    assert d.tokens["late"] == expected(prompt(1, LARGE), TOKENS)
+    assert d.told("requests_computed_here") == [{"not held": 1}]
+
+
+def test_who_stands_still_gives_way(
+    make: Callable[..., Modelless], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines hold a large prompt for each other: neither can load."""
+    monkeypatch.setattr(consuming, "STANDSTILL_SECONDS", 0.2)
+    one, two = make("one"), make("two")
+    for seed, engine in enumerate((one, two)):
+        engine.add("p", prompt(seed, LARGE), 1, do_remote_decode=True)
+        run(engine, until=lambda: "p" in engine.ended)  # noqa: B023
+    two.add("d", prompt(0, LARGE), TOKENS, **one.params["p"])
+    begun = time.monotonic()
+    run(one, two, until=lambda: time.monotonic() > begun + 0.1)
+    assert two.ferry.consuming.queueing  # there is no room for it
+    one.add("d", prompt(1, LARGE), TOKENS, **two.params["p"])
+    run(one, two, until=lambda: "d" in one.ended and "d" in two.ended, seconds=10)
+    assert one.tokens["d"] == expected(prompt(1, LARGE), TOKENS)
+    assert two.tokens["d"] == expected(prompt(0, LARGE), TOKENS)
+    assert {"gave way": 1} in one.told("requests_computed_here") + two.told(
+        "requests_computed_here"
+    )
