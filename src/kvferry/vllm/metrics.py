@@ -298,7 +298,8 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def _expose_nixl(self) -> None:
         """vLLM's own names beside ours, from the first report on. Not sooner: under a
         MultiConnector vLLM's own NixlConnector may take them, and Prometheus takes a name once."""
-        metrics = self._exposed.nixl = {}
+        metrics: dict[str, Any] = {}
+        self._exposed.nixl = metrics
         for name, like in NIXL_METRICS.items():
             make = self._histogram_cls if like.buckets else self._counter_cls
             options = {"buckets": like.buckets} if like.buckets else {}
