@@ -7,6 +7,7 @@ metric in the code of its connectors must be in the table, and no other.
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -35,9 +36,7 @@ PARAMETERS = ("params", "kv_transfer_params")
 def table() -> Iterator[Any]:
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
-        import drop_in_table
-
-        yield drop_in_table
+        yield importlib.import_module("drop_in_table")
     finally:
         sys.path.remove(str(ROOT / "scripts"))
 
@@ -55,7 +54,8 @@ def text(node: ast.AST | None) -> str | None:
 def read(tree: ast.AST) -> Iterator[tuple[str, str]]:
     """What a module of vLLM uses, each as its kind and its name."""
     for node in ast.walk(tree):
-        on = word = None
+        on: str | None = None
+        word: str | None = None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
             on, word = named(node.func.value), text(node.args[0])
             if word and node.func.attr == "get_from_extra_config":
