@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvferry check`: what an engine would refuse of its configuration, within a second."""
 
 from __future__ import annotations

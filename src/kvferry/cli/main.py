@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: `kvferry plan | check | demo | verify | bench | models | doctor …`.
 
 Commands that load much import it when they run.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part of OpenAI's API that the router understands, and the router's configuration.
 
 A request is a JSON object whose values stay the bytes that came. The router replaces only the few

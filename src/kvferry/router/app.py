@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The router as a server and an ASGI application: routes, disconnects and status pages.
 
 `ApiRoute` serves a route of the API. Each of its requests ends in one of `flow.OUTCOMES`, and in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engines: which are up, which one is next, and HTTP to them.
 
 An engine is up or down. It goes down after `fail_after` failures in a row, of probes and requests

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The life of a request, from prefill to the last byte.
 
     1. A prefill engine gets the request for one token, with `do_remote_decode`. Its answer holds

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine would refuse of its `--kv-transfer-config`, found before any weights are loaded.
 
 `kvferry check` calls `refusals` without vLLM. Inside vLLM, the plugin calls `require_settings` when

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`FerryConnector`: vLLM's connector interface over the hand-over, the shared pool, or both.
 
 A connector lives in one process: the scheduler's or a worker's. In the scheduler's it has a

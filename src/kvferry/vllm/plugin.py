@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A `vllm.general_plugins` entry point: our classes and our log lines, in every process of vLLM.
 
 MultiConnector rebuilds its children's statistics through vLLM's registry of connectors, by class
