@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measurements of kvferry beside others, run from the repository's root:
 
     python -m benchmarks.plan       planning, beside vLLM's planner

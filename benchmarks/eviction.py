@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces of requests, replayed through the pool's eviction policy and others.
 
 A trace is JSON lines with `timestamp` (milliseconds) and `hash_ids`, the request's blocks in prefix

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.handover`: real engines, prefill to decode, beside vLLM's own connectors.
 
 For each connector, two engines of vLLM's CPU build (tp 1, equal blocks, which all of them take).

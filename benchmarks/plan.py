@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make bench-plan` (`python -m benchmarks.plan`): planning speed, beside vLLM's planner.
 
 The cases are those of `kvferry bench plan` (kvferry/bench/plan.py). `vllm_ms` is the time of vLLM's

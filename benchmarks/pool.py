@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.pool`: hit rates on a trace, lookups, and bandwidth, beside other ways.
 
 One run, on one machine. `targets` judges what the project promises of the pool. `--tune` chooses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a lookup costs the scheduler, beside vLLM's MooncakeStoreConnector in its default mode.
 
 Both ask one real Mooncake Store, with a master of our own, about prompts of which it has every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.stall`: how long a hand-over can hold up an engine's step.
 
 An engine asks its connector on every step what has finished. That question is asked here in a

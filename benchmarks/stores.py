@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lookups, saves and loads of the pool's stores, beside what is there anyway.
 
 Lookups: how fast the embedded store answers questions with a million objects indexed, beside LMDB.

@@ -280,6 +280,9 @@ ROUTER: Mapping[str, str] = {
     "first_byte_seconds": "For the first byte of a streamed answer.",
     "answer_seconds": "For an answer that is not streamed.",
     "chunk_seconds": "Between two chunks of a stream.",
+    "wait_seconds": "For a decode engine to come up, where none is; then 503.",
+    "start_seconds": "In which a lost decode engine is expected back, for `Retry-After`; once the "
+    "router has seen engines come back, their median time counts instead.",
     "drain_seconds": "For requests in flight when the router is told to stop.",
     "probe_every_seconds": "Between two probes of an engine.",
     "probe_seconds": "For one probe to be answered.",

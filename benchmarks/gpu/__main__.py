@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.gpu [OUT]`: copies, whole plans, staging and checksums on one GPU.
 
 Writes gpu.json and gpu.md to OUT. `scripts/gpu-tests` runs it after the tests that need a GPU.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What moves between two processes with a GPU, by size of the copies, beside its limits.
 
 The owner (owner.py) holds device memory, this process reads it. In one run, on the same memory:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that owns device memory while `python -m benchmarks.gpu` reads it.
 
 One order a line, one answer a line, both JSON. It takes no part in transfers over `cuda`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole plans on one GPU: Llama 70B from tp 4 to tp 8, all ranks' caches in its memory.
 
 The owner's process holds the four source ranks, this one the eight destinations. For each form:

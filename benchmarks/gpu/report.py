@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The result of `python -m benchmarks.gpu` as a section of a document."""
 
 from __future__ import annotations

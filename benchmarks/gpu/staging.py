@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device memory over tcp on loopback: beside plain sockets, and pinned copies across the bus.
 
 The sockets send from and receive into rings of buffers like those that staging uses, so that what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a connector keeps an engine's step: its calls, timed from outside.
 
 `timed(Connector)` is the same connector, whose calls within a step add up in a small file that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kvferry's connectors with their calls timed, for `python -m benchmarks.handover`."""
 
 from benchmarks.timed import timed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's own connectors with their calls timed, for `python -m benchmarks.handover`.
 
 MooncakeConnector asks for the current accelerator's index and dies where there is none; here it is

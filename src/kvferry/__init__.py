@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kvferry: moves and shares KV caches between LLM engines of any shape."""
 
 from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, RankLayout, Residency

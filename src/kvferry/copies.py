@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies of bytes between two address spaces: what a plan makes and what a carrier moves.
 
 `Copies` are three arrays, one entry for each copy. `StridedCopies` say the same with far fewer

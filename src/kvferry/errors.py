@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every error that kvferry raises, in one tree.
 
     KvferryError

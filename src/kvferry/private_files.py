@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Private files and directories: keys, locks, and the pool's tiers.
 
 A new file has mode 0600 and a new directory 0700, whatever the umask is. An existing one is used

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rank knows of remote engines, and which of their ranks it must speak to.
 
 A consumer rank registers a remote engine at the handshake, one record for each pipeline stage. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read amounts that people write, and write amounts for people."""
 
 from __future__ import annotations

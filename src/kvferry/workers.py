@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The executor: bounded daemon threads, shares of them by lane, and deadlines for those that wait.
 
 `Threads` either accepts work, and then does it exactly once, or refuses it, and then never does it.

@@ -1,4 +1,8 @@
-"""`kvferry router` in a process of its own, before small real engines on loopback."""
+"""`kvferry router` in a process of its own, before small real engines on loopback.
+
+`router_process.py PORT SECONDS` is such an engine in a process of its own, which a test can kill.
+It answers a completion after SECONDS.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +26,7 @@ _START_SECONDS = 60.0
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers by the prompt: `large`, `endless`, or anything else."""
+    """Answers by the prompt: `large`, `endless`, `torn`, or anything else."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # heads and bodies are written apart
@@ -49,6 +54,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.asked += 1
         if "do_remote_decode" in (body.get("kv_transfer_params") or {}):
             self._whole(b'{"id":"p","kv_transfer_params":{"remote_port":1}}')
+        elif body.get("prompt") == "torn":
+            self._torn()
         elif body.get("stream") is True:
             self._endless("text/event-stream", chunks=self.server.chunks_of_stream)
         elif body.get("prompt") == "endless":
@@ -56,7 +63,18 @@ class _Handler(BaseHTTPRequestHandler):
         elif body.get("prompt") == "large":
             self._whole(b'"' + b"x" * (LARGE_ANSWER_BYTES - 2) + b'"')
         else:
+            time.sleep(self.server.answer_seconds)
             self._whole(b'{"choices":[{"text":"fine"}]}')
+
+    def _torn(self) -> None:
+        """One and a half events, then nothing until the process ends."""
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        for chunk in (b'data: {"n": 1}\n\n', b'data: {"n"'):
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
+        time.sleep(60)
 
     def _whole(self, body: bytes) -> None:
         self.send_response(200)
@@ -90,6 +108,7 @@ class Engine(ThreadingHTTPServer):
     endless_health = False
     chunks_of_stream: int | None = None  # of 36 KiB; None: without end
     stopped = False
+    answer_seconds = 0.0
 
     def handle_error(self, *args: object) -> None:
         """Routers close connections in the middle of an answer; that is no news."""
@@ -99,11 +118,41 @@ class Engine(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
+class EngineProcess:
+    """An engine that can be killed and started again, at the same address."""
+
+    def __init__(self, answer_seconds: float = 0.0) -> None:
+        self.port = 0
+        self.start(answer_seconds)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, answer_seconds: float = 0.0) -> None:
+        command = [sys.executable, __file__, str(self.port), str(answer_seconds)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
 class RouterProcess:
-    def __init__(self, engines: list[Engine], limits: dict[str, float], files: int | None) -> None:
+    def __init__(
+        self,
+        engines: list[Engine],
+        limits: dict[str, float],
+        files: int | None,
+        decode_url: str | None = None,
+    ) -> None:
         prefill, decode = engines
         command = [sys.executable, "-m", "kvferry", "router", "--port", "0"]
-        command += ["--prefill", prefill.url, "--decode", decode.url]
+        command += ["--prefill", prefill.url, "--decode", decode_url or decode.url]
         for name, value in limits.items():
             command += ["--limit", f"{name}={value}"]
 
@@ -163,14 +212,17 @@ class RouterProcess:
 
 @contextmanager
 def router_process(
-    limits: dict[str, float] | None = None, files: int | None = None
+    limits: dict[str, float] | None = None,
+    files: int | None = None,
+    decode_url: str | None = None,
 ) -> Iterator[RouterProcess]:
+    """`decode_url`: the decode engine, instead of the one in this process."""
     engines = [Engine(("127.0.0.1", 0), _Handler) for _ in range(2)]
     threads = [threading.Thread(target=e.serve_forever, args=(0.05,), daemon=True) for e in engines]
     for thread in threads:
         thread.start()
     try:
-        router = RouterProcess(engines, limits or {}, files)
+        router = RouterProcess(engines, limits or {}, files, decode_url)
         try:
             yield router
         finally:
@@ -203,8 +255,19 @@ def read_answer(sock: socket.socket) -> tuple[int, bytes]:
     return int(head.split()[1]), body
 
 
+def main() -> None:
+    engine = Engine(("127.0.0.1", int(sys.argv[1])), _Handler)
+    engine.answer_seconds = float(sys.argv[2])
+    print(engine.server_address[1], flush=True)
+    engine.serve_forever()
+
+
 def _more(sock: socket.socket) -> bytes:
     data = sock.recv(1 << 16)
     if not data:
         raise ConnectionError("the router closed the connection")
     return data
+
+
+if __name__ == "__main__":
+    main()

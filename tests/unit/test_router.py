@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +20,18 @@ import pytest
 import uvicorn
 
 from kvferry.errors import DescriptionError
-from kvferry.router.api import ApiError, Generation, Limits, RouterConfig, base_url, ticket_of
+from kvferry.router.api import (
+    Answer,
+    ApiError,
+    Generation,
+    Limits,
+    RouterConfig,
+    base_url,
+    ticket_of,
+)
 from kvferry.router.app import make_app
-from kvferry.router.engines import EngineGroup
+from kvferry.router.engines import EngineGroup, UpstreamEngine
+from kvferry.router.flow import ClientReply
 from kvferry.router.guard import MemoryLimit, RequestMemory, address_of
 from waiting import wait_until
 
@@ -35,6 +44,7 @@ QUICK = Limits(
     client_seconds=5.0,
     probe_every_seconds=0.05,
     probe_seconds=1.0,
+    wait_seconds=0.2,
 )
 PARAMS = (
     b'{"do_remote_prefill": true, "remote_engine_id": "%s", "remote_block_ids": [[1,  2]],'
@@ -386,12 +396,13 @@ def test_after_the_first_byte_the_stream_breaks(act: str, limits: Limits) -> Non
         for d in c.decode:
             d.always = act
         body = {"prompt": "x", "stream": True}
-        got = []
-        with c.client.stream("POST", "/v1/completions", json=body) as answer:
-            assert answer.status_code == 200
-            with pytest.raises(httpx.RemoteProtocolError):
-                got.extend(answer.iter_raw())
-        assert got == [] or b"".join(got) == b"".join(CHUNKS[:2])
+        got = c.client.post("/v1/completions", json=body)
+        assert got.status_code == 200
+        *events, error, end = got.content.split(b"\n\n")
+        assert b"".join(event + b"\n\n" for event in events) == b"".join(CHUNKS[:2])
+        code = "engine_timeout" if act == "stall" else "engine_failed"
+        assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == code
+        assert end == b""
         assert sum(len(d.seen) for d in c.decode) == len(c.prefill[0].seen) == 1
         c.expect("requests_total", 'outcome="broken_stream"', count=1)
         c.expect("retries_total", 'stage="decode"', count=0)
@@ -438,6 +449,80 @@ def test_probes_take_an_engine_out_and_in_by_thresholds() -> None:
     assert (a.up, b.up, a.reason) == (False, False, "twice")
 
 
+def test_when_an_engine_is_expected_back() -> None:
+    now = [0.0]
+    limits = quick(recover_after=1, probe_every_seconds=2.0, start_seconds=30.0)
+    group = EngineGroup(["http://a", "http://b"], "decode", limits, clock=lambda: now[0])
+    a, b = group.engines
+
+    def away(engine: UpstreamEngine, seconds: float) -> None:
+        engine.failed("gone", refused=True)
+        now[0] += seconds
+        engine.probed_well()
+
+    assert group.absence() == (30.0, None)
+    a.probed_well()
+    assert group.absence() == (30.0, None)  # it was there when the router started
+    b.failed("gone", refused=True)
+    now[0] += 12
+    assert group.absence() == (18.0, None)
+    now[0] += 60
+    assert group.absence() == (2.0, None)  # overdue: after the next probe
+    b.probed_well()
+    for seconds in (40, 50, 5000):  # the last one was no start
+        away(a, seconds)
+    assert group.absence() == (50.0, 50.0)
+    a.failed("gone", refused=True)
+    now[0] += 20
+    b.failed("gone", refused=True)
+    now[0] += 5
+    assert group.absence() == (25.0, 50.0)  # the first one to be back
+
+
+def test_streams_pass_event_by_event() -> None:
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b"start"))
+
+    async def pieces(*parts: bytes) -> AsyncIterator[bytes]:
+        for part in parts:
+            yield part
+
+    def passed(first: bytes, *rest: bytes, headers: Any = (), cut: bool = False) -> list[bytes]:
+        async def run() -> None:
+            reply = ClientReply(send, b"id", 5.0)
+            await reply.send(Answer(200, list(headers), first, pieces(*rest)))
+
+        async def broken() -> None:
+            async def fail() -> AsyncIterator[bytes]:
+                for part in rest:
+                    yield part
+                raise OSError
+
+            reply = ClientReply(send, b"id", 5.0)
+            with pytest.raises(OSError):
+                await reply.send(Answer(200, list(headers), first, fail()))
+            await reply.cut("code", "why")
+
+        sent.clear()
+        asyncio.run(broken() if cut else run())
+        return [part for part in sent[1:] if part]
+
+    large = b"x" * (100 << 10)
+    gzip = [(b"content-encoding", b"gzip")]
+    assert passed(b"a\n", b"\nb", b"\r\n\r\nc\n\nd") == [b"a\n\n", b"b\r\n\r\nc\n\n", b"d"]
+    assert passed(b"a", b"b", headers=gzip) == [b"a", b"b"]
+    assert passed(large, b"y\n\n") == [large, b"y\n\n"]
+    event = b'data: {"error": {"message": "why", "type": "server_error", "param": null, '
+    event += b'"code": "code"}}\n\n'
+    assert passed(b"a\n\nb", b"c", cut=True) == [b"a\n\n", event]
+    assert passed(b"a", cut=True) == [event]
+    assert passed(b"a\n\n", headers=gzip, cut=True) == [b"a\n\n"]  # the connection breaks
+    assert passed(b"a\n\n", large, cut=True) == [b"a\n\n", large]
+    assert passed(b"a\n\n", large, b"y\n\n", cut=True) == [b"a\n\n", large, b"y\n\n", event]
+
+
 def test_least_in_flight_then_in_turn() -> None:
     group = EngineGroup(["http://a", "http://b", "http://c"], "decode", QUICK)
     a, b, c = group.engines
@@ -470,9 +555,9 @@ def test_without_decode_engine_503() -> None:
         wait_until(lambda: not c.up()["d0"])
         got = c.complete(stream=True)
         assert got.status_code == 503
-        assert got.headers["retry-after"] == "1" and "x-request-id" in got.headers
+        assert got.headers["retry-after"] == "30" and "x-request-id" in got.headers
         assert got.json()["error"] == {
-            "message": "none of 1 decode engines is up",
+            "message": "none of 1 decode engines is up; ask again in 30 s",
             "type": "server_error",
             "param": None,
             "code": "no_decode_engine",

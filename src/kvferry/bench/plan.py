@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvferry bench plan`: planning speed on this machine.
 
 Every case is one request on one edge. `kvferry_ms` is the time from block ids to three arrays in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvferry bench transport`: speed of the carriers, beside their libraries, memcpy and a socket.
 
 This process reads and writes memory of child processes, one for each mover: a carrier, or a library

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tries a carrier: one process owns memory, another one connects to it, reads and compares.
 
 A carrier's library may print, hang, or end its process. So each side of a try is a child process

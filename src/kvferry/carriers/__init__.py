@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Carry: the ways in which bytes move from one rank to another."""
 
 from kvferry.carriers.auto import make_carrier

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which carriers an engine has, and which of them it uses for a peer.
 
 `carriers` in the configuration is a list of names, in order of preference, or "auto". With "auto",

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The protocol of carriers: one-sided reads and writes over registered memory.
 
     carrier.register(regions)                   make own memory reachable, before any peer connects

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mix128`: a checksum that a GPU makes of its own memory, as fast as it reads it.
 
 xxh3 goes through bytes one after another. Here every 8 bytes are mixed with their position by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host memory: this process's own, by address, and that of other processes of this host.
 
 `HostMemory` gathers, scatters and zeroes without a Python loop. It sees all regions as one array of

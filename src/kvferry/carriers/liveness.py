@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a peer still lives, told by one idle TCP connection.
 
 The data planes of libraries say late, vaguely or never that a peer is gone. So the owner of memory

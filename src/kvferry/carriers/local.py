@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The carrier on one host: the kernel copies between the two processes, one-sided.
 
 `register` lets processes of the same user reach this one's memory. `connect` first has the owner

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The carrier inside one process, which can be told to misbehave.
 
     fabric = Fabric()

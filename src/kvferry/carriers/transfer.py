@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transfer that all carriers hand out, and the threads that run it.
 
     queued --> running --> done

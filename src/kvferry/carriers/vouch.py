@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Vouching: whose memory an endpoint is, told by the kernel and by its owner.
 
 An endpoint of `local` or `cuda` names memory: a process and its regions, or handles of a GPU's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvferry bench plan` and `kvferry bench transport`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Printing and error messages of all commands."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvferry demo`: options, progress, result, and the picture's path."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvferry doctor`: what is installed, permitted and reachable, and which carrier is chosen.
 
     installed   versions, GPUs, RDMA devices. Versions come from package metadata, so that torch,

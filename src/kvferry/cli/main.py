@@ -1,4 +1,5 @@
-"""The command line: `kvferry plan | demo | verify | bench | models | doctor …`.
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `kvferry plan | check | demo | verify | bench | models | doctor …`.
 
 Commands that load much import it when they run.
 """
@@ -14,6 +15,7 @@ import typer
 from kvferry import __version__
 from kvferry.cli import pool
 from kvferry.cli.bench import bench
+from kvferry.cli.check import check
 from kvferry.cli.console import Json, refusals
 from kvferry.cli.demo import demo
 from kvferry.cli.plan import models, plan
@@ -26,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (plan, demo, verify, models):
+for command in (plan, check, demo, verify, models):
     app.command()(command)
 app.add_typer(bench, name="bench")
 app.add_typer(pool.app, name="pool")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A benchmark's result as tables on a terminal, and as a self-contained HTML page with plots."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvferry plan` and `kvferry models`: terminal tables, and a plan's picture as one HTML page.
 
 The page contains its style, script and data, so that it opens from a file, can be mailed, and

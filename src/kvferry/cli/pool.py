@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvferry pool`: show and change the embedded store of this host while engines use it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvferry verify`: the sweep with a progress bar, and its result as a table or as JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The expected value of every byte of the demo's caches, computed without the planner.
 
 A hash gives each logical byte (request, group, component, layer, entry, unit, byte of the unit) its

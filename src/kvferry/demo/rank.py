@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of the demo, in its own process: a producer or a consumer of the hand-over.
 
 The demo's main process tells its ranks over a pipe which of these methods to call, one at a time:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's main process: a hand-over between two engines of different shape, every byte checked.
 
 Every rank is a process. The main process stands for the rest: the schedulers, which assign blocks;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's input: a model, two shapes, and requests with block tables on both engines."""
 
 from __future__ import annotations

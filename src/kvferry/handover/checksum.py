@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optional checksums: a consumer rank compares the bytes that it read with those of the source.
 
 After the last byte and before the last word, the consumer rank asks each source rank for a digest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A consumer rank: loads requests' caches from producers' memory, each load on its own thread.
 
 `load.py` has the steps of one load. This module is what the engine calls:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deadlines of loads and writes, the time their steps took, and how their transfers end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns models, shapes and layouts into messages of the handshake, and back.
 
 The structs of `net.messages` are plain values from a peer that may send anything. Reading them runs

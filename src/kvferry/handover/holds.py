@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Holds: a producer rank promises to leave a request's blocks untouched while its hold is open.
 
 vLLM reuses the blocks of a finished request once every rank has reported the request as sent. A

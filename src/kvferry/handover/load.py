@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One load: a consumer rank fetches a request's cache from producer ranks, on one load thread.
 
 The steps:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Producer engines as a consumer rank knows them: one handshake per incarnation, when first needed.
 
 A handshake asks the engine's directory for a welcome and checks it (model, meaning, layouts). Then

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The producer: a rank that holds blocks for readers, and its engine's directory.
 
 What happens when a request finishes prefill:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Push mode on a producer rank: it writes into blocks that consumer ranks offer, and can revoke.
 
 A consumer rank introduces itself once (engine, layout, endpoints of its carriers). `Target` is what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decode engine's scheduler keeps holds open while its requests queue.
 
 The scheduler calls `watch` for a request with a ticket, and `drop` when the request's load has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tickets: a consumer claims a hold with a ticket, which proxies pass on as request parameters.
 
 The prefill engine puts a ticket into its response. The proxy sends it to the decode engine with the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two signals: the device has finished a step's kernels, and a rank has something to report.
 
 `WhenReady`. Kernels run after their launch has returned. So a step's orders (open this hold, begin

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Descriptions of caches: models, engine shapes, page interiors, and each rank's memory."""
 
 from kvferry.layout.model import CacheModel, Component, Group, Residency, require_same_cache

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model's cache from its Hugging Face `config.json`.
 
 One function for each family of architectures makes the groups from a `ConfigReader`, whose methods

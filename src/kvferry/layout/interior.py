@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interiors: how the bytes inside a page are arranged, by name.
 
 An engine's strides say where a page begins, not how its inside is arranged. vLLM's CPU attention,

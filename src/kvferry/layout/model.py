@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The logical cache of a model: components, groups of layers, residency.
 
 A *component* is one stored thing of one layer: K, V, an MLA latent, a section of a convolution

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where components lie on one rank: regions, and affine placements in them.
 
 The byte of (layer, block b, slot s, unit u, dims d...) of a component lies at

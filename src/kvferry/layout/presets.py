@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Caches of well-known models, to plan with them without a download."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine's shape: how it cuts the logical cache over ranks, pages it, and orders it in memory.
 
 Everything here is a pure function of the shape; there are no addresses yet. The rules are vLLM's.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank's layout, read from the tensors that its engine registered.
 
 The tensors give the outer strides: layers, blocks, heads, slots. The interior that the shape names

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A thread that serves connections of clients that may be slow, silent, hostile or many.
 
 A client may send a byte now and then, or never read. So no client has a thread of its own: each is

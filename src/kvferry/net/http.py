@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small HTTP server on one thread: one request for each connection, answered at once.
 
     accepted --its request is complete--> answered --the answer is sent--> closed

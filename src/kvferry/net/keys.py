@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys: a peer proves with a key that it may speak to this engine.
 
 Every channel is authenticated by a key that is derived from one of these:

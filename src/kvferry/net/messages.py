@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every message between producers and consumers, and its version.
 
 A request is one frame with a `Request`. Its answer is one frame with a `Reply` of the same `id`.

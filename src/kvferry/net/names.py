@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host names, resolved on threads of their own, the hosts that an engine may dial, and sockets.
 
 libzmq resolves names on its one I/O thread, and `getaddrinfo` has no deadline. A single host with a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls to servers of peers: many at once, on one thread, each with a deadline.
 
 A `Caller` makes the calls. A call ends with the peer's reply or with an error: `DeadlineExceeded`,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server: one thread that answers messages, and never stops because of one.
 
 A subclass answers a request with a reply, or with None if it replies later. Other threads hand work

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans: which bytes of one engine go where in another."""
 
 from kvferry.copies import Copies, StridedCopies

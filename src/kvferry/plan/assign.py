@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Edges: which source rank sends what to which destination rank, from the two shapes alone.
 
 Layers are intersected stage by stage, units at every boundary of either side, tokens by dcp rank.

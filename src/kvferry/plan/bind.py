@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Binding: a plan, block ids and base addresses become strided batches, or arrays of copies.
 
 All checks come before the result: tables must be long enough, ids in range, no hole where bytes

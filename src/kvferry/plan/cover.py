@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Proof of exact cover, and the bytes of loaded blocks that a load leaves uncovered.
 
 `require_exact_cover` counts how often the edges assign each (layer, unit, dcp class) that a

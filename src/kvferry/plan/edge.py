@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The address-free plan of one pair of ranks: their two layouts, intersected into pieces.
 
 Components that lie at constant distances on both sides go into one piece. If the two sides cut an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan of two engines, and how a caller uses it.
 
 pair = plan_pair(model, EngineShape(tp=4), EngineShape(tp=8))

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pieces: components of some layers of one group that move together from one rank to another.
 
 On both sides a piece has one block table and one set of strides. For each kind of segment (its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The costs of a pair of engines before either runs, and the digest of a plan.
 
 `report` plans every edge and binds it for one synthetic request, so its bytes, strided runs and

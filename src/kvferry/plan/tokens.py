@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The token axis: which entries move, and how the two pagings cut them.
 
 `moved` takes the range of entries from the residencies of both sides. `walk` cuts the range at

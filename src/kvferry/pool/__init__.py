@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shared pool: a store keeps KV blocks by content, across engines, restarts and evictions.
 
 Reading order: `scheduler` (what to look up, load and save), `lookup` and `hits` (what the pool

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hit: how much of a sequence the pool holds, and in which layouts.
 
 Each group of layers has its own need. Full attention needs every token up to the hit. A window or a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of objects in the pool, and the content hashes in them.
 
     kvferry1 / tenant / namespace / layout / part / content

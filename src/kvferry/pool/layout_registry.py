@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts of objects in the pool: records of them, reading another shape's objects, their registry.
 
 **Records.** A record holds the model's description, the facts that engines compare at a handshake,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lookups: what the pool holds of a sequence. The scheduler asks, and never waits.
 
 **The server** (`LookupKeyServer`) is a thread with its own store. It turns tokens into content

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mooncake Store as a `Store`: objects across hosts, put from and got into registered memory.
 
 A put hands the ranges of all objects to the client in one call. A get reads whole objects by one

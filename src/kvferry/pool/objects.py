@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A block as an object: the memory that it consists of, and where in the object each byte lies.
 
 An object is the memory of one block of one block table on one rank: its ranges in ascending order,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduler's orders to its ranks, their reports, and the pool's counters.
 
 Orders and reports are plain values, which any engine can send between its processes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank's side of the pool, for any engine: it takes orders, returns reports, and never waits.
 
 `tell` gives it the scope (keys, our own layout, records of others). `save` and `load` start work.

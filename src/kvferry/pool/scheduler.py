@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduler's side of the pool, for any engine: what to look up, load, save and pin.
 
 A request is tracked from its first lookup to its end, through chunked prefill, preemption and

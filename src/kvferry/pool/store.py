@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `Store` protocol: objects of bytes by key, written once, read whole or in ranges.
 
 An object is all that one rank wrote of one block of one group; its bytes never change. Bytes come

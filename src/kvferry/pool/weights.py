@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names for weights and LoRA adapters. Caches are shared only between engines with equal names.
 
 **Weights.** The name is the first of these that is known:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stores over another store: `StagedStore` for a cache on a device, `CheckedStore` for checksums.
 
 StagedStore moves a device's memory through buffers that the device reaches fast:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part of OpenAI's API that the router understands, and the router's configuration.
 
 A request is a JSON object whose values stay the bytes that came. The router replaces only the few
@@ -68,11 +69,16 @@ class ApiError(KvferryError):
         headers = [(b"content-type", b"application/json")]
         if retry_after_seconds is not None:
             headers.append((b"retry-after", b"%d" % max(1, round(retry_after_seconds))))
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        if status == 429:
-            kind = "rate_limit_error"
-        error = {"message": message, "type": kind, "param": None, "code": code}
-        self.answer = Answer(status, headers, json.dumps({"error": error}).encode())
+        self.answer = Answer(status, headers, error_body(status, code, message))
+
+
+def error_body(status: int, code: str, message: str) -> bytes:
+    """An error in OpenAI's format."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    if status == 429:
+        kind = "rate_limit_error"
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return json.dumps({"error": error}).encode()
 
 
 class Generation:
@@ -210,6 +216,8 @@ class Limits:
     first_byte_seconds: float = 300.0  # streamed answers, until the first byte
     answer_seconds: float = 1800.0  # answers that are not streamed come after the last token
     chunk_seconds: float = 120.0  # between two chunks of a stream
+    wait_seconds: float = 5.0  # for a decode engine to come up, where none is
+    start_seconds: float = 30.0  # until a lost engine is back, while the router has not seen any
     drain_seconds: float = 30.0  # for requests in flight when the router is told to stop
 
     probe_every_seconds: float = 2.0

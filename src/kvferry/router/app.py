@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The router as a server and an ASGI application: routes, disconnects and status pages.
 
 `ApiRoute` serves a route of the API. Each of its requests ends in one of `flow.OUTCOMES`, and in
@@ -143,6 +144,8 @@ class ApiRoute:
             outcome = await self._outcome(asked, headers, receive, reply)
         except asyncio.CancelledError:  # the router stops before this request has ended
             outcome = "stopped"
+            with suppress(ClientGone):
+                await reply.cut("router_stopped", "the router stopped in the middle of this answer")
             raise
         finally:
             held.close()
@@ -173,8 +176,14 @@ class ApiRoute:
         except ClientGone:
             return "client_gone"
         except EngineFailure as error:
-            # The server closes the connection, because the answer is incomplete.
             asked.trail.append(str(error))
+            how = "fell silent" if error.timed_out else "broke off"
+            with suppress(ClientGone):
+                # If this is not possible, the server closes the connection.
+                await reply.cut(
+                    "engine_timeout" if error.timed_out else "engine_failed",
+                    f"the decode engine {how} in the middle of this answer",
+                )
             return "broken_stream"
         except Exception:  # a bug of the router
             log.exception("request %s broke the router", asked.request_id.decode())
@@ -264,6 +273,8 @@ class Status:
         alone = by("reason", router.fallbacks)
         add("fallbacks_total", "counter", "Requests decoded without a prefill engine.", alone)
         add("in_flight", "gauge", "Requests that are being served.", {"": router.places.taken})
+        waiting = router.decode.waiting
+        add("waiting", "gauge", "Requests that wait for a decode engine.", {"": waiting})
         add("held_bytes", "gauge", "Charged for bodies and answers.", {"": router.memory.taken})
         add("engine_up", "gauge", "Whether the engine gets requests.", each(lambda e: int(e.up)))
         add("engine_in_flight", "gauge", "Requests at the engine.", each(lambda e: e.in_flight))

@@ -1,8 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engines: which are up, which one is next, and HTTP to them.
 
 An engine is up or down. It goes down after `fail_after` failures in a row, of probes and requests
 together, or at once when it accepts no connection. Only probes bring it back: `recover_after` good
 ones in a row. After the start one good probe is enough, so that the router is ready at once.
+Requests wait a moment for an engine to come back (`EngineGroup.wait_up`). The router remembers how
+long engines stayed away, and tells clients when to ask again.
 
 A plain 500 is the request's failure, not the engine's. Otherwise one bad request, tried on every
 engine, would take all engines down.
@@ -12,7 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
+import statistics
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,21 +32,37 @@ from kvferry.router.guard import RequestMemory
 
 log = logging.getLogger(__name__)
 Role = Literal["prefill", "decode"]
+# Of how many absences the usual one is the median.
+_REMEMBERED = 5
+# A longer absence says nothing about the next one: somebody took the engine out.
+_LONGEST_START_SECONDS = 900.0
 
 
 class UpstreamEngine:
     """One engine: its address, its health, and its load."""
 
-    def __init__(self, url: str, role: Role, limits: Limits) -> None:
+    def __init__(
+        self,
+        url: str,
+        role: Role,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+        came_up: Callable[[float | None], None] = lambda seconds: None,
+    ) -> None:
+        """`came_up` gets how long the engine was away; None if it was never seen to fail."""
         self.url = url
         self.role: Role = role
         self.up = False
+        self.starts = 0  # how often it came up
+        self.down_since: float | None = None  # while it is down
         self.reason = "not probed yet"  # why it is down
         self.in_flight = 0
         self.failures = 0  # since the start
         self._limits = limits
         self._failed_in_a_row = 0
         self._good_in_a_row = limits.recover_after - 1  # the first probe counts alone
+        self._clock = clock
+        self._came_up = came_up
 
     def answered(self) -> None:
         """A request got an answer."""
@@ -56,6 +78,8 @@ class UpstreamEngine:
             log.warning("%s engine %s is down: %s", self.role, self.url, reason)
         if not self.up:
             self.reason = reason
+            if self.down_since is None:
+                self.down_since = self._clock()
 
     def probed_well(self) -> None:
         self._failed_in_a_row = 0
@@ -63,14 +87,30 @@ class UpstreamEngine:
         if not self.up and self._good_in_a_row >= self._limits.recover_after:
             self.up = True
             self.reason = ""
-            log.info("%s engine %s is up", self.role, self.url)
+            self.starts += 1
+            away = None if self.down_since is None else self._clock() - self.down_since
+            self.down_since = None
+            after = "" if away is None else f", after {away:.1f} s"
+            log.info("%s engine %s is up%s", self.role, self.url, after)
+            self._came_up(away)
 
 
 class EngineGroup:
     """The engines of one role."""
 
-    def __init__(self, urls: Sequence[str], role: Role, limits: Limits) -> None:
-        self.engines = [UpstreamEngine(url, role, limits) for url in urls]
+    def __init__(
+        self,
+        urls: Sequence[str],
+        role: Role,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engines = [UpstreamEngine(url, role, limits, clock, self._came_up) for url in urls]
+        self.waiting = 0  # requests that wait for one of them
+        self._limits = limits
+        self._clock = clock
+        self._absences: deque[float] = deque(maxlen=_REMEMBERED)
+        self._one_is_up = asyncio.Event()
         self._in_turn = list(self.engines)  # the last one that was picked is last
 
     def some_up(self, besides: Collection[UpstreamEngine] = ()) -> bool:
@@ -85,6 +125,38 @@ class EngineGroup:
         self._in_turn.remove(best)
         self._in_turn.append(best)
         return best
+
+    async def wait_up(self, seconds: float) -> float:
+        """Wait until an engine is up, for at most `seconds`. Returns how long that took."""
+        begun = time.monotonic()
+        self.waiting += 1
+        try:
+            with anyio.move_on_after(seconds):
+                while not self.some_up():
+                    await self._one_is_up.wait()
+        finally:
+            self.waiting -= 1
+        return time.monotonic() - begun
+
+    def absence(self) -> tuple[float, float | None]:
+        """Seconds until an engine should be up, and the usual absence, or None if none was seen.
+
+        An engine that is overdue may come at any moment: that is after `recover_after` probes.
+        """
+        usual = statistics.median(self._absences) if self._absences else None
+        expected = self._limits.start_seconds if usual is None else usual
+        now = self._clock()
+        away = [now - e.down_since for e in self.engines if e.down_since is not None]
+        late = 0.0 if away else expected
+        left = min((expected - seconds for seconds in away if seconds < expected), default=late)
+        soonest = self._limits.probe_every_seconds * self._limits.recover_after
+        return max(left, soonest), usual
+
+    def _came_up(self, away: float | None) -> None:
+        if away is not None and away <= _LONGEST_START_SECONDS:
+            self._absences.append(away)
+        self._one_is_up.set()  # wakes all that wait
+        self._one_is_up.clear()
 
 
 # HTTP to engines. Every wait has a deadline, and every failure is an `EngineFailure`.
@@ -128,6 +200,11 @@ class EngineFailure(KvferryError):
         self.timed_out = timed_out
         self.answer = answer  # a 5xx
 
+    @property
+    def broke_off(self) -> bool:
+        """The engine saw the request, and its connection ended."""
+        return self.delivered and not self.timed_out and self.answer is None
+
 
 class AnswerTooLong(EngineFailure):
     """An answer that is not streamed has more than max_answer_bytes."""
@@ -138,6 +215,7 @@ class Upstream:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
+        self._checks: dict[UpstreamEngine, asyncio.Task[None]] = {}
         # Not trust_env: no proxies and no .netrc, so that clients' credentials stay unchanged.
         self._client = httpx.AsyncClient(
             trust_env=False,
@@ -157,6 +235,7 @@ class Upstream:
         try:
             yield
         finally:
+            tasks += self._checks.values()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -207,6 +286,14 @@ class Upstream:
             asked.held.add(held_before - asked.held.bytes)
             if response is not None:
                 await response.aclose()
+
+    async def check(self, engine: UpstreamEngine) -> None:
+        """Probe an engine that broke off, now: it may have died. One probe serves all requests."""
+        task = self._checks.get(engine)
+        if task is None:
+            task = self._checks[engine] = asyncio.create_task(self._probe(engine))
+            task.add_done_callback(lambda done: self._checks.pop(engine, None))
+        await asyncio.wait({task})  # leaves the probe to the others if this request is cancelled
 
     async def _whole(
         self, engine: UpstreamEngine, chunks: AsyncIterator[bytes], held: RequestMemory

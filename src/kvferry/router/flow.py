@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The life of a request, from prefill to the last byte.
 
     1. A prefill engine gets the request for one token, with `do_remote_decode`. Its answer holds
@@ -14,13 +15,19 @@ What happens when an engine fails before the first byte to the client:
       connection
     decode engine fails otherwise   prefill again, then another decode engine: the failed one may
       (5xx, broken, silent)         have claimed the ticket, and a ticket serves once
+    no decode engine is up          the request waits up to `wait_seconds` for one, also for one
+                                    that failed it and has started again; then 503, with the
+                                    time after which an engine should be back
     all tries fail                  the engine's own 5xx if there was one; else 504 if it was
-                                    silent, 502 if it broke off, 503 if none accepted the request
+                                    silent, 502 if it broke off and is still up
     any engine answers 4xx          the client gets that answer
     decode answers too much         502: another engine would answer as much
 
-After the first byte nothing is tried again, because the client has tokens already. The router
-closes the client's connection in the middle of the answer, which every HTTP client notices.
+After the first byte nothing is tried again, because the client has tokens already. A stream of
+events passes event by event. If it is cut, the client gets the whole events, then an event with an
+error in OpenAI's format, and the end of the body, without `[DONE]`. A compressed stream, or one cut
+within an event of more than 64 KiB, has no place for that event: the router closes the connection
+in the middle of the answer, which every HTTP client notices.
 
 A client that disconnects cancels its request at any point. The router closes its connections to
 engines, and the engines abort. A ticket that no engine has claimed expires at the prefill engine.
@@ -35,7 +42,14 @@ from dataclasses import replace
 import msgspec
 from starlette.types import Message, Send
 
-from kvferry.router.api import Answer, ApiError, Generation, RouterConfig, ticket_of
+from kvferry.router.api import (
+    Answer,
+    ApiError,
+    Generation,
+    RouterConfig,
+    error_body,
+    ticket_of,
+)
 from kvferry.router.engines import (
     AnswerTooLong,
     EngineFailure,
@@ -72,6 +86,7 @@ FALLBACKS = (
 # An answer is written in pieces of this size. The server takes the next one when the client has
 # read most of the last.
 _PIECE_BYTES = 64 << 10
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
 class Router:
@@ -103,6 +118,8 @@ class ClientReply:
 
     def __init__(self, send: Send, request_id: bytes, client_seconds: float) -> None:
         self.status = 0  # until the answer begins
+        self._between_events = False  # in a stream
+        self._part = b""  # of the next event
         self._raw_send = send
         self._request_id = request_id
         self._client_seconds = client_seconds
@@ -114,12 +131,41 @@ class ClientReply:
             headers.append((b"content-length", b"%d" % len(answer.body)))
         start = {"type": "http.response.start", "status": answer.status, "headers": headers}
         await self._send(start)
-        for at in range(0, len(answer.body), _PIECE_BYTES):
-            await self._send_body(answer.body[at : at + _PIECE_BYTES])
-        if answer.rest is not None:
+        if answer.rest is None:
+            for at in range(0, len(answer.body), _PIECE_BYTES):
+                await self._send_body(answer.body[at : at + _PIECE_BYTES])
+        elif any(name == b"content-encoding" for name, _ in answer.headers):
+            await self._send_body(answer.body)
             async for data in answer.rest:
                 await self._send_body(data)
+        else:
+            self._between_events = True
+            await self._send_events(answer.body)
+            async for data in answer.rest:
+                await self._send_events(data)
+            await self._send_body(self._part)
+        self._between_events = False
         await self._send_body(b"", more=False)
+
+    async def cut(self, code: str, message: str) -> None:
+        """End a stream with an error, if it stands between two events."""
+        if self._between_events:
+            self._between_events = False
+            await self._send_body(b"data: %s\n\n" % error_body(500, code, message))
+            await self._send_body(b"", more=False)
+
+    async def _send_events(self, data: bytes) -> None:
+        """Pass on whole events, and keep the part of the next one, if it is small."""
+        data = self._part + data
+        ends = [at + len(mark) for mark in _EVENT_ENDS if (at := data.rfind(mark)) >= 0]
+        end = max(ends, default=0)
+        large = len(data) - end > _PIECE_BYTES
+        if large:
+            end = len(data)
+        self._part = data[end:]
+        if end:
+            self._between_events = not large
+            await self._send_body(data[:end])
 
     async def _send_body(self, data: bytes, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
@@ -146,24 +192,27 @@ class _Trip:
         # None: a prefill is needed. Empty: decode-only.
         self._ticket: bytes | None = None
         self._failed_prefill: set[UpstreamEngine] = set()
+        self._tried_decode: dict[UpstreamEngine, int] = {}  # and its `starts` at that time
+        self._patience_seconds = self._limits.wait_seconds
 
     async def run(self) -> None:
-        decode, tried = self._router.decode, set[UpstreamEngine]()
+        decode, tries = self._router.decode, 0
         failure: EngineFailure | None = None
         if self._wanted is not None and (reason := self._wanted.decode_only_because()):
             self._fall_back(reason)
         # Checked before the prefill, which would be useless without a decode engine.
-        while len(tried) < self._limits.tries and decode.some_up(besides=tried):
+        while tries < self._limits.tries and await self._one_is_up():
             if self._wanted is not None and self._ticket is None:
-                await self._prefill(self._wanted, again=bool(tried))
+                await self._prefill(self._wanted, again=tries > 0)
                 if self._reply.status:
                     return
-            engine = decode.pick(besides=tried)
-            if engine is None:
-                break
-            if tried:
+            engine = decode.pick(besides=self._failed_decode())
+            if engine is None:  # it went down while the other prefilled
+                continue
+            if tries:
                 self._router.retries["decode"] += 1
-            tried.add(engine)
+            tries += 1
+            self._tried_decode[engine] = engine.starts
             try:
                 await self._decode(engine)
                 return
@@ -176,7 +225,22 @@ class _Trip:
                     break
                 if error.delivered and self._ticket:
                     self._ticket = None
+                if error.broke_off and not decode.some_up(besides=self._failed_decode()):
+                    await self._router.upstream.check(engine)
         await self._give_up(failure)
+
+    def _failed_decode(self) -> set[UpstreamEngine]:
+        """Decode engines that failed this request and have not started again since."""
+        return {engine for engine, starts in self._tried_decode.items() if engine.starts == starts}
+
+    async def _one_is_up(self) -> bool:
+        """Whether a decode engine can be asked. If none is up, wait for one."""
+        decode = self._router.decode
+        if not decode.some_up() and self._patience_seconds > 0:
+            waited = await decode.wait_up(self._patience_seconds)
+            self._patience_seconds -= waited
+            self._asked.trail.append(f"waited {waited:.1f} s for a decode engine")
+        return decode.some_up(besides=self._failed_decode())
 
     async def _prefill(self, wanted: Generation, again: bool) -> None:
         """Get a ticket, or decide for decode-only, or answer the client with an engine's 4xx."""
@@ -226,12 +290,18 @@ class _Trip:
             await self._send(got)
 
     async def _give_up(self, failure: EngineFailure | None) -> None:
-        if failure is None or not failure.delivered:
-            count, wait = len(self._router.decode.engines), self._limits.probe_every_seconds
-            raise ApiError(503, "no_decode_engine", f"none of {count} decode engines is up", wait)
         if isinstance(failure, AnswerTooLong):  # another engine would answer as much
             message = f"the answer has more than {self._limits.max_answer_bytes} bytes"
             raise ApiError(502, "answer_too_long", f"{message}; ask for a stream")
+        decode = self._router.decode
+        gone = failure is not None and failure.broke_off and not decode.some_up()
+        if failure is None or not failure.delivered or gone:
+            seconds, usual = decode.absence()
+            message = f"none of {len(decode.engines)} decode engines is up; "
+            if usual is not None:
+                message += f"a lost one usually is back after {usual:.0f} s; "
+            message += f"ask again in {seconds:.0f} s"
+            raise ApiError(503, "no_decode_engine", message, seconds)
         if failure.timed_out:
             raise ApiError(504, "engine_timeout", "the decode engine did not answer in time")
         if failure.answer is None:

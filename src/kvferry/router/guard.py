@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits what slow, numerous or hostile clients can take of the router.
 
 Three things are limited, in total and per client address: connections, requests in flight, and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Proof: kvferry plans random pairs of engines, and a brute-force oracle checks the bytes.
 
 `case` defines a case in plain JSON values, and `generate` makes cases from a seed. `oracle`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A case in plain JSON values: a model, two engines, one request.
 
 The oracle and the product read only this, so neither depends on the other.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random cases from a seed, and the features by which a sweep counts them.
 
 Case `index` of a seed is the same each time, and does not depend on other cases. Models are small

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The oracle: by brute force, which byte each rank holds before a request, and must hold after it.
 
 Every logical byte of a request (group, component, layer, entry, unit, dims, byte) has an id. The

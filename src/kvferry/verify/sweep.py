@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sweep: many random pairs, each planned, executed, and compared byte by byte.
 
 A pair passes if all of this holds:

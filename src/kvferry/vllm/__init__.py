@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kvferry's connectors for an unmodified vLLM.
 
     --kv-transfer-config '{"kv_connector": "FerryConnector", "kv_role": "kv_both",

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How engines find each other that got a request at the same time, without a ticket.
 
 In Mooncake style, a proxy knows an address for each prefill server, asks it `GET /query`, and gets

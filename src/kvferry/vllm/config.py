@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys of `kv_connector_extra_config` that an operator may set. Every key has a default.
 
 `FerryConfig` is a dataclass; the type of each field has a rule for its value:

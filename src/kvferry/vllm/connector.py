@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`FerryConnector`: vLLM's connector interface over the hand-over, the shared pool, or both.
 
 A connector lives in one process: the scheduler's or a worker's. In the scheduler's it has a
@@ -46,6 +47,7 @@ from kvferry.net.names import at_port, is_loopback
 from kvferry.net.rpc import Sockets
 from kvferry.pool.weights import Adapters, adapter_settings
 from kvferry.vllm.bootstrap import Bootstrap, Registration, Rendezvous, Whereabouts
+from kvferry.vllm.check import sections
 from kvferry.vllm.config import FerryConfig, Style, incarnation, require_supported_vllm
 from kvferry.vllm.consuming import Consuming
 from kvferry.vllm.describe import cache_rank
@@ -95,19 +97,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     def _sections(cls, transfer: Any) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """The keys of the hand-over and those of the pool; None where there is no such half."""
-        extra = dict(transfer.kv_connector_extra_config or {})
-        if cls.STYLE is None:
-            return None, extra
-        if cls.STYLE != "ferry":
-            return extra, None
-        section = extra.pop("pool", None)
-        if section is not None and not isinstance(section, bool | Mapping):
-            raise DescriptionError(
-                f"`pool` in kv_connector_extra_config is true, false or an object, not {section!r}"
-            )
-        if section is None or section is False:
-            return extra, None
-        return extra, {} if section is True else dict(section)
+        return sections(cls.STYLE, transfer.kv_connector_extra_config or {})
 
     def _make_handover(self, extra: dict[str, Any], schedules: bool) -> None:
         vllm_config, cache, style = self._vllm_config, self._kv_cache_config, self.STYLE

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decode engine's requests whose prompt was, or is being, computed elsewhere.
 
 A request arrives with a ticket, or with the name of a producer that got it at the same time. Its

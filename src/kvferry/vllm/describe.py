@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's cache as ours: model, shape, layout and meaning of what a worker registered.
 
 - The model: target layers are described from the model's configuration, over all stages, and

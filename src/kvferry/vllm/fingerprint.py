@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a prompt is known by: only prompts that are known by their whole content are shared.
 
 A cache is found by the tokens of its prompt, with LoRA, salt, and a digest of each image or other

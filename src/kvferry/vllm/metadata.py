@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the scheduler and the workers of one engine tell each other through vLLM, step by step.
 
 The scheduler sends one `FerryMetadata` with every step, the same for all workers. Each worker may

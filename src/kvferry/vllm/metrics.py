@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kvferry's metrics: from workers and the scheduler to vLLM's log and `/metrics`; and its traces.
 
 Workers report loads, the scheduler reports requests, blocks and how holds ended. vLLM adds the

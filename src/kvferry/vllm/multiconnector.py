@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connectors of ours as children of vLLM's MultiConnector.
 
 A MultiConnector hands on only its first child's handshake metadata, and raises if two children put

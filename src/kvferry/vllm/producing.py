@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prefill engine's requests: which are held for a consumer, under what name, and for how long.
 
 A request that ends with its prompt computed (at its length, at a stop token, at a repetition: its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hand-over in a worker's process: memory, holds and loads.
 
 A step of the engine only passes orders and results; threads do the work.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The carrier between processes with GPUs on one host: a kernel copies, one-sided.
 
 `register` exports the allocations that regions lie in as CUDA IPC handles. `connect` opens them,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVIDIA's driver by ctypes: contexts, memory, memory of other processes, streams and kernels.
 
 Only the driver's own library is needed, neither torch nor the CUDA toolkit. Contexts are the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The copy kernel as machine code: compiled by Triton once for each form, launched by the driver.
 
 Triton compiles for the device without torch. The machine code is loaded and launched here, on our

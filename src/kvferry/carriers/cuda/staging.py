@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device memory for carriers that move host memory: gathered to and scattered from pinned chunks.
 
     outgoing   one kernel brings runs together on the device, the bus takes them to the host

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one way in which bytes are copied on a GPU: copies, checked and cut, become kernel launches.
 
     for queued in buffers.steps(copies, src, dst):   # the bytes of each launch

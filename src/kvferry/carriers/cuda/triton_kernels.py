@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels: one executes all copies of a batch, one mixes the words of runs.
 
 This module needs Triton, and is imported when a kernel is used.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The carrier over Mooncake's TransferEngine: TCP anywhere, RDMA where there is hardware for it.
 
 Each carrier is an engine of its own with Mooncake's P2P handshake, so no metadata server is needed.

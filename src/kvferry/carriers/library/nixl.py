@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The carrier over NIXL: UCX by default, its other backends by option.
 
     make_carrier("nixl", backends=["UCX"])

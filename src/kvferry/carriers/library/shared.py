@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The common part of carriers whose bytes another library moves: `mooncake` and `nixl`.
 
 The library moves batches between two processes. This module adds the rest of the `Carrier`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The carrier between any two hosts: one-sided reads and writes over TCP.
 
 The owner of memory runs a `TcpServer` (server.py), to which readers and writers connect

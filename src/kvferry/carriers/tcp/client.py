@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tcp carrier's asking end: authenticated connections to a server.
 
 A `TcpPeer` keeps a peer's idle connections and its threads; `Streams` are the connections that one

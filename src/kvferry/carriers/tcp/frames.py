@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tcp carrier's protocol on the wire, and the streams that carry it.
 
 Every frame is a header of 32 bytes and `body_bytes` more, little-endian:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tcp carrier's receiving end: serves registered memory to peers that have the key.
 
 One thread accepts, and one serves each connection. The cost of a connection is bounded from its

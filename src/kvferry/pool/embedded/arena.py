@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory tier: one file in shared memory, mapped by every process, cut into extents.
 
 The records alone say which extents are taken. The gaps between them are kept beside, as a shared

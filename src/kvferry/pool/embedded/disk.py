@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The disk tier: one file per object, named by its key's hash, the same image as in memory.
 
 A file appears under its name only when all its bytes are written (another name, then rename), and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tiers of one open store: which object gets an extent, and which objects make way for it.
 
 An object comes in only in place of objects that the policy scores lower, else it is declined. With

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The index of the embedded store: one record per key, in memory that all processes share.
 
 A record lies in one of two buckets of `WAYS` slots that its key's hash names; nothing else points

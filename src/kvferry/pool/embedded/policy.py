@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which object goes when room is needed: the one whose bytes are least likely to be read soon.
 
 The conversation decides, not the block. A request names its blocks in prefix order

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The embedded store: objects shared by all processes of one host, by a directory and nothing else.
 
 There is no server. Every process maps the same two files, an index and an arena, and takes part:

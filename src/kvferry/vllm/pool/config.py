@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operator's settings of the pool, and how each process opens its store.
 
 `FerryPoolConnector` needs nothing: the embedded store of this host, in its default place. The keys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pool in the scheduler's process: vLLM's requests, blocks and events in the pool's terms."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pool in a worker's process.
 
 It registers the cache's memory with the store, passes orders on, and reports each end once.

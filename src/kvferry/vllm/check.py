@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine would refuse of its `--kv-transfer-config`, found before any weights are loaded.
+
+`kvferry check` calls `refusals` without vLLM. Inside vLLM, the plugin calls `require_settings` when
+vLLM looks up the connector's class, which it does first when it makes its configuration. The rules
+are those of `FerryConfig` and `PoolConfig`; this module applies them to one key after the other, so
+that the operator sees all mistakes at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.errors import DescriptionError, KvferryError
+from kvferry.vllm.config import FerryConfig, Style, rules, told
+from kvferry.vllm.pool.config import PoolConfig
+
+log = logging.getLogger("kvferry")
+
+MODULE = "kvferry.vllm"
+ROLES = ("kv_producer", "kv_consumer", "kv_both")
+POLICIES = ("recompute", "fail")
+# Of vLLM's KVTransferConfig.
+FIELDS = frozenset(
+    {
+        "enable_permute_local_kv",
+        "engine_id",
+        "kv_buffer_device",
+        "kv_connector",
+        "kv_connector_extra_config",
+        "kv_connector_module_path",
+        "kv_load_failure_policy",
+        "kv_port",
+        "kv_role",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A connector class: the style of its hand-over (None: the pool alone), and pool defaults."""
+
+    style: Style | None
+    pool_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_STORE = Kind(None, {"store": "mooncake", "save_decode_cache": False})
+# By the names under which `kvferry.vllm` has the classes.
+KINDS = {
+    "FerryConnector": Kind("ferry"),
+    "FerryMooncakeConnector": Kind("mooncake"),
+    "FerryMooncakeStoreConnector": _STORE,
+    "FerryNixlConnector": Kind("nixl"),
+    "FerryNixlPushConnector": Kind("push"),
+    "FerryPoolConnector": Kind(None),
+    "MooncakeConnector": Kind("mooncake"),
+    "MooncakeStoreConnector": _STORE,
+    "NixlConnector": Kind("nixl"),
+    "NixlPullConnector": Kind("nixl"),
+    "NixlPushConnector": Kind("push"),
+}
+
+
+def sections(
+    style: Style | None, extra: Mapping[str, Any]
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The keys of the hand-over and those of the pool; None where there is no such half."""
+    extra = dict(extra)
+    if style is None:
+        return None, extra
+    if style != "ferry":
+        return extra, None
+    section = extra.pop("pool", None)
+    if section is not None and not isinstance(section, bool | Mapping):
+        raise DescriptionError(
+            f"`pool` in kv_connector_extra_config is true, false or an object, not {section!r}"
+        )
+    if section is None or section is False:
+        return extra, None
+    return extra, {} if section is True else dict(section)
+
+
+def require_settings(
+    style: Style | None, pool_defaults: Mapping[str, Any], extra: Mapping[str, Any]
+) -> None:
+    """Raise DescriptionError with all that is wrong with a connector's own keys.
+
+    This logs nothing: each process reads its settings again when it makes its connector.
+    """
+    with _quiet():
+        found = _settings(Kind(style, pool_defaults), extra)
+    if found:
+        raise DescriptionError("; ".join(found))
+
+
+def refusals(transfer: Mapping[str, Any]) -> list[str]:
+    """All that vLLM or the connector would refuse of a parsed `--kv-transfer-config`."""
+    found = []
+    if unknown := sorted(set(transfer) - FIELDS):
+        found.append(f"vLLM does not know {unknown}; it knows {sorted(FIELDS)}")
+    role = transfer.get("kv_role")
+    if role not in ROLES:
+        found.append(f"kv_role must be one of {', '.join(ROLES)}, found {role!r:.100}")
+    policy = transfer.get("kv_load_failure_policy", "fail")
+    if policy not in POLICIES:
+        found.append(
+            f"kv_load_failure_policy must be one of {', '.join(POLICIES)}, found {policy!r:.100}"
+        )
+    extra = transfer.get("kv_connector_extra_config")
+    if not isinstance(extra, Mapping | None):
+        return [*found, f"kv_connector_extra_config must be an object, found {extra!r:.100}"]
+    name, module = transfer.get("kv_connector"), transfer.get("kv_connector_module_path")
+    if name == "MultiConnector" and module is None:
+        return found + _children(extra or {})
+    if not isinstance(name, str) or name not in KINDS or module not in (None, MODULE):
+        found.append(
+            f"kv_connector {name!r:.100} of module {module!r:.100} is not kvferry's; kvferry has "
+            f"{', '.join(sorted(KINDS))} of module {MODULE}"
+        )
+        return found
+    if module is None and not name.startswith("Ferry"):
+        found.append(
+            f"{name} without kv_connector_module_path is vLLM's own connector; for kvferry's, add "
+            f'"kv_connector_module_path": "{MODULE}"'
+        )
+        return found
+    return found + _settings(KINDS[name], extra or {}, stores=True)
+
+
+@contextmanager
+def notes() -> Iterator[list[str]]:
+    """What kvferry logs meanwhile: keys without effect, a secret that others may read."""
+    said: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    keep, level, propagate = Keep(), log.level, log.propagate
+    log.addHandler(keep)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield said
+    finally:
+        log.removeHandler(keep)
+        log.setLevel(level)
+        log.propagate = propagate
+
+
+def _children(extra: Mapping[str, Any]) -> list[str]:
+    """Of a MultiConnector, what is wrong with the children that are kvferry's."""
+    children = extra.get("connectors")
+    if not isinstance(children, list) or not all(isinstance(c, Mapping) for c in children):
+        return [f"connectors of MultiConnector must be a list of objects, found {children!r:.100}"]
+    ours = [
+        (number, child)
+        for number, child in enumerate(children)
+        if child.get("kv_connector_module_path") == MODULE
+        or str(child.get("kv_connector")).startswith("Ferry")
+    ]
+    return [
+        f"connectors[{number}]: {refusal}" for number, child in ours for refusal in refusals(child)
+    ]
+
+
+def _settings(kind: Kind, extra: Mapping[str, Any], *, stores: bool = False) -> list[str]:
+    """What is wrong with the keys of one connector. `stores`: import its store, too."""
+    try:
+        handover, pool = sections(kind.style, extra)
+    except DescriptionError as error:
+        return [str(error)]
+    found: list[str] = []
+    if handover is not None:
+        style = kind.style or "ferry"
+
+        def read_handover(keys: Mapping[str, Any], environment: Mapping[str, str]) -> object:
+            return FerryConfig.read(keys, style, environment)
+
+        found += _half(FerryConfig, handover, read_handover)
+        parts = ("carriers", "carrier_options")
+        alone: dict[str, Any] = {key: handover[key] for key in parts if key in handover}
+        with _quiet():  # together with a host, the missing secret may have been all that was said
+            found += [one for one in _half(FerryConfig, alone, read_handover) if one not in found]
+    if pool is not None:
+
+        def read_pool(keys: Mapping[str, Any], environment: Mapping[str, str]) -> object:
+            config = PoolConfig.read(keys, **kind.pool_defaults)
+            own = ":" in config.store
+            if environment and (stores or not own):
+                config.opener()  # opens nothing yet
+            if environment and stores and config.store == "mooncake":
+                from kvferry.pool.mooncake import MooncakeStoreConfig
+
+                MooncakeStoreConfig.load_from_env()
+            return config
+
+        found += _half(PoolConfig, pool, read_pool)
+    return found
+
+
+def _half(
+    settings: type,
+    extra: Mapping[str, Any],
+    read: Callable[[Mapping[str, Any], Mapping[str, str]], object],
+) -> list[str]:
+    """First each key alone, then what is good of them together, as an engine reads them."""
+    found: list[str] = []
+
+    def refused(keys: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
+        try:
+            read(keys, environment)
+        except KvferryError as error:
+            found.append(str(error))
+            return True
+        return False
+
+    with _quiet():
+        unknown = [key for key in extra if _refuses(read, {key: None})]
+    if unknown:
+        with _quiet():
+            refused(dict.fromkeys(unknown), {})
+    good = {key: value for key, value in extra.items() if key not in unknown}
+    by = rules(settings)
+    for key, value in told(good).items():
+        if key in by:
+            try:
+                by[key].read(key, value)
+            except DescriptionError as error:
+                found.append(str(error))
+                del good[key]
+        elif key != "secret_file":  # a key of vLLM's own connector
+            with _quiet():
+                if refused({key: value}, {}):
+                    del good[key]
+    refused(good, os.environ)
+    return found
+
+
+def _refuses(read: Callable[[Mapping[str, Any], Mapping[str, str]], object], keys: Any) -> bool:
+    try:
+        read(keys, {})
+    except KvferryError:
+        return True
+    return False
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = disabled
