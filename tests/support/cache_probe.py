@@ -28,12 +28,12 @@ class CacheProbe:
         self._loads: dict[str, Any] = {}
         start, results = worker.start, worker.results
 
-        def watched_start(orders: Any, *, idle: bool) -> None:
+        def watched_start(orders: Any, **step: bool) -> None:
             for hold in orders.holds:
                 self._seen[hold.request_id] = self._digests(hold.tables, hold.tokens)
             for load in orders.loads:
                 self._loads[load.request_id] = (load.tables, load.ticket.tokens)
-            start(orders, idle=idle)
+            start(orders, **step)
 
         def watched_results() -> Any:
             ended = results()
