@@ -151,15 +151,13 @@ class Rack:
     ) -> Iterator[tuple[Any, Any, Any]]:
         latent = "MLA" in spec["type"]
         size = self.engine.rank(self.rank)["tensors"][layer]["element_size"]
-        heads_total = 1 if latent else self._kv_heads()
-        tp = self.engine.engine["tp"]
         for number, component in enumerate(("latent",) if latent else ("k", "v")):
             for index, block in enumerate(table):
                 if not block:
                     continue
                 at = self.engine.element_offsets(self.rank, layer, component, block)
                 heads, slots, dims = at.shape
-                first = 0 if latent else self.rank.tp * heads_total // tp
+                first = 0 if latent else self._first_head(layer)
                 position = self._positions(index, slots)
                 key = (
                     ordinal(layer) * 7919
@@ -176,9 +174,9 @@ class Rack:
         """The tokens that the slots of a request's block hold."""
         return index * slots + np.arange(slots)
 
-    def _kv_heads(self) -> int:
+    def _first_head(self, layer: str) -> int:
         heads: int = self.engine.data["hf_config"]["num_key_value_heads"]
-        return heads
+        return self.rank.tp * heads // int(self.engine.engine["tp"])
 
     def _state_bytes(self, layer: str, block: int) -> Iterator[tuple[Any, Any, Any]]:
         conv, ssm = self.engine.rank(self.rank)["state_views"][layer]

@@ -103,6 +103,7 @@ class Modelless:
         traces: str | None = None,
         pcp: int = 1,
         window: int = 0,
+        longest: int = 512,
         **extra: Any,
     ) -> None:
         """`children`: of a MultiConnector; those that are not ours must need no device.
@@ -110,7 +111,7 @@ class Modelless:
         `states`: to the scheduler, the model has a layer with a recurrent state too; there are no
         bytes of it.
 
-        `window`: of the only layer.
+        `window`: of the only layer. `longest`: tokens of a request.
 
         `pcp`: prefill context parallel ranks. Each is a worker with the whole cache.
         """
@@ -121,12 +122,12 @@ class Modelless:
             connector, module, extra = "MultiConnector", None, {"connectors": children}
         config = VllmConfig(
             model_config=ModelConfig(
-                model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=512
+                model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=longest
             ),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=16,
                 max_num_batched_tokens=64,  # longer prompts come in chunks
-                max_model_len=512,
+                max_model_len=longest,
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
                 # for in-tree children

@@ -96,6 +96,18 @@ MODELS = {
             ),
         ),
     ),
+    # latents, and a draft of grouped heads: pages of two lengths in one cache
+    "mla and a draft": CacheModel(
+        "mla and a draft",
+        (
+            Group(
+                "latent",
+                tuple(range(5)),
+                (Component("latent", 1, (72,), 2, "replicated", content="bf16"),),
+            ),
+            Group("draft", (0,), tuple(replace(c, units=4) for c in _kv), role="draft"),
+        ),
+    ),
     # two heads on up to eight ranks: copies that context parallelism can use
     "few heads": CacheModel(
         "few heads",

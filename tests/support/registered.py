@@ -9,6 +9,7 @@ checked by the captured formulas over the views' strides.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace as Fake
 from typing import Any
@@ -22,7 +23,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import (
     is_conv_state_dim_first,
 )
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
-from vllm.v1.kv_cache_interface import KVCacheLayout
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from captured import CapturedConsumer, CapturedProducer, Rack, Tables, first_needed
@@ -33,6 +34,25 @@ from kvferry.layout.shape import Rank
 from workers import Worker, make_spec
 
 BLOCKS = 29
+# FLASH_ATTN, on GPUs: K and V of one head and slot side by side, in the order of the view
+JOINED = {
+    "name": "joined",
+    "element_offset": {
+        "k": "head*2*S*D + slot*2*D + dim",
+        "v": "head*2*S*D + slot*2*D + D + dim",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft model of full attention, registered behind the target's layers."""
+
+    layers: int = 1
+    heads: int = 4
+    head_size: int = 32
+    tp: int = 1
+    backend: str = "FLASH_ATTN"  # or "CPU_ATTN", as captured
 
 
 @dataclass(frozen=True)
@@ -47,6 +67,9 @@ class Registered:
     block: int = 0  # 0: as captured
     changes: tuple[tuple[str, Any], ...] = ()  # of the model's configuration
     carrier: str = "local"
+    draft: Draft | None = None
+    order: str = ""  # of the cache; empty: as captured
+    kernel: int = 0  # tokens of a kernel's block; 0: as a block
 
     @property
     def ranks(self) -> list[Rank]:
@@ -77,7 +100,20 @@ class Registered:
                 else spec
                 for layer, spec in made.items()
             }
-        return dict(sorted(made.items(), key=lambda item: ordinal(item[0])))
+        made = dict(sorted(made.items(), key=lambda item: ordinal(item[0])))
+        return made | self._draft_specs(made)
+
+    def _draft_specs(self, target: dict[str, Any]) -> dict[str, Any]:
+        if (draft := self.draft) is None:
+            return {}
+        last = next(reversed(target.values()))
+        spec = FullAttentionSpec(
+            block_size=last.block_size,
+            num_kv_heads=max(1, draft.heads // draft.tp),
+            head_size=draft.head_size,
+            dtype=last.dtype,
+        )
+        return {f"model.layers.{len(target) + i}.self_attn.attn": spec for i in range(draft.layers)}
 
     def _spec(self, told: dict[str, Any]) -> Any:
         block, config = self.block or told["block_size"], self.config
@@ -127,15 +163,27 @@ class Registered:
             "dcp": self.dcp,
             "interleave": self.interleave,
             "block_size": block,
+            "kv_cache_layout": self.order or like.engine["kv_cache_layout"],
         }
         configs = get_kv_cache_configs(
             self._vllm_config(engine), [mine[r.pp] for r in self.ranks], [1 << 34] * len(self.ranks)
         )
         ranks = [
-            self._told(rank, config, like) for rank, config in zip(self.ranks, configs, strict=True)
+            self._told(rank, config, like, engine)
+            for rank, config in zip(self.ranks, configs, strict=True)
         ]
-        data = {**like.data, "hf_config": self.config, "engine": engine, "ranks": ranks}
-        return Golden(data)
+        interior = {**like.data["interior"]}
+        if self.draft is not None:
+            interior |= {"FLASH_ATTN/-/": JOINED, **golden("llama-tp1").data["interior"]}
+        return Golden(
+            {
+                **like.data,
+                "hf_config": self.config,
+                "engine": engine,
+                "interior": interior,
+                "ranks": ranks,
+            }
+        )
 
     def _vllm_config(self, engine: dict[str, Any]) -> Any:
         layout = KVCacheLayout[engine["kv_cache_layout"]]
@@ -165,12 +213,19 @@ class Registered:
             max_in_flight_tokens=64,
         )
 
-    def _told(self, rank: Rank, config: Any, like: Golden) -> dict[str, Any]:
-        layout = KVCacheLayout[like.engine["kv_cache_layout"]]
-        caches = allocate_kv_cache(config, torch.device("cpu"), layout)
+    def _told(
+        self, rank: Rank, config: Any, like: Golden, engine: dict[str, Any]
+    ) -> dict[str, Any]:
+        layout = KVCacheLayout[engine["kv_cache_layout"]]
+        kernels = [self.kernel] * len(config.kv_cache_groups) if self.kernel else None
+        caches = allocate_kv_cache(config, torch.device("cpu"), layout, kernels)
         (storage,) = {t.untyped_storage().data_ptr() for t in caches.values()}
         (size,) = {t.untyped_storage().nbytes() for t in caches.values()}
         backends = {name: b for r in like.data["ranks"] for name, b in r["backends"].items()}
+        if self.draft is not None:
+            isa = {"CPU_ATTN": "vec"}.get(self.draft.backend)
+            mine = {"backend": self.draft.backend, "isa": isa}
+            backends = {name: backends.get(name, mine) for name in caches}
         told = {
             "pp_rank": rank.pp,
             "tp_rank": rank.tp,
@@ -180,7 +235,7 @@ class Registered:
                 {
                     "group_id": number,
                     "layers": list(group.layer_names),
-                    "spec": {"type": type(group.kv_cache_spec).__name__, **vars_of(group)},
+                    "spec": told_spec(group.kv_cache_spec),
                 }
                 for number, group in enumerate(config.kv_cache_groups)
             ],
@@ -218,10 +273,13 @@ class Registered:
         return [("x", inner), ("B", shared), ("C", shared)]
 
 
-def vars_of(group: Any) -> dict[str, Any]:
+def told_spec(spec: Any) -> dict[str, Any]:
     """What was captured of a spec: enough to make it again, and to fill its blocks."""
-    spec = group.kv_cache_spec
-    told = {name: getattr(spec, name) for name in spec.__dataclass_fields__}
+    told: dict[str, Any] = {"type": type(spec).__name__, "block_size": spec.block_size}
+    if told["type"] == "UniformTypeKVCacheSpecs":  # one table for layers of different pages
+        each = {layer: told_spec(one) for layer, one in spec.kv_cache_specs.items()}
+        return {**told, "kv_cache_specs": each}
+    told |= {name: getattr(spec, name) for name in spec.__dataclass_fields__}
     for name in ("dtype", "kv_quant_mode", "mamba_type"):
         if told.get(name) is not None:
             told[name] = getattr(told[name], "name", str(told[name]).removeprefix("torch."))
@@ -246,7 +304,7 @@ class LaidOut:
 
     def __init__(self, registered: Registered) -> None:
         self.registered, self.carrier = registered, registered.carrier
-        self.engine = Described(registered.lay_out().data)
+        self.engine = Described({**registered.lay_out().data, "draft": registered.draft})
 
     def tables(self, tokens: int, seed: int) -> Tables:
         """As `Captured.tables`; a block of a rank holds a share of dcp blocks' tokens."""
@@ -269,7 +327,10 @@ class Described(Golden):
     """Its layouts, model and shape are those that the adapter finds."""
 
     def worker(self, rank: Rank) -> Worker:
-        return Worker(self, rank)
+        worker = Worker(self, rank)
+        if draft := self.data["draft"]:
+            worker.speculate(draft.layers, draft.heads, draft.tp)
+        return worker
 
     @property
     def model(self) -> Any:
@@ -301,6 +362,27 @@ class RegisteredRack(Rack):
         ]
         self.carrier = make_carrier(laid_out.carrier, secret=None, host="127.0.0.1")
         self.carrier.register(self.regions)
+
+    def _layers(self) -> Iterator[tuple[dict[str, Any], str, dict[str, Any]]]:
+        """Where layers of different pages share a table, each with its own spec."""
+        for group, layer, tensor in super()._layers():
+            specs = group["spec"].get("kv_cache_specs")
+            yield ({**group, "spec": specs[layer]} if specs else group), layer, tensor
+
+    def _token_bytes(
+        self, spec: dict[str, Any], layer: str, table: list[int], tokens: int
+    ) -> Iterator[tuple[Any, Any, Any]]:
+        """A block is as many kernel blocks, one behind the other."""
+        slots = self.engine.rank(self.rank)["tensors"][layer]["shape"][2]
+        ratio = spec["block_size"] // slots
+        split = [block and block * ratio + part for block in table for part in range(ratio)]
+        return super()._token_bytes(spec, layer, split, tokens)
+
+    def _first_head(self, layer: str) -> int:
+        draft = self.engine.data["draft"]
+        if draft is None or ordinal(layer) < self.engine.data["hf_config"]["num_hidden_layers"]:
+            return super()._first_head(layer)
+        return 0 if draft.tp == 1 else self.rank.tp * draft.heads // draft.tp
 
     def _positions(self, index: int, slots: int) -> Any:
         """Ranks of a dcp group take turns, `interleave` tokens at a time."""

@@ -21,6 +21,9 @@ from kvferry.vllm.describe import Described, describe_worker
 def make_spec(told: dict[str, Any]) -> Any:
     """A spec of vLLM's own class, from what was captured of it."""
     kind = getattr(kv, told["type"])
+    if told["type"] == "UniformTypeKVCacheSpecs":
+        each = {layer: make_spec(one) for layer, one in told["kv_cache_specs"].items()}
+        return kind(block_size=told["block_size"], kv_cache_specs=each)
     values = {f.name: told[f.name] for f in fields(kind) if f.init and f.name in told}
     if "dtype" in values:
         values["dtype"] = getattr(torch, values["dtype"])
@@ -123,6 +126,10 @@ class Worker:
         for name in names:
             self.kv_caches[name] = torch.zeros(29, heads, block, 2 * head_size)
             self.layers[name] = Layer({"backend": "CPU_ATTN", "isa": isa})
+        self.speculate(layers, heads * tp, tp)
+
+    def speculate(self, layers: int, heads: int, tp: int) -> None:
+        """The configuration of a draft model."""
         self.vllm_config.speculative_config = Fake(
             draft_parallel_config=Fake(tensor_parallel_size=tp),
             draft_model_config=Fake(
@@ -130,7 +137,7 @@ class Worker:
                 dtype=torch.float32,
                 quantization=None,
                 max_model_len=4096,
-                get_total_num_kv_heads=lambda: heads * tp,
+                get_total_num_kv_heads=lambda: heads,
                 hf_text_config=Fake(to_dict=lambda: {"num_hidden_layers": layers}),
             ),
         )

@@ -46,6 +46,19 @@ CASES = [
     ),
     ("draft", "tp=2,pp=2,block=16", "tp=8,draft_tp=4,block=32,kernel.draft=16", "tcp"),
     ("draft", "tp=3,block=16,interior=cpu", "tp=8,pp=4,draft_tp=2,block=32", "local"),
+    # latents on all ranks, and a draft's heads that every rank has, or that are cut
+    (
+        "mla and a draft",
+        "tp=2,draft_tp=1,block=32,kernel=16",
+        "tp=4,draft_tp=1,block=64,kernel=32,block.draft=48,kernel.draft=24",
+        "local",
+    ),
+    (
+        "mla and a draft",
+        "tp=2,block=16,kernel.draft=8,order=LBNHC",
+        "tp=4,draft_tp=1,block=24,kernel=8",
+        "tcp",
+    ),
 ]
 
 

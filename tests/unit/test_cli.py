@@ -66,6 +66,31 @@ def test_odd_shapes_are_planned_with_a_note() -> None:
     assert json.loads(runner.invoke(app, [*PLAN, "--json"]).stdout)["notes"] == []
 
 
+def test_windows_that_are_computed_are_noted() -> None:
+    """Which pairs of engines load not every prompt, how often, and whether this prompt is one."""
+
+    def planned(tokens: int, src: str, dst: str) -> str:
+        words = ["plan", "--model", "gpt-oss-20b", "--tokens", f"{tokens}", "--from", src]
+        result = runner.invoke(app, [*words, "--to", dst, "--json"])
+        (note,) = json.loads(result.stdout)["notes"] or [""]
+        shown = runner.invoke(app, [*words, "--to", dst])
+        assert " ".join(note.split()) in " ".join(shown.stdout.split())
+        return str(note)
+
+    # a window of 128 drops whole blocks of 16, in half of all cases the first half of one of 32
+    often = "of prompts longer than a window, 50% are not loaded but computed by the destination"
+    note = planned(710, "tp=1,block=16", "tp=2,block=32")
+    assert note.startswith(often) and note.endswith("; this one is loaded")
+    note = planned(720, "tp=1,block=16", "tp=2,block=32")
+    assert note.startswith(often) and "; this one too: group 'window': of 720 tokens" in note
+    assert "keeps those from 592 on" in note and "whole blocks from token 576 on" in note
+    assert "use source blocks that are a multiple of the destination's" in note
+    third = planned(700, "tp=1,block=16", "tp=1,block=48")
+    assert "67% are not loaded" in third
+    for src, dst in (("block=32", "block=16"), ("block=16,full=1", "block=32")):
+        assert planned(720, src, dst) == ""
+
+
 def test_models_and_version() -> None:
     assert "deepseek-v3" in runner.invoke(app, ["models"]).stdout
     assert runner.invoke(app, ["--version"]).stdout.strip() == __version__

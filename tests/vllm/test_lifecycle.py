@@ -743,22 +743,27 @@ def test_prefill_context_parallel_ranks(make: Pairs, p_ranks: int, d_ranks: int)
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_windows_in_smaller_blocks(make: Pairs, policy: str) -> None:
-    """What P has dropped of a block that D would fill is known before a load is promised."""
-    window = 40
-    p, d = (
-        make(name, policy=policy, window=window, block_size=size)
-        for name, size in (("p", 16), ("d", 32))
-    )
+@pytest.mark.parametrize(
+    ("window", "counts", "computed"),
+    [(40, (20, 39, 150, 160, 162, 190, 195, 200, 210), 4), (256, (700, 716), 1)],
+)
+def test_windows_in_smaller_blocks(
+    make: Pairs, policy: str, window: int, counts: tuple[int, ...], computed: int
+) -> None:
+    """What P has dropped of a block that D would fill is known before a load is promised: also
+    where failed loads fail requests, none does."""
+    options = {"window": window, "longest": 1024, "load_failure_policy": policy}
+    p, d = make("p", block_size=16, **options), make("d", block_size=32, **options)
+    assert d.scheduler.recompute_kv_load_failures == (policy == "recompute")
     here = 0
-    for count in (20, 39, 150, 160, 162, 190, 195, 200, 210):
+    for count in counts:
         tokens, name = prompt(count, count), f"{count}"
         dropped = (count - window + 1) // 16 * 16 if count >= window else 0
         here += dropped % 32 > 0
         d.add(name, tokens, 6, **prefilled(p, name, tokens))
         run(p, d, until=lambda: name in d.ended)  # noqa: B023
         assert str(d.ended[name]) == "length" and d.tokens[name] == expected(tokens, 6, window)
-    assert here == 4 and loads(d) == 5
+    assert here == computed and loads(d) == len(counts) - computed
     assert d.told("requests_computed_here") == [{"shape": 1}] * here
     assert not d.told("load_failures")
 

@@ -6,16 +6,19 @@ are processes with a real carrier (`registered`).
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 with warnings.catch_warnings():  # torch and vLLM warn of themselves
     warnings.simplefilter("ignore")
-    from registered import Registered, RegisteredConsumer
+    from registered import Draft, LaidOut, Registered, RegisteredConsumer
 
+from kvferry.layout.shape import Rank
 from p2p_peers import Child
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -30,6 +33,14 @@ DELTA = (*EIGHT, ("linear_num_key_heads", 8), ("linear_num_value_heads", 16))
 def engine(like: str, tp: int = 1, pp: int = 1, dcp: int = 1, **more: object) -> Registered:
     return Registered(like, tp, pp, dcp, **more)  # type: ignore[arg-type]
 
+
+# DeepSeek's latents and a draft of grouped heads: pages of two lengths behind one table
+P = Registered("deepseek-v2-tp1-cpu-mla", 2, block=32, kernel=16, order="LBHNC", draft=Draft())
+D = replace(P, tp=4, block=64, kernel=32)
+SPLIT = Draft(layers=2, tp=2)  # over both ranks of P
+CPU = Draft(layers=2, backend="CPU_ATTN")
+LATENT_BYTES = 576 * 4  # a token of one layer
+DRAFT_BYTES = 2 * 4 * 32 * 4  # K and V of all four heads
 
 # source, destination, tokens
 CASES = [
@@ -89,6 +100,13 @@ CASES = [
         engine("llama-tp1-fp8", 2, 4, changes=EIGHT),
         333,
     ),
+    # with a draft: different blocks and kernel blocks, all its heads on every rank
+    (P, D, 333),
+    (replace(P, kernel=0), replace(D, block=48, kernel=16), 200),
+    (replace(D, carrier="tcp"), replace(P, carrier="tcp"), 129),
+    (replace(P, draft=SPLIT), replace(D, draft=replace(SPLIT, tp=1)), 300),
+    (replace(P, draft=CPU), replace(D, draft=CPU), 170),
+    (replace(P, kernel=0, order="BLHNC"), replace(D, kernel=0, order="BLHNC"), 140),
 ]
 
 
@@ -101,7 +119,8 @@ def host() -> Iterator[Child]:
 
 def name(case: tuple[Registered, Registered, int]) -> str:
     def said(e: Registered) -> str:
-        return f"tp{e.tp} pp{e.pp}" + (f" dcp{e.dcp}" if e.dcp > 1 else "")
+        shape = f"tp{e.tp} pp{e.pp}" + (f" dcp{e.dcp}" if e.dcp > 1 else "")
+        return shape + (f" draft-tp{e.draft.tp}" if e.draft else "")
 
     return f"{case[0].like}: {said(case[0])} to {said(case[1])}"
 
@@ -118,3 +137,28 @@ def test_bytes_are_equal(case: tuple[Registered, Registered, int], host: Child) 
         assert d.wrong_bytes(tokens) == 0
     finally:
         d.close()
+
+
+@pytest.mark.parametrize("side", [P, D], ids=["prefill", "decode"])
+def test_latents_and_a_draft_are_described(side: Registered) -> None:
+    """By group: heads, blocks, kernel blocks, tensor parallel size and length of a page."""
+    laid_out = LaidOut(side)
+    (group,) = laid_out.engine.data["ranks"][0]["groups"]
+    assert group["spec"]["type"] == "UniformTypeKVCacheSpecs" and len(group["layers"]) == 4
+    for tp in range(side.tp):
+        found = laid_out.engine.worker(Rank(0, tp)).describe()
+        latent, draft = found.model.groups
+        assert (latent.layers, draft.layers, draft.role) == ((0, 1, 2), (0,), "draft")
+        assert [c.units for c in draft.components] == [4, 4]
+        shape = found.layout.shape
+        assert (shape.tp, shape.role_tp) == (side.tp, (("draft", 1),))
+        assert {shape.block_tokens(g) for g in (latent, draft)} == {side.block}
+        assert shape.kernel_block_size == side.kernel
+        (mine,) = found.layout.parts_of("draft")
+        assert mine.placements[0].units == (0, 4)  # all heads on every rank
+        assert mine.table == found.layout.parts_of(latent.name)[0].table == 0
+        said = re.findall(r"(\d+) layers of (\d+) bytes a block", found.summary())
+        assert said == [
+            ("3", str(side.block * LATENT_BYTES)),
+            ("1", str(side.block * DRAFT_BYTES)),
+        ]
