@@ -769,9 +769,7 @@ def test_models_health_metrics_and_page() -> None:
         assert (health.status_code, health.json()["status"]) == (200, "ok")
         text = c.client.get("/metrics")
         assert text.headers["content-type"].startswith("text/plain; version=0.0.4")
-        sample = re.compile(
-            r'kvferry_router_\w+({\w+="[^"]*"(,\w+="[^"]*")*})? \d+(\.\d+)?(e-?\d+)?'
-        )
+        sample = re.compile(r'kvferry_router_\w+({\w+="[^"]*"(,\w+="[^"]*")*})? [\d.e+-]+')
         for line in text.text.splitlines():
             assert line.startswith("# ") or sample.fullmatch(line), line
         page = c.client.get("/")
