@@ -41,9 +41,9 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import python_path
+from benchmarks import python_path, require_vllm
 from benchmarks.timed import FILE, Times
-from kvferry.cli.console import Json, err, libraries_to_stderr, print_json, refusals
+from kvferry.cli.console import Commands, Json, err, libraries_to_stderr, print_json, refusals
 from kvferry.errors import DescriptionError, KvferryError, TransferError
 from tiny_models import llama_config, make_model
 from vllm_engines import Engine, free_port
@@ -63,7 +63,7 @@ BUSY_SECONDS = 0.5
 REST_SECONDS = 0.05  # what is left to do on either side belongs to the request
 OURS = {"kv_connector_module_path": "benchmarks.timed.ours"}
 THEIRS = {"kv_connector_module_path": "benchmarks.timed.vllm"}
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = Commands()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,7 @@ def run(
     names = [kind.name for kind in KINDS]
     if unknown := set(kinds) - set(names):
         raise DescriptionError(f"no connectors {sorted(unknown)}; there are {names}")
+    require_vllm("bench-handover")
     # engines are ended on the way out
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:

@@ -9,7 +9,6 @@ libraries. Ratios are vLLM's time over ours.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,10 +19,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from benchmarks import make_command, vllm_installed
 from kvferry.bench import plan
 from kvferry.bench.plan import Case, CaseResult, Setup, prepare, timed
 from kvferry.cli.bench import plan_page, show
-from kvferry.cli.console import Html, Json, libraries_to_stderr, say
+from kvferry.cli.console import Commands, Html, Json, libraries_to_stderr, say
 from kvferry.layout.model import CacheModel
 from kvferry.plan import Copies
 
@@ -32,7 +32,7 @@ NOT_COMPARED = {
     "token-major": "vLLM plans this as if it were head-major, and copies wrong bytes",
     "unequal-blocks": "vLLM refuses it",
 }
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = Commands()
 
 
 @app.command()
@@ -44,7 +44,7 @@ def main(
     """Planning speed, beside vLLM's planner if it is installed."""
     with libraries_to_stderr():
         if not vllm_installed():
-            say("vLLM is not installed here: its columns stay empty (make bench-plan installs it)")
+            say(f"vLLM is not installed here, its columns stay empty: {make_command('bench-plan')}")
         beside = partial(measure, repeats=1 if quick else REPEATS)
         result = plan.run(say, quick=quick, measure=beside if vllm_installed() else plan.measure)
     show(result, plan_page(result), as_json, html)
@@ -139,11 +139,6 @@ def _mooncake(copies: Copies) -> tuple[float | None, float | None]:
     lists = copies.src.tolist(), copies.dst.tolist(), copies.length.tolist()
     binding_ms = timed(lambda: engine.batch_transfer_sync_write("127.0.0.1:1", *lists), 3)
     return list_ms, binding_ms
-
-
-def vllm_installed() -> bool:
-    found = importlib.util.find_spec("vllm")
-    return found is not None and found.origin is not None  # not just a folder of that name
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from benchmarks.eviction import (
 from benchmarks.scheduler_lookup import SchedulerShare, scheduler_share
 from benchmarks.stores import Bandwidth, Contender, Lookup, bandwidths, lookups
 from kvferry.cli.console import (
+    Commands,
     Html,
     Json,
     keep_page,
@@ -55,7 +56,7 @@ CURVES = (
     ("kvferry", "kvferry", "#0072b2"),
     ("lru", "LRU", "#d55e00"),
 )
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = Commands()
 
 
 @dataclass(frozen=True, slots=True)

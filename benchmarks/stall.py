@@ -26,10 +26,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.plan import VllmSide, prepare_vllm_worker, vllm_installed
+from benchmarks import make_command, vllm_installed
+from benchmarks.plan import VllmSide, prepare_vllm_worker
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.carriers.host import HostMemory
-from kvferry.cli.console import Json, libraries_to_stderr, print_json, refusals
+from kvferry.cli.console import Commands, Json, libraries_to_stderr, print_json, refusals
 from kvferry.errors import TransferError
 from kvferry.handover.consumer import ConsumerRank
 from kvferry.handover.describe import engine_info, rank_info
@@ -47,7 +48,7 @@ STEP_SECONDS = 0.001  # between two questions
 LOAD_SECONDS = 120.0
 TARGET_RATIO = 100  # vLLM's stall to ours
 ROUNDS = 5  # hand-overs, of which the median counts
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = Commands()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ def main(
     if result.vllm_ms is not None and result.ratio is not None:
         print(f"vLLM's MooncakeConnector: {result.vllm_ms:.0f} ms, {result.ratio:.0f} x as long")
         print(f"  {'yes' if result.met else 'NO'}  at least {TARGET_RATIO} times shorter")
+    else:
+        print(f"vLLM is not installed here, nothing to compare with: {make_command('bench-stall')}")
 
 
 def run(blocks: int = 8192) -> StallResult:

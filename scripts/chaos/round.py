@@ -98,9 +98,9 @@ class Round:
             self.outcomes.count(self.fault, "lost with it")
             return
         assert flight.result is not None
-        errors = [one.error for one in flight.result if one.error]
+        failed = [one for one in flight.result if one.error]
         what = f"{flight.request_id} from p{flight.source} to d{flight.target}"
-        if not errors:
+        if not failed:
             if flight.must_fail:
                 raise Broken(f"{what} succeeded, and must not have")
             wrong = self.world.consumers[flight.target].ask("wrong_bytes_of", flight.prompt)
@@ -109,6 +109,6 @@ class Round:
             self.outcomes.count(self.fault, "good", *["written"] * flight.result[0].pushed)
             return
         if not flight.spoiled:
-            raise Broken(f"{what} failed, which the fault does not explain: {errors[0]}")
+            raise Broken(f"{what} failed, which the fault does not explain: {failed[0].error}")
         self.outcomes.count(self.fault, "failed")
-        self.outcomes.reasons[errors[0].partition(":")[0]] += 1
+        self.outcomes.reasons[failed[0].kind] += 1

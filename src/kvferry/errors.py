@@ -27,6 +27,10 @@ A message says what was expected, what each side has, and what to do about it.
 
 from __future__ import annotations
 
+import shlex
+import sys
+from pathlib import Path
+
 
 class KvferryError(Exception):
     """Base of all errors of this project."""
@@ -108,3 +112,22 @@ class StoreError(KvferryError):
 
 class NotPrivate(KvferryError):
     """A file or directory belongs to another user, or other users may read or change it."""
+
+
+def text_of(error: BaseException) -> str:
+    """An error for a reader. Our messages say it all; the text of others may need their class."""
+    if isinstance(error, KvferryError):
+        return str(error)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def install_command(*extras: str) -> str:
+    """The command that installs extras of kvferry beside this Python, ready for a shell."""
+    import importlib.metadata  # not needed where nothing is missing
+
+    try:
+        importlib.metadata.distribution("kvferry")
+        what = "kvferry"  # pip finds it installed, and adds what the extras need
+    except importlib.metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        what = str(Path(__file__).resolve().parents[2])
+    return shlex.join([sys.executable, "-m", "pip", "install", f"{what}[{','.join(extras)}]"])

@@ -17,6 +17,7 @@ from typing import Any
 from typer.main import get_command
 
 from kvferry.cli.main import app
+from kvferry.errors import KvferryError
 from kvferry.layout.presets import presets
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "plans"
@@ -62,13 +63,21 @@ def plan(model: str, case: str) -> dict[str, Any] | str:
         try:
             COMMAND.main(words)
         except SystemExit as ended:
-            status = ended.code
+            status, refusal = ended.code, _refusal(ended)
     if status == 0:
         made: dict[str, Any] = json.loads(out.getvalue())
         del made["notes"]  # words
         return made
-    assert status == 2, err.getvalue()
-    return err.getvalue().partition(":")[0]
+    assert status == 2 and refusal is not None, err.getvalue()
+    return type(refusal).__name__
+
+
+def _refusal(ended: BaseException) -> KvferryError | None:
+    """The error of ours for which a command ended. The command shows its message alone."""
+    cause: BaseException | None = ended
+    while cause is not None and not isinstance(cause, KvferryError):
+        cause = cause.__context__
+    return cause
 
 
 def digest(made: dict[str, Any] | str) -> str:

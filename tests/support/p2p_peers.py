@@ -661,7 +661,7 @@ class Crowd:
             for member, loads in zip(self.members, work, strict=True)
         ]
         errors = [
-            one.error
+            said(one)
             for member, ids in zip(self.members, started, strict=True)
             for loaded in member.wait(*ids, seconds=seconds)
             for one in loaded
@@ -677,6 +677,12 @@ class Crowd:
     def close(self) -> None:
         for member in self.members:
             member.close()
+
+
+def said(loaded: Loaded) -> str:
+    """The class of a load's error, and its message; empty if the load is good."""
+    assert not loaded.error.startswith(loaded.kind or " "), "the class leads the message"
+    return f"{loaded.kind}: {loaded.error}" if loaded.error else ""
 
 
 def _serve(kind: str, arguments: tuple[Any, ...], pipe: Connection) -> None:

@@ -159,7 +159,7 @@ def test_auto_takes_the_fastest() -> None:
 def test_a_method_that_the_system_forbids_is_refused(tmp_path: Path) -> None:
     done = forbidden(tmp_path, "--method", "vm")
     assert done.returncode == 2
-    assert "PermissionDenied" in done.stderr and "the system does not let" in done.stderr
+    assert "the system does not let" in done.stderr
 
 
 @pytest.mark.skipif(ctypes.util.find_library("cuda") is not None, reason="there is a driver")

@@ -47,6 +47,7 @@ from p2p_peers import (
     consumer,
     make_ticket,
     producer,
+    said,
 )
 from vllm_engines import free_port
 from waiting import wait_until
@@ -85,7 +86,7 @@ def way(request: pytest.FixtureRequest) -> Way:
 
 
 def error_of(loaded: list[Loaded]) -> str:
-    return " / ".join(one.error for one in loaded)
+    return " / ".join(map(said, loaded))
 
 
 def require_ok(loaded: list[Loaded]) -> None:

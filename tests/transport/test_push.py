@@ -25,7 +25,7 @@ from kvferry.handover.load import ConsumerTally, Loaded
 from kvferry.handover.ticket import Ticket
 from kvferry.net.messages import Offer
 from kvferry.plan import Copies
-from p2p_peers import Consumer, Producer, Prompt, Spec
+from p2p_peers import Consumer, Producer, Prompt, Spec, said
 from waiting import wait_until
 
 P = Spec("p", "tp=2,block=16", carrier="tcp")
@@ -52,7 +52,7 @@ def hold(p: Producer, prompt: Prompt = PROMPT) -> Ticket:
 
 
 def error_of(loaded: list[Loaded]) -> str:
-    return " / ".join(one.error for one in loaded)
+    return " / ".join(map(said, loaded))
 
 
 class Crooked:
@@ -80,8 +80,11 @@ def bend(p: Producer, how: Any) -> None:
             "were due; the bytes that came are disc",
         ),
         (lambda c: Copies(*(np.append(a, a[:1]) for a in (c.src, c.dst, c.length))), "were due"),
-        (lambda c: Copies(c.src[::-1], c.dst[::-1] + (1 << 16), c.length[::-1]), "OutOfBounds"),
-        (lambda c: Copies(c.src, c.dst - c.dst.min() + 8, c.length), "OutOfBounds"),
+        (
+            lambda c: Copies(c.src[::-1], c.dst[::-1] + (1 << 16), c.length[::-1]),
+            "are not inside",
+        ),
+        (lambda c: Copies(c.src, c.dst - c.dst.min() + 8, c.length), "are not inside"),
     ],
     ids=["too little", "twice", "other blocks", "anywhere"],
 )

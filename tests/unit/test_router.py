@@ -225,7 +225,9 @@ class Cluster:
 
     def metric(self, name: str, label: str = "") -> int:
         text = self.client.get("/metrics").text
-        found = re.search(rf"^kvferry_router_{name}(?:{{{label}}})? (\d+)$", text, re.MULTILINE)
+        found = re.search(
+            rf"^kvferry_router_{name}(?:{{{label}}})? (\d+)(?:\.0)?$", text, re.MULTILINE
+        )
         assert found is not None, text
         return int(found[1])
 
@@ -767,7 +769,7 @@ def test_models_health_metrics_and_page() -> None:
         assert (health.status_code, health.json()["status"]) == (200, "ok")
         text = c.client.get("/metrics")
         assert text.headers["content-type"].startswith("text/plain; version=0.0.4")
-        sample = re.compile(r'kvferry_router_\w+({\w+="[^"]*"(,\w+="[^"]*")*})? \d+')
+        sample = re.compile(r'kvferry_router_\w+({\w+="[^"]*"(,\w+="[^"]*")*})? [\d.e+-]+')
         for line in text.text.splitlines():
             assert line.startswith("# ") or sample.fullmatch(line), line
         page = c.client.get("/")
@@ -775,6 +777,30 @@ def test_models_health_metrics_and_page() -> None:
         assert all(s.url in page.text for s in c.servers.values())
         assert not re.search(r"(src|href)=|@import|url\(", page.text)
         assert "s3cret" not in page.text + text.text + health.text
+
+
+def test_latencies_are_histograms() -> None:
+    with cluster() as c:
+        assert c.complete().status_code == 200
+        c.expect("request_seconds_count", count=1)
+        assert c.client.get("/v1/models").status_code == 200
+        c.expect("request_seconds_count", count=2)
+        c.decode[0].script = ["400"]
+        assert c.complete().status_code == 400
+        c.expect("requests_total", 'outcome="client_error"', count=1)
+        for name, count in (("request", 2), ("first_byte", 1), ("prefill", 2)):
+            c.expect(f"{name}_seconds_count", count=count)
+            c.expect(f"{name}_seconds_bucket", r'le="\+Inf"', count=count)
+
+
+def test_a_request_that_finds_an_engine_down_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with cluster(decode=2, limits=quick(probe_every_seconds=60.0)) as c:
+        c.servers["d0"].kill()
+        for number in range(2):
+            assert c.complete({"X-Request-Id": f"req-{number}"}).status_code == 200
+        assert re.search(
+            r"decode engine \S+ is down: cannot connect.* \(request req-\d\)", caplog.text
+        )
 
 
 def test_serve_drains_and_keeps_secrets_out_of_its_log() -> None:
@@ -809,7 +835,9 @@ def test_serve_drains_and_keeps_secrets_out_of_its_log() -> None:
             engine.gate.release(10)
             assert b"".join(chunks) == b"".join(CHUNKS[1:])  # those in flight end well
         log += router.communicate(timeout=5)[1]
-        assert "req-7 POST /v1/completions: ok 200" in log
+        stamp = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO: +"
+        assert re.search(stamp + "req-7 POST /v1/completions: ok 200", log, re.M), log
+        assert all(re.match(stamp, line) for line in log.splitlines()), log
         assert "s3cret" not in log
     finally:
         router.kill()

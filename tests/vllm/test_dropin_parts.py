@@ -619,7 +619,7 @@ class TestStats:
             stats.loaded(Loaded("r", "", 100, 3, seconds=steps))
             steps = {"meet": 0.5, "offer": 0.5, "wait": 2.0, "push": 0.25}
             stats.loaded(Loaded("t", "", 100, 3, seconds=steps, pushed=True))
-            stats.loaded(Loaded("s", "StaleTicket: closed"))
+            stats.loaded(Loaded("s", "closed", kind="StaleTicket"))
             stats.level(f"0/0.{rank}", claims_parked=rank + 1)
             taken = stats.take()
             assert not taken.is_empty() and stats.take().is_empty()

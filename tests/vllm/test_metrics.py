@@ -207,7 +207,7 @@ def test_a_stand_in_has_the_metrics_of_vllm_s_nixl_connector() -> None:
     seconds = {"bind": 0.002, "read": 0.02, "push": 0.01}
     for moved in (1 << 20, 3 << 20):
         stats.loaded(Loaded("r", bytes=moved, descriptors=15, seconds=seconds))
-    stats.loaded(Loaded("r", error="PeerLost: gone"))
+    stats.loaded(Loaded("r", error="gone", kind="PeerLost"))
     stats.count("holds_closed", "expired", 2)
     stats.count("holds_closed", "delivered", 5)
     made = shown.build(kvferry.vllm.NixlPullConnector, transfer)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.carriers.cuda.driver import device, driver
 from kvferry.copies import Copies
-from kvferry.errors import HandoverError, KvferryError
+from kvferry.errors import HandoverError, KvferryError, text_of
 
 Program = Callable[[dict[str, Any]], Generator[Any]]
 
@@ -122,7 +122,7 @@ def _connect(carrier: Any, endpoint: bytes, until: float, address: int | None) -
         if address is not None:
             _compare(carrier, peer, address, deadline)
     except Exception as error:  # also one of its library
-        return Tried(carrier.name, _text_of(error))
+        return Tried(carrier.name, text_of(error))
     with contextlib.suppress(Exception):
         carrier.disconnect(peer)
     return Tried(carrier.name, "", carrier.detour_to(peer), carrier.flavour, took)
@@ -196,15 +196,11 @@ def run(program: Program, pipe: int) -> None:
         running = program(json.loads(sys.stdin.readline()))
         reply = {"answer": next(running)}
     except Exception as error:  # also one of a library
-        reply = {"error": _text_of(error)}
+        reply = {"error": text_of(error)}
     os.write(pipe, json.dumps(reply).encode() + b"\n")
     signal.alarm(0)
     sys.stdin.read()
     os._exit(0)  # without waiting for a library's threads
-
-
-def _text_of(error: Exception) -> str:
-    return str(error) if isinstance(error, KvferryError) else f"{type(error).__name__}: {error}"
 
 
 def _ending(code: int, stderr: IO[str]) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 from kvferry.carriers.base import Carrier
 from kvferry.carriers.local import LocalCarrier
 from kvferry.carriers.tcp.carrier import TcpCarrier
-from kvferry.errors import DescriptionError, HandoverError, KvferryError, TransferError
+from kvferry.errors import DescriptionError, HandoverError, KvferryError, TransferError, text_of
 
 log = logging.getLogger("kvferry")
 
@@ -96,7 +96,7 @@ def connect(
             continue
         except Exception as error:  # a fault of that carrier's: the next one may do without
             log.exception("%s: carrier %s failed by an error of ours", who, carrier.name)
-            out.append(f"{carrier.name}: {type(error).__name__}: {error}")
+            out.append(f"{carrier.name}: {text_of(error)}")
             continue
         except BaseException:
             _let_go(held)
@@ -130,7 +130,7 @@ def _let_go(held: tuple[Carrier, Any, str] | None) -> None:
         try:
             held[0].disconnect(held[1])
         except Exception as error:
-            log.debug("leaving a peer: %s: %s", type(error).__name__, error)
+            log.debug("leaving a peer: %s", text_of(error))
 
 
 def _say(who: str, carrier: Carrier, out: list[str], detour: str) -> None:

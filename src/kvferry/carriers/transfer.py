@@ -22,7 +22,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvferry.carriers.base import TransferState
-from kvferry.errors import Cancelled, DeadlineExceeded, HandoverError, TransferError
+from kvferry.errors import Cancelled, DeadlineExceeded, HandoverError, TransferError, text_of
 from kvferry.workers import Threads
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ class Job:
         except TransferError as raised:
             error = raised
         except Exception as raised:  # also a peer that does not authenticate on a new connection
-            error = TransferError(f"{self._what} failed: {type(raised).__name__}: {raised}")
+            error = TransferError(f"{self._what} failed: {text_of(raised)}")
         with self._lock:
             self._under_way = False
             if self._ended.is_set():  # it was given up

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvferry.cli.console import (
+    Commands,
     Html,
     Json,
     keep_page,
@@ -34,7 +35,7 @@ COLOURS = {
     "raw-nixl": "#8a63d2",
 }
 GREY = "#808080"
-bench = typer.Typer(
+bench = Commands(
     help="Measure planning, and carriers beside their libraries. A checkout of the repository has "
     "more: `python -m benchmarks.pool`, handover, stall and gpu.",
     no_args_is_help=True,

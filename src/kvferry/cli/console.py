@@ -6,22 +6,53 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperCommand, TyperGroup
 
 from kvferry.errors import DescriptionError, KvferryError
 
 err = Console(stderr=True)
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 Html = Annotated[Path | None, typer.Option("--html", help="Write a self-contained page here.")]
+
+
+class Commands(typer.Typer):
+    """Commands whose help shows flags without a type: a flag takes no value."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(
+            cls=_Group, add_completion=False, pretty_exceptions_enable=False, **settings
+        )
+
+    def command(self, *names: Any, **settings: Any) -> Callable[[Command], Command]:
+        return super().command(*names, cls=_Command, **settings)
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> Any:
+        return _flags_without_type(super().get_params(ctx))
+
+
+class _Group(TyperGroup):
+    def get_params(self, ctx: Any) -> Any:
+        return _flags_without_type(super().get_params(ctx))
+
+
+def _flags_without_type(params: list[Any]) -> list[Any]:
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
 
 
 @contextmanager
@@ -31,8 +62,7 @@ def refusals() -> Iterator[None]:
         yield
     except (KvferryError, MemoryError) as error:
         said = str(error) or "not enough memory"
-        words = f"[bold red]{type(error).__name__}[/]: {escape(said)}"
-        err.print(words, highlight=False, soft_wrap=True)
+        err.print(f"[bold red]error:[/] {escape(said)}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
 
 

@@ -57,7 +57,7 @@ from kvferry.carriers.auto import (
 from kvferry.carriers.cuda.driver import device_count, driver
 from kvferry.carriers.library.shared import RDMA_DEVICES, LibraryEndpoint
 from kvferry.cli.console import print_json
-from kvferry.errors import DescriptionError, KvferryError
+from kvferry.errors import DescriptionError, KvferryError, install_command
 from kvferry.net.keys import Key
 from kvferry.net.messages import VERSION, Look, Refused, Seen, SeenRank
 from kvferry.net.names import LOCALHOST, is_loopback, source_address
@@ -83,10 +83,10 @@ PACKAGES = {  # by module: the names under which it is published, and advice if 
         ("triton",),
         "comes with torch on GPUs; without it the cuda carrier copies run by run",
     ),
-    "nixl": (("nixl", "nixl-cu12", "nixl-cu13"), "optional: pip install 'kvferry[nixl]'"),
+    "nixl": (("nixl", "nixl-cu12", "nixl-cu13"), f"optional: {install_command('nixl')}"),
     "mooncake": (
         (MOONCAKE, f"{MOONCAKE}-non-cuda", f"{MOONCAKE}-cuda13"),
-        "optional: pip install 'kvferry[mooncake]' ('kvferry[mooncake-cpu]' without CUDA); "
+        f"optional: {install_command('mooncake-cpu')} (with CUDA the extra is 'mooncake'); "
         "it also needs the system's libibverbs1",
     ),
 }

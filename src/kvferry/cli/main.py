@@ -16,17 +16,14 @@ from kvferry import __version__
 from kvferry.cli import pool
 from kvferry.cli.bench import bench
 from kvferry.cli.check import check
-from kvferry.cli.console import Json, refusals
+from kvferry.cli.console import Commands, Json, refusals
 from kvferry.cli.demo import demo
 from kvferry.cli.plan import models, plan
 from kvferry.cli.verify import verify
-from kvferry.errors import DescriptionError
+from kvferry.errors import DescriptionError, install_command
 
-app = typer.Typer(
-    help="Moves and shares KV caches between LLM engines of any shape.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
+app = Commands(
+    help="Moves and shares KV caches between LLM engines of any shape.", no_args_is_help=True
 )
 for command in (plan, check, demo, verify, models):
     app.command()(command)
@@ -42,7 +39,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     """Options of the command itself."""
 
@@ -68,7 +67,7 @@ def router(
             from kvferry.router.app import serve
         except ImportError as error:
             raise DescriptionError(
-                f"the router needs more than the core ({error}); install kvferry[router]"
+                f"the router needs the extra 'router' ({error}): {install_command('router')}"
             ) from None
         limits = Limits.read(limit or [])
         serve(RouterConfig(tuple(prefill or ()), tuple(decode), limits), host, port)

@@ -15,14 +15,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from kvferry.cli.console import Json, err, print_json, refusals, table
+from kvferry.cli.console import Commands, Json, err, print_json, refusals, table
 from kvferry.errors import StoreError
 from kvferry.pool.embedded.disk import DISK_LINK
 from kvferry.pool.embedded.index import peek
 from kvferry.pool.embedded.store import EmbeddedStore, default_directory
 from kvferry.units import parse_size, show_bytes, show_seconds
 
-app = typer.Typer(help="The embedded store of this host.", no_args_is_help=True)
+app = Commands(help="The embedded store of this host.", no_args_is_help=True)
 
 Directory = Annotated[
     Path | None, typer.Option("--dir", help="The store's directory (default: this user's).")

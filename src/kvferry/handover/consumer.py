@@ -125,7 +125,7 @@ class ConsumerRank:
         """Report a load as failed before it begins, and tell its sources."""
         if not load.keep_open:
             self.release(load.ticket, "failed")
-        self._end(Loaded(load.request_id, why))
+        self._end(Loaded(load.request_id, why, kind=why.partition(":")[0]))
 
     def cancel(self, request_id: str) -> None:
         """Give a load up. It is still reported, as failed."""
@@ -206,19 +206,19 @@ class ConsumerRank:
     def _not_met(self, load: Load, error: KvferryError) -> None:
         if isinstance(error, Cancelled) and not load.keep_open:
             self.release(load.ticket, "failed")
-        self._end(Loaded(load.request_id, f"{type(error).__name__}: {error}"))
+        self._end(Loaded(load.request_id, str(error), kind=type(error).__name__))
 
     def _run(self, load: Load, watch: Deadline, clock: Clock, remote: Remote) -> None:
         clock.stop("meet")
         try:
             result = self._loading.run(remote, load, watch, clock)
         except KvferryError as error:
-            result = Loaded(
-                load.request_id, f"{type(error).__name__}: {error}", seconds=clock.spent
-            )
+            kind = type(error).__name__
+            result = Loaded(load.request_id, str(error), seconds=clock.spent, kind=kind)
         except Exception as error:
             log.exception("loading request %s failed", load.request_id)
-            result = Loaded(load.request_id, f"internal error: {error!r}", seconds=clock.spent)
+            words, kind = f"internal error: {error!r}", "internal error"
+            result = Loaded(load.request_id, words, seconds=clock.spent, kind=kind)
         self._end(result)
 
     def _end(self, result: Loaded) -> None:

@@ -123,12 +123,13 @@ class Loaded:
     """How a load ended."""
 
     request_id: str
-    error: str = ""  # empty: the load is good
+    error: str = ""  # a message; empty: the load is good
     bytes: int = 0
     descriptors: int = 0
     pushed: bool = False  # whether a source wrote any of it
     seconds: dict[str, float] = field(default_factory=dict)  # by step
     zeroed_bytes: int = 0  # in layers that the producer lacks
+    kind: str = ""  # class of the error, by which failures are counted
 
     @property
     def ok(self) -> bool:

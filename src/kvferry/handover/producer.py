@@ -300,7 +300,7 @@ class ProducerRank(Server):
         body: Delivered | Refused
         if isinstance(outcome, KvferryError):
             reason: Reason = "unable" if isinstance(outcome, CannotWrite) else "transfer"
-            body = refusal(reason, f"{type(outcome).__name__}: {outcome}")
+            body = refusal(reason, str(outcome))
         elif not self._still_open(offer):
             why = self._table.find(offer.hold_id)
             body = refuse_closed(why if isinstance(why, str) else None)

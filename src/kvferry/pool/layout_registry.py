@@ -30,7 +30,7 @@ from hashlib import blake2b
 import msgspec
 import numpy as np
 
-from kvferry.errors import BindError, IncompatibleError, ProtocolError
+from kvferry.errors import BindError, IncompatibleError, ProtocolError, text_of
 from kvferry.handover.describe import (
     engine_info,
     rank_info,
@@ -414,8 +414,7 @@ class LayoutRegistry:
         except Exception as error:  # a record may hold anything
             self._refused.add(layout_id)
             self._counters.add("layouts_refused")
-            why = type(error).__name__, error
-            log.warning("layout %s of the pool is not read: %s: %s", layout_id, *why)
+            log.warning("layout %s of the pool is not read: %s", layout_id, text_of(error))
             return
         self._known[layout_id] = layout
         log.info("the pool has a layout %s: %s", layout_id, layout.shape.describe())

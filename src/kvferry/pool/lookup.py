@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.errors import StoreError
+from kvferry.errors import StoreError, text_of
 from kvferry.pool.hits import Held, Hit, PoolReader, covered_prefix, longest_hit
 from kvferry.pool.keys import ContentChain, Fragment, KeyMetadata, object_keys
 from kvferry.pool.layout_registry import LayoutRegistry, PoolLayout
@@ -189,7 +189,7 @@ class LookupKeyServer:
             yield
         except Exception as error:
             self._counters.add("lookup_errors")
-            log.warning("%s: %s: %s", what, type(error).__name__, error)
+            log.warning("%s: %s", what, text_of(error))
         finally:
             self.busy_until = None
 

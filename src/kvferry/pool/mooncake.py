@@ -49,7 +49,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvferry.carriers.base import MemoryRegion
-from kvferry.errors import StoreError
+from kvferry.errors import StoreError, install_command
 from kvferry.net.names import source_address
 from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices
 from kvferry.units import parse_size
@@ -87,8 +87,8 @@ class MooncakeStore:
             client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
         except ImportError as error:
             raise StoreError(
-                f"Mooncake is not installed ({error}); install kvferry[mooncake-cpu], or "
-                "mooncake-transfer-engine on machines with CUDA"
+                f"the store 'mooncake' needs Mooncake ({error}): "
+                f"{install_command('mooncake-cpu')} (with CUDA the extra is 'mooncake')"
             ) from None
         self._client = client
         self.calls = LateCalls("Mooncake")

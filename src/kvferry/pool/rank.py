@@ -39,7 +39,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvferry.carriers.base import MemoryRegion
-from kvferry.errors import DescriptionError, KvferryError
+from kvferry.errors import DescriptionError, KvferryError, text_of
 from kvferry.layout.model import CacheModel
 from kvferry.layout.placement import Ints, RankLayout
 from kvferry.layout.shape import Rank
@@ -237,7 +237,7 @@ class Saver:
         except Exception as error:
             self._pause()
             self._counters.add("save_errors")
-            log.warning("saving to the pool failed: %s: %s", type(error).__name__, error)
+            log.warning("saving to the pool failed: %s", text_of(error))
         finally:  # whatever was raised: the blocks stay pinned until this report
             self._end(order, failed)
 
@@ -421,7 +421,7 @@ class Loader:
             loaded = self._load(running, scope)
         except Exception as error:
             raised = True
-            loaded = replace(loaded, error=f"{type(error).__name__}: {error}")
+            loaded = replace(loaded, error=text_of(error))
         finally:  # whatever was raised: the request waits for this report
             loaded = replace(loaded, seconds=time.monotonic() - began)
             with self._changed:

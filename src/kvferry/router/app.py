@@ -21,6 +21,7 @@ from typing import Any
 
 import anyio
 import uvicorn
+from prometheus_client import disable_created_metrics, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -83,8 +84,10 @@ def serve(config: RouterConfig, host: str = "127.0.0.1", port: int = 8000) -> No
     class Guarded(ClientConnection):
         guard = Guard(config.limits)
 
-    # uvicorn's logging, with ours beside it. No header of a request is ever logged.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    # uvicorn's logging, with ours beside it. No header but X-Request-Id is ever logged.
     logging_config: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
+    logging_config["formatters"]["default"]["fmt"] = "%(asctime)s %(levelprefix)s %(message)s"
     ours = {"handlers": ["default"], "level": "INFO", "propagate": False}
     logging_config["loggers"]["kvferry"] = ours
     settings = uvicorn.Config(
@@ -150,6 +153,11 @@ class ApiRoute:
         finally:
             held.close()
             router.requests[outcome] += 1
+            ended = time.monotonic()
+            if outcome == "ok":
+                router.latency["request_seconds"].observe(ended - begun)
+                if asked.method == "POST":
+                    router.latency["first_byte_seconds"].observe(reply.began - begun)
             log.info(
                 "%s %s %s: %s %d, %.3f s [%s]",
                 asked.request_id.decode(),
@@ -157,7 +165,7 @@ class ApiRoute:
                 asked.path,
                 outcome,
                 reply.status,
-                time.monotonic() - begun,
+                ended - begun,
                 "; ".join(asked.trail),
             )
 
@@ -280,7 +288,7 @@ class Status:
         add("engine_in_flight", "gauge", "Requests at the engine.", each(lambda e: e.in_flight))
         failures = each(lambda e: e.failures)
         add("engine_failures_total", "counter", "Failed probes, requests.", failures)
-        text = "\n".join(lines) + "\n"
+        text = "\n".join(lines) + "\n" + generate_latest(router.registry).decode()
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def page(self, request: Request) -> Response:

@@ -68,14 +68,14 @@ class UpstreamEngine:
         """A request got an answer."""
         self._failed_in_a_row = 0
 
-    def failed(self, reason: str, *, refused: bool = False) -> None:
+    def failed(self, reason: str, *, refused: bool = False, during: str = "probe") -> None:
         """A request or a probe failed. `refused`: the engine accepted no connection."""
         self.failures += 1
         self._good_in_a_row = 0
         self._failed_in_a_row += 1
         if self.up and (refused or self._failed_in_a_row >= self._limits.fail_after):
             self.up = False
-            log.warning("%s engine %s is down: %s", self.role, self.url, reason)
+            log.warning("%s engine %s is down: %s (%s)", self.role, self.url, reason, during)
         if not self.up:
             self.reason = reason
             if self.down_since is None:
@@ -182,6 +182,9 @@ class Incoming:
     held: RequestMemory
     trail: list[str] = field(default_factory=list)  # for the log
 
+    def __str__(self) -> str:
+        return f"request {self.request_id.decode()}"
+
 
 class EngineFailure(KvferryError):
     """An engine gave no usable answer."""
@@ -266,18 +269,18 @@ class Upstream:
                     chunks, rest = response.aiter_raw(), None
                     if _is_stream(response):
                         content = await anext(chunks, b"")
-                        rest = self._rest(engine, chunks)
+                        rest = self._rest(engine, chunks, str(asked))
                     else:
                         content = await self._whole(engine, chunks, asked.held)
             except _TROUBLE as error:
-                raise _failure(engine, error, seconds) from error
+                raise _failure(engine, error, seconds, str(asked)) from error
             status = response.status_code
             answer = Answer(status, end_to_end(response.headers.raw), content, rest)
             if not 200 <= status < 600:
                 raise EngineFailure(engine, f"HTTP {status}, which is no answer")
             if status >= 500:
                 if status in _ENGINE_IS_ILL:
-                    engine.failed(f"HTTP {status}")
+                    engine.failed(f"HTTP {status}", during=str(asked))
                 raise EngineFailure(engine, f"HTTP {status}", answer=answer)
             engine.answered()
             yield answer
@@ -310,7 +313,7 @@ class Upstream:
         return b"".join(parts)
 
     async def _rest(
-        self, engine: UpstreamEngine, chunks: AsyncIterator[bytes]
+        self, engine: UpstreamEngine, chunks: AsyncIterator[bytes], during: str
     ) -> AsyncIterator[bytes]:
         """A stream after its first bytes. Raises EngineFailure."""
         seconds = self._limits.chunk_seconds
@@ -319,7 +322,7 @@ class Upstream:
                 with anyio.fail_after(seconds):
                     data = await anext(chunks, b"")
             except _TROUBLE as error:
-                raise _failure(engine, error, seconds) from error
+                raise _failure(engine, error, seconds, during) from error
             if not data:
                 return
             yield data
@@ -344,7 +347,7 @@ class Upstream:
                         if size > _HEALTH_BYTES:
                             break
         except _TROUBLE as error:
-            _failure(engine, error, seconds)
+            _failure(engine, error, seconds, "probe")
             return
         if response.is_success:
             engine.probed_well()
@@ -357,14 +360,17 @@ def _is_stream(response: httpx.Response) -> bool:
     return response.status_code == 200 and kind.lower().startswith("text/event-stream")
 
 
-def _failure(engine: UpstreamEngine, error: Exception, seconds: float) -> EngineFailure:
+def _failure(
+    engine: UpstreamEngine, error: Exception, seconds: float, during: str
+) -> EngineFailure:
     """Turn an exception into an EngineFailure, and update the engine's state."""
     refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
     timed_out = isinstance(error, TimeoutError | httpx.TimeoutException)
     if isinstance(error, TimeoutError):
         reason = f"silent for {seconds:g} s"
     else:
-        reason = f"{type(error).__name__}: {error}".rstrip(": ")
+        why = "cannot connect" if refused else "no answer in time" if timed_out else "no answer"
+        reason = f"{why}: {error}".removesuffix(": ")
     if not isinstance(error, httpx.LocalProtocolError):  # the client's fault
-        engine.failed(reason, refused=refused)
+        engine.failed(reason, refused=refused, during=during)
     return EngineFailure(engine, reason, delivered=not refused, timed_out=timed_out)

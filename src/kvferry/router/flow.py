@@ -36,10 +36,12 @@ engines, and the engines abort. A ticket that no engine has claimed expires at t
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from dataclasses import replace
 
 import msgspec
+from prometheus_client import CollectorRegistry, Histogram
 from starlette.types import Message, Send
 
 from kvferry.router.api import (
@@ -86,6 +88,13 @@ FALLBACKS = (
 # An answer is written in pieces of this size. The server takes the next one when the client has
 # read most of the last.
 _PIECE_BYTES = 64 << 10
+# Histograms, by the name after `kvferry_router_`.
+LATENCIES = {
+    "request_seconds": "Requests that ended well, from their headers to the end of the answer.",
+    "first_byte_seconds": "Completions that ended well, from their headers to the first byte.",
+    "prefill_seconds": "Prefills that an engine answered with 200.",
+}
+_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
@@ -103,6 +112,13 @@ class Router:
         self.requests = Counter(dict.fromkeys(OUTCOMES, 0))
         self.retries = Counter(dict.fromkeys(RETRIES, 0))
         self.fallbacks = Counter(dict.fromkeys(FALLBACKS, 0))
+        self.registry = CollectorRegistry()
+        self.latency = {
+            name: Histogram(
+                f"kvferry_router_{name}", what, registry=self.registry, buckets=_BUCKETS
+            )
+            for name, what in LATENCIES.items()
+        }
 
     async def generate(self, asked: Incoming, body: bytes, reply: ClientReply) -> None:
         """Serve a completion. Raises ApiError, or EngineFailure if a stream breaks off."""
@@ -118,6 +134,7 @@ class ClientReply:
 
     def __init__(self, send: Send, request_id: bytes, client_seconds: float) -> None:
         self.status = 0  # until the answer begins
+        self.began = 0.0  # when it did, by the monotonic clock
         self._between_events = False  # in a stream
         self._part = b""  # of the next event
         self._raw_send = send
@@ -126,6 +143,7 @@ class ClientReply:
 
     async def send(self, answer: Answer) -> None:
         self.status = answer.status
+        self.began = time.monotonic()
         headers = [*answer.headers, (b"x-request-id", self._request_id)]
         if answer.rest is None:
             headers.append((b"content-length", b"%d" % len(answer.body)))
@@ -254,7 +272,7 @@ class _Trip:
                 self._router.retries[retry] += 1
             retry = "prefill"
             try:
-                seconds = self._limits.prefill_seconds
+                seconds, begun = self._limits.prefill_seconds, time.monotonic()
                 async with self._router.upstream.ask(engine, asked, body, seconds) as got:
                     asked.trail.append(f"prefill {engine.url} {got.status}")
                     if 400 <= got.status < 500:
@@ -263,6 +281,8 @@ class _Trip:
                     if got.status != 200:
                         raise EngineFailure(engine, f"answered {got.status} to a prefill")
                     self._ticket = ticket_of(got.body)
+                    latency = self._router.latency["prefill_seconds"]
+                    latency.observe(time.monotonic() - begun)
             except (EngineFailure, msgspec.DecodeError, UnicodeDecodeError) as error:
                 asked.trail.append(f"{error}")
                 failed.add(engine)

@@ -186,7 +186,7 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
     def loaded(self, load: Loaded) -> None:
         """How a load of one rank ended."""
         if not load.ok:
-            self.count("load_failures", load.error.partition(":")[0])
+            self.count("load_failures", load.kind)
             return
         moved = {
             "loads": 1,

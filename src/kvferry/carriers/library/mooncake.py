@@ -48,7 +48,7 @@ from kvferry.carriers.library.shared import (
 )
 from kvferry.carriers.transfer import Job
 from kvferry.copies import Copies, Ints
-from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
+from kvferry.errors import DeadlineExceeded, PeerLost, TransferError, install_command
 from kvferry.net.names import Admits
 
 BATCH_DESCRIPTORS = 512
@@ -194,9 +194,8 @@ def engine_class() -> Any:
         from mooncake.engine import TransferEngine
     except ImportError as error:
         raise TransferError(
-            f"the carrier 'mooncake' needs Mooncake's transfer engine ({error}): pip install "
-            "'kvferry[mooncake]' (with CUDA) or 'kvferry[mooncake-cpu]', and the system's "
-            "libibverbs1"
+            f"the carrier 'mooncake' needs Mooncake's transfer engine ({error}) and the system's "
+            f"libibverbs1: {install_command('mooncake-cpu')} (with CUDA the extra is 'mooncake')"
         ) from None
     return TransferEngine
 

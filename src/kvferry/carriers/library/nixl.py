@@ -40,7 +40,7 @@ from kvferry.carriers.library.shared import (
 )
 from kvferry.carriers.transfer import Job
 from kvferry.copies import Copies, Ints
-from kvferry.errors import OutOfBounds, PeerLost, TransferError
+from kvferry.errors import OutOfBounds, PeerLost, TransferError, install_command, text_of
 from kvferry.net.names import Admits, is_loopback
 
 log = logging.getLogger(__name__)
@@ -219,10 +219,6 @@ def rows(address: Ints, length: Ints, device: int = 0) -> NDArray[np.uint64]:
     return table
 
 
-def text_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def mapped(error: Exception) -> TransferError:
     """NIXL's errors, by their names, as ours."""
     match type(error).__name__:
@@ -243,7 +239,7 @@ def api() -> Any:
         from nixl import _api
     except ImportError as error:
         raise TransferError(
-            f"the carrier 'nixl' needs NIXL ({error}): pip install 'kvferry[nixl]'"
+            f"the carrier 'nixl' needs NIXL ({error}): {install_command('nixl')}"
         ) from None
     if "NIXL_LOG_LEVEL" not in os.environ:
         logging.getLogger("nixl").setLevel(logging.WARNING)

@@ -43,7 +43,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 
 from kvferry.carriers.base import MemoryRegion, RegionTable
-from kvferry.errors import KvferryError, NotPrivate, StoreError
+from kvferry.errors import KvferryError, NotPrivate, StoreError, text_of
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.arena import (
     ALIGN,
@@ -245,8 +245,7 @@ class EmbeddedStore:
                 try:
                     outcomes[at] = self._read(keys[at], numbers[at], needs[at], deadline)
                 except Exception as error:  # the rest of the batch goes on
-                    what = f"{type(error).__name__}: {error}"
-                    _log.warning("%s could not be read: %s", keys[at], what)
+                    _log.warning("%s could not be read: %s", keys[at], text_of(error))
 
         places = np.flatnonzero(there).tolist()
         total = sum(need.end - need.begin for need in needs)
