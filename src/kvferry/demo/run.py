@@ -22,7 +22,7 @@ import multiprocessing
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -301,7 +301,7 @@ class Crew:
     def ask(self, members: Sequence[Member], name: str, *arguments: Any) -> Any:
         """Let these ranks call a method. Returns their results in the same order."""
         for member in members:
-            with _while_alive(member, name):
+            with suppress(ConnectionError):  # it has ended, and may have said why: read below
                 member.pipe.send((name, arguments))
         by_pipe: dict[Any, Member] = {member.pipe: member for member in self.everyone}
         answers: dict[Member, Any] = {}
