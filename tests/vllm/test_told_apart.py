@@ -223,6 +223,7 @@ def test_what_is_done_to_images() -> None:
 
 def engine_config(encoders: Any = None, **media: Any) -> Any:
     return Fake(
+        speculative_config=None,
         model_config=Fake(
             model="m", revision=None, hf_config=None, multimodal_config=MultiModalConfig(**media)
         ),
