@@ -292,17 +292,22 @@ ROUTER: Mapping[str, str] = {
 
 
 def main() -> int:
-    said = PAGE.read_text()
+    return update(PAGE, tables(), __file__)
+
+
+def update(page: Path, makers: Mapping[str, Callable[[], str]], script: str) -> int:
+    """Write tables between their marks in a page; with `--check`, say whether they differ."""
+    said = page.read_text()
     text = said
-    for name, make in tables().items():
+    for name, make in makers.items():
         begin, end = BEGIN.format(name), END.format(name)
         head, rest = text.split(begin, 1)
         text = f"{head}{begin}\n{make()}\n{end}{rest.split(end, 1)[1]}"
     if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text)
+        page.write_text(text)
         return 0
     if text != said:
-        print(f"{PAGE} is not what the code says; run python {Path(__file__).name}")
+        print(f"{page} is not what the code says; run python {Path(script).name}")
     return int(text != said)
 
 

@@ -166,16 +166,7 @@ SAME_KEYS = {"store": ("cache_prefix", "enable_lookup", "save_decode_cache")}
 
 
 def main() -> int:
-    begin, end = reference.BEGIN.format("drop-in"), reference.END.format("drop-in")
-    said = PAGE.read_text()
-    head, rest = said.split(begin, 1)
-    text = f"{head}{begin}\n{drop_in()}\n{end}{rest.split(end, 1)[1]}"
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text)
-        return 0
-    if text != said:
-        print(f"{PAGE} is not what the code says; run python {Path(__file__).name}")
-    return int(text != said)
+    return reference.update(PAGE, {"drop-in": drop_in}, __file__)
 
 
 def drop_in() -> str:
