@@ -142,8 +142,8 @@ MUTANTS = [
     Mutant(
         "prefix not skipped",
         "plan/tokens.py",
-        "\n    wanted = max(skip, _block_floor(group, dst, needed))",  # of `moved` alone
-        "\n    wanted = _block_floor(group, dst, needed)",
+        "wanted = max(skip, _block_floor(group, dst, needed))",
+        "wanted = _block_floor(group, dst, needed)",
     ),
     Mutant(
         "destination's blocks not cut",

@@ -120,7 +120,14 @@ def moved(
     held = _block_floor(group, src, needed)
     start = min(tokens, max(wanted, held))
     if start > wanted and not allow_uncacheable:
-        raise BindError(_dropped(group, src, dst, tokens, held, wanted))
+        raise BindError(
+            f"group {group.name!r}: of {tokens} tokens the source keeps those from {held} on, but "
+            f"the destination would fill and hash whole blocks from token {wanted} on (source "
+            f"blocks of {src.block_tokens(group)}, destination blocks of "
+            f"{dst.block_tokens(group)}); use source blocks that are a multiple of the "
+            "destination's, or a source that keeps every block (full=1; in vLLM, "
+            "--disable-hybrid-kv-cache-manager)"
+        )
     per = group.tokens_per_entry
     stop = -(-tokens // per) if group.partial_entries else tokens // per
     # if no token moves, the entry that the last token is a part of does not move either
@@ -132,11 +139,10 @@ def unloadable(
 ) -> str:
     """Why `moved` refuses such a request; empty where it does not."""
     for group in _paged(model):
-        needed = group.residency.needed_from(tokens)
-        wanted = max(skip, _block_floor(group, dst, needed))
-        held = _block_floor(group, src, needed)
-        if min(tokens, held) > wanted:
-            return _dropped(group, src, dst, tokens, held, wanted)
+        try:
+            moved(group, src, dst, tokens, skip)
+        except BindError as error:
+            return str(error)
     return ""
 
 
@@ -163,19 +169,6 @@ def unloadable_share(model: CacheModel, src: EngineShape, dst: EngineShape) -> f
 def _paged(model: CacheModel) -> list[Group]:
     """The groups that drop blocks."""
     return [g for g in model.groups if g.residency.kind in ("window", "chunk")]
-
-
-def _dropped(
-    group: Group, src: EngineShape, dst: EngineShape, tokens: int, held: int, wanted: int
-) -> str:
-    return (
-        f"group {group.name!r}: of {tokens} tokens the source keeps those from {held} on, but "
-        f"the destination would fill and hash whole blocks from token {wanted} on (source "
-        f"blocks of {src.block_tokens(group)}, destination blocks of "
-        f"{dst.block_tokens(group)}); use source blocks that are a multiple of the "
-        "destination's, or a source that keeps every block (full=1; in vLLM, "
-        "--disable-hybrid-kv-cache-manager)"
-    )
 
 
 def _block_floor(group: Group, shape: EngineShape, token: int) -> int:
