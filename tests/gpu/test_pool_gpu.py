@@ -1,7 +1,9 @@
-"""The embedded store for a cache on a GPU: objects through pinned buffers, whole and in parts."""
+"""The embedded store for a cache on a GPU: objects through buffers and by the device itself, whole
+and in parts."""
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +14,14 @@ import pytest
 from device_peer import DeviceBytes
 
 from kvferry.carriers import MemoryRegion
+from kvferry.carriers.cuda import bus as buses
+from kvferry.carriers.cuda.bus import Bus
 from kvferry.carriers.cuda.driver import device
 from kvferry.carriers.cuda.staging import DeviceMemory
 
 pytest.importorskip("xxhash")
 
+from kvferry.pool.embedded.device import DeviceStore
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
 from kvferry.pool.wrappers import StagedStore
@@ -36,12 +41,22 @@ def cache() -> Iterator[DeviceBytes]:
         on.free(address)
 
 
-def test_objects_and_parts_of_them(cache: DeviceBytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("direct", [True, False])
+def test_objects_and_parts_of_them(
+    cache: DeviceBytes, tmp_path: Path, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buses, "PIN_BYTES", 1 << 20)  # objects cross the borders of registrations
     data = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
     cache[:] = data
     region = MemoryRegion(cache.address, SIZE)
     inner = EmbeddedStore(tmp_path / "store", 256 << 20, slots=1 << 12)
-    store = StagedStore(inner, DeviceMemory([region]), stage_bytes=4 << 20)
+    store: StagedStore
+    if direct:
+        store = DeviceStore(inner, DeviceMemory([region]), Bus([region], piece_bytes=5 << 20))
+        monkeypatch.setattr(StagedStore, "put", None)  # not by buffers
+        monkeypatch.setattr(StagedStore, "get", None)
+    else:
+        store = StagedStore(inner, DeviceMemory([region]), stage_bytes=4 << 20)
     store.register([region])
     step = SIZE // LAYERS // 4096 * 4096
     pages = np.arange(LAYERS) * step
@@ -69,4 +84,27 @@ def test_objects_and_parts_of_them(cache: DeviceBytes, tmp_path: Path) -> None:
         )
         assert {outcome for some in told for outcome in some} == {Outcome.DONE}
     assert np.array_equal(cache[:], expected)
+    # a processor reads what the device wrote, and finds its checksums right
+    assert inner.verify(deadline)[:2] == (OBJECTS, 0)
+    store.close()
+
+
+def test_a_damaged_object_is_found(cache: DeviceBytes, tmp_path: Path) -> None:
+    """One byte of the arena changes: the device's hash differs, and the object is removed."""
+    region = MemoryRegion(cache.address, SIZE)
+    cache[:] = np.random.default_rng(2).integers(0, 256, SIZE, dtype=np.uint8)
+    inner = EmbeddedStore(tmp_path / "store", 64 << 20, slots=1 << 12)
+    store = DeviceStore(inner, DeviceMemory([region]), Bus([region]))
+    store.register([region])
+    deadline = time.monotonic() + 60
+    size = np.array([600_000], dtype=np.int64)
+    objects = [Ranges(cache.address + np.array([n << 20]), size) for n in range(3)]
+    assert store.put(["a", "b", "c"], objects, deadline) == [Outcome.DONE] * 3
+    with inner.lending(["b"]) as lent:
+        ctypes.memset(int(lent.place[0]) + 599_999, 7, 1)
+    zero = np.zeros(1, dtype=np.int64)
+    wanted = [Slices(zero, o.address, size) for o in objects]
+    outcomes = store.get(["a", "b", "c"], wanted, deadline)
+    assert outcomes == [Outcome.DONE, Outcome.CORRUPT, Outcome.DONE]
+    assert store.exists(["a", "b", "c"], deadline).tolist() == [True, False, True]
     store.close()

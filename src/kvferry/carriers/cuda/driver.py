@@ -34,7 +34,8 @@ _HOST_ALLOC_PORTABLE = 1
 _IPC_LAZY_PEER_ACCESS = 1
 _ATTRIBUTE_MEMORY_TYPE, _ATTRIBUTE_ORDINAL = 2, 9
 _ATTRIBUTE_RANGE_START, _ATTRIBUTE_RANGE_BYTES = 11, 12
-_MEMORY_TYPE_DEVICE = 2
+_MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2
+MOST_PITCH = (1 << 31) - 1  # bytes between two rows of one copy
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _MULTIPROCESSORS = 75, 76, 16
 _NOT_READY = 600
 _STREAM_NON_BLOCKING = 1
@@ -48,6 +49,24 @@ class CudaError(TransferError):
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
         self.code = code
+
+
+class _Rows(ctypes.Structure):
+    """CUDA_MEMCPY2D of cuda.h: `height` rows of `width` bytes between two pitches."""
+
+    _fields_ = [
+        (f"{side}_{name}", kind)
+        for side in ("src", "dst")
+        for name, kind in (
+            ("x", c_size_t),
+            ("y", c_size_t),
+            ("type", c_uint),
+            ("host", c_void_p),
+            ("device", c_uint64),
+            ("array", c_void_p),
+            ("pitch", c_size_t),
+        )
+    ] + [("width", c_size_t), ("height", c_size_t)]
 
 
 class _IpcHandle(ctypes.Structure):
@@ -73,6 +92,7 @@ class Driver:
         # The same for callers that call again and again: they release it.
         self.ask = self._typed("cuEventQuery", c_void_p, keeping=False)
         self.copy_waiting = self._typed("cuMemcpyAsync", *numbers, keeping=False)
+        self.copy_rows = self._typed("cuMemcpy2DAsync_v2", c_void_p, c_void_p, keeping=False)
 
     def _typed(self, name: str, *types: Any, keeping: bool = True) -> Callable[..., int]:
         call = getattr(self._keeping if keeping else self._library, name)
@@ -249,6 +269,16 @@ class Device:
     def free_pinned(self, address: int) -> None:
         self._driver.call("cuMemFreeHost", c_void_p(address))
 
+    def register_host(self, address: int, size: int) -> None:
+        """Let the device read and write this host memory by itself. No copy reaches over the
+        borders of what was registered by one call."""
+        self._driver.call(
+            "cuMemHostRegister_v2", c_void_p(address), c_size_t(size), _HOST_ALLOC_PORTABLE
+        )
+
+    def unregister_host(self, address: int) -> None:
+        self._driver.call("cuMemHostUnregister", c_void_p(address))
+
     def export(self, base: int) -> bytes:
         """What another process needs to reach the allocation that begins at `base`."""
         handle = _IpcHandle()
@@ -285,6 +315,46 @@ class CudaStream:
         code = self._driver.copy(dst, src, size, self.handle)
         if code:
             raise self._driver.error("cuMemcpyAsync", code)
+
+    def rows_out(
+        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int
+    ) -> None:
+        """Rows of device memory to host memory."""
+        self._copy_rows(
+            _Rows(
+                src_type=_MEMORY_TYPE_DEVICE,
+                src_device=src,
+                src_pitch=src_pitch,
+                dst_type=_MEMORY_TYPE_HOST,
+                dst_host=dst,
+                dst_pitch=dst_pitch,
+                width=width,
+                height=rows,
+            )
+        )
+
+    def rows_back(
+        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int
+    ) -> None:
+        """Rows of host memory to device memory."""
+        self._copy_rows(
+            _Rows(
+                src_type=_MEMORY_TYPE_HOST,
+                src_host=src,
+                src_pitch=src_pitch,
+                dst_type=_MEMORY_TYPE_DEVICE,
+                dst_device=dst,
+                dst_pitch=dst_pitch,
+                width=width,
+                height=rows,
+            )
+        )
+
+    def _copy_rows(self, rows: _Rows) -> None:
+        """Queue it; where the host's memory is not registered, it waits."""
+        code = self._driver.copy_rows(byref(rows), self.handle)
+        if code:
+            raise self._driver.error("cuMemcpy2DAsync", code)
 
     def zero(self, dst: int, size: int) -> None:
         self._driver.call(

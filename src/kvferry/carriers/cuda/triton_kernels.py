@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels: one executes all copies of a batch, one mixes the words of runs.
+"""The kernels: one executes all copies of a batch, one mixes the words of runs, two make xxh3.
 
 This module needs Triton, and is imported when a kernel is used.
 
@@ -211,3 +211,113 @@ def mix_runs(
     slot = out + 2 * (tl.program_id(0) % SLOTS)
     tl.atomic_add(slot, tl.sum(tl.sum(first, 1), 0))
     tl.atomic_add(slot + 1, tl.sum(tl.sum(second, 1), 0))
+
+
+# xxh3 of 64 bits (xxh3.py has its constants), for pieces of memory that begin at a
+# multiple of 16 bytes and have more than 240, a multiple of 8.
+# It has eight lanes, into which every 64 bytes (a stripe) are added; after every 16 stripes (a
+# block) the lanes are scrambled. Additions commute, so `xxh3_blocks` adds up all blocks of all
+# pieces at once. Only the scrambling goes block by block: `xxh3_pieces`, all pieces at once.
+XXH3_BLOCK = tl.constexpr(1024)
+XXH3_STRIPE = tl.constexpr(64)
+XXH3_LAST = tl.constexpr(24)  # places in the table of constants; the secret's words come first
+XXH3_MERGE = tl.constexpr(32)
+XXH3_BEGIN = tl.constexpr(40)
+XXH3_SCRAMBLE = tl.constexpr(16)
+
+
+@triton.jit
+def xxh3_blocks(offsets, lengths, constants, out, base, per_piece, items, COUNT: tl.constexpr):
+    """The sums of each whole block but a piece's last one: eight of products, eight of words.
+
+    A piece begins at `base` plus its offset.
+    """
+    item = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    live = item < items
+    item = tl.minimum(item, items - 1)
+    piece = item // per_piece
+    block = item - piece * per_piece
+    live = live & (block < (tl.load(lengths + piece) - 1) // XXH3_BLOCK)
+    at = base + tl.load(offsets + piece) + block.to(tl.int64) * XXH3_BLOCK
+    products, words = _stripes(at, tl.where(live, 16, 0), constants)
+    lane = tl.arange(0, 8)[None, :]
+    place = out + item[:, None].to(tl.int64) * 16
+    tl.store(place + lane, products, mask=live[:, None])
+    tl.store(place + 8 + (lane ^ 1), words, mask=live[:, None])  # a word counts for its neighbour
+
+
+@triton.jit
+def xxh3_pieces(
+    offsets, lengths, constants, sums, out, base, per_piece, pieces, COUNT: tl.constexpr
+):
+    """The hashes of pieces, from the sums of their blocks."""
+    piece = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    live = piece < pieces
+    piece = tl.minimum(piece, pieces - 1)
+    lane = tl.arange(0, 8)
+    length = tl.load(lengths + piece)
+    begin = base + tl.load(offsets + piece)
+    blocks = ((length - 1) // XXH3_BLOCK).to(tl.int32)
+    acc = _unsigned(tl.load(constants + XXH3_BEGIN + lane))[None, :]
+    acc = acc + tl.zeros([COUNT, 8], tl.uint64)
+    key = _unsigned(tl.load(constants + XXH3_SCRAMBLE + lane))[None, :]
+    place = sums + piece[:, None].to(tl.int64) * per_piece * 16 + lane[None, :]
+    for block in range(tl.max(blocks, 0)):
+        there = (block < blocks)[:, None]
+        of = place + block * 16
+        some = tl.load(of, mask=there, other=0) + tl.load(of + 8, mask=there, other=0)
+        added = acc + _unsigned(some)
+        acc = tl.where(there, ((added ^ (added >> 47)) ^ key) * 0x9E3779B1, acc)
+    left = length - 1 - blocks.to(tl.int64) * XXH3_BLOCK
+    tail = begin + blocks.to(tl.int64) * XXH3_BLOCK
+    products, _ = _stripes(tail, (left // XXH3_STRIPE).to(tl.int32), constants)
+    acc += _unsigned(products) + _unsigned(_swapped(tail, left // XXH3_STRIPE))
+    last = begin + length - XXH3_STRIPE
+    at = last[:, None].to(tl.pointer_type(tl.int64))
+    key = _unsigned(tl.load(constants + XXH3_LAST + lane))[None, :]
+    mixed = _unsigned(tl.load(at + lane[None, :])) ^ key
+    acc += (mixed & 0xFFFFFFFF) * (mixed >> 32)
+    acc += _unsigned(tl.load(at + (lane[None, :] ^ 1)))
+    acc ^= _unsigned(tl.load(constants + XXH3_MERGE + lane))[None, :]
+    even, odd = tl.split(tl.reshape(acc, [COUNT, 4, 2]))
+    folded = (even * odd) ^ tl.umulhi(even, odd)
+    total = _unsigned(tl.sum(folded.to(tl.int64, bitcast=True), 1))
+    total += _unsigned(length) * 0x9E3779B185EBCA87
+    total ^= total >> 37
+    total *= 0x165667919E3779F9
+    total ^= total >> 32
+    tl.store(out + piece, total.to(tl.int64, bitcast=True), mask=live)
+
+
+@triton.jit
+def _unsigned(words):
+    return words.to(tl.uint64, bitcast=True)
+
+
+@triton.jit
+def _stripes(begin, count, constants):
+    """For each lane of each `begin`, over `count` stripes: the sum of products, and of words."""
+    at = tl.arange(0, 128)
+    wanted = (at // 8)[None, :] < count[:, None]
+    of = tl.multiple_of(begin[:, None].to(tl.pointer_type(tl.int64)) + at[None, :], (16, 16))
+    of = tl.max_contiguous(of, (1, 128))
+    word = tl.load(of, mask=wanted, other=0)
+    mixed = _unsigned(word) ^ _unsigned(tl.load(constants + at // 8 + at % 8))[None, :]
+    product = ((mixed & 0xFFFFFFFF) * (mixed >> 32)).to(tl.int64, bitcast=True)
+    product = tl.where(wanted, product, 0)
+    rows: tl.constexpr = begin.shape[0]
+    return (
+        tl.sum(tl.reshape(product, [rows, 16, 8]), 1),
+        tl.sum(tl.reshape(word, [rows, 16, 8]), 1),
+    )
+
+
+@triton.jit
+def _swapped(begin, count):
+    """The sums of words once more, each at its neighbour's lane."""
+    at = tl.arange(0, 128)
+    wanted = (at // 8)[None, :] < count[:, None]
+    of = begin[:, None].to(tl.pointer_type(tl.int64)) + (at ^ 1)[None, :]
+    word = tl.load(of, mask=wanted, other=0)
+    rows: tl.constexpr = begin.shape[0]
+    return tl.sum(tl.reshape(word, [rows, 16, 8]), 1)

@@ -45,24 +45,28 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from kvferry.errors import StoreError
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.index import MAX_GAPS, SharedIndex
 from kvferry.pool.embedded.policy import Floats
-from kvferry.pool.store import Ints, Outcome, Slices, move, spread
+from kvferry.pool.store import Bools, Ints, Outcome, Slices, move, spread
 from kvferry.private_files import open_private
 
 _log = logging.getLogger(__name__)
 
 ALIGN = 4096  # of extents
 GROW_BYTES = 64 << 20
+NO_MEMORY = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM)
 CHUNK_BYTES = 256 << 10  # hashed at 10 GB/s from memory; chunks of 64 KiB at 9
 HOT_BYTES = 256 << 10  # copied and checked at a time: stays in a core's cache in between
 _HEAD = struct.Struct("<QIIQII")
 _MAGIC = 0x3146564B
 _HEADER_ALIGN = 64
 _checksum = xxhash.xxh3_64_intdigest
+
+Sums = NDArray[np.uint64]
 
 
 class Arena:
@@ -99,6 +103,13 @@ class Arena:
         """These bytes; none where they are not all in the arena."""
         inside = 0 <= size <= self.capacity and 0 <= offset <= self.capacity - size
         return self._view[offset : offset + size] if inside else self._view[:0]
+
+    def headers(self, offset: Ints, size: int) -> NDArray[np.uint8]:
+        """The first `size` bytes at each offset, which the caller has checked."""
+        found = np.empty((len(offset), size), dtype=np.uint8)
+        at = found.ctypes.data + np.arange(len(offset), dtype=np.int64) * size
+        move(self.address + offset, at, np.full(len(offset), size, dtype=np.int64))
+        return found
 
     def take(self, size: int) -> int:
         """Offset of a free extent of `size` bytes (a multiple of `ALIGN`), or -1."""
@@ -137,7 +148,7 @@ class Arena:
 
     def _grow(self, size: int) -> bool:
         """Whether the system gave more memory: a large step, or `size` bytes where that is all."""
-        index, end = self._index, self._backed()
+        index, end = self._index, self.backed()
         for step in (max(GROW_BYTES, size), size):
             grown = min(self.capacity, end + step)
             if grown == end:
@@ -145,7 +156,7 @@ class Arena:
             try:
                 os.posix_fallocate(self._fd, end, grown - end)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM):
+                if error.errno not in NO_MEMORY:
                     raise StoreError(f"the memory tier cannot grow: {error}") from error
                 continue
             index.arena_bytes = grown
@@ -153,7 +164,28 @@ class Arena:
             return True
         return False
 
-    def _backed(self) -> int:
+    def back(self, size: int) -> bool:
+        """Have the system give memory to so many bytes from the beginning, which takes a while.
+
+        Needs no lock: nothing uses that memory before `take_backed`. False: the system has none.
+        """
+        end = self.backed()
+        try:
+            if size > end:
+                os.posix_fallocate(self._fd, end, size - end)
+        except OSError as error:
+            if error.errno not in NO_MEMORY:
+                raise StoreError(f"the memory tier cannot grow: {error}") from error
+            return False
+        return True
+
+    def take_backed(self, size: int) -> None:
+        """Use so many bytes from the beginning, which `back` got memory for."""
+        if size > self.backed():
+            self._index.arena_bytes = size
+            self.find_gaps()
+
+    def backed(self) -> int:
         """Bytes of the arena that are backed by memory."""
         return min(max(self._index.arena_bytes, 0), self.capacity)
 
@@ -170,7 +202,7 @@ class Arena:
         begin = begin[order]
         end = np.maximum.accumulate(begin + size[order])  # damaged ones may overlap
         starts = np.concatenate((np.zeros(1, dtype=np.int64), end))
-        stops = np.concatenate((begin, np.array([self._backed()], dtype=np.int64)))
+        stops = np.concatenate((begin, np.array([self.backed()], dtype=np.int64)))
         room = stops - starts
         some = np.flatnonzero(room > 0)
         if len(some) > MAX_GAPS:
@@ -207,7 +239,7 @@ class Arena:
         # A window begins where the extent before it ends, and takes all extents up to its size.
         starts = np.concatenate((np.zeros(1, dtype=np.int64), end))
         last = np.searchsorted(begin, starts + size, side="left")  # extents before it are inside
-        fits = starts + size <= self._backed()
+        fits = starts + size <= self.backed()
         finite = np.where(np.isinf(cost), 0.0, cost)
         sums = np.concatenate((np.zeros(1), np.cumsum(finite)))
         fixed = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(np.isinf(cost))))
@@ -280,6 +312,50 @@ def seal(image: memoryview, key: bytes, length: int) -> None:
     rest += np.asarray(sums, dtype="<u8").tobytes() + key
     rest += bytes(size - 8 - len(rest))
     image[:size] = _checksum(rest).to_bytes(8, "little") + rest
+
+
+def seal_alike(keys: Sequence[bytes], length: int, sums: Sums) -> NDArray[np.uint8]:
+    """The headers of objects of one length with keys of one length; `sums` has a row for each."""
+    size, key_bytes = header_bytes(len(keys[0]), length), len(keys[0])
+    headers = np.zeros((len(keys), size), dtype=np.uint8)
+    headers[:, 8 : _HEAD.size] = _fixed_part(key_bytes, length)
+    used = _HEAD.size + 8 * sums.shape[1]
+    headers[:, _HEAD.size : used] = np.ascontiguousarray(sums, dtype="<u8").view(np.uint8)
+    headers[:, used : used + key_bytes] = _matrix(keys)
+    headers[:, :8] = _digests(headers)
+    return headers
+
+
+def open_alike(
+    headers: NDArray[np.uint8], keys: Sequence[bytes], length: int
+) -> tuple[Bools, Sums]:
+    """Whether each header is whole and this key's, for objects of one length with keys of one
+    length; and the checksums that it has."""
+    key_bytes, chunks = len(keys[0]), -(-length // CHUNK_BYTES)
+    used = _HEAD.size + 8 * chunks
+    good = (headers[:, 8 : _HEAD.size] == _fixed_part(key_bytes, length)).all(axis=1)
+    good &= (headers[:, used : used + key_bytes] == _matrix(keys)).all(axis=1)
+    good &= (headers[:, :8] == _digests(headers)).all(axis=1)
+    sums = np.ascontiguousarray(headers[:, _HEAD.size : used]).view("<u8")
+    return np.asarray(good), sums
+
+
+def _fixed_part(key_bytes: int, length: int) -> NDArray[np.uint8]:
+    """All of the head but its digest."""
+    chunks = -(-length // CHUNK_BYTES)
+    head = _HEAD.pack(0, _MAGIC, key_bytes, length, CHUNK_BYTES, chunks)
+    return np.frombuffer(head, dtype=np.uint8)[8:]
+
+
+def _matrix(keys: Sequence[bytes]) -> NDArray[np.uint8]:
+    return np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(len(keys), -1)
+
+
+def _digests(headers: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    rows = np.ascontiguousarray(headers[:, 8:]).reshape(-1).data
+    size = headers.shape[1] - 8
+    found = [_checksum(rows[at : at + size]) for at in range(0, len(rows), size)]
+    return np.array(found, dtype="<u8").view(np.uint8).reshape(-1, 8)
 
 
 def open_image(image: memoryview) -> Image | None:

@@ -232,11 +232,14 @@ class Tiers:
         their extent. A caller that can do without waits `lock_seconds` for the lock, each time;
         making room takes its time.
         """
-        pending = sorted(wishes, key=lambda wish: -wish.score)
-        pending = [wish for wish in pending if wish.size <= self.arena.capacity]
+        pending = [wish for wish in wishes if wish.size <= self.arena.capacity]
         stuck = 0
         try:
-            while True:
+            if len(pending) > 1:
+                with self.locked(deadline, lock_seconds):
+                    pending = self._take_together(pending)
+            pending.sort(key=lambda wish: -wish.score)
+            while pending:
                 before = len(pending)
                 with self.locked(deadline, lock_seconds):
                     pending = self._take(pending)
@@ -255,29 +258,63 @@ class Tiers:
             self.abandon([wish for wish in wishes if wish.offset >= 0])
             raise
 
+    def _wanted(self, wishes: list[Wish]) -> list[Wish]:
+        """Those whose row no other writer has taken meanwhile."""
+        index = self.index
+        rows = np.array([wish.row for wish in wishes], dtype=np.int64)
+        same = index.low[rows] == np.array([wish.low for wish in wishes], dtype=np.uint64)
+        same &= index.high[rows] == np.array([wish.high for wish in wishes], dtype=np.uint64)
+        same &= index.state[rows] == np.array([wish.before for wish in wishes], dtype=np.uint8)
+        return [wish for wish, is_same in zip(wishes, same.tolist(), strict=True) if is_same]
+
+    def _take_together(self, wishes: list[Wish]) -> list[Wish]:
+        """One free extent for all of these, in their order, so that one copy moves many objects;
+        those that are left."""
+        if self.index.gaps_stale:
+            self.arena.find_gaps()
+        wishes = self._wanted(wishes)
+        total = sum(wish.size for wish in wishes)
+        offset = self.arena.take(total) if 0 < total <= self.arena.capacity else -1
+        if offset < 0:
+            return wishes
+        self._grant(wishes, offset)
+        return []
+
     def _take(self, wishes: list[Wish]) -> list[Wish]:
         """Free extents for these; those that found none."""
-        index = self.index
         left: list[Wish] = []
-        if index.gaps_stale:
+        if self.index.gaps_stale:
             self.arena.find_gaps()
         too_long = self.arena.capacity + 1  # no gap has this size
-        for wish in wishes:
-            row = wish.row
-            same = index.low[row] == wish.low and index.high[row] == wish.high
-            if index.state[row] != wish.before or not same:  # another writer was faster
-                continue
+        for wish in self._wanted(wishes):
             offset = self.arena.take(wish.size) if wish.size < too_long else -1
             if offset < 0:
                 too_long = min(too_long, wish.size)
                 left.append(wish)
                 continue
-            index.generation[row] += np.uint32(1)  # the process that gave it up may have died first
-            index.offset[row], index.extent[row] = offset, wish.size
-            index.owner[row] = self.members.me
-            index.state[row] = wish.state
-            wish.offset = offset
+            self._grant([wish], offset)
         return left
+
+    def _grant(self, wishes: list[Wish], offset: int) -> None:
+        """Give these the memory from there on, one after another."""
+        index = self.index
+        rows = np.array([wish.row for wish in wishes], dtype=np.int64)
+        sizes = np.array([wish.size for wish in wishes], dtype=np.int64)
+        offsets = offset + np.cumsum(sizes) - sizes
+        index.generation[rows] += np.uint32(1)  # the process that gave them up may have died first
+        index.offset[rows], index.extent[rows] = offsets, sizes
+        index.owner[rows] = self.members.me
+        index.state[rows] = np.array([wish.state for wish in wishes], dtype=np.uint8)
+        for wish, at in zip(wishes, offsets.tolist(), strict=True):
+            wish.offset = at
+
+    def back(self, size: int) -> int:
+        """Have the system give memory to so many bytes of the arena; how many have it now."""
+        size = min(size, self.arena.capacity)
+        if self.arena.back(size):
+            with self.locked(time.monotonic() + OPEN_SECONDS):
+                self.arena.take_backed(size)
+        return self.arena.backed()
 
     def _choose(self, wishes: list[Wish], *, in_a_row: bool) -> Ints:
         """The objects to evict for these wishes. Wishes that are worth less are declined, unless

@@ -29,6 +29,7 @@ The parts: `index` (records, locks), `arena` (extents, images of objects), `disk
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import getpass
 import logging
@@ -36,25 +37,30 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.carriers.base import MemoryRegion, RegionTable
 from kvferry.errors import KvferryError, NotPrivate, StoreError, text_of
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.arena import (
     ALIGN,
+    CHUNK_BYTES,
     Image,
+    Sums,
     WantedObject,
     aligned,
     analyse,
     header_bytes,
     image_bytes,
+    open_alike,
     open_image,
     seal,
+    seal_alike,
     serve,
 )
 from kvferry.pool.embedded.eviction import SHORT_WAIT_S, Tiers, Wish
@@ -62,11 +68,13 @@ from kvferry.pool.embedded.index import Calls, Geometry, hash_keys, words_of
 from kvferry.pool.store import (
     MOST_RECORD_BYTES,
     Bools,
+    Ints,
     Outcome,
     Ranges,
     Slices,
     inside,
     move,
+    spread,
 )
 from kvferry.workers import Call, Threads
 
@@ -187,6 +195,7 @@ class EmbeddedStore:
         self._parts = threads or min(4, max(1, (os.cpu_count() or 1) // 4))
         self._helpers = Threads("kvferry-store", self._parts - 1)
         self._promote_after = 0.0
+        self._unpin: Callable[[], None] | None = None
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         self._registered.extend(regions)
@@ -215,19 +224,22 @@ class EmbeddedStore:
     @_call
     def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
         good = inside(self._regions, objects)
-        sizes = [int(ranges.length.sum()) + ALIGN for ranges in objects]
-        most = self._tiers.arena.capacity // PART_SHARE
         outcomes: list[Outcome] = []
-        first = 0
-        while first < len(keys):
-            last, total = first + 1, sizes[first]
-            while last < len(keys) and total + sizes[last] <= most:
-                total += sizes[last]
-                last += 1
-            part = slice(first, last)
+        for part in self.parts([int(ranges.length.sum()) for ranges in objects]):
             outcomes += self._put_part(keys[part], objects[part], good[part], deadline)
-            first = last
         return outcomes
+
+    def parts(self, sizes: Sequence[int]) -> Iterator[slice]:
+        """How many objects of a batch to write at a time: those in writing cannot make way."""
+        most = self._tiers.arena.capacity // PART_SHARE
+        first = 0
+        while first < len(sizes):
+            last, total = first + 1, sizes[first] + ALIGN
+            while last < len(sizes) and total + sizes[last] + ALIGN <= most:
+                total += sizes[last] + ALIGN
+                last += 1
+            yield slice(first, last)
+            first = last
 
     @_call
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
@@ -306,6 +318,8 @@ class EmbeddedStore:
 
     def _end(self) -> None:
         self._helpers.close()
+        if self._unpin is not None:
+            self._unpin()
         self._tiers.close()
 
     # For people: `kvferry pool`
@@ -384,6 +398,54 @@ class EmbeddedStore:
     @_call
     def clear(self, deadline: float) -> int:
         return self._tiers.clear(deadline)
+
+    # Direct access to the arena, for a device that copies by itself
+
+    @property
+    def arena_memory(self) -> MemoryRegion:
+        return MemoryRegion(self._tiers.arena.address, self._tiers.arena.capacity)
+
+    def before_unmapping(self, unpin: Callable[[], None]) -> None:
+        """Have this called when the store is closed and its last call has ended."""
+        self._unpin = unpin
+
+    @_call
+    def back_memory(self, size: int) -> int:
+        """Have the system give memory to so many bytes of the arena; how many have it now."""
+        return self._tiers.back(size)
+
+    @contextlib.contextmanager
+    def lending(self, keys: Sequence[str]) -> Iterator[Lent]:
+        """Objects that lie in memory now. They may go at any time: `Lent.still` says afterwards
+        which were there until then."""
+        with self._calls:
+            yield self._lend(keys)
+
+    def _lend(self, keys: Sequence[str]) -> Lent:
+        index, arena = self._index, self._tiers.arena
+        rows = index.find(*hash_keys(keys))
+        generation, offset = index.generation[rows].copy(), index.offset[rows].copy()
+        length, image = index.length[rows].copy(), index.image_bytes[rows].copy()
+        names = [key.encode() for key in keys]
+        name_bytes = np.fromiter(map(len, names), dtype=np.int64, count=len(names))
+        there = (rows >= 0) & np.isin(index.state[rows], ix.IN_MEMORY) & (length > 0)
+        there &= (offset >= 0) & (image > 0) & (offset <= arena.capacity - image)
+        place = np.zeros(len(keys), dtype=np.int64)
+        sums: dict[int, Sums] = {}
+        kinds = np.stack((length, name_bytes), axis=1)
+        for size, key_bytes in np.unique(kinds[there], axis=0).tolist():  # usually one
+            some = np.flatnonzero(there & (kinds == (size, key_bytes)).all(axis=1))
+            head = header_bytes(key_bytes, size)
+            some, wrong = some[image[some] == head + size], some[image[some] != head + size]
+            there[wrong] = False
+            if not len(some):
+                continue
+            headers = arena.headers(offset[some], head)
+            good, found = open_alike(headers, [names[i] for i in some.tolist()], size)
+            there[some[~good]] = False  # whoever reads it the other way finds out why
+            place[some] = arena.address + offset[some] + head
+            sums.update(zip(some[good].tolist(), found[good], strict=True))
+        return Lent(self._tiers, self._clock, rows, generation, offset, there, place, length, sums)
 
     # Reading
 
@@ -480,10 +542,38 @@ class EmbeddedStore:
         goes_last: bool = False,
     ) -> list[Outcome]:
         """Put objects whose memory is `good`; the others FAILED."""
+        sizes = [int(ranges.length.sum()) for ranges in objects]
+        with self._granting(keys, sizes, good, deadline, goes_last=goes_last) as granted:
+            for at, wish in granted.wishes.items():
+                if time.monotonic() <= deadline:
+                    self._write(wish, keys[at].encode(), objects[at])
+                    granted.outcomes[at] = Outcome.DONE
+        return granted.outcomes
+
+    @contextlib.contextmanager
+    def granting(
+        self, keys: Sequence[str], sizes: Sequence[int], good: Sequence[bool], deadline: float
+    ) -> Iterator[Granted]:
+        """Extents for new objects of these sizes, which the caller fills and publishes. Those that
+        it does not publish are given back."""
+        with self._calls, self._granting(keys, sizes, good, deadline) as granted:
+            yield granted
+
+    @contextlib.contextmanager
+    def _granting(
+        self,
+        keys: Sequence[str],
+        sizes: Sequence[int],
+        good: Sequence[bool],
+        deadline: float,
+        *,
+        goes_last: bool = False,
+    ) -> Iterator[Granted]:
         tiers, index = self._tiers, self._index
         outcomes = [Outcome.FAILED] * len(keys)
+        granted = Granted(self._tiers, keys, outcomes)
         try:
-            wishes = self._wishes(keys, objects, good, outcomes, deadline)
+            wishes = self._wishes(keys, sizes, good, outcomes, deadline)
             rows = np.array([wish.row for wish in wishes.values()], dtype=np.int64)
             if goes_last:
                 tiers.policy.go_last(rows)
@@ -495,29 +585,28 @@ class EmbeddedStore:
                 tiers.reserve(list(wishes.values()), deadline)
         except StoreError as error:
             _log.warning("nothing was put: %s", error)
-            return outcomes
+            yield granted
+            return
+        for at, wish in wishes.items():
+            if wish.offset >= 0:
+                granted.wishes[at] = wish
+                continue
+            no = Outcome.DECLINED if wish.declined else Outcome.FULL
+            taken = int(index.state[wish.row]) not in (ix.FREE, ix.GHOST)
+            outcomes[at] = Outcome.EXISTS if taken and index.is_of(wish.row, keys[at]) else no
         try:
-            for at, wish in wishes.items():
-                row = wish.row
-                if wish.offset < 0:
-                    no = Outcome.DECLINED if wish.declined else Outcome.FULL
-                    taken = int(index.state[row]) not in (ix.FREE, ix.GHOST)
-                    outcomes[at] = Outcome.EXISTS if taken and index.is_of(row, keys[at]) else no
-                elif time.monotonic() <= deadline:
-                    self._write(wish, keys[at].encode(), objects[at])
-                    outcomes[at] = Outcome.DONE
+            yield granted
         finally:
-            undone = [at for at in wishes if outcomes[at] is Outcome.FAILED]
-            tiers.abandon([wishes[at] for at in undone if wishes[at].offset >= 0])
+            undone = [w for at, w in granted.wishes.items() if outcomes[at] is not Outcome.DONE]
+            tiers.abandon(undone)
         index.count("puts", outcomes.count(Outcome.DONE))
         index.count("full", outcomes.count(Outcome.FULL))
         index.count("declined", outcomes.count(Outcome.DECLINED))
-        return outcomes
 
     def _wishes(
         self,
         keys: Sequence[str],
-        objects: Sequence[Ranges],
+        sizes: Sequence[int],
         good: Sequence[bool],
         outcomes: list[Outcome],
         deadline: float,
@@ -544,7 +633,7 @@ class EmbeddedStore:
             elif states[at] != ix.GHOST or not once[at]:
                 outcomes[at] = Outcome.EXISTS
             else:
-                size = image_bytes(len(keys[at].encode()), int(objects[at].length.sum()))
+                size = image_bytes(len(keys[at].encode()), sizes[at])
                 row = int(rows[at])
                 wishes[at] = Wish(row, low[at], high[at], aligned(size), ix.WRITING)
         return wishes
@@ -560,6 +649,74 @@ class EmbeddedStore:
         seal(arena.view(offset, size), key, length)
         index.length[row], index.image_bytes[row] = length, size
         index.state[row] = ix.MEMORY
+
+
+@dataclass(slots=True, eq=False)
+class Granted:
+    """Extents for objects that are being written."""
+
+    tiers: Tiers
+    keys: Sequence[str]
+    outcomes: list[Outcome]  # FAILED until an object is published
+    wishes: dict[int, Wish] = field(default_factory=dict)  # by place in the batch
+
+    def places(self, sizes: Ints) -> Ints:
+        """Where the bytes of each granted object go; `sizes` has one for each of them."""
+        keys = [len(self.keys[at].encode()) for at in self.wishes]
+        heads = [header_bytes(k, n) for k, n in zip(keys, sizes.tolist(), strict=True)]
+        offsets = np.array([wish.offset for wish in self.wishes.values()], dtype=np.int64)
+        found: Ints = self.tiers.arena.address + offsets + np.array(heads, dtype=np.int64)
+        return found
+
+    def publish(self, sizes: Ints, sums: Sums) -> None:
+        """All granted objects are in place; `sums` are the checksums of their chunks."""
+        arena, index = self.tiers.arena, self.tiers.index
+        counts = -(-sizes // CHUNK_BYTES)
+        ends = np.cumsum(counts)
+        wishes = list(self.wishes.values())
+        names = [self.keys[at].encode() for at in self.wishes]
+        rows = np.array([wish.row for wish in wishes], dtype=np.int64)
+        kinds = np.stack((sizes, np.array([len(n) for n in names], dtype=np.int64)), axis=1)
+        for size, key_bytes in np.unique(kinds, axis=0).tolist():  # usually one
+            some = np.flatnonzero((kinds == (size, key_bytes)).all(axis=1))
+            chunks = int(counts[some[0]])
+            own = sums[(ends[some] - chunks)[:, None] + np.arange(chunks)]
+            headers = seal_alike([names[i] for i in some.tolist()], size, own)
+            offsets = np.array([wishes[i].offset for i in some.tolist()], dtype=np.int64)
+            spread(headers.ctypes.data, arena.address + offsets, headers.shape[1])
+            index.length[rows[some]] = size
+            index.image_bytes[rows[some]] = headers.shape[1] + size
+        index.state[rows] = ix.MEMORY
+        for at in self.wishes:
+            self.outcomes[at] = Outcome.DONE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lent:
+    """Objects of a batch that lie in memory, as they were when they were looked up."""
+
+    tiers: Tiers
+    clock: Callable[[], float]
+    rows: Ints
+    generation: NDArray[np.uint32]
+    offset: Ints
+    there: Bools  # which of the batch
+    place: Ints  # address of each object's bytes
+    length: Ints
+    sums: dict[int, Sums]  # checksums of each object's chunks, by place in the batch
+
+    def still(self, which: Ints) -> Bools:
+        """Which of these were there until now, so that what was copied meanwhile is theirs."""
+        index, rows = self.tiers.index, self.rows[which]
+        same = np.isin(index.state[rows], ix.IN_MEMORY)
+        same &= index.generation[rows] == self.generation[which]
+        same &= index.offset[rows] == self.offset[which]
+        return np.asarray(same)
+
+    def used(self, which: Ints) -> None:
+        """These were read."""
+        self.tiers.policy.touch(self.rows[which], self.clock())
+        self.tiers.index.count("hits", len(which))
 
 
 def _share(helpers: Threads, work: Callable[[list[int]], None], parts: list[list[int]]) -> None:

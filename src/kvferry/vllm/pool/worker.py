@@ -15,12 +15,14 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvferry.carriers.base import MemoryRegion
-from kvferry.errors import DescriptionError
+from kvferry.errors import DescriptionError, TransferError
 from kvferry.handover.describe import engine_info, rank_info
+from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.objects import block_span
 from kvferry.pool.orders import LoadOrder, PoolLoaded, SaveOrder
 from kvferry.pool.rank import Fence, PoolRank
 from kvferry.pool.scheduler import PoolOrders
+from kvferry.pool.store import Store
 from kvferry.pool.wrappers import CheckedStore, StagedStore
 from kvferry.vllm.describe import describe_worker, this_place
 from kvferry.vllm.metadata import FerryHandshake, PoolReport
@@ -73,8 +75,7 @@ class PoolWorker:
         if staged or self.config.checked:
             pairs = zip(bases, layout.regions, strict=True)
             regions = [MemoryRegion(base, region.bytes) for base, region in pairs]
-            kind = CheckedStore if self.config.checked else StagedStore
-            store = kind(store, memory_of(regions, gpu=self._on_device))
+            store = _staged(store, regions, self.config.checked, self._on_device)
         self._rank = PoolRank(
             store, described.model, layout, bases, replica=me.replica, replicas=me.replicas
         )
@@ -173,6 +174,22 @@ class PoolWorker:
     def close(self) -> None:
         if self._rank is not None:
             self._rank.close()
+
+
+def _staged(store: Store, regions: list[MemoryRegion], checked: bool, gpu: bool) -> Store:
+    """The store for a cache that it cannot reach by itself, or with checksums that it lacks."""
+    memory = memory_of(regions, gpu=gpu)
+    if checked:
+        return CheckedStore(store, memory)
+    if isinstance(store, EmbeddedStore):
+        from kvferry.carriers.cuda.bus import Bus
+        from kvferry.pool.embedded.device import DeviceStore
+
+        try:
+            return DeviceStore(store, memory, Bus(regions))
+        except TransferError as error:
+            log.warning("kvferry: the pool goes through buffers, which is slow: %s", error)
+    return StagedStore(store, memory)
 
 
 def _log_load(loaded: PoolLoaded) -> None:

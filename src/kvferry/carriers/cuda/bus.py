@@ -1,0 +1,511 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole objects over the bus: scattered device memory to and from host memory, hashed on the way.
+
+    out    a kernel brings an object's runs together on the device, two kernels hash it, and the bus
+           takes it to its place on the host
+    back   the bus brings objects to the device, two kernels hash them, and one puts their runs in
+           their places
+
+The processor touches no byte. Objects go in pieces, through two halves of device memory that take
+turns: while one crosses the bus, the kernels work on the other. The bus is the device's copy
+engine, so the engine's own kernels lose next to nothing. Objects that lie at equal distances on the
+host are one copy.
+
+Host memory must be registered with the driver (`pin`), which takes seconds for many gigabytes. A
+thread does it, step by step, from the beginning on. Memory that is not registered yet is copied all
+the same, at a tenth of the speed.
+
+`out` and `back` return when all is done, with the hashes (xxh3, of every `chunk_bytes` of each
+object). The caller compares them: `back` has already brought the bytes to their places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.carriers.base import MemoryRegion
+from kvferry.carriers.cuda import kernels, xxh3
+from kvferry.carriers.cuda.driver import (
+    MOST_PITCH,
+    CudaEvent,
+    CudaStream,
+    Device,
+    device,
+    place_of,
+)
+from kvferry.carriers.cuda.stream import Mapped, StreamBuffers, kept, wait_event
+from kvferry.copies import Copies, Ints
+from kvferry.errors import TransferError
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 32 << 20  # 0.6 ms of the bus, against some 0.2 ms of Python for each piece
+LANES = 3  # two loads and a save at a time; each has 72 MiB of device memory
+SLOT_ALIGN = 256  # of objects in a half
+MOST_HASHES = 1 << 14  # of one call
+PIN_BYTES = 256 << 20  # registered at a time
+
+Hashes = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BusObjects:
+    """Objects of host memory, each made of runs of device memory."""
+
+    place: Ints  # of each object on the host
+    length: Ints  # of each object
+    runs: Ints  # how many each has
+    offset: Ints  # of every run in its object
+    address: Ints  # of every run on the device
+    size: Ints  # of every run
+
+    def __len__(self) -> int:
+        return len(self.place)
+
+
+def hashes_of(length: Ints, chunk_bytes: int) -> Ints:
+    """How many hashes each object has."""
+    found: Ints = -(-length // chunk_bytes)
+    return found
+
+
+def takes(length: Ints, chunk_bytes: int) -> bool:
+    """Whether objects of these lengths can be hashed on a device."""
+    last = (length - 1) % chunk_bytes + 1
+    return xxh3.takes(last) and chunk_bytes % SLOT_ALIGN == 0 and bool((length > 0).all())
+
+
+class Bus:
+    """The way between one device's registered memory and the host's; any number of threads."""
+
+    def __init__(
+        self, regions: Sequence[MemoryRegion], *, piece_bytes: int = PIECE_BYTES, lanes: int = LANES
+    ) -> None:
+        """Raises a `TransferError` where this cannot work: no Triton, or not one GPU's memory."""
+        if not kernels.available():
+            raise TransferError("Triton is not installed, so nothing is hashed on the GPU")
+        places = [place_of(region.address) for region in regions]
+        ordinals = {place.ordinal if place is not None else -1 for place in places}
+        if len(ordinals) != 1 or -1 in ordinals:
+            raise TransferError("the memory is not that of one GPU")
+        self.device = device(ordinals.pop())
+        self._memory = Mapped.of([(regions, 0)])
+        self._piece_bytes = piece_bytes
+        self._changed = threading.Condition()
+        self._idle: list[_Lane] = []
+        self._lanes, self._most = 0, lanes
+        self._closed = False
+        self._pins: _Pins | None = None
+
+    def warm(self) -> None:
+        """Compile the kernels and make a lane now, so that no request waits for them."""
+        with self.device.current():
+            xxh3.warm(self.device)
+        kernels.warm(self.device)
+        with self._lane(time.monotonic()):
+            pass
+
+    def pin(self, address: int, size: int, back: Callable[[int], int]) -> None:
+        """Register this host memory, on a thread.
+
+        `back` has the system give memory to so many bytes from the beginning, and returns how many
+        it has given to.
+        """
+        self._pins = _Pins(self.device, address, size, back)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._pins.bytes if self._pins is not None else 0
+
+    def out(self, objects: BusObjects, chunk_bytes: int, deadline: float) -> Hashes:
+        """Bring objects to the host; all of them, or a `TransferError`."""
+        return self._move(objects, chunk_bytes, deadline, outward=True)
+
+    def back(self, objects: BusObjects, chunk_bytes: int, deadline: float) -> Hashes:
+        """Bring objects to the device; when this returns, their bytes are visible there."""
+        return self._move(objects, chunk_bytes, deadline, outward=False)
+
+    def close(self) -> None:
+        """Free what is idle, and the rest when it is given back. Idempotent."""
+        with self._changed:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        if self._pins is not None:
+            self._pins.close()
+        with self.device.current():
+            for lane in idle:
+                lane.free()
+
+    def _move(
+        self, objects: BusObjects, chunk_bytes: int, deadline: float, *, outward: bool
+    ) -> Hashes:
+        self._memory.table.require("this process", objects.address, objects.size)
+        starts = self._pins.starts if self._pins is not None else []
+        found = []
+        for some in _parts(objects, chunk_bytes):
+            with self._lane(deadline) as lane:
+                found.append(
+                    lane.move(some, chunk_bytes, self._memory, starts, deadline, outward=outward)
+                )
+        return np.concatenate(found) if found else np.empty(0, dtype=np.uint64)
+
+    @contextlib.contextmanager
+    def _lane(self, deadline: float) -> Iterator[_Lane]:
+        with self._changed:
+            seconds = max(0.0, deadline - time.monotonic())
+            self._changed.wait_for(lambda: self._idle or self._lanes < self._most, seconds)
+            lane = self._idle.pop() if self._idle else None
+            if lane is None and self._lanes >= self._most:
+                raise TransferError("the bus was busy until the deadline")
+            self._lanes += lane is None
+        try:
+            with self.device.current():
+                if lane is None:
+                    lane = _Lane(self.device, self._piece_bytes)
+                yield lane
+        finally:
+            with self._changed:
+                keep = lane is not None and not self._closed
+                if keep and lane is not None:
+                    self._idle.append(lane)
+                else:
+                    self._lanes -= 1
+                self._changed.notify()
+            if lane is not None and not keep:
+                with self.device.current():
+                    lane.free()
+
+
+class _Half:
+    """Device memory for one piece, and when kernels and bus are done with it."""
+
+    def __init__(self, on: Device, size: int) -> None:
+        self._device, self.used = on, False
+        with contextlib.ExitStack() as undo:
+            self.computed, self.moved = kept(undo, CudaEvent()), kept(undo, CudaEvent())
+            self.there = on.allocate(size)
+            undo.pop_all()
+        self.mapped = Mapped.of([([MemoryRegion(self.there, size)], 0)])
+
+    def free(self) -> None:
+        self._device.free(self.there)
+        self.computed.destroy()
+        self.moved.destroy()
+
+
+class _Lane:
+    """Two streams, two halves and the tables of hashes, for one thread; the device is current."""
+
+    def __init__(self, on: Device, piece_bytes: int) -> None:
+        self._device, self._room = on, piece_bytes
+        self._halves: list[_Half] = []
+        self._sums = 0
+        constants = xxh3.constants()
+        self._table_words = len(constants)
+        with contextlib.ExitStack() as undo:  # all of it, or nothing is left
+            self._buffers = StreamBuffers(on)
+            undo.callback(self._buffers.free)
+            self._bus = kept(undo, CudaStream())
+            self._ended = kept(undo, CudaEvent())
+            words = self._table_words + 3 * MOST_HASHES  # constants, offsets, lengths, hashes
+            self._host: Ints = on.pinned(8 * words).view(np.int64)
+            undo.callback(on.free_pinned, self._host.ctypes.data)
+            self._there = on.allocate(8 * words)
+            undo.callback(on.free, self._there)
+            self._make_halves(piece_bytes)
+            undo.pop_all()
+        self._host[: self._table_words] = constants
+
+    def _make_halves(self, size: int) -> None:
+        with contextlib.ExitStack() as undo:
+            halves = []
+            for _ in range(2):
+                halves.append(_Half(self._device, size))
+                undo.callback(halves[-1].free)
+            sums = self._device.allocate(_sums_bytes(size))
+            undo.pop_all()
+        old, old_sums, self._halves, self._sums, self._room = (
+            self._halves,
+            self._sums,
+            halves,
+            sums,
+            size,
+        )
+        for half in old:
+            half.free()
+        if old_sums:
+            self._device.free(old_sums)
+
+    def move(
+        self,
+        objects: BusObjects,
+        chunk_bytes: int,
+        memory: Mapped,
+        starts: Sequence[int],
+        deadline: float,
+        *,
+        outward: bool,
+    ) -> Hashes:
+        """At most `MOST_HASHES` chunks of objects."""
+        slots = -(-objects.length // SLOT_ALIGN) * SLOT_ALIGN
+        if int(slots.max()) > self._room:
+            self._make_halves(int(slots.max()))
+        chunks = hashes_of(objects.length, chunk_bytes)
+        per_piece = xxh3.blocks_of(min(chunk_bytes, int(objects.length.max())))
+        cuts = _cuts(slots, chunks * (8 * xxh3.SUMS * per_piece), self._room)
+        offsets = np.cumsum(slots) - slots
+        offsets -= np.repeat(offsets[cuts[:-1]], np.diff(cuts))  # in their halves
+        ends = np.cumsum(chunks)
+        self._write_tables(objects.length, chunk_bytes, chunks, offsets)
+        run_ends = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(objects.runs)))
+        in_half = objects.offset + np.repeat(offsets, objects.runs)
+        self._buffers.begin()
+        for half in self._halves:
+            half.used = False
+        stream, bus = self._buffers.stream, self._bus
+        total, first_hash = int(ends[-1]), 0
+        try:
+            self._upload(total)
+            for number, (first, last) in enumerate(pairwise(cuts)):
+                if time.monotonic() > deadline:
+                    raise TransferError("objects were not moved in time")
+                half = self._halves[number % 2]
+                runs = slice(int(run_ends[first]), int(run_ends[last]))
+                here, there = objects.address[runs], in_half[runs] + half.there
+                size = objects.size[runs]
+                rows = _rows(
+                    objects.place[first:last],
+                    objects.length[first:last],
+                    offsets[first:last] + half.there,
+                    starts,
+                )
+                last_hash = int(ends[last - 1])
+                if outward:
+                    if half.used:
+                        stream.wait_for(half.moved)
+                    self._buffers.copy(Copies(here, there, size), memory, half.mapped)
+                    self._hash(half, first_hash, last_hash, per_piece)
+                    half.computed.record(stream)
+                    bus.wait_for(half.computed)
+                    for place, pitch, slot, slot_pitch, width, count in rows:
+                        bus.rows_out(place, pitch, slot, slot_pitch, width, count)
+                    half.moved.record(bus)
+                else:
+                    if half.used:
+                        bus.wait_for(half.computed)
+                    for place, pitch, slot, slot_pitch, width, count in rows:
+                        bus.rows_back(slot, slot_pitch, place, pitch, width, count)
+                    half.moved.record(bus)
+                    stream.wait_for(half.moved)
+                    self._hash(half, first_hash, last_hash, per_piece)
+                    self._buffers.copy(Copies(there, here, size), half.mapped, memory)
+                    half.computed.record(stream)
+                half.used = True
+                first_hash = last_hash
+            return self._finish(total)
+        except BaseException:
+            self._drain()
+            raise
+
+    def _write_tables(self, length: Ints, chunk_bytes: int, chunks: Ints, offsets: Ints) -> None:
+        """Offset in its half, and length, of every chunk."""
+        total = int(chunks.sum())
+        number = np.arange(total) - np.repeat(np.cumsum(chunks) - chunks, chunks)
+        at = self._table_words
+        done = number * chunk_bytes
+        np.add(np.repeat(offsets, chunks), done, out=self._host[at : at + total])
+        at += MOST_HASHES
+        left = np.repeat(length, chunks) - done
+        np.minimum(left, chunk_bytes, out=self._host[at : at + total])
+
+    def _upload(self, total: int) -> None:
+        size = 8 * (self._table_words + MOST_HASHES + total)
+        self._buffers.stream.copy_at_once(self._there, self._host.ctypes.data, size)
+
+    def _hash(self, half: _Half, first: int, last: int, per_piece: int) -> None:
+        offsets = self._there + 8 * (self._table_words + first)
+        xxh3.queue(
+            self._device,
+            self._buffers.stream,
+            base=half.there,
+            offsets=offsets,
+            lengths=offsets + 8 * MOST_HASHES,
+            table=self._there,
+            sums=self._sums,
+            out=offsets + 16 * MOST_HASHES,
+            pieces=last - first,
+            per_piece=per_piece,
+        )
+
+    def _finish(self, total: int) -> Hashes:
+        """Wait until all is done and visible."""
+        at = self._table_words + 2 * MOST_HASHES
+        stream = self._buffers.stream
+        stream.copy_at_once(self._host.ctypes.data + 8 * at, self._there + 8 * at, 8 * total)
+        for half in self._halves:
+            if half.used:
+                stream.wait_for(half.moved)
+        self._ended.record(stream)
+        wait_event(self._ended)
+        return self._host[at : at + total].view(np.uint64).copy()
+
+    def _drain(self) -> None:
+        self._buffers.drain()
+        with contextlib.suppress(TransferError):
+            self._bus.synchronize()
+
+    def free(self) -> None:
+        self._drain()
+        for half in self._halves:
+            half.free()
+        self._device.free(self._sums)
+        self._device.free(self._there)
+        self._device.free_pinned(self._host.ctypes.data)
+        self._ended.destroy()
+        self._bus.destroy()
+        self._buffers.free()
+
+
+class _Pins:
+    """Host memory that is registered from the beginning on, step by step, on a thread."""
+
+    def __init__(self, on: Device, address: int, size: int, back: Callable[[int], int]) -> None:
+        self._device, self._address, self._size, self._back = on, address, size, back
+        self.starts: list[int] = []  # addresses at which a registration begins
+        self.bytes = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvferry-pin", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        try:
+            while self.bytes < self._size and not self._closing.is_set():
+                backed = self._back(min(self._size, self.bytes + PIN_BYTES))
+                if backed <= self.bytes:
+                    log.warning(
+                        "the system gives the pool %.1f of %.1f GiB of memory",
+                        self.bytes / (1 << 30),
+                        self._size / (1 << 30),
+                    )
+                    break
+                with self._device.current():
+                    self._device.register_host(self._address + self.bytes, backed - self.bytes)
+                self.starts.append(self._address + self.bytes)
+                self.bytes = backed
+        except Exception as error:
+            if not self._closing.is_set():
+                log.warning("the pool's memory is not pinned, and slow to copy: %s", error)
+        log.info(
+            "%.1f GiB of the pool's memory are pinned after %.1f s",
+            self.bytes / (1 << 30),
+            time.monotonic() - began,
+        )
+
+    def close(self) -> None:
+        """After the last copy."""
+        self._closing.set()
+        self._thread.join()
+        starts, self.starts = self.starts, []
+        with self._device.current():
+            for start in starts:
+                with contextlib.suppress(TransferError):
+                    self._device.unregister_host(start)
+
+
+def _sums_bytes(piece_bytes: int) -> int:
+    """Sums of all blocks of a piece, and of as many short objects as make it a piece."""
+    return piece_bytes // xxh3.BLOCK_BYTES * 8 * xxh3.SUMS + (1 << 20)
+
+
+def _parts(objects: BusObjects, chunk_bytes: int) -> Iterator[BusObjects]:
+    """The same with at most `MOST_HASHES` chunks each."""
+    chunks = hashes_of(objects.length, chunk_bytes)
+    if len(objects) and int(chunks.max()) > MOST_HASHES:
+        raise TransferError(f"an object of {int(objects.length.max())} bytes is too long")
+    if int(chunks.sum()) <= MOST_HASHES:
+        if len(objects):
+            yield objects
+        return
+    cuts = _cuts(chunks, chunks, MOST_HASHES)
+    runs = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(objects.runs)))
+    for first, last in pairwise(cuts):
+        some = slice(int(runs[first]), int(runs[last]))
+        yield BusObjects(
+            objects.place[first:last],
+            objects.length[first:last],
+            objects.runs[first:last],
+            objects.offset[some],
+            objects.address[some],
+            objects.size[some],
+        )
+
+
+def _cuts(sizes: Ints, scratch: Ints, room: int) -> list[int]:
+    """Where to cut a row of objects, so that each part has one object, or fits the room twice: by
+    its sizes, and by its scratch memory."""
+    ends, scratch_ends = np.cumsum(sizes), np.cumsum(scratch)
+    scratch_room = _sums_bytes(room)
+    cuts, done, used = [0], 0, 0
+    while cuts[-1] < len(sizes):
+        last = int(np.searchsorted(ends, done + room, side="right"))
+        last = min(last, int(np.searchsorted(scratch_ends, used + scratch_room, side="right")))
+        cuts.append(max(last, cuts[-1] + 1))
+        done, used = int(ends[cuts[-1] - 1]), int(scratch_ends[cuts[-1] - 1])
+    return cuts
+
+
+Row = tuple[int, int, int, int, int, int]  # host, pitch, device, pitch, bytes of a row, rows
+
+
+def _rows(place: Ints, length: Ints, slot: Ints, starts: Sequence[int]) -> Iterator[Row]:
+    """The fewest copies between objects on the host and their slots on the device."""
+    if len(place) == 1:
+        yield from _one(int(place[0]), int(slot[0]), int(length[0]), starts)
+        return
+    step, slot_step = np.diff(place), np.diff(slot)
+    # whether an object continues the row of the one before it
+    even = (length[1:] == length[:-1]) & (step >= length[:-1]) & (step <= MOST_PITCH)
+    ends = place + length - 1
+    if len(starts) > 1:
+        borders = np.asarray(starts)
+        begin_in = np.searchsorted(borders, place, side="right")
+        end_in = np.searchsorted(borders, ends, side="right")
+        even &= (begin_in[1:] == end_in[1:]) & (begin_in[:-1] == begin_in[1:])
+        even &= begin_in[:-1] == end_in[:-1]
+    first, count = 0, len(place)
+    while first < count:
+        last = first + 1
+        if last < count and even[first]:
+            same = even[first:] & (step[first:] == step[first])
+            same &= slot_step[first:] == slot_step[first]
+            broken = np.flatnonzero(~same)
+            last = first + 1 + (int(broken[0]) if len(broken) else count - 1 - first)
+        width = int(length[first])
+        if last == first + 1:
+            yield from _one(int(place[first]), int(slot[first]), width, starts)
+        else:
+            pitches = int(step[first]), int(slot_step[first])
+            yield int(place[first]), pitches[0], int(slot[first]), pitches[1], width, last - first
+        first = last
+
+
+def _one(place: int, slot: int, length: int, starts: Sequence[int]) -> Iterator[Row]:
+    """One object, cut where one registration ends and another begins."""
+    end = place + length
+    while place < end:
+        at = bisect_right(starts, place)
+        stop = min(end, starts[at]) if at < len(starts) else end
+        size = stop - place
+        yield place, size, slot, size, size, 1
+        place, slot = stop, slot + size

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""xxh3 (64 bits, seed 0) of pieces of a GPU's memory, made there: the same as the host's library.
+
+The pool's checksums are xxh3, so what a GPU has written a processor can check, and the other way
+round. xxh3 looks sequential, and nearly all of it is not: see triton_kernels.py.
+
+A piece begins at a multiple of 16 bytes, has a multiple of 8, and at least `LEAST_BYTES`: xxh3 is
+another function for shorter ones.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import Any
+
+import numpy as np
+
+from kvferry.carriers.cuda.driver import CudaStream, Device, Function
+from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS, compile_kernel
+from kvferry.copies import Ints
+
+LEAST_BYTES = 241
+GRAIN = 8
+BLOCK_BYTES = 1024
+SUMS = 16  # numbers of each block, between the two kernels
+
+# The algorithm's published constants.
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+    "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
+    "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_PRIMES_32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+_PRIMES_64 = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
+_BEGIN = (_PRIMES_32[2], *_PRIMES_64[:4], _PRIMES_32[1], _PRIMES_64[4], _PRIMES_32[0])
+_LAST_STRIPE, _MERGE = 121, 11  # offsets in the secret
+
+# Blocks or pieces of a program, and its warps
+BLOCKS, BLOCK_WARPS = 16, 4
+PIECES, PIECE_WARPS = 4, 1
+
+_lock = threading.Lock()
+_functions: dict[int, tuple[Function, Function]] = {}
+
+
+def constants() -> Ints:
+    """The kernels' table: the secret's words, then those that the end of a piece needs."""
+    words = [
+        *struct.unpack("<24Q", _SECRET),
+        *struct.unpack_from("<8Q", _SECRET, _LAST_STRIPE),
+        *struct.unpack_from("<8Q", _SECRET, _MERGE),
+        *_BEGIN,
+    ]
+    return np.array(words, dtype=np.uint64).view(np.int64)
+
+
+def takes(length: Ints) -> bool:
+    """Whether the kernels can hash pieces of these lengths, at multiples of 16."""
+    if len(length) == 0:
+        return True
+    return int(length.min()) >= LEAST_BYTES and int(np.bitwise_or.reduce(length)) % GRAIN == 0
+
+
+def blocks_of(longest: int) -> int:
+    """Blocks of a piece that the first kernel adds up."""
+    return max(1, (longest - 1) // BLOCK_BYTES)
+
+
+def warm(device: Device) -> None:
+    """Have the kernels ready; the device is current."""
+    with _lock:
+        if device.ordinal in _functions:
+            return
+        from kvferry.carriers.cuda.triton_kernels import xxh3_blocks, xxh3_pieces
+
+        tables = dict.fromkeys(("offsets", "lengths", "constants"), "*i64")
+        numbers = {"base": "i64", "per_piece": "i32"}
+        blocks = {**tables, "out": "*i64", **numbers, "items": "i32"}
+        pieces = {**tables, "sums": "*i64", "out": "*i64", **numbers, "pieces": "i32"}
+
+        def load(kernel: Any, signature: dict[str, str], count: int, warps: int) -> Function:
+            code, name, shared = compile_kernel(
+                kernel, signature, {"COUNT": count}, device.capability, warps
+            )
+            return Function(code, name, warps=warps, shared_bytes=shared)
+
+        _functions[device.ordinal] = (
+            load(xxh3_blocks, blocks, BLOCKS, BLOCK_WARPS),
+            load(xxh3_pieces, pieces, PIECES, PIECE_WARPS),
+        )
+
+
+def queue(
+    device: Device,
+    stream: CudaStream,
+    *,
+    base: int,
+    offsets: int,
+    lengths: int,
+    table: int,
+    sums: int,
+    out: int,
+    pieces: int,
+    per_piece: int,
+) -> None:
+    """Queue the hashing of `pieces` pieces; all places are the device's.
+
+    base              what the offsets count from
+    offsets, lengths  a number for each piece
+    table             `constants()`
+    sums              room for `pieces * per_piece * SUMS` numbers
+    out               the hashes, once the stream has come so far
+    per_piece         `blocks_of` the longest one
+    """
+    first, second = _functions[device.ordinal]
+    items = pieces * per_piece
+    values = [offsets, lengths, table, sums, base, per_piece, items]
+    first.launch(-(-items // BLOCKS), stream, [*values, *SCRATCH_ARGUMENTS])
+    values = [offsets, lengths, table, sums, out, base, per_piece, pieces]
+    second.launch(-(-pieces // PIECES), stream, [*values, *SCRATCH_ARGUMENTS])
