@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import types
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
-from kvferry.carriers.cuda import kernels, staging, stream
+from kvferry.carriers.cuda import bus, kernels, staging, stream
 from kvferry.carriers.cuda.driver import CudaError, DevicePlace
 
 OUT_OF_MEMORY = 2
@@ -45,6 +47,14 @@ class Stream(Handle):
 
     copy_at_once = copy
 
+    def rows_out(
+        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int
+    ) -> None:
+        for row in range(rows):
+            ctypes.memmove(dst + row * dst_pitch, src + row * src_pitch, width)
+
+    rows_back = rows_out
+
     def zero(self, dst: int, size: int) -> None:
         ctypes.memset(dst, 0, size)
 
@@ -61,6 +71,7 @@ class HostDevice:
     room: int = 1 << 40  # bytes of device memory that are left
     live: dict[int, np.ndarray] = field(default_factory=dict)
     most_bytes: int = 0  # that were live at once
+    registered: dict[int, int] = field(default_factory=dict)  # host memory, by address
     _lock: Any = field(default_factory=threading.Lock)
 
     def current(self) -> contextlib.AbstractContextManager[None]:
@@ -73,7 +84,9 @@ class HostDevice:
         return int(self.pinned(size).ctypes.data)
 
     def pinned(self, size: int) -> np.ndarray:
-        memory = np.full(size, 0xEE, dtype=np.uint8)
+        whole = np.full(size + 256, 0xEE, dtype=np.uint8)  # aligned as a device's memory is
+        first = -whole.ctypes.data % 256
+        memory = whole[first : first + size]
         with self._lock:
             self.live[memory.ctypes.data] = memory
             self.most_bytes = max(self.most_bytes, sum(m.nbytes for m in self.live.values()))
@@ -86,6 +99,52 @@ class HostDevice:
     def free_pinned(self, address: int) -> None:
         with self._lock:
             del self.live[address]
+
+    def register_host(self, address: int, size: int) -> None:
+        with self._lock:
+            self.registered[address] = size
+
+    def unregister_host(self, address: int) -> None:
+        with self._lock:
+            del self.registered[address]
+
+
+def hash_at_once(
+    device: Any,
+    stream: Any,
+    *,
+    base: int,
+    offsets: int,
+    lengths: int,
+    table: int,
+    sums: int,
+    out: int,
+    pieces: int,
+    per_piece: int,
+) -> None:
+    """What the kernels of `xxh3` do, by the library that they must agree with."""
+
+    def numbers(address: int) -> Any:
+        return (ctypes.c_int64 * pieces).from_address(address)
+
+    into = (ctypes.c_uint64 * pieces).from_address(out)
+    for at, (offset, length) in enumerate(zip(numbers(offsets), numbers(lengths), strict=True)):
+        assert (base + offset) % 16 == 0 and (length - 1) // 1024 <= per_piece
+        into[at] = xxhash.xxh3_64_intdigest(ctypes.string_at(base + offset, length))
+
+
+def use_bus(patch: pytest.MonkeyPatch, on: HostDevice | None = None) -> HostDevice:
+    """The same, with a bus that hashes."""
+    found = use(patch, on)
+    patch.setattr(bus, "CudaEvent", Event)
+    patch.setattr(bus, "CudaStream", Stream)
+    patch.setattr(bus, "device", lambda ordinal: found)
+    patch.setattr(bus, "place_of", lambda address: DevicePlace(0, address, 1 << 40))
+    patch.setattr(bus.xxh3, "queue", hash_at_once)
+    patch.setattr(bus.xxh3, "warm", lambda device: None)
+    there = types.SimpleNamespace(available=lambda: True, warm=lambda device: None)
+    patch.setattr(bus, "kernels", there)
+    return found
 
 
 def use(patch: pytest.MonkeyPatch, on: HostDevice | None = None) -> HostDevice:

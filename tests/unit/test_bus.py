@@ -1,0 +1,308 @@
+"""Objects over the bus, on a device that is none: pieces, borders of registered memory, deadlines,
+and the embedded store above it. `tests/gpu` has the same on a real one."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+import host_device
+from host_device import HostDevice
+from kvferry.carriers.base import MemoryRegion
+from kvferry.carriers.cuda import bus as buses
+from kvferry.carriers.cuda.bus import Bus, BusObjects
+from kvferry.carriers.cuda.staging import DeviceMemory
+from kvferry.errors import TransferError
+from kvferry.pool.embedded.device import DeviceStore
+from kvferry.pool.embedded.store import EmbeddedStore
+from kvferry.pool.store import Outcome, Ranges, Slices
+from kvferry.pool.wrappers import StagedStore
+from waiting import wait_until
+
+CHUNK = 4096
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevice]:
+    found = host_device.use_bus(monkeypatch)
+    yield found
+    wait_until(lambda: not (found.live or host_device.made or found.registered))
+
+
+def soon() -> float:
+    return time.monotonic() + 30
+
+
+def some_objects(
+    rng: np.random.Generator, device: np.ndarray, host: np.ndarray, count: int, alike: bool
+) -> tuple[BusObjects, list[tuple[int, int, int, int]]]:
+    """Objects with gaps between them on the host; and all copies: object, offset, address, size."""
+    lengths = rng.integers(40, 1500, count) * 8
+    if alike:
+        lengths[:] = lengths[0]
+    steps = int(lengths.max()) + rng.integers(0, 3, count) * 64 * (not alike)
+    places = host.ctypes.data + np.cumsum(steps) - steps
+    order = rng.permutation(count) if not alike else np.arange(count)
+    copies: list[tuple[int, int, int, int]] = []
+    at = device.ctypes.data
+    for number in range(count):
+        cuts = np.unique(rng.integers(0, lengths[number] // 8, 3) * 8)
+        bounds = [0, *cuts[cuts > 0].tolist(), int(lengths[number])]
+        for a, b in pairwise(bounds):
+            copies.append((number, a, at, b - a))
+            at += b - a + int(rng.integers(0, 3)) * 8
+    assert at < device.ctypes.data + len(device)
+    owner, offset, address, size = (np.array(c, dtype=np.int64) for c in zip(*copies, strict=True))
+    runs = np.bincount(owner, minlength=count)
+    return BusObjects(places[order], lengths, runs, offset, address, size), copies
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_byte_out_and_back(
+    on: HostDevice, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr(buses, "MOST_HASHES", 16 if seed % 2 else 1 << 14)
+    device = rng.integers(0, 256, 1 << 20, dtype=np.uint8)
+    host = np.full(1 << 20, 0xAB, dtype=np.uint8)
+    region = MemoryRegion(device.ctypes.data, device.nbytes)
+    bus = Bus([region], piece_bytes=30_000)
+    monkeypatch.setattr(buses, "PIN_BYTES", 10_000)
+    bus.pin(host.ctypes.data, host.nbytes, lambda size: size)
+    wait_until(lambda: bus.pinned_bytes == host.nbytes)
+    objects, copies = some_objects(rng, device, host, int(rng.integers(1, 40)), seed % 3 == 0)
+    expected = host.copy()
+    hashes = []
+    for number in range(len(objects)):
+        runs = [ctypes.string_at(a, n) for owner, _, a, n in copies if owner == number]
+        data = np.frombuffer(b"".join(runs), dtype=np.uint8)
+        at = int(objects.place[number]) - host.ctypes.data
+        expected[at : at + len(data)] = data
+        for first in range(0, len(data), CHUNK):
+            hashes.append(xxhash.xxh3_64_intdigest(data[first : first + CHUNK].tobytes()))
+    assert bus.out(objects, CHUNK, soon()).tolist() == hashes
+    assert np.array_equal(host, expected)
+    before = device.copy()
+    for _, _, address, size in copies:
+        ctypes.memset(address, 0, size)
+    assert bus.back(objects, CHUNK, soon()).tolist() == hashes
+    assert np.array_equal(device, before)
+    bus.close()
+
+
+def test_neighbours_cross_in_one_copy(on: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[tuple[int, int]] = []
+    plain = host_device.Stream.rows_out
+
+    def counted(self: object, *numbers: int) -> None:
+        rows.append((numbers[4], numbers[5]))
+        plain(self, *numbers)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(host_device.Stream, "rows_out", counted)
+    device = np.zeros(1 << 20, dtype=np.uint8)
+    host = np.zeros(1 << 20, dtype=np.uint8)
+    bus = Bus([MemoryRegion(device.ctypes.data, device.nbytes)])
+    number = np.arange(20, dtype=np.int64)
+    length = np.full(20, 8192, dtype=np.int64)
+    objects = BusObjects(
+        host.ctypes.data + number * 12_288,
+        length,
+        np.ones(20, dtype=np.int64),
+        np.zeros(20, dtype=np.int64),
+        device.ctypes.data + number * 8192,
+        length,
+    )
+    bus.out(objects, CHUNK, soon())
+    assert rows == [(8192, 20)]
+    bus.close()
+
+
+def test_a_busy_bus_and_a_late_one(on: HostDevice) -> None:
+    device = np.zeros(1 << 16, dtype=np.uint8)
+    host = np.zeros(1 << 16, dtype=np.uint8)
+    bus = Bus([MemoryRegion(device.ctypes.data, device.nbytes)], lanes=1)
+    one = np.array([4096], dtype=np.int64)
+    objects = BusObjects(
+        np.array([host.ctypes.data]),
+        one,
+        one // one,
+        one - one,
+        one - one + device.ctypes.data,
+        one,
+    )
+    with bus._lane(soon()), pytest.raises(TransferError, match="busy until the deadline"):
+        bus.out(objects, CHUNK, time.monotonic() + 0.05)
+    with pytest.raises(TransferError, match="not moved in time"):
+        bus.out(objects, CHUNK, time.monotonic() - 1)
+    bus.out(objects, CHUNK, soon())
+    bus.close()
+
+
+def test_memory_that_is_not_registered(on: HostDevice) -> None:
+    device = np.zeros(1 << 16, dtype=np.uint8)
+    bus = Bus([MemoryRegion(device.ctypes.data, 4096)])
+    one = np.array([4096], dtype=np.int64)
+    address = np.array([device.ctypes.data + 8])
+    objects = BusObjects(one, one, one // one, one - one, address, one)
+    with pytest.raises(TransferError, match="not inside"):
+        bus.out(objects, CHUNK, soon())
+    bus.close()
+
+
+# The store
+
+PAGE, LAYERS, OBJECTS = 3072, 5, 40
+
+
+def cache_and_store(
+    place: Path, *, size: int = 8 << 20, disk: bool = False
+) -> tuple[np.ndarray, EmbeddedStore, DeviceStore]:
+    cache = np.random.default_rng(5).integers(0, 256, LAYERS * OBJECTS * PAGE, dtype=np.uint8)
+    region = MemoryRegion(cache.ctypes.data, cache.nbytes)
+    below = {"disk_directory": place / "disk", "disk_bytes": 8 << 20} if disk else {}
+    inner = EmbeddedStore(place / "store", size, slots=1 << 12, **below)
+    memory = DeviceMemory([region])
+    assert memory.warmed.wait(30)
+    store = DeviceStore(inner, memory, Bus([region], piece_bytes=50_000))
+    store.register([region])
+    return cache, inner, store
+
+
+def blocks(cache: np.ndarray, numbers: range) -> list[Ranges]:
+    layers = cache.ctypes.data + np.arange(LAYERS, dtype=np.int64) * (OBJECTS * PAGE)
+    size = np.full(LAYERS, PAGE, dtype=np.int64)
+    return [Ranges(layers + n * PAGE, size) for n in numbers]
+
+
+def whole(objects: list[Ranges]) -> list[Slices]:
+    offset = np.arange(LAYERS, dtype=np.int64) * PAGE
+    return [Slices(offset, ranges.address, ranges.length) for ranges in objects]
+
+
+def names(numbers: range) -> list[str]:
+    return [f"ns/{n:04d}" for n in numbers]
+
+
+def test_the_device_writes_what_a_processor_reads(
+    on: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, inner, store = cache_and_store(tmp_path)
+    before, every = cache.copy(), range(OBJECTS)
+    for way in ("put", "get"):  # not through buffers
+        monkeypatch.setattr(StagedStore, way, None)
+    objects = blocks(cache, every)
+    assert store.put(names(every), objects, soon()) == [Outcome.DONE] * OBJECTS
+    assert store.put(names(every), objects, soon()) == [Outcome.EXISTS] * OBJECTS
+    assert inner.verify(soon()) == (OBJECTS, 0, 0, "")
+    cache[:] = 0
+    assert store.get(names(every), whole(objects), soon()) == [Outcome.DONE] * OBJECTS
+    assert np.array_equal(cache, before)
+    other = np.zeros_like(cache)  # a processor's cache
+    inner.register([MemoryRegion(other.ctypes.data, other.nbytes)])
+    wanted = whole(blocks(other, every))
+    assert inner.get(names(every), wanted, soon()) == [Outcome.DONE] * OBJECTS
+    assert np.array_equal(other, before)
+    assert inner.counters()["hits"] == 2 * OBJECTS
+    store.close()
+
+
+def test_the_device_reads_what_a_processor_wrote(
+    on: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And parts of it: two layers, a third of each page."""
+    cache, inner, store = cache_and_store(tmp_path)
+    before, every = cache.copy(), range(OBJECTS)
+    inner.register([MemoryRegion(cache.ctypes.data, cache.nbytes)])
+    objects = blocks(cache, every)
+    assert inner.put(names(every), objects, soon()) == [Outcome.DONE] * OBJECTS
+    monkeypatch.setattr(StagedStore, "get", None)
+    cache[:] = 0
+    part = np.array([1024, 3 * PAGE + 1024], dtype=np.int64)
+    size = np.array([1024, 1024], dtype=np.int64)
+    wanted = [Slices(part, o.address[[0, 3]] + 1024, size) for o in objects]
+    assert store.get(names(every), wanted, soon()) == [Outcome.DONE] * OBJECTS
+    expected = np.zeros_like(before).reshape(LAYERS, OBJECTS, 3, 1024)
+    expected[[0, 3], :, 1] = before.reshape(LAYERS, OBJECTS, 3, 1024)[[0, 3], :, 1]
+    assert np.array_equal(cache, expected.reshape(-1))
+    store.close()
+
+
+def test_what_is_damaged_gone_or_on_disk(on: HostDevice, tmp_path: Path) -> None:
+    cache, inner, store = cache_and_store(tmp_path, disk=True)
+    before, every = cache.copy(), range(OBJECTS)
+    objects = blocks(cache, every)
+    assert store.put(names(every), objects, soon()) == [Outcome.DONE] * OBJECTS
+    with inner.lending(["ns/0003", "ns/0004"]) as lent:
+        ctypes.memset(int(lent.place[0]) + LAYERS * PAGE - 1, 1, 1)
+        ctypes.memset(int(lent.place[1]) - 1, 1, 1)  # of the header
+    inner.remove(["ns/0005"], soon())
+    tiers = inner._tiers
+    tiers._evict(inner._index.find(*buses_keys(["ns/0006", "ns/0007"])), soon())
+    cache[:] = 0
+    found = store.get(names(every), whole(objects), soon())
+    assert found[3:6] == [Outcome.CORRUPT, Outcome.CORRUPT, Outcome.MISSING]
+    assert set(found[:3] + found[6:]) == {Outcome.DONE}
+    gone = [3, 4, 5]
+    now, then = (c.reshape(LAYERS, OBJECTS, PAGE) for c in (cache, before))
+    kept = [n for n in every if n not in gone]
+    assert np.array_equal(now[:, kept], then[:, kept])
+    assert inner.exists(["ns/0003", "ns/0004"], soon()).tolist() == [False, False]
+    store.close()
+
+
+def buses_keys(keys: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    from kvferry.pool.embedded.index import hash_keys
+
+    return hash_keys(keys)
+
+
+def test_an_object_that_goes_while_it_is_read(
+    on: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its extent is another object's by then: what was read must not count."""
+    cache, inner, store = cache_and_store(tmp_path)
+    objects = blocks(cache, range(2))
+    assert store.put(names(range(2)), objects, soon()) == [Outcome.DONE] * 2
+    plain, again = Bus.back, []
+
+    def meanwhile(self: Bus, moved: BusObjects, chunk: int, deadline: float) -> np.ndarray:
+        told = plain(self, moved, chunk, deadline)
+        if not again:
+            again.append(inner.remove(["ns/0001"], soon()))
+        return told
+
+    monkeypatch.setattr(Bus, "back", meanwhile)
+    found = store.get(names(range(2)), whole(objects), soon())
+    assert found == [Outcome.DONE, Outcome.MISSING] and again == [1]
+    store.close()
+
+
+def test_a_bus_that_fails(on: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a put that failed is left; a load goes through buffers."""
+    cache, inner, store = cache_and_store(tmp_path)
+    before, some = cache.copy(), range(4)
+    objects = blocks(cache, some)
+
+    def broken(*_: object) -> None:
+        raise TransferError("an illegal memory access was encountered")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(Bus, "out", broken)
+        assert store.put(names(some), objects, soon()) == [Outcome.FAILED] * 4
+    assert not store.exists(names(some), soon()).any()
+    assert inner.counters()["memory_bytes"] == 0
+    assert store.put(names(some), objects, soon()) == [Outcome.DONE] * 4
+    cache[:] = 0
+    with monkeypatch.context() as failing:
+        failing.setattr(Bus, "back", broken)
+        assert store.get(names(some), whole(objects), soon()) == [Outcome.DONE] * 4
+    shape = (LAYERS, OBJECTS, PAGE)
+    assert np.array_equal(cache.reshape(shape)[:, :4], before.reshape(shape)[:, :4])
+    store.close()
