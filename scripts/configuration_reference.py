@@ -151,7 +151,7 @@ POOL: Mapping[str, Words] = {
     "checksums": "With Mooncake or a store of your own: keep a checksum with each object and "
     "verify it; the embedded store always does.",
     "pinned_share": "The share of the engine's blocks that saves may keep from reuse; beyond it "
-    "no save begins.",
+    "no save begins, and beyond twice as many none when a request ends.",
 }
 THEIRS: Mapping[str, Mapping[str, str]] = {
     "nixl": {

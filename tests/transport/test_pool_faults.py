@@ -772,6 +772,26 @@ def test_backpressure(pair: Pair) -> None:
     assert pair.engine("dst").matched("r", tokens) == pair.case["tokens"]
 
 
+def test_a_request_ends_while_its_saves_are_postponed(pair: Pair) -> None:
+    """What it has computed is saved all the same; what it was still loading is not."""
+    tokens = sequence(pair.case)
+    writer = pair.engine("src", limits=PoolLimits(most_pinned_blocks=1))
+    release = threading.Event()
+    pair.faults["put"] = lambda *_: release.wait(30) and None
+    span = writer.scheduler.align_tokens
+    writer.scheduler.track("w", tuple)
+    writer.scheduler.computed("w", tokens, span, lambda: writer.tables)
+    writer.scheduler.computed("w", tokens, len(tokens), lambda: writer.tables)
+    assert writer.scheduler.counters["save_postponed"] == 1
+    writer.scheduler.finished("w", tokens, writer.tables)
+    writer.scheduler.track("loads", tuple)  # aborted before a step has computed anything of it
+    writer.scheduler.finished("loads", tokens, writer.tables)
+    assert writer.scheduler.counters["save_jobs"] == 2
+    release.set()
+    all_ended(writer)
+    assert pair.engine("dst").matched("r", tokens) == pair.case["tokens"]
+
+
 def test_aborted_while_saving(pair: Pair) -> None:
     """A request that ends does not take its pins along; they end with the save."""
     tokens = sequence(pair.case)

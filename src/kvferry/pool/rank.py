@@ -186,7 +186,7 @@ class PoolRank:
         self._store.close()
 
 
-BATCH_OBJECTS = 64  # put at a time; the deadline is checked in between
+BATCH_OBJECTS = 256  # put at a time; the deadline is checked in between
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 8.0
 

@@ -14,7 +14,7 @@ abort.
   draft model's bytes depend on tokens after the block: once these are known. Only the engine
   knows when a recurrent state is whole, and names its block then. Blocks are pinned until every
   rank has reported the job. If too many are pinned already, nothing is ordered, and the request
-  tries again in its next step.
+  tries again in its next step, at last when it is over.
 - *reset*: the weights have changed. Blocks computed before are never saved under the new namespace:
   neither those of running requests, nor those that the engine keeps and hits again.
 
@@ -176,7 +176,7 @@ class PoolScheduler:
         self, request_id: str, tracker: RequestTracker, tokens: Sequence[int], computed: int
     ) -> int | None:
         """Tokens beyond the computed ones that the pool has; None: ask again."""
-        tracker.load = None
+        tracker.load, tracker.final = None, 0  # it has no blocks, or none any more
         # The request computes everything from here on, except for its local hit.
         tracker.old = self._keeps_old and (tracker.old or computed > 0)
         most = len(tokens) - 1
@@ -249,14 +249,26 @@ class PoolScheduler:
         tracker = self._trackers.get(request_id)
         if tracker is None or tracker.old or self._client is None or not self.limits.save:
             return
-        final = min(final, len(tokens))
+        tracker.final = final
+        self._save_up_to(tracker, tokens, tables, self.limits.most_pinned_blocks, states, tag)
+
+    def _save_up_to(
+        self,
+        tracker: RequestTracker,
+        tokens: Sequence[int],
+        tables: Callable[[], Tables],
+        most: int,
+        states: Sequence[WholeState],
+        tag: Any,
+    ) -> None:
+        """Save what is final and was not ordered yet, unless so many blocks are pinned."""
+        final = min(tracker.final, len(tokens))
         ahead = self._ours.ahead
         # A draft's last slots are final, and their keys known, some tokens later than the target's.
         stop = self._aligned(max(0, min(final - max(0, ahead - 1), len(tokens) - ahead)))
         start = min(stop, self._aligned(tracker.saved_tokens))
         if start == stop and not states:
             return
-        most = self.limits.most_pinned_blocks
         if len(self._jobs) >= MOST_JOBS or self._saving.blocks >= most:
             self.counters.add("save_postponed")
             return
@@ -280,11 +292,22 @@ class PoolScheduler:
         self._orders.saves.append(SaveOrder(job_id, tables, self.limits.save_seconds))
         self.counters.add("save_jobs")
 
-    def finished(self, request_id: str) -> None:
-        """A request is over. Its pinned blocks stay pinned until their jobs have ended."""
-        self._trackers.pop(request_id, None)
-        if self._client is not None:
-            self._client.discard(request_id)
+    def finished(
+        self, request_id: str, tokens: Sequence[int] = (), tables: Tables = (), *, tag: Any = None
+    ) -> None:
+        """A request is over. Its pinned blocks stay pinned until their jobs have ended.
+
+        If it still has its blocks, those whose saves were postponed are ordered now, though more
+        may be pinned than otherwise: they would be lost. Only tokens count that a step was told to
+        compute; the engine's own count may include some that were still being loaded.
+        """
+        tracker = self._trackers.pop(request_id, None)
+        if self._client is None:
+            return
+        self._client.discard(request_id)
+        if tracker is not None and tables and tracker.final and not tracker.old:
+            most = self.limits.most_pinned_at_end
+            self._save_up_to(tracker, tokens, lambda: tables, most, (), tag)
 
     # Reports
 
@@ -360,6 +383,7 @@ class PoolLimits:
     load_seconds: float = 60.0
     save_seconds: float = 60.0
     most_pinned_blocks: int = 1 << 30
+    most_pinned_at_end: int = 1 << 30  # when a request is over
     min_load_tokens: int = 1
     lookup: bool = True
     save: bool = True
@@ -384,6 +408,7 @@ class RequestTracker:
 
     chain: ContentChain
     saved_tokens: int = 0  # leading tokens that are in the pool, or ordered to be saved
+    final: int = 0  # leading tokens that a step was told to compute into the request's blocks
     load: LoadSpec | None = None  # promised, not yet ordered
     loading: LoadOrder | None = None
     over: bool = False  # a load failed: the request never matches again

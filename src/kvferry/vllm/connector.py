@@ -217,7 +217,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request is over: whether its blocks stay, and what goes into its response."""
         if self.pool is not None:
-            self.pool.finished(request)
+            self.pool.finished(request, block_ids)
         if self.handover is None:
             return False, None
         self.handover.consuming.finished(request.request_id)

@@ -470,8 +470,16 @@ Row = tuple[int, int, int, int, int, int]  # host, pitch, device, pitch, bytes o
 
 def _rows(place: Ints, length: Ints, slot: Ints, starts: Sequence[int]) -> Iterator[Row]:
     """The fewest copies between objects on the host and their slots on the device."""
-    if len(place) == 1:
-        yield from _one(int(place[0]), int(slot[0]), int(length[0]), starts)
+    count, width = len(place), int(length[0])
+    low, high = int(place[0]), int(place[-1]) + width
+    if count > 1 and bisect_right(starts, low) == bisect_right(starts, high - 1):
+        pitch = (high - width - low) // (count - 1)
+        even = bool((place == low + np.arange(count) * pitch).all() and (length == width).all())
+        if even and width <= pitch <= MOST_PITCH:  # the usual case
+            yield low, pitch, int(slot[0]), int(slot[1] - slot[0]), width, count
+            return
+    if count == 1:
+        yield from _one(low, int(slot[0]), width, starts)
         return
     step, slot_step = np.diff(place), np.diff(slot)
     # whether an object continues the row of the one before it
@@ -483,7 +491,7 @@ def _rows(place: Ints, length: Ints, slot: Ints, starts: Sequence[int]) -> Itera
         end_in = np.searchsorted(borders, ends, side="right")
         even &= (begin_in[1:] == end_in[1:]) & (begin_in[:-1] == begin_in[1:])
         even &= begin_in[:-1] == end_in[:-1]
-    first, count = 0, len(place)
+    first = 0
     while first < count:
         last = first + 1
         if last < count and even[first]:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,11 +26,16 @@ from kvferry.carriers.base import Memory
 from kvferry.carriers.cuda.bus import Bus, BusObjects, hashes_of, takes
 from kvferry.errors import KvferryError, TransferError, text_of
 from kvferry.pool.embedded.arena import CHUNK_BYTES
-from kvferry.pool.embedded.store import EmbeddedStore, Lent
+from kvferry.pool.embedded.store import EmbeddedStore, Lent, share
 from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, inside
 from kvferry.pool.wrappers import StagedStore
+from kvferry.workers import Threads
 
 log = logging.getLogger("kvferry")
+T = TypeVar("T")
+# While the objects of one part cross the bus, another thread reserves and publishes others.
+WRITERS = 2
+PART_OBJECTS = 64
 
 
 class DeviceStore(StagedStore):
@@ -38,6 +44,7 @@ class DeviceStore(StagedStore):
     def __init__(self, store: EmbeddedStore, memory: Memory, bus: Bus) -> None:
         super().__init__(store, memory)
         self._embedded, self._bus = store, bus
+        self._writers = Threads("kvferry-put", WRITERS - 1)
         threading.Thread(target=self._warm, name="kvferry-pool-warm", daemon=True).start()
         arena = store.arena_memory
         store.before_unmapping(bus.close)
@@ -50,13 +57,21 @@ class DeviceStore(StagedStore):
             log.warning("the pool's first transfer will be slow: %s", error)
 
     def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
-        sizes = _bytes_of(objects)
+        sizes = np.array(_shared(objects, lambda length: int(length.sum())), dtype=np.int64)
         if not len(keys) or not takes(sizes, CHUNK_BYTES):
             return super().put(keys, objects, deadline)
         good = inside(self._regions, objects)
-        outcomes: list[Outcome] = []
-        for part in self._embedded.parts(sizes.tolist()):
-            outcomes += self._put_part(keys[part], objects[part], sizes[part], good[part], deadline)
+        parts = list(self._embedded.parts(sizes.tolist(), WRITERS, PART_OBJECTS))
+        outcomes = [Outcome.FAILED] * len(keys)
+
+        def put_some(some: list[int]) -> None:
+            for part in [parts[i] for i in some]:
+                outcomes[part] = self._put_part(
+                    keys[part], objects[part], sizes[part], good[part], deadline
+                )
+
+        numbers = [list(range(i, len(parts), WRITERS)) for i in range(WRITERS)]
+        share(self._writers, put_some, [some for some in numbers if some])
         return outcomes
 
     def _put_part(
@@ -71,11 +86,12 @@ class DeviceStore(StagedStore):
             which = np.fromiter(granted.wishes, dtype=np.int64)
             if len(which):
                 some = [objects[i] for i in which.tolist()]
+                starts = _shared(some, lambda length: np.cumsum(length) - length)
                 moved = BusObjects(
                     granted.places(sizes[which]),
                     sizes[which],
                     np.array([len(ranges.length) for ranges in some], dtype=np.int64),
-                    np.concatenate([np.cumsum(r.length) - r.length for r in some]),
+                    np.concatenate(starts),
                     np.concatenate([ranges.address for ranges in some]),
                     np.concatenate([ranges.length for ranges in some]),
                 )
@@ -102,6 +118,10 @@ class DeviceStore(StagedStore):
             for at, outcome in zip(left, told, strict=True):
                 outcomes[at] = outcome
         return outcomes
+
+    def close(self) -> None:
+        self._writers.close()
+        super().close()
 
     def _get_direct(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> Bools:
         """Which objects are in their places."""
@@ -131,13 +151,13 @@ class DeviceStore(StagedStore):
         return done
 
 
-def _bytes_of(objects: Sequence[Ranges]) -> Ints:
-    """The bytes of each object. Most share one array of lengths."""
-    known: dict[int, int] = {}
+def _shared(objects: Sequence[Ranges], work: Callable[[Ints], T]) -> list[T]:
+    """Something of each object's lengths. Most objects share one array of them."""
+    known: dict[int, T] = {}
     for one in objects:
         if id(one.length) not in known:
-            known[id(one.length)] = int(one.length.sum())
-    return np.array([known[id(one.length)] for one in objects], dtype=np.int64)
+            known[id(one.length)] = work(one.length)
+    return [known[id(one.length)] for one in objects]
 
 
 def _fits(wanted: Sequence[Slices], lent: Lent, which: Ints) -> Bools:

@@ -229,13 +229,16 @@ class EmbeddedStore:
             outcomes += self._put_part(keys[part], objects[part], good[part], deadline)
         return outcomes
 
-    def parts(self, sizes: Sequence[int]) -> Iterator[slice]:
+    def parts(
+        self, sizes: Sequence[int], writers: int = 1, most_objects: int = 1 << 30
+    ) -> Iterator[slice]:
         """How many objects of a batch to write at a time: those in writing cannot make way."""
-        most = self._tiers.arena.capacity // PART_SHARE
+        most = self._tiers.arena.capacity // (PART_SHARE * writers)
         first = 0
         while first < len(sizes):
             last, total = first + 1, sizes[first] + ALIGN
-            while last < len(sizes) and total + sizes[last] + ALIGN <= most:
+            stop = min(len(sizes), first + most_objects)
+            while last < stop and total + sizes[last] + ALIGN <= most:
                 total += sizes[last] + ALIGN
                 last += 1
             yield slice(first, last)
@@ -262,7 +265,7 @@ class EmbeddedStore:
         places = np.flatnonzero(there).tolist()
         total = sum(need.end - need.begin for need in needs)
         if self._parts > 1 and total > PARALLEL_BYTES and len(places) > 1:
-            _share(self._helpers, some_of, [places[i :: self._parts] for i in range(self._parts)])
+            share(self._helpers, some_of, [places[i :: self._parts] for i in range(self._parts)])
         else:
             some_of(places)
         self._tiers.policy.touch(rows[there], self._clock())
@@ -623,19 +626,19 @@ class EmbeddedStore:
             rows[new] = tiers.claim(low[new], high[new], rows[rows >= 0])
             if tiers.dead_owners(rows[(rows >= 0) & (index.state[rows] == ix.WRITING)]):
                 tiers.mend()  # records that a dead process was writing are ghosts again
-            states = np.where(rows >= 0, index.state[rows], ix.FREE)
+            states = np.where(rows >= 0, index.state[rows], ix.FREE).tolist()
         wishes: dict[int, Wish] = {}
-        for at in range(len(keys)):
+        facts = zip(rows.tolist(), low, high, states, once.tolist(), strict=True)
+        for at, (row, key_low, key_high, state, is_first) in enumerate(facts):
             if not good[at]:
                 continue
-            if states[at] == ix.FREE and once[at]:
+            if state == ix.FREE and is_first:
                 outcomes[at] = Outcome.FULL  # none of the sixteen objects in its slots may go
-            elif states[at] != ix.GHOST or not once[at]:
+            elif state != ix.GHOST or not is_first:
                 outcomes[at] = Outcome.EXISTS
             else:
-                size = image_bytes(len(keys[at].encode()), sizes[at])
-                row = int(rows[at])
-                wishes[at] = Wish(row, low[at], high[at], aligned(size), ix.WRITING)
+                size = aligned(image_bytes(len(keys[at].encode()), sizes[at]))
+                wishes[at] = Wish(row, key_low, key_high, size, ix.WRITING)
         return wishes
 
     def _write(self, wish: Wish, key: bytes, ranges: Ranges) -> None:
@@ -719,7 +722,7 @@ class Lent:
         self.tiers.index.count("hits", len(which))
 
 
-def _share(helpers: Threads, work: Callable[[list[int]], None], parts: list[list[int]]) -> None:
+def share(helpers: Threads, work: Callable[[list[int]], None], parts: list[list[int]]) -> None:
     """Work on all parts, the first of them in this thread. When this ends, no thread works on them:
     they write to memory that the caller then takes back."""
     calls = [Call(functools.partial(work, part)) for part in parts]

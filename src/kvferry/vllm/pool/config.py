@@ -162,6 +162,7 @@ class PoolConfig:
             load_seconds=self.load_seconds,
             save_seconds=self.save_seconds,
             most_pinned_blocks=max(1, int(blocks * self.pinned_share)),
+            most_pinned_at_end=max(1, int(blocks * min(1, 2 * self.pinned_share))),
             min_load_tokens=self.min_load_tokens,
             lookup=self.enable_lookup,
             save=produces or self.save_decode_cache is True,

@@ -191,14 +191,15 @@ class VllmPoolScheduler:
             )
         return self.pool.take_orders()
 
-    def finished(self, request: Any) -> None:
-        """A request is over; its pins outlive it.
-
-        Nothing is saved here: vLLM counts tokens as computed while they are still being loaded, so
-        the blocks of a request that was aborted may hold anything.
-        """
+    def finished(self, request: Any, tables: Sequence[Sequence[int]] = ()) -> None:
+        """A request is over; its pins outlive it. `tables`: the blocks that it still has."""
         self._requests.pop(request.request_id, None)
-        self.pool.finished(request.request_id)
+        self.pool.finished(
+            request.request_id,
+            request.all_token_ids,
+            tables,
+            tag=request if self._events.wanted else None,
+        )
 
     # Reports
 
