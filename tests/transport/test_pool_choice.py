@@ -48,10 +48,11 @@ class Engines:
             return DirStore(str(path / "store"))
 
         self.writer = SmallEngine(case, "src", open_store)
-        self.reader = SmallEngine(case, "dst", open_store, choice=self.choice, limits=limits)
         self.writer.fill(self.oracle)
         self.writer.save("w", self.tokens)
         self.writer.published()
+        # a reader knows the layouts that were there when it began
+        self.reader = SmallEngine(case, "dst", open_store, choice=self.choice, limits=limits)
 
     def hit(self, name: str) -> int:
         """Tokens that the reader would load of the prompt."""
@@ -114,9 +115,16 @@ def test_loads_under_way_are_counted_ahead(case: CaseDict, tmp_path: Path) -> No
     engines = Engines(case, tmp_path)
     engines.teach(0.4)
     scheduler, tables = engines.reader.scheduler, engines.reader.tables
+    trackers = {name: scheduler.track(name, tuple) for name in "abc"}
+    assert all(engines.hit(name) for name in trackers)  # the lookups' answers are there
+
+    def hit(name: str) -> int | None:
+        """As above, but no rank begins to load meanwhile."""
+        return scheduler.matched(name, trackers[name], engines.tokens, 0)
+
     for name in "ab":
-        scheduler.allocated(name, tables, engines.hit(name))
-    assert engines.hit("c") == 0, "three times 0.4"
+        scheduler.allocated(name, tables, hit(name) or 0)
+    assert hit("c") == 0, "three times 0.4"
     scheduler.allocated("c", tables, 0)
     assert engines.declined() == {"queued": 1}
     engines.reader.until(lambda: engines.choice.loads.queued_bytes == 0)
