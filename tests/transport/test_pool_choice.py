@@ -91,10 +91,6 @@ def test_a_load_that_computing_beats_is_declined(case: CaseDict, tmp_path: Path)
     engines.reader.scheduler.allocated("r", engines.reader.tables, 0)
     assert engines.declined() == {"slower": 1}, "once, when the request has blocks"
     assert not engines.reader.scheduler.take_orders().loads
-    # what the pool has is not saved again
-    engines.reader.scheduler.computed(
-        "r", engines.tokens, len(engines.tokens), lambda: engines.reader.tables
-    )
     engines.now += 30.0
     assert engines.hit("s") == len(engines.tokens) - 1, "it is tried again"
     engines.close()
