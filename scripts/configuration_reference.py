@@ -147,7 +147,8 @@ POOL: Mapping[str, Words] = {
     "lookup_seconds": "After this time a lookup is a miss.",
     "load_seconds": "After this time a load has failed, and the request is computed.",
     "save_seconds": "After this time a save is given up.",
-    "min_load_tokens": "A shorter hit is computed instead.",
+    "min_load_tokens": "A shorter hit is computed instead; `auto`: a hit is computed where that "
+    "is [faster than loading it](pool.md#how-it-works).",
     "checksums": "With Mooncake or a store of your own: keep a checksum with each object and "
     "verify it; the embedded store always does.",
     "pinned_share": "The share of the engine's blocks that saves may keep from reuse; beyond it "

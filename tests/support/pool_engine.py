@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from kvferry.pool.cost import LoadChoice
 from kvferry.pool.keys import KeyMetadata
 from kvferry.pool.layout_registry import make_layout
 from kvferry.pool.orders import PoolLoaded, Saved
@@ -50,6 +51,7 @@ class SmallEngine:
         tenant: str = "",
         weights: str = "",
         open_lookups: Callable[[], Store] | None = None,
+        choice: LoadChoice | None = None,
     ) -> None:
         self.case, self.side = case, side
         own = case["src"] if side == "src" else case["dst"]
@@ -74,6 +76,7 @@ class SmallEngine:
             pin=self.pins.update,
             unpin=self.pins.subtract,
             null_block=self.null,
+            choice=choice,
         )
         self.layout = make_layout(self.model, MEANING, list(self.layouts.values()))
         self.metadata = KeyMetadata.of(tenant, self.model.fingerprint(), MEANING, weights)

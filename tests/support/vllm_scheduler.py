@@ -78,6 +78,7 @@ LATENT = CacheModel(
         ),
     ),
 )
+ALWAYS = {"min_load_tokens": 0}  # computing bytes is faster than any load
 MODELS = {"": PLAIN, "window": HYBRID, "state": MAMBA, "latent": LATENT}
 
 
@@ -133,7 +134,7 @@ class SchedulerEngine:
     ) -> None:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / "model" / "config.json").write_text(json.dumps(llama_config()))
-        own = {"path": str(folder / "unused"), "weight_revision": "test", **(extra or {})}
+        own = {"path": str(folder / "unused"), "weight_revision": "test", **ALWAYS, **(extra or {})}
         transfer = KVTransferConfig(
             kv_connector=connector,
             kv_connector_module_path=None if connector == "MultiConnector" else "kvferry.vllm",

@@ -18,7 +18,7 @@ from vllm_engines import Engine, hand_over
 @pytest.fixture
 def engines(folder: Path) -> Iterator[tuple[Engine, Engine]]:  # noqa: F811
     model = make_model(folder / "tiny")
-    pool = {"path": str(folder / "both"), "size": "128MiB"}
+    pool = {"path": str(folder / "both"), "size": "128MiB", "min_load_tokens": 0}
     made = [
         Engine("prefill", model, folder / "prefill.log", connector={"pool": pool}),
         Engine("decode", model, folder / "decode.log", block_size=32, connector={"pool": pool}),

@@ -37,7 +37,7 @@ def engine_of_two(name: str, model: Path, place: Path, role: str, **shape: int) 
     def child(kind: str, role: str, **extra: Any) -> dict[str, Any]:
         return {"kv_connector": kind, **OURS, "kv_role": role, "kv_connector_extra_config": extra}
 
-    pool = {"path": str(place / "store"), "size": "128MiB"}
+    pool = {"path": str(place / "store"), "size": "128MiB", "min_load_tokens": 0}
     pool_role = "kv_both" if role == "kv_producer" else "kv_consumer"
     children = [child("FerryConnector", role), child("FerryPoolConnector", pool_role, **pool)]
     return Engine(

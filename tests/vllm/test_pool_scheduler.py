@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from dir_store import DirStore, FaultyStore
 from kvferry.errors import StoreError
+from kvferry.pool.cost import MOST
 from kvferry.pool.layout_registry import ReadPlan
 from kvferry.pool.lookup import FragmentKeys, sequence_keys
 from kvferry.pool.scheduler import PoolScheduler
@@ -463,3 +464,44 @@ def test_reset_while_something_runs(make: Make) -> None:
     jobs = engine.pool.counters["save_jobs"]
     engine.run()
     assert engine.computed["again"] == 103 and engine.pool.counters["save_jobs"] > jobs
+
+
+@pytest.mark.parametrize("connector", ["FerryPoolConnector", "FerryConnector", "MultiConnector"])
+def test_loads_where_computing_is_slower(make: Make, faults: Any, connector: str) -> None:
+    """Times are real: of steps that vLLM's scheduler sends and takes back, and of loads."""
+    extra = {"min_load_tokens": "auto"}
+    writer, reader = make(batched=512), make(connector=connector, extra=extra, batched=512, blocks=256)
+    prompts = [prompt(seed, 100 + 20 * seed) for seed in range(1, 10)]
+    for number, tokens in enumerate(prompts):
+        writer.add(f"w{number}", tokens, output=1)
+        writer.run()
+    compute, token_seconds = reader._execute, 0.0
+
+    def slow(output: Any) -> None:
+        time.sleep(output.total_num_scheduled_tokens * token_seconds)
+        compute(output)
+
+    reader._execute = slow  # type: ignore[method-assign]
+    asked = iter(range(1000))
+
+    def loaded(tokens: list[int]) -> bool:
+        """Whether a prompt is loaded. vLLM's own cache never has it."""
+        assert reader.scheduler.reset_prefix_cache()
+        name = f"r{next(asked)}"
+        reader.add(name, tokens, output=1)
+        reader.run()
+        ended(reader)
+        return reader.computed[name] < len(tokens)
+
+    faults["get"] = lambda *_: time.sleep(0.05)
+    for seed in range(20, 26):  # the pool has none of these
+        assert not loaded(prompt(seed, 40 * seed % 500 + 60))
+    assert [loaded(tokens) for tokens in prompts[:5]] == [True] * 5, "not enough is known"
+    assert not any(loaded(tokens) for tokens in prompts), "loads take 50 ms, steps much less"
+    assert reader.pool.counters["declined_slower"] == len(prompts)
+    assert not reader.pool.choice.steps._sent, "every step that was sent is over"
+    token_seconds = 0.002
+    for seed in range(100, 100 + MOST):  # nothing is left of the steps before
+        assert not loaded(prompt(seed, seed - 80))
+    assert all(loaded(tokens) for tokens in prompts), "computing takes 0.2 s and more"
+    assert reader.pool.counters["declined_slower"] == len(prompts)

@@ -101,7 +101,7 @@ POOL: dict[str, tuple[Any, Any]] = {
     "lookup_seconds": (SECONDS, NOT_SECONDS),
     "load_seconds": (SECONDS, NOT_SECONDS),
     "save_seconds": (SECONDS, NOT_SECONDS),
-    "min_load_tokens": (((0, 0), (64, 64)), NOT_COUNT),
+    "min_load_tokens": (((0, 0), (64, 64), ("auto", "auto")), (*NOT_COUNT, "Auto", "none")),
     "checksums": (((True, True),), NOT_FLAG),
     "pinned_share": (((0.5, 0.5), (1, 1.0)), ("0.5", True, 0, -1, 25, 1.01, NAN, INFINITE)),
 }

@@ -108,6 +108,13 @@ METRICS: Mapping[str, PoolMetric] = dict(
         _plain("lookup_keys", "Keys that lookups asked the store for"),
         _plain("lookup_servers_replaced", "Threads for lookups that were replaced"),
         _plain("hit_tokens", "Tokens that loads were ordered for"),
+        (
+            "loads_declined",
+            PoolMetric(
+                "Requests with a hit that were computed instead",
+                _outcomes("declined", "short slower queued"),
+            ),
+        ),
         _plain("loads", "Loads that ended, by rank"),
         _plain("load_failures", "Loads that did not bring all, by rank"),
         _plain("load_errors", "Loads that raised, by rank"),

@@ -418,6 +418,7 @@ class Loader:
                 if running not in self._running:
                     return  # given up
                 running.begun = True
+            began = time.monotonic()  # without the steps that it waited for, which it does not cost
             loaded = self._load(running, scope)
         except Exception as error:
             raised = True

@@ -5,7 +5,8 @@ A request is tracked from its first lookup to its end, through chunked prefill, 
 abort.
 
 - *match*: how many tokens beyond the local ones the pool has, in whole blocks. The last token is
-  never among them, because one has to be computed. `None` while the lookup is under way.
+  never among them, because one has to be computed. `None` while the lookup is under way. 0 where
+  computing is faster (`kvferry.pool.cost`), which is counted once the request has blocks.
 - *load*: ordered once the request has blocks. After a failed load, the request never matches again.
   A load is over when every rank has ended it, even if its request is gone. If it hangs on a rank,
   the store may still write into its blocks. They stay pinned, in quarantine, until the last rank
@@ -30,9 +31,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from math import lcm
-from typing import Any
+from typing import Any, Literal
 
 from kvferry.layout.model import Residency
+from kvferry.pool.cost import LoadChoice
 from kvferry.pool.hits import Hit, Need, PoolReader, Segment
 from kvferry.pool.keys import ContentChain, Extra, KeyMetadata, PoolKey
 from kvferry.pool.layout_registry import PoolLayout
@@ -61,8 +63,11 @@ class PoolScheduler:
         pin: Callable[[Sequence[int]], None],
         unpin: Callable[[Sequence[int]], None],
         null_block: int | None = 0,
+        choice: LoadChoice | None = None,
     ) -> None:
+        """choice  whose `steps` the engine tells of its steps; else all hits are loaded"""
         self.limits, self.counters = limits, PoolCounters()
+        self.choice = choice or LoadChoice()
         self._open_store = open_store
         self._null = null_block
         self._client: LookupKeyClient | None = None
@@ -101,6 +106,9 @@ class PoolScheduler:
         ]
         self.align_tokens = lcm(*spans)
         self._reader = PoolReader(tuple(needs), self.align_tokens, ours.id)
+        self._entries = {
+            g.name: (len(g.layers) * g.entry_bytes, g.tokens_per_entry) for g in groups
+        }
         self._use(replace(metadata, epoch=self._epoch))
 
     def _use(self, metadata: KeyMetadata) -> None:
@@ -175,8 +183,9 @@ class PoolScheduler:
     def matched(
         self, request_id: str, tracker: RequestTracker, tokens: Sequence[int], computed: int
     ) -> int | None:
-        """Tokens beyond the computed ones that the pool has; None: ask again."""
-        tracker.load, tracker.final = None, 0  # it has no blocks, or none any more
+        """Tokens beyond the computed ones to load from the pool; None: ask again."""
+        tracker.load, tracker.declined = None, ""
+        tracker.final = 0  # it has no blocks, or none any more
         # The request computes everything from here on, except for its local hit.
         tracker.old = self._keeps_old and (tracker.old or computed > 0)
         most = len(tokens) - 1
@@ -194,10 +203,28 @@ class PoolScheduler:
         tracker.saved_tokens = max(tracker.saved_tokens, answer.saved_tokens)
         hit = answer.hit_after(self._reader, most, computed)
         spec = LoadSpec(hit, computed, answer.layouts)
-        if spec.tokens < max(1, self.limits.min_load_tokens):
+        if spec.tokens < 1:
+            return 0
+        tracker.declined = self._why_not(spec)
+        if tracker.declined:
             return 0
         tracker.load = spec
         return spec.tokens
+
+    def _why_not(self, spec: LoadSpec) -> str:
+        """Why a hit is computed instead; empty: it is loaded."""
+        least = self.limits.min_load_tokens
+        if least == "auto":
+            return self.choice.why_not(spec.tokens, self._bytes_of(spec.hit.segments))
+        return "short" if spec.tokens < least else ""
+
+    def _bytes_of(self, segments: Iterable[Segment]) -> int:
+        """Bytes of these segments, over all layers and ranks. A state is one entry."""
+        total = 0
+        for segment in segments:
+            entry_bytes, tokens = self._entries[segment.group]
+            total += entry_bytes * max(1, (segment.stop - segment.start) // tokens)
+        return total
 
     def promised(self, request_id: str) -> bool:
         tracker = self._trackers.get(request_id)
@@ -206,10 +233,13 @@ class PoolScheduler:
     def allocated(self, request_id: str, tables: Tables, external: int) -> None:
         """The request has blocks. Load `external` tokens into them; 0: load nothing after all."""
         tracker = self._trackers.get(request_id)
-        spec = tracker.load if tracker is not None else None
-        if tracker is None or spec is None:
+        if tracker is None:
             return
-        tracker.load = None
+        if tracker.declined:
+            self.counters.add(f"declined_{tracker.declined}")
+        spec, tracker.load, tracker.declined = tracker.load, None, ""
+        if spec is None:
+            return
         if external <= 0:
             return
         full = all(group.residency.kind == "full" for group in self._ours.model.groups)
@@ -230,6 +260,7 @@ class PoolScheduler:
         )
         self._loads[request_id] = tracker.loading
         self._orders.loads.append(tracker.loading)
+        self.choice.loads.ordered(request_id, self._bytes_of(segments))
         self.counters.add("hit_tokens", external)
 
     def computed(
@@ -335,6 +366,7 @@ class PoolScheduler:
             if not report.ok and tracker is not None:
                 tracker.over = True  # it computes the rest, and saves that again
                 tracker.saved_tokens = min(tracker.saved_tokens, report.bad_from or 0)
+            self.choice.loads.reported(report.request_id, report.seconds, failed=not report.ok)
             order = self._loads.get(report.request_id)
             if report.hung and order is not None:
                 ids = [i for table in order.tables for i in table if i != self._null]
@@ -343,6 +375,7 @@ class PoolScheduler:
     def load_over(self, request_id: str) -> None:
         """All ranks have reported a request's load. The request itself may be gone."""
         self._loads.pop(request_id, None)
+        self.choice.loads.over(request_id)
         tracker = self._trackers.get(request_id)
         if tracker is not None and tracker.loading is not None:
             stop = max((s.stop for s in tracker.loading.segments), default=0)
@@ -384,7 +417,7 @@ class PoolLimits:
     save_seconds: float = 60.0
     most_pinned_blocks: int = 1 << 30
     most_pinned_at_end: int = 1 << 30  # when a request is over
-    min_load_tokens: int = 1
+    min_load_tokens: int | Literal["auto"] = "auto"
     lookup: bool = True
     save: bool = True
 
@@ -410,6 +443,7 @@ class RequestTracker:
     saved_tokens: int = 0  # leading tokens that are in the pool, or ordered to be saved
     final: int = 0  # leading tokens that a step was told to compute into the request's blocks
     load: LoadSpec | None = None  # promised, not yet ordered
+    declined: str = ""  # why a hit was not promised
     loading: LoadOrder | None = None
     over: bool = False  # a load failed: the request never matches again
     old: bool = False  # it holds blocks of replaced weights, and saves nothing

@@ -13,14 +13,16 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
+
+from msgspec import Meta
 
 from kvferry.errors import DescriptionError
 from kvferry.pool.scheduler import PoolLimits
 from kvferry.pool.store import Store
 from kvferry.units import parse_size
 from kvferry.vllm.config import (
-    Count,
+    MOST_COUNT,
     FilePath,
     Flag,
     Options,
@@ -82,6 +84,13 @@ def _take_size(value: Any) -> int:
 
 
 Size = Annotated[int, Rule("a size such as 80GB, 512MiB or a number of bytes", _take_size)]
+LeastTokens = Annotated[
+    int | Literal["auto"],
+    Rule.of(
+        f'"auto" or a whole number from 0 to {MOST_COUNT}',
+        Annotated[int, Meta(ge=0, le=MOST_COUNT)] | Literal["auto"],
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +111,7 @@ class PoolConfig:
     lookup_seconds: Seconds = 2.0
     load_seconds: Seconds = 60.0
     save_seconds: Seconds = 60.0
-    min_load_tokens: Count = 1  # a shorter hit is computed
+    min_load_tokens: LeastTokens = "auto"  # a shorter hit is computed; auto: where that is faster
     checksums: Flag = False  # over a store without its own; the embedded one always has them
     pinned_share: Share = 0.25  # of all blocks that saves may pin at a time
 

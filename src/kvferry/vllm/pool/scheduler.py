@@ -148,7 +148,7 @@ class VllmPoolScheduler:
         """The hand-over loads these tokens of a request; the engine that computed them saves."""
         tracker = self._tracker(request)
         if tracker is not None:
-            tracker.load = None
+            tracker.load, tracker.declined = None, ""
             tracker.saved_tokens = max(tracker.saved_tokens, tokens)
 
     def _tracker(self, request: Any) -> RequestTracker | None:
@@ -189,6 +189,9 @@ class VllmPoolScheduler:
                 states=_states(state, request_id, final),
                 tag=request if self._events.wanted else None,
             )
+        self.pool.choice.steps.sent(
+            output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
+        )
         return self.pool.take_orders()
 
     def finished(self, request: Any, tables: Sequence[Sequence[int]] = ()) -> None:
@@ -225,6 +228,9 @@ class VllmPoolScheduler:
         return self.pool.has_work or self._events.waiting or not self.pool.started
 
     def take_events(self) -> list[Any]:
+        """vLLM asks once for every step, when its results are back. It tells the connector of
+        results only where there are any."""
+        self.pool.choice.steps.over()
         return self._events.take()
 
     def take_counts(self) -> dict[str, Any]:

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a load is worth it: what it costs, and what computing the same tokens costs.
+
+Both costs are learned from what this engine does anyway, as `fixed + slope * size` seconds:
+
+- *computing*: a step that is mostly prefill, by its tokens. A step begins when the scheduler sends
+  it, or when the step before it is over, if that is later: engines send steps ahead. So time in
+  which the engine has nothing to do counts for nothing. A request needs one step in any case, so
+  only the slope counts against a load. Attention makes later tokens of a long prompt dearer, and a
+  prompt may need several steps: for long prompts the estimate is too low, which means that in doubt
+  they are computed.
+- *loading*: the seconds of the slowest rank, by bytes over all ranks. Loads share a bus. A load
+  waits for what is under way, so the queue's bytes are added to its own. For the same reason, only
+  a load that leaves nothing under way teaches something: it took as long as all loads that ended
+  while it ran.
+
+Until enough is known of both, everything is loaded. Later, a load that seems too slow is let
+through when there was none for a while: the store may have become faster.
+
+The scheduler's thread calls all methods. They do a few operations on small arrays, and never wait.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+ENOUGH = 5  # observations before an estimate counts; two odd ones of five do not decide
+MOST = 32  # observations that an estimate is made of; a fit of them takes less than 0.1 ms
+SPREAD = 1.5  # largest size by smallest; below, sizes are too alike to tell the fixed part
+PREFILL_TOKENS = 16  # for each request of a step, on average; a request that decodes has fewer
+MOST_STEPS = 64  # sent and not over
+FORGET_SECONDS = 120.0  # a store's speed changes with its neighbours, an engine's hardly does
+RETRY_SECONDS = 30.0  # without a load; then one is let through whatever it seems to cost
+
+Reason = Literal["", "slower", "queued"]
+Clock = Callable[[], float]
+
+
+class LoadChoice:
+    """Decides between loading and computing. Nothing that it is asked changes what it knows."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.steps, self.loads = StepCost(clock), LoadCost(clock)
+
+    def why_not(self, tokens: int, load_bytes: int) -> Reason:
+        """Why these tokens are better computed; empty: load them."""
+        computing = self.steps.seconds(tokens)
+        alone = self.loads.seconds(load_bytes)
+        if computing is None or alone is None:
+            return ""
+        if alone >= computing:
+            return "" if self.loads.idle_seconds() >= RETRY_SECONDS else "slower"
+        behind = self.loads.seconds(self.loads.queued_bytes + load_bytes)
+        return "queued" if behind is not None and behind >= computing else ""
+
+
+class StepCost:
+    """What prefill costs on this engine. Steps end in the order in which they were sent."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._sent: deque[tuple[float, int]] = deque(maxlen=MOST_STEPS)  # when, and its tokens
+        self._last_end = -math.inf
+        self._line = Line()
+
+    def sent(self, tokens: int, requests: int) -> None:
+        """Ranks get a step. Without enough tokens for its requests, it teaches nothing."""
+        prefill = tokens >= PREFILL_TOKENS * max(1, requests)
+        self._sent.append((self._clock(), tokens if prefill else 0))
+
+    def over(self) -> None:
+        """The results of the oldest step that was sent are back."""
+        if not self._sent:
+            return
+        now = self._clock()
+        sent, tokens = self._sent.popleft()
+        self._line.add(tokens, now - max(sent, self._last_end), now)
+        self._last_end = now
+
+    def seconds(self, tokens: int) -> float | None:
+        """For so many tokens more in a step; None: not known yet."""
+        fit = self._line.fit()
+        return fit.slope * tokens if fit is not None else None
+
+
+@dataclass(slots=True)
+class _Load:
+    bytes: int
+    since: float
+    moved_before: int  # bytes of loads that had ended when it was ordered
+    seconds: float = 0.0  # of the slowest rank so far
+    failed: bool = False
+
+
+class LoadCost:
+    """What loads cost on this engine."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._under_way: dict[str, _Load] = {}
+        self._moved = 0
+        self._line = Line(FORGET_SECONDS)
+        self._last_end = -math.inf
+        self.queued_bytes = 0  # of loads that are under way
+
+    def ordered(self, request_id: str, load_bytes: int) -> None:
+        self.over(request_id)
+        self._under_way[request_id] = _Load(load_bytes, self._clock(), self._moved)
+        self.queued_bytes += load_bytes
+
+    def reported(self, request_id: str, seconds: float, *, failed: bool) -> None:
+        """One rank has ended a load."""
+        load = self._under_way.get(request_id)
+        if load is not None:
+            load.seconds = max(load.seconds, seconds)
+            load.failed |= failed
+
+    def over(self, request_id: str) -> None:
+        """All ranks have ended a load."""
+        load = self._under_way.pop(request_id, None)
+        if load is None:
+            return
+        self.queued_bytes -= load.bytes
+        self._moved += load.bytes
+        self._last_end = now = self._clock()
+        if self._under_way:
+            return
+        size = self._moved - load.moved_before
+        if load.failed:
+            # It did not bring everything, which may have been quick; it counts where it was slow.
+            load.seconds = now - load.since
+            expected = self.seconds(size)
+            if expected is None or load.seconds <= expected:
+                return
+        self._line.add(size, load.seconds, now)
+
+    def idle_seconds(self) -> float:
+        """Since the last load ended; 0 while one is under way."""
+        return 0.0 if self._under_way else self._clock() - self._last_end
+
+    def seconds(self, load_bytes: int) -> float | None:
+        """For so many bytes; None: not known yet."""
+        fit = self._line.fit()
+        return fit.fixed + fit.slope * load_bytes if fit is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    fixed: float
+    slope: float
+
+
+class Line:
+    """Seconds by size, as a line through the latest observations.
+
+    Its slope is the median of the slopes between all pairs, each with the weight of its distance
+    (Theil and Sen). So single odd observations do not move it: a kernel that is compiled, a cold
+    disk, a machine that stands still. Least squares would follow them.
+
+    forget_seconds  older observations go, except for the latest few
+    """
+
+    def __init__(self, forget_seconds: float = math.inf) -> None:
+        self._forget = forget_seconds
+        self._seen: deque[tuple[float, float, float]] = deque(maxlen=MOST)  # size, seconds, when
+        self._fit: Fit | None = None
+        self._new = False
+
+    def add(self, size: float, seconds: float, now: float) -> None:
+        """Impossible observations are left out, whatever a clock or a rank said."""
+        if not (0 < size < math.inf and 0 < seconds < math.inf):
+            return
+        self._seen.append((size, seconds, now))
+        while len(self._seen) > ENOUGH and self._seen[0][2] < now - self._forget:
+            self._seen.popleft()
+        self._new = True
+
+    def fit(self) -> Fit | None:
+        if self._new and len(self._seen) >= ENOUGH:
+            sizes, seconds, _ = np.asarray(self._seen, dtype=np.float64).T
+            self._fit = _fit(sizes, seconds)
+        self._new = False
+        return self._fit
+
+
+def _fit(sizes: np.ndarray, seconds: np.ndarray) -> Fit:
+    through_zero = Fit(0.0, float(np.median(seconds / sizes)))
+    if sizes.max() < SPREAD * sizes.min():
+        return through_zero
+    one, other = np.triu_indices(len(sizes), 1)
+    distance = sizes[other] - sizes[one]
+    apart = distance != 0
+    slopes = (seconds[other] - seconds[one])[apart] / distance[apart]
+    order = np.argsort(slopes)
+    weight = np.cumsum(np.abs(distance[apart])[order])
+    slope = float(slopes[order][np.searchsorted(weight, weight[-1] / 2)])
+    if slope <= 0:  # noise is larger than what size adds
+        return through_zero
+    return Fit(max(0.0, float(np.median(seconds - slope * sizes))), slope)
