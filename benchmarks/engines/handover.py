@@ -35,8 +35,10 @@ NIXL_MOST_TOKENS = 32_000  # 128,000 would take it half a minute
 OTHER_TOKENS = 128  # of the request that is decoded meanwhile
 OTHER_MOST = 8_000
 USUAL_SECONDS = 0.3
-BARS = {"nixl": 50.0, "hit_ms": 15.0, "step": 1.3}
-NIXL_FROM = 8_000  # tokens, for the bar
+BEYOND_HIT_MS = 15.0
+STEP = 1.3  # times its usual length
+OF_NIXL = 50.0  # times its transfer, from so many tokens on
+OF_NIXL_FROM = 8_000
 _seeds = itertools.count(1_000_000)
 
 
@@ -197,30 +199,19 @@ class Handover:
                 times_usual=f"{longest / usual:.2f} x",
             )
             if decode.name == DECODE:
-                self.report.judge(
-                    f"hand-over: {length:,} tokens, longest step of another request",
-                    f"<= {BARS['step']} x",
-                    f"{longest / usual:.2f} x",
-                    longest <= BARS["step"] * usual,
-                )
+                bar = f"hand-over: {length:,} tokens, longest step of another request"
+                self.report.judge(bar, longest / usual, "{:.2f} x", most=STEP)
 
     def judge(self) -> None:
         for (name, length), found in self.found.items():
             if name == NIXL_DECODE or not found.first:
                 continue
+            what = f"hand-over: {length:,} tokens, {name}"
             beyond = (found.first_token - found.hit) * 1e3
-            self.report.judge(
-                f"hand-over: {length:,} tokens, {name}, first token beyond a full local hit",
-                f"<= {BARS['hit_ms']:.0f} ms",
-                f"{beyond:+.1f} ms",
-                beyond <= BARS["hit_ms"],
-            )
+            bar = f"{what}, first token beyond a full local hit"
+            self.report.judge(bar, beyond, "{:.1f} ms", most=BEYOND_HIT_MS)
             theirs = self.found.get((NIXL_DECODE, length))
-            if name == DECODE and theirs is not None and length >= NIXL_FROM and found.load:
-                times = theirs.load / found.load
-                self.report.judge(
-                    f"hand-over: {length:,} tokens, transfer beside NIXL's",
-                    f">= {BARS['nixl']:.0f} x",
-                    f"{times:.0f} x ({found.load * 1e3:.1f} and {theirs.load * 1e3:.0f} ms)",
-                    times >= BARS["nixl"],
-                )
+            if theirs is not None and length >= OF_NIXL_FROM and found.load:
+                bar, times = f"{what}, transfer beside NIXL's", theirs.load / found.load
+                note = f" ({found.load * 1e3:.1f} and {theirs.load * 1e3:.0f} ms)"
+                self.report.judge(bar, times, "{:.0f} x", least=OF_NIXL, note=note)

@@ -33,7 +33,8 @@ MANY = 10  # of the longest prompt, for kvferry
 ROOM = 1.08  # of a store, over what is saved
 SHARE_OF_SHM = 0.9
 WARM_SECONDS = 10.0
-BARS = {"rate": 0.7, "slower": 0.03}
+RATE = 0.7  # of a pinned copy
+SLOWER = 0.03  # prefill with saves
 FASTER = {8000: 2.0, 32000: 6.0}  # than computing, by tokens
 
 
@@ -145,7 +146,8 @@ def warm_up(engine: Engine, length: int, report: Report) -> None:
         if not engine.connector or engine.ask(0, length).external:
             return
         if time.monotonic() > began + WARM_SECONDS:
-            return report.say(f"{engine.name}: nothing was found again in {WARM_SECONDS:.0f} s")
+            report.say(f"{engine.name}: nothing was found again in {WARM_SECONDS:.0f} s")
+            return
         engine.call("reset")
         time.sleep(0.1)
 
@@ -219,12 +221,8 @@ def rates(
             )
             if who == FERRY:
                 for what, rate, limit in (("save", save, "out"), ("load", seen, "in")):
-                    report.judge(
-                        f"pool: {what}, of a pinned copy",
-                        f">= {BARS['rate']:.0%}",
-                        f"{(rate or 0) / pinned[limit]:.0%}",
-                        (rate or 0) >= BARS["rate"] * pinned[limit],
-                    )
+                    share = (rate or 0.0) / pinned[limit]
+                    report.judge(f"pool: {what}, of a pinned copy", share, "{:.0%}", least=RATE)
 
 
 def own_rates(stats: dict[str, Any]) -> tuple[float | None, float | None]:
@@ -255,42 +253,23 @@ def judge(
 ) -> None:
     for length in lengths:
         plain, ours = found.get((PLAIN, length)), found.get((FERRY, length))
-        large, theirs = found.get((LARGE, length)), found.get((OFFLOAD, length))
         if plain is None or ours is None or not ours.again:
             continue
-        if (wanted := FASTER.get(length)) is not None:
+        what = f"pool: {length:,} tokens"
+        if length in FASTER:
             times = plain.prefill / ours.from_pool
-            report.judge(
-                f"pool: {length:,} tokens, faster than computing",
-                f">= {wanted:.0f} x",
-                f"{times:.1f} x",
-                times >= wanted,
-            )
+            report.judge(f"{what}, faster than computing", times, "{:.1f} x", least=FASTER[length])
+        theirs = found.get((OFFLOAD, length))
         if theirs is not None and theirs.again:
-            report.judge(
-                f"pool: {length:,} tokens, first token beside OffloadingConnector",
-                f"<= {theirs.from_pool * 1e3:.1f} ms",
-                f"{ours.from_pool * 1e3:.1f} ms",
-                ours.from_pool <= theirs.from_pool,
-            )
-        for who, one in ((FERRY, ours), (LARGE, large)):
-            if one is not None and one.fresh:
+            first, most = ours.from_pool * 1e3, theirs.from_pool * 1e3
+            report.judge(f"{what}, first token beside {OFFLOAD}", first, "{:.1f} ms", most=most)
+        for who in (FERRY, LARGE):
+            if (one := found.get((who, length))) is not None and one.fresh:
                 slower = one.prefill / plain.prefill - 1
-                report.judge(
-                    f"pool: {length:,} tokens, prefill with saves ({who})",
-                    f"<= {BARS['slower']:+.0%}",
-                    f"{slower:+.1%}",
-                    slower <= BARS["slower"],
-                )
-        if length == max(lengths):
-            least = min(one.external for one in ours.again)
-            whole = blocks_of(fleet, length)
-            report.judge(
-                f"pool: {len(ours.again)} prompts of {length:,} tokens in a row, found again",
-                f"{whole:,} tokens of each",
-                f"at least {least:,}",
-                least >= whole,
-            )
+                report.judge(f"{what}, prefill with saves, {who}", slower, "{:+.1%}", most=SLOWER)
+        least, whole = min(one.external for one in ours.again), blocks_of(fleet, length)
+        bar = f"{what}, {len(ours.again)} prompts in a row, found of each"
+        report.judge(bar, least, "{:,} tokens", least=whole)
 
 
 def blocks_of(fleet: Fleet, length: int) -> int:

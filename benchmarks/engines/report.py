@@ -46,10 +46,25 @@ class Report:
         self.rows.setdefault(f"{table}, not measured", []).append({"who": who, "why": why})
         self.write()
 
-    def judge(self, bar: str, wanted: str, found: str, met: bool) -> None:
-        verdict = Verdict(bar, wanted, found, met)
-        self.verdicts.append(verdict)
-        self.say(f"{'met' if met else 'NOT MET'}: {bar}: wanted {wanted}, found {found}")
+    def judge(
+        self,
+        bar: str,
+        found: float,
+        form: str,
+        *,
+        least: float | None = None,
+        most: float | None = None,
+        note: str = "",
+    ) -> None:
+        """Whether `found` is at least or at most so much; `form` writes the numbers."""
+        if least is not None:
+            met, wanted = found >= least, f"at least {form.format(least)}"
+        else:
+            assert most is not None
+            met, wanted = found <= most, f"at most {form.format(most)}"
+        told = f"{form.format(found)}{note}"
+        self.verdicts.append(Verdict(bar, wanted, told, met))
+        self.say(f"{'met' if met else 'NOT MET'}: {bar}: wanted {wanted}, found {told}")
         self.write()
 
     def write(self) -> None:
