@@ -119,19 +119,18 @@ class Run:
         """Beside the pool's engines, another one starts, so that starts can be compared."""
         lengths = [one for one in self.lengths if one <= POOL_MOST_TOKENS]
         try:
-            engines = pool.make_engines(self.fleet, lengths, self.report)
+            engines, many = pool.make_engines(self.fleet, lengths, self.report)
         except KvferryError as error:
             self.report.failed("Pool", "all", f"{error}")
             return
         self.start([*engines, *beside])
         self.compare_starts()
-        pool.run(
-            self.fleet, self.report, lengths, [one for one in engines if one.name in self.engines]
-        )
+        running = [one for one in engines if one.name in self.engines]
+        pool.run(self.fleet, self.report, lengths, running, many)
         self.end(engines)
 
     def nixl(self) -> tuple[Engine | None, Engine | None]:
-        if importlib.util.find_spec("nixl") is None:
+        if not any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12", "nixl_cu13")):
             self.report.failed("Hand-over", "NIXL", "nixl cannot be imported")
             return None, None
         self.start(handover.make_nixl(self.fleet, self.lengths))

@@ -99,6 +99,8 @@ class Handover:
     def measure(self, prefill: Engine, decode: Engine, lengths: Sequence[int]) -> None:
         rounds = NIXL_ROUNDS if decode.name == NIXL_DECODE else ROUNDS
         try:
+            for one in (prefill, decode):
+                one.ask(next(_seeds), min(lengths))  # first steps
             for length in lengths:
                 if length <= decode.arguments["max_model_len"] - 2:
                     self._measure(prefill, decode, length, rounds)

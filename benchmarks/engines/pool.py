@@ -14,6 +14,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.engines.fleet import Answer, Engine, Fleet
@@ -31,7 +32,6 @@ LARGE_CACHE = 2.5
 PROMPTS = (8, 5, 4)  # of each length; the last for all longer ones
 MANY = 10  # of the longest prompt, for kvferry
 ROOM = 1.08  # of a store, over what is saved
-SHARE_OF_SHM = 0.9
 WARM_SECONDS = 10.0
 RATE = 0.7  # of a pinned copy
 SLOWER = 0.03  # prefill with saves
@@ -69,21 +69,36 @@ def prompts_of(lengths: Sequence[int]) -> dict[int, int]:
     return {length: PROMPTS[min(place, len(PROMPTS) - 1)] for place, length in enumerate(lengths)}
 
 
-def make_engines(fleet: Fleet, lengths: Sequence[int], report: Report) -> list[Engine]:
-    """Engines for `run`, not started."""
+def plan_stores(fleet: Fleet, lengths: Sequence[int], free: float) -> tuple[dict[str, int], int]:
+    """Bytes of each store, and how many of the longest prompt kvferry gets: as much as fits."""
     counts, longest = prompts_of(lengths), max(lengths)
-    usual = sum(length * count for length, count in counts.items()) * fleet.token_bytes
-    many = usual + (MANY - counts[longest]) * longest * fleet.token_bytes
-    sizes = {FERRY: int(many * ROOM), LARGE: int(usual * ROOM), OFFLOAD: int(usual * ROOM)}
-    free = shutil.disk_usage(fleet.shared).free * SHARE_OF_SHM
-    report.say(
-        f"stores of {', '.join(f'{size / 1e9:.1f} GB ({who})' for who, size in sizes.items())}"
+    usual = sum(length * count for length, count in counts.items())
+    for large, many in ((True, MANY), (False, MANY), (False, 7), (False, counts[longest])):
+        tokens = {FERRY: usual + (many - counts[longest]) * longest}
+        tokens[OFFLOAD] = counts[longest] * longest  # one length at a time: it keeps the latest
+        if large:
+            tokens[LARGE] = usual
+        sizes = {who: int(count * fleet.token_bytes * ROOM) for who, count in tokens.items()}
+        if sum(sizes.values()) <= free:
+            return sizes, many
+    raise DescriptionError(
+        f"the pool needs {sum(sizes.values()) / 1e9:.1f} GB of shared memory, and there are "
+        f"{free / 1e9:.1f} GB to use: make /dev/shm larger, or take shorter --tokens"
     )
-    if sum(sizes.values()) > free:
-        raise DescriptionError(
-            f"the pool needs {sum(sizes.values()) / 1e9:.1f} GB in {fleet.shared.parent}, which "
-            f"has {free / 1e9:.1f} GB to give: make it larger, or take shorter --tokens"
-        )
+
+
+def free_memory(shared: Path) -> float:
+    """Bytes that stores may take: of /dev/shm, and of memory, which engines need too."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(one.split()[1]) << 10 for one in lines if one.startswith("MemAvailable"))
+    return min(shutil.disk_usage(shared).free * 0.9, available * 0.8)
+
+
+def make_engines(fleet: Fleet, lengths: Sequence[int], report: Report) -> tuple[list[Engine], int]:
+    """Engines for `run`, not started, and how many of the longest prompt kvferry gets."""
+    sizes, many = plan_stores(fleet, lengths, free_memory(fleet.shared))
+    stores = ", ".join(f"{who} {size / 1e9:.1f} GB" for who, size in sizes.items())
+    report.say(f"stores: {stores}; {many} prompts of {max(lengths):,} tokens in a row")
 
     def ferry(who: str) -> dict[str, Any]:
         extra = {
@@ -101,16 +116,20 @@ def make_engines(fleet: Fleet, lengths: Sequence[int], report: Report) -> list[E
         "kv_connector": "OffloadingConnector",
         "kv_connector_extra_config": {"cpu_bytes_to_use": sizes[OFFLOAD]},
     }
-    small, large = int(longest * SMALL_CACHE), int(longest * LARGE_CACHE)
-    return [
+    small, large = int(max(lengths) * SMALL_CACHE), int(max(lengths) * LARGE_CACHE)
+    engines = [
         fleet.engine(PLAIN, small),
         fleet.engine(FERRY, small, transfer=ferry(FERRY)),
-        fleet.engine(LARGE, large, longest=small, transfer=ferry(LARGE)),
         fleet.engine(OFFLOAD, small, transfer=offload),
     ]
+    if LARGE in sizes:
+        engines.append(fleet.engine(LARGE, large, longest=small, transfer=ferry(LARGE)))
+    return engines, many
 
 
-def run(fleet: Fleet, report: Report, lengths: Sequence[int], engines: Sequence[Engine]) -> None:
+def run(
+    fleet: Fleet, report: Report, lengths: Sequence[int], engines: Sequence[Engine], many: int
+) -> None:
     """Measure these engines, which are started, one after another."""
     by_name = {one.name: one for one in engines}
     found: dict[tuple[str, int], Found] = {}
@@ -124,7 +143,7 @@ def run(fleet: Fleet, report: Report, lengths: Sequence[int], engines: Sequence[
             warm_up(engine, min(lengths), report)
             for length, count in prompts_of(lengths).items():
                 if who == FERRY and length == max(lengths):
-                    count = MANY
+                    count = many
                 one = found.setdefault((who, length), Found())
                 measure(engine, length, count, one)
                 show(fleet, report, found, who, length)
@@ -217,7 +236,12 @@ def rates(
             save, load = own_rates(stats[who])
             seen = found[who, longest].rate(fleet.token_bytes)
             report.row(
-                "Rates, GB/s", {"stats": stats[who]}, who=who, save=save, load=load, orders=seen
+                "Rates, GB/s",
+                {"counts": stats[who].get("pool")},
+                who=who,
+                save=save,
+                load=load,
+                orders=seen,
             )
             if who == FERRY:
                 for what, rate, limit in (("save", save, "out"), ("load", seen, "in")):
