@@ -6,6 +6,7 @@
     python -m benchmarks.handover   prefill to decode between real engines
     python -m benchmarks.stall      how long a hand-over holds up an engine's step
     python -m benchmarks.gpu        everything about device memory
+    python -m benchmarks.engines    real engines on a GPU: pool, hand-over, a stream, starts
 
 `kvferry bench plan` and `kvferry bench transport` are in the package. docs/benchmarks.md has the
 results.

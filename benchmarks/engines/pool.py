@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool beside vLLM's OffloadingConnector and beside an engine without a connector.
+
+Each engine gets several prompts of each length, one right after another, so that the saves of one
+run while the next is computed. Then the engine's own prefix cache is emptied, and it gets the same
+prompts again. The cache holds little more than the longest prompt; one more engine with kvferry has
+a large one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines.fleet import Answer, Engine, Fleet
+from benchmarks.engines.report import Report, middle
+from kvferry.errors import DescriptionError, KvferryError
+
+PLAIN, FERRY, LARGE, OFFLOAD = (
+    "no connector",
+    "kvferry",
+    "kvferry, large cache",
+    "OffloadingConnector",
+)
+SMALL_CACHE = 1.17  # of the longest prompt
+LARGE_CACHE = 2.5
+PROMPTS = (8, 5, 4)  # of each length; the last for all longer ones
+MANY = 10  # of the longest prompt, for kvferry
+ROOM = 1.08  # of a store, over what is saved
+WARM_SECONDS = 10.0
+RATE = 0.7  # of a pinned copy
+SLOWER = 0.03  # prefill with saves
+FASTER = {8000: 2.0, 32000: 6.0}  # than computing, by tokens
+
+
+@dataclass(slots=True)
+class Found:
+    """Of one engine and one length."""
+
+    fresh: list[Answer] = field(default_factory=list)
+    again: list[Answer] = field(default_factory=list)
+    hits: list[Answer] = field(default_factory=list)  # in the engine's own cache
+    settle: float = 0.0
+
+    @property
+    def prefill(self) -> float:
+        return middle([one.first_token for one in self.fresh])
+
+    @property
+    def from_pool(self) -> float:
+        return middle([one.first_token for one in self.again])
+
+    @property
+    def hit(self) -> float:
+        return middle([one.first_token for one in self.hits])
+
+    def rate(self, token_bytes: int) -> float:
+        """GB/s of loads, from the order to the report."""
+        rates = [one.external * token_bytes / one.load / 1e9 for one in self.again if one.load]
+        return middle(rates)
+
+
+def prompts_of(lengths: Sequence[int]) -> dict[int, int]:
+    return {length: PROMPTS[min(place, len(PROMPTS) - 1)] for place, length in enumerate(lengths)}
+
+
+def plan_stores(fleet: Fleet, lengths: Sequence[int], free: float) -> tuple[dict[str, int], int]:
+    """Bytes of each store, and how many of the longest prompt kvferry gets: as much as fits."""
+    counts, longest = prompts_of(lengths), max(lengths)
+    usual = sum(length * count for length, count in counts.items())
+    for large, many in ((True, MANY), (False, MANY), (False, 7), (False, counts[longest])):
+        tokens = {FERRY: usual + (many - counts[longest]) * longest}
+        tokens[OFFLOAD] = counts[longest] * longest  # one length at a time: it keeps the latest
+        if large:
+            tokens[LARGE] = usual
+        sizes = {who: int(count * fleet.token_bytes * ROOM) for who, count in tokens.items()}
+        if sum(sizes.values()) <= free:
+            return sizes, many
+    raise DescriptionError(
+        f"the pool needs {sum(sizes.values()) / 1e9:.1f} GB of shared memory, and there are "
+        f"{free / 1e9:.1f} GB to use: make /dev/shm larger, or take shorter --tokens"
+    )
+
+
+def free_memory(shared: Path) -> float:
+    """Bytes that stores may take: of /dev/shm, and of memory, which engines need too."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(one.split()[1]) << 10 for one in lines if one.startswith("MemAvailable"))
+    return min(shutil.disk_usage(shared).free * 0.9, available * 0.8)
+
+
+def make_engines(fleet: Fleet, lengths: Sequence[int], report: Report) -> tuple[list[Engine], int]:
+    """Engines for `run`, not started, and how many of the longest prompt kvferry gets."""
+    sizes, many = plan_stores(fleet, lengths, free_memory(fleet.shared))
+    stores = ", ".join(f"{who} {size / 1e9:.1f} GB" for who, size in sizes.items())
+    report.say(f"stores: {stores}; {many} prompts of {max(lengths):,} tokens in a row")
+
+    def ferry(who: str) -> dict[str, Any]:
+        extra = {
+            "path": str(fleet.shared / who.replace(" ", "-").replace(",", "")),
+            "size": sizes[who],
+            "weight_revision": "dummy",
+        }
+        return {
+            "kv_connector": "FerryPoolConnector",
+            "kv_connector_module_path": "kvferry.vllm",
+            "kv_connector_extra_config": extra,
+        }
+
+    offload = {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": sizes[OFFLOAD]},
+    }
+    small, large = int(max(lengths) * SMALL_CACHE), int(max(lengths) * LARGE_CACHE)
+    engines = [
+        fleet.engine(PLAIN, small),
+        fleet.engine(FERRY, small, transfer=ferry(FERRY)),
+        fleet.engine(OFFLOAD, small, transfer=offload),
+    ]
+    if LARGE in sizes:
+        engines.append(fleet.engine(LARGE, large, longest=small, transfer=ferry(LARGE)))
+    return engines, many
+
+
+def run(
+    fleet: Fleet, report: Report, lengths: Sequence[int], engines: Sequence[Engine], many: int
+) -> None:
+    """Measure these engines, which are started, one after another."""
+    by_name = {one.name: one for one in engines}
+    found: dict[tuple[str, int], Found] = {}
+    pinned: dict[str, float] = {}
+    stats: dict[str, dict[str, Any]] = {}
+    # The engine without a connector comes first and last: clocks may change with heat.
+    for who in (PLAIN, FERRY, OFFLOAD, LARGE, PLAIN):
+        if (engine := by_name.get(who)) is None or engine.error:
+            continue
+        try:
+            warm_up(engine, min(lengths), report)
+            for length, count in prompts_of(lengths).items():
+                if who == FERRY and length == max(lengths):
+                    count = many
+                one = found.setdefault((who, length), Found())
+                measure(engine, length, count, one)
+                show(fleet, report, found, who, length)
+            stats[who] = engine.call("stats")
+            if who == FERRY:
+                pinned = engine.call("pinned")
+        except KvferryError as error:
+            report.failed("Pool", who, f"{error}")
+    rates(fleet, report, found, stats, pinned, max(lengths))
+    judge(fleet, report, found, lengths)
+
+
+def warm_up(engine: Engine, length: int, report: Report) -> None:
+    """Until its connector finds what it has saved: a pool's first records take a moment."""
+    began = time.monotonic()
+    while True:
+        engine.ask(0, length)
+        engine.call("reset")
+        if not engine.connector or engine.ask(0, length).external:
+            return
+        if time.monotonic() > began + WARM_SECONDS:
+            report.say(f"{engine.name}: nothing was found again in {WARM_SECONDS:.0f} s")
+            return
+        engine.call("reset")
+        time.sleep(0.1)
+
+
+def measure(engine: Engine, length: int, count: int, found: Found) -> None:
+    first = len(found.fresh)
+    seeds = [
+        zlib.crc32(f"{engine.name} {length} {number}".encode())
+        for number in range(first, first + count)
+    ]
+    found.fresh += [engine.ask(seed, length) for seed in seeds]
+    settled = engine.call("reset")
+    found.settle = settled["seconds"]
+    if not settled["ok"]:
+        raise KvferryError(f"saves of {length} tokens were not over in {settled['seconds']:.0f} s")
+    if engine.connector:
+        found.again += [engine.ask(seed, length) for seed in seeds]
+    else:
+        engine.ask(seeds[-1], length)
+    found.hits += [engine.ask(seeds[-1], length) for _ in range(3)]
+    engine.call("reset")
+
+
+def show(
+    fleet: Fleet, report: Report, found: dict[tuple[str, int], Found], who: str, length: int
+) -> None:
+    one, plain = found[who, length], found.get((PLAIN, length))
+    expected = blocks_of(fleet, length) * len(one.again)
+    report.row(
+        "Pool",
+        {
+            "prefill_ms": [x.first_token * 1e3 for x in one.fresh],
+            "again_ms": [x.first_token * 1e3 for x in one.again],
+            "load_ms": [x.load * 1e3 for x in one.again],
+            "external": [x.external for x in one.again],
+            "hit_ms": [x.first_token * 1e3 for x in one.hits],
+        },
+        engine=who,
+        tokens=length,
+        prompts=len(one.fresh),
+        prefill_ms=one.prefill * 1e3,
+        slower=f"{one.prefill / plain.prefill - 1:+.1%}" if plain else None,
+        saves_end_after_ms=one.settle * 1e3,
+        again_ms=one.from_pool * 1e3 if one.again else None,
+        faster=f"{plain.prefill / one.from_pool:.1f} x" if plain and one.again else None,
+        found=f"{sum(x.external for x in one.again) / expected:.1%}" if one.again else None,
+        load_ms=middle([x.load for x in one.again]) * 1e3 if one.again else None,
+        load_GB_s=one.rate(fleet.token_bytes) if one.again else None,
+        own_hit_ms=one.hit * 1e3,
+    )
+
+
+def rates(
+    fleet: Fleet,
+    report: Report,
+    found: dict[tuple[str, int], Found],
+    stats: dict[str, dict[str, Any]],
+    pinned: dict[str, float],
+    longest: int,
+) -> None:
+    """Rates by the connectors' own counters, and of loads as the scheduler sees them."""
+    if not pinned:
+        return
+    report.row("Rates, GB/s", who="pinned copy", save=pinned["out"], load=pinned["in"], orders=None)
+    for who in (FERRY, LARGE, OFFLOAD):
+        if who in stats and (who, longest) in found:
+            save, load = own_rates(stats[who])
+            seen = found[who, longest].rate(fleet.token_bytes)
+            report.row(
+                "Rates, GB/s",
+                {"counts": stats[who].get("pool")},
+                who=who,
+                save=save,
+                load=load,
+                orders=seen,
+            )
+            if who == FERRY:
+                for what, rate, limit in (("save", save, "out"), ("load", seen, "in")):
+                    share = (rate or 0.0) / pinned[limit]
+                    report.judge(f"pool: {what}, of a pinned copy", share, "{:.0%}", least=RATE)
+
+
+def own_rates(stats: dict[str, Any]) -> tuple[float | None, float | None]:
+    """GB/s of saves and loads in what the connector counted; None where it has no such count."""
+    if (values := stats.get("data")) and "vllm:kv_offload_store_bytes" in values:
+        told = {name: sum(by.values()) for name, by in values.items() if _numbers(by)}
+        return tuple(  # type: ignore[return-value]
+            told[f"vllm:kv_offload_{what}_bytes"] / told[f"vllm:kv_offload_{what}_time"] / 1e9
+            if told.get(f"vllm:kv_offload_{what}_time")
+            else None
+            for what in ("store", "load")
+        )
+    operations = stats.get("pool_operations", [])
+    rates: list[float | None] = []
+    for name in ("save_put", "load_get"):
+        some = [one for one in operations if one["name"] == name and one["bytes"]]
+        seconds = sum(one["seconds"] for one in some)
+        rates.append(sum(one["bytes"] for one in some) / seconds / 1e9 if seconds else None)
+    return rates[0], rates[1]
+
+
+def _numbers(values: Any) -> bool:
+    return isinstance(values, dict) and all(isinstance(x, int | float) for x in values.values())
+
+
+def judge(
+    fleet: Fleet, report: Report, found: dict[tuple[str, int], Found], lengths: Sequence[int]
+) -> None:
+    for length in lengths:
+        plain, ours = found.get((PLAIN, length)), found.get((FERRY, length))
+        if plain is None or ours is None or not ours.again:
+            continue
+        what = f"pool: {length:,} tokens"
+        if length in FASTER:
+            times = plain.prefill / ours.from_pool
+            report.judge(f"{what}, faster than computing", times, "{:.1f} x", least=FASTER[length])
+        theirs = found.get((OFFLOAD, length))
+        if theirs is not None and theirs.again:
+            first, most = ours.from_pool * 1e3, theirs.from_pool * 1e3
+            report.judge(f"{what}, first token beside {OFFLOAD}", first, "{:.1f} ms", most=most)
+        for who in (FERRY, LARGE):
+            if (one := found.get((who, length))) is not None and one.fresh:
+                slower = one.prefill / plain.prefill - 1
+                report.judge(f"{what}, prefill with saves, {who}", slower, "{:+.1%}", most=SLOWER)
+        least, whole = min(one.external for one in ours.again), blocks_of(fleet, length)
+        bar = f"{what}, {len(ours.again)} prompts in a row, found of each"
+        report.judge(bar, least, "{:,} tokens", least=whole)
+
+
+def blocks_of(fleet: Fleet, length: int) -> int:
+    """Tokens of a prompt in whole blocks; the last token is always computed."""
+    return (length - 1) // fleet.block * fleet.block

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One vLLM engine in a process of its own: `python -m benchmarks.engines.worker FD`.
+
+The engine's core runs in this process, and a loop here steps it. The parent sends commands over the
+socket FD, and gets one answer to each, as (command's number, answer); `add` is answered when its
+request has ended. All times are taken here, with the clock that all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+IDLE_SECONDS = 0.001  # between two looks at the socket of an engine that has nothing to do
+SETTLE_SECONDS = 30.0
+PINNED_BYTES = 1 << 30
+PINNED_ROUNDS = 5
+
+
+def prompt(seed: int, tokens: int, vocabulary: int) -> list[int]:
+    """Prompts of different seeds share no block."""
+    made: list[int] = np.random.default_rng(seed).integers(3, vocabulary, tokens).tolist()
+    return made
+
+
+class Worker:
+    def __init__(self, parent: Connection, arguments: dict[str, Any]) -> None:
+        self.parent = parent
+        began = time.monotonic()
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from vllm import SamplingParams
+
+        self._sampling = SamplingParams
+        imported = time.monotonic()
+        if transfer := arguments.pop("kv_transfer_config", None):
+            arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
+        spent = time_connector()
+        self.told: list[dict[str, Any]] = []
+        args = EngineArgs(**arguments)
+        self.engine = LLMEngine.from_engine_args(args, stat_loggers=[stat_logger(self.told)])
+        built = time.monotonic()
+        self.core = self.engine.engine_core.engine_core
+        self.vocabulary = self.engine.model_config.get_vocab_size()
+        self.running: dict[str, Request] = {}
+        self.by_inner_id: dict[str, Request] = {}
+        if self.core.scheduler.connector is not None:
+            self._watch_loads(self.core.scheduler.connector)
+        self.ready = {
+            "import_seconds": imported - began,
+            "build_seconds": built - imported,
+            "connector_seconds": spent[0],
+        }
+
+    def _watch_loads(self, connector: Any) -> None:
+        """Note when a load is ordered and when the scheduler hears of its end. That means the same
+        for all connectors."""
+        allocated, output = connector.update_state_after_alloc, connector.update_connector_output
+
+        def on_allocated(request: Any, blocks: Any, external: int) -> None:
+            allocated(request, blocks, external)
+            found = self.by_inner_id.get(request.request_id)
+            if external and found is not None:
+                found.record["external"] = external
+                found.record["ordered"] = time.monotonic()
+
+        def on_output(told: Any) -> None:
+            output(told)
+            for inner_id in told.finished_recving or ():
+                if (found := self.by_inner_id.get(inner_id)) is not None:
+                    found.record["loaded"] = time.monotonic()
+
+        connector.update_state_after_alloc = on_allocated
+        connector.update_connector_output = on_output
+
+    @property
+    def busy(self) -> bool:
+        """Also while a connector has blocks of finished requests, or saves under way."""
+        return bool(self.core.scheduler.has_requests() or self.core.batch_queue)
+
+    def serve(self) -> None:
+        while True:
+            while self.parent.poll(0 if self.busy else IDLE_SECONDS):
+                number, name, options = self.parent.recv()
+                if name == "close":
+                    return
+                answer = getattr(self, name)(number=number, **options)
+                if answer is not None:
+                    self.parent.send((number, answer))
+            if self.busy:
+                self.step()
+
+    def step(self) -> None:
+        outputs = self.engine.step()
+        now = time.monotonic()
+        for output in outputs:
+            request = self.running.get(output.request_id)
+            if request is None:
+                continue
+            new = len(output.outputs[0].token_ids) - len(request.record["times"])
+            request.record["times"] += [now] * new
+            if output.finished:
+                request.record["cached"] = output.num_cached_tokens or 0
+                request.record["params"] = output.kv_transfer_params
+                self._end(output.request_id)
+
+    def _end(self, name: str) -> None:
+        request = self.running.pop(name)
+        self.by_inner_id.pop(request.inner_id, None)
+        self.parent.send((request.number, request.record))
+
+    # Commands
+
+    def add(
+        self, number: int, seed: int, tokens: int, most: int, params: dict[str, Any] | None
+    ) -> None:
+        ids = prompt(seed, tokens, self.vocabulary)
+        sampling = self._sampling(
+            temperature=0.0,
+            max_tokens=most,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": params} if params else None,
+        )
+        name = str(number)
+        record: dict[str, Any] = {"times": [], "external": 0, "cached": 0, "params": None}
+        self.running[name] = request = Request(number, record)
+        record["added"] = time.monotonic()
+        request.inner_id = self.engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+        self.by_inner_id[request.inner_id] = request
+
+    def abort(self, number: int, which: list[int]) -> bool:
+        """End these requests, or all; they are answered with what they had."""
+        names = [str(one) for one in which] or list(self.running)
+        self.engine.abort_request([name for name in names if name in self.running])
+        for name in names:
+            if name in self.running:
+                self._end(name)
+        return True
+
+    def reset(self, number: int) -> dict[str, Any]:
+        """Empty the engine's own prefix cache, not the connector's. vLLM refuses while blocks are
+        in use, so this also waits for saves."""
+        began = time.monotonic()
+        while True:
+            while self.busy and time.monotonic() < began + SETTLE_SECONDS:
+                self.step()
+            if self.engine.reset_prefix_cache():
+                return {"ok": True, "seconds": time.monotonic() - began}
+            if time.monotonic() > began + SETTLE_SECONDS:
+                return {"ok": False, "seconds": time.monotonic() - began}
+            time.sleep(IDLE_SECONDS)
+
+    def stats(self, number: int) -> dict[str, Any]:
+        """The connector's own counts since the last call."""
+        total: dict[str, Any] = {}
+        for one in self.told:
+            add_up(total, one)
+        self.told.clear()
+        return total
+
+    def pinned(self, number: int) -> dict[str, float]:
+        """GB/s of plain copies between pinned host memory and the GPU; on the CPU, of a copy."""
+        import torch
+
+        gpu = torch.cuda.is_available()
+        size = PINNED_BYTES if gpu else PINNED_BYTES // 16
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=gpu)
+        device = torch.empty(size, dtype=torch.uint8, device="cuda" if gpu else "cpu")
+        rates: dict[str, float] = {}
+        for name, to, of in (("in", device, host), ("out", host, device)):
+            seconds = []
+            for _ in range(PINNED_ROUNDS):
+                began = time.perf_counter()
+                to.copy_(of, non_blocking=True)
+                if gpu:
+                    torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - began)
+            rates[name] = size / min(seconds) / 1e9
+        return rates
+
+
+class Request:
+    __slots__ = ("inner_id", "number", "record")
+
+    def __init__(self, number: int, record: dict[str, Any]) -> None:
+        self.number, self.record, self.inner_id = number, record, ""
+
+
+def time_connector() -> list[float]:
+    """A list whose one entry grows by the seconds that the connector takes of the start: its
+    import, its constructors, and its calls before the first step."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    spent, depth = [0.0], [0]
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began = time.monotonic()
+            depth[0] += 1
+            try:
+                return call(*args, **kwargs)
+            finally:
+                depth[0] -= 1
+                if not depth[0]:
+                    spent[0] += time.monotonic() - began
+
+        return run
+
+    find = timed(KVConnectorFactory.get_connector_class.__func__)
+    create = timed(KVConnectorFactory.create_connector.__func__)
+
+    def create_timed(*args: Any, **kwargs: Any) -> Any:
+        made = create(*args, **kwargs)
+        for name in ("register_kv_caches", "get_handshake_metadata", "bind_gpu_block_pool"):
+            setattr(made, name, timed(getattr(made, name)))
+        return made
+
+    KVConnectorFactory.create_connector = classmethod(create_timed)
+    KVConnectorFactory.get_connector_class = classmethod(find)
+    return spent
+
+
+def stat_logger(told: list[dict[str, Any]]) -> Any:
+    """A logger for vLLM that keeps what its connector counts."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Kept(StatLoggerBase):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+            if scheduler_stats is not None and scheduler_stats.kv_connector_stats:
+                told.append(scheduler_stats.kv_connector_stats)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return Kept
+
+
+def add_up(total: dict[str, Any], new: dict[str, Any]) -> None:
+    """Numbers add up, lists grow, and of the rest the last counts. Keys become texts."""
+    for key, value in new.items():
+        name = str(key)
+        if isinstance(value, dict):
+            add_up(total.setdefault(name, {}), value)
+        elif isinstance(value, list):
+            total[name] = total.get(name, []) + value
+        elif isinstance(value, int | float):
+            total[name] = total.get(name, 0) + value
+        else:
+            total[name] = value
+
+
+def main() -> None:
+    fd = int(sys.argv[1])
+    socket.socket(fileno=fd).detach()  # it must be one
+    parent = Connection(fd)
+    try:
+        worker = Worker(parent, parent.recv())
+        parent.send((0, worker.ready))
+        worker.serve()
+    except EOFError:
+        return  # the parent is gone
+    except Exception as error:
+        traceback.print_exc()
+        parent.send((-1, f"{type(error).__name__}: {error}"[:300]))
+
+
+if __name__ == "__main__":
+    main()
