@@ -470,7 +470,10 @@ def test_reset_while_something_runs(make: Make) -> None:
 def test_loads_where_computing_is_slower(make: Make, faults: Any, connector: str) -> None:
     """Times are real: of steps that vLLM's scheduler sends and takes back, and of loads."""
     extra = {"min_load_tokens": "auto"}
-    writer, reader = make(batched=512), make(connector=connector, extra=extra, batched=512, blocks=256)
+    writer, reader = (
+        make(batched=512),
+        make(connector=connector, extra=extra, batched=512, blocks=256),
+    )
     prompts = [prompt(seed, 100 + 20 * seed) for seed in range(1, 10)]
     for number, tokens in enumerate(prompts):
         writer.add(f"w{number}", tokens, output=1)
