@@ -33,6 +33,11 @@ class Handle:
 
 
 class Event(Handle):
+    def __init__(self, *, blocking: bool = False) -> None:
+        super().__init__()
+
+    def wait(self) -> None: ...
+
     def record(self, stream: Any) -> None: ...
 
     def done(self) -> bool:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,12 @@ import host_device
 from host_device import HostDevice
 from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.cuda import bus as buses
-from kvferry.carriers.cuda.bus import Bus, BusObjects
+from kvferry.carriers.cuda.bus import Bus, BusObjects, Crossing
 from kvferry.carriers.cuda.staging import DeviceMemory
 from kvferry.errors import TransferError
+from kvferry.pool.embedded import device
 from kvferry.pool.embedded.device import DeviceStore
+from kvferry.pool.embedded.eviction import Tiers
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
 from kvferry.pool.wrappers import StagedStore
@@ -69,13 +72,12 @@ def test_every_byte_out_and_back(
     on: HostDevice, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(seed)
-    monkeypatch.setattr(buses, "MOST_HASHES", 16 if seed % 2 else 1 << 14)
     device = rng.integers(0, 256, 1 << 20, dtype=np.uint8)
     host = np.full(1 << 20, 0xAB, dtype=np.uint8)
     region = MemoryRegion(device.ctypes.data, device.nbytes)
     bus = Bus([region], piece_bytes=30_000)
     monkeypatch.setattr(buses, "PIN_BYTES", 10_000)
-    bus.pin(host.ctypes.data, host.nbytes, lambda size: size)
+    bus.pin(host.ctypes.data, host.nbytes, lambda first, size: size)
     wait_until(lambda: bus.pinned_bytes == host.nbytes)
     objects, copies = some_objects(rng, device, host, int(rng.integers(1, 40)), seed % 3 == 0)
     expected = host.copy()
@@ -87,12 +89,12 @@ def test_every_byte_out_and_back(
         expected[at : at + len(data)] = data
         for first in range(0, len(data), CHUNK):
             hashes.append(xxhash.xxh3_64_intdigest(data[first : first + CHUNK].tobytes()))
-    assert bus.out(objects, CHUNK, soon()).tolist() == hashes
+    assert bus.out(objects, CHUNK, soon()).finish().tolist() == hashes
     assert np.array_equal(host, expected)
     before = device.copy()
     for _, _, address, size in copies:
         ctypes.memset(address, 0, size)
-    assert bus.back(objects, CHUNK, soon()).tolist() == hashes
+    assert bus.back(objects, CHUNK, soon()).finish().tolist() == hashes
     assert np.array_equal(device, before)
     bus.close()
 
@@ -119,7 +121,7 @@ def test_neighbours_cross_in_one_copy(on: HostDevice, monkeypatch: pytest.Monkey
         device.ctypes.data + number * 8192,
         length,
     )
-    bus.out(objects, CHUNK, soon())
+    bus.out(objects, CHUNK, soon()).finish()
     assert rows == [(8192, 20)]
     bus.close()
 
@@ -137,11 +139,13 @@ def test_a_busy_bus_and_a_late_one(on: HostDevice) -> None:
         one - one + device.ctypes.data,
         one,
     )
-    with bus._lane(soon()), pytest.raises(TransferError, match="busy until the deadline"):
+    crossing = bus.out(objects, CHUNK, soon())
+    with pytest.raises(TransferError, match="busy until the deadline"):
         bus.out(objects, CHUNK, time.monotonic() + 0.05)
+    crossing.close()
     with pytest.raises(TransferError, match="not moved in time"):
         bus.out(objects, CHUNK, time.monotonic() - 1)
-    bus.out(objects, CHUNK, soon())
+    bus.out(objects, CHUNK, soon()).finish()
     bus.close()
 
 
@@ -272,11 +276,11 @@ def test_an_object_that_goes_while_it_is_read(
     assert store.put(names(range(2)), objects, soon()) == [Outcome.DONE] * 2
     plain, again = Bus.back, []
 
-    def meanwhile(self: Bus, moved: BusObjects, chunk: int, deadline: float) -> np.ndarray:
-        told = plain(self, moved, chunk, deadline)
+    def meanwhile(self: Bus, moved: BusObjects, chunk: int, deadline: float) -> Crossing:
+        crossing = plain(self, moved, chunk, deadline)
         if not again:
             again.append(inner.remove(["ns/0001"], soon()))
-        return told
+        return crossing
 
     monkeypatch.setattr(Bus, "back", meanwhile)
     found = store.get(names(range(2)), whole(objects), soon())
@@ -305,4 +309,38 @@ def test_a_bus_that_fails(on: HostDevice, tmp_path: Path, monkeypatch: pytest.Mo
         assert store.get(names(some), whole(objects), soon()) == [Outcome.DONE] * 4
     shape = (LAYERS, OBJECTS, PAGE)
     assert np.array_equal(cache.reshape(shape)[:, :4], before.reshape(shape)[:, :4])
+    store.close()
+
+
+def test_a_put_that_fails_between_its_parts(
+    on: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is under way ends before its extents are given back."""
+    monkeypatch.setattr(device, "PART_OBJECTS", 4)
+    cache, inner, store = cache_and_store(tmp_path)
+    some, order = range(12), list[str]()
+    plain, close, abandon = Bus.out, Crossing.close, Tiers.abandon
+
+    def fails_at_last(self: Bus, *arguments: Any) -> Crossing:
+        if order.count("begun") == 2:
+            raise RuntimeError("out of memory")
+        order.append("begun")
+        return plain(self, *arguments)
+
+    def ended(self: Crossing) -> None:
+        order.append("ended")
+        close(self)
+
+    def given_back(self: Tiers, wishes: list[Any]) -> None:
+        order.extend(["given back"] if wishes else [])
+        abandon(self, wishes)
+
+    monkeypatch.setattr(Bus, "out", fails_at_last)
+    monkeypatch.setattr(Crossing, "close", ended)
+    monkeypatch.setattr(Tiers, "abandon", given_back)
+    with pytest.raises(RuntimeError):
+        store.put(names(some), blocks(cache, some), soon())
+    assert order == ["begun", "begun", "ended", "given back", "ended", "given back"]
+    assert inner.exists(names(some), soon()).tolist() == [True] * 4 + [False] * 8
+    assert inner.counters()["memory_bytes"] == 4 * inner._index.extent.max()
     store.close()

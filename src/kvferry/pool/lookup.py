@@ -8,7 +8,9 @@ layout published, and checks whether blocks that routers know of still exist (`E
 
 **The client** (`LookupKeyClient`) belongs to the scheduler's thread, which asks once per step. The
 first time, the client passes the question on. It answers `None` while the server works, and a miss
-once the deadline has passed.
+once the deadline has passed. A step that computes nothing may wait for an answer
+(`wait_answered`): otherwise the engine would take the interpreter's lock from the server, again and
+again, to find that there is nothing to do.
 
     the server's thread dies, or is stuck     a new server with its own store replaces it, and takes
     in the store past its deadline            over the waiting questions
@@ -109,6 +111,7 @@ class LookupKeyServer:
         self._closed = False
         self.busy_until: float | None = None  # deadline of its current call of the store
         self.opening_since: float | None = None
+        self.answered = threading.Event()  # set with each answer
         self._thread = threading.Thread(target=self._run, name="kvferry-lookup", daemon=True)
         try:
             self._thread.start()
@@ -160,6 +163,7 @@ class LookupKeyServer:
                     answer = self._answer(asked)
                     if asked.answer is None:  # otherwise the client gave it up
                         asked.answer = answer
+                    self.answered.set()
                     if asked.first and not answer.failed:
                         self._tell(asked, answer)
         finally:
@@ -308,7 +312,7 @@ MOST_STUCK = 4
 
 
 class LookupKeyClient:
-    """Asks on behalf of requests, and never waits. For the scheduler's thread alone."""
+    """Asks on behalf of requests, and never makes a step wait. For the scheduler's thread alone."""
 
     def __init__(
         self,
@@ -346,6 +350,17 @@ class LookupKeyClient:
         elif asked.given_at is None:
             asked.given_at = now
         return asked.answer
+
+    def wait_answered(self, seconds: float) -> bool:
+        """Whether a question is open; waits for an answer, but no longer than this."""
+        server = self._server
+        if server is None:
+            return False
+        server.answered.clear()
+        if all(asked.answer is not None for asked in self._asked.values()):
+            return False
+        server.answered.wait(seconds)
+        return True
 
     def _opens_slowly(self, server: LookupKeyServer, now: float) -> bool:
         """Whether the store has been opening for longer than a lookup may take."""

@@ -19,7 +19,8 @@ abort.
 - *reset*: the weights have changed. Blocks computed before are never saved under the new namespace:
   neither those of running requests, nor those that the engine keeps and hits again.
 
-The scheduler's thread calls all methods. They take plain values, and never wait for the store.
+The scheduler's thread calls all methods. They take plain values, and never wait for the store,
+except for `wait_for_lookup`.
 """
 
 from __future__ import annotations
@@ -339,6 +340,10 @@ class PoolScheduler:
         if tracker is not None and tables and tracker.final and not tracker.old:
             most = self.limits.most_pinned_at_end
             self._save_up_to(tracker, tokens, lambda: tables, most, (), tag)
+
+    def wait_for_lookup(self, seconds: float) -> bool:
+        """For a step that computes nothing: whether a lookup is open; waits until one is not."""
+        return self._client is not None and self._client.wait_answered(seconds)
 
     # Reports
 

@@ -65,6 +65,7 @@ log = logging.getLogger("kvferry")
 
 # Where workers of in-tree decode engines would connect. It is no address: they fail at once, and
 # log it, where they would wait eight minutes for a server that does not answer them.
+LOOKUP_SECONDS = 0.005  # that a step which computes nothing waits for a lookup: most take 1 to 4 ms
 NOT_FOR_OTHERS = "kvferry://run kvferry's connector on both sides"
 
 
@@ -238,6 +239,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             handover = self.handover.parts.orders.take()
         if self.pool is not None:
             pool = self.pool.step(scheduler_output)
+            if idle and self.pool.pool.wait_for_lookup(LOOKUP_SECONDS):
+                idle = False  # the request of that lookup may be scheduled now: no time to lose
         return FerryMetadata(handover, pool, idle, queueing)
 
     def update_connector_output(self, connector_output: Any) -> None:

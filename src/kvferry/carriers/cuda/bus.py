@@ -15,8 +15,10 @@ Host memory must be registered with the driver (`pin`), which takes seconds for 
 thread does it, step by step, from the beginning on. Memory that is not registered yet is copied all
 the same, at a tenth of the speed.
 
-`out` and `back` return when all is done, with the hashes (xxh3, of every `chunk_bytes` of each
-object). The caller compares them: `back` has already brought the bytes to their places.
+`out` and `back` return a `Crossing` when all is queued. Its `finish` waits, and returns the hashes
+(xxh3, of every `chunk_bytes` of each object). The caller compares them: `back` has already brought
+the bytes to their places. All waiting is done in one call of the driver: threads of an engine that
+computes get the interpreter's lock late, each time that they want it.
 """
 
 from __future__ import annotations
@@ -43,16 +45,17 @@ from kvferry.carriers.cuda.driver import (
     device,
     place_of,
 )
-from kvferry.carriers.cuda.stream import Mapped, StreamBuffers, kept, wait_event
+from kvferry.carriers.cuda.stream import Mapped, StreamBuffers, kept
 from kvferry.copies import Copies, Ints
 from kvferry.errors import TransferError
 
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20  # 0.6 ms of the bus, against some 0.2 ms of Python for each piece
-LANES = 3  # two loads and a save at a time; each has 72 MiB of device memory
+LANES = 4  # two loads, and two parts of a save; each has 72 MiB of device memory
+LANE_SLOTS = 16  # pieces that are queued before the first is done, so that no thread waits for it
 SLOT_ALIGN = 256  # of objects in a half
-MOST_HASHES = 1 << 14  # of one call
+MOST_HASHES = 1 << 14  # of one call; of 4 GiB where chunks have 256 KiB
 PIN_BYTES = 256 << 20  # registered at a time
 
 Hashes = NDArray[np.uint64]
@@ -81,8 +84,11 @@ def hashes_of(length: Ints, chunk_bytes: int) -> Ints:
 
 def takes(length: Ints, chunk_bytes: int) -> bool:
     """Whether objects of these lengths can be hashed on a device."""
+    if len(length) == 0:
+        return True
     last = (length - 1) % chunk_bytes + 1
-    return xxh3.takes(last) and chunk_bytes % SLOT_ALIGN == 0 and bool((length > 0).all())
+    short = int(length.min()) > 0 and int(length.max()) <= MOST_HASHES * chunk_bytes
+    return short and chunk_bytes % SLOT_ALIGN == 0 and xxh3.takes(last)
 
 
 class Bus:
@@ -112,14 +118,13 @@ class Bus:
         with self.device.current():
             xxh3.warm(self.device)
         kernels.warm(self.device)
-        with self._lane(time.monotonic()):
-            pass
+        self._give(self._take(time.monotonic()))
 
-    def pin(self, address: int, size: int, back: Callable[[int], int]) -> None:
+    def pin(self, address: int, size: int, back: Callable[[int, int], int]) -> None:
         """Register this host memory, on a thread.
 
-        `back` has the system give memory to so many bytes from the beginning, and returns how many
-        it has given to.
+        `back(first, size)` has the system give memory to `size` bytes, maps those from `first` on,
+        and returns how many bytes have memory.
         """
         self._pins = _Pins(self.device, address, size, back)
 
@@ -127,12 +132,12 @@ class Bus:
     def pinned_bytes(self) -> int:
         return self._pins.bytes if self._pins is not None else 0
 
-    def out(self, objects: BusObjects, chunk_bytes: int, deadline: float) -> Hashes:
-        """Bring objects to the host; all of them, or a `TransferError`."""
+    def out(self, objects: BusObjects, chunk_bytes: int, deadline: float) -> Crossing:
+        """Bring objects to the host."""
         return self._move(objects, chunk_bytes, deadline, outward=True)
 
-    def back(self, objects: BusObjects, chunk_bytes: int, deadline: float) -> Hashes:
-        """Bring objects to the device; when this returns, their bytes are visible there."""
+    def back(self, objects: BusObjects, chunk_bytes: int, deadline: float) -> Crossing:
+        """Bring objects to the device."""
         return self._move(objects, chunk_bytes, deadline, outward=False)
 
     def close(self) -> None:
@@ -148,42 +153,78 @@ class Bus:
 
     def _move(
         self, objects: BusObjects, chunk_bytes: int, deadline: float, *, outward: bool
-    ) -> Hashes:
+    ) -> Crossing:
         self._memory.table.require("this process", objects.address, objects.size)
+        chunks = hashes_of(objects.length, chunk_bytes)
+        if int(chunks.sum()) > MOST_HASHES:
+            raise TransferError(f"{len(objects)} objects are too many at a time")
         starts = self._pins.starts if self._pins is not None else []
-        found = []
-        for some in _parts(objects, chunk_bytes):
-            with self._lane(deadline) as lane:
-                found.append(
-                    lane.move(some, chunk_bytes, self._memory, starts, deadline, outward=outward)
-                )
-        return np.concatenate(found) if found else np.empty(0, dtype=np.uint64)
+        lane = self._take(deadline)
+        try:
+            with self.device.current():
+                lane.queue(objects, chunk_bytes, self._memory, starts, deadline, outward=outward)
+        except BaseException:
+            self._give(lane)
+            raise
+        return Crossing(self, lane)
 
-    @contextlib.contextmanager
-    def _lane(self, deadline: float) -> Iterator[_Lane]:
+    def _take(self, deadline: float) -> _Lane:
         with self._changed:
             seconds = max(0.0, deadline - time.monotonic())
             self._changed.wait_for(lambda: self._idle or self._lanes < self._most, seconds)
-            lane = self._idle.pop() if self._idle else None
-            if lane is None and self._lanes >= self._most:
+            if self._idle:
+                return self._idle.pop()
+            if self._lanes >= self._most:
                 raise TransferError("the bus was busy until the deadline")
-            self._lanes += lane is None
+            self._lanes += 1
         try:
             with self.device.current():
-                if lane is None:
-                    lane = _Lane(self.device, self._piece_bytes)
-                yield lane
-        finally:
-            with self._changed:
-                keep = lane is not None and not self._closed
-                if keep and lane is not None:
-                    self._idle.append(lane)
-                else:
-                    self._lanes -= 1
+                return _Lane(self.device, self._piece_bytes)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _give(self, lane: _Lane) -> None:
+        """Nothing of it is under way."""
+        with self._changed:
+            if not self._closed:
+                self._idle.append(lane)
                 self._changed.notify()
-            if lane is not None and not keep:
-                with self.device.current():
-                    lane.free()
+                return
+        with self.device.current():
+            lane.free()
+        self._forget()
+
+    def _forget(self) -> None:
+        with self._changed:
+            self._lanes -= 1
+            self._changed.notify()
+
+
+class Crossing:
+    """Objects on their way, until `finish` or `close`; for one thread."""
+
+    def __init__(self, bus: Bus, lane: _Lane) -> None:
+        self._bus = bus
+        self._lane: _Lane | None = lane
+
+    def finish(self) -> Hashes:
+        """Wait until all bytes are in their places, and visible; a `TransferError` where not."""
+        lane = self._lane
+        assert lane is not None, "it is finished once"
+        try:
+            with self._bus.device.current():
+                return lane.finish()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Wait until nothing is under way. Idempotent."""
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            with self._bus.device.current():
+                lane.drain()
+            self._bus._give(lane)
 
 
 class _Half:
@@ -209,14 +250,14 @@ class _Lane:
     def __init__(self, on: Device, piece_bytes: int) -> None:
         self._device, self._room = on, piece_bytes
         self._halves: list[_Half] = []
-        self._sums = 0
+        self._sums = self._total = 0
         constants = xxh3.constants()
         self._table_words = len(constants)
         with contextlib.ExitStack() as undo:  # all of it, or nothing is left
-            self._buffers = StreamBuffers(on)
+            self._buffers = StreamBuffers(on, slots=LANE_SLOTS)
             undo.callback(self._buffers.free)
             self._bus = kept(undo, CudaStream())
-            self._ended = kept(undo, CudaEvent())
+            self._ended = kept(undo, CudaEvent(blocking=True))
             words = self._table_words + 3 * MOST_HASHES  # constants, offsets, lengths, hashes
             self._host: Ints = on.pinned(8 * words).view(np.int64)
             undo.callback(on.free_pinned, self._host.ctypes.data)
@@ -246,7 +287,7 @@ class _Lane:
         if old_sums:
             self._device.free(old_sums)
 
-    def move(
+    def queue(
         self,
         objects: BusObjects,
         chunk_bytes: int,
@@ -255,8 +296,8 @@ class _Lane:
         deadline: float,
         *,
         outward: bool,
-    ) -> Hashes:
-        """At most `MOST_HASHES` chunks of objects."""
+    ) -> None:
+        """All of it, or nothing is under way: at most `MOST_HASHES` chunks of objects."""
         slots = -(-objects.length // SLOT_ALIGN) * SLOT_ALIGN
         if int(slots.max()) > self._room:
             self._make_halves(int(slots.max()))
@@ -312,9 +353,9 @@ class _Lane:
                     half.computed.record(stream)
                 half.used = True
                 first_hash = last_hash
-            return self._finish(total)
+            self._queue_end(total)
         except BaseException:
-            self._drain()
+            self.drain()
             raise
 
     def _write_tables(self, length: Ints, chunk_bytes: int, chunks: Ints, offsets: Ints) -> None:
@@ -347,25 +388,29 @@ class _Lane:
             per_piece=per_piece,
         )
 
-    def _finish(self, total: int) -> Hashes:
-        """Wait until all is done and visible."""
-        at = self._table_words + 2 * MOST_HASHES
+    def _queue_end(self, total: int) -> None:
+        """The hashes to the host, and an event after all that is under way."""
+        at, self._total = self._table_words + 2 * MOST_HASHES, total
         stream = self._buffers.stream
         stream.copy_at_once(self._host.ctypes.data + 8 * at, self._there + 8 * at, 8 * total)
         for half in self._halves:
             if half.used:
                 stream.wait_for(half.moved)
         self._ended.record(stream)
-        wait_event(self._ended)
-        return self._host[at : at + total].view(np.uint64).copy()
 
-    def _drain(self) -> None:
+    def finish(self) -> Hashes:
+        """Wait until all that was queued is done and visible."""
+        self._ended.wait()
+        at = self._table_words + 2 * MOST_HASHES
+        return self._host[at : at + self._total].view(np.uint64).copy()
+
+    def drain(self) -> None:
         self._buffers.drain()
         with contextlib.suppress(TransferError):
             self._bus.synchronize()
 
     def free(self) -> None:
-        self._drain()
+        self.drain()
         for half in self._halves:
             half.free()
         self._device.free(self._sums)
@@ -379,7 +424,9 @@ class _Lane:
 class _Pins:
     """Host memory that is registered from the beginning on, step by step, on a thread."""
 
-    def __init__(self, on: Device, address: int, size: int, back: Callable[[int], int]) -> None:
+    def __init__(
+        self, on: Device, address: int, size: int, back: Callable[[int, int], int]
+    ) -> None:
         self._device, self._address, self._size, self._back = on, address, size, back
         self.starts: list[int] = []  # addresses at which a registration begins
         self.bytes = 0
@@ -391,7 +438,8 @@ class _Pins:
         began = time.monotonic()
         try:
             while self.bytes < self._size and not self._closing.is_set():
-                backed = self._back(min(self._size, self.bytes + PIN_BYTES))
+                end = min(self._size, self.bytes + PIN_BYTES)
+                backed = min(end, self._back(self.bytes, end))
                 if backed <= self.bytes:
                     log.warning(
                         "the system gives the pool %.1f of %.1f GiB of memory",
@@ -426,29 +474,6 @@ class _Pins:
 def _sums_bytes(piece_bytes: int) -> int:
     """Sums of all blocks of a piece, and of as many short objects as make it a piece."""
     return piece_bytes // xxh3.BLOCK_BYTES * 8 * xxh3.SUMS + (1 << 20)
-
-
-def _parts(objects: BusObjects, chunk_bytes: int) -> Iterator[BusObjects]:
-    """The same with at most `MOST_HASHES` chunks each."""
-    chunks = hashes_of(objects.length, chunk_bytes)
-    if len(objects) and int(chunks.max()) > MOST_HASHES:
-        raise TransferError(f"an object of {int(objects.length.max())} bytes is too long")
-    if int(chunks.sum()) <= MOST_HASHES:
-        if len(objects):
-            yield objects
-        return
-    cuts = _cuts(chunks, chunks, MOST_HASHES)
-    runs = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(objects.runs)))
-    for first, last in pairwise(cuts):
-        some = slice(int(runs[first]), int(runs[last]))
-        yield BusObjects(
-            objects.place[first:last],
-            objects.length[first:last],
-            objects.runs[first:last],
-            objects.offset[some],
-            objects.address[some],
-            objects.size[some],
-        )
 
 
 def _cuts(sizes: Ints, scratch: Ints, room: int) -> list[int]:

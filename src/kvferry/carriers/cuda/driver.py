@@ -39,7 +39,8 @@ MOST_PITCH = (1 << 31) - 1  # bytes between two rows of one copy
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _MULTIPROCESSORS = 75, 76, 16
 _NOT_READY = 600
 _STREAM_NON_BLOCKING = 1
-_EVENT_DEFAULT, _EVENT_DISABLE_TIMING = 0, 2
+_EVENT_DEFAULT, _EVENT_BLOCKING, _EVENT_DISABLE_TIMING = 0, 1, 2
+_CAPTURE_RELAXED = 2
 _FUNCTION_MAX_SHARED = 8
 
 
@@ -180,8 +181,20 @@ def is_mapped(address: int, size: int) -> bool:
     return start.value <= address and address + size <= start.value + length.value
 
 
+class _OurThreads(threading.local):
+    relaxed = False
+
+
+_thread = _OurThreads()
+
+
 class Current:
-    """A context that is the thread's own inside of a `with` statement."""
+    """A context that is the thread's own inside of a `with` statement.
+
+    While an engine captures CUDA graphs, the driver refuses calls of other threads that might
+    disturb it, such as taking memory, and ends the capture. Threads of ours have nothing to do with
+    a capture, and say so once each.
+    """
 
     __slots__ = ("_context", "_driver", "_popped")
 
@@ -193,6 +206,11 @@ class Current:
         code = self._driver.push(self._context)
         if code:
             raise self._driver.error("cuCtxPushCurrent", code)
+        if not _thread.relaxed:
+            _thread.relaxed = True
+            if threading.current_thread() is not threading.main_thread():
+                mode = c_int(_CAPTURE_RELAXED)
+                self._driver.call("cuThreadExchangeStreamCaptureMode", byref(mode))
 
     def __exit__(self, *_: object) -> None:
         code = self._driver.pop(self._popped)
@@ -377,10 +395,12 @@ class CudaStream:
 class CudaEvent:
     """A mark in a stream."""
 
-    def __init__(self, *, timing: bool = False) -> None:
+    def __init__(self, *, timing: bool = False, blocking: bool = False) -> None:
+        """blocking  `wait` sleeps; else it spins"""
         self._driver = driver()
         handle = c_void_p()
         flags = _EVENT_DEFAULT if timing else _EVENT_DISABLE_TIMING
+        flags |= _EVENT_BLOCKING * blocking
         self._driver.call("cuEventCreate", byref(handle), flags)
         self.handle = handle
 
@@ -396,6 +416,10 @@ class CudaEvent:
     def done_yet(self) -> bool:
         """The same for callers that ask again and again: other threads run meanwhile."""
         return self._is_done(self._driver.ask(self.handle))
+
+    def wait(self) -> None:
+        """Until it is done, in one call, so that other threads run undisturbed meanwhile."""
+        self._driver.call("cuEventSynchronize", self.handle)
 
     def _is_done(self, code: int) -> bool:
         if code not in (0, _NOT_READY):

@@ -72,8 +72,9 @@ class StreamBuffers:
     One thread uses it at a time, with the device current.
     """
 
-    def __init__(self, device: Device, *, triton: bool | None = None) -> None:
+    def __init__(self, device: Device, *, triton: bool | None = None, slots: int = SLOTS) -> None:
         self.device = device
+        self._most_slots = slots
         self.end: CudaEvent | None = None  # after all that is queued; None: nothing is
         self._kernels = kernels.available() if triton is None else triton
         self._slots: list[_Slot] = []
@@ -151,7 +152,7 @@ class StreamBuffers:
         if self._next == len(self._slots):
             self._slots.append(_Slot(self.device))
         slot = self._slots[self._next]
-        self._next = (self._next + 1) % SLOTS
+        self._next = (self._next + 1) % self._most_slots
         if slot.used:
             wait_event(slot.done)
             slot.used = False

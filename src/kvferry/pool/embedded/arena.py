@@ -33,6 +33,7 @@ does not use its destination.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import mmap
@@ -65,6 +66,8 @@ _HEAD = struct.Struct("<QIIQII")
 _MAGIC = 0x3146564B
 _HEADER_ALIGN = 64
 _checksum = xxhash.xxh3_64_intdigest
+_libc = ctypes.CDLL(None)
+_POPULATE_WRITE = 23
 
 Sums = NDArray[np.uint64]
 
@@ -164,8 +167,9 @@ class Arena:
             return True
         return False
 
-    def back(self, size: int) -> bool:
-        """Have the system give memory to so many bytes from the beginning, which takes a while.
+    def back(self, first: int, size: int) -> bool:
+        """Have the system give memory to so many bytes from the beginning, which takes a while; and
+        map those from `first` on.
 
         Needs no lock: nothing uses that memory before `take_backed`. False: the system has none.
         """
@@ -177,6 +181,13 @@ class Arena:
             if error.errno not in NO_MEMORY:
                 raise StoreError(f"the memory tier cannot grow: {error}") from error
             return False
+        # Mapped in this process as well, so that registering it with a device takes no page faults
+        # (20 GiB/s against 2.4). Older kernels cannot, and need not.
+        page = mmap.PAGESIZE
+        first, last = first // page * page, -(-size // page) * page
+        _libc.madvise(
+            ctypes.c_void_p(self.address + first), ctypes.c_size_t(last - first), _POPULATE_WRITE
+        )
         return True
 
     def take_backed(self, size: int) -> None:

@@ -15,6 +15,7 @@ objects go that way too, which finds them damaged and removes them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -23,19 +24,18 @@ from typing import TypeVar
 import numpy as np
 
 from kvferry.carriers.base import Memory
-from kvferry.carriers.cuda.bus import Bus, BusObjects, hashes_of, takes
+from kvferry.carriers.cuda.bus import Bus, BusObjects, Crossing, hashes_of, takes
 from kvferry.errors import KvferryError, TransferError, text_of
 from kvferry.pool.embedded.arena import CHUNK_BYTES
-from kvferry.pool.embedded.store import EmbeddedStore, Lent, share
+from kvferry.pool.embedded.store import EmbeddedStore, Granted, Lent
 from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, inside
 from kvferry.pool.wrappers import StagedStore
-from kvferry.workers import Threads
 
 log = logging.getLogger("kvferry")
 T = TypeVar("T")
-# While the objects of one part cross the bus, another thread reserves and publishes others.
-WRITERS = 2
-PART_OBJECTS = 64
+# While the objects of one part cross the bus, the extents of the next one are reserved.
+PART_OBJECTS = 128
+PART_BYTES = 1 << 30
 
 
 class DeviceStore(StagedStore):
@@ -44,7 +44,6 @@ class DeviceStore(StagedStore):
     def __init__(self, store: EmbeddedStore, memory: Memory, bus: Bus) -> None:
         super().__init__(store, memory)
         self._embedded, self._bus = store, bus
-        self._writers = Threads("kvferry-put", WRITERS - 1)
         threading.Thread(target=self._warm, name="kvferry-pool-warm", daemon=True).start()
         arena = store.arena_memory
         store.before_unmapping(bus.close)
@@ -61,47 +60,19 @@ class DeviceStore(StagedStore):
         if not len(keys) or not takes(sizes, CHUNK_BYTES):
             return super().put(keys, objects, deadline)
         good = inside(self._regions, objects)
-        parts = list(self._embedded.parts(sizes.tolist(), WRITERS, PART_OBJECTS))
-        outcomes = [Outcome.FAILED] * len(keys)
-
-        def put_some(some: list[int]) -> None:
-            for part in [parts[i] for i in some]:
-                outcomes[part] = self._put_part(
-                    keys[part], objects[part], sizes[part], good[part], deadline
-                )
-
-        numbers = [list(range(i, len(parts), WRITERS)) for i in range(WRITERS)]
-        share(self._writers, put_some, [some for some in numbers if some])
+        outcomes: list[Outcome] = []
+        before: _Put | None = None
+        with contextlib.ExitStack() as under_way:
+            for part in self._embedded.parts(sizes.tolist(), PART_OBJECTS, PART_BYTES):
+                put = _Put(self._embedded, keys[part], sizes[part], good[part], deadline)
+                under_way.callback(put.close)
+                put.begin(self._bus, objects[part], deadline)
+                if before is not None:
+                    outcomes += before.end()
+                before = put
+            if before is not None:
+                outcomes += before.end()
         return outcomes
-
-    def _put_part(
-        self,
-        keys: Sequence[str],
-        objects: Sequence[Ranges],
-        sizes: Ints,
-        good: Sequence[bool],
-        deadline: float,
-    ) -> list[Outcome]:
-        with self._embedded.granting(keys, sizes.tolist(), good, deadline) as granted:
-            which = np.fromiter(granted.wishes, dtype=np.int64)
-            if len(which):
-                some = [objects[i] for i in which.tolist()]
-                starts = _shared(some, lambda length: np.cumsum(length) - length)
-                moved = BusObjects(
-                    granted.places(sizes[which]),
-                    sizes[which],
-                    np.array([len(ranges.length) for ranges in some], dtype=np.int64),
-                    np.concatenate(starts),
-                    np.concatenate([ranges.address for ranges in some]),
-                    np.concatenate([ranges.length for ranges in some]),
-                )
-                try:
-                    sums = self._bus.out(moved, CHUNK_BYTES, deadline)
-                except TransferError as error:
-                    log.warning("blocks could not be moved: %s", error)
-                else:
-                    granted.publish(sizes[which], sums)
-        return granted.outcomes
 
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
         outcomes = [Outcome.MISSING] * len(keys)
@@ -118,10 +89,6 @@ class DeviceStore(StagedStore):
             for at, outcome in zip(left, told, strict=True):
                 outcomes[at] = outcome
         return outcomes
-
-    def close(self) -> None:
-        self._writers.close()
-        super().close()
 
     def _get_direct(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> Bools:
         """Which objects are in their places."""
@@ -141,7 +108,7 @@ class DeviceStore(StagedStore):
                 np.concatenate([w.address for w in some]),
                 np.concatenate([w.length for w in some]),
             )
-            found = self._bus.back(moved, CHUNK_BYTES, deadline)
+            found = self._bus.back(moved, CHUNK_BYTES, deadline).finish()
             expected = np.concatenate([lent.sums[i] for i in which.tolist()])
             counts = hashes_of(moved.length, CHUNK_BYTES)
             right = np.logical_and.reduceat(found == expected, np.cumsum(counts) - counts)
@@ -149,6 +116,62 @@ class DeviceStore(StagedStore):
             lent.used(which)
         done[which] = True
         return done
+
+
+class _Put:
+    """A part of a batch: extents are reserved, objects cross the bus, records are published."""
+
+    def __init__(
+        self,
+        store: EmbeddedStore,
+        keys: Sequence[str],
+        sizes: Ints,
+        good: Sequence[bool],
+        deadline: float,
+    ) -> None:
+        self._open = contextlib.ExitStack()
+        self._granted: Granted = self._open.enter_context(
+            store.granting(keys, sizes.tolist(), good, deadline)
+        )
+        self._which = np.fromiter(self._granted.wishes, dtype=np.int64)
+        self._sizes = sizes[self._which]
+        self._crossing: Crossing | None = None
+
+    def begin(self, bus: Bus, objects: Sequence[Ranges], deadline: float) -> None:
+        if not len(self._which):
+            return
+        some = [objects[i] for i in self._which.tolist()]
+        moved = BusObjects(
+            self._granted.places(self._sizes),
+            self._sizes,
+            np.array([len(ranges.length) for ranges in some], dtype=np.int64),
+            np.concatenate(_shared(some, lambda length: np.cumsum(length) - length)),
+            np.concatenate([ranges.address for ranges in some]),
+            np.concatenate([ranges.length for ranges in some]),
+        )
+        try:
+            self._crossing = bus.out(moved, CHUNK_BYTES, deadline)
+        except TransferError as error:
+            log.warning("blocks could not be moved: %s", error)
+
+    def end(self) -> list[Outcome]:
+        """Wait for it, and publish what arrived."""
+        crossing, self._crossing = self._crossing, None
+        try:
+            if crossing is not None:
+                self._granted.publish(self._sizes, crossing.finish())
+        except TransferError as error:
+            log.warning("blocks could not be moved: %s", error)
+        finally:
+            self.close()
+        return self._granted.outcomes
+
+    def close(self) -> None:
+        """Idempotent. Nothing crosses any more when extents are given back."""
+        if self._crossing is not None:
+            self._crossing.close()
+            self._crossing = None
+        self._open.close()
 
 
 def _shared(objects: Sequence[Ranges], work: Callable[[Ints], T]) -> list[T]:

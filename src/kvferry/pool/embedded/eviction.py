@@ -308,10 +308,11 @@ class Tiers:
         for wish, at in zip(wishes, offsets.tolist(), strict=True):
             wish.offset = at
 
-    def back(self, size: int) -> int:
-        """Have the system give memory to so many bytes of the arena; how many have it now."""
+    def back(self, first: int, size: int) -> int:
+        """Have the system give memory to so many bytes of the arena, and map those from `first` on;
+        how many have memory now."""
         size = min(size, self.arena.capacity)
-        if self.arena.back(size):
+        if self.arena.back(first, size):
             with self.locked(time.monotonic() + OPEN_SECONDS):
                 self.arena.take_backed(size)
         return self.arena.backed()

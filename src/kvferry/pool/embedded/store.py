@@ -88,7 +88,7 @@ MIN_SLOTS, MAX_SLOTS = 1 << 18, 1 << 26
 # barrier, and Python has none.
 ORDERED_MACHINES = ("x86_64", "AMD64")
 CLOSE_SECONDS = 5.0  # for calls under way to end; then the last of them closes the store
-PART_SHARE = 4  # of the memory: a put writes so much at a time, because objects in writing stay
+PART_SHARE = 8  # of the memory: a put writes so much at a time, because objects in writing stay
 PARALLEL_BYTES = 8 << 20  # a larger batch is shared among threads
 ATTEMPTS = 5
 LEAVE_DISK_S = 0.25  # after no place was found in memory, objects are read from disk right away
@@ -230,10 +230,10 @@ class EmbeddedStore:
         return outcomes
 
     def parts(
-        self, sizes: Sequence[int], writers: int = 1, most_objects: int = 1 << 30
+        self, sizes: Sequence[int], most_objects: int = 1 << 30, most_bytes: int = 1 << 60
     ) -> Iterator[slice]:
         """How many objects of a batch to write at a time: those in writing cannot make way."""
-        most = self._tiers.arena.capacity // (PART_SHARE * writers)
+        most = min(most_bytes, self._tiers.arena.capacity // PART_SHARE)
         first = 0
         while first < len(sizes):
             last, total = first + 1, sizes[first] + ALIGN
@@ -413,9 +413,10 @@ class EmbeddedStore:
         self._unpin = unpin
 
     @_call
-    def back_memory(self, size: int) -> int:
-        """Have the system give memory to so many bytes of the arena; how many have it now."""
-        return self._tiers.back(size)
+    def back_memory(self, first: int, size: int) -> int:
+        """Have the system give memory to so many bytes of the arena, and map those from `first` on;
+        how many have memory now."""
+        return self._tiers.back(first, size)
 
     @contextlib.contextmanager
     def lending(self, keys: Sequence[str]) -> Iterator[Lent]:

@@ -116,22 +116,25 @@ class PoolWorker:
         """The step has computed its blocks, or has been told to."""
         if self._rank is None or not self._saves:
             return
-        fence = self._fence()
+        fence = self._fence(blocking=True)
         for order in self._saves:
             self._rank.save(order, fence)
         self._saves = []
 
-    def _fence(self) -> Fence | None:
-        """A function that returns when the device has done all its work up to now."""
+    def _fence(self, *, blocking: bool = False) -> Fence | None:
+        """A function that returns when the device has done all its work up to now.
+
+        blocking  later by some ten microseconds, and without a processor that spins meanwhile
+        """
         if not self._on_device:
             return None
         import torch
 
-        event, one = torch.Event(), threading.Lock()
+        event, one = torch.Event(blocking=blocking), threading.Lock()
         event.record()
 
         def reached() -> None:
-            with one:  # CUDA waits by spinning: one thread does, and the others sleep
+            with one:  # one thread waits, and the others sleep: CUDA may wait by spinning
                 event.synchronize()
 
         return reached
