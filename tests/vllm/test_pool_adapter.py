@@ -48,6 +48,8 @@ def test_loads_wait_for_a_step_under_way(monkeypatch: pytest.MonkeyPatch) -> Non
     events: list[str] = []
 
     class Event:
+        def __init__(self, *, blocking: bool) -> None: ...
+
         def record(self) -> None:
             events.append("recorded")
 
