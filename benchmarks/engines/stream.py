@@ -65,7 +65,7 @@ class Point:
     strict: int  # good, and no single gap longer than allowed
     first_ms: list[float] = field(default_factory=list)
     gap_ms: list[float] = field(default_factory=list)
-    goodput: float = 0.0  # good requests a second, over the time of arrivals
+    goodput: float = 0.0  # good requests a second: the rate, times the share that is good
 
 
 def mix(count: int, rate: float, longest: int) -> list[Coming]:
@@ -153,7 +153,7 @@ def summed_up(who: str, rate: float, coming: Sequence[Coming]) -> Point:
         sum(one.good(max(one.gaps)) for one in ended),
         [one.first * 1e3 for one in ended],
         [gap * 1e3 for one in ended for gap in one.gaps],
-        len(good) / coming[-1].after,
+        rate * len(good) / len(coming),
     )
 
 
