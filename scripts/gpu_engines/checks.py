@@ -22,7 +22,7 @@ MOST_TOLERANCE = 0.7  # e^0.7 is 2: more would prove nothing
 TIMES_NOISE = 3
 OUTPUT, LONG_OUTPUT = 12, 120
 CROWD = 4  # requests of the check for preemption
-FREE_SECONDS = 20.0  # for blocks to come back: much less than a lease
+FREE_SECONDS = 15.0  # for blocks to come back: less than a lease
 TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -69,6 +69,7 @@ class Pair:
     hits: bool = True  # whether D has a prefix cache
     pool: bool = True  # whether the pool keeps this model's caches
     grows: bool = True  # whether requests need more blocks as they go on
+    samples: bool = True  # whether vLLM can sample twice
     tolerance: float = 0.0
     prompts: dict[str, list[int]] = field(default_factory=dict)
     alone: dict[str, Answer] = field(default_factory=dict)
@@ -112,7 +113,8 @@ def run_checks(pair: Pair) -> Iterator[Outcome]:
     checks: list[tuple[str, Callable[[Pair], str]]] = [("alone", check_alone)]
     checks += [("hand-over", check_hand_over), ("control", check_control)]
     checks += [("prefix", check_prefix)] if pair.hits else []
-    checks += [("n=2", check_samples), ("at once", check_at_once)]
+    checks += [("n=2", check_samples)] if pair.samples else []
+    checks += [("at once", check_at_once)]
     checks += [("preemption", check_preemption)] if pair.grows else []
     checks += [("abort", check_abort)]
     checks += [("pool", check_pool)] if pair.pool else []
@@ -146,20 +148,22 @@ def check_alone(pair: Pair) -> str:
     if pair.hits:
         assert again[names.index("long")].cached > 0, "D does not hit what it computed"
     runs = [(pair.alone[name], run[i]) for i, name in enumerate(names) for run in (among, again)]
-    noise = max(difference(one, other) for one, other in runs)
-    pair.tolerance = max(TIMES_NOISE * noise, EPSILON[pair.dtype])
-    answers = [tuple(pair.alone[name].tokens[0]) for name in names]
-    assert len(set(answers)) == len(names), "two prompts have one answer: tokens prove nothing"
-    if pair.tokens:
-        assert pair.tolerance < MOST_TOLERANCE, f"D differs from itself by {noise:.2g}"
-        leaves = [not same_tokens(one, other) for one, other in runs]
-        assert not (pair.exact and any(leaves)), "D alone does not repeat its own tokens"
+    repeats = all(one.tokens == other.tokens for one, other in runs)
     d.reset()
     if pair.grows:
         for one in CROWDED:
             got = d.ask(Ask(one, LONG_OUTPUT))
             pair.alone_crowded += got.answers
             pair.crowd_peak = max(pair.crowd_peak, got.peak_blocks)
+        among = d.ask(*(Ask(one, LONG_OUTPUT) for one in CROWDED)).answers
+        runs += zip(pair.alone_crowded, among, strict=True)
+    noise = max(difference(one, other) for one, other in runs)
+    pair.tolerance = max(TIMES_NOISE * noise, EPSILON[pair.dtype])
+    answers = [tuple(pair.alone[name].tokens[0]) for name in names]
+    assert len(set(answers)) == len(names), "two prompts have one answer: tokens prove nothing"
+    if pair.tokens:
+        assert pair.tolerance < MOST_TOLERANCE, f"D differs from itself by {noise:.2g}"
+        assert repeats or not pair.exact, "D alone does not repeat its own tokens"
     return f"noise {noise:.2g}"
 
 
@@ -171,11 +175,7 @@ def draw(engine: Engine) -> dict[str, list[int]]:
         for i in range(DRAWN)
     ]
     answers = engine.ask(*(Ask(one) for _, one in drawn)).answers
-    certain = [
-        min(best[token] - max(lp for t, lp in best.items() if t != token)
-            for token, best in zip(answer.tokens[0], answer.best, strict=True))
-        for answer in answers
-    ]  # fmt: skip
+    certain = [min(map(_lead, answer.tokens[0], answer.best)) for answer in answers]
     found: dict[str, list[int]] = {}
     for index in sorted(range(len(drawn)), key=lambda i: certain[i]):
         found[drawn[index][0]] = drawn[index][1]
@@ -213,7 +213,7 @@ def check_control(pair: Pair) -> str:
         alike = _holds(lambda: require_like(one, two, pair.tolerance, exact=pair.exact))
         assert not alike, "two prompts pass for one"
     pair.d.one(pair.prompts["other"], kv=kv)
-    pair.p.settled(FREE_SECONDS + 60)  # the unused hold too: D has let go of it
+    pair.p.settled(FREE_SECONDS)  # of the first ticket too: D has let go of it
     return ""
 
 
@@ -228,7 +228,8 @@ def check_prefix(pair: Pair) -> str:
     pair.require_same("head", answer)
     again = pair.d.one(asked)
     pair.require_same("head", again)
-    assert again.cached > HEAD_TOKENS, f"{again.cached} tokens hit of what was loaded"
+    if not here.states:  # of these, D has the last one only, and hits need one at a block's end
+        assert again.cached > HEAD_TOKENS, f"{again.cached} tokens hit of what was loaded"
     return f"{here.first} tokens were there, {again.cached} hit again"
 
 
@@ -357,14 +358,15 @@ def difference(one: Answer, other: Answer) -> float:
     pairs = zip(one.tokens[0], other.tokens[0], one.best, other.best, strict=False)
     for mine, theirs, best, others in pairs:
         if mine != theirs:
-            # two tokens were as good as each other, up to the difference
-            return max(most, best[mine] - best.get(theirs, float("-inf")))
+            # the other token was as good as this one, up to the difference: at least this much
+            return max(most, best[mine] - min(best.values()))
         most = max(most, abs(best[mine] - others[mine]))
     return most
 
 
-def same_tokens(one: Answer, other: Answer) -> bool:
-    return one.tokens == other.tokens
+def _lead(token: int, best: dict[int, float]) -> float:
+    """By how much a token was better than the next one."""
+    return best[token] - max(lp for other, lp in best.items() if other != token)
 
 
 def _holds(check: Callable[[], object]) -> bool:

@@ -53,7 +53,7 @@ def serve(fd: int) -> int:
     """An engine's process, until the other end of the pipe is closed."""
     pipe = Connection(fd)
     try:
-        engine = Engine(**pipe.recv())
+        engine = Engine(pipe.recv())
         pipe.send(("ok", engine.describe()))
     except Exception:
         traceback.print_exc()
@@ -81,11 +81,10 @@ def serve(fd: int) -> int:
 class Engine:
     """vLLM's engine, and a look into its scheduler."""
 
-    def __init__(self, options: dict[str, Any], logprobs: bool) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        self._logprobs = logprobs
         self._engine = LLMEngine.from_engine_args(EngineArgs(**options))
         self._core = self._engine.engine_core.engine_core
         self._scheduler = self._core.scheduler
@@ -136,25 +135,23 @@ class Engine:
             )
             answers.append(Answer(internal))
             places[name] = len(answers) - 1
-        while places:
-            for name, place in list(places.items()):
-                wanted, sofar = asked[place], answers[place].tokens
-                enough = wanted.abort_tokens is not None and any(
-                    len(sample) >= wanted.abort_tokens for sample in sofar
-                )
-                if enough or (wanted.abort_steps is not None and steps >= wanted.abort_steps):
-                    self._engine.abort_request([name])
-                    answers[place].ended = "abort"
-                    del places[name]
-            if time.monotonic() > deadline:
-                self._engine.abort_request(list(places))
-                raise TimeoutError(f"{len(places)} of {len(asked)} requests did not end in time")
-            for output in self.step():
-                if output.request_id in places:
-                    self._note(answers[places[output.request_id]], output)
-                    if output.finished:
-                        del places[output.request_id]
-            peak, steps = max(peak, self.used()), steps + 1
+        try:
+            while places:
+                for name, place in list(places.items()):
+                    if _enough(asked[place], answers[place], steps):
+                        self._engine.abort_request([name])
+                        answers[place].ended = "abort"
+                        del places[name]
+                for output in self.step():
+                    if output.request_id in places:
+                        self._note(answers[places[output.request_id]], output)
+                        if output.finished:
+                            del places[output.request_id]
+                peak, steps = max(peak, self.used()), steps + 1
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{len(places)} of {len(asked)} requests did not end")
+        finally:
+            self._engine.abort_request(list(places))
         return Answers(answers, peak, self._preemptions - before)
 
     def _sampling(self, one: Ask) -> Any:
@@ -172,7 +169,7 @@ class Engine:
             detokenize=False,
             # several samples come together only at the end
             output_kind=RequestOutputKind.FINAL_ONLY if one.n > 1 else RequestOutputKind.CUMULATIVE,
-            logprobs=2 if self._logprobs else None,
+            logprobs=2,
             extra_args={"kv_transfer_params": one.kv} if one.kv is not None else None,
         )
 
@@ -226,3 +223,12 @@ class Engine:
 
     def stop(self) -> None:
         self._engine.engine_core.shutdown()
+
+
+def _enough(asked: Ask, answer: Answer, steps: int) -> bool:
+    """Whether a request is to be aborted now."""
+    if asked.abort_steps is not None and steps >= asked.abort_steps:
+        return True
+    return asked.abort_tokens is not None and any(
+        len(sample) >= asked.abort_tokens for sample in answer.tokens
+    )

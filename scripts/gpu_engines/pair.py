@@ -19,7 +19,7 @@ from gpu_engines.entries import Entries
 from vllm_engines import ENVIRONMENT
 
 COMMAND = (sys.executable, str(Path(__file__).resolve().parent))  # this package
-CALL_SECONDS = 60.0  # for one call; those that wait for requests may take as long
+RESET_SECONDS = 40.0  # longer than a lease: what a failed check left behind is gone then
 STOP_SECONDS = 10.0
 OURS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -56,9 +56,7 @@ class Engine:
         options: Mapping[str, Any],
         environment: Mapping[str, str],
         deadline: float,
-        call_seconds: float = CALL_SECONDS,
-        *,
-        logprobs: bool = True,
+        call_seconds: float,
     ) -> None:
         self.name, self.log, self.deadline = name, log, deadline
         self.told: dict[str, Any] = {}
@@ -77,7 +75,7 @@ class Engine:
                 process_group=0,
             )
         theirs.close()
-        self._pipe.send({"options": dict(options), "logprobs": logprobs})
+        self._pipe.send(dict(options))
 
     def wait_ready(self, seconds: float) -> None:
         self.told = self._receive(seconds, "start")
@@ -111,7 +109,7 @@ class Engine:
         return self.ask(Ask(prompt, **options)).answers[0]
 
     def reset(self) -> None:
-        self.call("reset", self._call_seconds)
+        self.call("reset", RESET_SECONDS)
 
     def settled(self, seconds: float) -> None:
         left = self.call("settle", seconds)

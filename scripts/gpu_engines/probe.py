@@ -169,6 +169,8 @@ class _Cache:
         import torch
 
         cache = self._tensors[name]
+        if cache.element_size() == 1:  # not every operation has kernels for fp8
+            cache = cache.view(torch.uint8)
         _, heads, slots, content = cache.shape
         ratio = spec.block_size // slots  # kernels may see smaller blocks
         wanted = [block * ratio + part for block in blocks for part in range(ratio)]
