@@ -18,7 +18,7 @@ from gpu_engines.entries import Entries, same_as_saved, same_entries
 from gpu_engines.pair import Engine, EngineError, EngineLost
 
 EPSILON = {"float32": 0.01, "bfloat16": 0.05}  # of log-probabilities, by the model's type
-MOST_TOLERANCE = 0.7  # e^0.7 is 2: more would prove nothing
+MOST_TOLERANCE = 0.7  # e^0.7 is 2: with more, only bytes prove something
 TIMES_NOISE = 3
 OUTPUT, LONG_OUTPUT = 12, 120
 CROWD = 4  # requests of the check for preemption
@@ -129,7 +129,7 @@ def run_checks(pair: Pair) -> Iterator[Outcome]:
         except Exception:  # a mistake of this harness is one check's, too
             said = traceback.format_exc(limit=-2)[-600:]
         yield Outcome(name, ok, time.monotonic() - began, said)
-        if lost or (name == "alone" and not ok):
+        if lost or len(pair.alone) < len(LENGTHS):
             return
 
 
@@ -161,9 +161,12 @@ def check_alone(pair: Pair) -> str:
     pair.tolerance = max(TIMES_NOISE * noise, EPSILON[pair.dtype])
     answers = [tuple(pair.alone[name].tokens[0]) for name in names]
     assert len(set(answers)) == len(names), "two prompts have one answer: tokens prove nothing"
-    if pair.tokens:
-        assert pair.tolerance < MOST_TOLERANCE, f"D differs from itself by {noise:.2g}"
-        assert repeats or not pair.exact, "D alone does not repeat its own tokens"
+    if pair.exact and not repeats:
+        pair.exact = False
+        raise AssertionError(f"D alone does not repeat its own tokens (noise {noise:.2g})")
+    if pair.tokens and pair.tolerance > MOST_TOLERANCE:
+        pair.tokens = False
+        return f"D differs from itself by {noise:.2g}: tokens are not compared"
     return f"noise {noise:.2g}"
 
 
