@@ -69,7 +69,6 @@ def serve(fd: int) -> int:
             return 0
         if method == "stop":
             engine.stop()
-            pipe.send(("ok", None))
             return 0
         try:
             pipe.send(("ok", getattr(engine, method)(*arguments)))

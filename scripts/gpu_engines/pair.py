@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -20,7 +21,7 @@ from vllm_engines import ENVIRONMENT
 
 COMMAND = (sys.executable, str(Path(__file__).resolve().parent))  # this package
 RESET_SECONDS = 40.0  # longer than a lease: what a failed check left behind is gone then
-STOP_SECONDS = 10.0
+STOP_SECONDS = 5.0
 OURS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -121,18 +122,18 @@ class Engine:
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def stop(self, *, ask: bool = True) -> None:
-        """End the process: ask it, then kill it."""
-        try:
-            if ask and self._process.poll() is None:
-                self._pipe.send(("stop", ()))
-                self._process.wait(STOP_SECONDS)
-        except (OSError, subprocess.TimeoutExpired):
-            pass
-        finally:
-            self._process.kill()
+    def leave(self) -> None:
+        """Ask the process to end."""
+        with contextlib.suppress(OSError):
+            self._pipe.send(("stop", ()))
+
+    def stop(self) -> None:
+        """Wait until it has ended, for a moment, and end it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_SECONDS)
-            self._pipe.close()
+        self._process.kill()
+        self._process.wait(STOP_SECONDS)
+        self._pipe.close()
 
 
 def _reason(trace: str) -> str:

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -68,14 +67,12 @@ def run_cells(cells: Sequence[Cell], out: Path, device: str, jobs: int, seconds:
     _make_models_first(todo, out / "models", deadline)
     print(f"models are there ({time.monotonic() - began:.0f} s); {len(todo)} cells on {device}")
     results: dict[str, dict[str, Any]] = {}
-    writing = threading.Lock()
     with ThreadPoolExecutor(max(1, jobs)) as pool:
         tasks = {pool.submit(_run_cell, cell, out, device, deadline): cell for cell in todo}
         for task in as_completed(tasks):
             result = task.result()
-            with writing:
-                results[tasks[task].name] = result
-                _write(out, todo, results, device)
+            results[tasks[task].name] = result
+            _write(out, todo, results, device)
             word = {"pass": "pass", "fail": "FAIL"}.get(result["result"], result["result"])
             print(f"{word:8} {result['cell']:20} {result['seconds']:5.0f} s  {result['reason']}")
     passed = sum(result["result"] == "pass" for result in results.values())
@@ -134,7 +131,9 @@ def _run_cell(cell: Cell, out: Path, device: str, deadline: float) -> dict[str, 
     if reason:
         told["logs"] = {engine.name: engine.tail() for engine in engines}
     for engine in engines:
-        engine.stop(ask=not reason)
+        engine.leave()
+    for engine in engines:
+        engine.stop()
     shutil.rmtree(pool, ignore_errors=True)
     result = "fail" if reason else "pass"
     if reason and time.monotonic() > deadline:

@@ -68,7 +68,7 @@ def test_answers_are_compared() -> None:
     off = Answer("b", [[1, 3]], [{1: -0.13, 2: -2.5}, {3: -0.6, 4: -0.62}])
     assert difference(REFERENCE, off) == pytest.approx(0.03)
     require_like(REFERENCE, off, 0.05, exact=True)
-    with pytest.raises(AssertionError, match="off by 0.03"):
+    with pytest.raises(AssertionError, match=r"off by 0\.03"):
         require_like(REFERENCE, off, 0.02, exact=True)
     draw = Answer("b", [[1, 4]], BEST)
     require_like(REFERENCE, draw, 0.05, exact=False)
