@@ -1,5 +1,5 @@
 """Tiny models with random weights, as Hugging Face folders: one of every kind of cache that vLLM's
-CPU build starts."""
+CPU build starts, and MLA with a module for multi-token prediction, which needs a GPU."""
 
 from __future__ import annotations
 
@@ -82,6 +82,30 @@ def make_eagle(folder: Path, seed: int = 1) -> Path:
     return folder
 
 
+def make_mtp(folder: Path, seed: int = 0) -> Path:
+    """Write DeepSeek V3 with one module for multi-token prediction behind its layers."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = TINY["mla-mtp"]
+    layers, width = config["num_hidden_layers"], config["hidden_size"]
+    # the module's block has the weights of one more layer
+    make_model(folder, {**config, "num_hidden_layers": layers + 1}, seed)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    target = load_file(folder / "model.safetensors")
+    weights = {
+        "enorm": torch.ones(width),
+        "hnorm": torch.ones(width),
+        "eh_proj": 0.1 * torch.randn(width, 2 * width),
+        "shared_head.norm": torch.ones(width),
+        "shared_head.head": target["lm_head.weight"].clone(),
+        "embed_tokens": target["model.embed_tokens.weight"].clone(),
+    }
+    named = {f"model.layers.{layers}.{name}.weight": tensor for name, tensor in weights.items()}
+    save_file(named, folder / "mtp.safetensors")
+    return folder
+
+
 def _config(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
     return {
         "architectures": [architecture],
@@ -99,11 +123,10 @@ def _config(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]
     }
 
 
-TINY: dict[str, dict[str, Any]] = {
-    "llama": llama_config(),
-    "mla": _config(
-        "DeepseekV2ForCausalLM",
-        "deepseek_v2",
+def _deepseek(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
+    return _config(
+        architecture,
+        model_type,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
@@ -116,10 +139,25 @@ TINY: dict[str, dict[str, Any]] = {
         n_shared_experts=1,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
-        first_k_dense_replace=3,  # no experts: the CPU build has none in fp32
         n_group=1,
         topk_group=1,
+        **fields,
+    )
+
+
+TINY: dict[str, dict[str, Any]] = {
+    "llama": llama_config(),
+    "mla": _deepseek(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        first_k_dense_replace=3,  # no experts: the CPU build has none in fp32
         topk_method="greedy",
+    ),
+    "mla-mtp": _deepseek(  # for `make_mtp`
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        first_k_dense_replace=4,
+        num_nextn_predict_layers=1,
     ),
     "gemma3": _config(
         "Gemma3ForCausalLM",
