@@ -159,7 +159,7 @@ def check_alone(pair: Pair) -> str:
     assert hit or not pair.hits, "D does not hit what it computed"
     answers = [tuple(pair.alone[name].tokens[0]) for name in names]
     assert len(set(answers)) == len(names), "two prompts have one answer: tokens prove nothing"
-    if pair.exact and not repeats:
+    if pair.tokens and pair.exact and not repeats:
         pair.exact = False
         raise AssertionError(f"D alone does not repeat its own tokens (noise {noise:.2g})")
     if pair.tokens and pair.tolerance > MOST_TOLERANCE:
