@@ -60,6 +60,10 @@ class Stream(Handle):
 
     rows_back = rows_out
 
+    def copy_many(self, dst: np.ndarray, src: np.ndarray, size: np.ndarray) -> None:
+        for to, of, count in zip(dst.tolist(), src.tolist(), size.tolist(), strict=True):
+            ctypes.memmove(to, of, count)
+
     def zero(self, dst: int, size: int) -> None:
         ctypes.memset(dst, 0, size)
 
@@ -118,7 +122,8 @@ def hash_at_once(
     device: Any,
     stream: Any,
     *,
-    base: int,
+    runs: int,
+    run_bytes: int,
     offsets: int,
     lengths: int,
     table: int,
@@ -132,10 +137,21 @@ def hash_at_once(
     def numbers(address: int) -> Any:
         return (ctypes.c_int64 * pieces).from_address(address)
 
+    def of(offset: int, length: int) -> bytes:
+        found = bytearray()
+        while length:
+            run, at = divmod(offset, run_bytes)
+            (address,) = (ctypes.c_int64 * 1).from_address(runs + 8 * run)
+            size = min(length, run_bytes - at)
+            assert (address + at) % 16 == 0
+            found += ctypes.string_at(address + at, size)
+            offset, length = offset + size, length - size
+        return bytes(found)
+
     into = (ctypes.c_uint64 * pieces).from_address(out)
     for at, (offset, length) in enumerate(zip(numbers(offsets), numbers(lengths), strict=True)):
-        assert (base + offset) % 16 == 0 and (length - 1) // 1024 <= per_piece
-        into[at] = xxhash.xxh3_64_intdigest(ctypes.string_at(base + offset, length))
+        assert (length - 1) // 1024 <= per_piece
+        into[at] = xxhash.xxh3_64_intdigest(of(offset, length))
 
 
 def use_bus(patch: pytest.MonkeyPatch, on: HostDevice | None = None) -> HostDevice:
@@ -149,6 +165,7 @@ def use_bus(patch: pytest.MonkeyPatch, on: HostDevice | None = None) -> HostDevi
     patch.setattr(bus.xxh3, "warm", lambda device: None)
     there = types.SimpleNamespace(available=lambda: True, warm=lambda device: None)
     patch.setattr(bus, "kernels", there)
+    patch.setattr(bus, "driver", lambda: types.SimpleNamespace(has_batches=True))
     return found
 
 

@@ -132,9 +132,9 @@ def _deepseek(architecture: str, model_type: str, **fields: Any) -> dict[str, An
         num_key_value_heads=4,
         kv_lora_rank=512,  # the CPU's MLA kernels exist for a latent of 512 + 64 only
         q_lora_rank=None,
-        qk_nope_head_dim=64,
+        qk_nope_head_dim=128,  # FlashAttention's MLA prefill exists for DeepSeek's own sizes only
         qk_rope_head_dim=64,
-        v_head_dim=64,
+        v_head_dim=128,
         n_routed_experts=4,
         n_shared_experts=1,
         num_experts_per_tok=2,

@@ -32,9 +32,10 @@ from waiting import wait_until
 CHUNK = 4096
 
 
-@pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevice]:
+@pytest.fixture(params=["direct", "staged"])
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevice]:
     found = host_device.use_bus(monkeypatch)
+    monkeypatch.setattr(buses, "DIRECT_BYTES", 1024 if request.param == "direct" else 1 << 40)
     yield found
     wait_until(lambda: not (found.live or host_device.made or found.registered))
 
@@ -44,23 +45,34 @@ def soon() -> float:
 
 
 def some_objects(
-    rng: np.random.Generator, device: np.ndarray, host: np.ndarray, count: int, alike: bool
+    rng: np.random.Generator,
+    device: np.ndarray,
+    host: np.ndarray,
+    count: int,
+    alike: bool,
+    even: bool,
 ) -> tuple[BusObjects, list[tuple[int, int, int, int]]]:
-    """Objects with gaps between them on the host; and all copies: object, offset, address, size."""
-    lengths = rng.integers(40, 1500, count) * 8
+    """Objects with gaps between them on the host; and all copies: object, offset, address, size.
+
+    even  all runs have one length
+    """
+    run = int(rng.integers(1, 4)) * 1024
+    lengths = rng.integers(1, 5, count) * run if even else rng.integers(40, 1500, count) * 8
     if alike:
         lengths[:] = lengths[0]
     steps = int(lengths.max()) + rng.integers(0, 3, count) * 64 * (not alike)
     places = host.ctypes.data + np.cumsum(steps) - steps
     order = rng.permutation(count) if not alike else np.arange(count)
     copies: list[tuple[int, int, int, int]] = []
-    at = device.ctypes.data
+    at = device.ctypes.data + -device.ctypes.data % 16
     for number in range(count):
         cuts = np.unique(rng.integers(0, lengths[number] // 8, 3) * 8)
+        if even:
+            cuts = np.arange(run, lengths[number], run)
         bounds = [0, *cuts[cuts > 0].tolist(), int(lengths[number])]
         for a, b in pairwise(bounds):
             copies.append((number, a, at, b - a))
-            at += b - a + int(rng.integers(0, 3)) * 8
+            at += b - a + int(rng.integers(0, 3)) * 16
     assert at < device.ctypes.data + len(device)
     owner, offset, address, size = (np.array(c, dtype=np.int64) for c in zip(*copies, strict=True))
     runs = np.bincount(owner, minlength=count)
@@ -79,7 +91,10 @@ def test_every_byte_out_and_back(
     monkeypatch.setattr(buses, "PIN_BYTES", 10_000)
     bus.pin(host.ctypes.data, host.nbytes, lambda first, size: size)
     wait_until(lambda: bus.pinned_bytes == host.nbytes)
-    objects, copies = some_objects(rng, device, host, int(rng.integers(1, 40)), seed % 3 == 0)
+    count = int(rng.integers(1, 40))
+    objects, copies = some_objects(rng, device, host, count, seed % 3 == 0, seed % 2 == 0)
+    direct = buses.DIRECT_BYTES == 1024 and seed % 2 == 0
+    monkeypatch.setattr(buses._Lane, "queue_staged" if direct else "queue_direct", None)
     expected = host.copy()
     hashes = []
     for number in range(len(objects)):
@@ -168,14 +183,18 @@ PAGE, LAYERS, OBJECTS = 3072, 5, 40
 def cache_and_store(
     place: Path, *, size: int = 8 << 20, disk: bool = False
 ) -> tuple[np.ndarray, EmbeddedStore, DeviceStore]:
-    cache = np.random.default_rng(5).integers(0, 256, LAYERS * OBJECTS * PAGE, dtype=np.uint8)
+    room = np.random.default_rng(5).integers(0, 256, LAYERS * OBJECTS * PAGE + 16, dtype=np.uint8)
+    first = -room.ctypes.data % 16
+    cache = room[first : first + LAYERS * OBJECTS * PAGE]
     region = MemoryRegion(cache.ctypes.data, cache.nbytes)
     below = {"disk_directory": place / "disk", "disk_bytes": 8 << 20} if disk else {}
     inner = EmbeddedStore(place / "store", size, slots=1 << 12, **below)
     memory = DeviceMemory([region])
     assert memory.warmed.wait(30)
-    store = DeviceStore(inner, memory, Bus([region], piece_bytes=50_000))
+    bus = Bus([region], piece_bytes=50_000)
+    store = DeviceStore(inner, memory, bus)
     store.register([region])
+    wait_until(lambda: bus.pinned_bytes == size)
     return cache, inner, store
 
 
@@ -201,6 +220,8 @@ def test_the_device_writes_what_a_processor_reads(
     before, every = cache.copy(), range(OBJECTS)
     for way in ("put", "get"):  # not through buffers
         monkeypatch.setattr(StagedStore, way, None)
+    if buses.DIRECT_BYTES == 1024:
+        monkeypatch.setattr(buses._Lane, "queue_staged", None)
     objects = blocks(cache, every)
     assert store.put(names(every), objects, soon()) == [Outcome.DONE] * OBJECTS
     assert store.put(names(every), objects, soon()) == [Outcome.EXISTS] * OBJECTS
@@ -343,4 +364,20 @@ def test_a_put_that_fails_between_its_parts(
     assert order == ["begun", "begun", "ended", "given back", "ended", "given back"]
     assert inner.exists(names(some), soon()).tolist() == [True] * 4 + [False] * 8
     assert inner.counters()["memory_bytes"] == 4 * inner._index.extent.max()
+    store.close()
+
+
+def test_a_driver_that_takes_no_batches(
+    on: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects are staged then."""
+
+    def refused(*_: object) -> None:
+        raise TransferError("CUDA: cuMemcpyBatchAsync failed with error 801: not supported")
+
+    monkeypatch.setattr(host_device.Stream, "copy_many", refused)
+    cache, inner, store = cache_and_store(tmp_path)
+    some = range(9)
+    assert store.put(names(some), blocks(cache, some), soon()) == [Outcome.DONE] * 9
+    assert inner.verify(soon()) == (9, 0, 0, "")
     store.close()

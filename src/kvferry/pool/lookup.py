@@ -241,6 +241,8 @@ class LookupKeyServer:
         hit = longest_hit(reader, held, asked.most_tokens)
         saved = covered_prefix(held, reader.layout_id)
         answer = LookupAnswer(hit, tuple(held), {x.id: x for x in layouts}, saved)
+        if hit.tokens < asked.most_tokens // reader.align_tokens * reader.align_tokens:
+            return answer  # there may be more of it in a moment, and then a request gets all
         self._recent[name] = answer
         if len(self._recent) > CACHED_ANSWERS:
             self._recent.popitem(last=False)

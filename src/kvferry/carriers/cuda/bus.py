@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole objects over the bus: scattered device memory to and from host memory, hashed on the way.
 
-    out    a kernel brings an object's runs together on the device, two kernels hash it, and the bus
-           takes it to its place on the host
-    back   the bus brings objects to the device, two kernels hash them, and one puts their runs in
-           their places
+The processor touches no byte. There are two ways:
 
-The processor touches no byte. Objects go in pieces, through two halves of device memory that take
-turns: while one crosses the bus, the kernels work on the other. The bus is the device's copy
-engine, so the engine's own kernels lose next to nothing. Objects that lie at equal distances on the
-host are one copy.
+    direct   runs of `DIRECT_BYTES` or more, all of one length, that make up whole objects: the
+             device's copy engine moves each run from or to its place, and two kernels hash the runs
+             where they lie
+    staged   all others: a kernel brings an object's runs together on the device, or puts them in
+             their places, and the copy engine moves whole objects. They go in pieces, through two
+             halves of device memory that take turns: while one crosses the bus, the kernels work on
+             the other. Objects that lie at equal distances on the host are one copy
+
+While an engine computes, each kernel of ours waits a millisecond or so for its turn. The direct way
+has two for hundreds of megabytes, and nothing waits for them but the end.
 
 Host memory must be registered with the driver (`pin`), which takes seconds for many gigabytes. A
 thread does it, step by step, from the beginning on. Memory that is not registered yet is copied all
@@ -43,6 +46,7 @@ from kvferry.carriers.cuda.driver import (
     CudaStream,
     Device,
     device,
+    driver,
     place_of,
 )
 from kvferry.carriers.cuda.stream import Mapped, StreamBuffers, kept
@@ -52,10 +56,14 @@ from kvferry.errors import TransferError
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20  # 0.6 ms of the bus, against some 0.2 ms of Python for each piece
-LANES = 4  # two loads, and two parts of a save; each has 72 MiB of device memory
+DIRECT_BYTES = 16 << 10  # below, the copy engine's cost of a copy is more than what it moves
+SCRATCH_BYTES = 33 << 20  # of sums: for 256 MiB that are hashed together, and some short objects
+LANES = 4  # two loads, and two parts of a save; each has 34 MiB of device memory, staged 98
 LANE_SLOTS = 16  # pieces that are queued before the first is done, so that no thread waits for it
 SLOT_ALIGN = 256  # of objects in a half
 MOST_HASHES = 1 << 14  # of one call; of 4 GiB where chunks have 256 KiB
+MOST_RUNS = 1 << 15  # of one call, the direct way
+ONE_RUN = 1 << 60  # bytes: a half is one run
 PIN_BYTES = 256 << 20  # registered at a time
 
 Hashes = NDArray[np.uint64]
@@ -74,6 +82,15 @@ class BusObjects:
 
     def __len__(self) -> int:
         return len(self.place)
+
+    def run_bytes(self) -> int:
+        """The length of all runs, where they are alike and make up whole objects; else 0."""
+        size, runs = int(self.size[0]), np.cumsum(self.runs)
+        if size % xxh3.BLOCK_BYTES or int(np.bitwise_or.reduce(self.address)) % 16:
+            return 0
+        number = np.arange(len(self.size)) - np.repeat(runs - self.runs, self.runs)
+        even = (self.size == size).all() and (self.offset == number * size).all()
+        return size if bool(even and (self.length == self.runs * size).all()) else 0
 
 
 def hashes_of(length: Ints, chunk_bytes: int) -> Ints:
@@ -112,6 +129,7 @@ class Bus:
         self._lanes, self._most = 0, lanes
         self._closed = False
         self._pins: _Pins | None = None
+        self._direct = driver().has_batches
 
     def warm(self) -> None:
         """Compile the kernels and make a lane now, so that no request waits for them."""
@@ -158,15 +176,35 @@ class Bus:
         chunks = hashes_of(objects.length, chunk_bytes)
         if int(chunks.sum()) > MOST_HASHES:
             raise TransferError(f"{len(objects)} objects are too many at a time")
+        if time.monotonic() > deadline:
+            raise TransferError("objects were not moved in time")
+        run_bytes = self._direct_run_bytes(objects)
         starts = self._pins.starts if self._pins is not None else []
         lane = self._take(deadline)
         try:
             with self.device.current():
-                lane.queue(objects, chunk_bytes, self._memory, starts, deadline, outward=outward)
+                if run_bytes:
+                    try:
+                        lane.queue_direct(objects, chunk_bytes, run_bytes, starts, outward=outward)
+                        return Crossing(self, lane)
+                    except TransferError as error:
+                        log.warning("objects are staged from now on: %s", error)
+                        self._direct = False
+                lane.queue_staged(
+                    objects, chunk_bytes, self._memory, starts, deadline, outward=outward
+                )
         except BaseException:
             self._give(lane)
             raise
         return Crossing(self, lane)
+
+    def _direct_run_bytes(self, objects: BusObjects) -> int:
+        """The length of all runs; 0: these objects must be staged."""
+        if self._pins is None or not self._direct or len(objects.size) > MOST_RUNS:
+            return 0
+        low, high = int(objects.place.min()), int((objects.place + objects.length).max())
+        run_bytes = objects.run_bytes() if self._pins.holds(low, high) else 0
+        return run_bytes if run_bytes >= DIRECT_BYTES else 0
 
     def _take(self, deadline: float) -> _Lane:
         with self._changed:
@@ -231,7 +269,7 @@ class _Half:
     """Device memory for one piece, and when kernels and bus are done with it."""
 
     def __init__(self, on: Device, size: int) -> None:
-        self._device, self.used = on, False
+        self._device, self.bytes, self.used = on, size, False
         with contextlib.ExitStack() as undo:
             self.computed, self.moved = kept(undo, CudaEvent()), kept(undo, CudaEvent())
             self.there = on.allocate(size)
@@ -245,49 +283,83 @@ class _Half:
 
 
 class _Lane:
-    """Two streams, two halves and the tables of hashes, for one thread; the device is current."""
+    """Two streams and the tables of hashes, for one thread; the device is current."""
 
     def __init__(self, on: Device, piece_bytes: int) -> None:
-        self._device, self._room = on, piece_bytes
-        self._halves: list[_Half] = []
-        self._sums = self._total = 0
+        self._device, self._piece_bytes = on, piece_bytes
+        self._halves: list[_Half] = []  # made when something is staged
+        self._total = 0
         constants = xxh3.constants()
-        self._table_words = len(constants)
+        # Words of the tables: constants, runs, then of every chunk its offset, length and hash
+        self._runs_at = len(constants)
+        self._chunks_at = self._runs_at + MOST_RUNS
+        words = self._chunks_at + 3 * MOST_HASHES
         with contextlib.ExitStack() as undo:  # all of it, or nothing is left
             self._buffers = StreamBuffers(on, slots=LANE_SLOTS)
             undo.callback(self._buffers.free)
             self._bus = kept(undo, CudaStream())
+            self._moved = kept(undo, CudaEvent())
             self._ended = kept(undo, CudaEvent(blocking=True))
-            words = self._table_words + 3 * MOST_HASHES  # constants, offsets, lengths, hashes
             self._host: Ints = on.pinned(8 * words).view(np.int64)
             undo.callback(on.free_pinned, self._host.ctypes.data)
             self._there = on.allocate(8 * words)
             undo.callback(on.free, self._there)
-            self._make_halves(piece_bytes)
+            self._sums = on.allocate(SCRATCH_BYTES)
             undo.pop_all()
-        self._host[: self._table_words] = constants
+        self._host[: self._runs_at] = constants
 
-    def _make_halves(self, size: int) -> None:
+    def queue_direct(
+        self,
+        objects: BusObjects,
+        chunk_bytes: int,
+        run_bytes: int,
+        starts: Sequence[int],
+        *,
+        outward: bool,
+    ) -> None:
+        """All of it, or nothing is under way: at most `MOST_HASHES` chunks and `MOST_RUNS` runs."""
+        self._buffers.begin()
+        chunks = hashes_of(objects.length, chunk_bytes)
+        self._host[self._runs_at : self._runs_at + len(objects.size)] = objects.address
+        begins = np.cumsum(objects.length) - objects.length
+        total = self._write_chunks(objects.length, chunk_bytes, chunks, begins)
+        place = np.repeat(objects.place, objects.runs) + objects.offset
+        here, there, size = _split(place, objects.address, objects.size, starts)
+        stream, bus = self._buffers.stream, self._bus
+        per_piece = xxh3.blocks_of(min(chunk_bytes, int(objects.length.max())))
+        most = SCRATCH_BYTES // (8 * xxh3.SUMS * per_piece)
+        try:
+            if outward:
+                bus.copy_many(here, there, size)
+            else:
+                bus.copy_many(there, here, size)
+                self._moved.record(bus)
+                stream.wait_for(self._moved)
+            self._upload(total)
+            for first in range(0, total, most):
+                self._hash(self._runs_at, run_bytes, first, min(first + most, total), per_piece)
+            self._queue_end(total)
+        except BaseException:
+            self.drain()
+            raise
+
+    def _have_halves(self, size: int) -> None:
+        """Halves for a piece and for an object of this size."""
+        room = self._halves[0].bytes if self._halves else 0
+        if room >= max(size, self._piece_bytes):
+            return
+        for half in self._halves:
+            half.free()
+        self._halves = []
         with contextlib.ExitStack() as undo:
             halves = []
             for _ in range(2):
-                halves.append(_Half(self._device, size))
+                halves.append(_Half(self._device, max(size, self._piece_bytes)))
                 undo.callback(halves[-1].free)
-            sums = self._device.allocate(_sums_bytes(size))
             undo.pop_all()
-        old, old_sums, self._halves, self._sums, self._room = (
-            self._halves,
-            self._sums,
-            halves,
-            sums,
-            size,
-        )
-        for half in old:
-            half.free()
-        if old_sums:
-            self._device.free(old_sums)
+        self._halves = halves
 
-    def queue(
+    def queue_staged(
         self,
         objects: BusObjects,
         chunk_bytes: int,
@@ -299,28 +371,29 @@ class _Lane:
     ) -> None:
         """All of it, or nothing is under way: at most `MOST_HASHES` chunks of objects."""
         slots = -(-objects.length // SLOT_ALIGN) * SLOT_ALIGN
-        if int(slots.max()) > self._room:
-            self._make_halves(int(slots.max()))
+        self._have_halves(int(slots.max()))
         chunks = hashes_of(objects.length, chunk_bytes)
         per_piece = xxh3.blocks_of(min(chunk_bytes, int(objects.length.max())))
-        cuts = _cuts(slots, chunks * (8 * xxh3.SUMS * per_piece), self._room)
+        cuts = _cuts(slots, chunks * (8 * xxh3.SUMS * per_piece), self._halves[0].bytes)
         offsets = np.cumsum(slots) - slots
         offsets -= np.repeat(offsets[cuts[:-1]], np.diff(cuts))  # in their halves
         ends = np.cumsum(chunks)
-        self._write_tables(objects.length, chunk_bytes, chunks, offsets)
+        total = self._write_chunks(objects.length, chunk_bytes, chunks, offsets)
+        halves = [half.there for half in self._halves]
+        self._host[self._runs_at : self._runs_at + 2] = halves
         run_ends = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(objects.runs)))
         in_half = objects.offset + np.repeat(offsets, objects.runs)
         self._buffers.begin()
         for half in self._halves:
             half.used = False
         stream, bus = self._buffers.stream, self._bus
-        total, first_hash = int(ends[-1]), 0
+        first_hash = 0
         try:
             self._upload(total)
             for number, (first, last) in enumerate(pairwise(cuts)):
                 if time.monotonic() > deadline:
                     raise TransferError("objects were not moved in time")
-                half = self._halves[number % 2]
+                half, where = self._halves[number % 2], self._runs_at + number % 2
                 runs = slice(int(run_ends[first]), int(run_ends[last]))
                 here, there = objects.address[runs], in_half[runs] + half.there
                 size = objects.size[runs]
@@ -335,7 +408,7 @@ class _Lane:
                     if half.used:
                         stream.wait_for(half.moved)
                     self._buffers.copy(Copies(here, there, size), memory, half.mapped)
-                    self._hash(half, first_hash, last_hash, per_piece)
+                    self._hash(where, ONE_RUN, first_hash, last_hash, per_piece)
                     half.computed.record(stream)
                     bus.wait_for(half.computed)
                     for place, pitch, slot, slot_pitch, width, count in rows:
@@ -348,7 +421,7 @@ class _Lane:
                         bus.rows_back(slot, slot_pitch, place, pitch, width, count)
                     half.moved.record(bus)
                     stream.wait_for(half.moved)
-                    self._hash(half, first_hash, last_hash, per_piece)
+                    self._hash(where, ONE_RUN, first_hash, last_hash, per_piece)
                     self._buffers.copy(Copies(there, here, size), half.mapped, memory)
                     half.computed.record(stream)
                 half.used = True
@@ -358,27 +431,30 @@ class _Lane:
             self.drain()
             raise
 
-    def _write_tables(self, length: Ints, chunk_bytes: int, chunks: Ints, offsets: Ints) -> None:
-        """Offset in its half, and length, of every chunk."""
+    def _write_chunks(self, length: Ints, chunk_bytes: int, chunks: Ints, begins: Ints) -> int:
+        """The offset and the length of every chunk; how many there are."""
         total = int(chunks.sum())
         number = np.arange(total) - np.repeat(np.cumsum(chunks) - chunks, chunks)
-        at = self._table_words
-        done = number * chunk_bytes
-        np.add(np.repeat(offsets, chunks), done, out=self._host[at : at + total])
+        at, done = self._chunks_at, number * chunk_bytes
+        np.add(np.repeat(begins, chunks), done, out=self._host[at : at + total])
         at += MOST_HASHES
         left = np.repeat(length, chunks) - done
         np.minimum(left, chunk_bytes, out=self._host[at : at + total])
+        return total
 
     def _upload(self, total: int) -> None:
-        size = 8 * (self._table_words + MOST_HASHES + total)
+        """The tables up to the lengths of so many chunks."""
+        size = 8 * (self._chunks_at + MOST_HASHES + total)
         self._buffers.stream.copy_at_once(self._there, self._host.ctypes.data, size)
 
-    def _hash(self, half: _Half, first: int, last: int, per_piece: int) -> None:
-        offsets = self._there + 8 * (self._table_words + first)
+    def _hash(self, runs_at: int, run_bytes: int, first: int, last: int, per_piece: int) -> None:
+        """Chunks of objects that lie in these runs."""
+        offsets = self._there + 8 * (self._chunks_at + first)
         xxh3.queue(
             self._device,
             self._buffers.stream,
-            base=half.there,
+            runs=self._there + 8 * runs_at,
+            run_bytes=run_bytes,
             offsets=offsets,
             lengths=offsets + 8 * MOST_HASHES,
             table=self._there,
@@ -390,18 +466,17 @@ class _Lane:
 
     def _queue_end(self, total: int) -> None:
         """The hashes to the host, and an event after all that is under way."""
-        at, self._total = self._table_words + 2 * MOST_HASHES, total
+        at, self._total = self._chunks_at + 2 * MOST_HASHES, total
         stream = self._buffers.stream
         stream.copy_at_once(self._host.ctypes.data + 8 * at, self._there + 8 * at, 8 * total)
-        for half in self._halves:
-            if half.used:
-                stream.wait_for(half.moved)
+        self._moved.record(self._bus)
+        stream.wait_for(self._moved)
         self._ended.record(stream)
 
     def finish(self) -> Hashes:
         """Wait until all that was queued is done and visible."""
         self._ended.wait()
-        at = self._table_words + 2 * MOST_HASHES
+        at = self._chunks_at + 2 * MOST_HASHES
         return self._host[at : at + self._total].view(np.uint64).copy()
 
     def drain(self) -> None:
@@ -416,7 +491,8 @@ class _Lane:
         self._device.free(self._sums)
         self._device.free(self._there)
         self._device.free_pinned(self._host.ctypes.data)
-        self._ended.destroy()
+        for event in (self._moved, self._ended):
+            event.destroy()
         self._bus.destroy()
         self._buffers.free()
 
@@ -460,6 +536,10 @@ class _Pins:
             time.monotonic() - began,
         )
 
+    def holds(self, low: int, high: int) -> bool:
+        """Whether all memory from `low` to `high` is registered."""
+        return self._address <= low and high <= self._address + self.bytes
+
     def close(self) -> None:
         """After the last copy."""
         self._closing.set()
@@ -471,23 +551,38 @@ class _Pins:
                     self._device.unregister_host(start)
 
 
-def _sums_bytes(piece_bytes: int) -> int:
-    """Sums of all blocks of a piece, and of as many short objects as make it a piece."""
-    return piece_bytes // xxh3.BLOCK_BYTES * 8 * xxh3.SUMS + (1 << 20)
-
-
 def _cuts(sizes: Ints, scratch: Ints, room: int) -> list[int]:
     """Where to cut a row of objects, so that each part has one object, or fits the room twice: by
     its sizes, and by its scratch memory."""
     ends, scratch_ends = np.cumsum(sizes), np.cumsum(scratch)
-    scratch_room = _sums_bytes(room)
     cuts, done, used = [0], 0, 0
     while cuts[-1] < len(sizes):
         last = int(np.searchsorted(ends, done + room, side="right"))
-        last = min(last, int(np.searchsorted(scratch_ends, used + scratch_room, side="right")))
+        last = min(last, int(np.searchsorted(scratch_ends, used + SCRATCH_BYTES, side="right")))
         cuts.append(max(last, cuts[-1] + 1))
         done, used = int(ends[cuts[-1] - 1]), int(scratch_ends[cuts[-1] - 1])
     return cuts
+
+
+def _split(
+    place: Ints, address: Ints, size: Ints, starts: Sequence[int]
+) -> tuple[Ints, Ints, Ints]:
+    """Copies between these places on the host and addresses on the device, cut where one
+    registration ends and another begins. Registrations are longer than a copy."""
+    borders = np.asarray(starts, dtype=np.int64)
+    at = np.searchsorted(borders, place, side="right")
+    cut = np.flatnonzero(np.searchsorted(borders, place + size - 1, side="right") != at)
+    if not len(cut):
+        return place, address, size
+    left = borders[at[cut]] - place[cut]
+    size = size.copy()
+    rest = size[cut] - left
+    size[cut] = left
+    return (
+        np.concatenate((place, place[cut] + left)),
+        np.concatenate((address, address[cut] + left)),
+        np.concatenate((size, rest)),
+    )
 
 
 Row = tuple[int, int, int, int, int, int]  # host, pitch, device, pitch, bytes of a row, rows

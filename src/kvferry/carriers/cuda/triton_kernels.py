@@ -227,10 +227,12 @@ XXH3_SCRAMBLE = tl.constexpr(16)
 
 
 @triton.jit
-def xxh3_blocks(offsets, lengths, constants, out, base, per_piece, items, COUNT: tl.constexpr):
+def xxh3_blocks(
+    runs, offsets, lengths, constants, out, run_bytes, per_piece, items, COUNT: tl.constexpr
+):
     """The sums of each whole block but a piece's last one: eight of products, eight of words.
 
-    A piece begins at `base` plus its offset.
+    Offsets count through runs of `run_bytes` each, a multiple of a block, at addresses `runs`.
     """
     item = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     live = item < items
@@ -238,7 +240,8 @@ def xxh3_blocks(offsets, lengths, constants, out, base, per_piece, items, COUNT:
     piece = item // per_piece
     block = item - piece * per_piece
     live = live & (block < (tl.load(lengths + piece) - 1) // XXH3_BLOCK)
-    at = base + tl.load(offsets + piece) + block.to(tl.int64) * XXH3_BLOCK
+    at = tl.load(offsets + piece) + block.to(tl.int64) * XXH3_BLOCK
+    at = tl.load(runs + at // run_bytes) + at % run_bytes
     products, words = _stripes(at, tl.where(live, 16, 0), constants)
     lane = tl.arange(0, 8)[None, :]
     place = out + item[:, None].to(tl.int64) * 16
@@ -248,7 +251,16 @@ def xxh3_blocks(offsets, lengths, constants, out, base, per_piece, items, COUNT:
 
 @triton.jit
 def xxh3_pieces(
-    offsets, lengths, constants, sums, out, base, per_piece, pieces, COUNT: tl.constexpr
+    runs,
+    offsets,
+    lengths,
+    constants,
+    sums,
+    out,
+    run_bytes,
+    per_piece,
+    pieces,
+    COUNT: tl.constexpr,
 ):
     """The hashes of pieces, from the sums of their blocks."""
     piece = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
@@ -256,7 +268,7 @@ def xxh3_pieces(
     piece = tl.minimum(piece, pieces - 1)
     lane = tl.arange(0, 8)
     length = tl.load(lengths + piece)
-    begin = base + tl.load(offsets + piece)
+    begin = tl.load(offsets + piece)
     blocks = ((length - 1) // XXH3_BLOCK).to(tl.int32)
     acc = _unsigned(tl.load(constants + XXH3_BEGIN + lane))[None, :]
     acc = acc + tl.zeros([COUNT, 8], tl.uint64)
@@ -270,9 +282,10 @@ def xxh3_pieces(
         acc = tl.where(there, ((added ^ (added >> 47)) ^ key) * 0x9E3779B1, acc)
     left = length - 1 - blocks.to(tl.int64) * XXH3_BLOCK
     tail = begin + blocks.to(tl.int64) * XXH3_BLOCK
+    tail = tl.load(runs + tail // run_bytes) + tail % run_bytes
     products, _ = _stripes(tail, (left // XXH3_STRIPE).to(tl.int32), constants)
     acc += _unsigned(products) + _unsigned(_swapped(tail, left // XXH3_STRIPE))
-    last = begin + length - XXH3_STRIPE
+    last = tail + left + 1 - XXH3_STRIPE
     at = last[:, None].to(tl.pointer_type(tl.int64))
     key = _unsigned(tl.load(constants + XXH3_LAST + lane))[None, :]
     mixed = _unsigned(tl.load(at + lane[None, :])) ^ key

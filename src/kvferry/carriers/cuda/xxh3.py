@@ -5,7 +5,7 @@ The pool's checksums are xxh3, so what a GPU has written a processor can check, 
 round. xxh3 looks sequential, and nearly all of it is not: see triton_kernels.py.
 
 A piece begins at a multiple of 16 bytes, has a multiple of 8, and at least `LEAST_BYTES`: xxh3 is
-another function for shorter ones.
+another function for shorter ones. It may lie in several runs of memory.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def warm(device: Device) -> None:
             return
         from kvferry.carriers.cuda.triton_kernels import xxh3_blocks, xxh3_pieces
 
-        tables = dict.fromkeys(("offsets", "lengths", "constants"), "*i64")
-        numbers = {"base": "i64", "per_piece": "i32"}
+        tables = dict.fromkeys(("runs", "offsets", "lengths", "constants"), "*i64")
+        numbers = {"run_bytes": "i64", "per_piece": "i32"}
         blocks = {**tables, "out": "*i64", **numbers, "items": "i32"}
         pieces = {**tables, "sums": "*i64", "out": "*i64", **numbers, "pieces": "i32"}
 
@@ -104,7 +104,8 @@ def queue(
     device: Device,
     stream: CudaStream,
     *,
-    base: int,
+    runs: int,
+    run_bytes: int,
     offsets: int,
     lengths: int,
     table: int,
@@ -115,7 +116,8 @@ def queue(
 ) -> None:
     """Queue the hashing of `pieces` pieces; all places are the device's.
 
-    base              what the offsets count from
+    runs, run_bytes   addresses of runs, each of so many bytes (a multiple of `BLOCK_BYTES`), which
+                      the pieces lie in as if one came right after another
     offsets, lengths  a number for each piece
     table             `constants()`
     sums              room for `pieces * per_piece * SUMS` numbers
@@ -124,7 +126,7 @@ def queue(
     """
     first, second = _functions[device.ordinal]
     items = pieces * per_piece
-    values = [offsets, lengths, table, sums, base, per_piece, items]
+    values = [runs, offsets, lengths, table, sums, run_bytes, per_piece, items]
     first.launch(-(-items // BLOCKS), stream, [*values, *SCRATCH_ARGUMENTS])
-    values = [offsets, lengths, table, sums, out, base, per_piece, pieces]
+    values = [runs, offsets, lengths, table, sums, out, run_bytes, per_piece, pieces]
     second.launch(-(-pieces // PIECES), stream, [*values, *SCRATCH_ARGUMENTS])
