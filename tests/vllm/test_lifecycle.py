@@ -742,6 +742,31 @@ def test_prefill_context_parallel_ranks(make: Pairs, p_ranks: int, d_ranks: int)
     assert p.told("holds_closed") and not any("expired" in end for end in p.told("holds_closed"))
 
 
+@pytest.mark.parametrize(
+    ("p_shape", "d_shape"),
+    [
+        ({"pcp": 2, "dcp": 2}, {}),
+        ({}, {"pcp": 2, "dcp": 2}),
+        ({"pcp": 2, "dcp": 2}, {"tp": 2, "pcp": 2, "dcp": 4}),  # tokens over all ranks
+        ({"tp": 2, "pcp": 2, "dcp": 2}, {"pcp": 3}),  # both tp ranks have each token
+    ],
+)
+def test_context_parallel_ranks_that_share_tokens_out(
+    make: Pairs, p_shape: dict[str, int], d_shape: dict[str, int]
+) -> None:
+    """With dcp beside pcp, a rank has some tokens alone: D's ranks read from all that have one."""
+    p = make("p", **p_shape)
+    d = make("d", **d_shape, block_size=8, blocks=128)
+    for seed, count in ((1, 5), (2, 150), (3, 64)):
+        tokens = prompt(seed, count)
+        d.add(f"d{seed}", tokens, 6, **prefilled(p, f"p{seed}", tokens))
+        run(p, d, until=lambda: f"d{seed}" in d.ended)  # noqa: B023
+        assert d.tokens[f"d{seed}"] == expected(tokens, 6)
+    assert loads(d) == 3 * len(d.memories)
+    run(p, d, until=lambda: not p.used_blocks, seconds=5)  # a lease is longer
+    assert {end for ends in p.told("holds_closed") for end in ends} == {"delivered"}
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize(
     ("window", "counts", "computed"),
