@@ -149,6 +149,7 @@ class Modelless:
             observability_config=ObservabilityConfig(otlp_traces_endpoint=traces),
         )
         config.cache_config.num_gpu_blocks = blocks
+        config.scheduler_config.async_scheduling = asynchronous  # vLLM has none on a CPU
         config.parallel_config.tensor_parallel_size = tp
         config.parallel_config.prefill_context_parallel_size = pcp
         config.parallel_config.decode_context_parallel_size = dcp

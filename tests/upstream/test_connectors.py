@@ -26,7 +26,7 @@ SOURCE = os.environ.get("VLLM_SRC", "")
 UNIT = Path(SOURCE, "tests/v1/kv_connector/unit")
 RUN_SECONDS = 300  # one class: about 100 tests, each with a scheduler of its own
 VERDICTS: dict[str, Any] = tomllib.loads((HERE / "verdicts.toml").read_text())
-CLASSES: list[str] = [one for group in VERDICTS["classes"].values() for one in group]
+CLASSES = sorted({one for group in VERDICTS["classes"].values() for one in group})
 ROLES: list[str] = VERDICTS["roles"]
 FAULTS = ("ours", "test")
 needs_checkout = pytest.mark.skipif(not SOURCE, reason="VLLM_SRC names no checkout of vLLM")
