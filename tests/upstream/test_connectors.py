@@ -67,7 +67,7 @@ def expected_failures(name: str) -> set[tuple[str, str]]:
 def outcomes(name: str, folder: Path) -> dict[str, dict[str, str]]:
     """Run the tests in a process of their own: {test: {role: "passed", or how it failed}}."""
     told = folder / "outcomes.json"
-    paths = [ROOT / "src", ROOT / "tests/support", HERE, SOURCE]
+    paths = [ROOT / "src", ROOT / "tests/support", HERE]
     around = {
         **os.environ,
         "KVFERRY_CLASS": name,
